@@ -1,0 +1,1 @@
+"""``pipeplan check``: verify a plan independently of what made it."""

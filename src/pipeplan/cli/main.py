@@ -1,0 +1,83 @@
+"""``pipeplan``: the group of verbs, and the one place where errors become exit codes.
+
+Verbs load when they are called, so that ``pipeplan --help`` starts in a moment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import click
+
+from pipeplan import __version__
+from pipeplan.errors import PipeplanError
+
+__all__ = ["cli", "main"]
+
+VERBS = {
+    "search": "Search a schedule for a profile and write the plan.",
+    "simulate": "Simulate a plan: bubbles, memory, critical path, timeline.",
+    "run": "Run a plan on torch.distributed, or rehearse it.",
+    "profile": "Measure a model block by block and write the profile.",
+    "check": "Verify a plan independently of what made it.",
+    "example": "Write a ready input: a literature shape.",
+}
+"""Verb -> one line of help; the command is ``command`` in ``pipeplan.cli.<verb>_verb``."""
+
+INTERRUPTED = 130
+
+
+class LazyGroup(click.Group):
+    """A group that imports a verb's module when the verb is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Verbs in the order of the job."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The verb's command, imported now; None if there is no such verb."""
+        if cmd_name not in VERBS:
+            return None
+        command: click.Command = importlib.import_module(f"pipeplan.cli.{cmd_name}_verb").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The verbs with their help lines, without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "--version", prog_name="pipeplan")
+def cli() -> None:
+    """Plan, check, simulate and run pipeline-parallel training of large neural networks.
+
+    Exit codes: 0 done, 1 a valid question with no answer, 2 usage or an unreadable file,
+    3 time ran out with nothing found.
+    """
+
+
+def main() -> None:
+    """Entry point of the ``pipeplan`` command."""
+    try:
+        code = cli.main(standalone_mode=False)
+        sys.stdout.flush()
+    except click.exceptions.Abort:
+        click.echo("pipeplan: interrupted", err=True)
+        sys.exit(INTERRUPTED)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except PipeplanError as error:
+        click.echo(f"pipeplan: {error}", err=True)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:  # the reader of stdout left; nothing to tell it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""What things are: profile, cluster, placement, action, plan. Frozen types, JSON in and out."""
+
+from pipeplan.model.action import COMPUTE_KINDS, Action, payload_of
+from pipeplan.model.base import FileModel, Source
+from pipeplan.model.cluster import Cluster, DeviceKind, LinkLevel, MeasuredCurve
+from pipeplan.model.files import (
+    FORMATS,
+    parse,
+    read_cluster,
+    read_placement,
+    read_plan,
+    read_profile,
+    sha256_of,
+    to_json,
+    write_file,
+    write_text,
+)
+from pipeplan.model.placement import PlacedStage, Placement
+from pipeplan.model.plan import (
+    Dependency,
+    Device,
+    DeviceMemory,
+    Hop,
+    Operation,
+    Plan,
+    Predicted,
+    Provenance,
+    Repetend,
+    Stage,
+)
+from pipeplan.model.profile import Block, CostRow, Edge, Profile
+
+__all__ = [
+    "COMPUTE_KINDS",
+    "FORMATS",
+    "Action",
+    "Block",
+    "Cluster",
+    "CostRow",
+    "Dependency",
+    "Device",
+    "DeviceKind",
+    "DeviceMemory",
+    "Edge",
+    "FileModel",
+    "Hop",
+    "LinkLevel",
+    "MeasuredCurve",
+    "Operation",
+    "PlacedStage",
+    "Placement",
+    "Plan",
+    "Predicted",
+    "Profile",
+    "Provenance",
+    "Repetend",
+    "Source",
+    "Stage",
+    "parse",
+    "payload_of",
+    "read_cluster",
+    "read_placement",
+    "read_plan",
+    "read_profile",
+    "sha256_of",
+    "to_json",
+    "write_file",
+    "write_text",
+]

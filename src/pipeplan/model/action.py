@@ -1,0 +1,92 @@
+"""Actions and their one text form, used in plans, traces, errors and tables.
+
+An action is written as ``torch.distributed.pipelining`` writes it: stage, kind, micro-batch. ``2F0`` is the
+forward of stage 2 on micro-batch 0, ``7I3`` an input gradient, ``1SEND_F0`` stage 1 sending what its forward
+of micro-batch 0 made, ``2RECV_F0`` stage 2 receiving that micro-batch's forward input.
+
+Stages form a graph and may stand on several devices, so a transfer may need to say with whom:
+``1SEND_F0>3`` (to stage 3), ``1SEND_F0>3@2`` (to stage 3's copy on device 2). Both suffixes are left out where
+only one answer is possible.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+__all__ = ["ACTION_PATTERN", "COMPUTE_KINDS", "PAYLOAD", "Action", "payload_of"]
+
+COMPUTE_KINDS = ("F", "B", "I", "W")
+"""Forward, (full) backward, input gradient, weight gradient."""
+
+PAYLOAD = {"F": "F", "B": "B", "I": "B"}
+"""What a compute kind hands to other stages: outputs (F) or gradients of inputs (B)."""
+
+ACTION_PATTERN = r"^\d{1,7}([FBIW]|(SEND|RECV)_[FB])\d{1,7}(>\d{1,7})?(@\d{1,7})?$"
+
+_PARSE = re.compile(r"(\d{1,7})([FBIW]|(?:SEND|RECV)_[FB])(\d{1,7})(?:>(\d{1,7}))?(?:@(\d{1,7}))?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One entry of a device's program.
+
+    ``peer_stage`` and ``peer_device`` are only for transfers: the stage and the device on the other end.
+    For a ``RECV`` the stage is the receiver and the micro-batch is the sender's, as in the matching ``SEND``.
+    """
+
+    stage: int
+    kind: str
+    microbatch: int
+    peer_stage: int | None = None
+    peer_device: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The action a text means.
+
+        Raises:
+            ValueError: the text is not an action.
+        """
+        match = _PARSE.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is not an action; write stage, kind, micro-batch, as 2F0 or 1SEND_F0")
+        stage, kind, microbatch, peer_stage, peer_device = match.groups()
+        if kind in COMPUTE_KINDS and (peer_stage or peer_device):
+            raise ValueError(f"{text!r} is not an action: only SEND and RECV have a peer")
+        return cls(
+            int(stage),
+            kind,
+            int(microbatch),
+            None if peer_stage is None else int(peer_stage),
+            None if peer_device is None else int(peer_device),
+        )
+
+    def __str__(self) -> str:
+        peer_stage = "" if self.peer_stage is None else f">{self.peer_stage}"
+        peer_device = "" if self.peer_device is None else f"@{self.peer_device}"
+        return f"{self.stage}{self.kind}{self.microbatch}{peer_stage}{peer_device}"
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether the action computes; otherwise it sends or receives."""
+        return self.kind in COMPUTE_KINDS
+
+    @property
+    def operation(self) -> str:
+        """Stage and kind without the micro-batch, the id of the operation in a plan: ``2F``."""
+        return f"{self.stage}{self.kind}"
+
+    @property
+    def payload(self) -> str:
+        """For a transfer: ``F`` for outputs, ``B`` for gradients."""
+        return self.kind.rpartition("_")[2]
+
+    def without_peer(self) -> Action:
+        """The same action with the peer left unsaid."""
+        return replace(self, peer_stage=None, peer_device=None)
+
+
+def payload_of(kind: str) -> str:
+    """What an operation of this kind sends to other stages: ``F`` or ``B``."""
+    return PAYLOAD[kind]

@@ -1,0 +1,57 @@
+"""Placement: which blocks form a stage, and on which devices each stage stands."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from pipeplan.model.base import Count, FileModel, Index, Name
+
+__all__ = ["PlacedStage", "Placement"]
+
+
+class PlacedStage(FileModel):
+    """A stage and its device group: ``shards`` devices split each block, ``replicas`` groups split the samples."""
+
+    blocks: Annotated[tuple[Name, ...], Field(min_length=1, description="block ids, in the order they run")]
+    devices: Annotated[tuple[Index, ...], Field(min_length=1, description="the stage's device group")]
+    shards: Annotated[Count, Field(description="devices that split each block (tensor parallel)")] = 1
+    replicas: Annotated[Count, Field(description="groups that split the samples (data parallel)")] = 1
+
+    @model_validator(mode="after")
+    def _group_is_whole(self) -> PlacedStage:
+        if len(set(self.devices)) != len(self.devices):
+            raise ValueError(f"devices {list(self.devices)} name a device twice")
+        if self.shards * self.replicas != len(self.devices):
+            raise ValueError(
+                f"shards {self.shards} x replicas {self.replicas} must equal the {len(self.devices)} devices"
+            )
+        if len(set(self.blocks)) != len(self.blocks):
+            raise ValueError("blocks name a block twice")
+        return self
+
+
+class Placement(FileModel):
+    """Stages in a topological order of the stage graph, each on its devices."""
+
+    schema_version: Literal[1] = 1
+    kind: Literal["placement"] = "placement"
+    strategy: Annotated[Name, Field(description="one-to-one, circular, v-shape, bidirectional, or a shape's name")]
+    num_devices: Count
+    stages: Annotated[tuple[PlacedStage, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _stages_are_disjoint(self) -> Placement:
+        seen: dict[str, int] = {}
+        for index, stage in enumerate(self.stages):
+            for device in stage.devices:
+                if device >= self.num_devices:
+                    raise ValueError(
+                        f"stages[{index}] stands on device {device}, but num_devices is {self.num_devices}"
+                    )
+            for block in stage.blocks:
+                if block in seen:
+                    raise ValueError(f"block {block!r} is in stages[{seen[block]}] and in stages[{index}]")
+                seen[block] = index
+        return self

@@ -1,0 +1,274 @@
+"""Plan: the file with stages, schedule and a program per device; it is understood without the profile.
+
+A plan is compact: an *operation* stands for all actions of one kind and stage, and says once what they have
+in common (duration, memory effect, dependencies, transfers). The schedule gives the start of each action, the
+programs give for each device the order of compute and communication.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints, model_validator
+
+from pipeplan.model.action import ACTION_PATTERN
+from pipeplan.model.base import Bytes, Count, FileModel, Index, Name, Nanoseconds, PositiveNs
+
+__all__ = [
+    "Dependency",
+    "Device",
+    "DeviceMemory",
+    "Hop",
+    "Operation",
+    "Plan",
+    "Predicted",
+    "Provenance",
+    "Repetend",
+    "Stage",
+]
+
+OperationId = Annotated[str, StringConstraints(pattern=r"^\d{1,7}[FBIW]$")]
+ActionText = Annotated[str, StringConstraints(pattern=ACTION_PATTERN)]
+TimeSum = Annotated[int, Field(ge=0, le=2**62)]
+
+
+class Device(FileModel):
+    """A device the plan uses, and its memory (None is no limit)."""
+
+    name: Name = "device"
+    memory_bytes: Bytes | None = None
+
+
+class Stage(FileModel):
+    """A stage: blocks, device group, how it is split, and what it keeps on each of its devices."""
+
+    blocks: Annotated[tuple[Name, ...], Field(min_length=1)]
+    devices: Annotated[tuple[Index, ...], Field(min_length=1)]
+    shards: Count = 1
+    replicas: Count = 1
+    configuration: Name | None = None
+    microbatch_size: Annotated[Count, Field(description="samples in one micro-batch of this stage")]
+    recompute: bool = False
+    parameter_bytes: Annotated[Bytes, Field(description="on each device of the stage, as the next two")] = 0
+    gradient_bytes: Bytes = 0
+    optimizer_bytes: Bytes = 0
+
+
+class Operation(FileModel):
+    """All actions of one kind and stage. They run on all devices of the stage together."""
+
+    kind: Literal["F", "B", "I", "W"]
+    stage: Index
+    duration_ns: PositiveNs
+    acquire_bytes: Annotated[Bytes, Field(description="taken on each device at the start")] = 0
+    release_bytes: Annotated[Bytes, Field(description="given back on each device at the end")] = 0
+    workspace_bytes: Annotated[Bytes, Field(description="held on each device while running")] = 0
+
+    @property
+    def id(self) -> str:
+        """Stage and kind: ``2F``. With a micro-batch behind it, the text of an action."""
+        return f"{self.stage}{self.kind}"
+
+
+class Hop(FileModel):
+    """One message of a dependency, once per micro-batch: a SEND on one device and a RECV on another."""
+
+    source_device: Index
+    target_device: Index
+    bytes: Bytes = 0
+    latency_ns: Annotated[Nanoseconds, Field(description="time that occupies no link")] = 0
+    occupancy_ns: Annotated[Nanoseconds, Field(description="time that occupies the link")] = 0
+
+    @property
+    def duration_ns(self) -> int:
+        """Time from the producer's end until the consumer may start, on an idle link."""
+        return self.latency_ns + self.occupancy_ns
+
+
+class Dependency(FileModel):
+    """Actions of ``target`` start after the ``source`` actions that hold their samples, and after the hops.
+
+    Micro-batch m of a stage with micro-batch size b holds samples m*b to (m+1)*b - 1 of the mini-batch, so
+    between stages of equal size micro-batch m depends on micro-batch m.
+    """
+
+    source: OperationId
+    target: OperationId
+    hops: tuple[Hop, ...] = ()
+
+    @property
+    def lag_ns(self) -> int:
+        """Time between the source's end and the target's start: its slowest hop, 0 without hops."""
+        return max((hop.duration_ns for hop in self.hops), default=0)
+
+
+class Repetend(FileModel):
+    """The part of the programs that repeats (Tessel III-C).
+
+    On each device it is a contiguous run of compute actions in which every operation of the device occurs
+    ``unroll`` times, on micro-batches ``first[operation]``, ``first[operation] + 1``, ...
+    """
+
+    unroll: Annotated[Count, Field(description="micro-batches that finish per repetend")]
+    repetend_ns: Annotated[PositiveNs, Field(description="time from one repetition to the next")]
+    first: Annotated[dict[OperationId, Index], Field(min_length=1)]
+
+    @property
+    def span(self) -> int:
+        """How many micro-batches a repetend reaches over (Tessel's N_R)."""
+        return max(self.first.values()) - min(self.first.values()) + self.unroll
+
+    @property
+    def period_ns(self) -> float:
+        """Time per micro-batch."""
+        return self.repetend_ns / self.unroll
+
+
+class DeviceMemory(FileModel):
+    """Memory of one device at the moment it holds most: the five parts add up to ``peak_bytes``."""
+
+    parameter_bytes: Bytes
+    gradient_bytes: Bytes
+    optimizer_bytes: Bytes
+    activation_bytes: Bytes
+    workspace_bytes: Bytes
+    peak_bytes: Bytes
+
+
+class Predicted(FileModel):
+    """What the plan's programs take when every action lasts as stated and starts as soon as it can."""
+
+    makespan_ns: TimeSum
+    lower_bound_ns: Annotated[TimeSum, Field(description="proved: no schedule of this placement is shorter")]
+    gap: Annotated[float, Field(ge=0, description="makespan / lower_bound - 1")]
+    period_ns: Annotated[float | None, Field(ge=0, description="per micro-batch, of the repetend")] = None
+    period_lower_bound_ns: Annotated[float, Field(ge=0)] = 0.0
+    bubble_rate: Annotated[float, Field(ge=0, le=1, description="of the iteration")]
+    bubble_rate_span: Annotated[float, Field(ge=0, le=1, description="by span")]
+    bubble_rate_steady: Annotated[float | None, Field(ge=0, le=1, description="of the repetend")] = None
+    memory: tuple[DeviceMemory, ...]
+
+
+class Provenance(FileModel):
+    """What the plan was made from, and with."""
+
+    profile: str = ""
+    profile_sha256: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
+    cluster_sha256: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
+    scheduler: str = ""
+    options: dict[str, str | int | float | bool | None] = {}
+    seed: int = 0
+    versions: dict[str, str] = {}
+
+
+class Plan(FileModel):
+    """A placement, a schedule and a program per device for one mini-batch."""
+
+    schema_version: Literal[1] = 1
+    kind: Literal["plan"] = "plan"
+    name: Name
+    placement: Annotated[Name, Field(description="strategy: one-to-one, circular, v-shape, ...")]
+    num_microbatches: Count
+    microbatch_size: Annotated[Count, Field(description="mini-batch / num_microbatches")]
+    devices: Annotated[tuple[Device, ...], Field(min_length=1, max_length=65536)]
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    operations: Annotated[tuple[Operation, ...], Field(min_length=1)]
+    dependencies: tuple[Dependency, ...]
+    starts_ns: Annotated[
+        dict[OperationId, tuple[TimeSum, ...]], Field(description="start of each micro-batch's action")
+    ]
+    programs: Annotated[tuple[tuple[ActionText, ...], ...], Field(description="per device, compute and communication")]
+    repetend: Repetend | None = None
+    predicted: Predicted
+    provenance: Provenance = Provenance()
+
+    @model_validator(mode="after")
+    def _refers_to_what_is_there(self) -> Plan:
+        """Everything named exists and every list has its length; :mod:`pipeplan.check` does the rest."""
+        num_devices = len(self.devices)
+        for s, stage in enumerate(self.stages):
+            for device in stage.devices:
+                if device >= num_devices:
+                    raise ValueError(f"stages[{s}] stands on device {device}, but the plan has {num_devices} devices")
+            if len(set(stage.devices)) != len(stage.devices):
+                raise ValueError(f"stages[{s}].devices name a device twice")
+            if stage.shards * stage.replicas != len(stage.devices):
+                raise ValueError(f"stages[{s}]: shards x replicas must equal its {len(stage.devices)} devices")
+            if self.mini_batch % stage.microbatch_size:
+                raise ValueError(
+                    f"stages[{s}].microbatch_size {stage.microbatch_size} does not divide the mini-batch of {self.mini_batch}"
+                )
+        ids: set[str] = set()
+        for o, operation in enumerate(self.operations):
+            if operation.stage >= len(self.stages):
+                raise ValueError(
+                    f"operations[{o}] is of stage {operation.stage}, but there are {len(self.stages)} stages"
+                )
+            if operation.id in ids:
+                raise ValueError(f"operations[{o}] repeats operation {operation.id}")
+            ids.add(operation.id)
+        for d, dependency in enumerate(self.dependencies):
+            for end in (dependency.source, dependency.target):
+                if end not in ids:
+                    raise ValueError(f"dependencies[{d}] names {end}, which is not an operation")
+            if dependency.source == dependency.target:
+                raise ValueError(f"dependencies[{d}] joins {dependency.source} to itself")
+            for h, hop in enumerate(dependency.hops):
+                if hop.source_device not in self.devices_of(dependency.source):
+                    raise ValueError(
+                        f"dependencies[{d}].hops[{h}] leaves from device {hop.source_device}, where {dependency.source} does not run"
+                    )
+                if hop.target_device not in self.devices_of(dependency.target):
+                    raise ValueError(
+                        f"dependencies[{d}].hops[{h}] ends on device {hop.target_device}, where {dependency.target} does not run"
+                    )
+        for id_ in self.starts_ns:
+            if id_ not in ids:
+                raise ValueError(f"starts_ns names {id_}, which is not an operation")
+        for id_ in ids:
+            if id_ not in self.starts_ns:
+                raise ValueError(f"starts_ns leaves out operation {id_}")
+            if len(self.starts_ns[id_]) != self.num_instances(id_):
+                raise ValueError(
+                    f"starts_ns[{id_}] has {len(self.starts_ns[id_])} starts for {self.num_instances(id_)} micro-batches"
+                )
+        if len(self.programs) != num_devices:
+            raise ValueError(f"programs has {len(self.programs)} entries for {num_devices} devices")
+        if len(self.predicted.memory) != num_devices:
+            raise ValueError(f"predicted.memory has {len(self.predicted.memory)} entries for {num_devices} devices")
+        if self.repetend is not None and set(self.repetend.first) != ids:
+            odd = sorted(set(self.repetend.first) ^ ids)[0]
+            raise ValueError(f"repetend.first must name every operation once; {odd} is missing or unknown")
+        return self
+
+    @property
+    def mini_batch(self) -> int:
+        """Samples in one iteration."""
+        return self.num_microbatches * self.microbatch_size
+
+    @cached_property
+    def _by_id(self) -> dict[str, Operation]:
+        return {operation.id: operation for operation in self.operations}
+
+    def operation(self, id_: str) -> Operation:
+        """The operation with this id, such as ``2F``."""
+        return self._by_id[id_]
+
+    def stage_of(self, id_: str) -> Stage:
+        """The stage of an operation."""
+        return self.stages[int(id_[:-1])]
+
+    def devices_of(self, id_: str) -> tuple[int, ...]:
+        """The devices an operation runs on, all at once."""
+        return self.stage_of(id_).devices
+
+    def num_instances(self, id_: str) -> int:
+        """How many actions an operation has: one per micro-batch of its stage."""
+        return self.mini_batch // self.stage_of(id_).microbatch_size
+
+    def source_microbatches(self, dependency: Dependency, microbatch: int) -> range:
+        """Micro-batches of the source whose samples the target's micro-batch holds."""
+        size = self.stage_of(dependency.target).microbatch_size
+        source_size = self.stage_of(dependency.source).microbatch_size
+        return range(microbatch * size // source_size, -(-(microbatch + 1) * size // source_size))

@@ -1,0 +1,1 @@
+"""What a plan does in time: event simulation, metrics, memory, critical path."""

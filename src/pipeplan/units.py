@@ -1,0 +1,74 @@
+"""What people type (``3.2ms``, ``80GB``, ``80GiB``) to integers (``_ns``, ``_bytes``), and back."""
+
+from __future__ import annotations
+
+from pipeplan.errors import UsageError
+
+__all__ = ["MAX_BYTES", "MAX_NS", "format_bytes", "format_ns", "parse_bytes", "parse_ns"]
+
+MAX_NS = 10**15
+"""Longest duration a file may state, in ns (11.5 days): sums of a million of them stay in 64 bits less one."""
+
+MAX_BYTES = 10**16
+"""Largest size a file may state, in bytes (10 PB)."""
+
+
+def parse_ns(text: str) -> int:
+    """Nanoseconds of a duration with a unit, such as ``3.2ms``, ``10us``, ``1 s`` or ``0ns``.
+
+    Raises:
+        UsageError: the text is not a duration, has no unit, or is negative or above ``MAX_NS``.
+    """
+    import math
+
+    from quantiphy import QuantiPhyError, Quantity
+
+    try:
+        quantity = Quantity(text.strip().replace("µs", "us"))
+    except QuantiPhyError:
+        raise UsageError(f"{text!r} is not a duration; write a number and a unit, as 3.2ms, 10us or 0ns") from None
+    if quantity.units != "s":
+        raise UsageError(f"{text!r} is not a duration: unit {quantity.units!r} is not one of ns, us, ms, s")
+    if not math.isfinite(quantity) or not 0 <= quantity * 1e9 <= MAX_NS:
+        raise UsageError(f"{text!r} is out of range: a duration is from 0ns to {format_ns(MAX_NS)}")
+    return round(quantity * 1e9)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as ``80GB`` (10^9), ``80GiB`` (2^30), ``512`` or ``1.5MB``.
+
+    Raises:
+        UsageError: the text is not a size, or is negative or above ``MAX_BYTES``.
+    """
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        size = int(TypeAdapter(ByteSize).validate_python(text.strip()))
+    except (ValidationError, OverflowError, ValueError):
+        raise UsageError(f"{text!r} is not a size; write a number and a unit, as 80GB, 80GiB or 512MB") from None
+    if not 0 <= size <= MAX_BYTES:
+        raise UsageError(f"{text!r} is out of range: a size is from 0B to {format_bytes(MAX_BYTES)}")
+    return size
+
+
+def format_ns(ns: float) -> str:
+    """A duration for people, with four significant digits: ``3.2ms``."""
+    for factor, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "us")):
+        if abs(ns) >= factor:
+            return f"{_digits(ns / factor)}{unit}"
+    return f"{_digits(ns)}ns"
+
+
+def format_bytes(size: float) -> str:
+    """A size for people in decimal units, with four significant digits: ``1.5GB``."""
+    for factor, unit in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(size) >= factor:
+            return f"{_digits(size / factor)}{unit}"
+    return f"{_digits(size)}B"
+
+
+def _digits(value: float) -> str:
+    """Four significant digits without an exponent and without trailing zeros."""
+    if abs(value) >= 1000:
+        return f"{value:.0f}"
+    return f"{value:.4g}"
