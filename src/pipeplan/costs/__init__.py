@@ -1,0 +1,7 @@
+"""What things cost: interpolation over micro-batch size, stages, links."""
+
+from pipeplan.costs.blocks import block_costs
+from pipeplan.costs.links import transfer_time
+from pipeplan.costs.stages import StageCosts, build_workload, can_split, stage_costs
+
+__all__ = ["StageCosts", "block_costs", "build_workload", "can_split", "stage_costs", "transfer_time"]
