@@ -48,12 +48,16 @@ def _between(low: CostRow, high: CostRow, microbatch_size: int) -> CostRow:
     if low.microbatch_size == high.microbatch_size:
         return low
     offset, width = microbatch_size - low.microbatch_size, high.microbatch_size - low.microbatch_size
-    values: dict[str, int] = {}
+    values: dict[str, object] = {
+        "microbatch_size": microbatch_size,
+        "shards": low.shards,
+        "recompute": low.recompute,
+    }
     for field in (*_TIMES, *_SIZES):
         before, after = getattr(low, field), getattr(high, field)
         if before is not None and after is not None:
             values[field] = before + round((after - before) * offset / width)
-    return CostRow(microbatch_size=microbatch_size, shards=low.shards, recompute=low.recompute, **values)
+    return CostRow.model_validate(values)
 
 
 def _recomputed(row: CostRow, input_bytes: int) -> CostRow:

@@ -34,6 +34,6 @@ def _on_curve(points: tuple[tuple[int, int], ...], size: int) -> int:
     for (low, low_ns), (high, high_ns) in zip(monotone, monotone[1:], strict=False):
         if size <= high:
             share = math.log(size / max(low, 1)) / math.log(high / max(low, 1))
-            return round(low_ns * (high_ns / low_ns) ** share)
+            return round(low_ns * math.pow(high_ns / low_ns, share))
     last, last_ns = monotone[-1]
     return round(last_ns * size / max(last, 1))
