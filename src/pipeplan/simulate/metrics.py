@@ -1,0 +1,93 @@
+"""Figures of a timeline: makespan, how busy each device is, bubble rates, micro-batches in flight."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeplan.simulate.timing import Orders, TaskGraph
+
+__all__ = ["Rates", "in_flight", "rates"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Figures of one iteration; times in ns, the iteration begins at 0.
+
+    ``busy_ns`` [device]; ``first_start_ns`` and ``last_end_ns`` [device], both 0 for a device without actions.
+    ``bubble_rate`` is of the iteration, ``1 - sum of busy / (D * makespan)``. ``bubble_rate_span`` is
+    ``1 - busy/span`` of the device with the longest time from its first start to its last end.
+    """
+
+    makespan_ns: int
+    busy_ns: tuple[int, ...]
+    first_start_ns: tuple[int, ...]
+    last_end_ns: tuple[int, ...]
+    bubble_rate: float
+    bubble_rate_span: float
+
+    @property
+    def span_ns(self) -> tuple[int, ...]:
+        """Time from the first start to the last end [device]."""
+        return tuple(last - first for first, last in zip(self.first_start_ns, self.last_end_ns, strict=True))
+
+    @property
+    def idle_ns(self) -> tuple[int, ...]:
+        """Time of the iteration in which nothing runs [device]."""
+        return tuple(self.makespan_ns - busy for busy in self.busy_ns)
+
+
+def rates(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> Rates:
+    """Figures of the timeline in which each task begins at ``starts`` [task], in ns."""
+    durations = graph.durations
+    busy = tuple(sum(durations[task] for task in order) for order in orders)
+    first = tuple(min((starts[task] for task in order), default=0) for order in orders)
+    last = tuple(max((starts[task] + durations[task] for task in order), default=0) for order in orders)
+    makespan = max(last)
+    spans = [end - start for start, end in zip(first, last, strict=True)]
+    longest = spans.index(max(spans))  # ties: the smallest device
+    return Rates(
+        makespan_ns=makespan,
+        busy_ns=busy,
+        first_start_ns=first,
+        last_end_ns=last,
+        bubble_rate=_share_idle(sum(busy), len(busy) * makespan),
+        bubble_rate_span=_share_idle(busy[longest], spans[longest]),
+    )
+
+
+def in_flight(graph: TaskGraph, orders: Orders) -> tuple[int, ...]:
+    """The most micro-batches whose activations (or deferred weight gradients) each device holds at once.
+
+    On a device whose stages have micro-batches of unequal sizes, they are counted in units of the greatest
+    common divisor of the sizes.
+    """
+    return tuple(_in_flight(graph, device, order) for device, order in enumerate(orders))
+
+
+def _in_flight(graph: TaskGraph, device: int, order: Sequence[int]) -> int:
+    """A unit of samples is in flight while the device holds bytes on its behalf, in any of its stages."""
+    workload = graph.workload
+    unit = math.gcd(*(stage.microbatch_size for stage in workload.stages if device in stage.devices))
+    held: Counter[int] = Counter()
+    holding = most = 0
+    for task in order:
+        index = graph.operation_of[task]
+        operation = workload.operations[index]
+        units = workload.stages[operation.stage].microbatch_size // unit if unit else 1
+        first = (task - graph.offsets[index]) * units
+        for sample in range(first, first + units):
+            holding += held[sample] == 0 and operation.acquire_bytes > 0
+            held[sample] += operation.acquire_bytes
+        most = max(most, holding)
+        for sample in range(first, first + units):
+            before = held[sample]
+            held[sample] -= operation.release_bytes
+            holding -= before > 0 and held[sample] <= 0
+    return most
+
+
+def _share_idle(busy: int, available: int) -> float:
+    return (available - busy) / available if available else 0.0
