@@ -1,0 +1,213 @@
+"""The scheduling problem: a workload reduced to the numbers a search needs.
+
+Operations are numbered 0..n-1 as in the workload. All micro-batches are alike, so one micro-batch's
+operations and dependencies say everything; the same operation of different micro-batches may be taken to run in
+micro-batch order (Tessel, Property 4.1), since exchanging equal micro-batches changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.model import payload_of
+from pipeplan.model.workload import Workload
+from pipeplan.units import format_bytes
+
+__all__ = ["Hold", "Problem"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """``size`` bytes kept on the devices of both operations, from the start of one to the end of the other."""
+
+    source: int
+    target: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What may run when, for one micro-batch, and on what.
+
+    ``durations`` [operation] ns; ``devices`` [operation] devices that run it together; ``acquire``, ``release``,
+    ``workspace`` [operation] bytes on each of its devices; ``edges`` triples (source, target, lag in ns) with
+    source < target; ``capacity`` [device] bytes left beside parameters, gradients and optimizer, None without limit.
+    """
+
+    workload: Workload
+    durations: tuple[int, ...]
+    devices: tuple[tuple[int, ...], ...]
+    acquire: tuple[int, ...]
+    release: tuple[int, ...]
+    workspace: tuple[int, ...]
+    edges: tuple[tuple[int, int, int], ...]
+    capacity: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, workload: Workload) -> Problem:
+        """The problem of a workload.
+
+        Raises:
+            InfeasibleError: a device cannot hold its parameters, gradients and optimizer state, or cannot run
+                a single micro-batch beside them.
+            UsageError: stages have different micro-batch sizes.
+        """
+        if any(stage.microbatch_size != workload.microbatch_size for stage in workload.stages):
+            raise UsageError("searching a schedule for stages of different micro-batch sizes is not possible yet")
+        position = {operation.id: index for index, operation in enumerate(workload.operations)}
+        problem = cls(
+            workload,
+            tuple(operation.duration_ns for operation in workload.operations),
+            tuple(workload.stages[operation.stage].devices for operation in workload.operations),
+            tuple(operation.acquire_bytes for operation in workload.operations),
+            tuple(operation.release_bytes for operation in workload.operations),
+            tuple(operation.workspace_bytes for operation in workload.operations),
+            tuple(
+                (position[dependency.source], position[dependency.target], dependency.lag_ns)
+                for dependency in workload.dependencies
+            ),
+            tuple(
+                None if device.memory_bytes is None else device.memory_bytes - workload.static_bytes(index)
+                for index, device in enumerate(workload.devices)
+            ),
+        )
+        assert all(source < target for source, target, _ in problem.edges)
+        problem._require_room()
+        return problem
+
+    @property
+    def num_operations(self) -> int:
+        """Operations of one micro-batch."""
+        return len(self.durations)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the workload."""
+        return len(self.capacity)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of the workload."""
+        return self.workload.num_microbatches
+
+    @cached_property
+    def on_device(self) -> tuple[tuple[int, ...], ...]:
+        """[device] operations that run there, ascending."""
+        found: list[list[int]] = [[] for _ in self.capacity]
+        for operation, devices in enumerate(self.devices):
+            for device in devices:
+                found[device].append(operation)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def work(self) -> tuple[int, ...]:
+        """[device] ns of work per micro-batch."""
+        return tuple(sum(self.durations[operation] for operation in operations) for operations in self.on_device)
+
+    @cached_property
+    def time_unit(self) -> int:
+        """Greatest common divisor of all durations and lags, in ns: earliest starts are its multiples."""
+        return math.gcd(*self.durations, *(lag for _, _, lag in self.edges)) or 1
+
+    @cached_property
+    def heads(self) -> tuple[int, ...]:
+        """[operation] longest path from a micro-batch's first start to the operation's start, in ns."""
+        heads = [0] * self.num_operations
+        for source, target, lag in sorted(self.edges):
+            heads[target] = max(heads[target], heads[source] + self.durations[source] + lag)
+        return tuple(heads)
+
+    @cached_property
+    def tails(self) -> tuple[int, ...]:
+        """[operation] longest path from the operation's end to a micro-batch's last end, in ns."""
+        tails = [0] * self.num_operations
+        for source, target, lag in sorted(self.edges, key=lambda edge: -edge[1]):
+            tails[source] = max(tails[source], lag + self.durations[target] + tails[target])
+        return tuple(tails)
+
+    @cached_property
+    def holds(self) -> tuple[Hold, ...]:
+        """What each stage takes, with where it is given back; oldest is given back first.
+
+        One micro-batch of a stage takes in F (and I) and gives back in B, or in I and W. Both ends are on all
+        devices of the stage.
+        """
+        found: list[Hold] = []
+        for stage in range(len(self.workload.stages)):
+            open_: list[list[int]] = []  # [operation, bytes left]
+            for operation in self.stage_operations[stage]:
+                if self.acquire[operation]:
+                    open_.append([operation, self.acquire[operation]])
+                left = self.release[operation]
+                while left:
+                    source, size = open_[0]
+                    given = min(left, size)
+                    found.append(Hold(source, operation, given))
+                    left -= given
+                    open_[0][1] -= given
+                    if open_[0][1] == 0:
+                        open_.pop(0)
+        return tuple(found)
+
+    @cached_property
+    def stage_operations(self) -> tuple[tuple[int, ...], ...]:
+        """[stage] its operations in the order they depend on each other: F, B or F, I, W."""
+        found: list[list[int]] = [[] for _ in self.workload.stages]
+        for index, operation in enumerate(self.workload.operations):
+            found[operation.stage].append(index)
+        return tuple(map(tuple, found))
+
+    def path(self, source: int, target: int) -> int:
+        """Longest path from the start of one operation to the end of another in a micro-batch; -1 without one."""
+        return self._paths[source][target]
+
+    @cached_property
+    def _paths(self) -> list[list[int]]:
+        outgoing: list[list[tuple[int, int]]] = [[] for _ in self.durations]
+        for source, target, lag in self.edges:
+            outgoing[source].append((target, lag))
+        paths = []
+        for source in range(self.num_operations):
+            ends = [-1] * self.num_operations
+            ends[source] = self.durations[source]
+            for middle in range(source, self.num_operations):
+                if ends[middle] >= 0:
+                    for target, lag in outgoing[middle]:
+                        ends[target] = max(ends[target], ends[middle] + lag + self.durations[target])
+            paths.append(ends)
+        return paths
+
+    def crosses(self, edge: tuple[int, int, int]) -> bool:
+        """Whether an edge hands something to another stage."""
+        source, target, _ = edge
+        return self.workload.operations[source].stage != self.workload.operations[target].stage
+
+    def payload(self, operation: int) -> str:
+        """What the operation hands to other stages: ``F`` or ``B``."""
+        return payload_of(self.workload.operations[operation].kind)
+
+    def _require_room(self) -> None:
+        """One micro-batch alone must fit, forward through and backward through."""
+        for device, capacity in enumerate(self.capacity):
+            if capacity is None:
+                continue
+            static, memory = self.workload.static_bytes(device), self.workload.devices[device].memory_bytes
+            if capacity < 0:
+                raise InfeasibleError(
+                    f"device {device} has {format_bytes(memory or 0)}, but parameters, gradients and optimizer state "
+                    f"take {format_bytes(static)}: {format_bytes(-capacity)} too much; raise --memory or --devices"
+                )
+            level = peak = 0
+            for operation in self.on_device[device]:
+                level += self.acquire[operation]
+                peak = max(peak, level + self.workspace[operation])
+                level -= self.release[operation]
+            if peak > capacity:
+                raise InfeasibleError(
+                    f"device {device} has {format_bytes(memory or 0)}, of which parameters, gradients and optimizer "
+                    f"state take {format_bytes(static)}; one micro-batch needs {format_bytes(peak)} more, "
+                    f"{format_bytes(peak - capacity)} too much; raise --memory or --devices, or lower --microbatch-size"
+                )

@@ -1,0 +1,141 @@
+"""Running CP-SAT: one place for time, seeds, workers, determinism and Ctrl-C."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
+
+__all__ = ["Answer", "Budget", "solve"]
+
+_POLL_SECONDS = 0.05
+
+
+@dataclass(slots=True)
+class Budget:
+    """Time for a whole search, shared by everything in it.
+
+    With ``deterministic`` the limit counts the solver's deterministic time (about a second each) on one worker
+    instead of the clock, so that the same seed gives the same plan on any machine.
+    """
+
+    seconds: float
+    seed: int = 0
+    deterministic: bool = False
+    workers: int = 2
+    interrupted: bool = False
+    started: float = field(default_factory=time.monotonic)
+    spent: float = 0.0
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds by the clock since the budget was made."""
+        return time.monotonic() - self.started
+
+    @property
+    def remaining(self) -> float:
+        """Seconds left; 0 after an interruption."""
+        if self.interrupted:
+            return 0.0
+        return max(0.0, self.seconds - (self.spent if self.deterministic else self.elapsed))
+
+    @property
+    def expired(self) -> bool:
+        """Whether nothing is left."""
+        return self.remaining <= 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a solve ended with.
+
+    ``feasible``: True with ``value`` to read solutions from, False if proved infeasible, None if time ran out first.
+    ``objective`` and ``bound`` are of the model's own objective, None without one or without a solution.
+    """
+
+    feasible: bool | None
+    optimal: bool
+    value: Callable[[cp_model.LinearExprT], int]
+    objective: int | None
+    bound: int | None
+
+
+def solve(
+    model: cp_model.CpModel,
+    budget: Budget,
+    limit: float,
+    *,
+    on_solution: Callable[[int, int], None] | None = None,
+) -> Answer:
+    """Solve within ``limit`` seconds of the budget.
+
+    The solver runs on a thread of its own, so that Ctrl-C reaches us: it stops the solver, marks the budget as
+    interrupted and returns the best found so far. ``on_solution`` gets (objective, bound) as the solver improves.
+    """
+    from ortools.sat.python import cp_model
+
+    solver = cp_model.CpSolver()
+    parameters = solver.parameters
+    limit = min(limit, budget.remaining)
+    parameters.random_seed = budget.seed
+    parameters.catch_sigint_signal = False
+    if budget.deterministic:
+        parameters.num_workers = 1
+        parameters.max_deterministic_time = limit
+    else:
+        parameters.num_workers = budget.workers
+        parameters.max_time_in_seconds = limit
+    if limit <= 0.0:
+        return Answer(None, False, solver.value, None, None)
+    status = _run(solver, model, budget, _callback(on_solution) if on_solution is not None else None)
+    budget.spent += solver.response_proto.deterministic_time
+    found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    objective = bound = None
+    if model.has_objective():
+        bound = round(solver.best_objective_bound)
+        objective = round(solver.objective_value) if found else None
+    feasible = True if found else False if status == cp_model.INFEASIBLE else None
+    return Answer(feasible, status == cp_model.OPTIMAL, solver.value, objective, bound)
+
+
+def _run(
+    solver: cp_model.CpSolver,
+    model: cp_model.CpModel,
+    budget: Budget,
+    callback: cp_model.CpSolverSolutionCallback | None,
+) -> int:
+    result: list[int] = []
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            result.append(int(solver.solve(model, callback)))
+        except BaseException as error:  # handed to the caller's thread
+            failure.append(error)
+
+    thread = threading.Thread(target=work, name="cp-sat", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        try:
+            thread.join(_POLL_SECONDS)
+        except KeyboardInterrupt:
+            budget.interrupted = True
+            solver.stop_search()
+    if failure:
+        raise failure[0]
+    return result[0]
+
+
+def _callback(on_solution: Callable[[int, int], None]) -> cp_model.CpSolverSolutionCallback:
+    from ortools.sat.python import cp_model
+
+    class Report(cp_model.CpSolverSolutionCallback):
+        def on_solution_callback(self) -> None:
+            on_solution(round(self.objective_value), round(self.best_objective_bound))
+
+    return Report()
