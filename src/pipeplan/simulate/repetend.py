@@ -9,13 +9,15 @@ together without deadlock. A copy gives back what it takes, so memory stays as i
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import islice
+from itertools import islice, takewhile
 from operator import eq, sub
 
 from pipeplan.errors import InvalidPlanError, UsageError
+from pipeplan.model.base import MAX_COUNT
 from pipeplan.model.plan import Repetend
 from pipeplan.model.workload import Workload
 from pipeplan.simulate.timing import Orders, TaskGraph
@@ -24,9 +26,6 @@ __all__ = ["extend", "find_repetend", "repetend_time", "steady_bubble_rate", "wo
 
 _STEADY_TASKS = 400_000
 """The longest replay, in actions, in which a repetend must become periodic to count as one."""
-
-_LONGEST_CYCLE = 6
-"""A replay that alternates between up to this many distances is given up at once."""
 
 _SWEPT_UNROLL = 8
 """Unrolls up to this are looked for at every moment of a run, larger ones where a sample of moments shows them."""
@@ -87,7 +86,8 @@ def repetend_time(
     _require_cut(workload, first)
     runs = [_copy_of(workload, device, order, first, unroll)[1] for device, order in enumerate(orders)]
     begins = [first[operation.id] for operation in workload.operations]
-    return _steady_time(workload, runs, begins, unroll, max_tasks)
+    steady = _steady_state(workload, runs, begins, unroll, max_tasks)
+    return steady[1] if steady is not None and steady[0] == 1 else None
 
 
 def find_repetend(
@@ -109,11 +109,14 @@ def find_repetend(
     limit = graph.workload.num_microbatches // 2
     bound = work_bound(graph.workload)
     best, best_time = None, 0
-    for unroll in search.unrolls(min(limit, max_unroll or limit)):
+    unrolls = search.unrolls(min(limit, max_unroll or limit))
+    for unroll in unrolls:
         for cut in search.cuts(unroll):
-            time = search.time_of(cut)
-            if time is not None and (best is None or cut.rank(time) < best.rank(best_time)):
+            cycle, time = search.steady_state(cut)
+            if cycle == 1 and (best is None or cut.rank(time) < best.rank(best_time)):
                 best, best_time = cut, time
+            elif cycle > 1 and unroll * cycle <= limit and unroll * cycle not in unrolls:
+                insort(unrolls, unroll * cycle)  # distances alternate: periodic over that many copies
         if best is not None and best_time == bound * best.unroll:
             break  # nothing beats the work bound
     if best is None:
@@ -219,29 +222,29 @@ def _work(workload: Workload) -> list[int]:
 # ---------------------------------------------------------------- the steady state
 
 
-def _steady_time(
+def _steady_state(
     workload: Workload, runs: Sequence[Sequence[_Entry]], first: Sequence[int], unroll: int, max_tasks: int
-) -> int | None:
-    """By how much copy after copy shifts in time when copies run without end; ``runs`` [device] is one copy.
+) -> tuple[int, int] | None:
+    """(cycle, time): every ``cycle`` copies shift by ``time`` ns when copies run without end.
 
     Starts obey a recurrence in (max, +), where a copy depends on the few before it. When over that many copies
-    every start has moved on by the same amount per copy, and none waits for one that moves faster, it stays so
-    for ever, and the fastest growth is that of the makespan.
+    every start has moved on by the same amount per cycle, and none waits for one that moves faster, it stays so
+    for ever, and the fastest growth is that of the makespan. ``runs`` [device] is one copy. None if that does not
+    come about within ``max_tasks`` actions.
     """
     copy = _CopyGraph.of(workload, runs, first, unroll)
     if copy is None:
         return None
     starts: list[list[int]] = []
-    num_copies = 2 * (copy.reach + _LONGEST_CYCLE)
-    while True:
+    num_copies = 2 * copy.reach + 12
+    while num_copies * copy.num_tasks <= max_tasks:
         copy.run(starts, num_copies)
-        shift = copy.steady_shift(starts, 1)
-        if shift is not None:
-            return max(shift)
-        alternates = any(copy.steady_shift(starts, cycle) for cycle in range(2, _LONGEST_CYCLE + 1))
-        if alternates or 2 * num_copies * copy.num_tasks > max_tasks:
-            return None
+        for cycle in range(1, num_copies - copy.reach):
+            shift = copy.steady_shift(starts, cycle)
+            if shift is not None:
+                return cycle, max(shift)
         num_copies *= 2
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +371,15 @@ class _Line:
         end = position + unroll * self.num_operations
         return end < len(self.balance) and self.balance[position] == self.balance[end]
 
+    def repeats(self, position: int, unroll: int) -> int:
+        """For how many micro-batches of each operation the order goes on as in the window of this unroll."""
+        width = unroll * self.num_operations
+        if width == 0:
+            return MAX_COUNT
+        operations = [operation for operation, _ in islice(self.entries, position, None)]
+        same = map(eq, operations, islice(operations, width, None))
+        return unroll + sum(1 for _ in takewhile(bool, same)) // self.num_operations
+
     def balanced(self, unroll: int) -> list[bool]:
         """The same for all positions."""
         found = list(map(eq, self.balance, islice(self.balance, unroll * self.num_operations, None)))
@@ -402,7 +414,7 @@ class _Search:
     lines: list[_Line]
     steps: list[tuple[int, list[int]]]
     makespan: int
-    times: dict[object, int | None]
+    steady: dict[object, tuple[int, int]]
 
     @classmethod
     def of(cls, graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> _Search | None:
@@ -428,12 +440,26 @@ class _Search:
         positions = [0] * len(self.lines)
         for index, (_, devices) in enumerate(self.steps):
             if index % stride == 0:
-                for unroll in range(_SWEPT_UNROLL + 1, limit + 1):
-                    if all(line.is_balanced(at, unroll) for line, at in zip(self.lines, positions, strict=True)):
-                        shown.add(unroll)
+                shown.update(self._unrolls_at(positions, limit))
             for device in devices:
                 positions[device] += 1
         return sorted(shown)
+
+    def _unrolls_at(self, positions: Sequence[int], limit: int) -> Iterator[int]:
+        """Unrolls of repetends that begin at a cut, without those that only repeat a smaller one.
+
+        One that goes on for a quarter of the run is the steady state: larger ones add nothing.
+        """
+        smaller: list[tuple[int, int]] = []
+        for unroll in range(1, limit + 1):
+            if any(unroll % small == 0 and unroll <= reach for small, reach in smaller):
+                continue
+            if all(line.is_balanced(at, unroll) for line, at in zip(self.lines, positions, strict=True)):
+                reach = min(line.repeats(at, unroll) for line, at in zip(self.lines, positions, strict=True))
+                smaller.append((unroll, reach))
+                yield unroll
+                if reach >= max(2 * unroll, self.workload.num_microbatches // 4):
+                    return
 
     def cuts(self, unroll: int) -> Iterator[_Cut]:
         """Moments at which a repetend begins, the best of each run of consecutive ones.
@@ -449,11 +475,16 @@ class _Search:
         positions, first = [0] * len(self.lines), [0] * len(home)
         missing = sum(not flags[0] for flags in balanced)
         best: _Cut | None = None
+        until = -1
+        in_middle = False
         for moment, devices in self.steps:
             if missing == 0:
-                off_middle = not self.makespan <= 4 * moment <= 3 * self.makespan
-                cut = _Cut(unroll, moment, tuple(positions), tuple(first), off_middle)
-                best = cut if best is None or cut.place < best.place else best
+                if best is None or in_middle != self._in_middle(moment):
+                    in_middle = self._in_middle(moment)
+                    until = first[0] + unroll  # cuts after one repetition are like those before
+                if first[0] <= until:
+                    cut = _Cut(unroll, moment, tuple(positions), tuple(first), not in_middle)
+                    best = cut if best is None or cut.place < best.place else best
             elif best is not None:
                 yield best
                 best = None
@@ -466,13 +497,20 @@ class _Search:
         if best is not None:
             yield best
 
-    def time_of(self, cut: _Cut) -> int | None:
-        """Time of the repetend in ns, computed once for cuts that continue to the same endless order."""
+    def _in_middle(self, moment: int) -> bool:
+        return self.makespan <= 4 * moment <= 3 * self.makespan
+
+    def steady_state(self, cut: _Cut) -> tuple[int, int]:
+        """(cycle, time in ns) of the repetend, once for cuts that continue to the same endless order.
+
+        Cycle 0 says that the replay does not become periodic.
+        """
         windows = [line.window(at, cut.unroll) for line, at in zip(self.lines, cut.positions, strict=True)]
         key = tuple(_endless(window, cut.unroll) for window in windows)
-        if key not in self.times:
-            self.times[key] = _steady_time(self.workload, windows, cut.first, cut.unroll, _STEADY_TASKS)
-        return self.times[key]
+        if key not in self.steady:
+            found = _steady_state(self.workload, windows, cut.first, cut.unroll, _STEADY_TASKS)
+            self.steady[key] = found or (0, 0)
+        return self.steady[key]
 
 
 def _endless(window: Sequence[_Entry], unroll: int) -> tuple[_Entry, ...]:
