@@ -1,0 +1,182 @@
+"""The steady state: at which distance copies of a repetend follow each other when they run without end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from operator import eq, sub
+
+from pipeplan.model.plan import Repetend
+from pipeplan.model.workload import Workload
+from pipeplan.simulate.copies import Entry, require_cut, split_order
+from pipeplan.simulate.timing import Orders
+
+__all__ = ["repetend_rate", "repetend_time", "steady_bubble_rate", "steady_state", "work_bound"]
+
+MAX_TASKS = 400_000
+"""The longest replay, in actions, in which a repetend must become periodic to count as one."""
+
+
+def steady_bubble_rate(workload: Workload, repetend: Repetend) -> float:
+    """``1 - sum over devices of busy time per repetend / (D * repetend)`` (Tessel Fig. 11, 12, Table II)."""
+    busy = sum(_work(workload)) * repetend.unroll
+    return 1 - busy / (len(workload.devices) * repetend.repetend_ns)
+
+
+def work_bound(workload: Workload) -> int:
+    """Work of the busiest device for one micro-batch, in ns: no period is shorter."""
+    return max(_work(workload))
+
+
+def repetend_time(
+    workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int, *, max_tasks: int = MAX_TASKS
+) -> int | None:
+    """Time from one repetition to the next, in ns, once a long replay of the copies has become periodic.
+
+    This is by how much each copy more lengthens the makespan. None if consecutive copies do not come to equal
+    distances within ``max_tasks`` actions, for instance when they alternate and only a multiple of the unroll is
+    periodic.
+
+    Raises:
+        InvalidPlanError: the orders do not contain such a copy.
+    """
+    steady = _replayed(workload, orders, first, unroll, max_tasks)
+    return steady[1] if steady is not None and steady[0] == 1 else None
+
+
+def repetend_rate(workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int) -> Fraction | None:
+    """The same on average, in ns per micro-batch, also where consecutive copies come at distances that alternate.
+
+    Raises:
+        InvalidPlanError: the orders do not contain such a copy.
+    """
+    steady = _replayed(workload, orders, first, unroll, MAX_TASKS)
+    return None if steady is None else Fraction(steady[1], steady[0] * unroll)
+
+
+def _replayed(
+    workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int, max_tasks: int
+) -> tuple[int, int] | None:
+    """(cycle, time) of the copy that the orders contain; see :func:`steady_state`."""
+    require_cut(workload, first)
+    runs = [split_order(workload, device, order, first, unroll)[1] for device, order in enumerate(orders)]
+    begins = [first[operation.id] for operation in workload.operations]
+    return steady_state(workload, runs, begins, unroll, max_tasks)
+
+
+def steady_state(
+    workload: Workload, runs: Sequence[Sequence[Entry]], first: Sequence[int], unroll: int, max_tasks: int = MAX_TASKS
+) -> tuple[int, int] | None:
+    """(cycle, time): every ``cycle`` copies shift by ``time`` ns when copies run without end.
+
+    Starts obey a recurrence in (max, +), where a copy depends on the ``reach`` copies before it. When over a cycle
+    and that many copies every task has moved on by its own constant shift, and none waits for one that shifts by
+    more, what decides each start shifts with it, so it stays so for ever, and the largest shift is that of the
+    makespan. ``runs`` [device] is one copy. None if that does not come about within ``max_tasks`` actions.
+    """
+    copy = _CopyGraph.of(workload, runs, first, unroll)
+    if copy is None:
+        return None
+    starts: list[list[int]] = []
+    num_copies = 2 * copy.reach + 12
+    while num_copies * copy.num_tasks <= max_tasks:
+        copy.run(starts, num_copies)
+        for cycle in range(1, (num_copies - copy.reach) // 2 + 1):
+            shift = copy.steady_shift(starts, cycle)
+            if shift is not None:
+                return cycle, max(shift)
+        num_copies *= 2
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _CopyGraph:
+    """One copy as tasks, and what each waits for: (copies back, task, time from its start), in a runnable order."""
+
+    order: list[int]
+    waits: list[list[tuple[int, int, int]]]
+    reach: int
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self.order)
+
+    @classmethod
+    def of(
+        cls, workload: Workload, runs: Sequence[Sequence[Entry]], first: Sequence[int], unroll: int
+    ) -> _CopyGraph | None:
+        """None if the actions of one copy wait for each other."""
+        operations = workload.operations
+        waits: list[list[tuple[int, int, int]]] = [[] for _ in range(len(operations) * unroll)]
+        position = {operation.id: index for index, operation in enumerate(operations)}
+        for dependency in workload.dependencies:
+            source, target = position[dependency.source], position[dependency.target]
+            delay = operations[source].duration_ns + dependency.lag_ns
+            for u in range(unroll):
+                ahead, back = divmod(first[target] + u - first[source], unroll)
+                waits[target * unroll + u].append((-ahead, source * unroll + back, delay))
+        for run in runs:
+            tasks = [operation * unroll + m - first[operation] for operation, m in run]
+            for before, after in zip(tasks, tasks[1:], strict=False):
+                waits[after].append((0, before, operations[before // unroll].duration_ns))
+            if tasks:
+                waits[tasks[0]].append((1, tasks[-1], operations[tasks[-1] // unroll].duration_ns))
+        order = _topological(waits)
+        reach = max((back for wait in waits for back, _, _ in wait), default=0)
+        return None if order is None else cls(order, waits, max(1, reach))
+
+    def run(self, starts: list[list[int]], num_copies: int) -> None:
+        """Continue ``starts`` [copy][task] in ns to ``num_copies`` copies, each task as soon as it can."""
+        for k in range(len(starts), num_copies):
+            now = [0] * self.num_tasks
+            for task in self.order:
+                begin = 0
+                for back, other, delay in self.waits[task]:
+                    if back == 0:
+                        ready = now[other] + delay
+                    elif back <= k:
+                        ready = starts[k - back][other] + delay
+                    else:
+                        continue
+                    if ready > begin:
+                        begin = ready
+                now[task] = begin
+            starts.append(now)
+
+    def steady_shift(self, starts: Sequence[Sequence[int]], cycle: int) -> list[int] | None:
+        """Shift of each task over ``cycle`` copies if it will stay as it is, in ns; else None."""
+        shift = [after - before for before, after in zip(starts[-1 - cycle], starts[-1], strict=True)]
+        for k in range(len(starts) - self.reach - cycle, len(starts) - 1):
+            moved = map(sub, starts[k], starts[k - cycle])
+            if not all(map(eq, moved, shift)):
+                return None
+        if any(shift[other] > shift[task] for task in self.order for _, other, _ in self.waits[task]):
+            return None
+        return shift
+
+
+def _topological(waits: Sequence[Sequence[tuple[int, int, int]]]) -> list[int] | None:
+    """Tasks of one copy so that none comes before one of the same copy it waits for; None if there is a cycle."""
+    waiting = [sum(back == 0 for back, _, _ in wait) for wait in waits]
+    followers: list[list[int]] = [[] for _ in waits]
+    for task, wait in enumerate(waits):
+        for back, other, _ in wait:
+            if back == 0:
+                followers[other].append(task)
+    order = [task for task, count in enumerate(waiting) if count == 0]
+    for task in order:
+        for other in followers[task]:
+            waiting[other] -= 1
+            if waiting[other] == 0:
+                order.append(other)
+    return order if len(order) == len(waits) else None
+
+
+def _work(workload: Workload) -> list[int]:
+    """Work of each device for one micro-batch, in ns."""
+    work = [0] * len(workload.devices)
+    for operation in workload.operations:
+        for device in workload.stages[operation.stage].devices:
+            work[device] += operation.duration_ns
+    return work
