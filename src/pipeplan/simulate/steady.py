@@ -20,8 +20,8 @@ MAX_TASKS = 400_000
 
 def steady_bubble_rate(workload: Workload, repetend: Repetend) -> float:
     """``1 - sum over devices of busy time per repetend / (D * repetend)`` (Tessel Fig. 11, 12, Table II)."""
-    busy = sum(_work(workload)) * repetend.unroll
-    return 1 - busy / (len(workload.devices) * repetend.repetend_ns)
+    busy, available = sum(_work(workload)) * repetend.unroll, len(workload.devices) * repetend.repetend_ns
+    return (available - busy) / available
 
 
 def work_bound(workload: Workload) -> int:

@@ -39,6 +39,10 @@ class TaskGraph:
         """Number of actions."""
         return self.offsets[-1]
 
+    def microbatch_size(self, operation: int) -> int:
+        """Samples in one micro-batch of an operation, by its index."""
+        return self.workload.stages[self.workload.operations[operation].stage].microbatch_size
+
     def devices_of(self, task: int) -> tuple[int, ...]:
         """The devices a task runs on."""
         return self.workload.stages[self.workload.operations[self.operation_of[task]].stage].devices

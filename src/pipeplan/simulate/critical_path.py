@@ -1,0 +1,92 @@
+"""The critical path: the chain of actions, each of which started when the one before let it, that set the makespan."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeplan.model.workload import Workload
+from pipeplan.simulate.timing import Orders, TaskGraph
+
+__all__ = ["CriticalStep", "Reason", "critical_path"]
+
+Reason = Literal["start", "device", "dependency", "transfer"]
+
+
+@dataclass(frozen=True, slots=True)
+class CriticalStep:
+    """An action of the path and what it waited for: the iteration's start, or the action before it on the path.
+
+    ``device``: that action was on the same device until then. ``dependency``: it made the input. ``transfer``: it
+    made the input, which was on the way for ``lag_ns``. ``slack_ns`` is by how much the action could be later
+    without making the iteration longer: 0 on the critical path.
+    """
+
+    task: int
+    reason: Reason
+    lag_ns: int = 0
+    slack_ns: int = 0
+
+
+def critical_path(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> list[CriticalStep]:
+    """From time 0 to the last end, found backwards from the last end (the first such task).
+
+    ``starts`` [task] are the earliest for these orders, so that every action begins at 0 or right when something
+    ends or arrives. Where several things let it, the device goes before inputs.
+    """
+    durations = graph.durations
+    before = _before_on_devices(orders)
+    inputs = _Inputs(graph.workload)
+    task = max(range(graph.num_tasks), key=lambda task: starts[task] + durations[task])
+    steps: list[CriticalStep] = []
+    while starts[task] > 0:
+        step, task = _step(graph, starts, task, before[task], inputs.of(graph, task))
+        steps.append(step)
+    steps.append(CriticalStep(task, "start"))
+    return steps[::-1]
+
+
+def _step(
+    graph: TaskGraph, starts: Sequence[int], task: int, before: Sequence[int], inputs: Sequence[tuple[int, int]]
+) -> tuple[CriticalStep, int]:
+    """The step of a task that started after 0, and the task it waited for."""
+    for other in before:
+        if starts[other] + graph.durations[other] == starts[task]:
+            return CriticalStep(task, "device"), other
+    for other, lag in inputs:
+        if starts[other] + graph.durations[other] + lag == starts[task]:
+            return CriticalStep(task, "transfer" if lag else "dependency", lag), other
+    raise AssertionError(f"{graph.label(task)} starts at {starts[task]} and nothing let it start then")
+
+
+def _before_on_devices(orders: Orders) -> dict[int, list[int]]:
+    """Task -> the tasks right before it, one for each of its devices where there is one."""
+    before: dict[int, list[int]] = defaultdict(list)
+    for order in orders:
+        for earlier, later in zip(order, order[1:], strict=False):
+            before[later].append(earlier)
+    return before
+
+
+class _Inputs:
+    """Looks up the tasks whose results a task needs, with their lags."""
+
+    def __init__(self, workload: Workload) -> None:
+        position = {operation.id: index for index, operation in enumerate(workload.operations)}
+        self._sources: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for dependency in workload.dependencies:
+            self._sources[position[dependency.target]].append((position[dependency.source], dependency.lag_ns))
+
+    def of(self, graph: TaskGraph, task: int) -> list[tuple[int, int]]:
+        """Pairs (task, lag in ns)."""
+        target = graph.operation_of[task]
+        size = graph.microbatch_size(target)
+        first = (task - graph.offsets[target]) * size
+        found: list[tuple[int, int]] = []
+        for source, lag in self._sources[target]:
+            source_size = graph.microbatch_size(source)
+            needed = range(first // source_size, -(-(first + size) // source_size))
+            found.extend((graph.offsets[source] + m, lag) for m in needed)
+        return found

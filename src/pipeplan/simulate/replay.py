@@ -1,0 +1,178 @@
+"""The workload of a plan with other costs: another profile, another cluster. Stages and orders stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from pydantic import ValidationError
+
+from pipeplan.costs import build_workload, transfer_time
+from pipeplan.errors import UsageError
+from pipeplan.model import (
+    Cluster,
+    Dependency,
+    Device,
+    Hop,
+    Operation,
+    PlacedStage,
+    Placement,
+    Plan,
+    Profile,
+    Stage,
+    payload_of,
+)
+from pipeplan.model.workload import Workload
+
+__all__ = ["recosted", "relinked"]
+
+_Variant = tuple[int, bool, bool]  # micro-batch size, split backward, recomputation
+_Message = tuple[int, str, int]  # source stage, payload, target stage
+
+
+def recosted(plan: Plan, profile: Profile, cluster: Cluster | None) -> Workload:
+    """The plan's stages with the times and sizes of a profile; links are the cluster's, or cost nothing.
+
+    Raises:
+        UsageError: the profile does not have the plan's blocks, or no costs for what the plan does with them.
+    """
+    placement = _placement(plan, profile)
+    built = _Built(plan, profile, placement, cluster)
+    devices = built.any.devices if cluster is not None else plan.devices
+    return replace(
+        Workload.of(plan),
+        devices=devices,
+        stages=tuple(built.stage(index) for index in range(len(plan.stages))),
+        operations=tuple(built.operation(operation) for operation in plan.operations),
+        dependencies=tuple(built.dependency(index) for index in range(len(plan.dependencies))),
+    )
+
+
+def relinked(plan: Plan, cluster: Cluster) -> Workload:
+    """The plan's work on the devices and links of another cluster.
+
+    A plan does not tell a fixed latency of the profile's from one of its cluster: messages without bytes keep
+    their times, others get the cluster's. With the profile, fixed latencies stay.
+
+    Raises:
+        UsageError: the cluster has fewer devices than the plan.
+    """
+    _require_devices(plan, cluster)
+    names = [kind.name for kind in cluster.devices for _ in range(kind.count)]
+    memory = cluster.memory_bytes
+    return replace(
+        Workload.of(plan),
+        devices=tuple(Device(name=names[d], memory_bytes=memory[d]) for d in range(len(plan.devices))),
+        dependencies=tuple(
+            dependency.model_copy(update={"hops": tuple(_relinked_hop(hop, cluster) for hop in dependency.hops)})
+            for dependency in plan.dependencies
+        ),
+    )
+
+
+def _relinked_hop(hop: Hop, cluster: Cluster) -> Hop:
+    if hop.bytes == 0:
+        return hop
+    latency, occupancy = transfer_time(cluster, hop.source_device, hop.target_device, hop.bytes)
+    return hop.model_copy(update={"latency_ns": latency, "occupancy_ns": occupancy})
+
+
+def _require_devices(plan: Plan, cluster: Cluster) -> None:
+    if cluster.num_devices < len(plan.devices):
+        raise UsageError(
+            f"cluster {cluster.name!r} has {cluster.num_devices} devices, the plan uses {len(plan.devices)}; "
+            "give a larger --cluster, or search a plan for this one"
+        )
+
+
+def _placement(plan: Plan, profile: Profile) -> Placement:
+    """The plan's stages as a placement that the profile accepts."""
+    try:
+        placement = Placement(
+            strategy=plan.placement,
+            num_devices=len(plan.devices),
+            stages=tuple(
+                PlacedStage(blocks=stage.blocks, devices=stage.devices, shards=stage.shards, replicas=stage.replicas)
+                for stage in plan.stages
+            ),
+        )
+        profile.check_placement(placement)
+    except ValueError as error:
+        first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        text = first.removeprefix("Value error, ").replace("placement", "the plan's placement", 1)
+        raise UsageError(
+            f"profile {profile.name!r} does not fit the plan: {text}; give the --profile of the model the plan "
+            "was searched for, or search a plan for this one"
+        ) from None
+    for index, stage in enumerate(plan.stages):
+        if stage.configuration is not None:
+            raise UsageError(
+                f"stages[{index}] of the plan has configuration {stage.configuration!r}; plans with configurations "
+                "are simulated with their own costs: leave out --profile"
+            )
+    return placement
+
+
+class _Built:
+    """Workloads of a profile under the plan's placement, one for each way in which the plan runs a stage."""
+
+    def __init__(self, plan: Plan, profile: Profile, placement: Placement, cluster: Cluster | None) -> None:
+        self._plan, self._name = plan, profile.name
+        split = {operation.stage for operation in plan.operations if operation.kind == "I"}
+        self._variant_of: list[_Variant] = [
+            (stage.microbatch_size, index in split, stage.recompute) for index, stage in enumerate(plan.stages)
+        ]
+        self._workloads: dict[_Variant, Workload] = {}
+        for variant in dict.fromkeys(self._variant_of):
+            size, split_backward, recompute = variant
+            self._workloads[variant] = build_workload(
+                profile,
+                placement,
+                num_microbatches=plan.num_microbatches,
+                microbatch_size=size,
+                split_backward=split_backward,
+                recompute=recompute,
+                cluster=cluster,
+                memory_bytes=None if cluster else [device.memory_bytes for device in plan.devices],
+            )
+        self.any = next(iter(self._workloads.values()))
+        self._operations = {v: {op.id: op for op in w.operations} for v, w in self._workloads.items()}
+        self._hops = {v: _hops(w.dependencies) for v, w in self._workloads.items()}
+
+    def stage(self, index: int) -> Stage:
+        """A stage with the profile's parameters, gradients and optimizer state."""
+        built = self._workloads[self._variant_of[index]].stages[index]
+        fields = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+        return self._plan.stages[index].model_copy(update={field: getattr(built, field) for field in fields})
+
+    def operation(self, operation: Operation) -> Operation:
+        """An operation with the profile's time and memory."""
+        found = self._operations[self._variant_of[operation.stage]].get(operation.id)
+        if found is None:
+            raise UsageError(
+                f"the plan runs {operation.id} on stage {operation.stage}, for which profile {self._name!r} has no "
+                "costs (input_grad_ns and weight_grad_ns); profile it again, or search with --split-backward no"
+            )
+        return found
+
+    def dependency(self, index: int) -> Dependency:
+        """A dependency with the profile's bytes; what stays on one device has none."""
+        dependency = self._plan.dependencies[index]
+        message = _message(dependency)
+        hops = self._hops[self._variant_of[message[0]]]
+        if message[0] != message[2] and message not in hops:
+            raise UsageError(
+                f"dependencies[{index}] of the plan hands {dependency.source} to {dependency.target}, but profile "
+                f"{self._name!r} has no such edge between their blocks"
+            )
+        return dependency.model_copy(update={"hops": hops.get(message, ())})
+
+
+def _hops(dependencies: Iterable[Dependency]) -> dict[_Message, tuple[Hop, ...]]:
+    return {_message(d): d.hops for d in dependencies if d.source[:-1] != d.target[:-1]}
+
+
+def _message(dependency: Dependency) -> _Message:
+    source, target = dependency.source, dependency.target
+    payload = "F" if source[-1] == "W" else payload_of(source[-1])
+    return int(source[:-1]), payload, int(target[:-1])

@@ -1,0 +1,164 @@
+"""Simulating a plan: replaying its programs as they are, for more micro-batches, or with other costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pipeplan.errors import InvalidPlanError, UsageError
+from pipeplan.model import Cluster, DeviceMemory, Plan, Profile, Repetend
+from pipeplan.model.workload import Workload
+from pipeplan.simulate.bounds import makespan_bound
+from pipeplan.simulate.critical_path import CriticalStep, critical_path
+from pipeplan.simulate.memory import Overflow, overflow, peak_memory
+from pipeplan.simulate.metrics import Rates, in_flight, rates
+from pipeplan.simulate.repetend import copy_ranges, extend, repetend_rate, work_bound
+from pipeplan.simulate.replay import recosted, relinked
+from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph
+
+__all__ = ["Simulation", "simulate"]
+
+MAX_ACTIONS = 5_000_000
+"""Actions in one simulation; beyond that memory, not time, is the trouble."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """One iteration of a plan, replayed: when everything runs, and the figures that follow.
+
+    ``orders`` [device] and ``starts`` [task] are of ``graph``. ``lower_bound_ns`` and ``period_lower_bound_ns``
+    are the plan's where it was replayed as it is, otherwise those of work and dependencies alone.
+    ``period_ns`` (per micro-batch) and ``bubble_rate_steady`` come from replaying the repetend without end; None
+    without one, or where that does not become periodic. ``copies`` [device] are the positions of the repetend's
+    first copy in the orders. ``overflow`` is the device most short of memory, None if all have enough.
+    """
+
+    plan: Plan
+    workload: Workload
+    graph: TaskGraph
+    orders: list[list[int]]
+    starts: list[int]
+    rates: Rates
+    in_flight: tuple[int, ...]
+    memory: tuple[DeviceMemory, ...]
+    overflow: Overflow | None
+    critical_path: list[CriticalStep]
+    lower_bound_ns: int
+    period_lower_bound_ns: float
+    repetend: Repetend | None
+    copies: list[range] | None
+    period_ns: float | None
+    bubble_rate_steady: float | None
+
+    @property
+    def gap(self) -> float:
+        """``makespan / lower_bound - 1``."""
+        return max(0.0, self.rates.makespan_ns / self.lower_bound_ns - 1) if self.lower_bound_ns else 0.0
+
+
+def simulate(
+    plan: Plan,
+    num_microbatches: int | None = None,
+    profile: Profile | None = None,
+    cluster: Cluster | None = None,
+) -> Simulation:
+    """Replay a plan: every device runs its order, and every action starts as soon as it can.
+
+    With ``num_microbatches`` the plan's repetend is repeated; with a profile, times, sizes and messages are
+    those it gives for the plan's stages; with a cluster, devices and links are the cluster's.
+
+    Raises:
+        UsageError: the plan cannot be replayed for this number of micro-batches, profile or cluster.
+        InvalidPlanError: the plan's programs are not orders of its actions, or wait for each other.
+    """
+    workload = Workload.of(plan)
+    orders = _orders(plan, workload)
+    if profile is not None:
+        workload = recosted(plan, profile, cluster)
+    elif cluster is not None:
+        workload = relinked(plan, cluster)
+    if num_microbatches is not None:
+        _require_size(workload, num_microbatches)
+        workload, orders = extend(workload, orders, plan.repetend, num_microbatches)
+    as_it_is = workload == Workload.of(plan)
+    graph = task_graph(workload)
+    starts = earliest_starts(graph, orders)
+    repetend = plan.repetend
+    period = None if repetend is None else repetend_rate(workload, orders, repetend.first, repetend.unroll)
+    return Simulation(
+        plan=plan,
+        workload=workload,
+        graph=graph,
+        orders=orders,
+        starts=starts,
+        rates=rates(graph, orders, starts),
+        in_flight=in_flight(graph, orders),
+        memory=peak_memory(graph, orders),
+        overflow=overflow(graph, orders),
+        critical_path=critical_path(graph, orders, starts),
+        lower_bound_ns=plan.predicted.lower_bound_ns if as_it_is else makespan_bound(workload),
+        period_lower_bound_ns=_period_bound(plan, workload),
+        repetend=repetend,
+        copies=None if repetend is None else copy_ranges(workload, orders, repetend),
+        period_ns=None if period is None else float(period),
+        bubble_rate_steady=None if period is None else _steady_bubble_rate(workload, period),
+    )
+
+
+def _orders(plan: Plan, workload: Workload) -> list[list[int]]:
+    """The compute actions of each device's program as task numbers, each exactly where it belongs.
+
+    Raises:
+        InvalidPlanError: an action is unknown, on the wrong device, there twice, or missing.
+    """
+    numbers: dict[str, list[tuple[str, int]]] = {}
+    total = 0
+    for operation in workload.operations:
+        count = workload.num_instances(operation)
+        numbers[operation.id] = [(f"{operation.id}{m}", total + m) for m in range(count)]
+        total += count
+    orders = []
+    for device, program in enumerate(plan.programs):
+        here = [op.id for op in workload.operations if device in workload.stages[op.stage].devices]
+        number = {text: task for id_ in here for text, task in numbers[id_]}
+        computes = [text for text in program if "_" not in text]  # a transfer is 1SEND_F0 or 2RECV_F0
+        _require_all(device, computes, number)
+        orders.append([number[text] for text in computes])
+    return orders
+
+
+def _require_all(device: int, actions: Sequence[str], expected: Mapping[str, int]) -> None:
+    """Require each expected action once and no other."""
+    present = set(actions)
+    wrong = next((f"has {text}, which does not run there" for text in actions if text not in expected), None)
+    if wrong is None and len(present) < len(actions):
+        wrong = f"has {next(text for text, count in Counter(actions).items() if count > 1)} more than once"
+    if wrong is None and len(present) < len(expected):
+        wrong = f"leaves out {next(text for text in expected if text not in present)}"
+    if wrong is not None:
+        raise InvalidPlanError(f"programs[{device}] {wrong}; pipeplan check tells all that is wrong with the plan")
+
+
+def _require_size(workload: Workload, num_microbatches: int) -> None:
+    actions = num_microbatches * len(workload.operations)
+    if actions > MAX_ACTIONS:
+        raise UsageError(
+            f"{num_microbatches} micro-batches of {len(workload.operations)} operations are {actions} actions, more "
+            f"than the {MAX_ACTIONS} of one simulation; lower --microbatches to "
+            f"{MAX_ACTIONS // len(workload.operations)} or less"
+        )
+
+
+def _steady_bubble_rate(workload: Workload, period: Fraction) -> float:
+    work = sum(op.duration_ns * len(workload.stages[op.stage].devices) for op in workload.operations)
+    return float(1 - work / (len(workload.devices) * period))
+
+
+def _period_bound(plan: Plan, workload: Workload) -> float:
+    """The plan's own bound where costs are the plan's: it holds for any number of micro-batches."""
+    own = Workload.of(plan)
+    if workload.with_microbatches(own.num_microbatches) == own:
+        return plan.predicted.period_lower_bound_ns
+    return float(work_bound(workload))
