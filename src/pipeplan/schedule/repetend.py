@@ -48,6 +48,20 @@ class Pattern:
         """ns per micro-batch."""
         return Fraction(self.repetend_ns, self.unroll)
 
+    @property
+    def span(self) -> int:
+        """How many micro-batches a repetend reaches over (Tessel's N_R), cut at the moment where it is least."""
+        period = self.repetend_ns
+        cuts = {start % period for row in self.starts for start in row}
+        return min(self._span_at(cut) for cut in cuts)
+
+    def _span_at(self, cut: int) -> int:
+        """1 + the largest micro-batch index when every repetition begins ``cut`` ns later."""
+        indices = [
+            u - (start - cut) // self.repetend_ns * self.unroll for row in self.starts for u, start in enumerate(row)
+        ]
+        return max(indices) - min(indices) + 1
+
     def latency(self, problem: Problem) -> int:
         """Time from a micro-batch's first start to its last end, the longest over the unrolled ones, in ns."""
         return max(

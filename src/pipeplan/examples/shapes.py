@@ -1,0 +1,222 @@
+"""The shapes of the literature: one micro-batch's blocks on D devices, as Tessel's Fig. 1 and 8 draw them.
+
+Chain blocks stand on one device each; *shared* blocks stand on all of them. Every profile carries its placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pipeplan.errors import UsageError
+from pipeplan.model import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
+
+__all__ = ["SHAPES", "ShapeCosts", "shape"]
+
+MAX_DEVICES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeCosts:
+    """What a shape's blocks cost, in ns and bytes.
+
+    A chain block has ``backward_ns``, or ``input_grad_ns`` and ``weight_grad_ns``. For shapes with chunks these,
+    and the bytes, are per device and divided among its chunks, so that shapes with and without chunks describe the
+    same model. ``comm_ns`` is the latency of every chain edge that changes device.
+    """
+
+    forward_ns: int = 1_000_000
+    backward_ns: int | None = None
+    input_grad_ns: int | None = None
+    weight_grad_ns: int | None = None
+    shared_forward_ns: int = 1_000_000
+    shared_backward_ns: int = 1_000_000
+    comm_ns: int = 0
+    activation_bytes: int = 1_000_000_000
+    weight_grad_bytes: int = 0
+
+    def full_backward_ns(self) -> int:
+        """The whole backward of a chain block: as given, the sum of its parts, or 3 ms."""
+        if self.backward_ns is not None:
+            return self.backward_ns
+        if self.input_grad_ns is not None and self.weight_grad_ns is not None:
+            return self.input_grad_ns + self.weight_grad_ns
+        return 3_000_000
+
+    def part(self, index: int, parts: int) -> ShapeCosts:
+        """The share of one of a device's chunks; the shares add up exactly, the first ones are the larger."""
+        return ShapeCosts(
+            _share(self.forward_ns, index, parts),
+            _share(self.full_backward_ns(), index, parts),
+            None if self.input_grad_ns is None else _share(self.input_grad_ns, index, parts),
+            None if self.weight_grad_ns is None else _share(self.weight_grad_ns, index, parts),
+            self.shared_forward_ns,
+            self.shared_backward_ns,
+            self.comm_ns,
+            _share(self.activation_bytes, index, parts),
+            _share(self.weight_grad_bytes, index, parts),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """How to lay a shape out: a builder, the source of its drawing, and what it asks of D."""
+
+    build: Callable[[_Layout], None]
+    reference: str
+    even: bool = False
+    chunks: int | None = 1  # None: the user chooses
+
+
+class _Layout:
+    """Collects blocks, edges and stages in topological order."""
+
+    def __init__(self, num_devices: int, chunks: int, costs: ShapeCosts) -> None:
+        self.num_devices, self.chunks, self.costs = num_devices, chunks, costs
+        self.blocks: list[Block] = []
+        self.edges: list[Edge] = []
+        self.stages: list[PlacedStage] = []
+
+    def chain(self, devices: Sequence[int], after: str | None = None, prefix: str = "layer", parts: int = 1) -> str:
+        """A chain of blocks on these devices, one after another; returns the last one's id."""
+        seen: dict[int, int] = {}
+        previous_device: int | None = None
+        for index, device in enumerate(devices):
+            costs = self.costs.part(seen.get(device, 0), parts)
+            seen[device] = seen.get(device, 0) + 1
+            id_ = f"{prefix}{index}"
+            self._add(id_, "layer", (device,), _row(costs))
+            if after is not None:
+                changes = previous_device is not None and previous_device != device
+                self.edges.append(Edge(source=after, target=id_, transfer_ns=self.costs.comm_ns if changes else 0))
+            after, previous_device = id_, device
+        assert after is not None
+        return after
+
+    def shared(self, id_: str, after: Sequence[str] = (), *, holds: bool = False) -> str:
+        """A block spread over all devices."""
+        row = CostRow(
+            microbatch_size=1,
+            shards=self.num_devices,
+            forward_ns=self.costs.shared_forward_ns,
+            backward_ns=self.costs.shared_backward_ns,
+            activation_bytes=self.costs.activation_bytes if holds else 0,
+        )
+        self._add(id_, "shared", tuple(range(self.num_devices)), row, shared=True)
+        self.edges += [Edge(source=source, target=id_, transfer_ns=0) for source in after]
+        return id_
+
+    def _add(self, id_: str, operator: str, devices: tuple[int, ...], row: CostRow, *, shared: bool = False) -> None:
+        self.blocks.append(Block(id=id_, operator=operator, shared=shared, costs=(row,)))
+        self.stages.append(PlacedStage(blocks=(id_,), devices=devices, shards=len(devices)))
+
+
+def shape(name: str, num_devices: int, *, chunks: int | None = None, costs: ShapeCosts | None = None) -> Profile:
+    """The profile of a shape on ``num_devices`` devices, with its placement.
+
+    Names: ``v`` ``x`` ``m`` ``mllm`` ``nn`` ``k`` ``circular`` ``zbv``. One micro-batch of ``x`` is the pair of a
+    micro-batch going down and one going up. ``chunks`` is for ``circular`` only, 2 by default.
+
+    Raises:
+        UsageError: an unknown name, a number of devices or chunks the shape does not have, or half a split backward.
+    """
+    if name not in SHAPES:
+        raise UsageError(f"there is no shape {name!r}; choose from {', '.join(SHAPES)}")
+    kind, costs = SHAPES[name], costs or ShapeCosts()
+    _require(name, kind, num_devices, chunks, costs)
+    per_device = chunks or 2 if kind.chunks is None else kind.chunks
+    layout = _Layout(num_devices, per_device, costs)
+    kind.build(layout)
+    return Profile(
+        name=f"shape-{name}",
+        source=Source(method="literature", reference=kind.reference),
+        blocks=tuple(layout.blocks),
+        edges=tuple(layout.edges),
+        placement=Placement(strategy=name, num_devices=num_devices, stages=tuple(layout.stages)),
+    )
+
+
+def _require(name: str, kind: _Shape, num_devices: int, chunks: int | None, costs: ShapeCosts) -> None:
+    if not 1 <= num_devices <= MAX_DEVICES:
+        raise UsageError(f"shape-{name} stands on 1 to {MAX_DEVICES} devices, not {num_devices}; change --devices")
+    if kind.even and num_devices % 2:
+        raise UsageError(f"shape-{name} has two halves and needs an even number of devices, not {num_devices}")
+    if chunks is not None and kind.chunks is not None:
+        raise UsageError(f"--chunks does not apply to shape-{name}, which has {kind.chunks} per device")
+    if chunks is not None and not 1 <= chunks <= 64:
+        raise UsageError(f"--chunks must be from 1 to 64, not {chunks}")
+    if (costs.input_grad_ns is None) != (costs.weight_grad_ns is None):
+        raise UsageError("--input-grad and --weight-grad come together or not at all")
+    if costs.backward_ns is not None and costs.input_grad_ns is not None:
+        raise UsageError("--backward and --input-grad with --weight-grad say the same twice; give one of them")
+
+
+def _share(total: int, index: int, parts: int) -> int:
+    return total // parts + (index < total % parts)
+
+
+def _row(costs: ShapeCosts) -> CostRow:
+    return CostRow(
+        microbatch_size=1,
+        forward_ns=costs.forward_ns,
+        backward_ns=costs.full_backward_ns(),
+        input_grad_ns=costs.input_grad_ns,
+        weight_grad_ns=costs.weight_grad_ns,
+        activation_bytes=costs.activation_bytes,
+        weight_grad_bytes=costs.weight_grad_bytes,
+    )
+
+
+def _v(layout: _Layout) -> None:
+    layout.chain(range(layout.num_devices))
+
+
+def _x(layout: _Layout) -> None:
+    layout.chain(range(layout.num_devices), prefix="down")
+    layout.chain(range(layout.num_devices - 1, -1, -1), prefix="up")
+
+
+def _m(layout: _Layout) -> None:
+    layout.chain(range(layout.num_devices), after=layout.shared("embedding"))
+
+
+def _mllm(layout: _Layout) -> None:
+    last = layout.chain(range(layout.num_devices), after=layout.shared("embedding"))
+    layout.shared("head", [last])
+
+
+def _nn(layout: _Layout) -> None:
+    half = layout.num_devices // 2
+    encoded = layout.chain(range(half), after=layout.shared("embedding"), prefix="encoder")
+    joined = layout.shared("decoder-embedding", [encoded])
+    layout.chain(range(half, layout.num_devices), after=joined, prefix="decoder")
+
+
+def _k(layout: _Layout) -> None:
+    half = layout.num_devices // 2
+    text = layout.chain(range(half), prefix="text")
+    image = layout.chain(range(half, layout.num_devices), prefix="image")
+    layout.shared("cross-encoder", [text, image], holds=True)
+
+
+def _circular(layout: _Layout) -> None:
+    devices = [stage % layout.num_devices for stage in range(layout.chunks * layout.num_devices)]
+    layout.chain(devices, parts=layout.chunks)
+
+
+def _zbv(layout: _Layout) -> None:
+    down = list(range(layout.num_devices))
+    layout.chain([*down, *reversed(down)], parts=2)
+
+
+SHAPES: dict[str, _Shape] = {
+    "v": _Shape(_v, "Tessel (HPCA'24), Fig. 1 (a): V-shape"),
+    "x": _Shape(_x, "Tessel (HPCA'24), Fig. 1 (b): X-shape, the bidirectional placement of Chimera (SC'21)"),
+    "m": _Shape(_m, "Tessel (HPCA'24), Fig. 8 (a): M-shape, GPT with its embedding on all devices"),
+    "mllm": _Shape(_mllm, "FlexPipe: embedding and head on all devices, around a chain"),
+    "nn": _Shape(_nn, "Tessel (HPCA'24), Fig. 8 (d): NN-shape, mT5 with its embedding on all devices", even=True),
+    "k": _Shape(_k, "Tessel (HPCA'24), Fig. 8 (g): K-shape, Flava with two branches", even=True),
+    "circular": _Shape(_circular, "Megatron-LM (SC'21): interleaved stages, stage s on device s mod D", chunks=None),
+    "zbv": _Shape(_zbv, "Zero Bubble (ICLR'24): ZB-V, two chunks per device, down then up", chunks=2),
+}
+"""Every shape by name."""

@@ -1,0 +1,6 @@
+"""Which blocks form a stage, and on which devices."""
+
+from pipeplan.partition.balance import balanced_split
+from pipeplan.partition.strategies import STRATEGIES, place
+
+__all__ = ["STRATEGIES", "balanced_split", "place"]

@@ -1,0 +1,388 @@
+"""From a profile to a plan: joins costs, placement, schedule, lowering and checking into one result."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from fractions import Fraction
+from importlib.metadata import version
+from pathlib import Path
+
+from pipeplan import __version__
+from pipeplan.check import check
+from pipeplan.costs import build_workload, can_split
+from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.lower import programs
+from pipeplan.model import Cluster, Placement, Plan, Predicted, Profile, Provenance, read_placement, sha256_of
+from pipeplan.partition import STRATEGIES
+from pipeplan.schedule.bounds import period_bound
+from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.search import Progress, Schedule, search_schedule
+from pipeplan.schedule.solver import Budget
+from pipeplan.simulate.memory import peak_memory
+from pipeplan.simulate.metrics import rates
+from pipeplan.simulate.repetend import find_repetend, steady_bubble_rate
+from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts
+
+__all__ = ["Batch", "Options", "Result", "assemble", "choose_placement", "resolve_batch", "search_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """How the mini-batch is cut: ``num_microbatches`` micro-batches of ``microbatch_size`` samples."""
+
+    num_microbatches: int
+    microbatch_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to search. ``split_backward`` and ``recompute`` None mean: whatever is better."""
+
+    scheduler: str = "auto"
+    unroll: int | None = None
+    split_backward: bool | None = None
+    recompute: bool | None = None
+    time_limit: float = 30.0
+    seed: int = 0
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A plan and how it was found; ``seconds`` is the whole search.
+
+    ``status`` is ``optimal`` if the makespan equals the lower bound, else ``feasible``.
+    """
+
+    plan: Plan
+    schedule: Schedule
+    seconds: float
+    interrupted: bool
+
+    @property
+    def status(self) -> str:
+        """``optimal`` or ``feasible``."""
+        return "optimal" if self.schedule.optimal else "feasible"
+
+    def summary(self) -> dict[str, object]:
+        """The figures of ``search --json``.
+
+        Period, unroll and span are those of the best repetend the search knows: the pattern it proved, or, where
+        no pattern was searched, the plan's own.
+        """
+        predicted, repetend, pattern = self.plan.predicted, self.plan.repetend, self.schedule.pattern
+        period = predicted.period_ns if pattern is None else _number(pattern.period)
+        unroll = (repetend.unroll if repetend else None) if pattern is None else pattern.unroll
+        span = (repetend.span if repetend else None) if pattern is None else pattern.span
+        steady = predicted.bubble_rate_steady
+        if pattern is not None:
+            busy = sum(self.schedule_work())
+            steady = float(1 - Fraction(busy) / (pattern.period * len(self.plan.devices)))
+        return {
+            "status": self.status,
+            "scheduler": self.plan.provenance.scheduler,
+            "makespan_ns": predicted.makespan_ns,
+            "lower_bound_ns": predicted.lower_bound_ns,
+            "gap": predicted.gap,
+            "period_ns": period,
+            "period_lower_bound_ns": _number(self.schedule.period_bound_ns),
+            "unroll": unroll,
+            "span": span,
+            "bubble_rate": predicted.bubble_rate,
+            "bubble_rate_span": predicted.bubble_rate_span,
+            "bubble_rate_steady": steady,
+            "peak_memory_bytes": [memory.peak_bytes for memory in predicted.memory],
+            "num_microbatches": self.plan.num_microbatches,
+            "microbatch_size": self.plan.microbatch_size,
+            "num_devices": len(self.plan.devices),
+            "placement": self.plan.placement,
+            "repeats": repetend is not None,
+            "interrupted": self.interrupted,
+            "search_seconds": self.seconds,
+            "repetend_seconds": self.schedule.repetend_seconds,
+        }
+
+    def schedule_work(self) -> tuple[int, ...]:
+        """[device] ns of work per micro-batch."""
+        return Problem.of(self.schedule.workload).work
+
+
+def resolve_batch(
+    profile: Profile,
+    num_devices: int,
+    *,
+    mini_batch: int | None = None,
+    microbatch_size: int | None = None,
+    num_microbatches: int | None = None,
+) -> Batch:
+    """The mini-batch from any two of its numbers, the rest by default.
+
+    Default size: 1 for a profile with a placement, else the largest size all blocks were profiled with. Default
+    number: four micro-batches per device.
+
+    Raises:
+        UsageError: the three contradict each other or do not divide.
+    """
+    if mini_batch is not None and microbatch_size is not None and num_microbatches is not None:
+        if mini_batch != microbatch_size * num_microbatches:
+            raise UsageError(
+                f"--mini-batch {mini_batch} is not --microbatches {num_microbatches} x --microbatch-size "
+                f"{microbatch_size} = {microbatch_size * num_microbatches}; leave one of them out"
+            )
+        return Batch(num_microbatches, microbatch_size)
+    if microbatch_size is None and mini_batch is not None and num_microbatches is not None:
+        return Batch(num_microbatches, _divided(mini_batch, num_microbatches, "--microbatches"))
+    if microbatch_size is None:
+        sizes = profile.microbatch_sizes
+        if profile.placement is None and not sizes:
+            raise UsageError("the blocks share no profiled micro-batch size; say one with --microbatch-size")
+        microbatch_size = 1 if profile.placement is not None else sizes[-1]
+    if num_microbatches is None:
+        if mini_batch is None:
+            num_microbatches = 4 * num_devices
+        else:
+            num_microbatches = _divided(mini_batch, microbatch_size, "--microbatch-size")
+    return Batch(num_microbatches, microbatch_size)
+
+
+def choose_placement(profile: Profile, wanted: str, num_devices: int | None) -> tuple[Placement | str, int]:
+    """What ``--placement`` and ``--devices`` mean: a placement that exists, or a strategy; and how many devices.
+
+    ``wanted`` is ``auto`` (the profile's own placement, else one-to-one), a strategy, or a placement file.
+
+    Raises:
+        UsageError: ``num_devices`` contradicts the placement, is missing, or the strategy is not known.
+    """
+    given: Placement | None = None
+    if wanted == "auto":
+        given = profile.placement
+    elif wanted == "bidirectional":
+        raise UsageError(
+            "--placement bidirectional is not built for chains yet; `pipeplan example shape-x` writes one as a profile"
+        )
+    elif wanted not in STRATEGIES:
+        if not Path(wanted).exists():
+            raise UsageError(
+                f"--placement {wanted!r} is neither a file nor one of auto, {', '.join(STRATEGIES)}, bidirectional"
+            )
+        given = read_placement(wanted)
+        try:
+            profile.check_placement(given)
+        except ValueError as error:
+            raise UsageError(f"{wanted} does not place profile {profile.name!r}: {error}") from None
+    if given is not None:
+        if num_devices not in (None, given.num_devices):
+            where = "the profile's placement" if wanted == "auto" else wanted
+            raise UsageError(
+                f"--devices {num_devices} contradicts {where}, which stands on {given.num_devices}; leave --devices out, "
+                "or choose a --placement strategy"
+            )
+        return given, given.num_devices
+    if num_devices is None:
+        raise UsageError(f"profile {profile.name!r} has no placement; say how many --devices, or give a --cluster")
+    return "one-to-one" if wanted == "auto" else wanted, num_devices
+
+
+def search_plan(
+    profile: Profile,
+    placement: Placement | str,
+    batch: Batch,
+    options: Options,
+    *,
+    num_devices: int | None = None,
+    chunks: int | None = None,
+    cluster: Cluster | None = None,
+    memory_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> Result:
+    """Search the best plan of a placement, or of a strategy for ``num_devices``, for a mini-batch.
+
+    ``memory_bytes`` per device goes before the cluster's; without either, memory is unlimited. With
+    ``split_backward`` or ``recompute`` left open, each is tried in turn, sharing the time limit; recomputation is
+    tried only where the plan does not fit without.
+
+    Raises:
+        InfeasibleError: no schedule fits; the text names the device, the bytes and what to change.
+        UsageError: options that contradict the profile.
+    """
+    budget = Budget(options.time_limit, options.seed, options.deterministic)
+    failure: InfeasibleError | None = None
+    for recompute in (False, True) if options.recompute is None else (options.recompute,):
+        try:
+            schedules = _schedules(
+                profile, placement, batch, options, recompute, cluster, memory_bytes, budget, progress
+            )
+        except InfeasibleError as error:
+            failure = failure or error
+            continue
+        best = min(schedules, key=lambda schedule: schedule.makespan_ns)
+        provenance = _provenance(profile, cluster, batch, options, memory_bytes, best)
+        plan = assemble(
+            best.graph, best.orders, best.bound_ns, _plan_period_bound(best), best.scheduler, provenance=provenance
+        )
+        report = check(plan, profile)
+        assert not report.problems, report.problems
+        return Result(plan, best, budget.elapsed, budget.interrupted)
+    assert failure is not None
+    raise failure
+
+
+def _schedules(
+    profile: Profile,
+    placement: Placement,
+    batch: Batch,
+    options: Options,
+    recompute: bool,
+    cluster: Cluster | None,
+    memory_bytes: int | None,
+    budget: Budget,
+    progress: Progress | None,
+) -> list[Schedule]:
+    """A schedule for each way of running backward that is to be tried; the time left is shared evenly."""
+    ways = _backward_ways(profile, options.split_backward)
+    found: list[Schedule] = []
+    failure: InfeasibleError | None = None
+    for index, split in enumerate(ways):
+        workload = build_workload(
+            profile,
+            placement,
+            num_microbatches=batch.num_microbatches,
+            microbatch_size=batch.microbatch_size,
+            split_backward=split,
+            recompute=recompute,
+            cluster=cluster,
+            memory_bytes=_memory(placement.num_devices, cluster, memory_bytes),
+        )
+        share = Budget(budget.remaining / (len(ways) - index), budget.seed, budget.deterministic, budget.workers)
+        try:
+            found.append(
+                search_schedule(workload, share, scheduler=options.scheduler, unroll=options.unroll, progress=progress)
+            )
+        except InfeasibleError as error:
+            failure = error
+        budget.spent += share.spent
+        budget.interrupted = budget.interrupted or share.interrupted
+        if budget.interrupted and found:
+            break
+    if not found:
+        assert failure is not None
+        raise failure
+    return found
+
+
+def _memory(num_devices: int, cluster: Cluster | None, memory_bytes: int | None) -> list[int | None]:
+    """[device] memory: the flag's, else the cluster's, else no limit."""
+    if memory_bytes is not None or cluster is None:
+        return [memory_bytes] * num_devices
+    return [*cluster.memory_bytes[:num_devices], *[None] * (num_devices - cluster.num_devices)]
+
+
+def _backward_ways(profile: Profile, split_backward: bool | None) -> list[bool]:
+    possible = can_split(profile)
+    if split_backward and not possible:
+        raise UsageError(
+            f"--split-backward yes needs input_grad_ns and weight_grad_ns, which profile {profile.name!r} has nowhere"
+        )
+    if split_backward is None:
+        return [True, False] if possible else [False]
+    return [split_backward]
+
+
+def assemble(
+    graph: TaskGraph,
+    orders: Orders,
+    bound_ns: int,
+    period_bound_ns: Fraction,
+    scheduler: str,
+    *,
+    provenance: Provenance | None = None,
+) -> Plan:
+    """The plan of a workload whose devices run ``orders``, with its predicted figures.
+
+    ``bound_ns`` and ``period_bound_ns`` are what is proved about the workload.
+    """
+    workload = graph.workload
+    starts = earliest_starts(graph, orders)
+    figures = rates(graph, orders, starts)
+    repetend = find_repetend(graph, orders, starts)
+    by_operation = {
+        operation.id: tuple(starts[graph.offsets[index] : graph.offsets[index + 1]])
+        for index, operation in enumerate(workload.operations)
+    }
+    return Plan(
+        name=workload.name,
+        placement=workload.placement,
+        num_microbatches=workload.num_microbatches,
+        microbatch_size=workload.microbatch_size,
+        devices=workload.devices,
+        stages=workload.stages,
+        operations=workload.operations,
+        dependencies=workload.dependencies,
+        starts_ns=by_operation,
+        programs=programs(graph, orders, starts),
+        repetend=repetend,
+        predicted=Predicted(
+            makespan_ns=figures.makespan_ns,
+            lower_bound_ns=bound_ns,
+            gap=figures.makespan_ns / bound_ns - 1,
+            period_ns=repetend.period_ns if repetend is not None else None,
+            period_lower_bound_ns=_number(period_bound_ns),
+            bubble_rate=figures.bubble_rate,
+            bubble_rate_span=figures.bubble_rate_span,
+            bubble_rate_steady=steady_bubble_rate(workload, repetend) if repetend is not None else None,
+            memory=peak_memory(graph, orders),
+        ),
+        provenance=(provenance or Provenance()).model_copy(update={"scheduler": scheduler}),
+    )
+
+
+def _plan_period_bound(schedule: Schedule) -> Fraction:
+    """A bound that holds for repetends of every unroll, so for whichever the plan has."""
+    return period_bound(Problem.of(schedule.workload))
+
+
+def _provenance(
+    profile: Profile,
+    cluster: Cluster | None,
+    batch: Batch,
+    options: Options,
+    memory_bytes: int | None,
+    schedule: Schedule,
+) -> Provenance:
+    return Provenance(
+        profile=profile.name,
+        profile_sha256=sha256_of(profile),
+        cluster_sha256=sha256_of(cluster) if cluster is not None else "",
+        options={
+            "scheduler": options.scheduler,
+            "unroll": options.unroll,
+            "split_backward": options.split_backward,
+            "recompute": options.recompute,
+            "time_limit_s": options.time_limit,
+            "deterministic": options.deterministic,
+            "memory_bytes": memory_bytes,
+            "num_microbatches": batch.num_microbatches,
+            "microbatch_size": batch.microbatch_size,
+        },
+        seed=options.seed,
+        versions=_versions(),
+    )
+
+
+def _versions() -> dict[str, str]:
+    return {"pipeplan": __version__, "python": platform.python_version(), "ortools": version("ortools")}
+
+
+def _divided(total: int, by: int, flag: str) -> int:
+    if total % by:
+        raise UsageError(
+            f"--mini-batch {total} is not a multiple of {flag} {by}; the nearest are "
+            f"{total // by * by} and {(total // by + 1) * by}"
+        )
+    return total // by
+
+
+def _number(value: Fraction) -> float:
+    """An int where it is one, for readable JSON."""
+    return int(value) if value.denominator == 1 else float(value)

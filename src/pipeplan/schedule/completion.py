@@ -1,0 +1,40 @@
+"""From a pattern to a schedule for N micro-batches: the pattern replayed, and simple schedules that always work."""
+
+from __future__ import annotations
+
+from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.repetend import Pattern
+
+__all__ = ["compose", "microbatch_by_microbatch"]
+
+
+def compose(problem: Problem, pattern: Pattern) -> list[list[int]]:
+    """Each device's order when the pattern runs from the first to the last micro-batch.
+
+    Warmup and cooldown are what the pattern leaves of itself (Tessel's block sets of IV-C); timed by
+    :func:`~pipeplan.simulate.timing.earliest_starts` they close up. Every device holds at most what it holds in
+    the steady state, since the operations that are missing at the ends only free memory later than they take it.
+    """
+    count, unroll = problem.num_microbatches, pattern.unroll
+    timed = [
+        (row[m % unroll] + m // unroll * pattern.repetend_ns, operation * count + m, operation)
+        for operation, row in enumerate(pattern.starts)
+        for m in range(count)
+    ]
+    orders: list[list[int]] = [[] for _ in range(problem.num_devices)]
+    for _, task, operation in sorted(timed):
+        for device in problem.devices[operation]:
+            orders[device].append(task)
+    return orders
+
+
+def microbatch_by_microbatch(problem: Problem, in_flight: int = 1) -> list[list[int]]:
+    """Groups of ``in_flight`` micro-batches, one group after another: with 1, the least memory there is."""
+    count = problem.num_microbatches
+    orders: list[list[int]] = [[] for _ in range(problem.num_devices)]
+    for begin in range(0, count, in_flight):
+        for operation, devices in enumerate(problem.devices):
+            for m in range(begin, min(begin + in_flight, count)):
+                for device in devices:
+                    orders[device].append(operation * count + m)
+    return orders
