@@ -1,0 +1,1 @@
+"""Everything that imports torch: models, measuring them, and running plans."""

@@ -1,0 +1,186 @@
+"""The zoo: models in plain PyTorch, cut into blocks.
+
+GPT-2 (Radford et al. 2019): learned positions, pre-LayerNorm, GELU with the tanh approximation, causal attention,
+and an output layer that shares the token embedding. Half a transformer layer is a block. No dropout.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeplan.runtime.model import BlockSpec, Model
+
+__all__ = ["ZOO", "GPTSize", "gpt", "zoo_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class GPTSize:
+    """Dimensions of a GPT-2 model."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int = 50257
+    sequence: int = 1024
+
+
+ZOO: dict[str, GPTSize] = {
+    "gpt2-tiny": GPTSize(layers=4, hidden=32, heads=2, vocabulary=64, sequence=16),
+    "gpt2-124m": GPTSize(layers=12, hidden=768, heads=12),
+    "gpt2-345m": GPTSize(layers=24, hidden=1024, heads=16),
+}
+"""Models by name."""
+
+
+class Embedding(nn.Module):
+    """Token and position embedding: tokens [samples, sequence] to [samples, sequence, hidden]."""
+
+    def __init__(self, size: GPTSize) -> None:
+        super().__init__()
+        self.token = nn.Embedding(size.vocabulary, size.hidden)
+        self.position = nn.Embedding(size.sequence, size.hidden)
+        nn.init.normal_(self.token.weight, std=0.02)
+        nn.init.normal_(self.position.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[samples, sequence] to [samples, sequence, hidden]."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        result: Tensor = self.token(tokens) + self.position(positions)
+        return result
+
+
+class Attention(nn.Module):
+    """Causal self-attention with its LayerNorm and residual: [samples, sequence, hidden] to the same."""
+
+    def __init__(self, size: GPTSize) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.norm = nn.LayerNorm(size.hidden)
+        self.qkv = _linear(size.hidden, 3 * size.hidden)
+        self.project = _linear(size.hidden, size.hidden, std=0.02 / math.sqrt(2 * size.layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[samples, sequence, hidden] to the same."""
+        samples, sequence, hidden = x.shape
+        qkv = self.qkv(self.norm(x)).view(samples, sequence, 3, self.heads, hidden // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        result: Tensor = x + self.project(mixed.transpose(1, 2).reshape(samples, sequence, hidden))
+        return result
+
+
+class FeedForward(nn.Module):
+    """Two-layer perceptron of width 4 x hidden, with its LayerNorm and residual."""
+
+    def __init__(self, size: GPTSize) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size.hidden)
+        self.expand = _linear(size.hidden, 4 * size.hidden)
+        self.project = _linear(4 * size.hidden, size.hidden, std=0.02 / math.sqrt(2 * size.layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[samples, sequence, hidden] to the same."""
+        result: Tensor = x + self.project(F.gelu(self.expand(self.norm(x)), approximate="tanh"))
+        return result
+
+
+class Head(nn.Module):
+    """Final LayerNorm, output layer (shares the token embedding) and the sum of the tokens' cross-entropies."""
+
+    def __init__(self, size: GPTSize) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size.hidden)
+        self.output = nn.Linear(size.hidden, size.vocabulary, bias=False)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """[samples, sequence, hidden] and targets [samples, sequence] to a scalar."""
+        logits = self.output(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def gpt(name: str, size: GPTSize) -> Model:
+    """A GPT-2 of the given size: embedding, then attention and feed-forward of each layer, then head with loss."""
+    wide = {"sequence": size.sequence, "hidden": size.hidden}
+    blocks = [
+        BlockSpec(
+            "embedding",
+            "embedding",
+            lambda: Embedding(size),
+            samples=("tokens",),
+            dimensions={**wide, "vocabulary": size.vocabulary},
+        )
+    ]
+    for layer in range(size.layers):
+        blocks.append(
+            BlockSpec(
+                f"layer{layer}.attention",
+                "attention",
+                lambda: Attention(size),
+                sources=(blocks[-1].id,),
+                dimensions={**wide, "heads": size.heads},
+            )
+        )
+        blocks.append(
+            BlockSpec(
+                f"layer{layer}.ffn",
+                "ffn",
+                lambda: FeedForward(size),
+                sources=(blocks[-1].id,),
+                dimensions={**wide, "ffn": 4 * size.hidden},
+            )
+        )
+    blocks.append(
+        BlockSpec(
+            "head",
+            "head",
+            lambda: Head(size),
+            sources=(blocks[-1].id,),
+            samples=("targets",),
+            loss=True,
+            dimensions={**wide, "vocabulary": size.vocabulary},
+        )
+    )
+    return Model(
+        name,
+        tuple(blocks),
+        lambda num_samples, step, seed: token_batch(size.vocabulary, size.sequence, num_samples, step, seed),
+        lambda batch: batch["targets"].numel(),
+        tied=((("embedding", "token.weight"), ("head", "output.weight")),),
+    )
+
+
+def zoo_model(name: str, *, sequence: int | None = None) -> Model:
+    """A model of the zoo, with shorter sequences if asked."""
+    size = ZOO[name]
+    return gpt(name, size if sequence is None else replace(size, sequence=sequence))
+
+
+def token_batch(vocabulary: int, sequence: int, num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
+    """Made-up text a model can learn: each sample counts up from a random token by a random small stride.
+
+    ``tokens`` and ``targets`` [num_samples, sequence]; targets are the tokens one place on. Sample i of a step is
+    the same however many samples are asked for.
+    """
+    strides = min(8, vocabulary)
+    rows = []
+    for sample in range(num_samples):
+        generator = torch.Generator().manual_seed(((seed * 1_000_003 + step) * 1_000_003 + sample) % 2**63)
+        start = torch.randint(vocabulary, (1,), generator=generator)
+        stride = (
+            torch.randint(1, strides, (1,), generator=generator) if strides > 1 else torch.ones(1, dtype=torch.long)
+        )
+        rows.append((start + stride * torch.arange(sequence + 1)) % vocabulary)
+    text = torch.stack(rows)
+    return {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
+
+
+def _linear(inputs: int, outputs: int, std: float = 0.02) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs)
+    nn.init.normal_(layer.weight, std=std)
+    nn.init.zeros_(layer.bias)
+    return layer
