@@ -86,7 +86,8 @@ class Trace:
 
 def trace_json(events: Iterable[TraceEvent], about: Mapping[str, object] | None = None) -> str:
     """The text of a trace file, one event a line; ``about`` goes into its ``otherData``."""
-    rows = ",\n".join(json.dumps(event, separators=(",", ":"), ensure_ascii=False) for event in events)
+    encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+    rows = ",\n".join(map(encode, events))
     other = json.dumps(dict(about or {}), ensure_ascii=False)
     return f'{{"displayTimeUnit":"ns","otherData":{other},"traceEvents":[\n{rows}\n]}}\n'
 

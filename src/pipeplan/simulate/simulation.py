@@ -33,6 +33,7 @@ class Simulation:
     ``period_ns`` (per micro-batch) and ``bubble_rate_steady`` come from replaying the repetend without end; None
     without one, or where that does not become periodic. ``copies`` [device] are the positions of the repetend's
     first copy in the orders. ``overflow`` is the device most short of memory, None if all have enough.
+    ``as_planned`` says that number of micro-batches and costs are the plan's.
     """
 
     plan: Plan
@@ -51,6 +52,7 @@ class Simulation:
     copies: list[range] | None
     period_ns: float | None
     bubble_rate_steady: float | None
+    as_planned: bool
 
     @property
     def gap(self) -> float:
@@ -82,7 +84,7 @@ def simulate(
     if num_microbatches is not None:
         _require_size(workload, num_microbatches)
         workload, orders = extend(workload, orders, plan.repetend, num_microbatches)
-    as_it_is = workload == Workload.of(plan)
+    as_planned = workload == Workload.of(plan)
     graph = task_graph(workload)
     starts = earliest_starts(graph, orders)
     repetend = plan.repetend
@@ -98,12 +100,13 @@ def simulate(
         memory=peak_memory(graph, orders),
         overflow=overflow(graph, orders),
         critical_path=critical_path(graph, orders, starts),
-        lower_bound_ns=plan.predicted.lower_bound_ns if as_it_is else makespan_bound(workload),
+        lower_bound_ns=plan.predicted.lower_bound_ns if as_planned else makespan_bound(workload),
         period_lower_bound_ns=_period_bound(plan, workload),
         repetend=repetend,
         copies=None if repetend is None else copy_ranges(workload, orders, repetend),
         period_ns=None if period is None else float(period),
         bubble_rate_steady=None if period is None else _steady_bubble_rate(workload, period),
+        as_planned=as_planned,
     )
 
 

@@ -1,0 +1,99 @@
+"""``pipeplan simulate``: replay a plan and show its bubbles, memory, critical path and timeline."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from pipeplan.simulate.simulation import Simulation
+
+__all__ = ["command"]
+
+
+@click.command("simulate", short_help="Simulate a plan: bubbles, memory, critical path, timeline.")
+@click.argument("plan_path", metavar="PLAN")
+@click.option(
+    "--microbatches",
+    type=click.IntRange(1, 1_000_000),
+    help="Repeat the plan's repetend up to this number of micro-batches.  [default: the plan's]",
+)
+@click.option("--profile", "profile_path", metavar="FILE", help="Take times and sizes from this profile.")
+@click.option("--cluster", "cluster_path", metavar="FILE", help="Take devices and links from this cluster.")
+@click.option("--svg", "svg_path", metavar="FILE", help="Write the timeline as SVG; - for stdout.")
+@click.option("--trace", "trace_path", metavar="FILE", help="Write the timeline for Perfetto; - for stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object instead of tables.")
+def command(
+    plan_path: str,
+    microbatches: int | None,
+    profile_path: str | None,
+    cluster_path: str | None,
+    svg_path: str | None,
+    trace_path: str | None,
+    as_json: bool,
+) -> None:
+    """Replay PLAN: when every action runs if each starts as soon as it can.
+
+    Prints the makespan, the three bubble rates, busy, idle and memory of each device, a timeline and the critical
+    path. PLAN may be - for stdin.
+    """
+    from pipeplan.model import read_cluster, read_plan, read_profile, write_text
+    from pipeplan.simulate.simulation import simulate
+
+    _require_one_of_each("read from stdin", {"PLAN": plan_path, "--profile": profile_path, "--cluster": cluster_path})
+    _require_one_of_each(
+        "print to stdout", {"--json": "-" if as_json else None, "--svg": svg_path, "--trace": trace_path}
+    )
+    simulation = simulate(
+        read_plan(plan_path),
+        microbatches,
+        read_profile(profile_path) if profile_path is not None else None,
+        read_cluster(cluster_path) if cluster_path is not None else None,
+    )
+    if svg_path is not None:
+        from pipeplan.report.svg import timeline_svg
+
+        write_text(timeline_svg(simulation), svg_path)
+    if trace_path is not None:
+        from pipeplan.report.trace import trace_text
+
+        write_text(trace_text(simulation), trace_path)
+    _warn(simulation)
+    if "-" not in (svg_path, trace_path):
+        _print(simulation, as_json)
+
+
+def _require_one_of_each(what: str, paths: dict[str, str | None]) -> None:
+    """At most one of some options may be ``-``."""
+    from pipeplan.errors import UsageError
+
+    chosen = [name for name, path in paths.items() if path == "-"]
+    if len(chosen) > 1:
+        raise UsageError(f"{' and '.join(chosen)} would both {what}; give a file for one of them")
+
+
+def _warn(simulation: Simulation) -> None:
+    """Say on stderr what does not fit together."""
+    if simulation.overflow is not None:
+        click.echo(f"pipeplan: too little memory: {simulation.overflow}; search a plan for it with --memory", err=True)
+    stated = simulation.plan.predicted.makespan_ns
+    if simulation.as_planned and stated != simulation.rates.makespan_ns:
+        click.echo(
+            f"pipeplan: the plan states a makespan of {stated} ns, its programs take "
+            f"{simulation.rates.makespan_ns} ns; pipeplan check tells what is wrong with it",
+            err=True,
+        )
+
+
+def _print(simulation: Simulation, as_json: bool) -> None:
+    if as_json:
+        from pipeplan.report.figures import figures
+
+        click.echo(json.dumps(figures(simulation)))
+        return
+    from pipeplan.report.terminal import print_simulation
+
+    print_simulation(simulation, sys.stdout)

@@ -1,0 +1,1 @@
+"""What a simulation looks like: figures as JSON, tables and a timeline for the terminal, SVG, traces."""

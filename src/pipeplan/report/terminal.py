@@ -1,0 +1,245 @@
+"""A simulation for people: figures, devices, timeline and critical path on a terminal or in a text file.
+
+Everything can be read without colour: bars carry their kind and micro-batch as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TextIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pipeplan.report.figures import path_times, runs_by_device, stages_of
+from pipeplan.report.timeline import Cell, Window, device_row, repetend_time_range, windows
+from pipeplan.simulate.simulation import Simulation
+from pipeplan.units import format_bytes, format_ns
+
+__all__ = ["KIND_NAMES", "print_simulation", "report"]
+
+KIND_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+_STYLES = {"F": "white on blue", "B": "black on yellow", "I": "black on cyan", "W": "white on magenta"}
+_MEMORY_PARTS = {
+    "parameters": "parameter_bytes",
+    "gradients": "gradient_bytes",
+    "optimizer": "optimizer_bytes",
+    "activations": "activation_bytes",
+    "workspace": "workspace_bytes",
+}
+_PLAIN_WIDTH = 120
+_MAX_ROWS = 16
+_MAX_TIMELINE_ROWS = 32
+_MAX_RUNS = 12
+
+
+def print_simulation(simulation: Simulation, file: TextIO | None = None, width: int | None = None) -> None:
+    """Print the report of a simulation, to stdout unless ``file`` is given.
+
+    ``width`` is in columns; without it, the terminal's, or 120 where there is none.
+    """
+    console = Console(file=file, highlight=False, soft_wrap=False)
+    if width is not None or not console.is_terminal:
+        console = Console(file=file, highlight=False, width=width or _PLAIN_WIDTH)
+    for part in report(simulation, console.width, ascii_only=console.options.ascii_only):
+        console.print(part)
+
+
+def report(simulation: Simulation, width: int, *, ascii_only: bool = False) -> list[RenderableType]:
+    """The parts of the report, for a console of ``width`` columns."""
+    return [
+        _headline(simulation),
+        _figures(simulation),
+        *_devices(simulation, width),
+        _timeline(simulation, width, "-.:" if ascii_only else "─·┊"),
+        Text(),
+        _critical_path(simulation, "->" if ascii_only else "→"),
+    ]
+
+
+def _headline(simulation: Simulation) -> Text:
+    plan, workload = simulation.plan, simulation.workload
+    count = workload.num_microbatches
+    about = [
+        plan.placement,
+        _number(len(workload.devices), "device"),
+        f"{_number(count, 'micro-batch', 'es')} of {_number(workload.microbatch_size, 'sample')}",
+    ]
+    if plan.provenance.scheduler:
+        about.append(f"scheduler {plan.provenance.scheduler}")
+    return Text.assemble((plan.name, "bold"), ": ", ", ".join(about))
+
+
+def _figures(simulation: Simulation) -> Table:
+    rates, repetend = simulation.rates, simulation.repetend
+    table = Table.grid(padding=(0, 2))
+    table.add_row("makespan", format_ns(rates.makespan_ns))
+    gap = "proved optimal" if simulation.gap == 0 else f"gap {simulation.gap:.2%}"
+    table.add_row("lower bound", f"{format_ns(simulation.lower_bound_ns)}, {gap}")
+    if repetend is None:
+        table.add_row("repetend", "none")
+    else:
+        period = "does not settle" if simulation.period_ns is None else format_ns(simulation.period_ns)
+        bound = format_ns(simulation.period_lower_bound_ns)
+        table.add_row("period", f"{period} per micro-batch, bound {bound}")
+        table.add_row("repetend", f"unroll {repetend.unroll}, span {repetend.span}")
+    table.add_row("bubble rate", f"{rates.bubble_rate:.2%} of the iteration")
+    table.add_row("", f"{rates.bubble_rate_span:.2%} by span")
+    if simulation.bubble_rate_steady is not None:
+        table.add_row("", f"{simulation.bubble_rate_steady:.2%} steady")
+    return table
+
+
+_Column = tuple[str, list[str]]
+
+
+def _devices(simulation: Simulation, width: int) -> list[Table]:
+    """One table of times and memory, or two where one is too wide."""
+    rows = _shown_rows(len(simulation.orders), _MAX_ROWS)
+    times, memory = _time_columns(simulation), _memory_columns(simulation)
+    name: _Column = ("device", [str(device) for device in range(len(simulation.orders))])
+    needed = sum(3 + max(map(len, (title, *values))) for title, values in (name, *times, *memory))
+    groups = [[name, *times, *memory]] if needed <= width else [[name, *times], [name, *memory]]
+    return [_table(columns, rows) for columns in groups]
+
+
+def _time_columns(simulation: Simulation) -> list[_Column]:
+    rates = simulation.rates
+    return [
+        ("busy", [format_ns(time) for time in rates.busy_ns]),
+        ("idle", [format_ns(time) for time in rates.idle_ns]),
+        ("first to last", [format_ns(time) for time in rates.span_ns]),
+        ("in flight", [str(count) for count in simulation.in_flight]),
+    ]
+
+
+def _memory_columns(simulation: Simulation) -> list[_Column]:
+    """Parts that are nothing everywhere are left out, as is the limit where there is none."""
+    columns = []
+    for title, field in _MEMORY_PARTS.items():
+        values = [getattr(memory, field) for memory in simulation.memory]
+        if any(values):
+            columns.append((title, _sizes(values)))
+    columns.append(("peak", _sizes([memory.peak_bytes for memory in simulation.memory])))
+    limits = [device.memory_bytes for device in simulation.workload.devices]
+    if any(limit is not None for limit in limits):
+        columns.append(("limit", ["none" if limit is None else format_bytes(limit) for limit in limits]))
+    return columns
+
+
+def _sizes(values: Sequence[int]) -> list[str]:
+    return [format_bytes(value) for value in values]
+
+
+def _table(columns: Sequence[_Column], rows: Sequence[int | None]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for title, _ in columns:
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*("..." if row is None else values[row] for _, values in columns))
+    return table
+
+
+def _shown_rows(count: int, most: int) -> list[int | None]:
+    """All devices, or the first and the last with None for those between."""
+    if count <= most:
+        return list(range(count))
+    half = most // 2
+    return [*range(half), None, *range(count - half, count)]
+
+
+def _timeline(simulation: Simulation, width: int, marks: str) -> Text:
+    """Rows of cells under a ruler, and a legend. ``marks`` are filler, idle and what stands between parts."""
+    label = max(6, len(str(len(simulation.orders) - 1)))
+    parts = windows(simulation, max(20, width - label - 2))
+    text = Text(no_wrap=True, overflow="ignore")
+    text.append(_ruler(simulation, parts, label) + "\n", style="dim")
+    for device in _shown_rows(len(simulation.orders), _MAX_TIMELINE_ROWS):
+        if device is None:
+            text.append(f"{'...':>{label}}\n")
+            continue
+        text.append(f"{device:>{label}} ")
+        for index, part in enumerate(parts):
+            if index:
+                text.append(marks[2], style="dim")
+            _append_cells(text, device_row(simulation, device, part), marks)
+        text.append("\n")
+    text.append(" " * (label + 1))
+    text.append_text(_legend(simulation, marks))
+    return text
+
+
+def _legend(simulation: Simulation, marks: str) -> Text:
+    text = Text()
+    for kind in sorted({operation.kind for operation in simulation.workload.operations}, key="FBIW".index):
+        text.append(kind, style=_STYLES[kind])
+        text.append(f" {KIND_NAMES[kind]}  ")
+    text.append(f"{marks[1]} idle; the number is the micro-batch")
+    if any(len(stages_of(simulation, device)) > 1 for device in range(len(simulation.orders))):
+        text.append("; small letters: every second stage of a device")
+    return text
+
+
+def _append_cells(text: Text, cells: Sequence[Cell], marks: str) -> None:
+    for cell in cells:
+        if cell.kind is None:
+            text.append(marks[1], style="dim")
+        else:
+            text.append(cell.text or marks[0], style=_STYLES[cell.kind])
+
+
+def _ruler(simulation: Simulation, parts: Sequence[Window], label: int) -> str:
+    """Times where parts begin and where the run ends; brackets around one repetition of the repetend."""
+    repetition = repetend_time_range(simulation)
+    rulers = []
+    for part in parts:
+        ruler = list(format_ns(part.start_ns).ljust(part.num_cells)[: part.num_cells])
+        if part is parts[-1]:
+            end = format_ns(part.end_ns)
+            ruler[-len(end) :] = end
+        if repetition is not None and part.start_ns <= repetition[0] and repetition[1] <= part.end_ns:
+            _bracket(ruler, part.cell_of(repetition[0]), part.cell_of(repetition[1]))
+            repetition = None
+        rulers.append("".join(ruler))
+    return f"{'device':>{label}} " + " ".join(rulers)
+
+
+def _bracket(ruler: list[str], left: int, right: int) -> None:
+    """Write ``[repetend]`` over the cells from left to right, where they are free and wide enough."""
+    if right - left < 2 or any(ruler[cell] != " " for cell in range(left, right)):
+        return
+    inside = right - left - 2
+    ruler[left:right] = "[" + "repetend".center(inside)[:inside] + "]" if inside >= 8 else "[" + " " * inside + "]"
+
+
+def _critical_path(simulation: Simulation, arrow: str) -> Text:
+    """How the path's time divides over devices and transfers, and its actions, runs on one device shortened."""
+    on_device, transfers = path_times(simulation)
+    makespan = simulation.rates.makespan_ns
+    longest = sorted(on_device.items(), key=lambda item: (-item[1], item[0]))[:3]
+    shares = [f"{time / makespan:.1%} on device {device}" for device, time in longest]
+    if len(on_device) > len(longest):
+        rest = sum(on_device.values()) - sum(time for _, time in longest)
+        shares.append(f"{rest / makespan:.1%} on {_number(len(on_device) - len(longest), 'other device')}")
+    if transfers:
+        shares.append(f"{transfers / makespan:.1%} in transfers")
+    runs = [_run(actions) for _, actions in runs_by_device(simulation)]
+    if len(runs) > _MAX_RUNS:
+        half = _MAX_RUNS // 2
+        runs = [*runs[:half], f"... {len(runs) - _MAX_RUNS} more runs ...", *runs[-half:]]
+    summary = f": {_number(len(simulation.critical_path), 'action')}, {', '.join(shares)}\n"
+    return Text.assemble(("critical path", "bold"), summary, "  " + f" {arrow} ".join(runs))
+
+
+def _run(actions: Sequence[str]) -> str:
+    """Actions one after another on a device, as the first and the last."""
+    if len(actions) <= 2:
+        return " ".join(actions)
+    return f"{actions[0]} .. {actions[-1]} ({len(actions)})"
+
+
+def _number(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count} {noun}{'' if count == 1 else plural}"

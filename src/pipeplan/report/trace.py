@@ -1,0 +1,69 @@
+"""The predicted timeline as a trace, in the form in which a run writes its measured one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeplan.model import Action, Dependency, Hop, Plan, payload_of
+from pipeplan.model.trace import Trace, trace_json
+from pipeplan.simulate.simulation import Simulation
+
+__all__ = ["predicted_trace", "trace_text"]
+
+
+def predicted_trace(simulation: Simulation) -> Trace:
+    """Every action on each of its devices, and every message on both of its ends from its producer's end on."""
+    graph, trace = simulation.graph, Trace("predicted")
+    for device, order in enumerate(simulation.orders):
+        for task in order:
+            trace.add(graph.label(task), device, simulation.starts[task], graph.durations[task])
+    position = {operation.id: index for index, operation in enumerate(simulation.workload.operations)}
+    for dependency in simulation.workload.dependencies:
+        source = position[dependency.source]
+        for hop in dependency.hops:
+            names = _Names(simulation.plan, dependency, hop)
+            for task in range(graph.offsets[source], graph.offsets[source + 1]):
+                end = simulation.starts[task] + graph.durations[task]
+                for device, name in names.of(task - graph.offsets[source]):
+                    trace.add(name, device, end, hop.duration_ns, {"bytes": hop.bytes})
+    return trace
+
+
+def trace_text(simulation: Simulation) -> str:
+    """The text of a trace file with the predicted timeline."""
+    about = {
+        "plan": simulation.plan.name,
+        "num_microbatches": simulation.workload.num_microbatches,
+        "makespan_ns": simulation.rates.makespan_ns,
+    }
+    return trace_json(predicted_trace(simulation).events(), about)
+
+
+class _Names:
+    """How the plan's programs call the messages of one hop: with or without the peer."""
+
+    def __init__(self, plan: Plan, dependency: Dependency, hop: Hop) -> None:
+        source, target = int(dependency.source[:-1]), int(dependency.target[:-1])
+        payload = payload_of(dependency.source[-1])
+        send = Action(source, f"SEND_{payload}", 0, target, hop.target_device)
+        receive = Action(target, f"RECV_{payload}", 0, source, hop.source_device)
+        self._ends = [
+            (hop.source_device, _as_in(plan, hop.source_device, send)),
+            (hop.target_device, _as_in(plan, hop.target_device, receive)),
+        ]
+
+    def of(self, microbatch: int) -> Iterator[tuple[int, str]]:
+        """(device, action text) of the SEND and the RECV of a micro-batch."""
+        for device, name in self._ends:
+            yield device, str(Action(name.stage, name.kind, microbatch, name.peer_stage, name.peer_device))
+
+
+def _as_in(plan: Plan, device: int, full: Action) -> Action:
+    """The form of an action in a device's program, which leaves out peers where only one is possible."""
+    program = set(plan.programs[device])
+    forms = [
+        Action(full.stage, full.kind, 0, peer_stage, peer_device)
+        for peer_stage in (full.peer_stage, None)
+        for peer_device in (full.peer_device, None)
+    ]
+    return next((form for form in forms if str(form) in program), full)
