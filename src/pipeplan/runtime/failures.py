@@ -1,0 +1,117 @@
+"""What went wrong on which rank: one message out of everything the ranks and the system report.
+
+When a rank dies, its neighbours lose their connections and report that too. The cause is what is worth saying,
+and every message names rank, action and program counter.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from pipeplan.errors import ExecutionError, PipeplanError, UsageError
+from pipeplan.runtime.progress import Board
+from pipeplan.units import format_ns
+
+__all__ = ["Cause", "Failure", "RankError", "verdict"]
+
+
+class Cause(StrEnum):
+    """Why a rank gave up, most telling first."""
+
+    REFUSED = "refused"  # before the first step: model, plan and options do not fit together
+    RAISED = "raised"  # an exception in the model's code or ours
+    TIMEOUT = "timeout"  # nothing came for as long as --timeout allows
+    LOST = "lost"  # the connection to another rank broke
+
+
+class RankError(ExecutionError):
+    """A rank cannot go on; the text names rank, action and program counter. ``peer`` is the rank it lost, or -1."""
+
+    def __init__(self, cause: Cause, message: str, peer: int = -1) -> None:
+        self.cause = cause
+        self.peer = peer
+        super().__init__(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A rank's own report.
+
+    ``exit_code`` is what the command ends with, ``details`` a traceback or nothing, ``peer`` the rank that was
+    lost or -1.
+    """
+
+    rank: int
+    cause: Cause
+    text: str
+    exit_code: int = 1
+    details: str = ""
+    peer: int = -1
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; :meth:`from_json` reads them back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Failure:
+        """The failure that :meth:`as_json` wrote."""
+        return cls(**{**data, "cause": Cause(data["cause"])})
+
+
+def verdict(
+    failures: Sequence[Failure],
+    deaths: Mapping[int, int],
+    board: Board,
+    programs: Sequence[Sequence[str]],
+    timeout_ns: int,
+) -> PipeplanError:
+    """The one error that a failed run ends with.
+
+    Args:
+        failures: what ranks reported, in order of arrival.
+        deaths: exit status of ranks that ended without a report, as ``subprocess`` gives it.
+        board: where each rank was.
+        programs: the plan's programs.
+        timeout_ns: the longest wait allowed.
+    """
+    told = [failure for failure in failures if failure.cause in (Cause.REFUSED, Cause.RAISED)]
+    if told:
+        first = min(told, key=lambda failure: failure.cause is Cause.RAISED)
+        return UsageError(first.text) if first.exit_code == UsageError.exit_code else ExecutionError(first.text)
+    if deaths:
+        return ExecutionError("; ".join(death(rank, deaths[rank], board, programs) for rank in sorted(deaths)))
+    first = min(failures, key=lambda failure: (failure.cause is Cause.LOST, not failure.text))
+    if first.cause is Cause.LOST:
+        return ExecutionError(loss(first, board, programs))
+    return ExecutionError(hang(first.rank, first.text, board, programs, timeout_ns))
+
+
+def death(rank: int, status: int, board: Board, programs: Sequence[Sequence[str]]) -> str:
+    """A rank ended without a word: how, and where it was."""
+    place = board.read(rank).describe(programs[rank])
+    if status >= 0:
+        return f"rank {rank} ended with exit code {status} {place}"
+    name = signal.Signals(-status).name if -status in {int(s) for s in signal.Signals} else f"signal {-status}"
+    hint = "; the system does so when memory runs out" if -status == signal.SIGKILL else ""
+    return f"rank {rank} was killed ({name}) {place}{hint}"
+
+
+def loss(failure: Failure, board: Board, programs: Sequence[Sequence[str]]) -> str:
+    """A connection broke: whose, and where the rank at its other end was last."""
+    if failure.peer < 0:
+        return failure.text
+    return f"{failure.text}; rank {failure.peer} was last {board.read(failure.peer).describe(programs[failure.peer])}"
+
+
+def hang(rank: int, text: str, board: Board, programs: Sequence[Sequence[str]], timeout_ns: int) -> str:
+    """A rank waited too long: who holds it up, where that one is, and what the first one waited for."""
+    culprit = board.culprit(rank)
+    place = board.read(culprit).describe(programs[culprit])
+    remedy = f"if it is only slow, raise --timeout (now {format_ns(timeout_ns)})"
+    if culprit == rank:
+        return f"{text or f'rank {rank} hangs {place}'}; {remedy}"
+    return f"rank {culprit} hangs {place}; {text or f'rank {rank} waits for it'}; {remedy}"

@@ -1,0 +1,254 @@
+"""Start one process per device on this machine, watch them, and leave none behind.
+
+Needs no torch: the ranks import it, the parent only listens. A rank learns who it is from one line on its
+standard input, which then stays open (it ends when the parent dies), and reports on a pipe of its own, one JSON
+object a line. Its standard output goes to standard error, so that only what rank 0 reports reaches the user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import IO, Any
+
+from pipeplan.errors import ExecutionError, PipeplanError
+from pipeplan.model import Plan
+from pipeplan.runtime.failures import Cause, Failure, verdict
+from pipeplan.runtime.options import RunOptions, RunResult, StepResult
+from pipeplan.runtime.progress import Board, Phase
+
+__all__ = ["START_TIMEOUT_NS", "WORKER", "run_local", "watch_local"]
+
+WORKER = (sys.executable, "-m", "pipeplan.runtime.worker")
+"""The command of a rank."""
+
+START_TIMEOUT_NS = 180_000_000_000
+"""Longest time for importing torch, connecting and building the model; ``--timeout`` if that is longer."""
+
+_STDERR = 2  # the descriptor, since sys.stderr may be replaced by something that has none
+_POLL_S = 0.05
+_GRACE_S = 0.5  # after the first sign of trouble: its cause may be reported by another rank a moment later
+_LATE_NS = 2_000_000_000  # a rank should report its own timeout before the parent does
+_EXIT_S = 30.0
+
+Report = Mapping[str, Any]
+
+
+def run_local(plan: Plan, options: RunOptions, on_step: Callable[[StepResult], None]) -> RunResult:
+    """Run a plan with one process per device on this machine.
+
+    ``on_step`` is called as steps end.
+
+    Raises:
+        UsageError: the ranks refused the model or the options.
+        ExecutionError: a rank failed, died or hung; the text names rank and action.
+    """
+    result: list[RunResult] = []
+
+    def listen(rank: int, report: Report) -> None:
+        if report["event"] == "step":
+            on_step(StepResult(**report["step"]))
+        elif report["event"] == "result":
+            result.append(RunResult.from_json(report["result"]))
+
+    watch_local(plan.programs, {"plan": plan.model_dump_json(), "options": options.as_json()}, options, listen)
+    assert result, "rank 0 ends well only after it has reported its result"
+    return result[0]
+
+
+def watch_local(
+    programs: Sequence[Sequence[str]],
+    job: Report,
+    options: RunOptions,
+    listen: Callable[[int, Report], None],
+    command: Sequence[str] = WORKER,
+) -> None:
+    """Start a rank per program with the same job, pass on its reports, and return when all have ended well.
+
+    Args:
+        programs: the plan's programs, which give the number of ranks and name actions in errors.
+        job: what every rank gets, beside ``rank``, ``world_size`` and the descriptors it inherits.
+        options: the timeout is used.
+        listen: called with rank and report.
+        command: what a rank executes.
+
+    Raises:
+        PipeplanError: as in :func:`run_local`.
+    """
+    with _Ranks(programs, options.timeout_ns) as ranks:
+        ranks.start(job, command)
+        ranks.watch(listen)
+
+
+class _Rank:
+    """A child process: its report pipe, and what is known of its end."""
+
+    def __init__(self, process: subprocess.Popen[bytes], reports: int) -> None:
+        self.process = process
+        self.reports = reports
+        self.unread = b""
+        self.open = True
+
+    def read(self) -> list[Report]:
+        """Reports that have arrived whole; ``open`` turns false at the end of the pipe."""
+        data = os.read(self.reports, 1 << 20)
+        self.open = bool(data)
+        *lines, self.unread = (self.unread + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def kill(self) -> None:
+        """End the process and what it started, stopped or not."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        os.close(self.reports)
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+
+class _Ranks:
+    """All child processes; leaving the context ends every one of them."""
+
+    def __init__(self, programs: Sequence[Sequence[str]], timeout_ns: int) -> None:
+        self.programs = programs
+        self.timeout_ns = timeout_ns
+        self.ranks: list[_Rank] = []
+        self.failures: list[Failure] = []
+        self.done: set[int] = set()
+        self.stack = contextlib.ExitStack()
+
+    def __enter__(self) -> _Ranks:
+        size = Board.size(len(self.programs))
+        self.shared = self._unnamed_file(b"\0" * size)
+        self.board = Board(self.shared.fileno(), len(self.programs))
+        for rank in range(len(self.programs)):
+            self.board.write(rank, Phase.STARTING, 0, -1, -1)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for rank in self.ranks:
+            rank.kill()
+        self.stack.close()
+
+    def _unnamed_file(self, content: bytes) -> IO[bytes]:
+        """A file without a name, to be inherited: nothing is left behind whoever dies first."""
+        file = self.stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        file.write(content)
+        file.flush()
+        return file
+
+    def start(self, job: Report, command: Sequence[str]) -> None:
+        """Start all ranks. Rank 0 inherits a listening socket, so that no port is chosen twice."""
+        job_file = self._unnamed_file(json.dumps(job).encode())
+        with socket.create_server(("127.0.0.1", 0), backlog=len(self.programs)) as listener:
+            for rank in range(len(self.programs)):
+                self._start_one(rank, job_file, command, listener)
+
+    def _start_one(self, rank: int, job: IO[bytes], command: Sequence[str], listener: socket.socket) -> None:
+        reports, written = os.pipe()
+        inherited = [written, job.fileno(), self.shared.fileno()] + ([listener.fileno()] if rank == 0 else [])
+        identity = {
+            "rank": rank,
+            "world_size": len(self.programs),
+            "port": listener.getsockname()[1],
+            "listener": listener.fileno() if rank == 0 else None,
+            "job": job.fileno(),
+            "board": self.shared.fileno(),
+            "reports": written,
+            "parent": os.getpid(),
+        }
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=_STDERR, pass_fds=inherited, start_new_session=True
+            )
+        except OSError as error:
+            os.close(reports)
+            raise ExecutionError(f"rank {rank} cannot be started: {error.strerror or error}") from None
+        finally:
+            os.close(written)
+        self.ranks.append(_Rank(process, reports))
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # died at once: watch() sees and says it
+            process.stdin.write(json.dumps(identity).encode() + b"\n")
+            process.stdin.flush()
+
+    def watch(self, listen: Callable[[int, Report], None]) -> None:
+        """Pass on reports until all ranks have ended well, or raise what went wrong."""
+        with selectors.DefaultSelector() as selector:
+            for rank, child in enumerate(self.ranks):
+                selector.register(child.reports, selectors.EVENT_READ, rank)
+            while selector.get_map():
+                self._receive(selector, listen)
+                self._notice_hangs()
+                if self.failures or self._deaths():
+                    self._gather(selector, listen)
+                    if self.failures or self._deaths():  # a rank may have ended well between two looks
+                        raise self._verdict()
+        self._await_exits()
+
+    def _receive(self, selector: selectors.BaseSelector, listen: Callable[[int, Report], None]) -> None:
+        for key, _ in selector.select(_POLL_S):
+            rank: int = key.data
+            for report in self.ranks[rank].read():
+                if report["event"] == "failure":
+                    self.failures.append(Failure.from_json(report["failure"]))
+                elif report["event"] == "done":
+                    self.done.add(rank)
+                else:
+                    listen(rank, report)
+            if not self.ranks[rank].open:
+                selector.unregister(key.fileobj)
+
+    def _gather(self, selector: selectors.BaseSelector, listen: Callable[[int, Report], None]) -> None:
+        """Listen a moment longer: what came first may be an effect of what comes next."""
+        until = time.monotonic() + _GRACE_S
+        while time.monotonic() < until and not any(failure.cause is Cause.RAISED for failure in self.failures):
+            if selector.get_map():
+                self._receive(selector, listen)
+            else:
+                time.sleep(_POLL_S)
+
+    def _deaths(self) -> dict[int, int]:
+        """Exit status of ranks that ended and reported neither success nor failure."""
+        told = self.done | {failure.rank for failure in self.failures}
+        status = {rank: child.process.poll() for rank, child in enumerate(self.ranks) if rank not in told}
+        return {rank: code for rank, code in status.items() if code is not None}
+
+    def _verdict(self) -> PipeplanError:
+        for failure in self.failures:
+            if failure.details:
+                sys.stderr.write(failure.details)
+        return verdict(self.failures, self._deaths(), self.board, self.programs, self.timeout_ns)
+
+    def _notice_hangs(self) -> None:
+        """Note what no rank's own timeout notices: an action that does not end, a stopped process."""
+        now = time.monotonic_ns()
+        for rank in set(range(len(self.ranks))) - self.done:
+            position = self.board.read(rank)
+            allowed = self.timeout_ns + (_LATE_NS if position.phase.waits else 0)
+            if position.phase in (Phase.STARTING, Phase.LOADING, Phase.CONNECTING):
+                allowed = max(self.timeout_ns, START_TIMEOUT_NS) + _LATE_NS
+            if now - position.since_ns > allowed:
+                self.failures.append(Failure(rank, Cause.TIMEOUT, ""))
+
+    def _await_exits(self) -> None:
+        """All pipes are closed; a process that then does not end, or ends badly, is a failure too."""
+        until = time.monotonic() + _EXIT_S
+        for rank, child in enumerate(self.ranks):
+            try:
+                status = child.process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise ExecutionError(f"rank {rank} does not end behind its last step") from None
+            if status or rank not in self.done:
+                raise verdict([], {rank: status}, self.board, self.programs, self.timeout_ns)

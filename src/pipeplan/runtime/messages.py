@@ -1,0 +1,266 @@
+"""Tensors between ranks: non-blocking, addressed by message and micro-batch, never waited for too early.
+
+On gloo all messages share one group and have a tag each. NCCL ignores tags and matches first in, first out, so
+there every directed edge has a group of two ranks of its own, used on a side stream that waits only for what
+made the tensor. Programs come from the plan in an order that cannot deadlock even if every send blocked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeplan.runtime.failures import Cause
+from pipeplan.runtime.program import Message, Program
+
+__all__ = ["Channels", "TensorSpec", "TransferError", "edges_of"]
+
+_MAX_UNFINISHED_SENDS = 8
+"""Per edge; gloo cannot say whether a send has ended, so the oldest is waited for when there are more."""
+
+
+class TransferError(Exception):
+    """A transfer failed: ``cause`` is TIMEOUT or LOST, ``peer`` the rank at the other end."""
+
+    def __init__(self, cause: Cause, peer: int, message: str) -> None:
+        self.cause = cause
+        self.peer = peer
+        super().__init__(message)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape (of one micro-batch) and number format of a block's output; its gradient has the same."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A message under way: its works, and the tensors that must live as long."""
+
+    works: list[dist.Work]
+    tensors: list[Tensor]
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """A posted receive: its works, the buffers they fill, and where these come from."""
+
+    works: list[dist.Work]
+    buffers: list[Tensor]
+    peer: int
+
+
+def edges_of(programs: Iterable[Program]) -> tuple[tuple[int, int], ...]:
+    """All directed pairs of ranks that exchange messages, in the same order on every rank."""
+    return tuple(sorted({(source, target) for program in programs for _, source, target in program.remote}))
+
+
+class Channels:
+    """One rank's ends of all messages.
+
+    Args:
+        program: this rank's.
+        edges: :func:`edges_of` all programs; the groups are made in this order on every rank.
+        specs: shape and format of every block's output that travels.
+        device: where tensors live. With gloo and CUDA they pass through host memory.
+        transport: ``gloo`` or ``nccl``.
+        timeout: longest wait for one message.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        edges: Sequence[tuple[int, int]],
+        specs: Mapping[str, TensorSpec],
+        device: torch.device,
+        transport: str,
+        timeout: timedelta,
+    ) -> None:
+        self._program = program
+        self._specs = specs
+        self._device = device
+        self._timeout = timeout
+        self._nccl = transport == "nccl"
+        self._staged = device.type == "cuda" and not self._nccl
+        self._groups = _groups(edges, transport, timeout)
+        self._sent: dict[int, deque[_Sent]] = {}
+        self._awaited: dict[tuple[Message, int], _Awaited] = {}
+        self._index = {message: index for index, message in enumerate(sorted(program.tensors))}
+        self._width = max((len(names) for names in program.tensors.values()), default=1)
+        self._side = torch.cuda.Stream(device) if self._nccl else None  # type: ignore[no-untyped-call]
+        self._warm_up(edges)
+
+    def send(self, message: Message, microbatch: int, tensors: Sequence[Tensor], made: torch.cuda.Event | None) -> None:
+        """Start sending; ``made`` is when the tensors are ready, on NCCL.
+
+        Raises:
+            TransferError: the peer is gone, or did not take earlier messages in time.
+        """
+        peer = self._program.device_of[message.target]
+        queue = self._sent.setdefault(peer, deque())
+        self._reap(queue, peer)
+        ready = [self._outgoing(tensor) for tensor in tensors]
+        with self._beside(made), self._told(peer):
+            works = [
+                _started(dist.isend(tensor, peer, self._group(self._program.rank, peer), tag))
+                for tensor, tag in zip(ready, self._tags(message, microbatch), strict=False)
+            ]
+        queue.append(_Sent(works, ready))
+
+    def receive(self, message: Message, microbatch: int) -> None:
+        """Post the receives of a message into fresh buffers; :meth:`take` waits for them.
+
+        Raises:
+            TransferError: the peer is gone.
+        """
+        peer = self._program.device_of[message.source]
+        with self._beside(None), self._told(peer):
+            buffers = [self._buffer(name) for name in self._program.tensors[message]]
+            works = [
+                _started(dist.irecv(buffer, peer, self._group(peer, self._program.rank), tag))
+                for buffer, tag in zip(buffers, self._tags(message, microbatch), strict=False)
+            ]
+        self._awaited[message, microbatch] = _Awaited(works, buffers, peer)
+
+    def take(self, message: Message, microbatch: int) -> list[Tensor]:
+        """The tensors of a posted message, waited for.
+
+        Raises:
+            TransferError: they did not come in time, or the peer is gone.
+        """
+        awaited = self._awaited.pop((message, microbatch))
+        for work in awaited.works:
+            self._wait(work, awaited.peer)
+        return [self._incoming(buffer) for buffer in awaited.buffers]
+
+    def moment(self) -> torch.cuda.Event | None:
+        """On NCCL, the end of what the computing stream has been given so far, for :meth:`send`."""
+        if not self._nccl:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def unfinished(self) -> list[int]:
+        """Peers with sends that may not have ended."""
+        assert not self._awaited, "every message of a program has a consumer in it"
+        return [peer for peer, queue in self._sent.items() if queue]
+
+    def finish(self, peer: int) -> None:
+        """Wait until all sends to a peer have ended.
+
+        Raises:
+            TransferError: the peer did not take them in time, or is gone.
+        """
+        queue = self._sent[peer]
+        while queue:
+            self._finish(queue.popleft(), peer)
+
+    def close(self) -> None:
+        """Drop works and groups, which must not outlive the process group."""
+        self._sent.clear()
+        self._awaited.clear()
+        self._groups.clear()
+
+    def _reap(self, queue: deque[_Sent], peer: int) -> None:
+        """Let go of sends that have ended, so that their tensors are freed."""
+        if self._nccl:
+            while queue and all(work.is_completed() for work in queue[0].works):
+                queue.popleft()
+        while not self._nccl and len(queue) >= _MAX_UNFINISHED_SENDS:
+            self._finish(queue.popleft(), peer)
+
+    def _finish(self, sent: _Sent, peer: int) -> None:
+        for work in sent.works:
+            self._wait(work, peer)
+
+    def _wait(self, work: dist.Work, peer: int) -> None:
+        with self._told(peer):
+            # NCCL would block the host when given a time; its own watchdog has the group's
+            work.wait() if self._nccl else work.wait(self._timeout)
+
+    @contextlib.contextmanager
+    def _told(self, peer: int) -> Iterator[None]:
+        """Turn what the transport raises into :class:`TransferError`."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error).splitlines()[0]
+            late = "timed out" in text.lower() or "timeout" in text.lower()
+            raise TransferError(Cause.TIMEOUT if late else Cause.LOST, peer, text) from error
+
+    def _tags(self, message: Message, microbatch: int) -> range:
+        """One tag per tensor, unlike all others of a step; steps are kept apart by their end."""
+        first = 1 + (self._index[message] * self._program.num_microbatches + microbatch) * self._width
+        return range(first, first + self._width)
+
+    def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
+        return self._groups.get((source, target))
+
+    def _outgoing(self, tensor: Tensor) -> Tensor:
+        return tensor.cpu().contiguous() if self._staged else tensor.contiguous()
+
+    def _buffer(self, name: str) -> Tensor:
+        spec = self._specs[name]
+        return torch.empty(spec.shape, dtype=spec.dtype, device="cpu" if self._staged else self._device)
+
+    def _incoming(self, buffer: Tensor) -> Tensor:
+        if self._staged:
+            return buffer.to(self._device)
+        if self._nccl:  # made on the side stream, used on the one that computes
+            buffer.record_stream(torch.cuda.current_stream(self._device))
+        return buffer
+
+    @contextlib.contextmanager
+    def _beside(self, made: torch.cuda.Event | None) -> Iterator[None]:
+        """On NCCL, work on the side stream once ``made`` has happened there."""
+        if self._side is None:
+            yield
+            return
+        if made is not None:
+            self._side.wait_event(made)
+        with torch.cuda.stream(self._side):
+            yield
+
+    def _warm_up(self, edges: Sequence[tuple[int, int]]) -> None:
+        """One small message over every edge, edge by edge: connections stand before the first step is timed."""
+        token = torch.zeros(1, device=self._device if self._nccl else "cpu")
+        for source, target in edges:
+            peer = target if self._program.rank == source else source
+            if self._program.rank in (source, target):
+                start = dist.isend if self._program.rank == source else dist.irecv
+                with self._told(peer):
+                    work = _started(start(token, peer, self._group(source, target), 0))
+                self._wait(work, peer)
+
+
+def _groups(
+    edges: Sequence[tuple[int, int]], transport: str, timeout: timedelta
+) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """For NCCL, a group per directed edge, made by all ranks in the same order; gloo needs none."""
+    if transport != "nccl":
+        return {}
+    made = {}
+    for source, target in edges:
+        group = dist.new_group(sorted((source, target)), timeout=timeout, backend="nccl")
+        assert group is not None
+        made[source, target] = group
+    return made
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is a member of the group"
+    return work

@@ -1,0 +1,190 @@
+"""A stage's blocks on its rank: forward, backward and weight gradients of one micro-batch at a time.
+
+Autograd runs inside a stage only. What enters is a detached leaf, what leaves is detached, and gradients cross in
+messages; so every stage keeps its own graph per micro-batch and lets go of it when the plan says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipeplan.runtime.model import BlockSpec
+from pipeplan.runtime.modules import WeightGradQueue
+from pipeplan.runtime.program import StagePart
+
+__all__ = ["Samples", "StageError", "StageRunner"]
+
+
+class StageError(Exception):
+    """A block failed; the text names it and says where."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """A mini-batch, of which blocks take the rows of one micro-batch.
+
+    ``tensors`` [name] has samples in its first dimension. ``num_predictions`` is that of the whole mini-batch:
+    losses are sums, and with this one scale gradients only add.
+    """
+
+    tensors: Mapping[str, Tensor]
+    microbatch_size: int
+    num_predictions: int
+
+    def rows(self, name: str, microbatch: int) -> Tensor:
+        """The samples of one micro-batch."""
+        first = microbatch * self.microbatch_size
+        return self.tensors[name][first : first + self.microbatch_size]
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a micro-batch keeps from F to B, or to I."""
+
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    loss: Tensor | None
+
+
+@dataclass(slots=True)
+class StageRunner:
+    """One stage: its blocks, and the graphs of the micro-batches in flight.
+
+    Args:
+        part: what the plan says of the stage.
+        modules: its blocks by name.
+        specs: what the model says of each of them.
+    """
+
+    part: StagePart
+    modules: Mapping[str, nn.Module]
+    specs: Mapping[str, BlockSpec]
+    loss: Tensor | None = None
+    _held: dict[int, _Held] = field(default_factory=dict)
+    _queues: dict[int, WeightGradQueue] = field(default_factory=dict)
+
+    def forward(self, microbatch: int, received: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
+        """Run the blocks on one micro-batch; what leaves the stage is returned detached, by block.
+
+        Raises:
+            StageError: a block raised something, or makes what needs a gradient that the plan does not bring.
+        """
+        returned = self._returned()
+        leaves = {name: _leaf(tensor, name in returned) for name, tensor in received.items()}
+        values = dict(leaves)
+        for block in self.part.blocks:
+            values[block] = self._call(block, values, microbatch, samples)
+        outputs = {name: values[name] for names in self.part.outputs.values() for name in names}
+        self._require_way_back(outputs)
+        losses = [values[block] / samples.num_predictions for block in self.part.blocks if self.specs[block].loss]
+        loss = torch.stack(losses).sum() if losses else None
+        self._add_loss(loss)
+        self._held[microbatch] = _Held(leaves, outputs, loss)
+        return {name: tensor.detach() for name, tensor in outputs.items()}
+
+    def backward(self, microbatch: int, gradients: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Gradients of the received tensors, by block; those of parameters add up, or wait for W where split.
+
+        Args:
+            microbatch: its forward has run, and what that held is let go of.
+            gradients: of the stage's outputs, by block; a block whose output goes to several stages has several.
+
+        Raises:
+            StageError: autograd raised something.
+        """
+        held = self._held.pop(microbatch)
+        roots = [(held.outputs[name], gradient) for name, gradient in gradients if held.outputs[name].requires_grad]
+        if held.loss is not None and held.loss.requires_grad:
+            roots.append((held.loss, torch.ones_like(held.loss)))
+        try:
+            self._differentiate(microbatch, roots)
+        except Exception as error:
+            raise StageError(f"backward of its blocks {_range(self.part.blocks)}: {_reason(error)}") from error
+        return {name: _gradient(held.inputs[name]) for name in self._returned()}
+
+    def weight_gradients(self, microbatch: int) -> None:
+        """Work through what I left: the weight gradients of one micro-batch.
+
+        Raises:
+            StageError: an operator raised something.
+        """
+        try:
+            self._queues.pop(microbatch).run()
+        except Exception as error:
+            raise StageError(f"weight gradients of its blocks {_range(self.part.blocks)}: {_reason(error)}") from error
+
+    def _add_loss(self, loss: Tensor | None) -> None:
+        if loss is not None:
+            self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
+
+    def take_loss(self) -> Tensor | None:
+        """The loss of the micro-batches since the last call, scaled; None if no block of the stage has one."""
+        loss, self.loss = self.loss, None
+        return loss
+
+    def _returned(self) -> set[str]:
+        """Blocks to whose stages the plan brings gradients back."""
+        return {name for source in self.part.returns for name in self.part.inputs[source]}
+
+    def _call(self, block: str, values: Mapping[str, Tensor], microbatch: int, samples: Samples) -> Tensor:
+        spec, module = self.specs[block], self.modules[block]
+        arguments = [values[source] for source in spec.sources]
+        arguments += [samples.rows(name, microbatch) for name in spec.samples]
+        try:
+            made = self._recomputed(module, arguments) if self.part.recompute else module(*arguments)
+        except Exception as error:
+            raise StageError(f"block {block!r}: {_reason(error)}") from error
+        if not isinstance(made, Tensor):
+            raise StageError(f"block {block!r} returned {type(made).__name__}, and a block returns one tensor")
+        return made
+
+    def _recomputed(self, module: nn.Module, arguments: Sequence[Tensor]) -> object:
+        """Run a block and keep its inputs alone; backward runs it again."""
+        return checkpoint(module, *arguments, use_reentrant=False)
+
+    def _differentiate(self, microbatch: int, roots: Sequence[tuple[Tensor, Tensor]]) -> None:
+        if not self.part.split:
+            _backward(roots)
+            return
+        queue = self._queues[microbatch] = WeightGradQueue()
+        with queue:
+            _backward(roots)
+
+    def _require_way_back(self, outputs: Mapping[str, Tensor]) -> None:
+        """A tensor that needs a gradient must not leave for a stage from which the plan brings none back."""
+        for target, names in self.part.outputs.items():
+            for name in names:
+                if outputs[name].requires_grad and target not in self.part.awaits:
+                    raise StageError(
+                        f"block {name!r} needs a gradient from stage {target}, and the plan brings none back; "
+                        "profile this model and search again"
+                    )
+
+
+def _leaf(tensor: Tensor, with_gradient: bool) -> Tensor:
+    """A tensor that starts a graph of its own; two stages may get the same one."""
+    leaf = tensor.detach()
+    return leaf.requires_grad_() if with_gradient and leaf.is_floating_point() else leaf
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    """The leaf's gradient; zeros where nothing depends on it, for the other end awaits a tensor."""
+    return leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+
+
+def _backward(roots: Sequence[tuple[Tensor, Tensor]]) -> None:
+    if roots:
+        torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+
+
+def _range(blocks: Sequence[str]) -> str:
+    return repr(blocks[0]) if len(blocks) == 1 else f"{blocks[0]!r} to {blocks[-1]!r}"
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,300 @@
+"""Training with a plan: one rank's blocks, optimizer and mini-batches around its executor."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipeplan import __version__
+from pipeplan.errors import UsageError
+from pipeplan.model import Plan, sha256_of
+from pipeplan.runtime.clock import Clock, Mark, offset_ns
+from pipeplan.runtime.executor import Executor, Span
+from pipeplan.runtime.failures import Cause, RankError
+from pipeplan.runtime.messages import Channels, TensorSpec, edges_of
+from pipeplan.runtime.model import Model, load_model
+from pipeplan.runtime.options import RunOptions, RunResult, StepResult
+from pipeplan.runtime.program import Program, programs_of, require_runnable
+from pipeplan.runtime.progress import Phase, Progress
+from pipeplan.runtime.stages import Samples, StageRunner
+from pipeplan.runtime.tied import TiedParameters
+
+__all__ = ["Trainer", "train"]
+
+_NO_SAMPLES = Samples({}, 1, 1)
+
+TimedAction = tuple[int, int, int]
+"""Program counter, start and end in ns from the step's beginning."""
+
+
+def train(plan: Plan, options: RunOptions, progress: Progress, on_step: Callable[[StepResult], None]) -> RunResult:
+    """Train for the steps asked for; every rank of the process group calls this.
+
+    ``on_step`` is called on every rank as steps end, with the same result.
+
+    Raises:
+        UsageError: the plan, the model and the options do not fit together; the same on every rank.
+        RankError: an action failed.
+    """
+    trainer = Trainer(plan, load_model(options.model, sequence=options.sequence), options, progress)
+    steps, timeline = [], []
+    for step in range(options.num_steps):
+        result, actions = trainer.step(step)
+        steps.append(result)
+        if options.trace:
+            timeline.append(tuple(tuple(told) for told in trainer.everyones(actions)))
+        on_step(result)
+    peaks = trainer.everyones(trainer.peak_memory_bytes())
+    trainer.close()
+    progress.begin(Phase.DONE)
+    return RunResult(tuple(steps), tuple(peaks), _versions(options), tuple(timeline))
+
+
+class Trainer:
+    """One rank of a training run: its stages, parameters and optimizer.
+
+    Construction is collective: all ranks compare what they run, then connect.
+
+    Args:
+        plan: a plan that ``check`` accepts.
+        model: the model the plan was made for.
+        options: as asked for.
+        progress: this rank's record.
+
+    Raises:
+        UsageError: plan, model or options do not fit together, or differ between ranks.
+        RankError: connecting failed.
+    """
+
+    def __init__(self, plan: Plan, model: Model, options: RunOptions, progress: Progress) -> None:
+        progress.begin(Phase.LOADING)
+        self.rank, self.model, self.options, self.progress = progress.rank, model, options, progress
+        require_runnable(plan)
+        programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
+        self.program = programs[self.rank]
+        self.device = _device(options)
+        dtype: torch.dtype = getattr(torch, options.dtype)
+        specs = _travelling(self.program, model, dtype)
+        self.modules = self._build(dtype)
+        progress.begin(Phase.CONNECTING)
+        timeout = timedelta(seconds=options.timeout_ns / 1e9)
+        with self._told():
+            _require_agreement(self.rank, plan, model, options, self.program, specs)
+            self._all = dist.new_group(timeout=timeout, backend="gloo")
+            self.tied = self._tie(timeout)
+            channels = Channels(self.program, edges_of(programs), specs, self.device, options.transport, timeout)
+            self.clock = Clock(self.device, offset_ns(self.rank, len(programs)))
+        self.stages = {index: self._stage(index) for index in self.program.stages}
+        self.executor = Executor(self.program, self.stages, channels, specs, progress, self.clock)
+        self.optimizer = self._optimizer()
+
+    def step(self, step: int, *, update: bool = True) -> tuple[StepResult, list[TimedAction]]:
+        """Train on mini-batch number ``step``: run the program, sum tied gradients, step the optimizer.
+
+        Without ``update`` gradients add up and parameters stay. Collective; returns the step's result, the same
+        on all ranks, and when this rank's actions ran.
+
+        Raises:
+            RankError: an action, a sum or the optimizer failed.
+        """
+        self.progress.step = step
+        samples = self._samples(step)
+        for parameter in self.parameters().values():
+            parameter.grad = None
+        begin_ns, anchor = self._begin_together()
+        spans = self.executor.run(samples)
+        self._reduce()
+        self.progress.begin(Phase.UPDATING)
+        if update and self.optimizer is not None:
+            self.optimizer.step()
+        actions = self._resolve(spans, anchor, begin_ns)
+        return self._report(step, actions, self._now(begin_ns)), actions
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters as ``block.name``; tied ones under each of their names."""
+        return {
+            f"{block}.{name}": parameter
+            for block, module in self.modules.items()
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+        }
+
+    def everyones(self, value: Any) -> list[Any]:
+        """What all ranks pass to this call, by rank."""
+        told: list[Any] = [None] * dist.get_world_size()
+        with self._told():
+            dist.all_gather_object(told, value, group=self._all)
+        return told
+
+    def peak_memory_bytes(self) -> int:
+        """What the allocator held at most (CUDA), or the most resident memory of this process (CPU)."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    def close(self) -> None:
+        """Drop works and groups; what outlives the process group may die with it at exit."""
+        self.executor.channels.close()
+        self.tied.close()
+        self._all = None
+
+    def _build(self, dtype: torch.dtype) -> dict[str, nn.Module]:
+        blocks = [block for part in self.program.stages.values() for block in part.blocks]
+        return {block: self.model.build(block, self.options.seed, dtype=dtype, device=self.device) for block in blocks}
+
+    def _tie(self, timeout: timedelta) -> TiedParameters:
+        rank_of = {block: self.program.device_of[stage] for block, stage in self.program.stage_of.items()}
+        return TiedParameters(self.model.tied, rank_of, self.modules, self.rank, self.options.transport, timeout)
+
+    def _stage(self, index: int) -> StageRunner:
+        part = self.program.stages[index]
+        specs = {block: self.model.block(block) for block in part.blocks}
+        return StageRunner(part, {block: self.modules[block] for block in part.blocks}, specs)
+
+    def _optimizer(self) -> torch.optim.Optimizer | None:
+        """AdamW over this rank's parameters, each once; None if it has none."""
+        unique = list(dict.fromkeys(self.parameters().values()))
+        if not unique:
+            return None
+        return torch.optim.AdamW(unique, lr=self.options.learning_rate, weight_decay=self.options.weight_decay)
+
+    def _samples(self, step: int) -> Samples:
+        """The mini-batch, if a block of this rank takes samples or computes the loss."""
+        specs = [spec for stage in self.stages.values() for spec in stage.specs.values()]
+        wanted = {name for spec in specs for name in spec.samples}
+        if not wanted and not any(spec.loss for spec in specs):
+            return _NO_SAMPLES
+        size = self.program.microbatch_size
+        batch = self.model.batch(self.program.num_microbatches * size, step, self.options.seed)
+        return Samples(
+            {name: tensor.to(self.device) for name, tensor in batch.items() if name in wanted},
+            size,
+            self.model.predictions(batch),
+        )
+
+    def _begin_together(self) -> tuple[int, tuple[Mark, int]]:
+        """Wait until all ranks are ready: when the last one was, which times are counted from, and an anchor."""
+        self.progress.begin(Phase.REPORTING)
+        anchor = self.clock.anchor()
+        begin = torch.tensor([anchor[1] - self.clock.offset_ns])
+        with self._told():
+            dist.all_reduce(begin, dist.ReduceOp.MAX, group=self._all)
+        return int(begin.item()), anchor
+
+    def _reduce(self) -> None:
+        if self.tied.across_ranks:
+            self.progress.begin(Phase.REDUCING)
+            with self._told():
+                self.tied.sum_gradients()
+
+    def _resolve(self, spans: list[Span], anchor: tuple[Mark, int], begin_ns: int) -> list[TimedAction]:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        resolve = self.clock.resolve
+        timed = [
+            (counter, resolve(start, anchor) - begin_ns, resolve(end, anchor) - begin_ns)
+            for counter, start, end in spans
+        ]
+        return sorted(timed, key=lambda action: action[1:])
+
+    def _now(self, begin_ns: int) -> int:
+        return self.clock.anchor()[1] - self.clock.offset_ns - begin_ns
+
+    def _report(self, step: int, actions: list[TimedAction], updated_ns: int) -> StepResult:
+        """Losses added up over the ranks; the iteration from the first compute action's start to the last's end."""
+        losses = [loss for loss in (stage.take_loss() for stage in self.stages.values()) if loss is not None]
+        loss = float(sum(loss.double() for loss in losses))
+        computed = [(s, e) for counter, s, e in actions if self.program.instructions[counter].action.is_compute]
+        first, last = min((s for s, _ in computed), default=None), max((e for _, e in computed), default=None)
+        self.progress.begin(Phase.REPORTING)
+        told = self.everyones((loss, first, last, updated_ns))
+        firsts = [told_first for _, told_first, _, _ in told if told_first is not None]
+        lasts = [told_last for _, _, told_last, _ in told if told_last is not None]
+        updates = [end - (told_last or end) for _, _, told_last, end in told]
+        return StepResult(step, sum(entry[0] for entry in told), max(lasts) - min(firsts), max(updates))
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Turn what a collective raises into an error that names rank and place."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error).splitlines()[0]
+            cause = Cause.TIMEOUT if "timed out" in text.lower() else Cause.LOST
+            raise RankError(cause, f"rank {self.rank} lost the others {self.progress.describe()}: {text}") from error
+
+
+def _device(options: RunOptions) -> torch.device:
+    """The rank's device; on CUDA ranks of a machine take its devices in turn."""
+    if options.num_threads:
+        torch.set_num_threads(options.num_threads)
+    if options.device == "cpu":
+        if options.transport == "nccl":
+            raise UsageError("--backend nccl carries CUDA tensors; give --device cuda, or --backend gloo")
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no CUDA device here; give --device cpu")
+    count, rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    if options.transport == "nccl" and int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) > count:
+        raise UsageError(f"NCCL needs a CUDA device per rank, and there are {count}; give --backend gloo to share them")
+    device = torch.device("cuda", rank % count)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _travelling(program: Program, model: Model, dtype: torch.dtype) -> dict[str, TensorSpec]:
+    """Shape and format of every block output that leaves its stage, for one micro-batch."""
+    names = {name for names in program.tensors.values() for name in names}
+    declared = model.output_specs(program.microbatch_size, dtype)
+    return {name: TensorSpec(*declared[name]) for name in sorted(names)}
+
+
+def _require_agreement(
+    rank: int, plan: Plan, model: Model, options: RunOptions, program: Program, specs: dict[str, TensorSpec]
+) -> None:
+    """Refuse to start where ranks run different things; the same error on every rank.
+
+    Transports do not compare what they carry: a wrong size ends the process, a wrong format goes unnoticed.
+    """
+    carried = {
+        f"{message.payload} {message.source} {message.target}": [f"{n} {specs[n]}" for n in program.tensors[message]]
+        for message, _, _ in program.remote
+    }
+    own = {"plan": sha256_of(plan), "model": model.name, **options.as_json()}
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (own, carried))
+    for other, (said, _) in enumerate(told):
+        for key, value in told[0][0].items():
+            if said[key] != value:
+                raise UsageError(
+                    f"rank {other} was started with {key} {said[key]!r}, rank 0 with {value!r}; start all ranks alike"
+                )
+    ends: dict[str, tuple[int, list[str]]] = {}
+    for other, (_, messages) in enumerate(told):
+        for message, tensors in messages.items():
+            first, expected = ends.setdefault(message, (other, tensors))
+            if tensors != expected:
+                payload, source, target = message.split()
+                what = "outputs" if payload == "F" else "gradients"
+                raise UsageError(
+                    f"ranks {first} and {other} expect different {what} between stages {source} and {target}: "
+                    f"{', '.join(expected)} and {', '.join(tensors)}; the model must be the same on all ranks"
+                )
+
+
+def _versions(options: RunOptions) -> dict[str, str]:
+    found = {"pipeplan": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    if options.device == "cuda":
+        found["device"] = torch.cuda.get_device_name()
+    return found

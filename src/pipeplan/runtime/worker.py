@@ -1,0 +1,245 @@
+"""One rank: a process started by ``run --local`` or by torchrun, from its start to its last report.
+
+Whatever happens here ends in a report that names rank and action, and in an exit that does not hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from pipeplan.errors import PipeplanError, UsageError
+from pipeplan.model import Plan, parse
+from pipeplan.runtime.failures import Cause, Failure, RankError, verdict
+from pipeplan.runtime.launch import START_TIMEOUT_NS
+from pipeplan.runtime.options import RunOptions, RunResult, StepResult
+from pipeplan.runtime.progress import Board, Phase, Progress
+from pipeplan.runtime.training import train
+
+__all__ = ["Link", "main", "run_under_torchrun"]
+
+_LIFELINE = 0  # standard input: ends with the parent
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a local rank has: its number, its record, and a way to report to the parent."""
+
+    rank: int
+    world_size: int
+    progress: Progress
+    report: Callable[[Mapping[str, Any]], None]
+
+
+def main(work: Callable[[Mapping[str, Any], Link], None] | None = None) -> None:
+    """Be a rank that :mod:`pipeplan.runtime.launch` has started; ends the process.
+
+    Args:
+        work: does the job inside a process group; by default it trains.
+    """
+    identity = json.loads(sys.stdin.buffer.readline())
+    _die_with_parent(identity["parent"])
+    job = json.loads(_content(identity["job"]))
+    rank, world_size = identity["rank"], identity["world_size"]
+    reports = os.fdopen(identity["reports"], "w", buffering=1)
+    progress = Progress(Board(identity["board"], world_size), rank)
+
+    def report(data: Mapping[str, Any]) -> None:
+        reports.write(json.dumps(data) + "\n")
+
+    failure = None
+    try:
+        with _process_group(_local_store(identity), rank, world_size, progress):
+            (work or _train_job)(job, Link(rank, world_size, progress, report))
+    except BaseException as error:
+        failure = failure_of(error, progress)
+    report({"event": "done"} if failure is None else {"event": "failure", "failure": failure.as_json()})
+    reports.close()
+    if failure is not None:
+        _leave(failure.exit_code)
+
+
+def run_under_torchrun(
+    read_plan: Callable[[], Plan], options: RunOptions, on_step: Callable[[StepResult], None]
+) -> RunResult | None:
+    """Be a rank that torchrun, or what sets the same environment, has started.
+
+    Args:
+        read_plan: reads and verifies the plan.
+        options: as asked for.
+        on_step: called on rank 0 as steps end.
+
+    Returns:
+        The result on rank 0, None on the others. Where a rank fails, the first to know says so on standard error,
+        and the process ends here with the error's exit code.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store, _, _ = next(rendezvous("env://", timeout=_start_timeout()))
+    progress = Progress(_common_board(store, world_size), rank)
+    programs: list[tuple[str, ...]] = [()] * world_size
+    result = None
+    try:
+        plan = read_plan()
+        _require_ranks(plan, world_size)
+        programs[:] = plan.programs
+        progress.program = plan.programs[rank]
+        with _process_group(store, rank, world_size, progress):
+            result = train(plan, options, progress, on_step if rank == 0 else _ignore)
+    except BaseException as error:
+        failure = failure_of(error, progress)
+        _say_once(failure, store, progress.board, programs, options.timeout_ns)
+        _leave(failure.exit_code)
+    return result if rank == 0 else None
+
+
+def failure_of(error: BaseException, progress: Progress) -> Failure:
+    """What an exception means to those who did not see it."""
+    rank = progress.rank
+    if isinstance(error, RankError):
+        details = _trace(error.__cause__) if error.cause is Cause.RAISED and error.__cause__ is not None else ""
+        return Failure(rank, error.cause, str(error), error.exit_code, details, error.peer)
+    if isinstance(error, PipeplanError):
+        return Failure(rank, Cause.REFUSED, str(error), error.exit_code)
+    text = f"rank {rank} failed {progress.describe()}: {type(error).__name__}: {error}"
+    return Failure(rank, Cause.RAISED, text, details=_trace(error))
+
+
+def _train_job(job: Mapping[str, Any], link: Link) -> None:
+    """The job of ``run --local``: train, and let rank 0 report."""
+    plan = parse(job["plan"], Plan)
+    link.progress.program = plan.programs[link.rank]
+
+    def on_step(step: StepResult) -> None:
+        if link.rank == 0:
+            link.report({"event": "step", "step": step.as_json()})
+
+    result = train(plan, RunOptions(**job["options"]), link.progress, on_step)
+    if link.rank == 0:
+        link.report({"event": "result", "result": result.as_json()})
+
+
+@contextlib.contextmanager
+def _process_group(store: Store, rank: int, world_size: int, progress: Progress) -> Iterator[None]:
+    """The default group, on gloo: for agreeing and reporting, beside the groups that carry tensors."""
+    progress.begin(Phase.CONNECTING)
+    dist.init_process_group(
+        "gloo",
+        store=PrefixStore("pipeplan", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=_start_timeout(),
+    )
+    yield
+    dist.barrier()  # nobody leaves while others still talk to it
+    dist.destroy_process_group()
+
+
+def _local_store(identity: Mapping[str, Any]) -> Store:
+    """Where local ranks meet; rank 0 keeps it, on the socket it has inherited."""
+    return TCPStore(
+        "127.0.0.1",
+        identity["port"],
+        identity["world_size"],
+        is_master=identity["rank"] == 0,
+        timeout=_start_timeout(),
+        wait_for_workers=False,
+        master_listen_fd=identity["listener"],
+    )
+
+
+def _common_board(store: Store, world_size: int) -> Board:
+    """A board for the ranks of this machine, in a file that has no name any more once all have opened it."""
+    machine, local_world_size = os.environ.get("GROUP_RANK", "0"), os.environ.get("LOCAL_WORLD_SIZE")
+    if local_world_size is None:  # not torchrun: who shares the machine is not known
+        with tempfile.TemporaryFile() as file:
+            file.truncate(Board.size(world_size))
+            return Board(file.fileno(), world_size)
+    key = f"pipeplan/board/{machine}"
+    if os.environ["LOCAL_RANK"] == "0":
+        descriptor, path = tempfile.mkstemp(prefix="pipeplan-board-")
+        os.truncate(descriptor, Board.size(world_size))
+        store.set(key, path)
+    else:
+        path = store.get(key).decode()
+        descriptor = os.open(path, os.O_RDWR)
+    board = Board(descriptor, world_size)
+    os.close(descriptor)
+    if store.add(f"{key}/opened", 1) == int(local_world_size):
+        Path(path).unlink()
+    return board
+
+
+def _require_ranks(plan: Plan, world_size: int) -> None:
+    if len(plan.devices) != world_size:
+        raise UsageError(
+            f"the plan is for {len(plan.devices)} devices and there are {world_size} ranks; start it with "
+            f"torchrun --nproc-per-node {len(plan.devices)}, or search with --devices {world_size}"
+        )
+
+
+def _say_once(failure: Failure, store: Store, board: Board, programs: list[tuple[str, ...]], timeout_ns: int) -> None:
+    """Print the failure unless another rank has said one: those that follow are its effects."""
+    with contextlib.suppress(RuntimeError):  # the store is gone: better said twice than not at all
+        if store.add("pipeplan/failures", 1) > 1:
+            return
+    sys.stderr.write(f"{failure.details}pipeplan: {verdict([failure], {}, board, programs, timeout_ns)}\n")
+
+
+def _die_with_parent(parent: int) -> None:
+    """End this process when its parent ends, however that ends."""
+    if sys.platform == "linux":  # also where this process is stopped, or hangs in compiled code
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    def wait() -> None:
+        while os.read(_LIFELINE, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True, name="lifeline").start()
+
+
+def _content(descriptor: int) -> bytes:
+    """All of an inherited file, whose position the ranks share and so must not move."""
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+
+
+def _start_timeout() -> timedelta:
+    return timedelta(seconds=START_TIMEOUT_NS / 1e9)
+
+
+def _trace(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def _leave(code: int) -> NoReturn:
+    """End at once: broken connections can hold up or crash an orderly exit."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _ignore(step: StepResult) -> None:
+    """Steps are reported by rank 0."""
+
+
+if __name__ == "__main__":
+    main()
