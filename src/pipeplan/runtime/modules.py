@@ -73,7 +73,7 @@ class DeferredLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """As ``nn.Linear``: [..., in_features] to [..., out_features]."""
-        result: Tensor = _Linear.apply(input, self.weight, self.bias)
+        result: Tensor = _Linear.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return result
 
 
@@ -82,7 +82,7 @@ class DeferredEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """As ``nn.Embedding``: indices [...] to [..., embedding_dim]."""
-        result: Tensor = _Embedding.apply(input, self.weight, self.padding_idx)
+        result: Tensor = _Embedding.apply(input, self.weight, self.padding_idx)  # type: ignore[no-untyped-call]
         return result
 
 
@@ -101,9 +101,8 @@ def defer_weight_gradients(module: nn.Module) -> nn.Module:
             )
         elif type(child) is nn.Linear:
             child.__class__ = DeferredLinear
-        elif type(child) is nn.Embedding and child.max_norm is None and not child.sparse:
-            if not child.scale_grad_by_freq:
-                child.__class__ = DeferredEmbedding
+        elif type(child) is nn.Embedding and not (child.max_norm or child.sparse or child.scale_grad_by_freq):
+            child.__class__ = DeferredEmbedding
     return module
 
 
