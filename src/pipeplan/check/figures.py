@@ -1,0 +1,102 @@
+"""Rules about predicted figures: each is what the start times give."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+from pipeplan.check.facts import Facts
+from pipeplan.check.report import Figures, Findings
+
+__all__ = ["check_figures", "figures_of"]
+
+TOLERANCE = 1e-9
+"""Relative and absolute: a float of a file against the exact figure."""
+
+
+def figures_of(facts: Facts, copy_ns: Fraction | None, peaks: tuple[int, ...]) -> Figures:
+    """The figures of the plan's start times; ``copy_ns`` is the time from one repetend to the next."""
+    plan = facts.plan
+    makespan = max(_last_end(facts, operation) for operation in range(len(facts.ids)))
+    busy = facts.busy()
+    unroll = plan.repetend.unroll if plan.repetend is not None else 1
+    steady = None
+    if copy_ns is not None:
+        per_copy = Fraction(sum(busy) * unroll, plan.num_microbatches)
+        steady = float(1 - per_copy / (len(busy) * copy_ns))
+    return Figures(
+        num_devices=len(plan.devices),
+        num_actions=facts.num_actions,
+        num_transfers=sum(
+            len(dependency.hops) * facts.counts[facts.position[dependency.source]] for dependency in plan.dependencies
+        ),
+        makespan_ns=makespan,
+        bubble_rate=float(1 - Fraction(sum(busy), len(busy) * makespan)),
+        bubble_rate_span=_bubble_rate_span(facts, busy),
+        bubble_rate_steady=steady,
+        period_ns=None if copy_ns is None else float(copy_ns / unroll),
+        peak_memory_bytes=peaks,
+    )
+
+
+def _last_end(facts: Facts, operation: int) -> int:
+    return max(facts.starts[operation]) + facts.durations[operation]
+
+
+def _bubble_rate_span(facts: Facts, busy: list[int]) -> float:
+    """``1 - busy / span`` of the device with the longest time from first start to last end, the first of equals."""
+    begins: list[float] = [math.inf] * len(busy)
+    ends = [0] * len(busy)
+    for operation, devices in enumerate(facts.devices):
+        begin, end = min(facts.starts[operation]), _last_end(facts, operation)
+        for device in devices:
+            begins[device] = min(begins[device], begin)
+            ends[device] = max(ends[device], end)
+    spans = [end - int(begin) if end else 0 for begin, end in zip(begins, ends, strict=True)]
+    longest = spans.index(max(spans))
+    return float(1 - Fraction(busy[longest], spans[longest]))
+
+
+def check_figures(facts: Facts, figures: Figures, findings: Findings) -> None:
+    """Makespan, bound and gap, bubble rates, period (design section 2), as stated."""
+    predicted = facts.plan.predicted
+    _compare("makespan_ns", predicted.makespan_ns, figures.makespan_ns, findings)
+    _compare("bubble_rate", predicted.bubble_rate, figures.bubble_rate, findings)
+    _compare("bubble_rate_span", predicted.bubble_rate_span, figures.bubble_rate_span, findings)
+    bound = predicted.lower_bound_ns
+    if not 0 < bound <= figures.makespan_ns:
+        text = f"is {bound}; a bound is at least 1 and at most the makespan, {figures.makespan_ns} ns"
+        findings.add("figures", "predicted.lower_bound_ns", text)
+    else:
+        _compare("gap", predicted.gap, figures.makespan_ns / bound - 1, findings)
+    _check_period(facts, figures, findings)
+
+
+def _check_period(facts: Facts, figures: Figures, findings: Findings) -> None:
+    predicted, repetend = facts.plan.predicted, facts.plan.repetend
+    if repetend is None:
+        for name in ("period_ns", "bubble_rate_steady"):
+            if getattr(predicted, name) is not None:
+                text = f"is {getattr(predicted, name)}, but the plan has no repetend"
+                findings.add("figures", f"predicted.{name}", text)
+        return
+    _compare("period_ns", predicted.period_ns, repetend.period_ns, findings)
+    if figures.bubble_rate_steady is not None:
+        _compare("bubble_rate_steady", predicted.bubble_rate_steady, figures.bubble_rate_steady, findings)
+    work = max(facts.busy()) / facts.plan.num_microbatches
+    if repetend.period_ns < work * (1 - TOLERANCE):
+        text = f"is {repetend.period_ns:.9g} ns per micro-batch, less than the busiest device's work of {work:.9g} ns"
+        findings.add("figures", "repetend.repetend_ns", text)
+    if predicted.period_lower_bound_ns > repetend.period_ns * (1 + TOLERANCE):
+        text = f"is {predicted.period_lower_bound_ns:.9g}, above the period itself, {repetend.period_ns:.9g} ns"
+        findings.add("figures", "predicted.period_lower_bound_ns", text)
+
+
+def _compare(name: str, stated: float | None, found: float, findings: Findings) -> None:
+    """Integers must be equal, floats up to rounding."""
+    exact = isinstance(found, int)
+    if stated is None or (
+        stated != found if exact else not math.isclose(stated, found, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    ):
+        said = "missing" if stated is None else stated
+        findings.add("figures", f"predicted.{name}", f"is {said}, the start times give {found}")
