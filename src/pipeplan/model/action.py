@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-__all__ = ["ACTION_PATTERN", "COMPUTE_KINDS", "PAYLOAD", "Action", "payload_of"]
+__all__ = ["ACTION_PATTERN", "COMPUTE_KINDS", "NUMBER_PATTERN", "PAYLOAD", "Action", "payload_of"]
 
 COMPUTE_KINDS = ("F", "B", "I", "W")
 """Forward, (full) backward, input gradient, weight gradient."""
@@ -22,9 +22,17 @@ COMPUTE_KINDS = ("F", "B", "I", "W")
 PAYLOAD = {"F": "F", "B": "B", "I": "B"}
 """What a compute kind hands to other stages: outputs (F) or gradients of inputs (B)."""
 
-ACTION_PATTERN = r"^\d{1,7}([FBIW]|(SEND|RECV)_[FB])\d{1,7}(>\d{1,7})?(@\d{1,7})?$"
+NUMBER_PATTERN = "(0|[1-9][0-9]{0,6})"
+"""A stage, micro-batch or device: one spelling for each number, so that equal actions are equal texts."""
 
-_PARSE = re.compile(r"(\d{1,7})([FBIW]|(?:SEND|RECV)_[FB])(\d{1,7})(?:>(\d{1,7}))?(?:@(\d{1,7}))?", re.ASCII)
+ACTION_PATTERN = (
+    f"^{NUMBER_PATTERN}([FBIW]{NUMBER_PATTERN}|(SEND|RECV)_[FB]{NUMBER_PATTERN}(>{NUMBER_PATTERN})?"
+    f"(@{NUMBER_PATTERN})?)$"
+)
+
+_PARSE = re.compile(
+    f"{NUMBER_PATTERN}([FBIW]|(?:SEND|RECV)_[FB]){NUMBER_PATTERN}(?:>{NUMBER_PATTERN})?(?:@{NUMBER_PATTERN})?"
+)
 
 
 @dataclass(frozen=True, slots=True, order=True)

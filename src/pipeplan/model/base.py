@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints
 
 from pipeplan.units import MAX_BYTES, MAX_NS
 
-__all__ = ["Bytes", "Count", "FileModel", "Index", "Name", "Nanoseconds", "PositiveNs", "Source"]
+__all__ = [
+    "MAX_DEVICES",
+    "Bytes",
+    "Count",
+    "DeviceCount",
+    "FileModel",
+    "Index",
+    "Items",
+    "Name",
+    "Nanoseconds",
+    "PositiveNs",
+    "Source",
+]
 
 MAX_COUNT = 1_000_000
+MAX_DEVICES = 65_536
 
 Nanoseconds = Annotated[int, Field(ge=0, le=MAX_NS)]
 PositiveNs = Annotated[int, Field(ge=1, le=MAX_NS)]
 Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+DeviceCount = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 Index = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
+
+Item = TypeVar("Item")
+Items = Annotated[tuple[Item, ...], FailFast()]
+"""A list of a file. Only its first problem is told: noting a million of them would take a gigabyte."""
 
 
 class FileModel(BaseModel):
@@ -39,6 +57,8 @@ class Source(FileModel):
     device: Annotated[str, Field(max_length=512, description="device the numbers are for")] = ""
     dtype: Annotated[str, Field(max_length=64, description="number format, such as float32")] = ""
     versions: Annotated[dict[str, str], Field(description="versions of what measured, by name")] = {}
-    date: Annotated[str, Field(pattern=r"^(\d{4}-\d{2}-\d{2})?$", description="day of the measurement, ISO")] = ""
+    date: Annotated[
+        str, Field(pattern="^([0-9]{4}-[0-9]{2}-[0-9]{2})?$", description="day of the measurement, ISO")
+    ] = ""
     reference: Annotated[str, Field(max_length=2048, description="for literature: paper and table or figure")] = ""
     notes: Annotated[str, Field(max_length=8192, description="anything a reader must know to trust it")] = ""

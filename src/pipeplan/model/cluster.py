@@ -6,7 +6,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeplan.model.base import Bytes, Count, FileModel, Name, Nanoseconds, PositiveNs, Source
+from pipeplan.model.base import (
+    MAX_DEVICES,
+    Bytes,
+    Count,
+    DeviceCount,
+    FileModel,
+    Items,
+    Name,
+    Nanoseconds,
+    PositiveNs,
+    Source,
+)
 
 __all__ = ["Cluster", "DeviceKind", "LinkLevel", "MeasuredCurve"]
 
@@ -17,7 +28,7 @@ class DeviceKind(FileModel):
     """``count`` equal devices, numbered on from the kinds before."""
 
     name: Name
-    count: Count
+    count: DeviceCount
     memory_bytes: Annotated[Bytes | None, Field(description="memory of each; none given is no limit")] = None
     price_per_hour: Annotated[float | None, Field(ge=0, description="price of each, in any one currency")] = None
 
@@ -41,7 +52,7 @@ class MeasuredCurve(FileModel):
     level: Name
     num_devices: Count = 2
     points: Annotated[
-        tuple[tuple[Bytes, PositiveNs], ...],
+        Items[tuple[Bytes, PositiveNs]],
         Field(min_length=1, description="pairs of bytes and ns, bytes ascending"),
     ]
 
@@ -60,15 +71,17 @@ class Cluster(FileModel):
     kind: Literal["cluster"] = "cluster"
     name: Name
     source: Source
-    devices: Annotated[tuple[DeviceKind, ...], Field(min_length=1)]
-    levels: tuple[LinkLevel, ...] = ()
-    measured: tuple[MeasuredCurve, ...] = ()
+    devices: Annotated[Items[DeviceKind], Field(min_length=1)]
+    levels: Items[LinkLevel] = ()
+    measured: Items[MeasuredCurve] = ()
 
     @model_validator(mode="after")
     def _levels_nest(self) -> Cluster:
         names = [level.name for level in self.levels]
         if len(set(names)) != len(names):
             raise ValueError("levels have a name twice")
+        if self.num_devices > MAX_DEVICES:
+            raise ValueError(f"devices add up to {self.num_devices}, more than the {MAX_DEVICES} a cluster may have")
         sizes = [level.group_size for level in self.levels]
         for before, after in zip(sizes, sizes[1:], strict=False):
             if after <= before or after % before:

@@ -172,7 +172,7 @@ def _problem(detail: ErrorDetails) -> str:
     """One line: path in the file, what was expected, and what stands there where it is short."""
     place = ""
     for part in detail["loc"]:
-        place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else str(part)
+        place += f"[{part}]" if isinstance(part, int) else f".{_key(part)}" if place else _key(part)
     message = detail["msg"].removeprefix("Value error, ")
     given = detail.get("input")
     if detail["type"] == "missing" or isinstance(given, dict | list | tuple | FileModel):
@@ -181,6 +181,12 @@ def _problem(detail: ErrorDetails) -> str:
         text = repr(given)
         shown = f", got {text if len(text) <= 80 else text[:77] + '...'}"
     return f"{place or 'file'}: {message}{shown}"
+
+
+def _key(text: str) -> str:
+    """A key of the file as it may be shown: no control characters, not too long."""
+    shown = text if text.isprintable() else ascii(text)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
 def _layout(value: object, depth: int) -> str:

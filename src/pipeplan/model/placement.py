@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeplan.model.base import Count, FileModel, Index, Name
+from pipeplan.model.base import Count, DeviceCount, FileModel, Index, Items, Name
 
 __all__ = ["PlacedStage", "Placement"]
 
@@ -14,8 +14,8 @@ __all__ = ["PlacedStage", "Placement"]
 class PlacedStage(FileModel):
     """A stage and its device group: ``shards`` devices split each block, ``replicas`` groups split the samples."""
 
-    blocks: Annotated[tuple[Name, ...], Field(min_length=1, description="block ids, in the order they run")]
-    devices: Annotated[tuple[Index, ...], Field(min_length=1, description="the stage's device group")]
+    blocks: Annotated[Items[Name], Field(min_length=1, description="block ids, in the order they run")]
+    devices: Annotated[Items[Index], Field(min_length=1, description="the stage's device group")]
     shards: Annotated[Count, Field(description="devices that split each block (tensor parallel)")] = 1
     replicas: Annotated[Count, Field(description="groups that split the samples (data parallel)")] = 1
 
@@ -38,8 +38,8 @@ class Placement(FileModel):
     schema_version: Literal[1] = 1
     kind: Literal["placement"] = "placement"
     strategy: Annotated[Name, Field(description="one-to-one, circular, v-shape, bidirectional, or a shape's name")]
-    num_devices: Count
-    stages: Annotated[tuple[PlacedStage, ...], Field(min_length=1)]
+    num_devices: DeviceCount
+    stages: Annotated[Items[PlacedStage], Field(min_length=1)]
 
     @model_validator(mode="after")
     def _stages_are_disjoint(self) -> Placement:

@@ -7,13 +7,14 @@ programs give for each device the order of compute and communication.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from pipeplan.model.action import ACTION_PATTERN
-from pipeplan.model.base import Bytes, Count, FileModel, Index, Name, Nanoseconds, PositiveNs
+from pipeplan.model.action import ACTION_PATTERN, NUMBER_PATTERN
+from pipeplan.model.base import MAX_DEVICES, Bytes, Count, FileModel, Index, Items, Name, Nanoseconds, PositiveNs
 
 __all__ = [
     "Dependency",
@@ -28,7 +29,7 @@ __all__ = [
     "Stage",
 ]
 
-OperationId = Annotated[str, StringConstraints(pattern=r"^\d{1,7}[FBIW]$")]
+OperationId = Annotated[str, StringConstraints(pattern=f"^{NUMBER_PATTERN}[FBIW]$")]
 ActionText = Annotated[str, StringConstraints(pattern=ACTION_PATTERN)]
 TimeSum = Annotated[int, Field(ge=0, le=2**62)]
 
@@ -43,8 +44,8 @@ class Device(FileModel):
 class Stage(FileModel):
     """A stage: blocks, device group, how it is split, and what it keeps on each of its devices."""
 
-    blocks: Annotated[tuple[Name, ...], Field(min_length=1)]
-    devices: Annotated[tuple[Index, ...], Field(min_length=1)]
+    blocks: Annotated[Items[Name], Field(min_length=1)]
+    devices: Annotated[Items[Index], Field(min_length=1)]
     shards: Count = 1
     replicas: Count = 1
     configuration: Name | None = None
@@ -95,7 +96,7 @@ class Dependency(FileModel):
 
     source: OperationId
     target: OperationId
-    hops: tuple[Hop, ...] = ()
+    hops: Items[Hop] = ()
 
     @property
     def lag_ns(self) -> int:
@@ -147,7 +148,7 @@ class Predicted(FileModel):
     bubble_rate: Annotated[float, Field(ge=0, le=1, description="of the iteration")]
     bubble_rate_span: Annotated[float, Field(ge=0, le=1, description="by span")]
     bubble_rate_steady: Annotated[float | None, Field(ge=0, le=1, description="of the repetend")] = None
-    memory: tuple[DeviceMemory, ...]
+    memory: Items[DeviceMemory]
 
 
 class Provenance(FileModel):
@@ -171,14 +172,12 @@ class Plan(FileModel):
     placement: Annotated[Name, Field(description="strategy: one-to-one, circular, v-shape, ...")]
     num_microbatches: Count
     microbatch_size: Annotated[Count, Field(description="mini-batch / num_microbatches")]
-    devices: Annotated[tuple[Device, ...], Field(min_length=1, max_length=65536)]
-    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
-    operations: Annotated[tuple[Operation, ...], Field(min_length=1)]
-    dependencies: tuple[Dependency, ...]
-    starts_ns: Annotated[
-        dict[OperationId, tuple[TimeSum, ...]], Field(description="start of each micro-batch's action")
-    ]
-    programs: Annotated[tuple[tuple[ActionText, ...], ...], Field(description="per device, compute and communication")]
+    devices: Annotated[Items[Device], Field(min_length=1, max_length=MAX_DEVICES)]
+    stages: Annotated[Items[Stage], Field(min_length=1)]
+    operations: Annotated[Items[Operation], Field(min_length=1)]
+    dependencies: Items[Dependency]
+    starts_ns: Annotated[dict[OperationId, Items[TimeSum]], Field(description="start of each micro-batch's action")]
+    programs: Annotated[Items[Items[ActionText]], Field(description="per device, compute and communication")]
     repetend: Repetend | None = None
     predicted: Predicted
     provenance: Provenance = Provenance()
@@ -186,61 +185,80 @@ class Plan(FileModel):
     @model_validator(mode="after")
     def _refers_to_what_is_there(self) -> Plan:
         """Everything named exists and every list has its length; :mod:`pipeplan.check` does the rest."""
-        num_devices = len(self.devices)
-        for s, stage in enumerate(self.stages):
-            for device in stage.devices:
-                if device >= num_devices:
-                    raise ValueError(f"stages[{s}] stands on device {device}, but the plan has {num_devices} devices")
-            if len(set(stage.devices)) != len(stage.devices):
-                raise ValueError(f"stages[{s}].devices name a device twice")
-            if stage.shards * stage.replicas != len(stage.devices):
-                raise ValueError(f"stages[{s}]: shards x replicas must equal its {len(stage.devices)} devices")
-            if self.mini_batch % stage.microbatch_size:
-                raise ValueError(
-                    f"stages[{s}].microbatch_size {stage.microbatch_size} does not divide the mini-batch of {self.mini_batch}"
-                )
-        ids: set[str] = set()
-        for o, operation in enumerate(self.operations):
-            if operation.stage >= len(self.stages):
-                raise ValueError(
-                    f"operations[{o}] is of stage {operation.stage}, but there are {len(self.stages)} stages"
-                )
-            if operation.id in ids:
-                raise ValueError(f"operations[{o}] repeats operation {operation.id}")
-            ids.add(operation.id)
-        for d, dependency in enumerate(self.dependencies):
-            for end in (dependency.source, dependency.target):
-                if end not in ids:
-                    raise ValueError(f"dependencies[{d}] names {end}, which is not an operation")
-            if dependency.source == dependency.target:
-                raise ValueError(f"dependencies[{d}] joins {dependency.source} to itself")
-            for h, hop in enumerate(dependency.hops):
-                if hop.source_device not in self.devices_of(dependency.source):
-                    raise ValueError(
-                        f"dependencies[{d}].hops[{h}] leaves from device {hop.source_device}, where {dependency.source} does not run"
-                    )
-                if hop.target_device not in self.devices_of(dependency.target):
-                    raise ValueError(
-                        f"dependencies[{d}].hops[{h}] ends on device {hop.target_device}, where {dependency.target} does not run"
-                    )
-        for id_ in self.starts_ns:
-            if id_ not in ids:
-                raise ValueError(f"starts_ns names {id_}, which is not an operation")
-        for id_ in ids:
-            if id_ not in self.starts_ns:
-                raise ValueError(f"starts_ns leaves out operation {id_}")
-            if len(self.starts_ns[id_]) != self.num_instances(id_):
-                raise ValueError(
-                    f"starts_ns[{id_}] has {len(self.starts_ns[id_])} starts for {self.num_instances(id_)} micro-batches"
-                )
-        if len(self.programs) != num_devices:
-            raise ValueError(f"programs has {len(self.programs)} entries for {num_devices} devices")
-        if len(self.predicted.memory) != num_devices:
-            raise ValueError(f"predicted.memory has {len(self.predicted.memory)} entries for {num_devices} devices")
-        if self.repetend is not None and set(self.repetend.first) != ids:
-            odd = sorted(set(self.repetend.first) ^ ids)[0]
+        for number in range(len(self.stages)):
+            self._require_stage(number)
+        self._require_operations()
+        groups = [frozenset(stage.devices) for stage in self.stages]
+        for number in range(len(self.dependencies)):
+            self._require_dependency(number, groups)
+        self._require_starts()
+        self._require_one_per_device("programs", len(self.programs))
+        self._require_one_per_device("predicted.memory", len(self.predicted.memory))
+        if self.repetend is not None and set(self.repetend.first) != set(self._by_id):
+            odd = sorted(set(self.repetend.first) ^ set(self._by_id))[0]
             raise ValueError(f"repetend.first must name every operation once; {odd} is missing or unknown")
         return self
+
+    def _require_stage(self, number: int) -> None:
+        stage = self.stages[number]
+        for device in stage.devices:
+            if device >= len(self.devices):
+                raise ValueError(
+                    f"stages[{number}] stands on device {device}, but the plan has {len(self.devices)} devices"
+                )
+        if len(set(stage.devices)) != len(stage.devices):
+            raise ValueError(f"stages[{number}].devices name a device twice")
+        if stage.shards * stage.replicas != len(stage.devices):
+            raise ValueError(f"stages[{number}]: shards x replicas must equal its {len(stage.devices)} devices")
+        if self.mini_batch % stage.microbatch_size:
+            raise ValueError(
+                f"stages[{number}].microbatch_size {stage.microbatch_size} does not divide the mini-batch of "
+                f"{self.mini_batch}"
+            )
+
+    def _require_operations(self) -> None:
+        seen: set[str] = set()
+        for number, operation in enumerate(self.operations):
+            if operation.stage >= len(self.stages):
+                raise ValueError(
+                    f"operations[{number}] is of stage {operation.stage}, but there are {len(self.stages)} stages"
+                )
+            if operation.id in seen:
+                raise ValueError(f"operations[{number}] repeats operation {operation.id}")
+            seen.add(operation.id)
+
+    def _require_dependency(self, number: int, groups: Sequence[frozenset[int]]) -> None:
+        """``groups`` [stage] are the devices of the stages."""
+        dependency = self.dependencies[number]
+        for end in (dependency.source, dependency.target):
+            if end not in self._by_id:
+                raise ValueError(f"dependencies[{number}] names {end}, which is not an operation")
+        if dependency.source == dependency.target:
+            raise ValueError(f"dependencies[{number}] joins {dependency.source} to itself")
+        sources, targets = groups[int(dependency.source[:-1])], groups[int(dependency.target[:-1])]
+        for index, hop in enumerate(dependency.hops):
+            place = f"dependencies[{number}].hops[{index}]"
+            if hop.source_device not in sources:
+                raise ValueError(
+                    f"{place} leaves from device {hop.source_device}, where {dependency.source} does not run"
+                )
+            if hop.target_device not in targets:
+                raise ValueError(f"{place} ends on device {hop.target_device}, where {dependency.target} does not run")
+
+    def _require_starts(self) -> None:
+        for id_ in self.starts_ns:
+            if id_ not in self._by_id:
+                raise ValueError(f"starts_ns names {id_}, which is not an operation")
+        for id_ in self._by_id:
+            if id_ not in self.starts_ns:
+                raise ValueError(f"starts_ns leaves out operation {id_}")
+            stated, count = len(self.starts_ns[id_]), self.num_instances(id_)
+            if stated != count:
+                raise ValueError(f"starts_ns[{id_}] has {stated} starts for {count} micro-batches")
+
+    def _require_one_per_device(self, name: str, number: int) -> None:
+        if number != len(self.devices):
+            raise ValueError(f"{name} has {number} entries for {len(self.devices)} devices")
 
     @property
     def mini_batch(self) -> int:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeplan.model.base import Bytes, Count, FileModel, Index, Name, Nanoseconds, Source
+from pipeplan.model.base import Bytes, Count, FileModel, Index, Items, Name, Nanoseconds, Source
 from pipeplan.model.placement import Placement
 
 __all__ = ["Block", "CostRow", "Edge", "Profile"]
@@ -67,7 +67,7 @@ class Block(FileModel):
     optimizer_bytes: Annotated[Bytes, Field(description="optimizer state, unsplit")] = 0
     shared: Annotated[bool, Field(description="spread over all devices by placements that know shared blocks")] = False
     tied: Annotated[Name | None, Field(description="group of blocks that share one parameter")] = None
-    costs: Annotated[tuple[CostRow, ...], Field(min_length=1)]
+    costs: Annotated[Items[CostRow], Field(min_length=1)]
 
     @model_validator(mode="after")
     def _rows_are_unique(self) -> Block:
@@ -102,8 +102,8 @@ class Profile(FileModel):
     kind: Literal["profile"] = "profile"
     name: Name
     source: Source
-    blocks: Annotated[tuple[Block, ...], Field(min_length=1)]
-    edges: tuple[Edge, ...] = ()
+    blocks: Annotated[Items[Block], Field(min_length=1)]
+    edges: Items[Edge] = ()
     placement: Annotated[Placement | None, Field(description="used as it is unless another is asked for")] = None
 
     @model_validator(mode="after")
@@ -143,8 +143,9 @@ class Profile(FileModel):
         try:
             return tuple(nx.lexicographical_topological_sort(graph, key=position.__getitem__))
         except nx.NetworkXUnfeasible:
-            cycle = " -> ".join(source for source, _ in nx.find_cycle(graph))
-            raise ValueError(f"edges form a cycle: {cycle} -> back to its start") from None
+            cycle = [source for source, _ in nx.find_cycle(graph)]
+            shown = " -> ".join([*cycle[:8], *(["..."] if len(cycle) > 8 else [])])
+            raise ValueError(f"edges form a cycle of {len(cycle)}: {shown} -> back to its start") from None
 
     def check_placement(self, placement: Placement, order: tuple[str, ...] | None = None) -> None:
         """Require that a placement holds every block once and that its stages are in topological order.
