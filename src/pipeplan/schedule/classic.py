@@ -46,7 +46,7 @@ def one_forward_one_backward(problem: Problem, graph: TaskGraph) -> list[list[in
 
 
 def one_forward_one_backward_plus(problem: Problem, graph: TaskGraph) -> list[list[int]]:
-    """1F1B+ (Tessel, HPCA'24, VI-A): 1F1B of the chain, with the operations of all devices put next to their neighbours.
+    """1F1B+ (Tessel, HPCA'24, VI-A): 1F1B of the chain, with the operations of all devices beside their neighbours.
 
     Every device follows 1F1B. A shared operation is called for as soon as the neighbour before it in the micro-batch
     has run, or, without one, as soon as the neighbour after it is next on its device; every device then joins in

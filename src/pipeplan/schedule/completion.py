@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.repetend import Pattern
 
-__all__ = ["compose", "microbatch_by_microbatch"]
+__all__ = ["compose", "microbatch_by_microbatch", "middle_repetition"]
 
 
 def compose(problem: Problem, pattern: Pattern) -> list[list[int]]:
@@ -26,6 +26,25 @@ def compose(problem: Problem, pattern: Pattern) -> list[list[int]]:
         for device in problem.devices[operation]:
             orders[device].append(task)
     return orders
+
+
+def middle_repetition(problem: Problem, pattern: Pattern) -> list[int]:
+    """Tasks of one whole repetition from the middle of the composed schedule; empty if it has none.
+
+    It is one unroll of every operation, cut at the moment at which the repetition spans fewest micro-batches.
+    """
+    count, unroll, period = problem.num_microbatches, pattern.unroll, pattern.repetend_ns
+    best: list[int] = []
+    best_span = count + 1
+    for cut in sorted({start % period for row in pattern.starts for start in row}):
+        behind = [[(start - cut) // period * unroll - u for u, start in enumerate(row)] for row in pattern.starts]
+        least, most = min(map(min, behind)), max(map(max, behind))
+        first, last = -(-most // unroll), (count - 1 + least) // unroll
+        if first <= last and most - least + 1 < best_span:
+            best_span = most - least + 1
+            repetition = (first + last) // 2 * unroll
+            best = [x * count + repetition - late for x, row in enumerate(behind) for late in row]
+    return best
 
 
 def microbatch_by_microbatch(problem: Problem, in_flight: int = 1) -> list[list[int]]:

@@ -7,7 +7,7 @@ bound, the budget is spent, or the user interrupts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from random import Random
 
@@ -15,12 +15,12 @@ from pipeplan.errors import InfeasibleError, InvalidPlanError, UsageError
 from pipeplan.model.workload import Workload
 from pipeplan.schedule.bounds import makespan_bound, period_bound
 from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.completion import compose, microbatch_by_microbatch
+from pipeplan.schedule.completion import compose, microbatch_by_microbatch, middle_repetition
 from pipeplan.schedule.horizon import reschedule
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.repetend import LeastPeriod, Pattern, least_period, shortest_way_through
 from pipeplan.schedule.solver import Budget
-from pipeplan.simulate.memory import overflow
+from pipeplan.simulate.memory import overflow, peak_memory
 from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph
 
 __all__ = ["Progress", "Schedule", "search_schedule"]
@@ -60,55 +60,87 @@ class Schedule:
         return self.makespan_ns == self.bound_ns
 
 
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A valid schedule. ``frozen`` are the tasks of one repetition in its middle, which keep it repeatable."""
+
+    orders: list[list[int]]
+    starts: list[int]
+    makespan: int
+    most_bytes: int
+    scheduler: str
+    frozen: frozenset[int] = frozenset()
+
+    @property
+    def value(self) -> tuple[int, int]:
+        """Less is better: makespan, then the memory of the device that needs most."""
+        return self.makespan, self.most_bytes
+
+
 @dataclass(slots=True)
 class _State:
-    """What the search knows so far."""
+    """What the search knows so far: the best schedule, and the best of those with a repetition frozen in them."""
 
     problem: Problem
     graph: TaskGraph
     budget: Budget
     progress: Progress | None
     bound: int
-    orders: list[list[int]] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    makespan: int = 0
-    scheduler: str = ""
+    best: _Candidate | None = None
+    steady: _Candidate | None = None
     whole_known: bool = False
 
-    def offer(self, orders: list[list[int]], scheduler: str) -> bool:
-        """Take the orders if they are valid and shorter than what is known."""
+    def candidate(
+        self, orders: list[list[int]], scheduler: str, frozen: frozenset[int] = frozenset()
+    ) -> _Candidate | None:
+        """The schedule of these orders; None if they block each other or do not fit into memory."""
         try:
             starts = earliest_starts(self.graph, orders)
         except InvalidPlanError:
-            return False
-        makespan = max(start + duration for start, duration in zip(starts, self.graph.durations, strict=True))
-        if self.orders and makespan >= self.makespan:
-            return False
+            return None
         if overflow(self.graph, orders) is not None:
+            return None
+        makespan = max(start + duration for start, duration in zip(starts, self.graph.durations, strict=True))
+        most = max(memory.peak_bytes for memory in peak_memory(self.graph, orders))
+        return _Candidate(orders, starts, makespan, most, scheduler, frozen)
+
+    def offer(self, candidate: _Candidate | None) -> bool:
+        """Keep the candidate where it is better than what is known; whether it was anywhere."""
+        if candidate is None:
             return False
-        self.orders, self.starts, self.makespan, self.scheduler = orders, starts, makespan, scheduler
-        self.report(scheduler)
-        return True
+        better = False
+        if candidate.frozen and (self.steady is None or candidate.value < self.steady.value):
+            self.steady, better = candidate, True
+        if self.best is None or candidate.value < self.best.value:
+            self.best, better = candidate, True
+            self.report(candidate.scheduler)
+        return better
 
     def raise_bound(self, bound: int | None) -> None:
         """A proof that no schedule is shorter."""
         if bound is not None and bound > self.bound:
-            self.bound = min(bound, self.makespan)
+            self.bound = min(bound, self.chosen.makespan)
             self.report("bound")
 
-    def report_from_solver(self, value: int, bound: int) -> None:
-        """Progress from inside a solve of the whole horizon."""
-        if self.progress is not None:
-            self.progress("horizon", min(value, self.makespan), max(bound, self.bound), self.budget.elapsed)
+    def report(self, what: str, value: int | None = None, bound: int | None = None) -> None:
+        """Say what is known, or what the solver says it is about to know."""
+        if self.progress is not None and self.best is not None:
+            best, proved = self.best.makespan, self.bound
+            self.progress(what, min(best, value or best), max(proved, bound or proved), self.budget.elapsed)
 
-    def report(self, what: str) -> None:
-        """Say what is known."""
-        if self.progress is not None:
-            self.progress(what, self.makespan, self.bound, self.budget.elapsed)
+    @property
+    def chosen(self) -> _Candidate:
+        """The shortest schedule; among equals one that can be repeated."""
+        assert self.best is not None
+        if self.steady is not None and self.steady.makespan <= self.best.makespan:
+            return self.steady
+        return self.best
 
     @property
     def finished(self) -> bool:
-        return self.makespan <= self.bound or self.budget.expired
+        """Whether the best is proved best, or there is no time left."""
+        assert self.best is not None
+        return self.best.makespan <= self.bound or self.budget.expired
 
 
 def search_schedule(
@@ -134,7 +166,7 @@ def search_schedule(
     if scheduler not in ("auto", "repetend"):
         _one_classic(state, scheduler)
         return _result(state, None, period_bound(problem), None)
-    state.offer(microbatch_by_microbatch(problem), "sequential")
+    state.offer(state.candidate(microbatch_by_microbatch(problem), "sequential"))
     try:
         return _improve(state, scheduler, unroll)
     except KeyboardInterrupt:  # between two solves; inside one the solver stops and the search goes on to its end
@@ -147,21 +179,23 @@ def _improve(state: _State, scheduler: str, unroll: int | None) -> Schedule:
     if scheduler == "auto":
         _classics(state)
     least, period_proved, seconds = _repetend(state, unroll)
-    for step in (_ramps, _whole, _wander):
+    _ramps(state)
+    for step in (_windows_everywhere, _whole, _wander):
         if not state.finished:
             step(state)
     return _result(state, least.pattern, period_proved, seconds)
 
 
 def _result(state: _State, pattern: Pattern | None, period: Fraction, seconds: float | None) -> Schedule:
+    chosen = state.chosen
     return Schedule(
         state.problem.workload,
         state.graph,
-        state.orders,
-        state.starts,
-        state.makespan,
+        chosen.orders,
+        chosen.starts,
+        chosen.makespan,
         state.bound,
-        state.scheduler,
+        chosen.scheduler,
         pattern,
         period,
         seconds,
@@ -183,13 +217,13 @@ def _one_classic(state: _State, name: str) -> None:
         raise InfeasibleError(
             f"--scheduler {name} does not fit: {over}; raise --memory, or let --scheduler auto search"
         )
-    state.offer(orders, name)
+    state.offer(state.candidate(orders, name))
 
 
 def _classics(state: _State) -> None:
     for name, classic in CLASSIC.items():
         if not state.finished and classic.applies(state.problem) is None:
-            state.offer(classic.orders(state.problem, state.graph), name)
+            state.offer(state.candidate(classic.orders(state.problem, state.graph), name))
 
 
 def _repetend(state: _State, unroll: int | None) -> tuple[LeastPeriod, Fraction, float]:
@@ -198,90 +232,121 @@ def _repetend(state: _State, unroll: int | None) -> tuple[LeastPeriod, Fraction,
     bound = period_bound(problem)
     share = budget.seconds / 3
     best = least_period(problem, budget, share, unroll=unroll or 1)
-    tried = [best]
     if unroll is None:
         for more in range(2, _MOST_UNROLL + 1):
             reached = best.pattern.period if best.pattern is not None else None
             if reached == bound or budget.expired or more > problem.num_microbatches // 2:
                 break
             found = least_period(problem, budget, share / _MOST_UNROLL, unroll=more)
-            tried.append(found)
             if found.pattern is not None and (reached is None or found.pattern.period < reached):
                 best = found
     seconds = budget.elapsed
     if best.pattern is not None:
-        state.offer(compose(problem, best.pattern), "repetend")
-        if not state.finished:
-            shorter, _ = shortest_way_through(problem, best.pattern, budget, share)
-            best = LeastPeriod(shorter, best.bound_ns, best.seconds)
-            state.offer(compose(problem, shorter), "repetend")
+        _offer_pattern(state, best.pattern)
+        shorter, _ = shortest_way_through(problem, best.pattern, budget, share / 4 if state.finished else share)
+        best = LeastPeriod(shorter, best.bound_ns, best.seconds)
+        _offer_pattern(state, shorter)
     chosen = best.pattern.unroll if best.pattern is not None else 1
-    proved = max(bound, Fraction(best.bound_ns, chosen))
-    return best, proved, seconds
+    return best, max(bound, Fraction(best.bound_ns, chosen)), seconds
 
 
 _MOST_UNROLL = 4
 
 
+def _offer_pattern(state: _State, pattern: Pattern) -> None:
+    middle = middle_repetition(state.problem, pattern)
+    state.offer(state.candidate(compose(state.problem, pattern), "repetend", frozenset(middle)))
+
+
 def _ramps(state: _State) -> None:
-    """Reschedule windows that slide over the schedule, from its two ends first, growing while nothing helps."""
+    """Reschedule what runs before and after the frozen repetition: warmup and cooldown, as Tessel's IV-C."""
+    limit = state.budget.elapsed + state.budget.seconds / _RAMP_SHARE
+    for size in _WINDOW_TASKS:
+        improved = True
+        while improved and not _steady_is_done(state, limit):
+            assert state.steady is not None
+            improved = False
+            for begin, end in _windows(state.steady, size):
+                if not _steady_is_done(state, limit):
+                    improved = _try_window(state, state.steady, begin, end) or improved
+
+
+_RAMP_SHARE = 4
+"""The part of the time limit that the ramps of a repeatable schedule get, at most."""
+
+
+def _steady_is_done(state: _State, limit: float) -> bool:
+    if state.steady is None or state.budget.expired or state.budget.elapsed > limit:
+        return True
+    return state.steady.makespan <= state.bound
+
+
+def _windows_everywhere(state: _State) -> None:
+    """Reschedule windows that slide over the whole schedule, from its two ends first, growing while nothing helps."""
     for size in _WINDOW_TASKS:
         improved = True
         while improved and not state.finished:
-            improved = _sweep(state, size)
+            assert state.best is not None
+            improved = False
+            for begin, end in _windows(replace(state.best, frozen=frozenset()), size):
+                if not state.finished:
+                    improved = _try_window(state, replace(state.best, frozen=frozenset()), begin, end) or improved
         if size >= state.graph.num_tasks:
             return
-
-
-def _sweep(state: _State, size: int) -> bool:
-    """Every window once; whether any was improved."""
-    improved = False
-    for begin, end in _windows(state, size):
-        improved = _try_window(state, begin, end) or improved
-    return improved
 
 
 def _wander(state: _State) -> None:
     """Windows of random place and size until the time is up: neighbourhoods the sweeps did not have."""
     random = Random(state.budget.seed)
     while not state.finished and not state.whole_known:
+        assert state.best is not None
         size = random.choice(_WINDOW_TASKS)
-        moments = sorted(state.starts)
+        moments = sorted(state.best.starts)
         begin = random.randrange(max(1, len(moments) - size // 2))
         end = begin + random.randint(size // 2, size)
-        _try_window(state, moments[begin], moments[end] if end < len(moments) else moments[-1] + 1)
+        last = moments[end] if end < len(moments) else moments[-1] + 1
+        _try_window(state, replace(state.best, frozen=frozenset()), moments[begin], last)
 
 
 _WINDOW_TASKS = (40, 80, 160, 320)
 
 
-def _windows(state: _State, size: int) -> list[tuple[int, int]]:
-    """Moments between which about ``size`` actions start: both ends first, then overlapping by half."""
-    moments = sorted(state.starts)
+def _windows(candidate: _Candidate, size: int) -> list[tuple[int, int]]:
+    """Moments between which about ``size`` actions start: both ends first, then overlapping by half.
+
+    None reaches into the frozen repetition.
+    """
+    moments = sorted(candidate.starts)
     step = max(1, size // 2)
     begins = list(range(0, max(1, len(moments) - step), step))
     begins.sort(key=lambda begin: min(begin, len(moments) - begin))
+    first = min((candidate.starts[task] for task in candidate.frozen), default=moments[-1] + 1)
+    last = max((candidate.starts[task] for task in candidate.frozen), default=-1)
     windows = []
     for begin in begins:
-        end = begin + size
-        windows.append((moments[begin], moments[end] if end < len(moments) else moments[-1] + 1))
+        start, end = moments[begin], moments[begin + size] if begin + size < len(moments) else moments[-1] + 1
+        if start < first:
+            windows.append((start, min(end, first)))
+        if end > last + 1 and candidate.frozen:
+            windows.append((max(start, last + 1), end))
     return windows
 
 
-def _try_window(state: _State, begin: int, end: int) -> bool:
-    if state.finished:
-        return False
+def _try_window(state: _State, candidate: _Candidate, begin: int, end: int) -> bool:
     found = reschedule(
         state.problem,
         state.graph,
-        state.orders,
-        state.starts,
+        candidate.orders,
+        candidate.starts,
         state.budget,
         _WINDOW_SECONDS,
         begin_ns=begin,
         end_ns=end,
     )
-    return found.orders is not None and state.offer(found.orders, f"{_origin(state.scheduler)}+windows")
+    if found.orders is None:
+        return False
+    name = f"{_origin(candidate.scheduler)}+windows"
+    return state.offer(state.candidate(found.orders, name, candidate.frozen))
 
 
 _WINDOW_SECONDS = 1.0
@@ -291,20 +356,22 @@ def _whole(state: _State) -> None:
     """The whole horizon as one problem, which also proves a bound."""
     if state.graph.num_tasks > _WHOLE_HORIZON_TASKS:
         return
+    assert state.best is not None
     found = reschedule(
         state.problem,
         state.graph,
-        state.orders,
-        state.starts,
+        state.best.orders,
+        state.best.starts,
         state.budget,
         state.budget.remaining / 2,
-        on_solution=lambda value, bound: state.report_from_solver(value, bound),
+        on_solution=lambda value, bound: state.report("horizon", value, bound),
     )
     if found.orders is not None:
-        state.offer(found.orders, f"{_origin(state.scheduler)}+horizon")
+        state.offer(state.candidate(found.orders, f"{_origin(state.best.scheduler)}+horizon"))
     state.raise_bound(found.bound_ns)
     state.whole_known = found.exhausted
 
 
 def _origin(scheduler: str) -> str:
-    return scheduler.partition("+")[0] if not scheduler.startswith("1f1b+") else "1f1b+"
+    """What a rescheduled schedule began as; ``1f1b+`` is a name of its own."""
+    return scheduler.removesuffix("+windows").removesuffix("+horizon")
