@@ -16,18 +16,17 @@ Wait = tuple[int, int, int]
 class Facts:
     """Operations are numbered as in the plan; lists are [operation].
 
-    ``counts`` is how many actions an operation has, ``sizes`` the samples in each, ``offsets`` the number of its
-    first action when all actions of the plan are numbered in a row (one entry more: their total).
+    ``groups`` are ``devices`` as sets; ``counts`` is how many actions an operation has, ``sizes`` the samples in each.
     """
 
     plan: Plan
     ids: list[str]
     position: dict[str, int]
     devices: list[tuple[int, ...]]
+    groups: list[frozenset[int]]
     durations: list[int]
     counts: list[int]
     sizes: list[int]
-    offsets: list[int]
     starts: list[tuple[int, ...]]
     waits: list[list[Wait]]
 
@@ -37,18 +36,16 @@ class Facts:
         ids = [operation.id for operation in plan.operations]
         position = {id_: index for index, id_ in enumerate(ids)}
         counts = [plan.num_instances(id_) for id_ in ids]
-        offsets = [0]
-        for count in counts:
-            offsets.append(offsets[-1] + count)
+        groups = [frozenset(stage.devices) for stage in plan.stages]
         return cls(
             plan=plan,
             ids=ids,
             position=position,
             devices=[plan.devices_of(id_) for id_ in ids],
+            groups=[groups[operation.stage] for operation in plan.operations],
             durations=[operation.duration_ns for operation in plan.operations],
             counts=counts,
             sizes=[plan.stage_of(id_).microbatch_size for id_ in ids],
-            offsets=offsets,
             starts=[plan.starts_ns[id_] for id_ in ids],
             waits=_waits(plan, position),
         )
@@ -56,7 +53,7 @@ class Facts:
     @property
     def num_actions(self) -> int:
         """Number of compute actions; one of several devices counts once."""
-        return self.offsets[-1]
+        return sum(self.counts)
 
     def label(self, operation: int, microbatch: int) -> str:
         """The action's text: ``2F0``."""

@@ -136,7 +136,7 @@ class _Reader:
         number = self.facts.position.get(action.operation)
         if number is None:
             return f"{action.operation} is not an operation of the plan"
-        if self.device not in self.facts.devices[number]:
+        if self.device not in self.facts.groups[number]:
             return f"stage {action.stage} stands on devices {list(self.facts.devices[number])}, not here"
         return number, self.facts.counts[number]
 
