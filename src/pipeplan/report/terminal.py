@@ -97,13 +97,29 @@ _Column = tuple[str, list[str]]
 
 
 def _devices(simulation: Simulation, width: int) -> list[Table]:
-    """One table of times and memory, or two where one is too wide."""
+    """One table of times and memory; where it is too wide, memory apart, and that in as many tables as it takes."""
     rows = _shown_rows(len(simulation.orders), _MAX_ROWS)
     times, memory = _time_columns(simulation), _memory_columns(simulation)
     name: _Column = ("device", [str(device) for device in range(len(simulation.orders))])
-    needed = sum(3 + max(map(len, (title, *values))) for title, values in (name, *times, *memory))
-    groups = [[name, *times, *memory]] if needed <= width else [[name, *times], [name, *memory]]
-    return [_table(columns, rows) for columns in groups]
+    groups = [[*times, *memory]]
+    if _width_of([name, *groups[0]]) > width:
+        groups = [*_packed(times, width - _width_of([name])), *_packed(memory, width - _width_of([name]))]
+    return [_table([name, *columns], rows) for columns in groups]
+
+
+def _packed(columns: Sequence[_Column], width: int) -> list[list[_Column]]:
+    """Columns in groups that fit into a width, a group having at least one."""
+    groups: list[list[_Column]] = [[]]
+    for column in columns:
+        if groups[-1] and _width_of([*groups[-1], column]) > width:
+            groups.append([])
+        groups[-1].append(column)
+    return groups
+
+
+def _width_of(columns: Sequence[_Column]) -> int:
+    """Of a table with these columns, each with a space on both sides and one between."""
+    return sum(3 + max(map(len, (title, *values))) for title, values in columns)
 
 
 def _time_columns(simulation: Simulation) -> list[_Column]:
@@ -169,6 +185,8 @@ def _timeline(simulation: Simulation, width: int, marks: str) -> Text:
         text.append("\n")
     text.append(" " * (label + 1))
     text.append_text(_legend(simulation, marks))
+    if any(len(stages_of(simulation, device)) > 1 for device in range(len(simulation.orders))):
+        text.append(f"\n{'':{label}} small letters: every second stage of a device")
     return text
 
 
@@ -178,8 +196,6 @@ def _legend(simulation: Simulation, marks: str) -> Text:
         text.append(kind, style=_STYLES[kind])
         text.append(f" {KIND_NAMES[kind]}  ")
     text.append(f"{marks[1]} idle; the number is the micro-batch")
-    if any(len(stages_of(simulation, device)) > 1 for device in range(len(simulation.orders))):
-        text.append("; small letters: every second stage of a device")
     return text
 
 
