@@ -1,14 +1,20 @@
 """Weight gradients that can wait: backward split into I (input gradients) and W (weight gradients).
 
 Modules that multiply by a weight queue its gradient while a :class:`WeightGradQueue` is active, and compute it at
-once otherwise. Deferred are ``nn.Linear`` and ``nn.Embedding``; what normalisations and biases of other modules
-need is small and is computed with I.
+once otherwise. The operations are the same, so split and full backward agree bit for bit, and to rounding where a
+weight is used more than once.
+
+Deferred are ``nn.Linear`` (weight and bias) and ``nn.Embedding``. Everything else computes its weight gradients
+with I: normalisations, where they are a by-product of the input gradient and small; convolutions; subclasses, whose
+forward may be their own; and weights that are themselves computed, as under a parametrization. Hooks on a deferred
+parameter are not called by W.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["DeferredEmbedding", "DeferredLinear", "WeightGradQueue", "defer_weight_gradients"]
+__all__ = [
+    "DeferredEmbedding",
+    "DeferredLinear",
+    "WeightGradQueue",
+    "defer_weight_gradients",
+    "warn_if_nothing_waits",
+]
 
 
 class WeightGradQueue:
@@ -28,8 +40,7 @@ class WeightGradQueue:
     _active: WeightGradQueue | None = None  # not thread-local: CUDA runs backward on threads of its own
 
     def __init__(self) -> None:
-        self._work: list[Callable[[], None]] = []
-        self._held: list[Tensor] = []
+        self._waiting: deque[tuple[Callable[[], None], tuple[Tensor, ...]]] = deque()
 
     @classmethod
     def active(cls) -> WeightGradQueue | None:
@@ -47,25 +58,24 @@ class WeightGradQueue:
         WeightGradQueue._active = None
 
     def __len__(self) -> int:
-        return len(self._work)
+        return len(self._waiting)
 
     def put(self, work: Callable[[], None], held: tuple[Tensor, ...]) -> None:
         """Queue a gradient's computation and the tensors it holds until then."""
-        self._work.append(work)
-        self._held += held
+        self._waiting.append((work, held))
 
     @property
     def held(self) -> tuple[Tensor, ...]:
         """The tensors that wait for :meth:`run`: inputs and output gradients of the deferred modules."""
-        return tuple(self._held)
+        return tuple(tensor for _, held in self._waiting for tensor in held)
 
     def run(self) -> None:
-        """Add every queued gradient to its parameter's ``grad`` and let go of what was held."""
+        """Add every queued gradient to its parameter's ``grad``, letting go of what each held as soon as it can."""
         with torch.no_grad():
-            for work in self._work:
+            while self._waiting:
+                work, _ = self._waiting.popleft()
                 work()
-        self._work.clear()
-        self._held.clear()
+                del work, _
 
 
 class DeferredLinear(nn.Linear):
@@ -73,8 +83,9 @@ class DeferredLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """As ``nn.Linear``: [..., in_features] to [..., out_features]."""
-        result: Tensor = _Linear.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call]
-        return result
+        if torch.compiler.is_compiling():
+            return super().forward(input)
+        return _linear(input, self.weight, self.bias)
 
 
 class DeferredEmbedding(nn.Embedding):
@@ -82,8 +93,9 @@ class DeferredEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """As ``nn.Embedding``: indices [...] to [..., embedding_dim]."""
-        result: Tensor = _Embedding.apply(input, self.weight, self.padding_idx)  # type: ignore[no-untyped-call]
-        return result
+        if torch.compiler.is_compiling():
+            return super().forward(input)
+        return _embedding(input, self.weight, self.padding_idx)
 
 
 def defer_weight_gradients(module: nn.Module) -> nn.Module:
@@ -92,7 +104,7 @@ def defer_weight_gradients(module: nn.Module) -> nn.Module:
     Parameter names stay. Modules under ``torch.compile`` keep their own backward: their weight gradients are
     computed with I, of which a warning tells.
     """
-    for name, child in module.named_modules():
+    for name, child in _outside_compiled(module, ""):
         if _is_compiled(child):
             warnings.warn(
                 f"{name or 'the module'} is compiled: its weight gradients cannot be deferred and are computed with "
@@ -101,49 +113,90 @@ def defer_weight_gradients(module: nn.Module) -> nn.Module:
             )
         elif type(child) is nn.Linear:
             child.__class__ = DeferredLinear
-        elif type(child) is nn.Embedding and not (child.max_norm or child.sparse or child.scale_grad_by_freq):
+        elif type(child) is nn.Embedding and _is_plain(child):
             child.__class__ = DeferredEmbedding
     return module
+
+
+def warn_if_nothing_waits(queue: WeightGradQueue, module: nn.Module, name: str) -> None:
+    """Warn if a backward with ``queue`` active has deferred nothing, though ``module`` has weights to defer.
+
+    That happens where a part was compiled without the module knowing: the backward stays right, but W is empty.
+    """
+    deferrable = any(
+        isinstance(child, DeferredLinear | DeferredEmbedding) and child.weight.requires_grad
+        for child in module.modules()
+    )
+    if deferrable and len(queue) == 0:
+        warnings.warn(
+            f"{name} has deferred no weight gradient: they were computed with I, and W is empty; "
+            "leave torch.compile out to split backward",
+            stacklevel=2,
+        )
+
+
+def _outside_compiled(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The module and all inside it by name, but nothing inside a compiled one."""
+    yield name, module
+    if not _is_compiled(module):
+        for child_name, child in module.named_children():
+            yield from _outside_compiled(child, f"{name}.{child_name}" if name else child_name)
 
 
 def _is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
+def _is_plain(embedding: nn.Embedding) -> bool:
+    """Whether its gradient is the dense sum over indices, and nothing else."""
+    return embedding.max_norm is None and not embedding.sparse and not embedding.scale_grad_by_freq
+
+
 class _Linear(torch.autograd.Function):
+    """y = x W^T + b; saves x only for the gradient of W, and W only for that of x."""
+
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(input, weight)
+        needs_input, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
         ctx.parameters = (weight, bias)
+        ctx.input_dtype = input.dtype
         return F.linear(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        input, weight = ctx.saved_tensors
-        input_grad = gradient @ weight if ctx.needs_input_grad[0] else None
+        input, saved_weight = ctx.saved_tensors
+        weight, bias = ctx.parameters
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+        input_grad = None
+        if needs_input:  # under autocast the gradient has another type than input and weight
+            input_grad = (gradient @ saved_weight.to(gradient.dtype)).to(ctx.input_dtype)
+
+        def weight_grad() -> Tensor:
+            return _weight_grad(input, gradient).to(weight.dtype)
+
+        def bias_grad() -> Tensor:
+            return _bias_grad(gradient).to(bias.dtype)
+
         queue = WeightGradQueue.active()
-        parameter, bias = ctx.parameters
-        needs_weight, needs_bias = ctx.needs_input_grad[1], bias is not None and ctx.needs_input_grad[2]
-        if queue is None or not parameter.is_leaf or (bias is not None and not bias.is_leaf):
-            return (
-                input_grad,
-                _weight_grad(input, gradient) if needs_weight else None,
-                _bias_grad(gradient) if needs_bias else None,
-            )
+        if queue is None or not weight.is_leaf or (bias is not None and not bias.is_leaf):
+            return input_grad, weight_grad() if needs_weight else None, bias_grad() if needs_bias else None
+
+        def work() -> None:
+            if needs_weight:
+                _accumulate(weight, weight_grad())
+            if needs_bias:
+                _accumulate(bias, bias_grad())
+
         if needs_weight or needs_bias:
-
-            def work() -> None:
-                if needs_weight:
-                    _accumulate(parameter, _weight_grad(input, gradient))
-                if needs_bias:
-                    _accumulate(bias, _bias_grad(gradient))
-
-            queue.put(work, (input, gradient))
+            queue.put(work, (input, gradient) if needs_weight else (gradient,))
         return input_grad, None, None
 
 
 class _Embedding(torch.autograd.Function):
+    """Rows of a weight by index; the gradient of the weight is the sum of the rows' gradients."""
+
     @staticmethod
     def forward(ctx: Any, indices: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
         ctx.save_for_backward(indices)
@@ -156,8 +209,6 @@ class _Embedding(torch.autograd.Function):
         (gradient,) = gradients
         (indices,) = ctx.saved_tensors
         parameter, padding_idx = ctx.parameter, ctx.padding_idx
-        if not ctx.needs_input_grad[1]:
-            return None, None, None
 
         def weight_grad() -> Tensor:
             result: Tensor = torch.ops.aten.embedding_dense_backward(
@@ -172,9 +223,13 @@ class _Embedding(torch.autograd.Function):
         return None, None, None
 
 
+_linear: Callable[..., Tensor] = _Linear.apply
+_embedding: Callable[..., Tensor] = _Embedding.apply
+
+
 def _weight_grad(input: Tensor, gradient: Tensor) -> Tensor:
     """[out, in] from input [..., in] and gradient [..., out]."""
-    return gradient.reshape(-1, gradient.shape[-1]).t() @ input.reshape(-1, input.shape[-1])
+    return gradient.reshape(-1, gradient.shape[-1]).t() @ input.reshape(-1, input.shape[-1]).to(gradient.dtype)
 
 
 def _bias_grad(gradient: Tensor) -> Tensor:

@@ -7,30 +7,39 @@ and an output layer that shares the token embedding. Half a transformer layer is
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeplan.errors import UsageError
 from pipeplan.runtime.model import BlockSpec, Model
 
-__all__ = ["ZOO", "GPTSize", "gpt", "zoo_model"]
+__all__ = ["ZOO", "GPTSize", "gpt", "token_batch", "zoo_model"]
 
 
 @dataclass(frozen=True, slots=True)
 class GPTSize:
-    """Dimensions of a GPT-2 model."""
+    """Dimensions of a GPT-2 model.
+
+    ``positions`` is the longest sequence it can take, ``sequence`` the one its batches have. With ``tied`` the output
+    layer shares the token embedding's weight.
+    """
 
     layers: int
     hidden: int
     heads: int
     vocabulary: int = 50257
+    positions: int = 1024
     sequence: int = 1024
+    tied: bool = True
 
 
 ZOO: dict[str, GPTSize] = {
-    "gpt2-tiny": GPTSize(layers=4, hidden=32, heads=2, vocabulary=64, sequence=16),
+    "gpt2-tiny": GPTSize(layers=4, hidden=32, heads=2, vocabulary=64, positions=16, sequence=16),
     "gpt2-124m": GPTSize(layers=12, hidden=768, heads=12),
     "gpt2-345m": GPTSize(layers=24, hidden=1024, heads=16),
 }
@@ -43,7 +52,7 @@ class Embedding(nn.Module):
     def __init__(self, size: GPTSize) -> None:
         super().__init__()
         self.token = nn.Embedding(size.vocabulary, size.hidden)
-        self.position = nn.Embedding(size.sequence, size.hidden)
+        self.position = nn.Embedding(size.positions, size.hidden)
         nn.init.normal_(self.token.weight, std=0.02)
         nn.init.normal_(self.position.weight, std=0.02)
 
@@ -96,68 +105,60 @@ class Head(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(size.hidden)
         self.output = nn.Linear(size.hidden, size.vocabulary, bias=False)
+        nn.init.normal_(self.output.weight, std=0.02)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        """[samples, sequence, hidden] and targets [samples, sequence] to a scalar."""
+        """[samples, sequence, hidden] and targets [samples, sequence] to a scalar, in float32 at least."""
         logits = self.output(self.norm(x))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # a sum of thousands needs the digits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def gpt(name: str, size: GPTSize) -> Model:
     """A GPT-2 of the given size: embedding, then attention and feed-forward of each layer, then head with loss."""
-    wide = {"sequence": size.sequence, "hidden": size.hidden}
-    blocks = [
-        BlockSpec(
-            "embedding",
-            "embedding",
-            lambda: Embedding(size),
-            samples=("tokens",),
-            dimensions={**wide, "vocabulary": size.vocabulary},
-        )
-    ]
+    blocks = [_block(size, "embedding", "embedding", lambda: Embedding(size), samples=("tokens",))]
     for layer in range(size.layers):
-        blocks.append(
-            BlockSpec(
-                f"layer{layer}.attention",
-                "attention",
-                lambda: Attention(size),
-                sources=(blocks[-1].id,),
-                dimensions={**wide, "heads": size.heads},
-            )
-        )
-        blocks.append(
-            BlockSpec(
-                f"layer{layer}.ffn",
-                "ffn",
-                lambda: FeedForward(size),
-                sources=(blocks[-1].id,),
-                dimensions={**wide, "ffn": 4 * size.hidden},
-            )
-        )
-    blocks.append(
-        BlockSpec(
-            "head",
-            "head",
-            lambda: Head(size),
-            sources=(blocks[-1].id,),
-            samples=("targets",),
-            loss=True,
-            dimensions={**wide, "vocabulary": size.vocabulary},
-        )
-    )
+        for operator, half in (("attention", Attention), ("ffn", FeedForward)):
+            build = partial(half, size)
+            blocks.append(_block(size, f"layer{layer}.{operator}", operator, build, sources=(blocks[-1].id,)))
+    last = blocks[-1].id
+    blocks.append(_block(size, "head", "head", lambda: Head(size), sources=(last,), samples=("targets",), loss=True))
     return Model(
         name,
         tuple(blocks),
         lambda num_samples, step, seed: token_batch(size.vocabulary, size.sequence, num_samples, step, seed),
         lambda batch: batch["targets"].numel(),
-        tied=((("embedding", "token.weight"), ("head", "output.weight")),),
+        tied=((("embedding", "token.weight"), ("head", "output.weight")),) if size.tied else (),
     )
 
 
 def zoo_model(name: str, *, sequence: int | None = None) -> Model:
-    """A model of the zoo, with shorter sequences if asked."""
+    """A model of the zoo, with shorter sequences if asked; its parameters are the same for all lengths.
+
+    Raises:
+        UsageError: the sequence is empty, or longer than the model has positions.
+    """
     size = ZOO[name]
+    if sequence is not None and not 1 <= sequence <= size.positions:
+        raise UsageError(f"--sequence {sequence}: {name} takes sequences of 1 to {size.positions}")
     return gpt(name, size if sequence is None else replace(size, sequence=sequence))
+
+
+def _block(
+    size: GPTSize,
+    id_: str,
+    operator: str,
+    build: Callable[[], nn.Module],
+    *,
+    sources: tuple[str, ...] = (),
+    samples: tuple[str, ...] = (),
+    loss: bool = False,
+) -> BlockSpec:
+    """A block with the dimensions that its operator can be split along."""
+    split = {"attention": {"heads": size.heads}, "ffn": {"ffn": 4 * size.hidden}}
+    dimensions = {"sequence": size.sequence, "hidden": size.hidden}
+    dimensions |= split.get(operator, {"vocabulary": size.vocabulary})
+    return BlockSpec(id_, operator, build, sources, samples, loss, dimensions)
 
 
 def token_batch(vocabulary: int, sequence: int, num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
@@ -166,14 +167,11 @@ def token_batch(vocabulary: int, sequence: int, num_samples: int, step: int, see
     ``tokens`` and ``targets`` [num_samples, sequence]; targets are the tokens one place on. Sample i of a step is
     the same however many samples are asked for.
     """
-    strides = min(8, vocabulary)
     rows = []
     for sample in range(num_samples):
         generator = torch.Generator().manual_seed(((seed * 1_000_003 + step) * 1_000_003 + sample) % 2**63)
         start = torch.randint(vocabulary, (1,), generator=generator)
-        stride = (
-            torch.randint(1, strides, (1,), generator=generator) if strides > 1 else torch.ones(1, dtype=torch.long)
-        )
+        stride = torch.randint(1, 8, (1,), generator=generator)
         rows.append((start + stride * torch.arange(sequence + 1)) % vocabulary)
     text = torch.stack(rows)
     return {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
