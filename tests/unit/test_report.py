@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import re
 import time
 import xml.etree.ElementTree as ElementTree
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import (
@@ -21,7 +24,8 @@ from helpers import (
     shared_workload,
 )
 
-from pipeplan.model import Action, Plan
+from pipeplan.errors import PipeplanError
+from pipeplan.model import Action, Plan, parse, to_json
 from pipeplan.model.trace import Trace, trace_event
 from pipeplan.report.figures import figures
 from pipeplan.report.svg import timeline_svg
@@ -327,3 +331,55 @@ def test_measured_events_stand_beside_predicted_ones() -> None:
     assert event["tid"] == predicted["tid"]
     assert event["args"] == {"stage": 0, "microbatch": 0, "device": 0, "step": 3}
     assert measured.events()[0]["args"] == {"name": "measured"}
+
+
+# ---------------------------------------------------------------- plans from strangers
+
+
+def places(value: object, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Every place in a JSON value but its root."""
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in children:
+        yield (*place, key)
+        yield from places(child, (*place, key))
+
+
+def damaged(data: dict[str, Any], choose: random.Random) -> dict[str, Any]:
+    """A copy with one or two changes: values, and elements of lists dropped, repeated or swapped."""
+    data = json.loads(json.dumps(data))
+    for _ in range(choose.randint(1, 2)):
+        *path, last = choose.choice(list(places(data)))
+        parent: Any = data
+        for key in path:
+            parent = parent[key]
+        if isinstance(parent, list) and choose.random() < 0.5:
+            other = choose.randrange(len(parent))
+            choose.choice([parent.pop, lambda at: parent.insert(at, parent[other])])(last)  # noqa: B023
+        else:
+            parent[last] = choose.choice([0, 1, 2, 5, 10**15, -1, None, "0F0", "1B1", "0SEND_F0", "", [], True, 1.5])
+    return data
+
+
+def test_damaged_plans_are_simulated_or_refused_and_never_crash() -> None:
+    choose = random.Random(5)
+    workload = shared_workload(3, 4, lag=2)
+    plans = [
+        chain_plan(3, 6, repetend=True, split=(10, 10), lag=1),
+        plan_of(workload, serial_orders(workload)),
+    ]
+    bases = [json.loads(to_json(plan)) for plan in plans]
+    outcomes: Counter[str] = Counter()
+    for _ in range(1000):
+        try:
+            plan = parse(json.dumps(damaged(choose.choice(bases), choose)), Plan)
+            simulation = simulate(plan, plan.num_microbatches + choose.choice([0, 1, 4]))
+        except PipeplanError as error:
+            outcomes[type(error).__name__] += 1
+            continue
+        outcomes["simulated"] += 1
+        json.dumps(figures(simulation))
+        print_simulation(simulation, io.StringIO(), choose.randint(20, 150))
+        ElementTree.fromstring(timeline_svg(simulation))
+        json.loads(trace_text(simulation))
+    assert set(outcomes) == {"FileError", "UsageError", "InvalidPlanError", "simulated"}
+    assert min(outcomes.values()) >= 10
