@@ -82,7 +82,7 @@ def parse(data: bytes | str, model: type[Model], where: str = "<data>") -> Model
     try:
         return model.model_validate_json(data)
     except ValidationError as error:
-        details = error.errors(include_url=False)
+        details = _own_problems(error.errors(include_url=False))
     except (RecursionError, ValueError) as error:  # nesting or digits beyond what the parser takes
         raise FileError(f"{where}: not readable as JSON: {error}") from None
     if details[0]["type"] == "json_invalid":
@@ -168,12 +168,20 @@ def _umask() -> int:
     return current
 
 
+def _own_problems(details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Without lists that are too short only because reading them stopped at a problem told already."""
+    inside = {detail["loc"][:depth] for detail in details for depth in range(len(detail["loc"]))}
+    return [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in inside]
+
+
 def _problem(detail: ErrorDetails) -> str:
     """One line: path in the file, what was expected, and what stands there where it is short."""
     place = ""
     for part in detail["loc"]:
         place += f"[{part}]" if isinstance(part, int) else f".{_key(part)}" if place else _key(part)
-    message = detail["msg"].removeprefix("Value error, ")
+    message = detail["msg"].removeprefix("Value error, ").replace("Tuple should", "List should")
+    if not place and detail["type"] == "value_error":  # about several parts of the file; the message names them
+        return message
     given = detail.get("input")
     if detail["type"] == "missing" or isinstance(given, dict | list | tuple | FileModel):
         shown = ""

@@ -22,7 +22,7 @@ class PlacedStage(FileModel):
     @model_validator(mode="after")
     def _group_is_whole(self) -> PlacedStage:
         if len(set(self.devices)) != len(self.devices):
-            raise ValueError(f"devices {list(self.devices)} name a device twice")
+            raise ValueError("devices name a device twice")
         if self.shards * self.replicas != len(self.devices):
             raise ValueError(
                 f"shards {self.shards} x replicas {self.replicas} must equal the {len(self.devices)} devices"
