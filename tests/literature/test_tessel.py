@@ -1,0 +1,128 @@
+"""Tessel (HPCA'24), section VI: what its text and tables state."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from pipeplan.costs import build_workload
+from pipeplan.examples import ShapeCosts, shape
+from pipeplan.schedule.bounds import makespan_bound, work_bound
+from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.repetend import Pattern, least_period, shortest_way_through
+from pipeplan.schedule.search import search_schedule
+from pipeplan.schedule.solver import Budget
+from pipeplan.simulate.timing import earliest_starts, task_graph
+
+MS = 1_000_000
+
+
+def problem_of(name: str, num_devices: int = 4, num_microbatches: int = 16, memory: int | None = None) -> Problem:
+    """A shape with forward 1, backward 3, shared 1 and 1 (ms), each chain forward holding one byte."""
+    profile = shape(name, num_devices, costs=ShapeCosts(activation_bytes=1))
+    assert profile.placement is not None
+    workload = build_workload(
+        profile,
+        profile.placement,
+        num_microbatches=num_microbatches,
+        microbatch_size=1,
+        memory_bytes=[memory] * num_devices,
+    )
+    return Problem.of(workload)
+
+
+def steady_bubble_rate(problem: Problem, period: Fraction) -> float:
+    return float(1 - sum(problem.work) / (problem.num_devices * period))
+
+
+def searched(problem: Problem, max_span: int | None = None) -> Pattern:
+    found = least_period(problem, Budget(60), 60, max_span=max_span)
+    assert found.pattern is not None
+    assert found.proved
+    return found.pattern
+
+
+class TestFig11BubbleRateAgainstSpan:
+    """VI-C: V-Shape needs 4 micro-batches in the repetend for a zero bubble rate, M-Shape and NN-Shape need 6."""
+
+    @pytest.mark.parametrize(("name", "zero_from"), [("v", 4), ("m", 6), ("nn", 6), ("x", 3), ("k", 3)])
+    def test_falls_to_zero(self, name: str, zero_from: int) -> None:
+        problem = problem_of(name)
+        rates = [steady_bubble_rate(problem, searched(problem, span).period) for span in range(1, zero_from + 1)]
+        assert rates == sorted(rates, reverse=True)
+        assert all(rate > 0 for rate in rates[:-1])
+        assert rates[-1] == 0
+
+    @pytest.mark.parametrize(("name", "span"), [("v", 4), ("m", 6), ("nn", 6)])
+    def test_the_shortest_way_through_has_that_span(self, name: str, span: int) -> None:
+        problem = problem_of(name)
+        pattern, proved = shortest_way_through(problem, searched(problem), Budget(60), 60)
+        assert proved
+        assert pattern.span == span
+
+
+class TestFig12BubbleRateAgainstMemory:
+    """VI-C: with memory 1 per forward block, more memory means fewer bubbles, down to none."""
+
+    @pytest.mark.parametrize("name", ["v", "x", "m", "nn", "k"])
+    def test_falls_to_zero(self, name: str) -> None:
+        least = 2 if name == "x" else 1
+        problems = [problem_of(name, memory=memory) for memory in range(least, 8)]
+        rates = [steady_bubble_rate(problem, searched(problem).period) for problem in problems]
+        assert rates == sorted(rates, reverse=True)
+        assert rates[0] > 0
+        assert rates[-1] == 0
+
+
+class TestTable2:
+    """Bubble rate of each schedule for numerous micro-batches."""
+
+    @pytest.mark.parametrize(
+        ("scheduler", "name", "rate"),
+        [("1f1b", "v", 0.0), ("chimera", "x", 0.2), ("1f1b+", "m", 0.25), ("1f1b+", "nn", 0.2)],
+    )
+    def test_classic_schedules(self, scheduler: str, name: str, rate: float) -> None:
+        assert steady_bubble_rate(problem_of(name), replayed_period(scheduler, name)) == pytest.approx(rate)
+
+    @pytest.mark.parametrize("name", ["m", "nn", "k"])
+    def test_searched_schedules_have_none(self, name: str) -> None:
+        problem = problem_of(name)
+        assert steady_bubble_rate(problem, searched(problem).period) == 0
+
+    def test_no_1f1b_plus_for_flava(self) -> None:
+        assert CLASSIC["1f1b+"].applies(problem_of("k")) is not None
+
+
+def replayed_period(scheduler: str, name: str) -> Fraction:
+    """Time per micro-batch of a classic schedule once it is periodic: the same over two stretches."""
+    ends = []
+    for num_microbatches in (24, 48, 72):
+        problem = problem_of(name, num_microbatches=num_microbatches)
+        graph = task_graph(problem.workload)
+        starts = earliest_starts(graph, CLASSIC[scheduler].orders(problem, graph))
+        ends.append(max(start + duration for start, duration in zip(starts, graph.durations, strict=True)))
+    assert ends[1] - ends[0] == ends[2] - ends[1]
+    return Fraction(ends[1] - ends[0], 24)
+
+
+@pytest.mark.parametrize("num_devices", [4, 8, 16, 32])
+@pytest.mark.parametrize("name", ["v", "x", "m", "mllm", "nn", "k"])
+def test_zero_bubble_repetends_are_proved(name: str, num_devices: int) -> None:
+    problem = problem_of(name, num_devices)
+    assert searched(problem).repetend_ns == work_bound(problem)
+
+
+@pytest.mark.parametrize("num_devices", range(2, 17))
+def test_v_shape_makespan(num_devices: int) -> None:
+    """Fig. 3 and 4's setting, forward 1 and backward 2: (N + D - 1) * 3, which is also the bound."""
+    profile = shape("v", num_devices, costs=ShapeCosts(backward_ns=2 * MS))
+    assert profile.placement is not None
+    for num_microbatches in (1, 2, num_devices, 3 * num_devices + 1):
+        workload = build_workload(profile, profile.placement, num_microbatches=num_microbatches, microbatch_size=1)
+        expected = (num_microbatches + num_devices - 1) * 3 * MS
+        found = search_schedule(workload, Budget(10))
+        assert makespan_bound(Problem.of(workload)) == expected
+        assert found.makespan_ns == expected
+        assert found.optimal
