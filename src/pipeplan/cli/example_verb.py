@@ -14,18 +14,24 @@ _WITH_SHARED = ("m", "mllm", "nn", "k")
 
 @click.command("example", short_help="Write a ready input: a literature shape.")
 @click.argument("name", metavar="NAME")
-@click.option("--devices", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--devices", type=click.IntRange(min=1), default=4, show_default=True, help="Number of devices.")
 @click.option("--chunks", type=click.IntRange(min=1), help="Stages per device of shape-circular.  [default: 2]")
-@click.option("--forward", type=DURATION, default="1ms", show_default=True, help="Of a chain block.")
-@click.option("--backward", type=DURATION, help="Of a chain block.  [default: 3ms]")
-@click.option("--input-grad", type=DURATION, help="Instead of --backward: split, with --weight-grad.")
-@click.option("--weight-grad", type=DURATION)
-@click.option("--shared-forward", type=DURATION, help="Of a block on all devices.  [default: 1ms]")
-@click.option("--shared-backward", type=DURATION, help="[default: 1ms]")
+@click.option("--forward", type=DURATION, default="1ms", show_default=True, help="Forward of a chain block.")
+@click.option("--backward", type=DURATION, help="Backward of a chain block.  [default: 3ms]")
+@click.option("--input-grad", type=DURATION, help="Input gradient of a chain block, instead of --backward.")
+@click.option("--weight-grad", type=DURATION, help="Weight gradient of a chain block, with --input-grad.")
+@click.option("--shared-forward", type=DURATION, help="Forward of a block on all devices.  [default: 1ms]")
+@click.option("--shared-backward", type=DURATION, help="Backward of a block on all devices.  [default: 1ms]")
 @click.option("--comm", type=DURATION, default="0ns", show_default=True, help="Latency between chain blocks.")
 @click.option("--activation-bytes", type=BYTES, default="1GB", show_default=True, help="Held by each chain block.")
-@click.option("--weight-grad-bytes", type=BYTES, default="0", show_default=True, help="Held from I to W.")
-@click.option("-o", "--output", default="-", show_default=True, metavar="FILE")
+@click.option(
+    "--weight-grad-bytes",
+    type=BYTES,
+    default="0",
+    show_default=True,
+    help="Held from the input gradient to the weight gradient.",
+)
+@click.option("-o", "--output", default="-", show_default=True, metavar="FILE", help="Where to write; - for stdout.")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -45,7 +51,8 @@ def command(
 ) -> None:
     """Write the profile NAME, with its placement.
 
-    NAME is shape-v, shape-x, shape-m, shape-mllm, shape-nn, shape-k, shape-circular or shape-zbv.
+    NAME is shape-v, shape-x, shape-m, shape-mllm, shape-nn, shape-k, shape-circular or shape-zbv. Costs are for one
+    micro-batch on one device; shape-circular and shape-zbv divide them among the device's chunks.
     """
     from pipeplan.errors import UsageError
     from pipeplan.examples import SHAPES, ShapeCosts, shape
@@ -56,17 +63,19 @@ def command(
         raise UsageError(f"there is no example {name!r}; choose from {', '.join(f'shape-{each}' for each in SHAPES)}")
     for flag in _SHARED:
         if ctx.params[flag] is not None and kind not in _WITH_SHARED:
-            raise UsageError(f"--{flag.replace('_', '-')} does not apply to {name}, which has no shared block")
+            raise UsageError(
+                f"--{flag.replace('_', '-')} does not apply to {name}, which has no shared block; leave it out"
+            )
     default = ShapeCosts()
     costs = ShapeCosts(
-        forward,
-        backward,
-        input_grad,
-        weight_grad,
-        default.shared_forward_ns if shared_forward is None else shared_forward,
-        default.shared_backward_ns if shared_backward is None else shared_backward,
-        comm,
-        activation_bytes,
-        weight_grad_bytes,
+        forward_ns=forward,
+        backward_ns=backward,
+        input_grad_ns=input_grad,
+        weight_grad_ns=weight_grad,
+        shared_forward_ns=default.shared_forward_ns if shared_forward is None else shared_forward,
+        shared_backward_ns=default.shared_backward_ns if shared_backward is None else shared_backward,
+        comm_ns=comm,
+        activation_bytes=activation_bytes,
+        weight_grad_bytes=weight_grad_bytes,
     )
     write_file(shape(kind, devices, chunks=chunks, costs=costs), output)

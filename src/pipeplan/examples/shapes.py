@@ -6,14 +6,16 @@ Chain blocks stand on one device each; *shared* blocks stand on all of them. Eve
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeplan.errors import UsageError
 from pipeplan.model import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
+from pipeplan.units import MAX_NS, format_ns
 
 __all__ = ["SHAPES", "ShapeCosts", "shape"]
 
 MAX_DEVICES = 4096
+MAX_CHUNKS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,34 +38,31 @@ class ShapeCosts:
     weight_grad_bytes: int = 0
 
     def full_backward_ns(self) -> int:
-        """The whole backward of a chain block: as given, the sum of its parts, or 3 ms."""
-        if self.backward_ns is not None:
-            return self.backward_ns
+        """The whole backward of a chain block: the sum of its parts, as given, or 3 ms."""
         if self.input_grad_ns is not None and self.weight_grad_ns is not None:
             return self.input_grad_ns + self.weight_grad_ns
-        return 3_000_000
+        return 3_000_000 if self.backward_ns is None else self.backward_ns
 
     def part(self, index: int, parts: int) -> ShapeCosts:
         """The share of one of a device's chunks; the shares add up exactly, the first ones are the larger."""
-        return ShapeCosts(
-            _share(self.forward_ns, index, parts),
-            _share(self.full_backward_ns(), index, parts),
-            None if self.input_grad_ns is None else _share(self.input_grad_ns, index, parts),
-            None if self.weight_grad_ns is None else _share(self.weight_grad_ns, index, parts),
-            self.shared_forward_ns,
-            self.shared_backward_ns,
-            self.comm_ns,
-            _share(self.activation_bytes, index, parts),
-            _share(self.weight_grad_bytes, index, parts),
+        return replace(
+            self,
+            forward_ns=_share(self.forward_ns, index, parts),
+            backward_ns=None if self.input_grad_ns is not None else _share(self.full_backward_ns(), index, parts),
+            input_grad_ns=None if self.input_grad_ns is None else _share(self.input_grad_ns, index, parts),
+            weight_grad_ns=None if self.weight_grad_ns is None else _share(self.weight_grad_ns, index, parts),
+            activation_bytes=_share(self.activation_bytes, index, parts),
+            weight_grad_bytes=_share(self.weight_grad_bytes, index, parts),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """How to lay a shape out: a builder, the source of its drawing, and what it asks of D."""
+    """How to lay a shape out: a builder, where it is drawn, and what it asks of the number of devices."""
 
     build: Callable[[_Layout], None]
     reference: str
+    notes: str = ""
     even: bool = False
     chunks: int | None = 1  # None: the user chooses
 
@@ -118,18 +117,18 @@ def shape(name: str, num_devices: int, *, chunks: int | None = None, costs: Shap
     micro-batch going down and one going up. ``chunks`` is for ``circular`` only, 2 by default.
 
     Raises:
-        UsageError: an unknown name, a number of devices or chunks the shape does not have, or half a split backward.
+        UsageError: an unknown name, a number of devices or chunks the shape does not have, half a split backward, or
+            bytes or times that go with another one.
     """
     if name not in SHAPES:
         raise UsageError(f"there is no shape {name!r}; choose from {', '.join(SHAPES)}")
     kind, costs = SHAPES[name], costs or ShapeCosts()
     _require(name, kind, num_devices, chunks, costs)
-    per_device = chunks or 2 if kind.chunks is None else kind.chunks
-    layout = _Layout(num_devices, per_device, costs)
+    layout = _Layout(num_devices, kind.chunks or chunks or 2, costs)
     kind.build(layout)
     return Profile(
         name=f"shape-{name}",
-        source=Source(method="literature", reference=kind.reference),
+        source=Source(method="literature", reference=kind.reference, notes=kind.notes),
         blocks=tuple(layout.blocks),
         edges=tuple(layout.edges),
         placement=Placement(strategy=name, num_devices=num_devices, stages=tuple(layout.stages)),
@@ -140,15 +139,31 @@ def _require(name: str, kind: _Shape, num_devices: int, chunks: int | None, cost
     if not 1 <= num_devices <= MAX_DEVICES:
         raise UsageError(f"shape-{name} stands on 1 to {MAX_DEVICES} devices, not {num_devices}; change --devices")
     if kind.even and num_devices % 2:
-        raise UsageError(f"shape-{name} has two halves and needs an even number of devices, not {num_devices}")
+        raise UsageError(
+            f"shape-{name} has two halves and needs an even number of devices, not {num_devices}; "
+            f"give --devices {num_devices + 1}"
+        )
     if chunks is not None and kind.chunks is not None:
-        raise UsageError(f"--chunks does not apply to shape-{name}, which has {kind.chunks} per device")
-    if chunks is not None and not 1 <= chunks <= 64:
-        raise UsageError(f"--chunks must be from 1 to 64, not {chunks}")
+        raise UsageError(f"--chunks does not apply to shape-{name}, which has {kind.chunks} per device; leave it out")
+    if chunks is not None and not 1 <= chunks <= MAX_CHUNKS:
+        raise UsageError(f"--chunks must be from 1 to {MAX_CHUNKS}, not {chunks}")
+    _require_backward(costs)
+
+
+def _require_backward(costs: ShapeCosts) -> None:
     if (costs.input_grad_ns is None) != (costs.weight_grad_ns is None):
-        raise UsageError("--input-grad and --weight-grad come together or not at all")
+        raise UsageError("--input-grad and --weight-grad come together or not at all; give the other one too")
     if costs.backward_ns is not None and costs.input_grad_ns is not None:
         raise UsageError("--backward and --input-grad with --weight-grad say the same twice; give one of them")
+    if costs.weight_grad_bytes and costs.input_grad_ns is None:
+        raise UsageError(
+            "--weight-grad-bytes are held between input and weight gradient; give --input-grad and --weight-grad too"
+        )
+    if costs.full_backward_ns() > MAX_NS:
+        raise UsageError(
+            f"--input-grad and --weight-grad together are {format_ns(costs.full_backward_ns())}, above the "
+            f"{format_ns(MAX_NS)} a file may state; lower them"
+        )
 
 
 def _share(total: int, index: int, parts: int) -> int:
@@ -209,14 +224,27 @@ def _zbv(layout: _Layout) -> None:
     layout.chain([*down, *reversed(down)], parts=2)
 
 
+_PER_DEVICE = "Costs are given per device and divided among its chunks; the first chunks take the remainders."
+
 SHAPES: dict[str, _Shape] = {
-    "v": _Shape(_v, "Tessel (HPCA'24), Fig. 1 (a): V-shape"),
-    "x": _Shape(_x, "Tessel (HPCA'24), Fig. 1 (b): X-shape, the bidirectional placement of Chimera (SC'21)"),
+    "v": _Shape(_v, "Tessel (HPCA'24), Fig. 1 (a): V-shape, a chain over the devices"),
+    "x": _Shape(
+        _x,
+        "Tessel (HPCA'24), Fig. 1 (b): X-shape, the bidirectional placement of Chimera (SC'21)",
+        notes="One micro-batch is the pair of one going down and one going up, each at full cost.",
+    ),
     "m": _Shape(_m, "Tessel (HPCA'24), Fig. 8 (a): M-shape, GPT with its embedding on all devices"),
-    "mllm": _Shape(_mllm, "FlexPipe: embedding and head on all devices, around a chain"),
+    "mllm": _Shape(_mllm, "FlexPipe, Fig. 1: MLLM, embedding and head on all devices around a chain"),
     "nn": _Shape(_nn, "Tessel (HPCA'24), Fig. 8 (d): NN-shape, mT5 with its embedding on all devices", even=True),
-    "k": _Shape(_k, "Tessel (HPCA'24), Fig. 8 (g): K-shape, Flava with two branches", even=True),
-    "circular": _Shape(_circular, "Megatron-LM (SC'21): interleaved stages, stage s on device s mod D", chunks=None),
-    "zbv": _Shape(_zbv, "Zero Bubble (ICLR'24): ZB-V, two chunks per device, down then up", chunks=2),
+    "k": _Shape(_k, "Tessel (HPCA'24), Fig. 8 (g): K-shape, Flava with two branches and a joint encoder", even=True),
+    "circular": _Shape(
+        _circular,
+        "Megatron-LM (SC'21): interleaved stages, stage s on device s mod D",
+        notes=_PER_DEVICE,
+        chunks=None,
+    ),
+    "zbv": _Shape(
+        _zbv, "Zero Bubble (ICLR'24): ZB-V, two chunks per device, down then up", notes=_PER_DEVICE, chunks=2
+    ),
 }
 """Every shape by name."""

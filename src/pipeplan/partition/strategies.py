@@ -1,17 +1,18 @@
 """Placement strategies: which device runs which stage of a chain, and where the chain is cut.
 
-A graph that is not a chain is put in a line in topological order first.
+A graph that is not a chain is put in a line first: in topological order, keeping the file's order where it can.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from pipeplan.costs import StageCosts, stage_costs
+from pipeplan.costs import stage_costs
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model import PlacedStage, Placement, Profile
 from pipeplan.partition.balance import balanced_split
+from pipeplan.partition.chain import Chain
+from pipeplan.partition.level import levelled, roomiest
 from pipeplan.units import format_bytes
 
 __all__ = ["STRATEGIES", "place"]
@@ -40,13 +41,13 @@ def place(
 ) -> Placement:
     """Cut the profile's chain into balanced stages and put them on devices.
 
-    The cut minimises the longest stage's forward + backward time, then the sum of squares, exactly, under memory
-    (:func:`~pipeplan.partition.balance.balanced_split`). Where a device runs several stages, blocks are then moved
-    between neighbouring stages as long as that lowers the busiest device's sum, then the squares of the sums.
-    Memory counts parameters, gradients, optimizer state, one micro-batch's activations and workspace.
+    With one stage per device the cut minimises the longest stage's forward + backward time, then the sum of squares,
+    exactly. Where a device runs several stages (``chunks`` of them, 2 by default) it starts from that cut and levels
+    the devices' sums: as :mod:`pipeplan.partition.level` says. ``memory_bytes`` [device] holds for one micro-batch in
+    flight (:mod:`pipeplan.partition.chain`); None is no limit.
 
     Raises:
-        UsageError: an unknown strategy, chunks that do not apply, or fewer blocks than stages.
+        UsageError: an unknown strategy, devices or chunks that do not apply, or fewer blocks than stages.
         InfeasibleError: some device cannot hold what it must.
     """
     devices = _stage_devices(strategy, num_devices, chunks)
@@ -57,23 +58,17 @@ def place(
             f"{len(order)} blocks; lower --devices{' or --chunks' if len(devices) > num_devices else ''}"
         )
     costs = [stage_costs(profile, [block], microbatch_size, recompute=recompute) for block in order]
-    chain = _Chain(costs, devices, memory_bytes or [None] * num_devices)
-    begins = balanced_split([cost.forward_ns + cost.backward_ns for cost in costs], len(devices), chain.fits)
-    if begins is None:
-        begins = balanced_split([chain.bytes_of(index, index + 1) for index in range(len(order))], len(devices))
-        assert begins is not None
-        raise chain.too_big(begins)
-    if len(devices) > num_devices:
-        begins = chain.levelled(begins)
-        if chain.excess(begins) > 0:
-            raise chain.too_big(begins)
-    ends = (*begins[1:], len(order))
+    chain = Chain.of(costs, devices, memory_bytes or [None] * num_devices)
+    begins = _cut(chain, [cost.forward_ns + cost.backward_ns for cost in costs])
+    missing = chain.missing(begins)
+    if any(missing):
+        raise _too_big(chain, begins, order, missing.index(max(missing)))
     return Placement(
         strategy=strategy,
         num_devices=num_devices,
         stages=tuple(
             PlacedStage(blocks=order[begin:end], devices=(device,))
-            for begin, end, device in zip(begins, ends, devices, strict=True)
+            for (begin, end), device in zip(chain.ranges(begins), devices, strict=True)
         ),
     )
 
@@ -81,82 +76,44 @@ def place(
 def _stage_devices(strategy: str, num_devices: int, chunks: int | None) -> list[int]:
     if strategy not in STRATEGIES:
         raise UsageError(f"--placement {strategy!r} is not known; choose from auto, {', '.join(STRATEGIES)}, or a file")
+    if num_devices < 1:
+        raise UsageError(f"{num_devices} devices cannot hold a pipeline; --devices must be at least 1")
     if strategy == "one-to-one" and chunks not in (None, 1):
         raise UsageError(f"--chunks {chunks} does not apply to one-to-one; choose --placement circular or v-shape")
-    return STRATEGIES[strategy](num_devices, chunks or 2)
+    if chunks is not None and chunks < 1:
+        raise UsageError(f"--chunks must be at least 1, not {chunks}")
+    return STRATEGIES[strategy](num_devices, 2 if chunks is None else chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class _Chain:
-    """Blocks in a line, and what a choice of cuts means for the devices."""
+def _cut(chain: Chain, times: Sequence[int]) -> tuple[int, ...]:
+    """The best cut, or one that comes near to fitting where none is found that fits."""
+    crowded = chain.num_stages > len(chain.memory)
 
-    costs: Sequence[StageCosts]
-    devices: Sequence[int]
-    memory: Sequence[int | None]
+    def fits_alone(stage: int, begin: int, end: int) -> bool:
+        return chain.fits(chain.devices[stage], [(begin, end)])
 
-    def bytes_of(self, begin: int, end: int) -> int:
-        """What a stage of these blocks takes at the least: one micro-batch in flight."""
-        part = self.costs[begin:end]
-        held = sum(2 * cost.parameter_bytes + cost.optimizer_bytes + cost.activation_bytes for cost in part)
-        return held + max(cost.workspace_bytes for cost in part)
+    begins = balanced_split(times, chain.num_stages, fits_alone if chain.limited else None)
+    if begins is not None and crowded:
+        begins = levelled(chain, begins)
+    if begins is None or any(chain.missing(begins)):
+        begins = roomiest(chain)
+        if crowded and not any(chain.missing(begins)):
+            begins = levelled(chain, begins)
+    return begins
 
-    def fits(self, stage: int, begin: int, end: int) -> bool:
-        """Whether the stage alone fits on its device."""
-        limit = self.memory[self.devices[stage]]
-        return limit is None or self.bytes_of(begin, end) <= limit
 
-    def loads(self, begins: Sequence[int]) -> list[int]:
-        """[device] ns of work."""
-        loads = [0] * (max(self.devices) + 1)
-        for begin, end, device in self._ranges(begins):
-            loads[device] += sum(cost.forward_ns + cost.backward_ns for cost in self.costs[begin:end])
-        return loads
-
-    def excess(self, begins: Sequence[int]) -> int:
-        """Bytes missing on all devices together."""
-        return sum(max(0, missing) for missing in self._missing(begins))
-
-    def too_big(self, begins: Sequence[int]) -> InfeasibleError:
-        """The error for the device that misses most."""
-        missing = self._missing(begins)
-        device = max(range(len(missing)), key=missing.__getitem__)
-        stages = [stage for stage, where in enumerate(self.devices) if where == device]
-        limit = self.memory[device] or 0
-        return InfeasibleError(
-            f"device {device} (stage {', '.join(map(str, stages))}) has {format_bytes(limit)} and needs at least "
-            f"{format_bytes(limit + missing[device])} for parameters, gradients, optimizer state and one micro-batch: "
-            f"{format_bytes(max(1, missing[device]))} too much; raise --memory or --devices, or lower --microbatch-size"
-        )
-
-    def levelled(self, begins: tuple[int, ...]) -> tuple[int, ...]:
-        """Move cuts by one block while that lowers what is missing, the busiest device, or the squares."""
-        value = self._value(begins)
-        while True:
-            neighbours = [
-                (*begins[:index], begins[index] + step, *begins[index + 1 :])
-                for index in range(1, len(begins))
-                for step in (-1, 1)
-            ]
-            valid = [each for each in neighbours if self._is_cut(each)]
-            best = min(valid, key=self._value, default=begins)
-            if self._value(best) >= value:
-                return begins
-            begins, value = best, self._value(best)
-
-    def _value(self, begins: Sequence[int]) -> tuple[int, int, int]:
-        loads = self.loads(begins)
-        return self.excess(begins), max(loads), sum(load * load for load in loads)
-
-    def _is_cut(self, begins: Sequence[int]) -> bool:
-        ends = (*begins[1:], len(self.costs))
-        return all(begin < end for begin, end in zip(begins, ends, strict=True))
-
-    def _missing(self, begins: Sequence[int]) -> list[int]:
-        taken = [0] * (max(self.devices) + 1)
-        for begin, end, device in self._ranges(begins):
-            taken[device] += self.bytes_of(begin, end)
-        return [size - limit if limit is not None else 0 for size, limit in zip(taken, self.memory, strict=False)]
-
-    def _ranges(self, begins: Sequence[int]) -> list[tuple[int, int, int]]:
-        ends = (*begins[1:], len(self.costs))
-        return list(zip(begins, ends, self.devices, strict=True))
+def _too_big(chain: Chain, begins: Sequence[int], order: Sequence[str], device: int) -> InfeasibleError:
+    """The error for the device that misses most."""
+    stages = [stage for stage, where in enumerate(chain.devices) if where == device]
+    held = [
+        f"stage {stage} ({order[begin]}{f' .. {order[end - 1]}' if end - begin > 1 else ''})"
+        for stage, (begin, end) in enumerate(chain.ranges(begins))
+        if stage in stages
+    ]
+    limit, needed = chain.memory[device] or 0, chain.bytes_of(chain.ranges_on(device, begins))
+    return InfeasibleError(
+        f"no cut into {chain.num_stages} stages was found that fits; in the one that comes nearest, device {device} "
+        f"has {format_bytes(limit)} and needs {format_bytes(needed)} for {', '.join(held)}: "
+        f"{format_bytes(needed - limit)} too much, with parameters, gradients, optimizer state, workspace and the "
+        "activations of a single micro-batch; raise --memory or --devices, or lower --microbatch-size"
+    )

@@ -1,0 +1,125 @@
+"""Cuts with the least possible busiest device, where devices run several stages.
+
+Device 0 runs the first stage of every chunk that goes down and the last of every chunk that goes up, device 1 the
+next ones, and so on. So devices eat the chain from fixed ends: what a down chunk and the up chunk after it leave is
+one *segment*, eaten from both sides; a chunk alone is a segment eaten from the left. A dynamic programme over what
+is left after each device is exact; where segments meet is tried out.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+from pipeplan.partition.chain import Chain, Range
+
+__all__ = ["MAX_STEPS", "least_busiest"]
+
+MAX_STEPS = 50_000
+"""Choices the search looks at before it gives up: some tenths of a second."""
+
+State = tuple[Range, ...]
+"""What is left of each segment."""
+
+Layer = dict[State, tuple[int, State]]
+"""What is left -> (busiest device so far in ns, what was left before this device)."""
+
+
+def least_busiest(chain: Chain, below: int) -> tuple[int, ...] | None:
+    """Cuts that fit and whose busiest device is as little busy as can be, if that is less than ``below`` ns.
+
+    None if there are none, or if finding them takes more than ``MAX_STEPS`` steps.
+    """
+    num_devices, sides = len(chain.memory), _sides(chain)
+    junctions = len(sides) - 1
+    if below <= -(-chain.times[-1] // num_devices) or math.comb(chain.num_blocks - 1, junctions) > MAX_STEPS:
+        return None
+    layers: list[Layer] = [dict.fromkeys(_starts(chain.num_blocks, junctions), (0, ()))]
+    steps = 0
+    for device in range(num_devices):
+        following: Layer = {}
+        for state, (value, _) in layers[-1].items():
+            for left, load in _takes(chain, sides, device, state, below):
+                steps += 1
+                if left not in following or max(value, load) < following[left][0]:
+                    following[left] = (max(value, load), state)
+                if steps > MAX_STEPS:
+                    return None
+        layers.append(following)
+    return _traced(sides, layers)
+
+
+def _sides(chain: Chain) -> list[int]:
+    """[segment] 2 for a chunk that goes down and one that comes up again, 1 for a chunk alone."""
+    sides: list[int] = []
+    for first in range(0, chain.num_stages, len(chain.memory)):
+        goes_up = len(chain.memory) > 1 and chain.devices[first] > chain.devices[first + 1]
+        sides = [*sides[:-1], 2] if goes_up else [*sides, 1]
+    return sides
+
+
+def _starts(num_blocks: int, junctions: int) -> Iterator[State]:
+    for cuts in combinations(range(1, num_blocks), junctions):
+        yield tuple(zip((0, *cuts), (*cuts, num_blocks), strict=True))
+
+
+def _takes(chain: Chain, sides: Sequence[int], device: int, state: State, below: int) -> Iterator[tuple[State, int]]:
+    """(what is left, ns of work) for every choice of the device's stages that fits and leaves the others enough."""
+    after = len(chain.memory) - 1 - device
+    must = sum(chain.time(begin, end) for begin, end in state) - after * (below - 1)
+    for left, load in _bites(chain, sides, after, state, must, below - 1):
+        taken: list[Range] = []
+        for (begin, end), (low, high), ends in zip(state, left, sides, strict=True):
+            taken += [(begin, low), (high, end)][:ends]
+        if chain.fits(device, taken) and (after or all(low == high for low, high in left)):
+            yield left, load
+
+
+def _bites(
+    chain: Chain, sides: Sequence[int], after: int, state: State, must: int, room: int
+) -> Iterator[tuple[State, int]]:
+    """Bites from all segments that take ``must`` to ``room`` ns together and leave a block for each later stage."""
+    if len(state) == 1:
+        for left, load in _bite(chain, sides[0], after, state[0], must, room):
+            yield (left,), load
+        return
+    for left, load in _bite(chain, sides[0], after, state[0], 0, room):
+        for others, more in _bites(chain, sides[1:], after, state[1:], must - load, room - load):
+            yield (left, *others), load + more
+
+
+def _bite(chain: Chain, ends: int, after: int, segment: Range, must: int, room: int) -> Iterator[tuple[Range, int]]:
+    """The same for one segment: at least one block from each of its ends."""
+    begin, end = segment
+    if ends == 1:
+        enough = bisect_left(chain.times, chain.times[begin] + must)
+        for low in range(max(begin + 1, enough), end - after + 1):
+            if chain.time(begin, low) > room:
+                return
+            yield (low, end), chain.time(begin, low)
+        return
+    for low in range(begin + 1, end - 2 * after):
+        head = chain.time(begin, low)
+        if head > room:
+            return
+        enough = bisect_right(chain.times, chain.times[end] - max(0, must - head)) - 1
+        for high in range(min(end - 1, enough), low + 2 * after - 1, -1):
+            if head + chain.time(high, end) > room:
+                break
+            yield (low, high), head + chain.time(high, end)
+
+
+def _traced(sides: Sequence[int], layers: Sequence[Layer]) -> tuple[int, ...] | None:
+    """First block of each stage on the way to the best last layer."""
+    if not layers[-1]:
+        return None
+    left = min(layers[-1], key=lambda state: layers[-1][state][0])
+    begins: list[int] = []
+    for layer in reversed(layers[1:]):
+        state = layer[left][1]
+        for (begin, _), (_, high), ends in zip(state, left, sides, strict=True):
+            begins += [begin, high][:ends]
+        left = state
+    return tuple(sorted(begins))

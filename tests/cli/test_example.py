@@ -1,0 +1,127 @@
+"""``pipeplan example`` from the command line: what it writes, its defaults, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pipeplan.cli.example_verb import command
+from pipeplan.cli.main import main
+from pipeplan.examples import SHAPES
+from pipeplan.model import Profile, parse, read_profile
+
+ROOT = Path(__file__).parents[2]
+MS = 1_000_000
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(command, list(arguments), catch_exceptions=True)
+
+
+def written(*arguments: str) -> Profile:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return parse(result.stdout, Profile)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_defaults_are_tessels_example(kind: str) -> None:
+    profile = written(f"shape-{kind}")
+    assert profile.placement is not None
+    assert profile.placement.num_devices == 4
+    chunks = 2 if kind in ("circular", "zbv") else 1
+    for block in profile.blocks:
+        row = block.costs[0]
+        expected = (MS, MS, 10**9 if kind == "k" else 0) if block.shared else (MS, 3 * MS, 10**9)
+        values = (row.forward_ns, row.backward_ns, row.activation_bytes)
+        assert values == (expected if block.shared else tuple(value // chunks for value in expected))
+        assert (row.input_grad_ns, row.weight_grad_ns, row.weight_grad_bytes, row.workspace_bytes) == (None, None, 0, 0)
+    assert all(edge.transfer_ns == 0 for edge in profile.edges)
+
+
+def test_the_shipped_profiles_come_from_the_defaults() -> None:
+    result = run("shape-nn", "--devices", "4")
+    assert result.stdout == (ROOT / "profiles" / "tessel-nn.json").read_text(encoding="utf-8")
+
+
+def test_every_flag_reaches_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    result = run(
+        *("shape-mllm", "--devices", "2", "--forward", "2ms", "--input-grad", "3us", "--weight-grad", "4ns"),
+        *("--shared-forward", "5ms", "--shared-backward", "6ms", "--comm", "7us"),
+        *("--activation-bytes", "1KiB", "--weight-grad-bytes", "2kB", "-o", str(path)),
+    )
+    assert (result.exit_code, result.output) == (0, "")
+    blocks = {block.id: block.costs[0] for block in read_profile(str(path)).blocks}
+    chain = blocks["layer1"]
+    assert (chain.forward_ns, chain.input_grad_ns, chain.weight_grad_ns) == (2 * MS, 3000, 4)
+    assert (chain.backward_ns, chain.activation_bytes, chain.weight_grad_bytes) == (3004, 1024, 2000)
+    assert (blocks["head"].forward_ns, blocks["head"].backward_ns, blocks["head"].shards) == (5 * MS, 6 * MS, 2)
+    assert [edge.transfer_ns for edge in read_profile(str(path)).edges] == [0, 7000, 0]
+
+
+def test_backward_and_chunks_reach_the_file() -> None:
+    profile = written("shape-circular", "--devices", "3", "--chunks", "4", "--backward", "8ms")
+    assert [block.costs[0].backward_ns for block in profile.blocks] == [2 * MS] * 12
+
+
+def test_a_zero_backward_is_not_the_default() -> None:
+    assert written("shape-v", "--backward", "0ns", "--devices", "1").blocks[0].costs[0].backward_ns == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["shape-z"], "shape-v, shape-x, shape-m, shape-mllm, shape-nn, shape-k, shape-circular, shape-zbv"),
+        (["v"], "there is no example 'v'"),
+        (["shape-v", "--shared-forward", "1ms"], "--shared-forward does not apply to shape-v"),
+        (["shape-zbv", "--shared-backward", "1ms"], "--shared-backward does not apply to shape-zbv"),
+        (["shape-m", "--chunks", "2"], "--chunks does not apply to shape-m"),
+        (["shape-k", "--devices", "5"], "even number of devices, not 5"),
+        (["shape-v", "--devices", "0"], "0 is not in the range"),
+        (["shape-v", "--devices", "4097"], "1 to 4096 devices"),
+        (["shape-circular", "--chunks", "0"], "0 is not in the range"),
+        (["shape-v", "--input-grad", "1ms"], "come together"),
+        (["shape-v", "--backward", "1ms", "--input-grad", "1ms", "--weight-grad", "1ms"], "give one of them"),
+        (["shape-v", "--weight-grad-bytes", "1"], "give --input-grad and --weight-grad too"),
+        (["shape-v", "--forward", "3"], "'3' is not a duration"),
+        (["shape-v", "--activation-bytes", "-1"], "not a size"),
+        (["shape-v", "-o", "/no/such/folder/p.json"], "/no/such/folder/p.json: cannot be written"),
+        ([], "Missing argument 'NAME'"),
+    ],
+)
+def test_refused_with_exit_2(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pipeplan", "example", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    output = capsys.readouterr()
+    assert (ended.value.code, output.out) == (2, "")
+    assert words in " ".join(output.err.split())
+
+
+def test_flags_are_the_documented_ones() -> None:
+    flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    assert flags == {
+        *("name", "--devices", "--chunks", "--forward", "--backward", "--input-grad", "--weight-grad"),
+        *("--shared-forward", "--shared-backward", "--comm", "--activation-bytes", "--weight-grad-bytes"),
+        *("-o", "--output"),
+    }
+
+
+def test_as_a_process() -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "pipeplan.cli.main", "example", "shape-x", "--devices", "2"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (process.returncode, process.stderr) == (0, "")
+    assert json.loads(process.stdout)["name"] == "shape-x"

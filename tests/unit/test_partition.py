@@ -1,0 +1,380 @@
+"""Balanced cuts: exact against trying every cut, under memory, and what is said when none fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from time import perf_counter
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pipeplan.costs import StageCosts
+from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.model import Block, CostRow, Edge, Placement, Profile, Source
+from pipeplan.partition import STRATEGIES, balanced_split, place
+from pipeplan.partition import exact as exact_module
+from pipeplan.partition.balance import least_split
+from pipeplan.partition.chain import Chain
+from pipeplan.partition.exact import least_busiest
+from pipeplan.partition.level import levelled, roomiest
+
+TIMES = st.sampled_from([0, 1, 1, 2, 3, 5, 8, 30])
+SIZES = st.integers(0, 6)
+CROWDED = [("v-shape", 2, 2), ("v-shape", 3, 2), ("v-shape", 2, 3), ("circular", 2, 2), ("circular", 3, 2)]
+
+
+def profile_of(
+    times: Sequence[int],
+    *,
+    parameters: Sequence[int] | None = None,
+    activations: Sequence[int] | None = None,
+    workspaces: Sequence[int] | None = None,
+    edges: Sequence[tuple[int, int]] | None = None,
+) -> Profile:
+    """Blocks b0, b1, ... with these forward times; a chain unless edges are given."""
+    zeros = [0] * len(times)
+    blocks = tuple(
+        Block(
+            id=f"b{index}",
+            operator="layer",
+            parameter_bytes=parameter,
+            costs=(
+                CostRow(
+                    microbatch_size=1,
+                    forward_ns=time,
+                    backward_ns=0,
+                    activation_bytes=activation,
+                    workspace_bytes=workspace,
+                ),
+            ),
+        )
+        for index, (time, parameter, activation, workspace) in enumerate(
+            zip(times, parameters or zeros, activations or zeros, workspaces or zeros, strict=True)
+        )
+    )
+    pairs = [(index, index + 1) for index in range(len(times) - 1)] if edges is None else edges
+    return Profile(
+        name="test",
+        source=Source(method="estimated"),
+        blocks=blocks,
+        edges=tuple(Edge(source=f"b{source}", target=f"b{target}") for source, target in pairs),
+    )
+
+
+def chain_of(
+    blocks: Sequence[tuple[int, int, int, int]], devices: Sequence[int], memory: Sequence[int | None]
+) -> Chain:
+    """Blocks as (time, parameters, activations, workspace)."""
+    costs = [StageCosts(time, 0, None, None, held, 0, work, size, 0) for time, size, held, work in blocks]
+    return Chain.of(costs, devices, memory)
+
+
+def cuts(num_blocks: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+    for inner in combinations(range(1, num_blocks), num_stages - 1):
+        yield (0, *inner)
+
+
+def pieces(values: Sequence[int], begins: Sequence[int]) -> list[Sequence[int]]:
+    return [values[begin:end] for begin, end in zip(begins, [*begins[1:], len(values)], strict=True)]
+
+
+def device_loads(times: Sequence[int], begins: Sequence[int], devices: Sequence[int]) -> list[int]:
+    loads = [0] * (max(devices) + 1)
+    for part, device in zip(pieces(times, begins), devices, strict=True):
+        loads[device] += sum(part)
+    return loads
+
+
+def device_bytes(
+    blocks: Sequence[tuple[int, int, int, int]], begins: Sequence[int], devices: Sequence[int], device: int
+) -> int:
+    """Peak of a device when one micro-batch goes through, action by action."""
+    mine = [part for part, where in zip(pieces(range(len(blocks)), begins), devices, strict=True) if where == device]
+    static = sum(2 * blocks[index][1] for part in mine for index in part)
+    held = peak = 0
+    for part in mine:
+        held += sum(blocks[index][2] for index in part)
+        peak = max(peak, held + max(blocks[index][3] for index in part))
+    return static + peak
+
+
+# The split ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(TIMES, min_size=1, max_size=10), st.integers(1, 5))
+def test_split_is_exact(times: list[int], num_stages: int) -> None:
+    assume(num_stages <= len(times))
+    begins = balanced_split(times, num_stages)
+    assert begins is not None
+    assert begins in set(cuts(len(times), num_stages))
+
+    def value(each: Sequence[int]) -> tuple[int, int]:
+        sums = [sum(part) for part in pieces(times, each)]
+        return max(sums), sum(time * time for time in sums)
+
+    assert value(begins) == min(value(each) for each in cuts(len(times), num_stages))
+
+
+@given(st.lists(st.tuples(TIMES, SIZES), min_size=1, max_size=9), st.lists(st.integers(0, 12), min_size=1, max_size=4))
+def test_split_under_memory_is_exact(blocks: list[tuple[int, int]], limits: list[int]) -> None:
+    assume(len(limits) <= len(blocks))
+    times, sizes = [time for time, _ in blocks], [size for _, size in blocks]
+    begins = balanced_split(times, len(limits), lambda stage, begin, end: sum(sizes[begin:end]) <= limits[stage])
+    fitting = [
+        [sum(part) for part in pieces(times, each)]
+        for each in cuts(len(times), len(limits))
+        if all(sum(part) <= limit for part, limit in zip(pieces(sizes, each), limits, strict=True))
+    ]
+    if not fitting:
+        assert begins is None
+        return
+    assert begins is not None
+    assert all(sum(part) <= limit for part, limit in zip(pieces(sizes, begins), limits, strict=True))
+    found = [sum(part) for part in pieces(times, begins)]
+    assert (max(found), sum(time * time for time in found)) == min(
+        (max(each), sum(time * time for time in each)) for each in fitting
+    )
+
+
+def test_no_split_into_more_stages_than_blocks() -> None:
+    assert balanced_split([1, 2], 3) is None
+
+
+def test_squares_larger_than_a_float_stay_exact() -> None:
+    """Both cuts of the first three blocks are under the longest stage; their squares differ by 4 in 10^30."""
+    big = 10**15
+    times = [big, 1, big - 2, 2 * big]
+    squares = [sum(sum(part) ** 2 for part in pieces(times, each)) for each in ((0, 1, 3), (0, 2, 3))]
+    assert squares[1] - squares[0] > 0
+    assert float(squares[0]) == float(squares[1])
+    assert balanced_split(times, 3) == (0, 1, 3)
+    assert balanced_split([big - 2, 1, big, 2 * big], 3) == (0, 2, 3)
+
+
+def test_least_split_takes_any_cost() -> None:
+    """Two blocks cost more together than the sum; the heavier stage index is dearer."""
+    begins = least_split(lambda stage, begin, end: (stage + 1) * (end - begin) ** 2, 6, 2)
+    assert begins == (0, 4)  # 16 and 8; (0, 3) costs 9 and 18
+
+
+def test_four_hundred_blocks_in_32_stages_are_quick() -> None:
+    times = [100 + 37 * index % 61 for index in range(400)]
+    started = perf_counter()
+    begins = balanced_split(times, 32)
+    assert begins is not None
+    assert perf_counter() - started < 10
+    longest = max(sum(part) for part in pieces(times, begins))
+    assert -(-sum(times) // 32) <= longest <= -(-sum(times) // 32) + max(times)
+
+
+# Devices with several stages ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("strategy", "num_devices", "chunks"), CROWDED)
+@given(times=st.lists(TIMES, min_size=6, max_size=10))
+@settings(max_examples=40, deadline=None)
+def test_busiest_device_is_least(strategy: str, num_devices: int, chunks: int, times: list[int]) -> None:
+    devices = STRATEGIES[strategy](num_devices, chunks)
+    assume(len(times) >= len(devices))
+    placed = place(profile_of(times), strategy, num_devices, chunks=chunks, microbatch_size=1)
+    least = min(max(device_loads(times, each, devices)) for each in cuts(len(times), len(devices)))
+    assert max(device_loads(times, begins_of(placed), devices)) == least
+
+
+@pytest.mark.parametrize(("strategy", "num_devices", "chunks"), CROWDED)
+@given(
+    blocks=st.lists(st.tuples(TIMES, SIZES, SIZES, SIZES), min_size=6, max_size=9),
+    limits=st.lists(st.integers(5, 80) | st.none(), min_size=3, max_size=3),
+)
+@settings(max_examples=40, deadline=None)
+def test_busiest_device_is_least_under_memory(
+    strategy: str,
+    num_devices: int,
+    chunks: int,
+    blocks: list[tuple[int, int, int, int]],
+    limits: list[int | None],
+) -> None:
+    devices, memory = STRATEGIES[strategy](num_devices, chunks), limits[:num_devices]
+    assume(len(blocks) >= len(devices))
+    times, parameters, activations, workspaces = ([block[part] for block in blocks] for part in range(4))
+    profile = profile_of(times, parameters=parameters, activations=activations, workspaces=workspaces)
+
+    def fits(begins: Sequence[int]) -> bool:
+        return all(
+            limit is None or device_bytes(blocks, begins, devices, device) <= limit
+            for device, limit in enumerate(memory)
+        )
+
+    fitting = [max(device_loads(times, each, devices)) for each in cuts(len(times), len(devices)) if fits(each)]
+    try:
+        placed = place(profile, strategy, num_devices, chunks=chunks, microbatch_size=1, memory_bytes=memory)
+    except InfeasibleError:
+        assert not fitting
+        return
+    assert fits(begins_of(placed))
+    assert max(device_loads(times, begins_of(placed), devices)) == min(fitting)
+
+
+@pytest.mark.parametrize(("strategy", "num_devices", "chunks"), CROWDED)
+@given(times=st.lists(TIMES, min_size=6, max_size=14))
+@settings(max_examples=30, deadline=None)
+def test_levelling_never_makes_the_busiest_busier(
+    strategy: str, num_devices: int, chunks: int, times: list[int]
+) -> None:
+    devices = STRATEGIES[strategy](num_devices, chunks)
+    assume(len(times) >= len(devices))
+    begins = balanced_split(times, len(devices))
+    assert begins is not None
+    after = levelled(chain_of([(time, 0, 0, 0) for time in times], devices, [None] * num_devices), begins)
+    assert max(device_loads(times, after, devices)) <= max(device_loads(times, begins, devices))
+    assert after in set(cuts(len(times), len(devices)))
+
+
+def test_the_exact_search_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = chain_of([(5 + index % 7, 0, 0, 0) for index in range(24)], STRATEGIES["v-shape"](4, 2), [None] * 4)
+    assert least_busiest(chain, 10**6) is not None
+    monkeypatch.setattr(exact_module, "MAX_STEPS", 10)
+    assert least_busiest(chain, 10**6) is None
+
+
+def test_nothing_is_below_the_average() -> None:
+    chain = chain_of([(3, 0, 0, 0)] * 8, STRATEGIES["v-shape"](2, 2), [None] * 2)
+    assert least_busiest(chain, 13) is not None
+    assert least_busiest(chain, 12) is None
+
+
+@given(
+    st.lists(st.tuples(st.just(0), SIZES, SIZES, SIZES), min_size=3, max_size=9),
+    st.lists(st.integers(0, 40), min_size=3, max_size=3),
+)
+@settings(deadline=None)
+def test_roomiest_misses_least(blocks: list[tuple[int, int, int, int]], limits: list[int]) -> None:
+    chain = chain_of(blocks, [0, 1, 2], limits)
+
+    def shortage(begins: Sequence[int]) -> int:
+        return max(device_bytes(blocks, begins, [0, 1, 2], device) - limits[device] for device in range(3))
+
+    assert shortage(roomiest(chain)) == min(shortage(each) for each in cuts(len(blocks), 3))
+
+
+# Placements --------------------------------------------------------------------------------------------------------
+
+
+def begins_of(placed: Placement) -> tuple[int, ...]:
+    """First block of each stage, after the blocks turned out to be all in order."""
+    order = [block for stage in placed.stages for block in stage.blocks]
+    assert order == [f"b{index}" for index in range(len(order))]
+    return tuple(order.index(stage.blocks[0]) for stage in placed.stages)
+
+
+def test_stages_of_the_strategies() -> None:
+    profile = profile_of([1] * 12)
+    expected = {
+        ("one-to-one", None): [0, 1, 2],
+        ("circular", None): [0, 1, 2, 0, 1, 2],
+        ("circular", 3): [0, 1, 2] * 3,
+        ("circular", 1): [0, 1, 2],
+        ("v-shape", None): [0, 1, 2, 2, 1, 0],
+        ("v-shape", 3): [0, 1, 2, 2, 1, 0, 0, 1, 2],
+        ("v-shape", 1): [0, 1, 2],
+    }
+    for (strategy, chunks), devices in expected.items():
+        placed = place(profile, strategy, 3, chunks=chunks, microbatch_size=1)
+        profile.check_placement(placed)
+        assert (placed.strategy, placed.num_devices) == (strategy, 3)
+        assert [stage.devices for stage in placed.stages] == [(device,) for device in devices]
+        assert device_loads([1] * 12, begins_of(placed), devices) == [4, 4, 4]
+
+
+def test_a_heavy_head_is_balanced_over_devices() -> None:
+    """The last block, on device 0 of a v-shape, is as long as four others, so device 0 gets little besides."""
+    placed = place(profile_of([1] * 12 + [4]), "v-shape", 4, microbatch_size=1)
+    devices = [stage.devices[0] for stage in placed.stages]
+    assert sorted(device_loads([1] * 12 + [4], begins_of(placed), devices)) == [3, 4, 4, 5]
+
+
+def test_the_turn_of_a_v_shape_is_in_the_middle() -> None:
+    """Where the cut between two stages of one device changes no device's work, the stages become equal."""
+    placed = place(profile_of([1] * 16), "v-shape", 1, microbatch_size=1)
+    assert [len(stage.blocks) for stage in placed.stages] == [8, 8]
+
+
+def test_a_graph_is_put_in_topological_order() -> None:
+    profile = profile_of([1] * 4, edges=[(0, 3), (3, 1), (0, 2)])
+    placed = place(profile, "one-to-one", 2, microbatch_size=1)
+    profile.check_placement(placed)
+    assert [stage.blocks for stage in placed.stages] == [("b0", "b2"), ("b3", "b1")]
+
+
+def test_the_microbatch_size_weighs_the_blocks() -> None:
+    """Block b0 grows with the micro-batch, the others do not."""
+    rows = [[(1, 1), (4, 40)], [(1, 10), (4, 10)], [(1, 10), (4, 10)], [(1, 10), (4, 10)]]
+    blocks = tuple(
+        Block(
+            id=f"b{index}",
+            operator="layer",
+            costs=tuple(CostRow(microbatch_size=size, forward_ns=time, backward_ns=0) for size, time in each),
+        )
+        for index, each in enumerate(rows)
+    )
+    profile = Profile(name="grows", source=Source(method="estimated"), blocks=blocks)
+    for size, begins in ((1, (0, 2)), (4, (0, 1)), (2, (0, 2))):
+        assert begins_of(place(profile, "one-to-one", 2, microbatch_size=size)) == begins
+    with pytest.raises(UsageError, match="--microbatch-size"):
+        place(profile, "one-to-one", 2, microbatch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_devices", "chunks", "words"),
+    [
+        ("one-to-one", 5, None, r"needs 5 stages, but profile 'test' has only 4 blocks; lower --devices$"),
+        ("circular", 2, 3, r"circular on 2 devices needs 6 stages, .* only 4 blocks; lower --devices or --chunks"),
+        ("v-shape", 3, None, "v-shape on 3 devices needs 6 stages"),
+        ("one-to-one", 2, 2, "--chunks 2 does not apply to one-to-one"),
+        ("circular", 2, 0, "--chunks must be at least 1, not 0"),
+        ("one-to-one", 0, None, "--devices must be at least 1"),
+        ("bidirectional", 2, None, "'bidirectional' is not known; choose from auto, one-to-one, circular, v-shape"),
+    ],
+)
+def test_what_does_not_apply(strategy: str, num_devices: int, chunks: int | None, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        place(profile_of([1] * 4), strategy, num_devices, chunks=chunks, microbatch_size=1)
+
+
+def test_too_little_memory_names_device_stage_and_bytes() -> None:
+    """b3 alone needs 2 x 500 B of parameters and gradients, 30 held and 7 of workspace."""
+    profile = profile_of([1] * 4, parameters=[1, 1, 1, 500], activations=[30, 30, 30, 30], workspaces=[7, 7, 7, 7])
+    with pytest.raises(InfeasibleError) as error:
+        place(profile, "one-to-one", 2, microbatch_size=1, memory_bytes=[1000, 1000])
+    words = "device 1 has 1kB and needs 1.037kB for stage 1 (b3): 37B too much"
+    assert words in str(error.value)
+    assert "raise --memory or --devices, or lower --microbatch-size" in str(error.value)
+    place(profile, "one-to-one", 2, microbatch_size=1, memory_bytes=[1000, 1037])
+
+
+def test_too_little_memory_for_two_stages_of_a_device() -> None:
+    """Every stage fits alone; together the two of device 0 do not, whatever the cut."""
+    profile = profile_of([1] * 4, activations=[60, 10, 10, 60])
+    with pytest.raises(InfeasibleError, match=r"device 0 has 100B and needs 120B for stage 0 \(b0\), stage 3 \(b3\)"):
+        place(profile, "v-shape", 2, microbatch_size=1, memory_bytes=[100, 100])
+    placed = place(profile, "circular", 2, microbatch_size=1, memory_bytes=[100, 100])
+    assert [stage.blocks for stage in placed.stages] == [("b0",), ("b1",), ("b2",), ("b3",)]
+
+
+def test_memory_moves_the_cut() -> None:
+    profile = profile_of([1, 1, 1, 1], parameters=[50, 50, 0, 0])
+    free = place(profile, "one-to-one", 2, microbatch_size=1)
+    tight = place(profile, "one-to-one", 2, microbatch_size=1, memory_bytes=[100, None])
+    assert (begins_of(free), begins_of(tight)) == ((0, 2), (0, 1))
+
+
+@pytest.mark.parametrize("strategy", ["circular", "v-shape"])
+def test_many_blocks_on_many_devices_are_quick(strategy: str) -> None:
+    times = [100 + 37 * index % 61 for index in range(400)]
+    devices = STRATEGIES[strategy](16, 2)
+    started = perf_counter()
+    placed = place(profile_of(times), strategy, 16, microbatch_size=1, memory_bytes=[10**9] * 16)
+    assert perf_counter() - started < 20
+    assert max(device_loads(times, begins_of(placed), devices)) <= sum(times) / 16 + max(times)
