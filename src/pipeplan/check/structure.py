@@ -29,7 +29,13 @@ def check_structure(plan: Plan, findings: Findings) -> None:
     seen: dict[tuple[str, str], int] = {}
     messages: dict[tuple[int, str, int, int, int], str] = {}
     for number, dependency in enumerate(plan.dependencies):
-        _check_dependency(number, dependency, seen, findings)
+        pair = dependency.source, dependency.target
+        if pair in seen:
+            text = f"repeats dependencies[{seen[pair]}], {pair[0]} -> {pair[1]}"
+            findings.add("dependencies", f"dependencies[{number}]", text)
+            continue
+        seen[pair] = number
+        _check_dependency(number, *pair, findings)
         _check_hops(plan, number, dependency, messages, findings)
 
 
@@ -73,15 +79,8 @@ def _check_balance(stage: int, operations: dict[str, Operation], findings: Findi
         findings.add("balance", f"stages[{stage}]", text)
 
 
-def _check_dependency(
-    number: int, dependency: Dependency, seen: dict[tuple[str, str], int], findings: Findings
-) -> None:
-    """Outputs feed forwards, gradients feed backwards, and no dependency stands there twice."""
-    place = f"dependencies[{number}]"
-    source, target = dependency.source, dependency.target
-    if (source, target) in seen:
-        findings.add("dependencies", place, f"repeats dependencies[{seen[source, target]}], {source} -> {target}")
-    seen[source, target] = number
+def _check_dependency(number: int, source: str, target: str, findings: Findings) -> None:
+    """Outputs feed forwards, gradients feed backwards."""
     if source[:-1] == target[:-1]:
         allowed = source[-1] + target[-1] in ("FB", "FI", "IW")
     else:
@@ -91,7 +90,7 @@ def _check_dependency(
             f"{source} -> {target} makes no sense: F waits for F, B and I wait for their stage's F and for B or I "
             "of others, W waits for its stage's I"
         )
-        findings.add("dependencies", place, text)
+        findings.add("dependencies", f"dependencies[{number}]", text)
 
 
 def _check_hops(
