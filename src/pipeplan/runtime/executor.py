@@ -76,6 +76,7 @@ class Executor:
         self._finish_sends()
         assert not self._kept, "every tensor handed over has its consumer in the program"
         assert not self._made, "every message made has its SEND in the program"
+        assert all(stage.idle for stage in self.stages.values()), "every F has its B, or I and W, in the program"
         return self._spans
 
     def _execute(self, instruction: Instruction, samples: Samples) -> None:

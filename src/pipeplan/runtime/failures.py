@@ -6,17 +6,19 @@ and every message names rank, action and program counter.
 
 from __future__ import annotations
 
+import contextlib
+import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
 from pipeplan.errors import ExecutionError, PipeplanError, UsageError
-from pipeplan.runtime.progress import Board
+from pipeplan.runtime.progress import Board, Progress
 from pipeplan.units import format_ns
 
-__all__ = ["Cause", "Failure", "RankError", "verdict"]
+__all__ = ["Cause", "Failure", "RankError", "cause_of", "lost_others", "telling", "verdict"]
 
 
 class Cause(StrEnum):
@@ -78,16 +80,37 @@ def verdict(
         programs: the plan's programs.
         timeout_ns: the longest wait allowed.
     """
-    told = [failure for failure in failures if failure.cause in (Cause.REFUSED, Cause.RAISED)]
-    if told:
-        first = min(told, key=lambda failure: failure.cause is Cause.RAISED)
-        return UsageError(first.text) if first.exit_code == UsageError.exit_code else ExecutionError(first.text)
+    told = telling(failures)
+    if told is not None:
+        return UsageError(told.text) if told.exit_code == UsageError.exit_code else ExecutionError(told.text)
     if deaths:
         return ExecutionError("; ".join(death(rank, deaths[rank], board, programs) for rank in sorted(deaths)))
     first = min(failures, key=lambda failure: (failure.cause is Cause.LOST, not failure.text))
     if first.cause is Cause.LOST:
         return ExecutionError(loss(first, board, programs))
     return ExecutionError(hang(first.rank, first.text, board, programs, timeout_ns))
+
+
+def telling(failures: Sequence[Failure]) -> Failure | None:
+    """The failure that explains the others by itself, if one does: a refusal, or else an exception."""
+    told = [failure for failure in failures if failure.cause in (Cause.REFUSED, Cause.RAISED)]
+    return min(told, key=lambda failure: failure.cause is Cause.RAISED, default=None)
+
+
+def cause_of(error: RuntimeError) -> tuple[Cause, str]:
+    """What an error of a transport means, TIMEOUT or LOST, and its text without place and advice."""
+    text = re.sub(r"^\[[^\]]*\] *", "", str(error).strip().partition("\n")[0]).partition(". ")[0]
+    return Cause.TIMEOUT if "timed out" in text.lower() else Cause.LOST, text
+
+
+@contextlib.contextmanager
+def lost_others(progress: Progress) -> Iterator[None]:
+    """Turn what a collective of all ranks raises into an error that names rank and place."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause, text = cause_of(error)
+        raise RankError(cause, f"rank {progress.rank} lost the others {progress.describe()}: {text}") from error
 
 
 def death(rank: int, status: int, board: Board, programs: Sequence[Sequence[str]]) -> str:

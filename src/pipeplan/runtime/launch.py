@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from pipeplan.errors import ExecutionError, PipeplanError
 from pipeplan.model import Plan
-from pipeplan.runtime.failures import Cause, Failure, verdict
+from pipeplan.runtime.failures import Cause, Failure, telling, verdict
 from pipeplan.runtime.options import RunOptions, RunResult, StepResult
 from pipeplan.runtime.progress import Board, Phase
 
@@ -170,7 +170,12 @@ class _Ranks:
         }
         try:
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=_STDERR, pass_fds=inherited, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=_STDERR,
+                pass_fds=inherited,
+                start_new_session=True,
+                env=self._environment(rank),
             )
         except OSError as error:
             os.close(reports)
@@ -182,6 +187,11 @@ class _Ranks:
         with contextlib.suppress(BrokenPipeError):  # died at once: watch() sees and says it
             process.stdin.write(json.dumps(identity).encode() + b"\n")
             process.stdin.flush()
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        """As torchrun would set it, and without the transport's own warnings of what is reported here anyway."""
+        place = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(self.programs))}
+        return {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **place}
 
     def watch(self, listen: Callable[[int, Report], None]) -> None:
         """Pass on reports until all ranks have ended well, or raise what went wrong."""
@@ -213,7 +223,7 @@ class _Ranks:
     def _gather(self, selector: selectors.BaseSelector, listen: Callable[[int, Report], None]) -> None:
         """Listen a moment longer: what came first may be an effect of what comes next."""
         until = time.monotonic() + _GRACE_S
-        while time.monotonic() < until and not any(failure.cause is Cause.RAISED for failure in self.failures):
+        while time.monotonic() < until and telling(self.failures) is None:
             if selector.get_map():
                 self._receive(selector, listen)
             else:
@@ -226,9 +236,9 @@ class _Ranks:
         return {rank: code for rank, code in status.items() if code is not None}
 
     def _verdict(self) -> PipeplanError:
-        for failure in self.failures:
-            if failure.details:
-                sys.stderr.write(failure.details)
+        told = telling(self.failures)
+        if told is not None:
+            sys.stderr.write(told.details)
         return verdict(self.failures, self._deaths(), self.board, self.programs, self.timeout_ns)
 
     def _notice_hangs(self) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeplan.runtime.failures import Cause
+from pipeplan.runtime.failures import Cause, cause_of
 from pipeplan.runtime.program import Message, Program
 
 __all__ = ["Channels", "TensorSpec", "TransferError", "edges_of"]
@@ -26,7 +26,7 @@ _MAX_UNFINISHED_SENDS = 8
 """Per edge; gloo cannot say whether a send has ended, so the oldest is waited for when there are more."""
 
 
-class TransferError(Exception):
+class TransferError(RuntimeError):
     """A transfer failed: ``cause`` is TIMEOUT or LOST, ``peer`` the rank at the other end."""
 
     def __init__(self, cause: Cause, peer: int, message: str) -> None:
@@ -198,9 +198,8 @@ class Channels:
         try:
             yield
         except RuntimeError as error:
-            text = str(error).splitlines()[0]
-            late = "timed out" in text.lower() or "timeout" in text.lower()
-            raise TransferError(Cause.TIMEOUT if late else Cause.LOST, peer, text) from error
+            cause, text = cause_of(error)
+            raise TransferError(cause, peer, text) from error
 
     def _tags(self, message: Message, microbatch: int) -> range:
         """One tag per tensor, unlike all others of a step; steps are kept apart by their end."""

@@ -7,7 +7,6 @@ a rank was that cannot say it any more, because it was killed or hangs.
 from __future__ import annotations
 
 import mmap
-import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,9 @@ from enum import IntEnum
 
 __all__ = ["Board", "Phase", "Position", "Progress"]
 
-_RECORD = struct.Struct("=5q")  # phase, step, counter, peer, since_ns
+_FIELDS = 5  # phase, step, counter, peer, since_ns
+_CELL_BYTES = 8
+_READ_TRIES = 16
 
 
 class Phase(IntEnum):
@@ -31,11 +32,12 @@ class Phase(IntEnum):
     UPDATING = 7
     REPORTING = 8
     DONE = 9
+    SAMPLING = 10
 
     @property
     def waits(self) -> bool:
         """Whether the rank can only go on when others do, or is not to be seen from here."""
-        return self not in (Phase.STARTING, Phase.LOADING, Phase.RUNNING, Phase.UPDATING)
+        return self not in (Phase.STARTING, Phase.LOADING, Phase.SAMPLING, Phase.RUNNING, Phase.UPDATING)
 
 
 _OUTSIDE = {
@@ -43,6 +45,7 @@ _OUTSIDE = {
     Phase.STARTING: "while starting",
     Phase.LOADING: "while building its blocks",
     Phase.CONNECTING: "while connecting to the other ranks",
+    Phase.SAMPLING: "in step {step}, before its program: making its samples",
     Phase.REDUCING: "in step {step}, behind its program: summing gradients of tied parameters",
     Phase.UPDATING: "in step {step}, behind its program: optimizer step",
     Phase.REPORTING: "in step {step}, behind its program: reporting the loss",
@@ -81,21 +84,31 @@ class Board:
 
     def __init__(self, descriptor: int, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self._memory = mmap.mmap(descriptor, self.size(num_ranks))
+        self._cells = memoryview(mmap.mmap(descriptor, self.size(num_ranks))).cast("q")
 
     @staticmethod
     def size(num_ranks: int) -> int:
         """Bytes the file must have."""
-        return num_ranks * _RECORD.size
+        return num_ranks * _FIELDS * _CELL_BYTES
 
     def write(self, rank: int, phase: Phase, step: int, counter: int, peer: int) -> None:
         """Note that a rank begins something now."""
-        _RECORD.pack_into(self._memory, rank * _RECORD.size, phase, step, counter, peer, time.monotonic_ns())
+        cells, first = self._cells, rank * _FIELDS
+        cells[first + 4] = time.monotonic_ns()
+        cells[first] = phase
+        cells[first + 1] = step
+        cells[first + 2] = counter
+        cells[first + 3] = peer
 
     def read(self, rank: int) -> Position:
         """Where a rank is; one that has written nothing, as ranks of other machines, is ``UNSEEN``."""
-        phase, step, counter, peer, since_ns = _RECORD.unpack_from(self._memory, rank * _RECORD.size)
-        return Position(Phase(phase), step, counter, peer, since_ns)
+        first = rank * _FIELDS
+        found: list[int] = []
+        for _ in range(_READ_TRIES):  # the rank writes cell by cell and never waits: two equal looks are one state
+            before, found = found, self._cells[first : first + _FIELDS].tolist()
+            if found == before:
+                break
+        return Position(Phase(found[0]), *found[1:])
 
     def culprit(self, rank: int) -> int:
         """The rank that holds up ``rank``: whom it waits for, and so on, up to one that does not wait.

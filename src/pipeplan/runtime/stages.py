@@ -122,6 +122,11 @@ class StageRunner:
         if loss is not None:
             self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is held: every forward has had its backward, every I its W."""
+        return not self._held and not self._queues
+
     def take_loss(self) -> Tensor | None:
         """The loss of the micro-batches since the last call, scaled; None if no block of the stage has one."""
         loss, self.loss = self.loss, None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +18,7 @@ from pipeplan.errors import UsageError
 from pipeplan.model import Plan, sha256_of
 from pipeplan.runtime.clock import Clock, Mark, offset_ns
 from pipeplan.runtime.executor import Executor, Span
-from pipeplan.runtime.failures import Cause, RankError
+from pipeplan.runtime.failures import lost_others
 from pipeplan.runtime.messages import Channels, TensorSpec, edges_of
 from pipeplan.runtime.model import Model, load_model
 from pipeplan.runtime.options import RunOptions, RunResult, StepResult
@@ -87,7 +86,7 @@ class Trainer:
         self.modules = self._build(dtype)
         progress.begin(Phase.CONNECTING)
         timeout = timedelta(seconds=options.timeout_ns / 1e9)
-        with self._told():
+        with lost_others(self.progress):
             _require_agreement(self.rank, plan, model, options, self.program, specs)
             self._all = dist.new_group(timeout=timeout, backend="gloo")
             self.tied = self._tie(timeout)
@@ -107,6 +106,7 @@ class Trainer:
             RankError: an action, a sum or the optimizer failed.
         """
         self.progress.step = step
+        self.progress.begin(Phase.SAMPLING)
         samples = self._samples(step)
         for parameter in self.parameters().values():
             parameter.grad = None
@@ -130,7 +130,7 @@ class Trainer:
     def everyones(self, value: Any) -> list[Any]:
         """What all ranks pass to this call, by rank."""
         told: list[Any] = [None] * dist.get_world_size()
-        with self._told():
+        with lost_others(self.progress):
             dist.all_gather_object(told, value, group=self._all)
         return told
 
@@ -188,14 +188,14 @@ class Trainer:
         self.progress.begin(Phase.REPORTING)
         anchor = self.clock.anchor()
         begin = torch.tensor([anchor[1] - self.clock.offset_ns])
-        with self._told():
+        with lost_others(self.progress):
             dist.all_reduce(begin, dist.ReduceOp.MAX, group=self._all)
         return int(begin.item()), anchor
 
     def _reduce(self) -> None:
         if self.tied.across_ranks:
             self.progress.begin(Phase.REDUCING)
-            with self._told():
+            with lost_others(self.progress):
                 self.tied.sum_gradients()
 
     def _resolve(self, spans: list[Span], anchor: tuple[Mark, int], begin_ns: int) -> list[TimedAction]:
@@ -223,16 +223,6 @@ class Trainer:
         lasts = [told_last for _, _, told_last, _ in told if told_last is not None]
         updates = [end - (told_last or end) for _, _, told_last, end in told]
         return StepResult(step, sum(entry[0] for entry in told), max(lasts) - min(firsts), max(updates))
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Turn what a collective raises into an error that names rank and place."""
-        try:
-            yield
-        except RuntimeError as error:
-            text = str(error).splitlines()[0]
-            cause = Cause.TIMEOUT if "timed out" in text.lower() else Cause.LOST
-            raise RankError(cause, f"rank {self.rank} lost the others {self.progress.describe()}: {text}") from error
 
 
 def _device(options: RunOptions) -> torch.device:

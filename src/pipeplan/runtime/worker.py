@@ -26,7 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipeplan.errors import PipeplanError, UsageError
 from pipeplan.model import Plan, parse
-from pipeplan.runtime.failures import Cause, Failure, RankError, verdict
+from pipeplan.runtime.failures import Cause, Failure, RankError, lost_others, verdict
 from pipeplan.runtime.launch import START_TIMEOUT_NS
 from pipeplan.runtime.options import RunOptions, RunResult, StepResult
 from pipeplan.runtime.progress import Board, Phase, Progress
@@ -36,6 +36,7 @@ __all__ = ["Link", "main", "run_under_torchrun"]
 
 _LIFELINE = 0  # standard input: ends with the parent
 _PR_SET_PDEATHSIG = 1
+_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,8 @@ def run_under_torchrun(
         progress.program = plan.programs[rank]
         with _process_group(store, rank, world_size, progress):
             result = train(plan, options, progress, on_step if rank == 0 else _ignore)
+    except KeyboardInterrupt:
+        _leave(_INTERRUPTED)
     except BaseException as error:
         failure = failure_of(error, progress)
         _say_once(failure, store, progress.board, programs, options.timeout_ns)
@@ -113,8 +116,7 @@ def failure_of(error: BaseException, progress: Progress) -> Failure:
     """What an exception means to those who did not see it."""
     rank = progress.rank
     if isinstance(error, RankError):
-        details = _trace(error.__cause__) if error.cause is Cause.RAISED and error.__cause__ is not None else ""
-        return Failure(rank, error.cause, str(error), error.exit_code, details, error.peer)
+        return Failure(rank, error.cause, str(error), error.exit_code, _origin(error), error.peer)
     if isinstance(error, PipeplanError):
         return Failure(rank, Cause.REFUSED, str(error), error.exit_code)
     text = f"rank {rank} failed {progress.describe()}: {type(error).__name__}: {error}"
@@ -139,16 +141,18 @@ def _train_job(job: Mapping[str, Any], link: Link) -> None:
 def _process_group(store: Store, rank: int, world_size: int, progress: Progress) -> Iterator[None]:
     """The default group, on gloo: for agreeing and reporting, beside the groups that carry tensors."""
     progress.begin(Phase.CONNECTING)
-    dist.init_process_group(
-        "gloo",
-        store=PrefixStore("pipeplan", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=_start_timeout(),
-    )
+    with lost_others(progress):
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore("pipeplan", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=_start_timeout(),
+        )
     yield
-    dist.barrier()  # nobody leaves while others still talk to it
-    dist.destroy_process_group()
+    with lost_others(progress):
+        dist.barrier()  # nobody leaves while others still talk to it
+        dist.destroy_process_group()
 
 
 def _local_store(identity: Mapping[str, Any]) -> Store:
@@ -224,6 +228,12 @@ def _content(descriptor: int) -> bytes:
 
 def _start_timeout() -> timedelta:
     return timedelta(seconds=START_TIMEOUT_NS / 1e9)
+
+
+def _origin(error: RankError) -> str:
+    """The traceback of what a block raised, without ours around it."""
+    origin = error.__cause__.__cause__ if error.cause is Cause.RAISED and error.__cause__ is not None else None
+    return "" if origin is None else "".join(traceback.format_exception(origin, chain=False))
 
 
 def _trace(error: BaseException) -> str:

@@ -1,0 +1,218 @@
+"""``pipeplan run``: train a model with a plan on torch.distributed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+from pipeplan.cli.types import DURATION
+from pipeplan.errors import UsageError
+
+if TYPE_CHECKING:
+    from pipeplan.model import Plan
+    from pipeplan.model.trace import TraceEvent
+    from pipeplan.runtime.options import RunOptions, RunResult, StepResult
+
+__all__ = ["command"]
+
+
+@click.command("run", short_help="Run a plan on torch.distributed.")
+@click.argument("plan_path", metavar="PLAN")
+@click.option("--model", required=True, metavar="NAME|pkg.mod:factory", help="A model of the zoo, or your own.")
+@click.option("--sequence", type=click.IntRange(min=1), help="Shorter sequences for a model of the zoo.")
+@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Mini-batches to train on.")
+@click.option("--local", is_flag=True, help="Start one process per device here; otherwise torchrun has done so.")
+@click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0, show_default=True)
+@click.option("--lr", type=click.FloatRange(min=0), default=1e-3, show_default=True, help="AdamW's learning rate.")
+@click.option("--weight-decay", type=click.FloatRange(min=0), default=0.01, show_default=True)
+@click.option("--dtype", type=click.Choice(["float32", "float64", "bfloat16"]), default="float32", show_default=True)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option(
+    "--backend",
+    type=click.Choice(["auto", "gloo", "nccl"]),
+    default="auto",
+    show_default=True,
+    help="What carries tensors; auto is nccl for cuda. With gloo several processes can share a GPU.",
+)
+@click.option("--timeout", type=DURATION, default="60s", show_default=True, help="Longest wait, and longest action.")
+@click.option("--trace", "trace_path", metavar="FILE", help="Write the measured timeline beside the predicted one.")
+@click.option("--json", "as_json", is_flag=True, help="Print losses and times as one JSON object.")
+def command(
+    plan_path: str,
+    model: str,
+    sequence: int | None,
+    steps: int,
+    local: bool,
+    seed: int,
+    lr: float,
+    weight_decay: float,
+    dtype: str,
+    device: str,
+    backend: str,
+    timeout: int,
+    trace_path: str | None,
+    as_json: bool,
+) -> None:
+    """Train with PLAN, one process per device, and print the loss of every step.
+
+    Start it under torchrun (torchrun --nproc-per-node 4 -m pipeplan run PLAN ...), or give --local. The model
+    comes from here, never from the plan; its blocks must have the plan's names.
+    """
+    from pipeplan.runtime.options import RunOptions
+
+    _require_torch()
+    if trace_path == "-":
+        raise UsageError("--trace - would mix with the losses on stdout; give a file")
+    options = RunOptions(
+        model=model,
+        sequence=sequence,
+        num_steps=steps,
+        seed=seed,
+        learning_rate=lr,
+        weight_decay=weight_decay,
+        dtype=dtype,
+        device=device,
+        backend=backend,
+        timeout_ns=timeout,
+        trace=trace_path is not None,
+        num_threads=0,
+    )
+    on_step = _ignore if as_json else _print_step
+    plans: list[Plan] = []
+
+    def read() -> Plan:
+        plans.append(_runnable_plan(plan_path))
+        return plans[-1]
+
+    result = _run_here(read, options, on_step) if local else _run_as_rank(read, options, on_step)
+    if result is None:  # not rank 0
+        return
+    if trace_path is not None:
+        _write_trace(plans[-1], result, trace_path)
+    if as_json:
+        click.echo(json.dumps(_summary(plans[-1], options, result)))
+
+
+def _require_torch() -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("run needs torch, which is not installed: pip install 'pipeplan[torch]'")
+
+
+def _runnable_plan(path: str) -> Plan:
+    """The plan of a file, verified.
+
+    Raises:
+        FileError: the file cannot be read.
+        InvalidPlanError: ``check`` refuses the plan.
+        UsageError: the executor does not run plans of this form.
+    """
+    from pipeplan.check import check
+    from pipeplan.model import read_plan
+    from pipeplan.runtime.program import require_runnable
+
+    plan = read_plan(path)
+    check(plan).require(path)
+    require_runnable(plan)
+    return plan
+
+
+def _run_here(read: Callable[[], Plan], options: RunOptions, on_step: Callable[[StepResult], None]) -> RunResult:
+    """Start the ranks, with this machine's cores divided among them unless the environment says otherwise."""
+    from dataclasses import replace
+
+    from pipeplan.runtime.launch import run_local
+
+    plan = read()
+    if "OMP_NUM_THREADS" not in os.environ:
+        options = replace(options, num_threads=max(1, (os.cpu_count() or 1) // len(plan.devices)))
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    return run_local(plan, options, on_step)
+
+
+def _run_as_rank(
+    read: Callable[[], Plan], options: RunOptions, on_step: Callable[[StepResult], None]
+) -> RunResult | None:
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        num_ranks = len(read().devices)
+        raise UsageError(
+            f"no ranks here: start {num_ranks} with torchrun --nproc-per-node {num_ranks} -m pipeplan run ..., or give "
+            "--local to start them on this machine"
+        )
+    from pipeplan.runtime.worker import run_under_torchrun
+
+    return run_under_torchrun(read, options, on_step)
+
+
+def _print_step(result: StepResult) -> None:
+    from pipeplan.units import format_ns
+
+    click.echo(f"step {result.step}  loss {result.loss:.4f}  iteration {format_ns(result.iteration_ns)}")
+
+
+def _ignore(result: StepResult) -> None:
+    """With --json everything is printed at the end."""
+
+
+def _as_interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """SIGTERM ends a run as Ctrl-C does: with its processes."""
+    raise KeyboardInterrupt
+
+
+def _summary(plan: Plan, options: RunOptions, result: RunResult) -> dict[str, object]:
+    """The object of ``--json``; ``iteration_ns`` is the median over the steps."""
+    return {
+        "plan": plan.name,
+        "model": options.model,
+        "num_ranks": len(plan.devices),
+        "device": options.device,
+        "dtype": options.dtype,
+        "backend": options.transport,
+        "num_microbatches": plan.num_microbatches,
+        "iteration_ns": round(statistics.median(step.iteration_ns for step in result.steps)),
+        "predicted_iteration_ns": plan.predicted.makespan_ns,
+        "steps": [step.as_json() for step in result.steps],
+        "peak_memory_bytes": list(result.peak_memory_bytes),
+        "predicted_peak_memory_bytes": [memory.peak_bytes for memory in plan.predicted.memory],
+        "versions": dict(result.versions),
+    }
+
+
+def _write_trace(plan: Plan, result: RunResult, path: str) -> None:
+    """Predicted and measured, step after step; in each both begin at the same moment.
+
+    A measured SEND lasts as long as posting it took, a RECV as long as its consumer waited for it.
+    """
+    from pipeplan.model import write_text
+    from pipeplan.model.trace import Trace, trace_json
+    from pipeplan.report.trace import predicted_trace
+    from pipeplan.simulate.simulation import simulate
+
+    predicted = predicted_trace(simulate(plan)).events()
+    measured = Trace("measured")
+    events: list[TraceEvent] = [event for event in predicted if event["ph"] != "X"]
+    begin_ns = 0
+    for step, ranks in enumerate(result.timeline):
+        for rank, actions in enumerate(ranks):
+            for counter, start, end in actions:
+                measured.add(plan.programs[rank][counter], rank, begin_ns + start, end - start, {"step": step})
+        events += [_later(event, begin_ns, step) for event in predicted if event["ph"] == "X"]
+        last = max((end for actions in ranks for *_, end in actions), default=0)
+        begin_ns += max(last, plan.predicted.makespan_ns) * 21 // 20
+    about = {"plan": plan.name, "steps": len(result.steps), "makespan_ns": plan.predicted.makespan_ns}
+    write_text(trace_json([*events, *measured.events()], about), path)
+
+
+def _later(event: TraceEvent, by_ns: int, step: int) -> TraceEvent:
+    at, args = event["ts"], event["args"]
+    assert isinstance(at, float)
+    assert isinstance(args, dict)
+    return {**event, "ts": (round(at * 1000) + by_ns) / 1000, "args": {**args, "step": step}}

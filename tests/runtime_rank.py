@@ -1,0 +1,73 @@
+"""A rank of the executor's tests: runs many plans in one process group and compares with unsplit training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import runtime_models
+import torch
+import torch.distributed as dist
+from runtime_plans import Unsplit
+
+from pipeplan.errors import UsageError
+from pipeplan.model import Plan, parse
+from pipeplan.runtime.model import Model, load_model
+from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.training import Trainer
+from pipeplan.runtime.worker import Link, main
+
+
+def compare(job: Mapping[str, Any], link: Link) -> None:
+    """Report, per case, how far losses, gradients and parameters of every step are from unsplit training."""
+    torch.set_num_threads(1)
+    for name, case in job["cases"].items():
+        options = RunOptions(**case["options"])
+        plan = parse(case["plan"], Plan)
+        link.progress.program = plan.programs[link.rank]
+        link.report({"event": "case", "name": name, **run_case(name, plan, options, link)})
+        dist.barrier()
+
+
+def run_case(name: str, plan: Plan, options: RunOptions, link: Link) -> dict[str, Any]:
+    """What a case is for: ranks that do not agree must all refuse alike; others train."""
+    if name.startswith("refused"):
+        seed = options.seed + (link.rank == 2 and "options" in name)
+        model = runtime_models.odd(link.rank) if "tensors" in name else runtime_models.breaking(lambda: None)
+        try:
+            Trainer(plan, model, replace(options, seed=seed), link.progress)
+        except UsageError as error:
+            return {"refused": str(error)}
+        return {"refused": None}
+    model = runtime_models.branches() if options.model == "branches" else load_model(options.model)
+    return train_both(plan, model, options, link)
+
+
+def train_both(plan: Plan, model: Model, options: RunOptions, link: Link) -> dict[str, Any]:
+    """Largest distances over steps; what is compared on this rank is its own part of the model."""
+    trainer = Trainer(plan, model, options, link.progress)
+    unsplit = Unsplit(model, options.seed, getattr(torch, options.dtype), options.learning_rate, options.weight_decay)
+    losses, distances = [], {"loss": 0.0, "gradient": 0.0, "parameter": 0.0}
+    for step in range(options.num_steps):
+        result, _ = trainer.step(step)
+        expected = unsplit.step(step, plan.mini_batch)
+        losses.append(result.loss)
+        distances["loss"] = max(distances["loss"], abs(result.loss - expected))
+        for name, parameter in trainer.parameters().items():
+            whole = unsplit.parameters()[name]
+            distances["gradient"] = max(distances["gradient"], _distance(parameter.grad, whole.grad))
+            distances["parameter"] = max(distances["parameter"], _distance(parameter, whole))
+    names = sorted(trainer.parameters())
+    trainer.close()
+    return {"losses": losses, "distances": distances, "parameters": names}
+
+
+def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+    if a is None or b is None:
+        return 0.0 if a is b else float("inf")
+    return float((a.detach() - b.detach()).abs().max())
+
+
+if __name__ == "__main__":
+    main(compare)
