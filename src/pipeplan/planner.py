@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib.metadata import version
@@ -14,7 +15,7 @@ from pipeplan.costs import build_workload, can_split
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.lower import programs
 from pipeplan.model import Cluster, Placement, Plan, Predicted, Profile, Provenance, read_placement, sha256_of
-from pipeplan.partition import STRATEGIES
+from pipeplan.partition import STRATEGIES, place
 from pipeplan.schedule.bounds import period_bound
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.search import Progress, Schedule, search_schedule
@@ -50,7 +51,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A plan and how it was found; ``seconds`` is the whole search.
+    """A plan and how it was found; ``seconds`` is the whole search, ``partition_seconds`` choosing the stages.
 
     ``status`` is ``optimal`` if the makespan equals the lower bound, else ``feasible``.
     """
@@ -58,6 +59,7 @@ class Result:
     plan: Plan
     schedule: Schedule
     seconds: float
+    partition_seconds: float | None
     interrupted: bool
 
     @property
@@ -101,6 +103,7 @@ class Result:
             "interrupted": self.interrupted,
             "search_seconds": self.seconds,
             "repetend_seconds": self.schedule.repetend_seconds,
+            "partition_seconds": self.partition_seconds,
         }
 
     def schedule_work(self) -> tuple[int, ...]:
@@ -175,8 +178,8 @@ def choose_placement(profile: Profile, wanted: str, num_devices: int | None) -> 
         if num_devices not in (None, given.num_devices):
             where = "the profile's placement" if wanted == "auto" else wanted
             raise UsageError(
-                f"--devices {num_devices} contradicts {where}, which stands on {given.num_devices}; leave --devices out, "
-                "or choose a --placement strategy"
+                f"--devices {num_devices} contradicts {where}, which stands on {given.num_devices}; leave --devices "
+                "out, or choose a --placement strategy"
             )
         return given, given.num_devices
     if num_devices is None:
@@ -206,58 +209,91 @@ def search_plan(
         InfeasibleError: no schedule fits; the text names the device, the bytes and what to change.
         UsageError: options that contradict the profile.
     """
+    request = _Request(profile, placement, num_devices, chunks, batch, options, cluster, memory_bytes, progress)
     budget = Budget(options.time_limit, options.seed, options.deterministic)
     failure: InfeasibleError | None = None
     for recompute in (False, True) if options.recompute is None else (options.recompute,):
         try:
-            schedules = _schedules(
-                profile, placement, batch, options, recompute, cluster, memory_bytes, budget, progress
-            )
+            placed, partition_seconds = _placed(request, recompute)
+            best = min(_schedules(request, placed, recompute, budget), key=lambda schedule: schedule.makespan_ns)
         except InfeasibleError as error:
             failure = failure or error
             continue
-        best = min(schedules, key=lambda schedule: schedule.makespan_ns)
-        provenance = _provenance(profile, cluster, batch, options, memory_bytes, best)
         plan = assemble(
-            best.graph, best.orders, best.bound_ns, _plan_period_bound(best), best.scheduler, provenance=provenance
+            best.graph,
+            best.orders,
+            best.bound_ns,
+            period_bound(Problem.of(best.workload)),  # for every unroll, so for whichever repetend the plan has
+            best.scheduler,
+            provenance=_provenance(request),
         )
-        report = check(plan, profile)
-        assert not report.problems, report.problems
-        return Result(plan, best, budget.elapsed, budget.interrupted)
+        report = check(plan, profile, cluster)
+        assert report.valid, report.problems
+        return Result(plan, best, budget.elapsed, partition_seconds, budget.interrupted)
     assert failure is not None
     raise failure
 
 
-def _schedules(
-    profile: Profile,
-    placement: Placement,
-    batch: Batch,
-    options: Options,
-    recompute: bool,
-    cluster: Cluster | None,
-    memory_bytes: int | None,
-    budget: Budget,
-    progress: Progress | None,
-) -> list[Schedule]:
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What was asked of :func:`search_plan`."""
+
+    profile: Profile
+    placement: Placement | str
+    num_devices: int | None
+    chunks: int | None
+    batch: Batch
+    options: Options
+    cluster: Cluster | None
+    memory_bytes: int | None
+    progress: Progress | None
+
+
+def _placed(request: _Request, recompute: bool) -> tuple[Placement, float | None]:
+    """The placement, and the seconds it took to choose its stages; None if it was given."""
+    if isinstance(request.placement, Placement):
+        return request.placement, None
+    assert request.num_devices is not None
+    begun = time.monotonic()
+    placement = place(
+        request.profile,
+        request.placement,
+        request.num_devices,
+        chunks=request.chunks,
+        microbatch_size=request.batch.microbatch_size,
+        memory_bytes=_memory(request.num_devices, request.cluster, request.memory_bytes),
+        recompute=recompute,
+    )
+    return placement, time.monotonic() - begun
+
+
+def _schedules(request: _Request, placement: Placement, recompute: bool, budget: Budget) -> list[Schedule]:
     """A schedule for each way of running backward that is to be tried; the time left is shared evenly."""
-    ways = _backward_ways(profile, options.split_backward)
+    options = request.options
+    ways = _backward_ways(request.profile, options.split_backward)
     found: list[Schedule] = []
     failure: InfeasibleError | None = None
     for index, split in enumerate(ways):
         workload = build_workload(
-            profile,
+            request.profile,
             placement,
-            num_microbatches=batch.num_microbatches,
-            microbatch_size=batch.microbatch_size,
+            num_microbatches=request.batch.num_microbatches,
+            microbatch_size=request.batch.microbatch_size,
             split_backward=split,
             recompute=recompute,
-            cluster=cluster,
-            memory_bytes=_memory(placement.num_devices, cluster, memory_bytes),
+            cluster=request.cluster,
+            memory_bytes=_memory(placement.num_devices, request.cluster, request.memory_bytes),
         )
         share = Budget(budget.remaining / (len(ways) - index), budget.seed, budget.deterministic, budget.workers)
         try:
             found.append(
-                search_schedule(workload, share, scheduler=options.scheduler, unroll=options.unroll, progress=progress)
+                search_schedule(
+                    workload,
+                    share,
+                    scheduler=options.scheduler,
+                    unroll=options.unroll,
+                    progress=request.progress,
+                )
             )
         except InfeasibleError as error:
             failure = error
@@ -337,23 +373,12 @@ def assemble(
     )
 
 
-def _plan_period_bound(schedule: Schedule) -> Fraction:
-    """A bound that holds for repetends of every unroll, so for whichever the plan has."""
-    return period_bound(Problem.of(schedule.workload))
-
-
-def _provenance(
-    profile: Profile,
-    cluster: Cluster | None,
-    batch: Batch,
-    options: Options,
-    memory_bytes: int | None,
-    schedule: Schedule,
-) -> Provenance:
+def _provenance(request: _Request) -> Provenance:
+    options = request.options
     return Provenance(
-        profile=profile.name,
-        profile_sha256=sha256_of(profile),
-        cluster_sha256=sha256_of(cluster) if cluster is not None else "",
+        profile=request.profile.name,
+        profile_sha256=sha256_of(request.profile),
+        cluster_sha256=sha256_of(request.cluster) if request.cluster is not None else "",
         options={
             "scheduler": options.scheduler,
             "unroll": options.unroll,
@@ -361,9 +386,10 @@ def _provenance(
             "recompute": options.recompute,
             "time_limit_s": options.time_limit,
             "deterministic": options.deterministic,
-            "memory_bytes": memory_bytes,
-            "num_microbatches": batch.num_microbatches,
-            "microbatch_size": batch.microbatch_size,
+            "memory_bytes": request.memory_bytes,
+            "chunks": request.chunks,
+            "num_microbatches": request.batch.num_microbatches,
+            "microbatch_size": request.batch.microbatch_size,
         },
         seed=options.seed,
         versions=_versions(),

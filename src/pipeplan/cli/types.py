@@ -12,7 +12,7 @@ from pipeplan.units import parse_bytes, parse_ns
 __all__ = ["BYTES", "DURATION"]
 
 
-class _Duration(click.ParamType):
+class _Duration(click.ParamType[int]):
     """A duration with a unit, as ns: ``3.2ms``."""
 
     name = "duration"
@@ -27,7 +27,7 @@ class _Duration(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-class _Bytes(click.ParamType):
+class _Bytes(click.ParamType[int]):
     """A size, as bytes: ``80GB``, ``80GiB``."""
 
     name = "size"

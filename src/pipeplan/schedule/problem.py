@@ -189,8 +189,24 @@ class Problem:
         """What the operation hands to other stages: ``F`` or ``B``."""
         return payload_of(self.workload.operations[operation].kind)
 
+    def needed_bytes(self, device: int) -> int:
+        """What the device must hold at some moment of every schedule, beside its static memory.
+
+        While an operation runs, everything is held that was taken by what it depends on and is given back by what
+        depends on it.
+        """
+        here = [hold for hold in self.holds if device in self.devices[hold.source]]
+        return max(
+            (
+                self.workspace[x]
+                + sum(hold.size for hold in here if self.path(hold.source, x) >= 0 and self.path(x, hold.target) >= 0)
+                for x in self.on_device[device]
+            ),
+            default=0,
+        )
+
     def _require_room(self) -> None:
-        """One micro-batch alone must fit, forward through and backward through."""
+        """Each device must have room for what every schedule needs."""
         for device, capacity in enumerate(self.capacity):
             if capacity is None:
                 continue
@@ -200,14 +216,11 @@ class Problem:
                     f"device {device} has {format_bytes(memory or 0)}, but parameters, gradients and optimizer state "
                     f"take {format_bytes(static)}: {format_bytes(-capacity)} too much; raise --memory or --devices"
                 )
-            level = peak = 0
-            for operation in self.on_device[device]:
-                level += self.acquire[operation]
-                peak = max(peak, level + self.workspace[operation])
-                level -= self.release[operation]
-            if peak > capacity:
+            needed = self.needed_bytes(device)
+            if needed > capacity:
                 raise InfeasibleError(
                     f"device {device} has {format_bytes(memory or 0)}, of which parameters, gradients and optimizer "
-                    f"state take {format_bytes(static)}; one micro-batch needs {format_bytes(peak)} more, "
-                    f"{format_bytes(peak - capacity)} too much; raise --memory or --devices, or lower --microbatch-size"
+                    f"state take {format_bytes(static)}; one micro-batch needs {format_bytes(needed)} more, "
+                    f"{format_bytes(needed - capacity)} too much; raise --memory or --devices, or lower "
+                    "--microbatch-size"
                 )

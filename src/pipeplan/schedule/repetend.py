@@ -29,7 +29,7 @@ from pipeplan.schedule.solver import Answer, Budget, solve
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-__all__ = ["LeastPeriod", "Pattern", "least_period", "shortest_way_through", "solve_pattern"]
+__all__ = ["LeastPeriod", "Pattern", "least_period", "sequential_time", "shortest_way_through", "solve_pattern"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +327,7 @@ class _Bisection:
     def __init__(self, problem: Problem, unroll: int, low: Fraction) -> None:
         self._unit = problem.time_unit
         self._total = unroll * (sum(problem.durations) + sum(lag for _, _, lag in problem.edges))
-        self._sequential = _sequential(problem) * unroll
+        self._sequential = sequential_time(problem) * unroll
         self._asked_low = False
         self._low = low  # nothing below is possible
         self._open = True  # ... and _low itself is not excluded
@@ -394,9 +394,9 @@ class _Bisection:
         return sorted(ratio for ratio in found if low < ratio < high)
 
 
-def _sequential(problem: Problem) -> int:
-    """A repetend time that always works: one micro-batch from start to end, then the next."""
-    return max(map(sum, zip(problem.heads, problem.durations, problem.tails, strict=True))) + sum(problem.durations)
+def sequential_time(problem: Problem) -> int:
+    """A repetend time that works if any does: one operation at a time, and one micro-batch after another (ns)."""
+    return sum(problem.durations) + sum(lag for _, _, lag in problem.edges)
 
 
 def shortest_way_through(problem: Problem, pattern: Pattern, budget: Budget, limit: float) -> tuple[Pattern, bool]:

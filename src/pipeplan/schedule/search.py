@@ -11,14 +11,21 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from random import Random
 
-from pipeplan.errors import InfeasibleError, InvalidPlanError, UsageError
+from pipeplan.errors import InfeasibleError, InvalidPlanError, SearchTimeoutError, UsageError
 from pipeplan.model.workload import Workload
 from pipeplan.schedule.bounds import makespan_bound, period_bound
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.completion import compose, microbatch_by_microbatch, middle_repetition
 from pipeplan.schedule.horizon import reschedule
 from pipeplan.schedule.problem import Problem
-from pipeplan.schedule.repetend import LeastPeriod, Pattern, least_period, shortest_way_through
+from pipeplan.schedule.repetend import (
+    LeastPeriod,
+    Pattern,
+    least_period,
+    sequential_time,
+    shortest_way_through,
+    solve_pattern,
+)
 from pipeplan.schedule.solver import Budget
 from pipeplan.simulate.memory import overflow, peak_memory
 from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph
@@ -158,6 +165,7 @@ def search_schedule(
 
     Raises:
         InfeasibleError: a device's memory is too small, or the classic schedule asked for does not fit.
+        SearchTimeoutError: the budget ran out before anything that fits was found.
         UsageError: an unknown scheduler, or a classic one that does not apply to the placement.
     """
     problem = Problem.of(workload)
@@ -166,12 +174,36 @@ def search_schedule(
     if scheduler not in ("auto", "repetend"):
         _one_classic(state, scheduler)
         return _result(state, None, period_bound(problem), None)
-    state.offer(state.candidate(microbatch_by_microbatch(problem), "sequential"))
     try:
+        _first(state)
         return _improve(state, scheduler, unroll)
     except KeyboardInterrupt:  # between two solves; inside one the solver stops and the search goes on to its end
+        if state.best is None:
+            raise
         budget.interrupted = True
         return _result(state, None, period_bound(problem), None)
+
+
+def _first(state: _State) -> None:
+    """A valid schedule at once: one micro-batch after another; where that does not fit, the slowest pattern.
+
+    A micro-batch alone needs the least memory, and the pattern may run its branches in any order.
+    """
+    problem = state.problem
+    if state.offer(state.candidate(microbatch_by_microbatch(problem), "sequential")):
+        return
+    feasible, pattern, _ = solve_pattern(problem, sequential_time(problem), state.budget, state.budget.remaining)
+    if pattern is not None:
+        state.offer(state.candidate(compose(problem, pattern), "sequential"))
+    elif feasible is False:
+        raise InfeasibleError(
+            "no order of one micro-batch's operations fits into the devices' memory, although each of them alone does; "
+            "raise --memory or --devices, or lower --microbatch-size"
+        )
+    else:
+        raise SearchTimeoutError(
+            f"no schedule that fits was found in {state.budget.elapsed:.1f} s; raise --time-limit or --memory"
+        )
 
 
 def _improve(state: _State, scheduler: str, unroll: int | None) -> Schedule:
