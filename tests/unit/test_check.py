@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from helpers import (
     shared_workload,
 )
 
-from pipeplan.check import Report, check
+from pipeplan.check import RULES, Report, check
 from pipeplan.errors import InvalidPlanError
 from pipeplan.model import (
     Action,
@@ -399,6 +401,13 @@ def test_damage_is_refused_and_its_place_named(
     assert any(each == rule and place in where for each, where in found), found
     with pytest.raises(InvalidPlanError, match="not a valid plan"):
         report.require()
+
+
+def test_every_rule_is_broken_by_some_damage_and_documented() -> None:
+    against = {"profile", "cluster"}  # see below
+    assert {rule for _, _, _, rule, _ in DAMAGES} == set(RULES) - against
+    text = (Path(__file__).parents[2] / "docs" / "check.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\*\*([a-z-]+)\*\* - ", text, re.MULTILINE) == list(RULES)
 
 
 def test_place_and_numbers_are_in_the_text() -> None:

@@ -14,12 +14,12 @@ from pipeplan.check.inputs import check_cluster, check_profile
 from pipeplan.check.memory import check_memory
 from pipeplan.check.programs import Messages, check_messages, read_programs
 from pipeplan.check.repetend import check_repetend
-from pipeplan.check.report import Figures, Findings, Problem, Report
+from pipeplan.check.report import RULES, Figures, Findings, Problem, Report
 from pipeplan.check.structure import check_structure
 from pipeplan.check.times import check_inputs, check_timeline
 from pipeplan.model import Cluster, Plan, Profile
 
-__all__ = ["Figures", "Problem", "Report", "check"]
+__all__ = ["RULES", "Figures", "Problem", "Report", "check"]
 
 
 def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = None) -> Report:

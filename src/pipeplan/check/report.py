@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 
 from pipeplan.errors import InvalidPlanError
 
-__all__ = ["Figures", "Findings", "Problem", "Report"]
+__all__ = ["RULES", "Figures", "Findings", "Problem", "Report"]
+
+RULES = (
+    *("stages", "dependencies", "hops", "balance"),
+    *("actions", "transfers", "transfer-order", "fifo", "deadlock"),
+    *("inputs", "exclusive", "order", "earliest"),
+    *("memory", "figures", "repetend", "profile", "cluster"),
+)
+"""Every rule; docs/check.md says each."""
 
 MAX_PER_RULE = 100
 """Problems of one rule that a report lists; the rest are only counted."""
@@ -87,6 +95,7 @@ class Findings:
 
     def add(self, rule: str, place: str, message: str) -> None:
         """Note a problem; beyond a hundred of one rule it is only counted."""
+        assert rule in RULES, rule
         self.counts[rule] += 1
         if self.counts[rule] <= MAX_PER_RULE:
             self.problems.append(Problem(rule, place, message))
