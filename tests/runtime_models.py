@@ -113,10 +113,6 @@ def raising() -> Model:
     return breaking(act)
 
 
-def exiting() -> Model:
-    return breaking(lambda: os._exit(3))
-
-
 def talking() -> Model:
     """Prints, as user code does."""
     return breaking(lambda: print("a word from the model"), at=0)

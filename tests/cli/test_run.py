@@ -1,0 +1,161 @@
+"""``pipeplan run``: what it prints, what it refuses, and that torchrun and --local do the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from helpers import chain_workload, gpipe_orders, plan_of, shared_workload
+
+from pipeplan.cli.run_verb import command
+from pipeplan.errors import FileError, InvalidPlanError, UsageError
+from pipeplan.model import Plan, write_file
+
+TESTS = str(Path(__file__).parents[1])
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+
+
+def written(plan: Plan, directory: Path) -> str:
+    path = directory / "plan.json"
+    write_file(plan, str(path))
+    return str(path)
+
+
+def chain_plan() -> Plan:
+    workload = chain_workload(2, 2)
+    return plan_of(workload, gpipe_orders(workload))
+
+
+def run(*arguments: str) -> None:
+    """The command as ``main`` calls it, where errors become exit codes."""
+    command.main(list(arguments), standalone_mode=False)
+
+
+def test_says_how_to_get_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"run needs torch, which is not installed: pip install 'pipeplan\[torch\]'"):
+        run(written(chain_plan(), tmp_path), "--model", "gpt2-tiny", "--local")
+
+
+@needs_torch
+@pytest.mark.parametrize("where", [[], ["--local"]])
+def test_refuses_plans_it_cannot_run(where: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    shared = shared_workload(2, 2)
+    several = written(plan_of(shared, gpipe_orders(shared)), tmp_path)
+    with pytest.raises(UsageError, match=r"stages\[0\] stands on 2 devices .* --placement one-to-one"):
+        run(several, "--model", "gpt2-tiny", *where)
+    wrong = chain_plan()
+    swapped = tuple(reversed(wrong.programs[0]))
+    path = written(wrong.model_copy(update={"programs": (swapped, wrong.programs[1])}), tmp_path)
+    with pytest.raises(InvalidPlanError, match=r"plan\.json: not a valid plan, .*\n.*programs\[0\]"):
+        run(path, "--model", "gpt2-tiny", *where)
+    with pytest.raises(FileError, match=r"nowhere\.json: cannot be read"):
+        run("nowhere.json", "--model", "gpt2-tiny", *where)
+
+
+@needs_torch
+def test_says_how_to_start_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UsageError, match=r"no ranks here: start 2 with torchrun .*, or give --local"):
+        run(written(chain_plan(), tmp_path), "--model", "gpt2-tiny")
+
+
+def test_a_trace_does_not_go_to_stdout(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--trace -"):
+        run(written(chain_plan(), tmp_path), "--model", "gpt2-tiny", "--local", "--trace", "-")
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--steps", "0"], ["--lr", "-1"], ["--dtype", "int8"], ["--timeout", "5"], ["--backend", "mpi"]]
+)
+def test_refuses_wrong_options(wrong: list[str], tmp_path: Path) -> None:
+    path = written(chain_plan(), tmp_path)
+    assert CliRunner().invoke(command, [path, "--model", "gpt2-tiny", "--local", *wrong]).exit_code == 2
+    assert CliRunner().invoke(command, [path, "--local"]).exit_code == 2
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A v-shape plan with split backward for the smallest model."""
+    from runtime_plans import PLACEMENTS, model_plan
+
+    from pipeplan.runtime.model import load_model
+
+    plan = model_plan(load_model("gpt2-tiny"), PLACEMENTS["v-shape"], split=True)
+    return written(plan, tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def local(tiny: str) -> tuple[dict[str, Any], str, Path]:
+    """What ``run --local --json --trace`` of a small model in float64 printed, its errors, and the trace."""
+    trace = Path(tiny).with_name("trace.json")
+    arguments = ["--steps", "3", "--dtype", "float64", "--local", "--json", "--trace", str(trace)]
+    done = started([sys.executable, "-m", "pipeplan"], tiny, *arguments)
+    assert done.returncode == 0, done.stderr
+    summary: dict[str, Any] = json.loads(done.stdout)
+    return summary, done.stderr, trace
+
+
+def started(launcher: list[str], path: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*launcher, "run", path, "--model", "gpt2-tiny", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@needs_torch
+def test_local_prints_one_object(local: tuple[dict[str, Any], str, Path]) -> None:
+    summary, errors, _ = local
+    assert errors == ""
+    assert [step["step"] for step in summary["steps"]] == [0, 1, 2]
+    losses = [step["loss"] for step in summary["steps"]]
+    assert losses == sorted(losses, reverse=True), "it learns"
+    times = sorted(step["iteration_ns"] for step in summary["steps"])
+    assert summary["iteration_ns"] == times[1] > 0
+    assert summary["predicted_iteration_ns"] > 0
+    assert len(summary["peak_memory_bytes"]) == summary["num_ranks"] == 4
+    assert min(summary["peak_memory_bytes"]) > 10_000_000
+    assert (summary["backend"], summary["device"], summary["dtype"]) == ("gloo", "cpu", "float64")
+    assert {"pipeplan", "python", "torch"} <= set(summary["versions"])
+
+
+@needs_torch
+def test_trace_has_every_action_predicted_and_measured(tiny: str, local: tuple[dict[str, Any], str, Path]) -> None:
+    summary, _, path = local
+    plan = Plan.model_validate_json(Path(tiny).read_text())
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    everything = sorted((device, text) for device, program in enumerate(plan.programs) for text in program)
+    for process in (1, 2):
+        for step in range(3):
+            found = [e for e in events if e["pid"] == process and e["args"]["step"] == step]
+            assert sorted((e["args"]["device"], e["name"]) for e in found) == everything
+    for step in summary["steps"]:
+        compute = [e for e in events if e["pid"] == 2 and e["args"]["step"] == step["step"] and e["cat"] in "FBIW"]
+        first, last = min(e["ts"] for e in compute), max(e["ts"] + e["dur"] for e in compute)
+        assert round((last - first) * 1000) == pytest.approx(step["iteration_ns"], abs=10)
+        for device, program in enumerate(plan.programs):
+            ran = sorted((e["ts"], e["name"]) for e in compute if e["args"]["device"] == device)
+            assert [name for _, name in ran] == [text for text in program if "_" not in text]
+
+
+@needs_torch
+def test_torchrun_trains_as_local_does(tiny: str, local: tuple[dict[str, Any], str, Path]) -> None:
+    """Losses to the printed digit; only rank 0 prints."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    done = started([*torchrun, "-m", "pipeplan"], tiny, "--steps", "3", "--dtype", "float64")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[:4] for line in lines] == [
+        ["step", str(step["step"]), "loss", f"{step['loss']:.4f}"] for step in local[0]["steps"]
+    ]
+    assert all(line[4] == "iteration" and line[5].endswith("s") for line in lines)
