@@ -519,6 +519,40 @@ def test_blocks_of_one_stage_add_up() -> None:
     assert not check(plan, chain_profile(4, parameter_bytes=7, workspace_bytes=1)).valid
 
 
+def test_recomputation_keeps_inputs_and_runs_forward_again() -> None:
+    """Without rows for it: B takes F's time more, needs what F held as workspace, and F keeps its 64 input bytes."""
+    workload = chain_workload(2, 4, backward=20 + 10)
+    effects = {  # operation -> acquired, released, workspace
+        "0F": (0, 0, 1005),
+        "0B": (0, 0, 1005),
+        "1F": (64, 0, 1005),
+        "1B": (0, 64, 1005),
+    }
+    operations = tuple(
+        each.model_copy(
+            update=dict(zip(("acquire_bytes", "release_bytes", "workspace_bytes"), effects[each.id], strict=True))
+        )
+        for each in workload.operations
+    )
+    stages = tuple(stage.model_copy(update={"recompute": True}) for stage in workload.stages)
+    plan = plan_of(replace(workload, operations=operations, stages=stages), one_f_one_b(workload))
+    assert check(plan, chain_profile(2, workspace_bytes=5)).problems == ()
+    assert not check(plan, chain_profile(2, workspace_bytes=6)).valid
+
+
+def test_costs_between_two_profiled_sizes() -> None:
+    workload = chain_workload(2, 6, sizes=[3, 3], forward=25, backward=40, activation_bytes=3000)
+    plan = plan_of(workload, gpipe_orders(workload))
+    data = json.loads(to_json(chain_profile(2, backward=40)))
+    for block in data["blocks"]:
+        block["costs"].append(block["costs"][0] | {"microbatch_size": 5, "forward_ns": 40, "activation_bytes": 5000})
+    data["edges"][0] |= {"bytes_per_sample": 64, "broadcast": True}
+    assert check(plan, parse(json.dumps(data), Profile)).problems == ()
+    data["edges"][0] |= {"broadcast": False}
+    places = [problem.place for problem in check(plan, parse(json.dumps(data), Profile)).problems]
+    assert places == ["dependencies[2].hops[0].bytes", "dependencies[3].hops[0].bytes"]
+
+
 def test_shards_split_parameters_and_replicas_split_samples() -> None:
     workload = chain_workload(4, 4, devices=[(0, 1), (2, 3)], sizes=[2, 2], parameter_bytes=4)
     stages = (
