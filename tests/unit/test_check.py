@@ -347,7 +347,7 @@ DAMAGES: list[tuple[str, str, Callable[[Data], None], str, str]] = [
         "period_lower_bound",
     ),
     ("a repetend gone", "chain", no_repetend, "figures", "predicted.period_ns"),
-    ("a repetend too long", "shared", put("repetend.repetend_ns", 124), "repetend", "repetend.repetend_ns"),
+    ("a repetend too long", "shared", put("repetend.repetend_ns", 169), "repetend", "repetend.repetend_ns"),
     ("a repetend too short", "alternating", put("repetend.repetend_ns", 149), "repetend", "repetend.repetend_ns"),
     ("a repetend with less than the work", "chain", put("repetend.repetend_ns", 29), "figures", "repetend.repetend_ns"),
     ("a repetend twice as long", "chain", put("repetend.unroll", 2), "repetend", "repetend.repetend_ns"),
