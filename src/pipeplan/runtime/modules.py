@@ -189,6 +189,8 @@ class _Linear(torch.autograd.Function):
             if needs_bias:
                 _accumulate(bias, bias_grad())
 
+        if needs_weight:
+            input = input.detach()  # with its graph it would keep the gradient of the stage's input, too
         if needs_weight or needs_bias:
             queue.put(work, (input, gradient) if needs_weight else (gradient,))
         return input_grad, None, None
