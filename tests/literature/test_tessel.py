@@ -38,7 +38,7 @@ def steady_bubble_rate(problem: Problem, period: Fraction) -> float:
 
 
 def searched(problem: Problem, max_span: int | None = None) -> Pattern:
-    found = least_period(problem, Budget(60), 60, max_span=max_span)
+    found = least_period(problem, Budget(240), 240, max_span=max_span)
     assert found.pattern is not None
     assert found.proved
     return found.pattern

@@ -128,59 +128,21 @@ class _SharedInsertion:
 def chimera_direct(problem: Problem, graph: TaskGraph) -> list[list[int]]:
     """Chimera with direct concatenation (SC'21, III-A and III-C): units of D micro-batches, D/2 each way.
 
-    In a unit the two directions' 1F1B schedules are merged slot by slot, a forward and a backward taking one slot
-    each; they do not collide when D is even. The bubbles at the end of a unit are taken by the first forwards of the
-    next: in slots, every action of a unit goes to the first free place after what it needs.
+    In a unit each direction runs 1F1B in equal slots, every second one a micro-batch: the n-th runs forward on the
+    d-th device of its way in slot d + 2n and backward in slot 2D - 1 - d + 2n. For even D the two ways never meet.
+    A unit begins 2D slots after the last one, so that its first forwards take the bubbles that one ends with.
     """
-    half = max(1, problem.num_devices // 2)
+    num_devices, count = problem.num_devices, problem.num_microbatches
     slots: dict[tuple[int, int], int] = {}
     for direction in _directions(problem):
-        slots.update(_equal_slots(problem, direction, half))
-    unit = sorted(slots, key=lambda action: (slots[action], action))
-    placed: dict[tuple[int, int], int] = {}
-    taken: list[dict[int, tuple[int, int]]] = [{} for _ in problem.capacity]
-    for begin in range(0, problem.num_microbatches, half):
-        actions = [(x, begin + m) for x, m in unit if begin + m < problem.num_microbatches]
-        _fill_slots(problem, actions, placed, taken)
-    count = problem.num_microbatches
-    return [[x * count + m for _, (x, m) in sorted(device.items())] for device in taken]
-
-
-def _fill_slots(
-    problem: Problem,
-    actions: Sequence[tuple[int, int]],
-    placed: dict[tuple[int, int], int],
-    taken: Sequence[dict[int, tuple[int, int]]],
-) -> None:
-    """Put actions, in this order, into the first free slots after what they need and after each other."""
-    sources = _sources(problem)
-    following = [0] * len(taken)
-    for x, m in actions:
-        device = problem.devices[x][0]
-        slot = max([following[device], *(placed[source, m] + 1 for source, _ in sources[x])])
-        while slot in taken[device]:
-            slot += 1
-        taken[device][slot] = (x, m)
-        placed[x, m], following[device] = slot, slot + 1
-
-
-def _equal_slots(problem: Problem, stages: Sequence[int], microbatches: int) -> dict[tuple[int, int], int]:
-    """Start slot of every action of a chain's 1F1B when each takes one slot."""
-    orders: list[list[tuple[int, int]]] = []
-    for place, stage in enumerate(stages):
-        warmup = min(microbatches, len(stages) - place)
-        orders.append(list(_alternating(problem.stage_operations[stage], warmup, microbatches)))
-    free = [0] * len(stages)
-    slots: dict[tuple[int, int], int] = {}
-    waiting = [list(reversed(order)) for order in orders]
-    needs = _sources(problem)
-    while any(waiting):
-        for place, order in enumerate(waiting):
-            while order and all((source, order[-1][1]) in slots for source, _ in needs[order[-1][0]]):
-                x, m = order.pop()
-                slot = max([free[place], *(slots[source, m] + 1 for source, _ in needs[x])])
-                slots[x, m], free[place] = slot, slot + 1
-    return slots
+        for place, stage in enumerate(direction):
+            forward, *backward = problem.stage_operations[stage]
+            for m in range(count):
+                unit, n = divmod(m, num_devices // 2)
+                begin = 2 * num_devices * unit + 2 * n
+                slots[forward, m] = begin + place
+                slots.update({(x, m): begin + 2 * num_devices - 1 - place for x in backward})
+    return _sorted(problem, lambda x, m: (slots[x, m], x))
 
 
 def _alternating(operations: Sequence[int], warmup: int, microbatches: int) -> Iterator[tuple[int, int]]:
