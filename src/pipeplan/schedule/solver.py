@@ -111,18 +111,21 @@ def _run(
 ) -> int:
     result: list[int] = []
     failure: list[BaseException] = []
+    done = threading.Event()
 
     def work() -> None:
         try:
             result.append(int(solver.solve(model, callback)))
         except BaseException as error:  # handed to the caller's thread
             failure.append(error)
+        finally:
+            done.set()
 
-    thread = threading.Thread(target=work, name="cp-sat", daemon=True)
-    thread.start()
-    while thread.is_alive():
+    # Waiting on an event, not on the thread: an interrupted Thread.join takes the thread for finished.
+    threading.Thread(target=work, name="cp-sat", daemon=True).start()
+    while not done.is_set():
         try:
-            thread.join(_POLL_SECONDS)
+            done.wait(_POLL_SECONDS)
         except KeyboardInterrupt:
             budget.interrupted = True
             solver.stop_search()

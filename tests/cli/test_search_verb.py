@@ -1,0 +1,204 @@
+"""``pipeplan search`` as a user meets it: figures, files, exit codes, interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeplan.check import check
+from pipeplan.examples import ShapeCosts, shape
+from pipeplan.model import Cluster, DeviceKind, LinkLevel, Placement, Source, read_plan, read_profile, write_file
+
+KEYS = {
+    *("status", "scheduler", "makespan_ns", "lower_bound_ns", "gap", "period_ns", "period_lower_bound_ns", "unroll"),
+    *("span", "bubble_rate", "bubble_rate_span", "bubble_rate_steady", "peak_memory_bytes", "num_microbatches"),
+    *("search_seconds", "repetend_seconds", "partition_seconds"),
+}
+
+
+def pipeplan(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pipeplan", *map(str, arguments)], capture_output=True, text=True, timeout=120, cwd=cwd
+    )
+
+
+@pytest.fixture
+def v(tmp_path: Path) -> Path:
+    path = tmp_path / "v.json"
+    write_file(shape("v", 4), str(path))
+    return path
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Path:
+    """A chain of 12 blocks without a placement."""
+    profile = shape("v", 12)
+    path = tmp_path / "chain.json"
+    write_file(profile.model_copy(update={"placement": None}), str(path))
+    return path
+
+
+def test_figures_and_plan(v: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    done = pipeplan("search", v, "--json", "-o", plan)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert set(figures) >= KEYS
+    assert figures["status"] == "optimal"
+    assert figures["num_microbatches"] == 16
+    assert figures["makespan_ns"] == figures["lower_bound_ns"] == (16 + 3) * 4_000_000
+    assert figures["period_ns"] == figures["period_lower_bound_ns"] == 4_000_000
+    assert figures["span"] == 4
+    assert check(read_plan(str(plan)), read_profile(str(v))).valid
+
+
+def test_report_is_for_people_and_the_plan_goes_to_stdout_if_asked(v: Path) -> None:
+    assert "bubble rate" in pipeplan("search", v).stdout
+    assert json.loads(pipeplan("search", v, "-o", "-").stdout)["kind"] == "plan"
+
+
+@pytest.mark.parametrize("strategy", ["auto", "one-to-one", "circular", "v-shape"])
+def test_strategies_on_a_chain(chain: Path, tmp_path: Path, strategy: str) -> None:
+    plan = tmp_path / "plan.json"
+    done = pipeplan(
+        "search", chain, "--devices", 3, "--placement", strategy, "--time-limit", "3s", "--json", "-o", plan
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["partition_seconds"] is not None
+    stages = read_plan(str(plan)).stages
+    assert len(stages) == (3 if strategy in ("auto", "one-to-one") else 6)
+    assert check(read_plan(str(plan)), read_profile(str(chain))).valid
+
+
+def test_cluster_gives_devices_memory_and_links(chain: Path, tmp_path: Path) -> None:
+    cluster = Cluster(
+        name="two nodes",
+        source=Source(method="estimated"),
+        devices=(
+            DeviceKind(name="big", count=2, memory_bytes=8 * 10**9),
+            DeviceKind(name="small", count=2, memory_bytes=6 * 10**9),
+        ),
+        levels=(LinkLevel(name="link", group_size=4, latency_ns=5000, bandwidth_bytes_per_s=10**9),),
+    )
+    profile = read_profile(str(chain))
+    edges = tuple(edge.model_copy(update={"transfer_ns": None, "bytes_per_sample": 1000}) for edge in profile.edges)
+    write_file(profile.model_copy(update={"edges": edges}), str(chain))
+    write_file(cluster, str(tmp_path / "cluster.json"))
+    done = pipeplan(
+        "search", chain, "--cluster", "cluster.json", "--time-limit", "3s", "-o", "plan.json", "--json", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    plan = read_plan(str(tmp_path / "plan.json"))
+    assert [device.memory_bytes for device in plan.devices] == [8 * 10**9] * 2 + [6 * 10**9] * 2
+    assert {hop.duration_ns for each in plan.dependencies for hop in each.hops} == {6000}
+    assert check(plan, read_profile(str(chain)), cluster).valid
+
+
+def test_placement_file(chain: Path, tmp_path: Path) -> None:
+    profile = read_profile(str(chain))
+    placement = Placement(
+        strategy="by-hand",
+        num_devices=2,
+        stages=(
+            {"blocks": tuple(block.id for block in profile.blocks[:3]), "devices": (1,)},
+            {"blocks": tuple(block.id for block in profile.blocks[3:]), "devices": (0,)},
+        ),
+    )
+    write_file(placement, str(tmp_path / "placement.json"))
+    done = pipeplan(
+        "search", chain, "--placement", tmp_path / "placement.json", "--time-limit", "2s", "-o", tmp_path / "plan.json"
+    )
+    assert done.returncode == 0, done.stderr
+    assert read_plan(str(tmp_path / "plan.json")).stages[0].devices == (1,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--memory", "0.5GB"], 1, "500MB too much; raise --memory"),
+        (["--devices", "3"], 2, "--devices 3 contradicts the profile's placement"),
+        (["--memory", "lots"], 2, "is not a size"),
+        (["--time-limit", "30"], 2, "is not a duration"),
+        (["--scheduler", "best"], 2, "choose from auto"),
+        (["--split-backward", "yes"], 2, "needs input_grad_ns and weight_grad_ns"),
+        (["--unroll", "0"], 2, "--unroll"),
+        (["--microbatch-size", "4"], 2, "profile it with --microbatch 4"),
+        (["--cluster", "nowhere.json"], 2, "nowhere.json: cannot be read"),
+        (["-o", "-", "--json"], 2, "both print to stdout"),
+        (["-o", "no/such/folder/plan.json"], 2, "cannot be written"),
+    ],
+)
+def test_errors(v: Path, arguments: list[str], code: int, text: str) -> None:
+    done = pipeplan("search", v, *arguments)
+    assert done.returncode == code
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_too_few_blocks(chain: Path) -> None:
+    done = pipeplan("search", chain, "--devices", 13)
+    assert done.returncode == 2
+    assert "12 blocks" in done.stderr
+
+
+def test_a_broken_profile_names_the_place(v: Path) -> None:
+    data = json.loads(v.read_text())
+    data["blocks"][2]["costs"][0]["forward_ns"] = "fast"
+    v.write_text(json.dumps(data))
+    done = pipeplan("search", v)
+    assert done.returncode == 2
+    assert "blocks[2].costs[0].forward_ns" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interruption_writes_the_best_plan(tmp_path: Path, number: signal.Signals) -> None:
+    costs = ShapeCosts(101, None, 97, 89, comm_ns=10, activation_bytes=2 * 10**9, weight_grad_bytes=10**9)
+    profile = tmp_path / "profile.json"
+    write_file(shape("v", 8, costs=costs), str(profile))
+    plan = tmp_path / "plan.json"
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "pipeplan",
+            "search",
+            profile,
+            "-o",
+            plan,
+            *["--memory", "8GB", "--time-limit", "600s", "--json"],
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(5)
+    os.kill(process.pid, number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert json.loads(out)["interrupted"]
+    assert check(read_plan(str(plan)), read_profile(str(profile))).valid
+
+
+def test_help_is_quick_to_import() -> None:
+    """Start-up is a feature: help imports none of the heavy libraries."""
+    heavy = ("ortools", "pydantic", "torch", "networkx", "rich")
+    code = f"import sys, pipeplan.cli.main; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_version_and_verbs() -> None:
+    from pipeplan import __version__
+
+    assert __version__ in pipeplan("--version").stdout
+    shown = pipeplan("--help").stdout
+    for verb in ("search", "simulate", "run", "profile", "check", "example"):
+        assert verb in shown
+        assert pipeplan(verb, "--help").returncode == 0
