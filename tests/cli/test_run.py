@@ -68,9 +68,14 @@ def test_says_how_to_start_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         run(written(chain_plan(), tmp_path), "--model", "gpt2-tiny")
 
 
-def test_a_trace_does_not_go_to_stdout(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--trace -"):
-        run(written(chain_plan(), tmp_path), "--model", "gpt2-tiny", "--local", "--trace", "-")
+@needs_torch
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [(["--trace", "-"], "--trace - would mix"), (["--timeout", "0ns"], "--timeout 0ns is too short")],
+)
+def test_refuses_values_that_make_no_sense(wrong: list[str], told: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=told):
+        run(written(chain_plan(), tmp_path), "--model", "gpt2-tiny", "--local", *wrong)
 
 
 @pytest.mark.parametrize(

@@ -114,8 +114,11 @@ def test_another_model_is_refused_once(mark: str, capfd: pytest.CaptureFixture[s
     assert capfd.readouterr().err == ""
 
 
-def test_ranks_die_with_their_parent(mark: str, tmp_path: Path) -> None:
-    """Even when the parent is killed, which it cannot notice."""
+@pytest.mark.parametrize(
+    ("sent", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)], ids=["interrupted", "killed"]
+)
+def test_ranks_die_with_their_parent(sent: int, status: int, mark: str, tmp_path: Path) -> None:
+    """Also when it is killed, which it cannot notice."""
     path = tmp_path / "plan.json"
     write_file(plan_on(2), str(path))
     command = [sys.executable, "-m", "pipeplan", "run", str(path), "--model", "runtime_models:sleeping", "--local"]
@@ -125,8 +128,8 @@ def test_ranks_die_with_their_parent(mark: str, tmp_path: Path) -> None:
         while len(started(mark)) < 3 and time.monotonic() < until:
             time.sleep(0.05)
         assert len(started(mark)) == 3
-        parent.kill()
-        assert parent.wait() == -signal.SIGKILL
+        parent.send_signal(sent)
+        assert parent.wait(timeout=30) == status
     until = time.monotonic() + 10
     while started(mark) and time.monotonic() < until:
         time.sleep(0.05)

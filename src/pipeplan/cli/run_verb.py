@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
+_LEAST_TIMEOUT_NS = 1_000_000
+
 
 @click.command("run", short_help="Run a plan on torch.distributed.")
 @click.argument("plan_path", metavar="PLAN")
@@ -70,6 +72,8 @@ def command(
     _require_torch()
     if trace_path == "-":
         raise UsageError("--trace - would mix with the losses on stdout; give a file")
+    if timeout < _LEAST_TIMEOUT_NS:
+        raise UsageError(f"--timeout {timeout}ns is too short to wait for anything; give at least 1ms")
     options = RunOptions(
         model=model,
         sequence=sequence,
@@ -82,7 +86,6 @@ def command(
         backend=backend,
         timeout_ns=timeout,
         trace=trace_path is not None,
-        num_threads=0,
     )
     on_step = _ignore if as_json else _print_step
     plans: list[Plan] = []

@@ -27,14 +27,12 @@ from pipeplan.runtime.failures import Cause, Failure, telling, verdict
 from pipeplan.runtime.options import RunOptions, RunResult, StepResult
 from pipeplan.runtime.progress import Board, Phase
 
-__all__ = ["START_TIMEOUT_NS", "WORKER", "run_local", "watch_local"]
+__all__ = ["WORKER", "run_local", "start_timeout_ns", "watch_local"]
 
 WORKER = (sys.executable, "-m", "pipeplan.runtime.worker")
 """The command of a rank."""
 
-START_TIMEOUT_NS = 180_000_000_000
-"""Longest time for importing torch, connecting and building the model; ``--timeout`` if that is longer."""
-
+_START_TIMEOUT_NS = 180_000_000_000
 _STDERR = 2  # the descriptor, since sys.stderr may be replaced by something that has none
 _POLL_S = 0.05
 _GRACE_S = 0.5  # after the first sign of trouble: its cause may be reported by another rank a moment later
@@ -42,6 +40,11 @@ _LATE_NS = 2_000_000_000  # a rank should report its own timeout before the pare
 _EXIT_S = 30.0
 
 Report = Mapping[str, Any]
+
+
+def start_timeout_ns(timeout_ns: int) -> int:
+    """Longest time for importing torch, connecting and building the model: ``--timeout``, but not below 180 s."""
+    return max(timeout_ns, _START_TIMEOUT_NS)
 
 
 def run_local(plan: Plan, options: RunOptions, on_step: Callable[[StepResult], None]) -> RunResult:
@@ -96,14 +99,17 @@ class _Rank:
     def __init__(self, process: subprocess.Popen[bytes], reports: int) -> None:
         self.process = process
         self.reports = reports
-        self.unread = b""
+        self.unread = bytearray()
         self.open = True
 
     def read(self) -> list[Report]:
         """Reports that have arrived whole; ``open`` turns false at the end of the pipe."""
         data = os.read(self.reports, 1 << 20)
         self.open = bool(data)
-        *lines, self.unread = (self.unread + data).split(b"\n")
+        self.unread += data
+        if b"\n" not in data:  # a long report comes in many pieces
+            return []
+        *lines, self.unread = self.unread.split(b"\n")
         return [json.loads(line) for line in lines]
 
     def kill(self) -> None:
@@ -167,6 +173,7 @@ class _Ranks:
             "board": self.shared.fileno(),
             "reports": written,
             "parent": os.getpid(),
+            "timeout_ns": self.timeout_ns,
         }
         try:
             process = subprocess.Popen(
@@ -248,7 +255,7 @@ class _Ranks:
             position = self.board.read(rank)
             allowed = self.timeout_ns + (_LATE_NS if position.phase.waits else 0)
             if position.phase in (Phase.STARTING, Phase.LOADING, Phase.CONNECTING):
-                allowed = max(self.timeout_ns, START_TIMEOUT_NS) + _LATE_NS
+                allowed = start_timeout_ns(self.timeout_ns) + _LATE_NS
             if now - position.since_ns > allowed:
                 self.failures.append(Failure(rank, Cause.TIMEOUT, ""))
 

@@ -1,8 +1,9 @@
 """Tensors between ranks: non-blocking, addressed by message and micro-batch, never waited for too early.
 
 On gloo all messages share one group and have a tag each. NCCL ignores tags and matches first in, first out, so
-there every directed edge has a group of two ranks of its own, used on a side stream that waits only for what
-made the tensor. Programs come from the plan in an order that cannot deadlock even if every send blocked.
+there every directed edge has a group of two ranks of its own; sends run on a side stream that waits only for
+what made the tensor, receives on one that waits for nothing. Programs come from the plan in an order that cannot
+deadlock even if every send blocked.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ class Channels:
         self._awaited: dict[tuple[Message, int], _Awaited] = {}
         self._index = {message: index for index, message in enumerate(sorted(program.tensors))}
         self._width = max((len(names) for names in program.tensors.values()), default=1)
-        self._side = torch.cuda.Stream(device) if self._nccl else None  # type: ignore[no-untyped-call]
+        self._outbound = torch.cuda.Stream(device) if self._nccl else None  # type: ignore[no-untyped-call]
+        self._inbound = torch.cuda.Stream(device) if self._nccl else None  # type: ignore[no-untyped-call]
         self._warm_up(edges)
 
     def send(self, message: Message, microbatch: int, tensors: Sequence[Tensor], made: torch.cuda.Event | None) -> None:
@@ -113,7 +115,9 @@ class Channels:
         queue = self._sent.setdefault(peer, deque())
         self._reap(queue, peer)
         ready = [self._outgoing(tensor) for tensor in tensors]
-        with self._beside(made), self._told(peer):
+        if self._outbound is not None and made is not None:
+            self._outbound.wait_event(made)
+        with _on(self._outbound), self._told(peer):
             works = [
                 _started(dist.isend(tensor, peer, self._group(self._program.rank, peer), tag))
                 for tensor, tag in zip(ready, self._tags(message, microbatch), strict=False)
@@ -127,7 +131,7 @@ class Channels:
             TransferError: the peer is gone.
         """
         peer = self._program.device_of[message.source]
-        with self._beside(None), self._told(peer):
+        with _on(self._inbound), self._told(peer):
             buffers = [self._buffer(name) for name in self._program.tensors[message]]
             works = [
                 _started(dist.irecv(buffer, peer, self._group(peer, self._program.rank), tag))
@@ -219,20 +223,9 @@ class Channels:
     def _incoming(self, buffer: Tensor) -> Tensor:
         if self._staged:
             return buffer.to(self._device)
-        if self._nccl:  # made on the side stream, used on the one that computes
+        if self._nccl:  # made on another stream than the one that uses it
             buffer.record_stream(torch.cuda.current_stream(self._device))
         return buffer
-
-    @contextlib.contextmanager
-    def _beside(self, made: torch.cuda.Event | None) -> Iterator[None]:
-        """On NCCL, work on the side stream once ``made`` has happened there."""
-        if self._side is None:
-            yield
-            return
-        if made is not None:
-            self._side.wait_event(made)
-        with torch.cuda.stream(self._side):
-            yield
 
     def _warm_up(self, edges: Sequence[tuple[int, int]]) -> None:
         """One small message over every edge, edge by edge: connections stand before the first step is timed."""
@@ -258,6 +251,11 @@ def _groups(
         assert group is not None
         made[source, target] = group
     return made
+
+
+def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    """Work on a side stream, if there is one."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _started(work: dist.Work | None) -> dist.Work:

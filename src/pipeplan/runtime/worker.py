@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 from pipeplan.errors import PipeplanError, UsageError
 from pipeplan.model import Plan, parse
 from pipeplan.runtime.failures import Cause, Failure, RankError, lost_others, verdict
-from pipeplan.runtime.launch import START_TIMEOUT_NS
+from pipeplan.runtime.launch import start_timeout_ns
 from pipeplan.runtime.options import RunOptions, RunResult, StepResult
 from pipeplan.runtime.progress import Board, Phase, Progress
 from pipeplan.runtime.training import train
@@ -67,7 +67,8 @@ def main(work: Callable[[Mapping[str, Any], Link], None] | None = None) -> None:
 
     failure = None
     try:
-        with _process_group(_local_store(identity), rank, world_size, progress):
+        timeout = _start_timeout(identity["timeout_ns"])
+        with _process_group(_local_store(identity, timeout), progress, world_size, timeout):
             (work or _train_job)(job, Link(rank, world_size, progress, report))
     except BaseException as error:
         failure = failure_of(error, progress)
@@ -92,7 +93,8 @@ def run_under_torchrun(
         and the process ends here with the error's exit code.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store, _, _ = next(rendezvous("env://", timeout=_start_timeout()))
+    timeout = _start_timeout(options.timeout_ns)
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
     progress = Progress(_common_board(store, world_size), rank)
     programs: list[tuple[str, ...]] = [()] * world_size
     result = None
@@ -101,7 +103,7 @@ def run_under_torchrun(
         _require_ranks(plan, world_size)
         programs[:] = plan.programs
         progress.program = plan.programs[rank]
-        with _process_group(store, rank, world_size, progress):
+        with _process_group(store, progress, world_size, timeout):
             result = train(plan, options, progress, on_step if rank == 0 else _ignore)
     except KeyboardInterrupt:
         _leave(_INTERRUPTED)
@@ -138,16 +140,16 @@ def _train_job(job: Mapping[str, Any], link: Link) -> None:
 
 
 @contextlib.contextmanager
-def _process_group(store: Store, rank: int, world_size: int, progress: Progress) -> Iterator[None]:
+def _process_group(store: Store, progress: Progress, world_size: int, timeout: timedelta) -> Iterator[None]:
     """The default group, on gloo: for agreeing and reporting, beside the groups that carry tensors."""
     progress.begin(Phase.CONNECTING)
     with lost_others(progress):
         dist.init_process_group(
             "gloo",
             store=PrefixStore("pipeplan", store),
-            rank=rank,
+            rank=progress.rank,
             world_size=world_size,
-            timeout=_start_timeout(),
+            timeout=timeout,
         )
     yield
     with lost_others(progress):
@@ -155,14 +157,14 @@ def _process_group(store: Store, rank: int, world_size: int, progress: Progress)
         dist.destroy_process_group()
 
 
-def _local_store(identity: Mapping[str, Any]) -> Store:
+def _local_store(identity: Mapping[str, Any], timeout: timedelta) -> Store:
     """Where local ranks meet; rank 0 keeps it, on the socket it has inherited."""
     return TCPStore(
         "127.0.0.1",
         identity["port"],
         identity["world_size"],
         is_master=identity["rank"] == 0,
-        timeout=_start_timeout(),
+        timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=identity["listener"],
     )
@@ -171,7 +173,7 @@ def _local_store(identity: Mapping[str, Any]) -> Store:
 def _common_board(store: Store, world_size: int) -> Board:
     """A board for the ranks of this machine, in a file that has no name any more once all have opened it."""
     machine, local_world_size = os.environ.get("GROUP_RANK", "0"), os.environ.get("LOCAL_WORLD_SIZE")
-    if local_world_size is None:  # not torchrun: who shares the machine is not known
+    if local_world_size is None or "LOCAL_RANK" not in os.environ:  # not torchrun: who shares the machine is not known
         with tempfile.TemporaryFile() as file:
             file.truncate(Board.size(world_size))
             return Board(file.fileno(), world_size)
@@ -226,8 +228,8 @@ def _content(descriptor: int) -> bytes:
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 
-def _start_timeout() -> timedelta:
-    return timedelta(seconds=START_TIMEOUT_NS / 1e9)
+def _start_timeout(timeout_ns: int) -> timedelta:
+    return timedelta(seconds=start_timeout_ns(timeout_ns) / 1e9)
 
 
 def _origin(error: RankError) -> str:
