@@ -10,6 +10,8 @@ from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.schedule.bounds import makespan_bound, work_bound
 from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.completion import compose, microbatch_by_microbatch, middle_repetition
+from pipeplan.schedule.horizon import reschedule
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.repetend import Pattern, least_period, shortest_way_through
 from pipeplan.schedule.search import search_schedule
@@ -74,6 +76,41 @@ class TestFig12BubbleRateAgainstMemory:
         assert rates == sorted(rates, reverse=True)
         assert rates[0] > 0
         assert rates[-1] == 0
+
+
+class TestFig9ComposedAgainstTimeOptimal:
+    """VI-C: repetends extended to as many micro-batches have the bubble rate of time-optimal schedules."""
+
+    def test_nn_shape_has_20_percent_for_6_microbatches(self) -> None:
+        """The example the text gives, warmup and cooldown included."""
+        problem = problem_of("nn", num_microbatches=6)
+        makespan = composed_makespan(problem)
+        assert 1 - 6 * sum(problem.work) / (4 * makespan) == pytest.approx(0.2)
+
+    @pytest.mark.parametrize(("name", "num_microbatches"), [("v", 5), ("m", 6), ("k", 5)])
+    def test_as_short_as_time_optimal(self, name: str, num_microbatches: int) -> None:
+        problem = problem_of(name, num_microbatches=num_microbatches)
+        graph = task_graph(problem.workload)
+        orders = microbatch_by_microbatch(problem)
+        found = reschedule(problem, graph, orders, earliest_starts(graph, orders), Budget(120), 120)
+        assert found.exhausted
+        assert found.bound_ns == composed_makespan(problem)
+
+
+def composed_makespan(problem: Problem) -> int:
+    """Tessel's composition (IV-C): the repetend kept, warmup and cooldown time-optimal around it."""
+    graph = task_graph(problem.workload)
+    pattern, _ = shortest_way_through(problem, searched(problem), Budget(60), 60)
+    orders, middle = compose(problem, pattern), middle_repetition(problem, pattern)
+    assert middle
+    for warmup in (True, False):
+        starts = earliest_starts(graph, orders)
+        first, last = min(starts[task] for task in middle), max(starts[task] for task in middle)
+        begin, end = (0, first) if warmup else (last + 1, None)
+        found = reschedule(problem, graph, orders, starts, Budget(60), 60, begin_ns=begin, end_ns=end)
+        orders = found.orders or orders
+    starts = earliest_starts(graph, orders)
+    return max(start + duration for start, duration in zip(starts, graph.durations, strict=True))
 
 
 class TestTable2:

@@ -1,0 +1,41 @@
+"""What the benchmarks share: markdown tables, and a line about the machine."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+__all__ = ["machine", "markdown", "note"]
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as docs/benchmarks.md has them."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def machine() -> str:
+    """Processor, cores, versions and date of a measurement."""
+    return (
+        f"{_processor()}, {os.cpu_count()} cores; Python {platform.python_version()}, ortools {version('ortools')}; "
+        f"{datetime.date.today().isoformat()}"
+    )
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def note(text: str) -> None:
+    """Progress, beside the table."""
+    print(text, file=sys.stderr, flush=True)
