@@ -347,6 +347,27 @@ def test_workspace_is_what_running_takes(forward: int, backward: int) -> None:
     assert max(forward, backward) <= row.workspace_bytes <= max(forward, backward) + outside
 
 
+class ScratchInW(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        queue = WeightGradQueue.active()
+        if queue is not None:
+            queue.put(lambda: take(MEGABYTE), ())
+        return gradient
+
+
+def test_workspace_of_w_counts() -> None:
+    class Block(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.device.type == "meta" else ScratchInW.apply(x)
+
+    assert MEGABYTE <= row_of(measure(chain(linear, Block)), "b").workspace_bytes < 1.1 * MEGABYTE
+
+
 def test_workspace_has_the_output_and_the_gradients() -> None:
     """B of one linear layer: both its gradients, input and output, less nothing; F's output is smaller than that."""
     row = row_of(measure(chain(linear, lambda: nn.Linear(WIDTH, 100, bias=False)), (50,)), "b", 50)
