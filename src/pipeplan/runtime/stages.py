@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from pipeplan.runtime.model import BlockSpec
@@ -18,6 +19,10 @@ from pipeplan.runtime.modules import WeightGradQueue
 from pipeplan.runtime.program import StagePart
 
 __all__ = ["Samples", "StageError", "StageRunner"]
+
+
+_Root = tuple[GradientEdge, Tensor]
+"""Where backward begins, and the gradient there."""
 
 
 class StageError(Exception):
@@ -44,10 +49,13 @@ class Samples:
 
 @dataclass(slots=True)
 class _Held:
-    """What a micro-batch keeps from F to B, or to I."""
+    """What a micro-batch keeps from F to B, or to I.
+
+    Of an output that needs a gradient only its place in the graph: the tensor itself is the receiver's.
+    """
 
     inputs: dict[str, Tensor]
-    outputs: dict[str, Tensor]
+    outputs: dict[str, GradientEdge]
     loss: Tensor | None
 
 
@@ -84,7 +92,8 @@ class StageRunner:
         losses = [values[block] / samples.num_predictions for block in self.part.blocks if self.specs[block].loss]
         loss = torch.stack(losses).sum() if losses else None
         self._add_loss(loss)
-        self._held[microbatch] = _Held(leaves, outputs, loss)
+        ends = {name: get_gradient_edge(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
+        self._held[microbatch] = _Held(leaves, ends, loss)
         return {name: tensor.detach() for name, tensor in outputs.items()}
 
     def backward(self, microbatch: int, gradients: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -98,9 +107,9 @@ class StageRunner:
             StageError: autograd raised something.
         """
         held = self._held.pop(microbatch)
-        roots = [(held.outputs[name], gradient) for name, gradient in gradients if held.outputs[name].requires_grad]
+        roots: list[_Root] = [(held.outputs[name], given) for name, given in gradients if name in held.outputs]
         if held.loss is not None and held.loss.requires_grad:
-            roots.append((held.loss, torch.ones_like(held.loss)))
+            roots.append((get_gradient_edge(held.loss), torch.ones_like(held.loss)))
         try:
             self._differentiate(microbatch, roots)
         except Exception as error:
@@ -152,7 +161,7 @@ class StageRunner:
         """Run a block and keep its inputs alone; backward runs it again."""
         return checkpoint(module, *arguments, use_reentrant=False)
 
-    def _differentiate(self, microbatch: int, roots: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _differentiate(self, microbatch: int, roots: Sequence[_Root]) -> None:
         if not self.part.split:
             _backward(roots)
             return
@@ -182,7 +191,7 @@ def _gradient(leaf: Tensor) -> Tensor:
     return leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
 
 
-def _backward(roots: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _backward(roots: Sequence[_Root]) -> None:
     if roots:
         torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
 

@@ -176,9 +176,12 @@ class Trainer:
         if not wanted and not any(spec.loss for spec in specs):
             return _NO_SAMPLES
         size = self.program.microbatch_size
-        batch = self.model.batch(self.program.num_microbatches * size, step, self.options.seed)
+        dtype: torch.dtype = getattr(torch, self.options.dtype)
+        batch = self.model.mini_batch(
+            self.program.num_microbatches * size, step, self.options.seed, dtype=dtype, device=self.device
+        )
         return Samples(
-            {name: tensor.to(self.device) for name, tensor in batch.items() if name in wanted},
+            {name: tensor for name, tensor in batch.items() if name in wanted},
             size,
             self.model.predictions(batch),
         )
