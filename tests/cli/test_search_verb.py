@@ -163,24 +163,15 @@ def test_interruption_writes_the_best_plan(tmp_path: Path, number: signal.Signal
     profile = tmp_path / "profile.json"
     write_file(shape("v", 8, costs=costs), str(profile))
     plan = tmp_path / "plan.json"
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "pipeplan",
-            "search",
-            profile,
-            "-o",
-            plan,
-            *["--memory", "8GB", "--time-limit", "600s", "--json"],
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    time.sleep(5)
-    os.kill(process.pid, number)
-    out, err = process.communicate(timeout=60)
+    command = [sys.executable, "-m", "pipeplan", "search", str(profile), "-o", str(plan), "--json"]
+    command += ["--memory", "8GB", "--time-limit", "600s"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        time.sleep(5)
+        os.kill(process.pid, number)
+        try:
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 0, err
     assert json.loads(out)["interrupted"]
     assert check(read_plan(str(plan)), read_profile(str(profile))).valid

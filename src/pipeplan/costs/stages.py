@@ -112,7 +112,7 @@ def build_workload(
             "lower --devices or give a larger --cluster"
         )
     costs = [
-        stage_costs(profile, stage.blocks, microbatch_size, stage.shards, recompute=recompute)
+        stage_costs(profile, stage.blocks, _per_replica(microbatch_size, stage), stage.shards, recompute=recompute)
         for stage in placement.stages
     ]
     operations = _operations(costs, split_backward)
@@ -134,6 +134,16 @@ def build_workload(
         operations=operations,
         dependencies=_dependencies(profile, placement, operations, microbatch_size, cluster),
     )
+
+
+def _per_replica(microbatch_size: int, stage: PlacedStage) -> int:
+    """Samples of a micro-batch that each replica of a stage works on."""
+    if microbatch_size % stage.replicas:
+        raise UsageError(
+            f"a stage with {stage.replicas} replicas cannot split micro-batches of {microbatch_size} samples evenly; "
+            f"choose a --microbatch-size that is a multiple of {stage.replicas}"
+        )
+    return microbatch_size // stage.replicas
 
 
 def _stage(placed: PlacedStage, cost: StageCosts, microbatch_size: int, recompute: bool) -> Stage:

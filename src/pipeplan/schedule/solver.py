@@ -126,9 +126,10 @@ def _run(
     while not done.is_set():
         try:
             done.wait(_POLL_SECONDS)
+            if budget.interrupted:  # again and again: a solve that had not begun does not hear the first
+                solver.stop_search()
         except KeyboardInterrupt:
             budget.interrupted = True
-            solver.stop_search()
     if failure:
         raise failure[0]
     return result[0]
