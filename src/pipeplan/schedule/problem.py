@@ -160,6 +160,23 @@ class Problem:
             found[operation.stage].append(index)
         return tuple(map(tuple, found))
 
+    @cached_property
+    def one_last_forward(self) -> bool:
+        """Whether each connected part of a micro-batch's graph has one forward that no other one follows."""
+        part = list(range(self.num_operations))
+
+        def find(operation: int) -> int:
+            while part[operation] != operation:
+                part[operation] = part[part[operation]]
+                operation = part[operation]
+            return operation
+
+        forwards = {x for x, operation in enumerate(self.workload.operations) if operation.kind == "F"}
+        last = forwards - {source for source, target, _ in self.edges if target in forwards}
+        for source, target, _ in self.edges:
+            part[find(target)] = find(source)
+        return len({find(x) for x in last}) == len(last)
+
     def path(self, source: int, target: int) -> int:
         """Longest path from the start of one operation to the end of another in a micro-batch; -1 without one."""
         return self._paths[source][target]

@@ -111,11 +111,17 @@ class _Variables:
 
 
 def _reach(problem: Problem, durations: Sequence[int], lags: Sequence[int], period: int) -> int:
-    """Most repetitions between the first and the last operation of a micro-batch that are ever needed."""
+    """Most repetitions between the first and the last operation of a micro-batch that are ever needed.
+
+    The longest path, if nothing has several last forwards; else what no chain of dependencies followed either way
+    exceeds. The proof is in docs/algorithms/repetend.md.
+    """
     reach = [0] * problem.num_operations
+    most = [0] * problem.num_operations
     for (source, target, _), lag in sorted(zip(problem.edges, lags, strict=True)):
-        reach[target] = max(reach[target], reach[source] + 1 + math.ceil((durations[source] + lag) / period))
-    return max(reach)
+        step = 1 + math.ceil((durations[source] + lag) / period)
+        reach[target], most[target] = max(reach[target], reach[source] + step), max(most[target], step)
+    return max(reach) if problem.one_last_forward else sum(most)
 
 
 class _Constraints:
@@ -302,11 +308,13 @@ def least_period(
     multiples of ``unit / q`` with q <= (all durations and lags) / T. ``limit`` in seconds; ``on_pattern`` hears
     of every improvement.
     """
-    begun = budget.elapsed
+    begun, used = budget.elapsed, budget.used
     low = max(period_bound(problem) * unroll, Fraction(max(problem.durations)))
     search = _Bisection(problem, unroll, low)
-    while (candidate := search.next_candidate()) is not None and budget.elapsed - begun < limit:
-        left = limit - (budget.elapsed - begun)
+    while (candidate := search.next_candidate()) is not None and not budget.expired:
+        left = limit - (budget.used - used)
+        if left <= 0:
+            break
         share = left if search.best is None else left / _SHARE
         feasible, pattern, _ = solve_pattern(
             problem, candidate, budget, share, unroll=unroll, max_span=max_span, hint=search.best

@@ -292,7 +292,7 @@ def _offer_pattern(state: _State, pattern: Pattern) -> None:
 
 def _ramps(state: _State) -> None:
     """Reschedule what runs before and after the frozen repetition: warmup and cooldown, as Tessel's IV-C."""
-    limit = state.budget.elapsed + state.budget.seconds / _RAMP_SHARE
+    limit = state.budget.used + state.budget.seconds / _RAMP_SHARE
     for size in _WINDOW_TASKS:
         improved = True
         while improved and not _steady_is_done(state, limit):
@@ -308,7 +308,7 @@ _RAMP_SHARE = 4
 
 
 def _steady_is_done(state: _State, limit: float) -> bool:
-    if state.steady is None or state.budget.expired or state.budget.elapsed > limit:
+    if state.steady is None or state.budget.expired or state.budget.used > limit:
         return True
     return state.steady.makespan <= state.bound
 

@@ -15,6 +15,9 @@ __all__ = ["Answer", "Budget", "solve"]
 
 _POLL_SECONDS = 0.05
 
+_SOLVE_SECONDS = 0.01
+"""What building a model counts in deterministic time, so that many small solves end, too."""
+
 
 @dataclass(slots=True)
 class Budget:
@@ -38,11 +41,14 @@ class Budget:
         return time.monotonic() - self.started
 
     @property
+    def used(self) -> float:
+        """What counts against the limit: seconds by the clock, or deterministic ones."""
+        return self.spent if self.deterministic else self.elapsed
+
+    @property
     def remaining(self) -> float:
         """Seconds left; 0 after an interruption."""
-        if self.interrupted:
-            return 0.0
-        return max(0.0, self.seconds - (self.spent if self.deterministic else self.elapsed))
+        return 0.0 if self.interrupted else max(0.0, self.seconds - self.used)
 
     @property
     def expired(self) -> bool:
@@ -93,7 +99,7 @@ def solve(
     if limit <= 0.0:
         return Answer(None, False, solver.value, None, None)
     status = _run(solver, model, budget, _callback(on_solution) if on_solution is not None else None)
-    budget.spent += solver.response_proto.deterministic_time
+    budget.spent += solver.response_proto.deterministic_time + _SOLVE_SECONDS
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     objective = bound = None
     if model.has_objective():
