@@ -102,7 +102,7 @@ def command(
         num_microbatches=microbatches,
     )
     signal.signal(signal.SIGTERM, _as_interrupt)
-    with _progress() as progress:
+    with _Status() as progress:
         result = search_plan(
             profile,
             placed,
@@ -132,30 +132,32 @@ def _as_interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-class _progress:
-    """A line on stderr with the best value, the bound and the seconds; nothing unless stderr is a terminal."""
+class _Status:
+    """A line on stderr with the clock, the best value, the bound and the gap; nothing unless stderr is a terminal."""
 
     def __enter__(self) -> Progress | None:
         from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        self._console = Console(stderr=True)
-        if not self._console.is_terminal:
+        console = Console(stderr=True)
+        self._line = Progress(
+            SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), console=console, transient=True
+        )
+        if not console.is_terminal:
             return None
-        self._status = self._console.status("searching")
-        self._status.start()
+        self._line.start()
+        self._task = self._line.add_task("searching", total=None)
         return self._update
 
     def _update(self, what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
         from pipeplan.units import format_ns
 
         gap = best_ns / bound_ns - 1
-        self._status.update(
-            f"{seconds:5.1f}s  best {format_ns(best_ns)}  bound {format_ns(bound_ns)}  gap {gap:.2%}  {what}"
-        )
+        text = f"best {format_ns(best_ns)}  bound {format_ns(bound_ns)}  gap {gap:.2%}  by {what} at {seconds:.1f}s"
+        self._line.update(self._task, description=text)
 
     def __exit__(self, *_: object) -> None:
-        if hasattr(self, "_status"):
-            self._status.stop()
+        self._line.stop()
 
 
 def _print(result: Result, output: str | None, as_json: bool) -> None:

@@ -12,7 +12,7 @@ only one answer is possible.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 __all__ = ["ACTION_PATTERN", "COMPUTE_KINDS", "NUMBER_PATTERN", "PAYLOAD", "Action", "payload_of"]
 
@@ -89,10 +89,6 @@ class Action:
     def payload(self) -> str:
         """For a transfer: ``F`` for outputs, ``B`` for gradients."""
         return self.kind.rpartition("_")[2]
-
-    def without_peer(self) -> Action:
-        """The same action with the peer left unsaid."""
-        return replace(self, peer_stage=None, peer_device=None)
 
 
 def payload_of(kind: str) -> str:

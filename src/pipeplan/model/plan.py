@@ -284,9 +284,3 @@ class Plan(FileModel):
     def num_instances(self, id_: str) -> int:
         """How many actions an operation has: one per micro-batch of its stage."""
         return self.mini_batch // self.stage_of(id_).microbatch_size
-
-    def source_microbatches(self, dependency: Dependency, microbatch: int) -> range:
-        """Micro-batches of the source whose samples the target's micro-batch holds."""
-        size = self.stage_of(dependency.target).microbatch_size
-        source_size = self.stage_of(dependency.source).microbatch_size
-        return range(microbatch * size // source_size, -(-(microbatch + 1) * size // source_size))

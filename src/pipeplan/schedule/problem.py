@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.model import payload_of
 from pipeplan.model.workload import Workload
 from pipeplan.units import format_bytes
 
@@ -196,15 +195,6 @@ class Problem:
                         ends[target] = max(ends[target], ends[middle] + lag + self.durations[target])
             paths.append(ends)
         return paths
-
-    def crosses(self, edge: tuple[int, int, int]) -> bool:
-        """Whether an edge hands something to another stage."""
-        source, target, _ = edge
-        return self.workload.operations[source].stage != self.workload.operations[target].stage
-
-    def payload(self, operation: int) -> str:
-        """What the operation hands to other stages: ``F`` or ``B``."""
-        return payload_of(self.workload.operations[operation].kind)
 
     def needed_bytes(self, device: int) -> int:
         """What the device must hold at some moment of every schedule, beside its static memory.
