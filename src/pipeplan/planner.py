@@ -19,7 +19,7 @@ from pipeplan.partition import STRATEGIES, place
 from pipeplan.schedule.bounds import period_bound
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.search import Progress, Schedule, search_schedule
-from pipeplan.schedule.solver import Budget
+from pipeplan.schedule.solver import Budget, load_solver
 from pipeplan.simulate.memory import peak_memory
 from pipeplan.simulate.metrics import rates
 from pipeplan.simulate.repetend import find_repetend, steady_bubble_rate
@@ -210,6 +210,7 @@ def search_plan(
         UsageError: options that contradict the profile.
     """
     request = _Request(profile, placement, num_devices, chunks, batch, options, cluster, memory_bytes, progress)
+    load_solver()
     budget = Budget(options.time_limit, options.seed, options.deterministic)
     failure: InfeasibleError | None = None
     for recompute in (False, True) if options.recompute is None else (options.recompute,):

@@ -75,23 +75,31 @@ class _SharedInsertion:
         self._end: dict[tuple[int, int], int] = {}
         self._free = [0] * problem.num_devices
         self._orders: list[list[int]] = [[] for _ in self._free]
+        self._affected = [set(devices) for devices in problem.devices]  # [operation] whose next action it may allow
+        for source, target, _ in problem.edges:
+            self._affected[source].update(problem.devices[target])
+        self._chain_actions = [self._chain_action(device) for device in range(problem.num_devices)]
 
     def run(self) -> list[list[int]]:
         """Every device's order."""
-        while any(self._waiting) or any(m < self._count for m in self._next.values()):
-            _, _, x, m = min([*self._chain_actions(), *self._shared_actions()])
+        for _ in range(self._problem.num_operations * self._count):
+            possible = [action for action in self._chain_actions if action is not None]
+            _, _, x, m = min([*possible, *self._shared_actions()])
             if x in self._next:
                 self._next[x] += 1
             else:
                 self._waiting[self._problem.devices[x][0]].pop()
             self._place(x, m)
+            for device in self._affected[x]:
+                self._chain_actions[device] = self._chain_action(device)
         return self._orders
 
-    def _chain_actions(self) -> Iterator[tuple[int, int, int, int]]:
-        """(time, rank, operation, micro-batch) of the next action of each device, if it can run."""
-        for device, waiting in enumerate(self._waiting):
-            if waiting and (arrival := self._arrival(*waiting[-1])) is not None:
-                yield max(arrival, self._free[device]), 1, *waiting[-1]
+    def _chain_action(self, device: int) -> tuple[int, int, int, int] | None:
+        """(time, rank, operation, micro-batch) of the next action of a device, if it can run."""
+        waiting = self._waiting[device]
+        if not waiting or (arrival := self._arrival(*waiting[-1])) is None:
+            return None
+        return max(arrival, self._free[device]), 1, *waiting[-1]
 
     def _shared_actions(self) -> Iterator[tuple[int, int, int, int]]:
         """(time it is called for, rank, operation, micro-batch) of each shared operation that can run."""

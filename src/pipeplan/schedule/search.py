@@ -208,9 +208,9 @@ def _first(state: _State) -> None:
 
 def _improve(state: _State, scheduler: str, unroll: int | None) -> Schedule:
     """Everything after the first valid schedule, most valuable first, as long as there is time."""
+    least, period_proved, seconds = _repetend(state, unroll)
     if scheduler == "auto":
         _classics(state)
-    least, period_proved, seconds = _repetend(state, unroll)
     _ramps(state)
     for step in (_windows_everywhere, _whole, _wander):
         if not state.finished:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-__all__ = ["Answer", "Budget", "solve"]
+__all__ = ["Answer", "Budget", "load_solver", "solve"]
 
 _POLL_SECONDS = 0.05
 
@@ -72,6 +73,11 @@ class Answer:
     value: Callable[[cp_model.LinearExprT], int]
     objective: int | None
     bound: int | None
+
+
+def load_solver() -> None:
+    """Import CP-SAT, which takes half a second and more, so that the clock of a search can start after it."""
+    importlib.import_module("ortools.sat.python.cp_model")
 
 
 def solve(
