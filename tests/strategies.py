@@ -2,64 +2,87 @@
 
 from __future__ import annotations
 
-from hypothesis import assume
+import itertools
+
 from hypothesis import strategies as st
 
 from pipeplan.costs import build_workload
-from pipeplan.errors import InfeasibleError
 from pipeplan.model import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
 from pipeplan.schedule.problem import Problem
 
 __all__ = ["problems"]
 
 times = st.integers(1, 5)
-groups = st.sampled_from([(0,), (1,), (0, 1)])
 
 
 @st.composite
 def problems(draw: st.DrawFn, max_stages: int = 3, num_microbatches: int = 4) -> Problem:
-    """Two or three stages on two devices, joined or not, lags, perhaps a memory cap; of two one may be split."""
-    devices = draw(st.lists(groups, min_size=2, max_size=max_stages))
-    split = draw(st.sampled_from([None, 0, 1])) if len(devices) == 2 else None
-    blocks = []
-    for index, group in enumerate(devices):
-        held = draw(st.integers(0, 3))
-        row = {
-            "microbatch_size": 1,
-            "shards": len(group),
-            "forward_ns": draw(times),
-            "backward_ns": draw(times),
-            "activation_bytes": held,
-            "workspace_bytes": draw(st.integers(0, 1)),
-        }
-        if index == split:
-            row |= {"input_grad_ns": draw(times), "weight_grad_ns": draw(times)}
-            row |= {"weight_grad_bytes": draw(st.integers(0, 4))}
-        blocks.append(Block(id=f"b{index}", operator="x", costs=(CostRow.model_validate(row),)))
-    edges = tuple(
-        Edge(source=f"b{index}", target=f"b{index + 1}", transfer_ns=draw(st.integers(0, 2)))
-        for index in range(len(devices) - 1)
-        if len(devices) == 3 or draw(st.booleans())
+    """Two or three stages on two or three devices, joined in any way or not, with lags; most have little memory.
+
+    One stage may have its backward split: four to seven operations in all.
+    """
+    num_devices = draw(st.sampled_from([2, 2, 3]))
+    devices = draw(st.lists(_group(num_devices), min_size=2, max_size=max_stages))
+    split = draw(st.none() | st.integers(0, len(devices) - 1))
+    profile = Profile(
+        name="random",
+        source=Source(method="literature"),
+        blocks=tuple(draw(_block(index, len(group), index == split)) for index, group in enumerate(devices)),
+        edges=draw(_edges(len(devices))),
     )
-    placement = Placement(
-        strategy="random",
-        num_devices=2,
-        stages=tuple(
-            PlacedStage(blocks=(f"b{index}",), devices=group, shards=len(group)) for index, group in enumerate(devices)
-        ),
+    stages = tuple(
+        PlacedStage(blocks=(f"b{index}",), devices=group, shards=len(group)) for index, group in enumerate(devices)
     )
-    profile = Profile(name="random", source=Source(method="literature"), blocks=tuple(blocks), edges=edges)
-    memory = draw(st.none() | st.integers(1, 12))
-    workload = build_workload(
-        profile,
-        placement,
-        num_microbatches=num_microbatches,
-        microbatch_size=1,
-        split_backward=split is not None,
-        memory_bytes=[memory, memory],
-    )
-    try:
-        return Problem.of(workload)
-    except InfeasibleError:
-        assume(False)
-        raise
+
+    def build(memory: list[int | None]) -> Problem:
+        return Problem.of(
+            build_workload(
+                profile,
+                Placement(strategy="random", num_devices=num_devices, stages=stages),
+                num_microbatches=num_microbatches,
+                microbatch_size=1,
+                split_backward=split is not None,
+                memory_bytes=memory,
+            )
+        )
+
+    free = build([None] * num_devices)
+    spare = draw(st.sampled_from([0, 1, 2, 3, None]))
+    if spare is None:
+        return free
+    return build([free.needed_bytes(device) + spare for device in range(num_devices)])
+
+
+def _group(num_devices: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """One device in most cases, else two or all."""
+    alone = [(device,) for device in range(num_devices)]
+    pairs = list(itertools.combinations(range(num_devices), 2))
+    return st.sampled_from([*alone, *alone, *alone, *pairs, tuple(range(num_devices))])
+
+
+@st.composite
+def _block(draw: st.DrawFn, index: int, shards: int, split: bool) -> Block:
+    row = {
+        "microbatch_size": 1,
+        "shards": shards,
+        "forward_ns": draw(times),
+        "backward_ns": draw(times),
+        "activation_bytes": draw(st.sampled_from([2, 1, 3, 0])),
+        "workspace_bytes": draw(st.integers(0, 1)),
+    }
+    if split:
+        row |= {"input_grad_ns": draw(times), "weight_grad_ns": draw(times)}
+        row |= {"weight_grad_bytes": draw(st.integers(0, 4))}
+    return Block(id=f"b{index}", operator="x", costs=(CostRow.model_validate(row),))
+
+
+@st.composite
+def _edges(draw: st.DrawFn, num_stages: int) -> tuple[Edge, ...]:
+    """A chain in most cases; else each pair of stages may be joined."""
+    chain = draw(st.sampled_from([True, True, False]))
+    pairs = [
+        (source, target)
+        for source, target in itertools.combinations(range(num_stages), 2)
+        if (target == source + 1 if chain else draw(st.booleans()))
+    ]
+    return tuple(Edge(source=f"b{s}", target=f"b{t}", transfer_ns=draw(st.integers(0, 2))) for s, t in pairs)

@@ -16,6 +16,7 @@ Instances of one operation run in micro-batch order (Property 4.1).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -306,7 +307,8 @@ def least_period(
     device and all k given, the least T is a ratio p/q: p sums durations and lags along a cycle that meets every
     instance at most once, and q counts the repetitions the cycle reaches over. So it is enough to ask about
     multiples of ``unit / q`` with q <= (all durations and lags) / T. ``limit`` in seconds; ``on_pattern`` hears
-    of every improvement.
+    of every improvement. If the solver finds none in time, the pattern is one micro-batch after another, where
+    that fits.
     """
     begun, used = budget.elapsed, budget.used
     low = max(period_bound(problem) * unroll, Fraction(max(problem.durations)))
@@ -315,18 +317,38 @@ def least_period(
         left = limit - (budget.used - used)
         if left <= 0:
             break
-        share = left if search.best is None else left / _SHARE
         feasible, pattern, _ = solve_pattern(
-            problem, candidate, budget, share, unroll=unroll, max_span=max_span, hint=search.best
+            problem, candidate, budget, left / _SHARE, unroll=unroll, max_span=max_span, hint=search.best
         )
         search.learn(candidate, feasible, pattern)
         if pattern is not None and on_pattern is not None:
             on_pattern(pattern)
-    return LeastPeriod(search.best, search.bound_ns, budget.elapsed - begun)
+    best = search.best
+    if best is None and (max_span or unroll) >= unroll:  # hard proofs took all the time
+        best = _one_after_another(problem, unroll)
+    return LeastPeriod(best, search.bound_ns, budget.elapsed - begun)
+
+
+def _one_after_another(problem: Problem, unroll: int) -> Pattern | None:
+    """The pattern that runs one operation at a time and one micro-batch at a time; None if it does not fit."""
+    for device, capacity in enumerate(problem.capacity):
+        held = 0
+        for i in problem.on_device[device]:
+            held += problem.acquire[i]
+            if capacity is not None and held + problem.workspace[i] > capacity:
+                return None
+            held -= problem.release[i]
+    longest_lag = [0] * problem.num_operations
+    for source, _, lag in problem.edges:
+        longest_lag[source] = max(longest_lag[source], lag)
+    begins = itertools.accumulate(map(sum, zip(problem.durations, longest_lag, strict=True)), initial=0)
+    time = sequential_time(problem)
+    starts = [tuple(begin + u * time for u in range(unroll)) for begin in begins]
+    return Pattern(unroll, unroll * time, tuple(starts[:-1]))
 
 
 _SHARE = 4
-"""A decision gets this part of the time left once there is a pattern, so that one hard proof is not everything."""
+"""A decision gets this part of the time left, so that one hard proof is not everything."""
 
 
 class _Bisection:
