@@ -14,7 +14,7 @@ MAX_BYTES = 10**16
 
 
 def parse_ns(text: str) -> int:
-    """Nanoseconds of a duration with a unit, such as ``3.2ms``, ``10us``, ``1 s`` or ``0ns``.
+    """Nanoseconds of a duration with a unit, such as ``3.2ms``, ``10us``, ``1 s``, ``5min``, ``1h`` or ``0ns``.
 
     Raises:
         UsageError: the text is not a duration, has no unit, or is negative or above ``MAX_NS``.
@@ -23,12 +23,19 @@ def parse_ns(text: str) -> int:
 
     from quantiphy import QuantiPhyError, Quantity
 
+    wrong = UsageError(f"{text!r} is not a duration; write a number and a unit, as 30s, 3.2ms, 10us, 0ns or 5min")
     try:
-        quantity = Quantity(text.strip().replace("µs", "us"))
+        number, seconds = text.strip().replace("µs", "us"), 1.0
+        for unit, length in (("min", 60.0), ("h", 3600.0)):
+            if number.endswith(unit):
+                number, seconds = number.removesuffix(unit) + "s", length
+        quantity = Quantity(number)
     except QuantiPhyError:
-        raise UsageError(f"{text!r} is not a duration; write a number and a unit, as 3.2ms, 10us or 0ns") from None
+        raise wrong from None
     if quantity.units != "s":
-        raise UsageError(f"{text!r} is not a duration: unit {quantity.units!r} is not one of ns, us, ms, s")
+        raise wrong
+    if seconds != 1.0:
+        quantity = Quantity(quantity * seconds, "s")
     if not math.isfinite(quantity) or not 0 <= quantity * 1e9 <= MAX_NS:
         raise UsageError(f"{text!r} is out of range: a duration is from 0ns to {format_ns(MAX_NS)}")
     return round(quantity * 1e9)

@@ -99,6 +99,8 @@ def test_cluster_gives_devices_memory_and_links(chain: Path, tmp_path: Path) -> 
     assert [device.memory_bytes for device in plan.devices] == [8 * 10**9] * 2 + [6 * 10**9] * 2
     assert {hop.duration_ns for each in plan.dependencies for hop in each.hops} == {6000}
     assert check(plan, read_profile(str(chain)), cluster).valid
+    more = pipeplan("search", chain, "--cluster", "cluster.json", "--memory", "9GB", "--time-limit", "2s", cwd=tmp_path)
+    assert more.returncode == 0, more.stderr
 
 
 def test_placement_file(chain: Path, tmp_path: Path) -> None:
@@ -125,7 +127,7 @@ def test_placement_file(chain: Path, tmp_path: Path) -> None:
         (["--memory", "0.5GB"], 1, "500MB too much; raise --memory"),
         (["--devices", "3"], 2, "--devices 3 contradicts the profile's placement"),
         (["--memory", "lots"], 2, "is not a size"),
-        (["--time-limit", "30"], 2, "is not a duration"),
+        (["--time-limit", "30"], 2, "write a number and a unit, as 30s"),
         (["--scheduler", "best"], 2, "choose from auto"),
         (["--split-backward", "yes"], 2, "needs input_grad_ns and weight_grad_ns"),
         (["--unroll", "0"], 2, "--unroll"),

@@ -78,7 +78,7 @@ WHERE = r"in 1F1 \(step 1, program counter \d+ of \d+\)"
 @pytest.mark.parametrize(
     ("model", "num_devices", "told"),
     [
-        ("killed", 3, rf"^rank 1 was killed \(SIGKILL\) {WHERE}; the system does so when memory runs out$"),
+        ("killed", 3, rf"^rank 1 was killed \(SIGKILL\) {WHERE}; often because memory ran out$"),
         ("raising", 2, rf"^rank 1 failed {WHERE}: block 'b2': ValueError: boom$"),
     ],
 )

@@ -157,7 +157,8 @@ class _Status:
         self._line.update(self._task, description=text)
 
     def __exit__(self, *_: object) -> None:
-        self._line.stop()
+        if self._line.live.is_started:
+            self._line.stop()
 
 
 def _print(result: Result, output: str | None, as_json: bool) -> None:

@@ -119,7 +119,7 @@ def death(rank: int, status: int, board: Board, programs: Sequence[Sequence[str]
     if status >= 0:
         return f"rank {rank} ended with exit code {status} {place}"
     name = signal.Signals(-status).name if -status in {int(s) for s in signal.Signals} else f"signal {-status}"
-    hint = "; the system does so when memory runs out" if -status == signal.SIGKILL else ""
+    hint = "; often because memory ran out" if -status == signal.SIGKILL else ""
     return f"rank {rank} was killed ({name}) {place}{hint}"
 
 

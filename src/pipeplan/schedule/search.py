@@ -215,6 +215,8 @@ def _improve(state: _State, scheduler: str, unroll: int | None) -> Schedule:
     for step in (_windows_everywhere, _whole, _wander):
         if not state.finished:
             step(state)
+    if not state.chosen.frozen:
+        _with_less_memory(state)
     return _result(state, least.pattern, period_proved, seconds)
 
 
@@ -301,6 +303,26 @@ def _ramps(state: _State) -> None:
             for begin, end in _windows(state.steady, size):
                 if not _steady_is_done(state, limit):
                     improved = _try_window(state, state.steady, begin, end) or improved
+
+
+def _with_less_memory(state: _State) -> None:
+    """The best schedule cannot be repeated: look for one as short that can, with no more memory than one that can.
+
+    Without a cap, patterns with many micro-batches in flight are as good as any to the solver; with one it finds
+    those that fill and drain sooner.
+    """
+    if state.steady is None or state.budget.expired:
+        return
+    static = state.problem.workload.static_bytes
+    peaks = peak_memory(state.graph, state.steady.orders)
+    most = max(memory.peak_bytes - static(device) for device, memory in enumerate(peaks))
+    limits = tuple(most if capacity is None else min(most, capacity) for capacity in state.problem.capacity)
+    other = replace(state, problem=replace(state.problem, capacity=limits), best=None, steady=None, progress=None)
+    other.offer(state.steady)
+    _repetend(other, None)
+    _ramps(other)
+    if other.steady is not None and state.best is not None and other.steady.makespan <= state.best.makespan:
+        state.steady = other.steady
 
 
 _RAMP_SHARE = 4
