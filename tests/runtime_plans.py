@@ -127,6 +127,6 @@ class Unsplit:
                 losses.append(values[block.id])
         self.optimizer.zero_grad()
         loss = torch.stack(losses).sum() / self.model.predictions(batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         return float(loss.detach())

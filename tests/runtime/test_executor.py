@@ -12,17 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runtime_models
+from helpers import gpipe_orders
+from runtime_plans import PLACEMENTS, model_plan
 
-torch = pytest.importorskip("torch")
-
-import runtime_models  # noqa: E402
-from helpers import gpipe_orders  # noqa: E402
-from runtime_plans import PLACEMENTS, model_plan  # noqa: E402
-
-from pipeplan.model import Plan  # noqa: E402
-from pipeplan.runtime.launch import watch_local  # noqa: E402
-from pipeplan.runtime.model import load_model  # noqa: E402
-from pipeplan.runtime.options import RunOptions  # noqa: E402
+from pipeplan.model import Plan
+from pipeplan.runtime.launch import watch_local
+from pipeplan.runtime.model import load_model
+from pipeplan.runtime.options import RunOptions
 
 RANK = (sys.executable, str(Path(__file__).parents[1] / "runtime_rank.py"))
 TOLERANCE = 1e-9

@@ -14,9 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-
 import runtime_models
 from runtime_plans import model_plan
 

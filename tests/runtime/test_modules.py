@@ -8,14 +8,12 @@ import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-torch = pytest.importorskip("torch")
-
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-from pipeplan.runtime.modules import (  # noqa: E402
+from pipeplan.runtime.modules import (
     DeferredEmbedding,
     DeferredLinear,
     WeightGradQueue,

@@ -13,21 +13,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-torch = pytest.importorskip("torch")
-
-from torch import Tensor, nn  # noqa: E402
-
-from pipeplan.cli.main import main  # noqa: E402
-from pipeplan.costs.stages import can_split, stage_costs  # noqa: E402
-from pipeplan.errors import ExecutionError, InfeasibleError, UsageError  # noqa: E402
-from pipeplan.model import CostRow, Profile, parse, read_profile, to_json  # noqa: E402
-from pipeplan.runtime import profiler  # noqa: E402
-from pipeplan.runtime.footprint import SavedTensors, meter_for, storages  # noqa: E402
-from pipeplan.runtime.model import BlockSpec, Model, load_model  # noqa: E402
-from pipeplan.runtime.modules import WeightGradQueue  # noqa: E402
-from pipeplan.runtime.profiler import profile_model  # noqa: E402
-from pipeplan.runtime.survey import survey  # noqa: E402
+from pipeplan.cli.main import main
+from pipeplan.costs.stages import can_split, stage_costs
+from pipeplan.errors import ExecutionError, InfeasibleError, UsageError
+from pipeplan.model import CostRow, Profile, parse, read_profile, to_json
+from pipeplan.runtime import profiler
+from pipeplan.runtime.footprint import SavedTensors, meter_for, storages
+from pipeplan.runtime.model import BlockSpec, Model, load_model
+from pipeplan.runtime.modules import WeightGradQueue
+from pipeplan.runtime.profiler import profile_model
+from pipeplan.runtime.survey import survey
 
 WIDTH = 8
 FLOAT = 4
@@ -169,7 +167,9 @@ def kinds(model: Model) -> dict[str, list[str]]:
 
 
 def test_alike_are_equal_blocks_with_equal_inputs() -> None:
-    frozen = lambda: linear().requires_grad_(False)  # noqa: E731
+    def frozen() -> nn.Module:
+        return linear().requires_grad_(False)
+
     assert kinds(chain(linear, linear, linear)) == {"a": ["a"], "b": ["b", "c"]}  # a's input needs no gradient
     assert kinds(chain(frozen, frozen, linear, linear)) == {
         "a": [
@@ -180,8 +180,13 @@ def test_alike_are_equal_blocks_with_equal_inputs() -> None:
         "d": ["d"],
     }
     assert kinds(chain(linear, linear, linear, operators="xyz")) == {"a": ["a"], "b": ["b"], "c": ["c"]}
-    wide = lambda: nn.Sequential(nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH))  # noqa: E731
-    wider = lambda: nn.Sequential(nn.Linear(WIDTH, 10), nn.Linear(10, WIDTH))  # noqa: E731
+
+    def wide() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH))
+
+    def wider() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 10), nn.Linear(10, WIDTH))
+
     assert kinds(chain(linear, wide, wider, wide)) == {"a": ["a"], "b": ["b", "d"], "c": ["c"]}
     assert kinds(chain(linear, nn.ReLU, nn.GELU, nn.GELU)) == {"a": ["a"], "b": ["b"], "c": ["c", "d"]}
 
@@ -468,7 +473,10 @@ def test_runs_take_turns() -> None:
 
 def test_a_compiled_block_is_told_of() -> None:
     """What it computes with I cannot wait for W."""
-    build = lambda: torch.compile(nn.Sequential(linear()), backend="eager")  # noqa: E731
+
+    def build() -> nn.Module:
+        return torch.compile(nn.Sequential(linear()), backend="eager")
+
     with pytest.warns(UserWarning, match="is compiled: its weight gradients cannot be deferred"):
         row = row_of(measure(chain(linear, build)), "b")
     assert row.weight_grad_bytes == 0
@@ -546,7 +554,7 @@ def test_names_that_fit_no_profile() -> None:
 # On CUDA ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, which only some machines have")
 def test_cuda_agrees_with_cpu_on_what_is_held() -> None:
     model = chain(linear, BLOCKS["perceptron"])
     here, there = (row_of(measure(model, (64,), device=device, repeats=3), "b", 64) for device in ("cpu", "cuda"))

@@ -10,16 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-torch = pytest.importorskip("torch")
-
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-
-from pipeplan.errors import UsageError  # noqa: E402
-from pipeplan.runtime.model import BlockSpec, Model, load_model  # noqa: E402
-from pipeplan.runtime.modules import DeferredLinear  # noqa: E402
-from pipeplan.runtime.zoo import ZOO, gpt, token_batch, zoo_model  # noqa: E402
+from pipeplan.errors import UsageError
+from pipeplan.runtime.model import BlockSpec, Model, load_model
+from pipeplan.runtime.modules import DeferredLinear
+from pipeplan.runtime.zoo import ZOO, gpt, token_batch, zoo_model
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +92,7 @@ def test_graph_of_the_tiny_model() -> None:
 
 def reference_loss(size: object, weights: dict[str, dict[str, Tensor]], batch: dict[str, Tensor]) -> Tensor:
     """GPT-2 written a second time, from the paper: one function, explicit attention, no modules."""
-    layers, heads = size.layers, size.heads  # type: ignore[attr-defined]
+    layers, heads = size.layers, size.heads
     tokens = batch["tokens"]
     length = tokens.shape[1]
     embedding = weights["embedding"]

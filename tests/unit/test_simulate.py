@@ -693,8 +693,8 @@ def test_the_number_of_actions_is_limited() -> None:
 @pytest.mark.parametrize("split", [None, (10, 10)])
 def test_the_profile_of_a_plan_changes_nothing(split: tuple[int, int] | None) -> None:
     costs = {"split": split, "lag": 3, "parameter_bytes": 5, "workspace_bytes": 2, "activation_bytes": 9}
-    plan = chain_plan(4, 8, **costs)  # type: ignore[arg-type]
-    simulation = simulate(plan, profile=chain_profile(4, **costs))  # type: ignore[arg-type]
+    plan = chain_plan(4, 8, **costs)
+    simulation = simulate(plan, profile=chain_profile(4, **costs))
     assert simulation.as_planned
     assert simulation.workload == Workload.of(plan)
 
@@ -832,6 +832,6 @@ def test_a_cluster_with_too_few_devices_is_refused() -> None:
 )
 def test_damaged_programs_are_refused_with_the_place(change: object, text: str) -> None:
     plan = chain_plan(2, 2)
-    programs = (change(plan.programs[0]), plan.programs[1])  # type: ignore[operator]
+    programs = (change(plan.programs[0]), plan.programs[1])
     with pytest.raises(InvalidPlanError, match=text):
         simulate(plan.model_copy(update={"programs": programs}))

@@ -149,6 +149,7 @@ class _Ranks:
 
     def _unnamed_file(self, content: bytes) -> IO[bytes]:
         """A file without a name, to be inherited: nothing is left behind whoever dies first."""
+        # the exit stack closes it; the rule sees only the with statement
         file = self.stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         file.write(content)
         file.flush()

@@ -101,6 +101,7 @@ class Channels:
         self._awaited: dict[tuple[Message, int], _Awaited] = {}
         self._index = {message: index for index, message in enumerate(sorted(program.tensors))}
         self._width = max((len(names) for names in program.tensors.values()), default=1)
+        # torch leaves the constructors of its CUDA classes untyped
         self._outbound = torch.cuda.Stream(device) if self._nccl else None  # type: ignore[no-untyped-call]
         self._inbound = torch.cuda.Stream(device) if self._nccl else None  # type: ignore[no-untyped-call]
         self._warm_up(edges)
@@ -154,6 +155,7 @@ class Channels:
         """On NCCL, the end of what the computing stream has been given so far, for :meth:`send`."""
         if not self._nccl:
             return None
+        # untyped in torch, as the streams
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
+
+# public and documented, but torch.distributed does not list them for type checkers
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
