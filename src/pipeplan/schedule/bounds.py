@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 from pipeplan.schedule.problem import Hold, Problem
@@ -40,8 +41,9 @@ def makespan_bound(problem: Problem) -> int:
     """Least makespan in ns for the workload's number of micro-batches.
 
     The greatest of: a micro-batch's critical path; per device head + work + tail; per device the time until its
-    first release can begin, plus all work that does not fit into memory before it, plus the tail; and the
-    period bound of memory over all micro-batches but those that fit at once.
+    first release can begin, plus all work that does not fit into memory before it, plus the tail; per device its work
+    and the time it is idle at both ends, shared stages considered; and the period bound of memory over all
+    micro-batches but those that fit at once.
     """
     count = problem.num_microbatches
     best = max(map(sum, zip(problem.heads, problem.durations, problem.tails, strict=True)))
@@ -52,8 +54,51 @@ def makespan_bound(problem: Problem) -> int:
         tail = min(problem.tails[x] for x in operations)
         work = count * problem.work[device]
         best = max(best, head + work + tail, _until_release(problem, device, work, tail))
+        best = max(best, work + _idle_ends(problem, device))
         best = max(best, _in_flight(problem, device))
     return best
+
+
+def _idle_ends(problem: Problem, device: int) -> int:
+    """Time in ns that a device is certainly idle before its first and after its last operation of some kind.
+
+    Take an operation x of the device, and let ``later`` be what follows x there, ``other`` the rest. While micro-batch
+    0 is on its way to x, nothing of ``later`` can run; and nothing of ``other`` can run beside an operation y of that
+    way with which all of it shares a device (as stages on all devices do). So during every such y elsewhere the
+    device is idle; with no ``other``, during latencies, too. The same backwards from the last micro-batch's end.
+    """
+    here = problem.on_device[device]
+    heads = {
+        x: _idle_on_way(problem, device, x, problem.incoming, [y for y in here if problem.path(x, y) < 0]) for x in here
+    }
+    tails = {
+        x: _idle_on_way(problem, device, x, problem.outgoing, [y for y in here if problem.path(y, x) < 0]) for x in here
+    }
+    return max(heads[x] + tails[y] for x in here for y in here if problem.path(x, y) >= 0)
+
+
+def _idle_on_way(
+    problem: Problem, device: int, end: int, before: Sequence[Sequence[tuple[int, int]]], other: list[int]
+) -> int:
+    """The most time on a path to ``end`` during which the device can run nothing, where ``other`` is what it could."""
+    groups = [set(problem.devices[y]) for y in other]
+
+    def idle(y: int) -> int:
+        if device in problem.devices[y]:
+            return 0
+        return problem.durations[y] if all(group & set(problem.devices[y]) for group in groups) else 0
+
+    most: dict[int, int] = {}
+    waiting = [end]
+    while waiting:  # depth first, an operation after all that come before it
+        y = waiting[-1]
+        missing = [source for source, _ in before[y] if source not in most]
+        if missing:
+            waiting += missing
+            continue
+        waiting.pop()
+        most[y] = max((most[source] + idle(source) + (0 if other else lag) for source, lag in before[y]), default=0)
+    return most[end]
 
 
 def _until_release(problem: Problem, device: int, work: int, tail: int) -> int:

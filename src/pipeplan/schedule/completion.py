@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pipeplan.model.plan import Repetend
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.repetend import Pattern
+from pipeplan.simulate.repetend import extend
+from pipeplan.simulate.timing import Orders, earliest_starts, task_graph
 
-__all__ = ["compose", "microbatch_by_microbatch", "middle_repetition"]
+__all__ = ["compose", "microbatch_by_microbatch", "middle_repetition", "pattern_of", "repeated_tasks"]
 
 
 def compose(problem: Problem, pattern: Pattern) -> list[list[int]]:
@@ -45,6 +48,36 @@ def middle_repetition(problem: Problem, pattern: Pattern) -> list[int]:
             repetition = (first + last) // 2 * unroll
             best = [x * count + repetition - late for x, row in enumerate(behind) for late in row]
     return best
+
+
+def repeated_tasks(problem: Problem, repetend: Repetend) -> frozenset[int]:
+    """The tasks of one repetition of a schedule's repetend."""
+    count, ids = problem.num_microbatches, [operation.id for operation in problem.workload.operations]
+    return frozenset(x * count + repetend.first[id_] + u for x, id_ in enumerate(ids) for u in range(repetend.unroll))
+
+
+def pattern_of(problem: Problem, orders: Orders, repetend: Repetend) -> Pattern | None:
+    """The steady state of a schedule's repetend, in the times it settles to; None if it does not settle soon."""
+    unroll, period = repetend.unroll, repetend.repetend_ns
+    larger, longer = extend(problem.workload, orders, repetend, problem.num_microbatches + _SETTLING * unroll)
+    starts = earliest_starts(task_graph(larger), longer)
+    ids = [operation.id for operation in problem.workload.operations]
+    rows: list[list[int]] = []
+    for x, id_ in enumerate(ids):
+        row = [0] * unroll
+        for u in range(unroll):
+            m = repetend.first[id_] + (_SETTLING - 1) * unroll + u
+            task = x * larger.num_microbatches + m
+            if starts[task + unroll] - starts[task] != period:
+                return None
+            row[m % unroll] = starts[task] - m // unroll * period
+        rows.append(row)
+    first = min(map(min, rows))
+    return Pattern(unroll, period, tuple(tuple(start - first for start in row) for row in rows))
+
+
+_SETTLING = 8
+"""Repetitions after which times are taken to have settled."""
 
 
 def microbatch_by_microbatch(problem: Problem, in_flight: int = 1) -> list[list[int]]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.recurrence import memory_recurrences
 from pipeplan.schedule.solver import Budget, solve
 from pipeplan.simulate.timing import Orders, TaskGraph
 
@@ -59,10 +60,12 @@ def reschedule(
     *,
     begin_ns: int = 0,
     end_ns: int | None = None,
+    free: Callable[[int], bool] | None = None,
     on_solution: Callable[[int, int], None] | None = None,
 ) -> Rescheduled:
     """Find the best order of the actions that start from ``begin_ns`` on and before ``end_ns``.
 
+    With ``free`` (of a task number) only those tasks change places; the others keep their order among themselves.
     Only a shorter schedule counts; ``exhausted`` says that the best order of this window is known. The bound is
     for all schedules that keep the rest as it is: for every schedule, if the window is everything. ``on_solution``
     hears (makespan, bound) in ns.
@@ -70,23 +73,26 @@ def reschedule(
     makespan = max(start + duration for start, duration in zip(starts, graph.durations, strict=True))
     window = _cut(problem, graph, orders, starts, begin_ns, makespan if end_ns is None else end_ns)
     if not window.tasks or window.passing >= makespan:
-        return Rescheduled(None, None, True)
-    model = _Model(problem, graph, window, makespan)
+        return Rescheduled(None, None, free is None)
+    kept = [
+        [task for task in order if task in window.release and free is not None and not free(task)] for order in orders
+    ]
+    model = _Model(problem, graph, window, makespan, kept)
     unit = problem.time_unit
     heard = None if on_solution is None else lambda value, bound: on_solution(value * unit, bound * unit)
     answer = solve(model.model, budget, limit, on_solution=heard)
     bound = answer.bound * unit if answer.bound is not None else None
     if answer.feasible is False:
-        return Rescheduled(None, makespan, True)
+        return Rescheduled(None, makespan if free is None else None, True)
     if not answer.feasible:
-        return Rescheduled(None, bound, False)
+        return Rescheduled(None, bound if free is None else None, False)
     new = {task: answer.value(model.start[task]) for task in window.tasks}
     inside = [[task for task in order if task in new] for order in orders]
     joined = [
         [*before, *sorted(tasks, key=new.__getitem__), *after]
         for before, tasks, after in zip(window.before, inside, window.after, strict=True)
     ]
-    return Rescheduled(joined, bound, answer.optimal)
+    return Rescheduled(joined, bound if free is None else None, answer.optimal)
 
 
 def _cut(problem: Problem, graph: TaskGraph, orders: Orders, starts: Sequence[int], begin: int, end: int) -> _Window:
@@ -158,6 +164,7 @@ class _Model:
         graph: TaskGraph,
         window: _Window,
         makespan: int,
+        kept: Orders,
     ) -> None:
         from ortools.sat.python import cp_model
 
@@ -185,6 +192,8 @@ class _Model:
         ]
         self._dependencies()
         self._microbatch_order()
+        self._recurrences()
+        self._kept_order(kept)
         self._exclusive_devices()
         self._memory(makespan)
         self._objective()
@@ -202,6 +211,21 @@ class _Model:
         for task in self._window.tasks:
             if (task + 1) % self._count and task + 1 in self.start:
                 self.model.add(self.start[task + 1] >= self.start[task] + self._graph.durations[task] // self._unit)
+
+    def _recurrences(self) -> None:
+        """What memory says about order, which the solver would find out only by trying."""
+        for recurrence in memory_recurrences(self._problem):
+            source, target = recurrence.source * self._count, recurrence.target * self._count
+            for m in range(recurrence.distance, self._count):
+                before, after = source + m - recurrence.distance, target + m
+                if before in self.start and after in self.start:
+                    duration = self._graph.durations[before] // self._unit
+                    self.model.add(self.start[after] >= self.start[before] + duration)
+
+    def _kept_order(self, kept: Orders) -> None:
+        for order in kept:
+            for before, after in zip(order, order[1:], strict=False):
+                self.model.add(self.start[after] >= self.start[before] + self._graph.durations[before] // self._unit)
 
     def _exclusive_devices(self) -> None:
         for tasks in self._on_device:

@@ -93,6 +93,11 @@ class Problem:
         return self.workload.num_microbatches
 
     @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """[operation] its kind: F, B, I or W."""
+        return tuple(operation.kind for operation in self.workload.operations)
+
+    @cached_property
     def on_device(self) -> tuple[tuple[int, ...], ...]:
         """[device] operations that run there, ascending."""
         found: list[list[int]] = [[] for _ in self.capacity]
@@ -110,6 +115,22 @@ class Problem:
     def time_unit(self) -> int:
         """Greatest common divisor of all durations and lags, in ns: earliest starts are its multiples."""
         return math.gcd(*self.durations, *(lag for _, _, lag in self.edges)) or 1
+
+    @cached_property
+    def incoming(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """[operation] what it waits for: pairs (operation, lag in ns)."""
+        found: list[list[tuple[int, int]]] = [[] for _ in self.durations]
+        for source, target, lag in self.edges:
+            found[target].append((source, lag))
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def outgoing(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """[operation] what waits for it: pairs (operation, lag in ns)."""
+        found: list[list[tuple[int, int]]] = [[] for _ in self.durations]
+        for source, target, lag in self.edges:
+            found[source].append((target, lag))
+        return tuple(map(tuple, found))
 
     @cached_property
     def heads(self) -> tuple[int, ...]:
@@ -182,16 +203,13 @@ class Problem:
 
     @cached_property
     def _paths(self) -> list[list[int]]:
-        outgoing: list[list[tuple[int, int]]] = [[] for _ in self.durations]
-        for source, target, lag in self.edges:
-            outgoing[source].append((target, lag))
         paths = []
         for source in range(self.num_operations):
             ends = [-1] * self.num_operations
             ends[source] = self.durations[source]
             for middle in range(source, self.num_operations):
                 if ends[middle] >= 0:
-                    for target, lag in outgoing[middle]:
+                    for target, lag in self.outgoing[middle]:
                         ends[target] = max(ends[target], ends[middle] + lag + self.durations[target])
             paths.append(ends)
         return paths

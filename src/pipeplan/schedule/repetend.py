@@ -299,6 +299,7 @@ def least_period(
     *,
     unroll: int = 1,
     max_span: int | None = None,
+    below: Fraction | None = None,
     on_pattern: Callable[[Pattern], None] | None = None,
 ) -> LeastPeriod:
     """The least repetend time for this unroll: the bound first, then bisection between proof and pattern.
@@ -308,11 +309,11 @@ def least_period(
     instance at most once, and q counts the repetitions the cycle reaches over. So it is enough to ask about
     multiples of ``unit / q`` with q <= (all durations and lags) / T. ``limit`` in seconds; ``on_pattern`` hears
     of every improvement. If the solver finds none in time, the pattern is one micro-batch after another, where
-    that fits.
+    that fits. With ``below`` only periods (ns per micro-batch) less than that are of interest, and none may be found.
     """
     begun, used = budget.elapsed, budget.used
     low = max(period_bound(problem) * unroll, Fraction(max(problem.durations)))
-    search = _Bisection(problem, unroll, low)
+    search = _Bisection(problem, unroll, low, None if below is None else below * unroll)
     while (candidate := search.next_candidate()) is not None and not budget.expired:
         left = limit - (budget.used - used)
         if left <= 0:
@@ -324,7 +325,7 @@ def least_period(
         if pattern is not None and on_pattern is not None:
             on_pattern(pattern)
     best = search.best
-    if best is None and (max_span or unroll) >= unroll:  # hard proofs took all the time
+    if best is None and below is None and (max_span or unroll) >= unroll:  # hard proofs took all the time
         best = _one_after_another(problem, unroll)
     return LeastPeriod(best, search.bound_ns, budget.elapsed - begun)
 
@@ -354,7 +355,7 @@ _SHARE = 4
 class _Bisection:
     """Which repetend time to ask about next, and what the answers so far prove."""
 
-    def __init__(self, problem: Problem, unroll: int, low: Fraction) -> None:
+    def __init__(self, problem: Problem, unroll: int, low: Fraction, high: Fraction | None = None) -> None:
         self._unit = problem.time_unit
         self._total = unroll * (sum(problem.durations) + sum(lag for _, _, lag in problem.edges))
         self._sequential = sequential_time(problem) * unroll
@@ -363,7 +364,7 @@ class _Bisection:
         self._open = True  # ... and _low itself is not excluded
         self._unknown = low  # up to here the time ran out without an answer
         self._base = low
-        self._high: Fraction | None = None
+        self._high = high
         self.best: Pattern | None = None
 
     @property
@@ -377,7 +378,7 @@ class _Bisection:
         """A repetend time in ns, or None when there is nothing left to ask."""
         if not self._asked_low:
             self._asked_low = True
-            return self._low
+            return self._low if self._high is None or self._low < self._high else None
         if self._high is None:
             return self._further()
         candidates = self._candidates()

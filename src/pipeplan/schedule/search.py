@@ -15,11 +15,17 @@ from pipeplan.errors import InfeasibleError, InvalidPlanError, SearchTimeoutErro
 from pipeplan.model.workload import Workload
 from pipeplan.schedule.bounds import makespan_bound, period_bound
 from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.completion import compose, microbatch_by_microbatch, middle_repetition
+from pipeplan.schedule.completion import (
+    compose,
+    microbatch_by_microbatch,
+    middle_repetition,
+    pattern_of,
+    repeated_tasks,
+)
 from pipeplan.schedule.horizon import reschedule
+from pipeplan.schedule.listing import Tuning, list_schedule
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.repetend import (
-    LeastPeriod,
     Pattern,
     least_period,
     sequential_time,
@@ -28,6 +34,7 @@ from pipeplan.schedule.repetend import (
 )
 from pipeplan.schedule.solver import Budget
 from pipeplan.simulate.memory import overflow, peak_memory
+from pipeplan.simulate.repetend import find_repetend
 from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph
 
 __all__ = ["Progress", "Schedule", "search_schedule"]
@@ -95,6 +102,7 @@ class _State:
     bound: int
     best: _Candidate | None = None
     steady: _Candidate | None = None
+    pattern: Pattern | None = None
     whole_known: bool = False
 
     def candidate(
@@ -208,16 +216,19 @@ def _first(state: _State) -> None:
 
 def _improve(state: _State, scheduler: str, unroll: int | None) -> Schedule:
     """Everything after the first valid schedule, most valuable first, as long as there is time."""
-    least, period_proved, seconds = _repetend(state, unroll)
+    period_proved, seconds = _repetend(state, unroll)
     if scheduler == "auto":
         _classics(state)
-    _ramps(state)
-    for step in (_windows_everywhere, _whole, _wander):
+        _listing(state)
+    if unroll is None:
+        _adopt_repetition(state)
+        _unrolled(state)
+    for step in (_ramps, _whole, _windows_everywhere, _whole, _wander):
         if not state.finished:
             step(state)
     if not state.chosen.frozen:
         _with_less_memory(state)
-    return _result(state, least.pattern, period_proved, seconds)
+    return _result(state, state.pattern, period_proved, seconds)
 
 
 def _result(state: _State, pattern: Pattern | None, period: Fraction, seconds: float | None) -> Schedule:
@@ -260,31 +271,90 @@ def _classics(state: _State) -> None:
             state.offer(state.candidate(classic.orders(state.problem, state.graph), name))
 
 
-def _repetend(state: _State, unroll: int | None) -> tuple[LeastPeriod, Fraction, float]:
-    """The best pattern over the unrolls tried, replayed; and the proved least period per micro-batch."""
+def _listing(state: _State) -> None:
+    """Rules tried in time, the better ones changed a little, until that stops to help."""
+    problem, budget = state.problem, state.budget
+    if any(len(devices) > 1 for devices in problem.devices):
+        return  # greedy loses alignment where several devices must be free at once
+    tuning = Tuning(problem, budget.seed)
+    limit = budget.used + budget.seconds * _LISTING_SHARE
+    while not state.finished and budget.used < limit and tuning.fruitless < _FRUITLESS:
+        policy = tuning.propose()
+        orders = list_schedule(problem, policy)
+        candidate = None if orders is None else state.candidate(orders, "rules")
+        tuning.learn(policy, None if candidate is None else candidate.makespan)
+        state.offer(candidate)
+        budget.charge(state.graph.num_tasks * _SECONDS_PER_TASK)
+
+
+_LISTING_SHARE = 0.15
+"""The part of the time limit in which rules are tried, at most."""
+
+_FRUITLESS = 400
+"""Rules are given up after so many changes without improvement."""
+
+_SECONDS_PER_TASK = 5e-6
+"""What trying a rule costs per action where seconds are deterministic."""
+
+
+def _repetend(state: _State, unroll: int | None) -> tuple[Fraction, float]:
+    """The best pattern of this unroll (1 if open), replayed; the proved least period per micro-batch, and seconds."""
+    problem, budget = state.problem, state.budget
+    share = budget.seconds / (_REPETEND_SHARE if unroll is None else 3)
+    least = least_period(problem, budget, share, unroll=unroll or 1)
+    seconds = budget.elapsed
+    bound = period_bound(problem)
+    if least.pattern is not None:
+        _take_pattern(state, least.pattern, share)
+    return max(bound, Fraction(least.bound_ns, unroll or 1)), seconds
+
+
+def _take_pattern(state: _State, pattern: Pattern, share: float) -> None:
+    """Replay a pattern better than what is known, as it is and with its shortest way through."""
+    state.pattern = pattern
+    _offer_pattern(state, pattern)
+    state.pattern, _ = shortest_way_through(
+        state.problem, pattern, state.budget, share / 4 if state.finished else share
+    )
+    _offer_pattern(state, state.pattern)
+
+
+def _adopt_repetition(state: _State) -> None:
+    """If the best schedule has a repetition of its own that is quicker than the pattern's, that is the pattern."""
+    candidate = state.chosen
+    if candidate.frozen or state.problem.num_microbatches < 2:
+        return
+    repetend = find_repetend(state.graph, candidate.orders, candidate.starts, _MOST_UNROLL)
+    if repetend is None:
+        return
+    state.offer(replace(candidate, frozen=repeated_tasks(state.problem, repetend)))
+    pattern = pattern_of(state.problem, candidate.orders, repetend)
+    if pattern is not None and (state.pattern is None or pattern.period < state.pattern.period):
+        state.pattern = pattern
+
+
+def _unrolled(state: _State) -> None:
+    """Several micro-batches per repetend, where one rounds the period up: only for less than what is known."""
     problem, budget = state.problem, state.budget
     bound = period_bound(problem)
-    share = budget.seconds / 3
-    best = least_period(problem, budget, share, unroll=unroll or 1)
-    if unroll is None:
-        for more in range(2, _MOST_UNROLL + 1):
-            reached = best.pattern.period if best.pattern is not None else None
-            if reached == bound or budget.expired or more > problem.num_microbatches // 2:
-                break
-            found = least_period(problem, budget, share / _MOST_UNROLL, unroll=more)
-            if found.pattern is not None and (reached is None or found.pattern.period < reached):
-                best = found
-    seconds = budget.elapsed
-    if best.pattern is not None:
-        _offer_pattern(state, best.pattern)
-        shorter, _ = shortest_way_through(problem, best.pattern, budget, share / 4 if state.finished else share)
-        best = LeastPeriod(shorter, best.bound_ns, best.seconds)
-        _offer_pattern(state, shorter)
-    chosen = best.pattern.unroll if best.pattern is not None else 1
-    return best, max(bound, Fraction(best.bound_ns, chosen)), seconds
+    limit = budget.used + budget.seconds / _REPETEND_SHARE
+    for unroll in range(2, _MOST_UNROLL + 1):
+        reached = state.pattern.period if state.pattern is not None else None
+        if reached == bound or unroll > problem.num_microbatches // 2:
+            return
+        share = (limit - budget.used) / (_MOST_UNROLL + 1 - unroll)
+        if share <= 0 or budget.expired:
+            return
+        found = least_period(problem, budget, share, unroll=unroll, below=reached).pattern
+        if found is not None and (reached is None or found.period < reached):
+            _take_pattern(state, found, share)
 
+
+_REPETEND_SHARE = 8
+"""The part of the time limit for the repetends of unroll 1, and again for all larger ones: one so many-th."""
 
 _MOST_UNROLL = 4
+"""Larger unrolls are not searched."""
 
 
 def _offer_pattern(state: _State, pattern: Pattern) -> None:

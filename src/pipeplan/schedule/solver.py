@@ -49,6 +49,11 @@ class Budget:
         """What counts against the limit: seconds by the clock, or deterministic ones."""
         return self.spent if self.deterministic else self.elapsed
 
+    def charge(self, seconds: float) -> None:
+        """Count work done outside the solver, where seconds are deterministic."""
+        if self.deterministic:
+            self.spent += seconds
+
     @property
     def remaining(self) -> float:
         """Seconds left; 0 after an interruption."""

@@ -1,51 +1,17 @@
-"""The classic schedules, each a few lines on a common base. They do not look at memory.
-
-A schedule here is an order per device: task numbers ``operation * N + micro-batch``, as in
-:mod:`pipeplan.simulate.timing`. Most are written as a rule that gives every action a sort key.
-"""
+"""Classic schedules of placements that are no plain chain: stages on all devices, and two chains both ways."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
+from pipeplan.schedule.classic.base import Orders, alternating, chains, sorted_by
 from pipeplan.schedule.problem import Problem
 from pipeplan.simulate.timing import TaskGraph
 
-__all__ = ["CLASSIC", "Classic"]
+__all__ = ["chimera_direct", "needs_shared", "needs_two_ways", "one_forward_one_backward_plus"]
 
 
-@dataclass(frozen=True, slots=True)
-class Classic:
-    """A classic schedule: where it applies, and its orders.
-
-    ``applies`` returns None, or why the schedule has no meaning for a problem's placement.
-    """
-
-    applies: Callable[[Problem], str | None]
-    orders: Callable[[Problem, TaskGraph], list[list[int]]]
-
-
-def gpipe(problem: Problem, graph: TaskGraph) -> list[list[int]]:
-    """All forwards, then all backwards (GPipe, NeurIPS'19, section 2.3); any placement."""
-    forwards = _of_kind(problem, "F")
-    return _sorted(
-        problem, lambda operation, m: (operation not in forwards, m if operation in forwards else 0, operation, m)
-    )
-
-
-def one_forward_one_backward(problem: Problem, graph: TaskGraph) -> list[list[int]]:
-    """1F1B (PipeDream, SOSP'19, section 3.2; DAPPLE, PPoPP'21): D - d forwards on device d, then one of each.
-
-    Where backward is split, W follows its I at once.
-    """
-    return [
-        _one_each(problem, _chain_stage(problem, device), problem.num_devices - device)
-        for device in range(problem.num_devices)
-    ]
-
-
-def one_forward_one_backward_plus(problem: Problem, graph: TaskGraph) -> list[list[int]]:
+def one_forward_one_backward_plus(problem: Problem, graph: TaskGraph) -> Orders:
     """1F1B+ (Tessel, HPCA'24, VI-A): 1F1B of the chain, with the operations of all devices beside their neighbours.
 
     Every device follows 1F1B. A shared operation is called for as soon as the neighbour before it in the micro-batch
@@ -63,10 +29,10 @@ class _SharedInsertion:
         self._shared = [x for x, devices in enumerate(problem.devices) if len(devices) > 1]
         chain = [operations for operations in problem.stage_operations if len(problem.devices[operations[0]]) == 1]
         self._waiting = [
-            list(_alternating(operations, min(len(chain) - place, self._count), self._count))[::-1]
+            list(alternating(operations, min(len(chain) - place, self._count), self._count))[::-1]
             for place, operations in enumerate(chain)
         ]
-        self._sources = _sources(problem)
+        self._sources = problem.incoming
         self._neighbours_after = {
             x: [target for source, target, _ in problem.edges if source == x and target not in self._shared]
             for x in self._shared
@@ -74,13 +40,13 @@ class _SharedInsertion:
         self._next = dict.fromkeys(self._shared, 0)
         self._end: dict[tuple[int, int], int] = {}
         self._free = [0] * problem.num_devices
-        self._orders: list[list[int]] = [[] for _ in self._free]
+        self._orders: Orders = [[] for _ in self._free]
         self._affected = [set(devices) for devices in problem.devices]  # [operation] whose next action it may allow
         for source, target, _ in problem.edges:
             self._affected[source].update(problem.devices[target])
         self._chain_actions = [self._chain_action(device) for device in range(problem.num_devices)]
 
-    def run(self) -> list[list[int]]:
+    def run(self) -> Orders:
         """Every device's order."""
         for _ in range(self._problem.num_operations * self._count):
             possible = [action for action in self._chain_actions if action is not None]
@@ -133,7 +99,7 @@ class _SharedInsertion:
             self._orders[device].append(x * self._count + m)
 
 
-def chimera_direct(problem: Problem, graph: TaskGraph) -> list[list[int]]:
+def chimera_direct(problem: Problem, graph: TaskGraph) -> Orders:
     """Chimera with direct concatenation (SC'21, III-A and III-C): units of D micro-batches, D/2 each way.
 
     In a unit each direction runs 1F1B in equal slots, every second one a micro-batch: the n-th runs forward on the
@@ -142,7 +108,7 @@ def chimera_direct(problem: Problem, graph: TaskGraph) -> list[list[int]]:
     """
     num_devices, count = problem.num_devices, problem.num_microbatches
     slots: dict[tuple[int, int], int] = {}
-    for direction in _directions(problem):
+    for direction in chains(problem):
         for place, stage in enumerate(direction):
             forward, *backward = problem.stage_operations[stage]
             for m in range(count):
@@ -150,78 +116,10 @@ def chimera_direct(problem: Problem, graph: TaskGraph) -> list[list[int]]:
                 begin = 2 * num_devices * unit + 2 * n
                 slots[forward, m] = begin + place
                 slots.update({(x, m): begin + 2 * num_devices - 1 - place for x in backward})
-    return _sorted(problem, lambda x, m: (slots[x, m], x))
+    return sorted_by(problem, lambda x, m: (slots[x, m], x))
 
 
-def _alternating(operations: Sequence[int], warmup: int, microbatches: int) -> Iterator[tuple[int, int]]:
-    """``warmup`` forwards, then backward and forward in turn; I and W stay together."""
-    forward, *backward = operations
-    yield from ((forward, m) for m in range(warmup))
-    for m in range(microbatches):
-        yield from ((x, m) for x in backward)
-        if warmup + m < microbatches:
-            yield forward, warmup + m
-
-
-def _one_each(problem: Problem, stage: int, warmup: int) -> list[int]:
-    count = problem.num_microbatches
-    return [x * count + m for x, m in _alternating(problem.stage_operations[stage], min(warmup, count), count)]
-
-
-def _sources(problem: Problem) -> list[list[tuple[int, int]]]:
-    """[operation] what it waits for: pairs (operation, lag in ns)."""
-    found: list[list[tuple[int, int]]] = [[] for _ in problem.durations]
-    for source, target, lag in problem.edges:
-        found[target].append((source, lag))
-    return found
-
-
-def _of_kind(problem: Problem, kind: str) -> set[int]:
-    return {x for x, operation in enumerate(problem.workload.operations) if operation.kind == kind}
-
-
-def _sorted(problem: Problem, key: Callable[[int, int], tuple[int, ...]]) -> list[list[int]]:
-    """Every device's actions by key(operation, micro-batch)."""
-    count = problem.num_microbatches
-    return [
-        [x * count + m for x, m in sorted(((x, m) for x in operations for m in range(count)), key=lambda xm: key(*xm))]
-        for operations in problem.on_device
-    ]
-
-
-def _chain_stage(problem: Problem, device: int) -> int:
-    return problem.workload.operations[problem.on_device[device][0]].stage
-
-
-def _directions(problem: Problem) -> list[list[int]]:
-    """The chains of a bidirectional placement, each as its stages in order."""
-    stages = problem.workload.stages
-    following = {
-        problem.workload.operations[s].stage: problem.workload.operations[t].stage
-        for s, t, _ in problem.edges
-        if s in _of_kind(problem, "F") and t in _of_kind(problem, "F")
-    }
-    chains = []
-    for first in sorted(set(range(len(stages))) - set(following.values())):
-        chain = [first]
-        while chain[-1] in following:
-            chain.append(following[chain[-1]])
-        chains.append(chain)
-    return chains
-
-
-def _any_placement(problem: Problem) -> str | None:
-    return None
-
-
-def _needs_chain(problem: Problem) -> str | None:
-    """1F1B: a chain of stages, one on each device, in the order of the devices."""
-    if any(stage.devices != (index,) for index, stage in enumerate(problem.workload.stages)):
-        return "it needs stage d on device d alone"
-    return None if _directions(problem) == [list(range(problem.num_devices))] else "it needs a chain of stages"
-
-
-def _needs_shared(problem: Problem) -> str | None:
+def needs_shared(problem: Problem) -> str | None:
     """1F1B+: a chain with one stage on each device, and stages on all devices between them."""
     everywhere = tuple(range(problem.num_devices))
     chain = [stage.devices for stage in problem.workload.stages if stage.devices != everywhere]
@@ -229,24 +127,15 @@ def _needs_shared(problem: Problem) -> str | None:
         return "it needs a stage on all devices"
     if chain != [(device,) for device in everywhere]:
         return "beside the stages on all devices it needs one on each device, in order"
-    if len(_directions(problem)) != 1:
+    if len(chains(problem)) != 1:
         return "it needs a chain of stages"
     return None
 
 
-def _needs_two_ways(problem: Problem) -> str | None:
+def needs_two_ways(problem: Problem) -> str | None:
     """Chimera: two chains over the same devices in opposite directions."""
     down = [(device,) for device in range(problem.num_devices)]
-    chains = [[problem.workload.stages[stage].devices for stage in chain] for chain in _directions(problem)]
-    if chains != [down, down[::-1]]:
+    ways = [[problem.workload.stages[stage].devices for stage in chain] for chain in chains(problem)]
+    if ways != [down, down[::-1]]:
         return "it needs two chains over the same devices in opposite directions"
     return None if problem.num_devices % 2 == 0 else "it needs an even number of devices"
-
-
-CLASSIC: dict[str, Classic] = {
-    "1f1b": Classic(_needs_chain, one_forward_one_backward),
-    "1f1b+": Classic(_needs_shared, one_forward_one_backward_plus),
-    "chimera": Classic(_needs_two_ways, chimera_direct),
-    "gpipe": Classic(_any_placement, gpipe),
-}
-"""Every classic schedule by the name ``--scheduler`` takes."""

@@ -1,0 +1,183 @@
+"""What classic schedules are made of: where one applies, sort keys, and scripts of a device's actions.
+
+A schedule is an order per device: task numbers ``operation * N + micro-batch``, as in
+:mod:`pipeplan.simulate.timing`. Classic schedules do not look at memory unless they say so.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from pipeplan.schedule.problem import Problem
+from pipeplan.simulate.timing import TaskGraph
+
+__all__ = [
+    "Classic",
+    "Orders",
+    "Script",
+    "all_of",
+    "alternating",
+    "chains",
+    "forwards",
+    "is_chain",
+    "is_split",
+    "scripted",
+    "sorted_by",
+]
+
+Orders = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Classic:
+    """A classic schedule: where it applies, and its orders.
+
+    ``applies`` returns None, or why the schedule has no meaning for a problem's placement.
+    """
+
+    applies: Callable[[Problem], str | None]
+    orders: Callable[[Problem, TaskGraph], Orders]
+
+
+def all_of(*conditions: Callable[[Problem], str | None]) -> Callable[[Problem], str | None]:
+    """Applies where all conditions hold; else the first reason."""
+    return lambda problem: next((reason for condition in conditions if (reason := condition(problem))), None)
+
+
+def forwards(problem: Problem) -> set[int]:
+    """The forward operations."""
+    return {x for x, kind in enumerate(problem.kinds) if kind == "F"}
+
+
+def chains(problem: Problem) -> list[list[int]]:
+    """The stages in the order in which forwards follow each other, one list per first stage."""
+    ends = [(d.source, d.target) for d in problem.workload.dependencies]
+    following = {int(source[:-1]): int(target[:-1]) for source, target in ends if source[-1] == target[-1] == "F"}
+    found = []
+    for first in sorted(set(range(len(problem.workload.stages))) - set(following.values())):
+        chain = [first]
+        while chain[-1] in following:
+            chain.append(following[chain[-1]])
+        found.append(chain)
+    return found
+
+
+def is_chain(devices_of: Callable[[int, int], list[int]], what: str, *, chunks: str) -> Callable[[Problem], str | None]:
+    """A chain of single-device stages on ``devices_of(num_devices, chunks)``, with ``chunks`` per device.
+
+    ``chunks`` is ``one``, ``two``, ``several`` (two or more) or ``even``.
+    """
+    allowed = {
+        "one": lambda c: c == 1,
+        "two": lambda c: c == 2,
+        "several": lambda c: c > 1,
+        "even": lambda c: c % 2 == 0,
+    }
+
+    def applies(problem: Problem) -> str | None:
+        groups = [stage.devices for stage in problem.workload.stages]
+        per_device = len(groups) // problem.num_devices
+        expected = [(device,) for device in devices_of(problem.num_devices, per_device)]
+        if not allowed[chunks](per_device) or groups != expected:
+            return f"it needs {what}"
+        return None if chains(problem) == [list(range(len(groups)))] else "it needs a chain of stages"
+
+    return applies
+
+
+def is_split(problem: Problem) -> str | None:
+    """Input and weight gradients apart on every stage."""
+    if all(len(operations) == 3 for operations in problem.stage_operations):
+        return None
+    return "it needs input and weight gradients apart (--split-backward)"
+
+
+def sorted_by(problem: Problem, key: Callable[[int, int], tuple[int, ...]]) -> Orders:
+    """Every device's actions by key(operation, micro-batch)."""
+    count = problem.num_microbatches
+    return [
+        [x * count + m for x, m in sorted(((x, m) for x in operations for m in range(count)), key=lambda xm: key(*xm))]
+        for operations in problem.on_device
+    ]
+
+
+class Script:
+    """A device's actions, written as words: ``F0`` is the next forward of its first chunk, ``F1`` of its second.
+
+    ``B0`` is the whole backward, W right behind I where they are apart; ``I0`` its input gradient (or the whole
+    backward), ``W0`` the weight gradient of the chunk's oldest micro-batch that still owes one, ``W`` that of the
+    oldest of all chunks. A word with nothing left to do is passed over, so that schedules need no ends.
+    """
+
+    def __init__(self, problem: Problem, device: int) -> None:
+        self._count = problem.num_microbatches
+        self._chunks = [
+            operations
+            for stage, operations in zip(problem.workload.stages, problem.stage_operations, strict=True)
+            if stage.devices == (device,)
+        ]
+        self._next = {(kind, chunk): 0 for kind in "FI" for chunk in range(len(self._chunks))}
+        self._owed: deque[tuple[int, int]] = deque()  # (chunk, micro-batch) with an input but no weight gradient
+        self.order: list[int] = []
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages of the device."""
+        return len(self._chunks)
+
+    def add(self, words: str, times: int = 1) -> Script:
+        """Append the words, in order, so many times."""
+        for _ in range(times):
+            for word in words.split():
+                self._word(word[0], int(word[1:]) if len(word) > 1 else None)
+        return self
+
+    def finish(self) -> list[int]:
+        """The order, with the weight gradients that are left behind it."""
+        return self.add("W", self._count * self.num_chunks).order
+
+    def _word(self, kind: str, chunk: int | None) -> None:
+        if kind == "W":
+            self._weight(chunk)
+            return
+        assert chunk is not None
+        m = self._next["F" if kind == "F" else "I", chunk]
+        if m == self._count:
+            return
+        self._next["F" if kind == "F" else "I", chunk] = m + 1
+        operations = self._chunks[chunk]
+        self.order.append(operations[0 if kind == "F" else 1] * self._count + m)
+        if kind == "B":
+            self.order += [x * self._count + m for x in operations[2:]]
+        elif kind == "I" and len(operations) > 2:
+            self._owed.append((chunk, m))
+
+    def _weight(self, chunk: int | None) -> None:
+        owed = next((entry for entry in self._owed if chunk is None or entry[0] == chunk), None)
+        if owed is not None:
+            self._owed.remove(owed)
+            self.order.append(self._chunks[owed[0]][2] * self._count + owed[1])
+
+
+def scripted(write: Callable[[Script, int, Problem], object]) -> Callable[[Problem, TaskGraph], Orders]:
+    """Orders from what ``write(script, device, problem)`` adds to each device's script."""
+
+    def orders(problem: Problem, graph: TaskGraph) -> Orders:
+        scripts = [Script(problem, device) for device in range(problem.num_devices)]
+        for device, script in enumerate(scripts):
+            write(script, device, problem)
+        return [script.finish() for script in scripts]
+
+    return orders
+
+
+def alternating(operations: Sequence[int], warmup: int, microbatches: int) -> Iterator[tuple[int, int]]:
+    """``warmup`` forwards, then backward and forward in turn; I and W stay together."""
+    forward, *backward = operations
+    yield from ((forward, m) for m in range(warmup))
+    for m in range(microbatches):
+        yield from ((x, m) for x in backward)
+        if warmup + m < microbatches:
+            yield forward, warmup + m

@@ -1,0 +1,57 @@
+"""Zero-bubble schedules of chains with one stage per device (Qi et al., Zero Bubble Pipeline Parallelism, ICLR'24)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from pipeplan.schedule.classic.base import Orders, Script
+from pipeplan.schedule.listing import in_flight_limits, list_schedule, policies
+from pipeplan.schedule.problem import Problem
+from pipeplan.simulate.timing import TaskGraph, earliest_starts
+
+__all__ = ["automatic", "handcrafted_h1", "handcrafted_h2"]
+
+
+def handcrafted_h1(script: Script, device: int, problem: Problem) -> None:
+    """ZB-H1 (section 2.1): 1F1B whose weight gradients come d backwards late on device d; memory as 1F1B's."""
+    _late_weights(script, problem, warmup=problem.num_devices - device, late=device)
+
+
+def handcrafted_h2(script: Script, device: int, problem: Problem) -> None:
+    """ZB-H2 (section 2.2): twice the forwards ahead, less one, and weight gradients 2d backwards late: no bubble."""
+    _late_weights(script, problem, warmup=2 * (problem.num_devices - device) - 1, late=2 * device)
+
+
+def _late_weights(script: Script, problem: Problem, *, warmup: int, late: int) -> None:
+    script.add("F0", warmup).add("I0 F0", late).add("I0 W0 F0", problem.num_microbatches)
+
+
+def automatic(depth: int | None) -> Callable[[Problem, TaskGraph], Orders]:
+    """The automatic schedules (section 3): by true costs, the best of the rules' settings within the memory.
+
+    ``depth`` times as many micro-batches' activations as there are devices are kept at most (ZB-1p, ZB-2p), even
+    where the devices have more memory; None takes what they have. Forwards run ahead of the next device's by none, one
+    or two at least.
+    """
+
+    def orders(problem: Problem, graph: TaskGraph) -> Orders:
+        bounded = problem if depth is None else replace(problem, capacity=_room(problem, depth))
+        limits = [None, *(limit for limit in in_flight_limits(bounded) if len(set(limit)) == len(limit))]
+        found = [order for policy in policies(limits[:3]) if (order := list_schedule(bounded, policy)) is not None]
+        return min(found, key=lambda order: _makespan(graph, order))
+
+    return orders
+
+
+def _room(problem: Problem, depth: int) -> tuple[int | None, ...]:
+    """[device] bytes of ``depth`` x D micro-batches, whatever the device has."""
+    return tuple(
+        sum(problem.acquire[x] for x in operations) * depth * problem.num_devices
+        + max(problem.workspace[x] for x in operations)
+        for operations in problem.on_device
+    )
+
+
+def _makespan(graph: TaskGraph, orders: Orders) -> int:
+    return max(map(sum, zip(earliest_starts(graph, orders), graph.durations, strict=True)))
