@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from fractions import Fraction
 
 from pipeplan.schedule.problem import Hold, Problem
+from pipeplan.schedule.recurrence import memory_recurrences
 
 __all__ = ["makespan_bound", "period_bound", "work_bound"]
 
@@ -20,8 +22,8 @@ def period_bound(problem: Problem) -> Fraction:
     """Least period in ns per micro-batch, for any unroll: work, and Little's law under the memory cap.
 
     Bytes in flight are rate times size times lifetime, so a device that holds ``size`` bytes for at least
-    ``lifetime`` per micro-batch cannot go faster than sum(size * lifetime) / capacity. A single hold comes in
-    whole pieces: at most floor(capacity / size) of them fit at once.
+    ``lifetime`` per micro-batch cannot go faster than sum(size * lifetime) / capacity. And what memory lets follow
+    only ``distance`` micro-batches later takes the way from one to the other in that time.
     """
     best = Fraction(work_bound(problem))
     for device, capacity in enumerate(problem.capacity):
@@ -31,9 +33,10 @@ def period_bound(problem: Problem) -> Fraction:
         area = sum(hold.size * problem.path(hold.source, hold.target) for hold in holds)
         area += sum(problem.workspace[x] * problem.durations[x] for x in problem.on_device[device])
         best = max(best, Fraction(area, capacity))
-        for hold in holds:
-            pieces = _pieces(problem, hold, capacity)
-            best = max(best, Fraction(problem.path(hold.source, hold.target), pieces))
+    for recurrence in memory_recurrences(problem):
+        time = problem.path(recurrence.target, recurrence.source)
+        if time > 0 and recurrence.distance > 0:
+            best = max(best, Fraction(time, recurrence.distance))
     return best
 
 
@@ -42,8 +45,8 @@ def makespan_bound(problem: Problem) -> int:
 
     The greatest of: a micro-batch's critical path; per device head + work + tail; per device the time until its
     first release can begin, plus all work that does not fit into memory before it, plus the tail; per device its work
-    and the time it is idle at both ends, shared stages considered; and the period bound of memory over all
-    micro-batches but those that fit at once.
+    and the time it is idle at both ends, shared stages considered; Little's law over the whole run; and
+    all actions with what memory says about their order.
     """
     count = problem.num_microbatches
     best = max(map(sum, zip(problem.heads, problem.durations, problem.tails, strict=True)))
@@ -55,8 +58,8 @@ def makespan_bound(problem: Problem) -> int:
         work = count * problem.work[device]
         best = max(best, head + work + tail, _until_release(problem, device, work, tail))
         best = max(best, work + _idle_ends(problem, device))
-        best = max(best, _in_flight(problem, device))
-    return best
+        best = max(best, _area(problem, device))
+    return max(best, _unrolled(problem))
 
 
 def _idle_ends(problem: Problem, device: int) -> int:
@@ -135,26 +138,88 @@ def _most_work(problem: Problem, takers: list[int], net: dict[int, int], capacit
     return total
 
 
-def _in_flight(problem: Problem, device: int) -> int:
-    """A hold of which ``pieces`` fit: its n-th start comes a lifetime after its (n - pieces)-th."""
+def _area(problem: Problem, device: int) -> int:
+    """Little's law for the whole run: all that is held, times how long at least, has to fit under the capacity."""
     capacity = problem.capacity[device]
     if not capacity:
         return 0
-    best = 0
-    for hold in _holds_on(problem, device):
-        rounds = -(-problem.num_microbatches // _pieces(problem, hold, capacity))
-        best = max(
-            best,
-            problem.heads[hold.source] + rounds * problem.path(hold.source, hold.target) + problem.tails[hold.target],
-        )
+    holds = _holds_on(problem, device)
+    area = sum(hold.size * problem.path(hold.source, hold.target) for hold in holds)
+    if not area:
+        return 0
+    head = min(problem.heads[hold.source] for hold in holds)
+    tail = min(problem.tails[hold.target] for hold in holds)
+    return head + -(-problem.num_microbatches * area // capacity) + tail
+
+
+def _unrolled(problem: Problem) -> int:
+    """The bound of all micro-batches' actions: longest paths through what must follow what, and each device's work.
+
+    What must follow what: dependencies, the order of micro-batches, and what memory says about order
+    (:mod:`pipeplan.schedule.recurrence`). Each device then has a one-machine problem with heads and tails, whose
+    preemptive optimum is Jackson's rule: of what is there, run what has the longest tail.
+    """
+    count = problem.num_microbatches
+    if problem.num_operations * count > _UNROLLED_TASKS:
+        return 0
+    recurrences = memory_recurrences(problem)
+    heads = _longest(problem, problem.incoming, [(r.target, r.source, r.distance) for r in recurrences])
+    tails = _longest(problem, problem.outgoing, [(r.source, r.target, r.distance) for r in recurrences], backward=True)
+    return max(_one_machine(problem, device, heads, tails) for device in range(len(problem.on_device)))
+
+
+_UNROLLED_TASKS = 20_000
+"""Beyond so many actions the unrolled bound is left out: it is for few micro-batches, where it matters."""
+
+
+def _longest(
+    problem: Problem,
+    before: Sequence[Sequence[tuple[int, int]]],
+    recurrences: Sequence[tuple[int, int, int]],
+    *,
+    backward: bool = False,
+) -> list[list[int]]:
+    """[operation][micro-batch] longest path in ns up to it; counted from the end if ``backward``."""
+    count, durations = problem.num_microbatches, problem.durations
+    far: list[list[tuple[int, int]]] = [[] for _ in durations]
+    for target, source, distance in recurrences:
+        if distance >= 1:  # others are of one micro-batch, and weaker than its dependencies
+            far[target].append((source, distance))
+    longest = [[0] * count for _ in durations]
+    operations = range(len(durations))
+    for m in range(count):
+        for x in reversed(operations) if backward else operations:
+            best = longest[x][m - 1] + durations[x] if m else 0
+            for source, lag in before[x]:
+                best = max(best, longest[source][m] + durations[source] + lag)
+            for source, distance in far[x]:
+                if m >= distance:
+                    best = max(best, longest[source][m - distance] + durations[source])
+            longest[x][m] = best
+    return [row[::-1] for row in longest] if backward else longest
+
+
+def _one_machine(problem: Problem, device: int, heads: list[list[int]], tails: list[list[int]]) -> int:
+    """The least makespan if only this device were exclusive and could interrupt its work (Jackson; Carlier 1982)."""
+    jobs = sorted(
+        (heads[x][m], tails[x][m], problem.durations[x])
+        for x in problem.on_device[device]
+        for m in range(problem.num_microbatches)
+    )
+    ready: list[list[int]] = []  # [-tail, work left]
+    now = best = 0
+    for index, (head, tail, work) in enumerate(jobs):
+        now = max(now, head)
+        heapq.heappush(ready, [-tail, work])
+        until = jobs[index + 1][0] if index + 1 < len(jobs) else None
+        while ready and (until is None or now < until):
+            step = ready[0][1] if until is None else min(ready[0][1], until - now)
+            now += step
+            ready[0][1] -= step
+            if ready[0][1] == 0:
+                best = max(best, now - heapq.heappop(ready)[0])
     return best
 
 
 def _holds_on(problem: Problem, device: int) -> list[Hold]:
     return [hold for hold in problem.holds if device in problem.devices[hold.source]]
-
-
-def _pieces(problem: Problem, hold: Hold, capacity: int) -> int:
-    """How many of a hold a device has at once: seen when the last of them starts, beside its workspace."""
-    room = capacity - problem.workspace[hold.source]
-    return max(1, room // hold.size)

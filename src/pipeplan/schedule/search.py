@@ -103,6 +103,8 @@ class _State:
     best: _Candidate | None = None
     steady: _Candidate | None = None
     pattern: Pattern | None = None
+    period_proved: Fraction = Fraction(0)
+    repetend_seconds: float | None = None
     whole_known: bool = False
 
     def candidate(
@@ -178,10 +180,10 @@ def search_schedule(
     """
     problem = Problem.of(workload)
     graph = task_graph(workload)
-    state = _State(problem, graph, budget, progress, makespan_bound(problem))
+    state = _State(problem, graph, budget, progress, makespan_bound(problem), period_proved=period_bound(problem))
     if scheduler not in ("auto", "repetend"):
         _one_classic(state, scheduler)
-        return _result(state, None, period_bound(problem), None)
+        return _result(state)
     try:
         _first(state)
         return _improve(state, scheduler, unroll)
@@ -189,7 +191,7 @@ def search_schedule(
         if state.best is None:
             raise
         budget.interrupted = True
-        return _result(state, None, period_bound(problem), None)
+        return _result(state)
 
 
 def _first(state: _State) -> None:
@@ -216,7 +218,7 @@ def _first(state: _State) -> None:
 
 def _improve(state: _State, scheduler: str, unroll: int | None) -> Schedule:
     """Everything after the first valid schedule, most valuable first, as long as there is time."""
-    period_proved, seconds = _repetend(state, unroll)
+    _repetend(state, unroll)
     if scheduler == "auto":
         _classics(state)
         _listing(state)
@@ -228,10 +230,10 @@ def _improve(state: _State, scheduler: str, unroll: int | None) -> Schedule:
             step(state)
     if not state.chosen.frozen:
         _with_less_memory(state)
-    return _result(state, state.pattern, period_proved, seconds)
+    return _result(state)
 
 
-def _result(state: _State, pattern: Pattern | None, period: Fraction, seconds: float | None) -> Schedule:
+def _result(state: _State) -> Schedule:
     chosen = state.chosen
     return Schedule(
         state.problem.workload,
@@ -241,9 +243,9 @@ def _result(state: _State, pattern: Pattern | None, period: Fraction, seconds: f
         chosen.makespan,
         state.bound,
         chosen.scheduler,
-        pattern,
-        period,
-        seconds,
+        state.pattern,
+        state.period_proved,
+        state.repetend_seconds,
         state.budget.elapsed,
         state.budget.interrupted,
     )
@@ -297,21 +299,18 @@ _SECONDS_PER_TASK = 5e-6
 """What trying a rule costs per action where seconds are deterministic."""
 
 
-def _repetend(state: _State, unroll: int | None) -> tuple[Fraction, float]:
-    """The best pattern of this unroll (1 if open), replayed; the proved least period per micro-batch, and seconds."""
-    problem, budget = state.problem, state.budget
-    share = budget.seconds / (_REPETEND_SHARE if unroll is None else 3)
-    least = least_period(problem, budget, share, unroll=unroll or 1)
-    seconds = budget.elapsed
-    bound = period_bound(problem)
+def _repetend(state: _State, unroll: int | None) -> None:
+    """The best pattern of this unroll, or of unroll 1 if it is open, replayed as it is and with its shortest way."""
+    share = state.budget.seconds / (_REPETEND_SHARE if unroll is None else 3)
+    least = least_period(state.problem, state.budget, share, unroll=unroll or 1)
+    state.repetend_seconds = state.budget.elapsed
+    state.period_proved = max(period_bound(state.problem), Fraction(least.bound_ns, unroll or 1))
     if least.pattern is not None:
         _take_pattern(state, least.pattern, share)
-    return max(bound, Fraction(least.bound_ns, unroll or 1)), seconds
 
 
 def _take_pattern(state: _State, pattern: Pattern, share: float) -> None:
     """Replay a pattern better than what is known, as it is and with its shortest way through."""
-    state.pattern = pattern
     _offer_pattern(state, pattern)
     state.pattern, _ = shortest_way_through(
         state.problem, pattern, state.budget, share / 4 if state.finished else share
@@ -324,13 +323,14 @@ def _adopt_repetition(state: _State) -> None:
     candidate = state.chosen
     if candidate.frozen or state.problem.num_microbatches < 2:
         return
-    repetend = find_repetend(state.graph, candidate.orders, candidate.starts, _MOST_UNROLL)
+    repetend = find_repetend(state.graph, candidate.orders, candidate.starts, _MOST_ADOPTED)
     if repetend is None:
         return
     state.offer(replace(candidate, frozen=repeated_tasks(state.problem, repetend)))
     pattern = pattern_of(state.problem, candidate.orders, repetend)
     if pattern is not None and (state.pattern is None or pattern.period < state.pattern.period):
-        state.pattern = pattern
+        state.pattern, state.period_proved = pattern, period_bound(state.problem)
+        state.repetend_seconds = state.budget.elapsed
 
 
 def _unrolled(state: _State) -> None:
@@ -340,13 +340,14 @@ def _unrolled(state: _State) -> None:
     limit = budget.used + budget.seconds / _REPETEND_SHARE
     for unroll in range(2, _MOST_UNROLL + 1):
         reached = state.pattern.period if state.pattern is not None else None
-        if reached == bound or unroll > problem.num_microbatches // 2:
-            return
         share = (limit - budget.used) / (_MOST_UNROLL + 1 - unroll)
-        if share <= 0 or budget.expired:
+        if reached == bound or unroll > problem.num_microbatches // 2 or share <= 0 or budget.expired:
             return
-        found = least_period(problem, budget, share, unroll=unroll, below=reached).pattern
+        least = least_period(problem, budget, share, unroll=unroll, below=reached)
+        found = least.pattern
         if found is not None and (reached is None or found.period < reached):
+            state.period_proved = max(bound, Fraction(least.bound_ns, unroll))
+            state.repetend_seconds = budget.elapsed
             _take_pattern(state, found, share)
 
 
@@ -354,7 +355,10 @@ _REPETEND_SHARE = 8
 """The part of the time limit for the repetends of unroll 1, and again for all larger ones: one so many-th."""
 
 _MOST_UNROLL = 4
-"""Larger unrolls are not searched."""
+"""Larger unrolls are not searched ..."""
+
+_MOST_ADOPTED = 8
+"""... but taken from schedules that have them."""
 
 
 def _offer_pattern(state: _State, pattern: Pattern) -> None:
