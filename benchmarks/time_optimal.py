@@ -21,6 +21,7 @@ import time
 from dataclasses import dataclass
 
 from tables import machine, markdown, note
+from timed import timed_search
 
 from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
@@ -28,7 +29,6 @@ from pipeplan.schedule.completion import compose, microbatch_by_microbatch, midd
 from pipeplan.schedule.horizon import reschedule
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.repetend import least_period, shortest_way_through
-from pipeplan.schedule.search import search_schedule
 from pipeplan.schedule.solver import Budget
 from pipeplan.simulate.timing import earliest_starts, task_graph
 
@@ -79,14 +79,8 @@ def composed(problem: Problem, limit: float) -> Found:
 
 
 def searched(problem: Problem, limit: float) -> Found:
-    best: dict[str, float] = {"makespan": float("inf"), "seconds": 0.0}
-
-    def hear(what: str, makespan: int, bound: int, seconds: float) -> None:
-        if makespan < best["makespan"]:
-            best.update(makespan=makespan, seconds=seconds)
-
-    found = search_schedule(problem.workload, Budget(limit), progress=hear)
-    return Found(found.makespan_ns, found.bound_ns, best["seconds"])
+    found = timed_search(problem.workload, limit, 0)
+    return Found(found.schedule.makespan_ns, found.schedule.bound_ns, found.best_seconds)
 
 
 def time_optimal(problem: Problem, limit: float) -> Found:

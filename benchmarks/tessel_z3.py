@@ -1,0 +1,142 @@
+"""Seconds to the same makespan: Tessel on z3, as its paper describes it, and pipeplan's search.
+
+    pip install 'pipeplan[bench]'
+    python benchmarks/tessel_z3.py                     # prints the table of docs/benchmarks.md
+    python benchmarks/tessel_z3.py --shapes v,k --limit 60
+
+4 devices, forward 1 ms, backward 3 ms, shared blocks 1 and 1 ms, 16 micro-batches, no memory cap (``--memory M``: room
+for M blocks' activations on each device). First z3 (see z3_tessel.py) searches to its end or to the limit; then
+pipeplan's search runs until it has a schedule that takes no longer. Both are timed by pipeplan's simulator and checked.
+Importing either solver is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from tables import machine, markdown, note
+from timed import makespan_of, timed_search
+from z3_tessel import Found, Planner
+
+from pipeplan.costs import build_workload
+from pipeplan.examples import ShapeCosts, shape
+from pipeplan.model.workload import Workload
+from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.solver import load_solver
+from pipeplan.simulate.timing import task_graph
+
+DEVICES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One shape: what z3 found and its makespan, and pipeplan's seconds to as much, None where a run did not get there.
+
+    Without a makespan z3 has found nothing.
+    """
+
+    name: str
+    tessel: Found
+    makespan: int | None
+    ours: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """z3's seconds over ours; a lower bound where z3 met the limit."""
+        return self.tessel.seconds / self.ours if self.ours else None
+
+    def cells(self) -> list[str]:
+        """The table's entries."""
+        at_least = "" if self.tessel.finished else "≥ "
+        repetend = self.tessel.repetend
+        return [
+            self.name.upper(),
+            str(self.tessel.solved),
+            str(repetend.span) if repetend else "none",
+            f"{self.tessel.repetend_seconds:.2f}",
+            f"{at_least}{self.tessel.completion_seconds:.2f}",
+            f"{at_least}{self.tessel.seconds:.2f}",
+            f"{self.tessel.proof_seconds:.2f}",
+            f"{self.makespan / 1e6:g}" if self.makespan else "none",
+            f"{self.ours:.4f}" if self.ours else "not in time",
+            f"{at_least}{self.ratio:.0f}" if self.ratio else "",
+        ]
+
+
+HEADER = [
+    "shape",
+    "repetends solved",
+    "span",
+    "z3: repetend",
+    "warmup and cooldown",
+    "together",
+    "after its last improvement",
+    "makespan, ms",
+    "pipeplan: seconds to the same",
+    "ratio",
+]
+
+
+def workload_of(name: str, num_microbatches: int, memory: int | None) -> Workload:
+    profile = shape(name, DEVICES, costs=ShapeCosts(activation_bytes=1))
+    assert profile.placement is not None
+    return build_workload(
+        profile,
+        profile.placement,
+        num_microbatches=num_microbatches,
+        microbatch_size=1,
+        memory_bytes=[memory] * DEVICES,
+    )
+
+
+def row(name: str, options: argparse.Namespace) -> Row:
+    workload = workload_of(name, options.microbatches, options.memory)
+    tessel = Planner(Problem.of(workload), options.limit).search()
+    makespan = makespan_of(task_graph(workload), tessel.orders) if tessel.orders else None
+    found = Row(name, tessel, makespan, seconds_to(workload, makespan, options) if makespan else None)
+    note(" ".join(found.cells()))
+    return found
+
+
+def seconds_to(workload: Workload, target: int, options: argparse.Namespace) -> float | None:
+    """Median of some runs with different seeds."""
+    runs = [timed_search(workload, options.limit, target, seed=seed, stop=True) for seed in range(options.runs)]
+    seconds = [run.target_seconds for run in runs if run.target_seconds is not None]
+    return statistics.median(seconds) if len(seconds) == len(runs) else None
+
+
+def means(rows: list[Row]) -> str:
+    """Means over the shapes on which pipeplan came as far as z3."""
+    compared = [row for row in rows if row.ours]
+    if not compared:
+        return ""
+    ours = statistics.mean(row.ours or 0.0 for row in compared)
+    theirs = statistics.mean(row.tessel.seconds for row in compared)
+    improving = statistics.mean(row.tessel.seconds - row.tessel.proof_seconds for row in compared)
+    least = "" if all(row.tessel.finished for row in compared) else "at least "
+    return (
+        f"Mean over {len(compared)} shapes: z3 {theirs:.2f} s, pipeplan {ours:.4f} s. Ratio of the means {least}"
+        f"{theirs / ours:.0f}, up to z3's last improvement {improving / ours:.0f}; mean of the ratios {least}"
+        f"{statistics.mean(row.ratio or 0.0 for row in compared):.0f}."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="v,x,m,nn,k")
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--memory", type=int, help="blocks' activations each device has room for; no limit by default")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for one search")
+    parser.add_argument("--runs", type=int, default=5, help="searches of pipeplan, of which the median counts")
+    options = parser.parse_args()
+    load_solver()
+    rows = [row(name, options) for name in options.shapes.split(",")]
+    print(markdown(HEADER, [found.cells() for found in rows]))
+    print(f"\n{means(rows)} pipeplan: median of {options.runs}. {machine()}, z3-solver {version('z3-solver')}.")
+
+
+if __name__ == "__main__":
+    main()
