@@ -7,7 +7,7 @@ bound, the budget is spent, or the user interrupts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from random import Random
 
@@ -24,6 +24,7 @@ from pipeplan.schedule.completion import (
 )
 from pipeplan.schedule.horizon import reschedule
 from pipeplan.schedule.listing import Tuning, list_schedule
+from pipeplan.schedule.neighbourhoods import WINDOW_TASKS, Neighbourhood, random_neighbourhood
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.repetend import (
     Pattern,
@@ -93,7 +94,10 @@ class _Candidate:
 
 @dataclass(slots=True)
 class _State:
-    """What the search knows so far: the best schedule, and the best of those with a repetition frozen in them."""
+    """What the search knows so far: the best schedule, and the best of those with a repetition frozen in them.
+
+    ``others`` are the best few of different makespan or memory, the best one among them.
+    """
 
     problem: Problem
     graph: TaskGraph
@@ -102,6 +106,7 @@ class _State:
     bound: int
     best: _Candidate | None = None
     steady: _Candidate | None = None
+    others: list[_Candidate] = field(default_factory=list)
     pattern: Pattern | None = None
     period_proved: Fraction = Fraction(0)
     repetend_seconds: float | None = None
@@ -126,6 +131,8 @@ class _State:
         if candidate is None:
             return False
         better = False
+        if not any(candidate.value == other.value for other in self.others):
+            self.others = sorted([*self.others, candidate], key=lambda other: other.value)[: _POOL + 1]
         if candidate.frozen and (self.steady is None or candidate.value < self.steady.value):
             self.steady, better = candidate, True
         if self.best is None or candidate.value < self.best.value:
@@ -369,7 +376,7 @@ def _offer_pattern(state: _State, pattern: Pattern) -> None:
 def _ramps(state: _State) -> None:
     """Reschedule what runs before and after the frozen repetition: warmup and cooldown, as Tessel's IV-C."""
     limit = state.budget.used + state.budget.seconds / _RAMP_SHARE
-    for size in _WINDOW_TASKS:
+    for size in WINDOW_TASKS:
         improved = True
         while improved and not _steady_is_done(state, limit):
             assert state.steady is not None
@@ -399,7 +406,7 @@ def _with_less_memory(state: _State) -> None:
         state.steady = other.steady
 
 
-_RAMP_SHARE = 4
+_RAMP_SHARE = 8
 """The part of the time limit that the ramps of a repeatable schedule get, at most."""
 
 
@@ -411,7 +418,7 @@ def _steady_is_done(state: _State, limit: float) -> bool:
 
 def _windows_everywhere(state: _State) -> None:
     """Reschedule windows that slide over the whole schedule, from its two ends first, growing while nothing helps."""
-    for size in _WINDOW_TASKS:
+    for size in WINDOW_TASKS:
         improved = True
         while improved and not state.finished:
             assert state.best is not None
@@ -424,19 +431,25 @@ def _windows_everywhere(state: _State) -> None:
 
 
 def _wander(state: _State) -> None:
-    """Windows of random place and size until the time is up: neighbourhoods the sweeps did not have."""
+    """Neighbourhoods of random kind, place and size until the time is up, in the best schedule and some others."""
     random = Random(state.budget.seed)
+    pool = state.others[1:]
     while not state.finished and not state.whole_known:
         assert state.best is not None
-        size = random.choice(_WINDOW_TASKS)
-        moments = sorted(state.best.starts)
-        begin = random.randrange(max(1, len(moments) - size // 2))
-        end = begin + random.randint(size // 2, size)
-        last = moments[end] if end < len(moments) else moments[-1] + 1
-        _try_window(state, replace(state.best, frozen=frozenset()), moments[begin], last)
+        index = random.randrange(len(pool)) if pool and random.random() < _ELSEWHERE else None
+        candidate = state.best if index is None else pool[index]
+        chosen = random_neighbourhood(state.problem, candidate.starts, random)
+        better = _reschedule(state, replace(candidate, frozen=frozenset()), chosen)
+        state.offer(better)
+        if index is not None and better is not None:
+            pool[index] = better
 
 
-_WINDOW_TASKS = (40, 80, 160, 320)
+_POOL = 4
+"""So many other schedules are improved beside the best ..."""
+
+_ELSEWHERE = 0.4
+"""... and this part of the tries goes to them."""
 
 
 def _windows(candidate: _Candidate, size: int) -> list[tuple[int, int]]:
@@ -461,6 +474,11 @@ def _windows(candidate: _Candidate, size: int) -> list[tuple[int, int]]:
 
 
 def _try_window(state: _State, candidate: _Candidate, begin: int, end: int) -> bool:
+    return state.offer(_reschedule(state, candidate, Neighbourhood(begin, end)))
+
+
+def _reschedule(state: _State, candidate: _Candidate, chosen: Neighbourhood) -> _Candidate | None:
+    """The candidate with a better order of a neighbourhood; None if none was found."""
     found = reschedule(
         state.problem,
         state.graph,
@@ -468,13 +486,13 @@ def _try_window(state: _State, candidate: _Candidate, begin: int, end: int) -> b
         candidate.starts,
         state.budget,
         _WINDOW_SECONDS,
-        begin_ns=begin,
-        end_ns=end,
+        begin_ns=chosen.begin_ns,
+        end_ns=chosen.end_ns,
+        free=chosen.free,
     )
     if found.orders is None:
-        return False
-    name = f"{_origin(candidate.scheduler)}+windows"
-    return state.offer(state.candidate(found.orders, name, candidate.frozen))
+        return None
+    return state.candidate(found.orders, f"{_origin(candidate.scheduler)}+windows", candidate.frozen)
 
 
 _WINDOW_SECONDS = 1.0

@@ -1,0 +1,71 @@
+"""Shapes with blocks shared by all devices: the search beside Tessel's own construction and its 1F1B+.
+
+Tessel's construction is the best repetend, then time-optimal warmup and cooldown around one repetition (IV-B, IV-C),
+as benchmarks/time_optimal.py composes it. 1F1B+ is VI-A's; it does not exist for K. Forward 1, backward 3, shared 1
+and 1, no memory cap.
+
+    python benchmarks/shared_shapes.py [--limit 20]
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from tables import machine, markdown, note
+from time_optimal import composed
+
+from pipeplan.costs import build_workload
+from pipeplan.examples import ShapeCosts, shape
+from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.search import search_schedule
+from pipeplan.schedule.solver import Budget, load_solver
+from pipeplan.simulate.timing import earliest_starts, task_graph
+
+COSTS = ShapeCosts(1, 3, shared_forward_ns=1, shared_backward_ns=1)
+
+
+def one_forward_one_backward_plus(problem: Problem) -> int | None:
+    """Its makespan in ns; None where it does not apply."""
+    classic, graph = CLASSIC["1f1b+"], task_graph(problem.workload)
+    if classic.applies(problem) is not None:
+        return None
+    return max(map(sum, zip(earliest_starts(graph, classic.orders(problem, graph)), graph.durations, strict=True)))
+
+
+def row(name: str, devices: int, microbatches: int, limit: float) -> tuple[str, ...]:
+    profile = shape(name, devices, costs=COSTS)
+    assert profile.placement is not None
+    workload = build_workload(profile, profile.placement, num_microbatches=microbatches, microbatch_size=1)
+    problem = Problem.of(workload)
+    plus, tessel = one_forward_one_backward_plus(problem), composed(problem, limit).makespan
+    found = search_schedule(workload, Budget(limit))
+    assert found.makespan_ns <= min(tessel, plus or tessel)
+    cells = (
+        name.upper(),
+        str(devices),
+        str(microbatches),
+        str(plus) if plus is not None else "-",
+        str(tessel),
+        str(found.makespan_ns),
+        str(found.bound_ns),
+        f"{found.makespan_ns / found.bound_ns - 1:.1%}",
+        f"{found.seconds:.1f}",
+    )
+    note(" | ".join(cells))
+    return cells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--limit", type=float, default=20.0, help="seconds per search, and for the construction")
+    limit = parser.parse_args().limit
+    load_solver()
+    rows = [row(name, d, n, limit) for name in ("m", "mllm", "nn", "k") for d in (4, 8) for n in (16, 64)]
+    header = ("shape", "devices", "micro-batches", "1F1B+", "Tessel's", "ours", "bound", "gap", "seconds")
+    print(markdown(header, rows))
+    print(f"\nMakespans in units of a chain block's forward, {limit:g} s per search; {machine()}.")
+
+
+if __name__ == "__main__":
+    main()
