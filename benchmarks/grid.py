@@ -109,12 +109,13 @@ def main() -> None:
     parser.add_argument("--chunks", default="1,2")
     options = parser.parse_args()
     load_solver()
-    rows = []
-    for devices in map(int, options.devices.split(",")):
-        for chunks in map(int, options.chunks.split(",")):
-            for variant in VARIANTS:
-                for memory in MEMORY:
-                    rows.append(_row(variant, devices, chunks, memory, options.limit))
+    rows = [
+        _row(variant, devices, chunks, memory, options.limit)
+        for devices in map(int, options.devices.split(","))
+        for chunks in map(int, options.chunks.split(","))
+        for variant in VARIANTS
+        for memory in MEMORY
+    ]
     header = ("p, N", "chunks", "stages", "memory", "best classic that fits", "ours", "ours / classic", "bound", "gap")
     print(markdown(header, rows))
     print(f"\nMakespans in us, {options.limit:g} s per search; {machine()}.")

@@ -42,7 +42,7 @@ class Policy:
 
 def policies(limits: Sequence[tuple[int, ...] | None] = (None,)) -> Iterator[Policy]:
     """The settings of the switches worth trying, under each of the limits of micro-batches in flight."""
-    for limit, alternate, wait, patience in itertools.product(limits, (False, True), (0.0, 0.5, 1.0), (1.0, 0.5)):
+    for patience, wait, alternate, limit in itertools.product((1.0, 0.5), (0.0, 0.5, 1.0), (True, False), limits):
         yield Policy(patience, wait, alternate=alternate, in_flight=limit)
 
 

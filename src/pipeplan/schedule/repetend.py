@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeplan.schedule.bounds import period_bound
 from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.recurrence import memory_recurrences
 from pipeplan.schedule.solver import Answer, Budget, solve
 
 if TYPE_CHECKING:
@@ -165,6 +166,15 @@ class _Constraints:
             if v.unroll > 1:
                 self._model.add(v.absolute[i, 0] + v.period >= v.absolute[i, v.unroll - 1] + v.durations[i])
 
+    def recurrences(self) -> None:
+        """What memory says about order: ``a_x >= a_z + t_z - q T`` for (z, m - distance) before (x, m)."""
+        v = self._variables
+        for recurrence in memory_recurrences(self._problem):
+            z, x = recurrence.source, recurrence.target
+            for u in range(v.unroll):
+                back, other = divmod(u - recurrence.distance, v.unroll)
+                self._model.add(v.absolute[x, u] >= v.absolute[z, other] + v.durations[z] + back * v.period)
+
     def exclusive_devices(self) -> None:
         """No two instances of a device overlap, modulo the period."""
         v = self._variables
@@ -238,6 +248,7 @@ def solve_pattern(
     constraints.windows()
     constraints.dependencies()
     constraints.microbatch_order()
+    constraints.recurrences()
     constraints.exclusive_devices()
     constraints.memory()
     if shortest:

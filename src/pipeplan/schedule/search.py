@@ -44,7 +44,10 @@ Progress = Callable[[str, int, int, float], None]
 """Called with what is being done, the best makespan and the bound (ns), and seconds since the search began."""
 
 _WHOLE_HORIZON_TASKS = 600
-"""Up to this many actions the whole horizon is one CP-SAT problem worth trying."""
+"""Up to this many actions the whole horizon is one CP-SAT problem worth trying ..."""
+
+_SMALL_TASKS, _SMALL_SHARE = 200, 0.85
+"""... and up to this many it is worth most of the time left, since it ends with a proof."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +233,7 @@ def _improve(state: _State, scheduler: str, unroll: int | None) -> Schedule:
         _classics(state)
         _listing(state)
     if unroll is None:
-        _adopt_repetition(state)
+        _adopt_repetitions(state)
         _unrolled(state)
     for step in (_ramps, _whole, _windows_everywhere, _whole, _wander):
         if not state.finished:
@@ -325,19 +328,19 @@ def _take_pattern(state: _State, pattern: Pattern, share: float) -> None:
     _offer_pattern(state, state.pattern)
 
 
-def _adopt_repetition(state: _State) -> None:
-    """If the best schedule has a repetition of its own that is quicker than the pattern's, that is the pattern."""
-    candidate = state.chosen
-    if candidate.frozen or state.problem.num_microbatches < 2:
-        return
-    repetend = find_repetend(state.graph, candidate.orders, candidate.starts, _MOST_ADOPTED)
-    if repetend is None:
-        return
-    state.offer(replace(candidate, frozen=repeated_tasks(state.problem, repetend)))
-    pattern = pattern_of(state.problem, candidate.orders, repetend)
-    if pattern is not None and (state.pattern is None or pattern.period < state.pattern.period):
-        state.pattern, state.period_proved = pattern, period_bound(state.problem)
-        state.repetend_seconds = state.budget.elapsed
+def _adopt_repetitions(state: _State) -> None:
+    """Where a good schedule has a repetition of its own that is quicker than the pattern's, that is the pattern."""
+    for candidate in state.others:
+        if candidate.frozen or state.problem.num_microbatches < 2 or state.budget.expired:
+            continue
+        repetend = find_repetend(state.graph, candidate.orders, candidate.starts, _MOST_ADOPTED)
+        if repetend is None:
+            continue
+        state.offer(replace(candidate, frozen=repeated_tasks(state.problem, repetend)))
+        pattern = pattern_of(state.problem, candidate.orders, repetend)
+        if pattern is not None and (state.pattern is None or pattern.period < state.pattern.period):
+            state.pattern, state.period_proved = pattern, period_bound(state.problem)
+            state.repetend_seconds = state.budget.elapsed
 
 
 def _unrolled(state: _State) -> None:
@@ -509,7 +512,7 @@ def _whole(state: _State) -> None:
         state.best.orders,
         state.best.starts,
         state.budget,
-        state.budget.remaining / 2,
+        state.budget.remaining * (_SMALL_SHARE if state.graph.num_tasks <= _SMALL_TASKS else 0.5),
         on_solution=lambda value, bound: state.report("horizon", value, bound),
     )
     if found.orders is not None:

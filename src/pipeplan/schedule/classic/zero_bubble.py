@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 
 from pipeplan.schedule.classic.base import Orders, Script
 from pipeplan.schedule.listing import in_flight_limits, list_schedule, policies
@@ -38,10 +39,18 @@ def automatic(depth: int | None) -> Callable[[Problem, TaskGraph], Orders]:
     def orders(problem: Problem, graph: TaskGraph) -> Orders:
         bounded = problem if depth is None else replace(problem, capacity=_room(problem, depth))
         limits = [None, *(limit for limit in in_flight_limits(bounded) if len(set(limit)) == len(limit))]
-        found = [order for policy in policies(limits[:3]) if (order := list_schedule(bounded, policy)) is not None]
+        tried = islice(policies(limits[:3]), max(_LEAST_TRIED, _TASKS_TRIED // graph.num_tasks))
+        found = [order for policy in tried if (order := list_schedule(bounded, policy)) is not None]
         return min(found, key=lambda order: _makespan(graph, order))
 
     return orders
+
+
+_TASKS_TRIED = 200_000
+"""As many settings are tried as have so many actions together: all of them up to 5,000 actions ..."""
+
+_LEAST_TRIED = 3
+"""... and at least so many."""
 
 
 def _room(problem: Problem, depth: int) -> tuple[int | None, ...]:
