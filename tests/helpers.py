@@ -10,6 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from pipeplan.costs import build_workload
+from pipeplan.examples import ShapeCosts, shape
 from pipeplan.model import (
     Block,
     CostRow,
@@ -30,6 +32,7 @@ from pipeplan.model import (
     Stage,
 )
 from pipeplan.model.workload import Workload
+from pipeplan.schedule.problem import Problem
 
 Entry = tuple[str, int]
 Orders = list[list[Entry]]
@@ -466,3 +469,20 @@ def chain_profile(
 def with_devices_memory(workload: Workload, memory_bytes: int | None) -> Workload:
     """The same workload on devices with this memory."""
     return replace(workload, devices=tuple(Device(memory_bytes=memory_bytes) for _ in workload.devices))
+
+
+def zero_bubble(name: str, num_devices: int, num_microbatches: int, memory: float) -> Problem:
+    """Forward, input and weight gradient 100 each per device, communication 10, ``memory`` in multiples of p."""
+    costs = ShapeCosts(100, None, 100, 100, comm_ns=10, activation_bytes=2 * 10**9, weight_grad_bytes=10**9)
+    profile = shape(name, num_devices, costs=costs)
+    assert profile.placement is not None
+    return Problem.of(
+        build_workload(
+            profile,
+            profile.placement,
+            num_microbatches=num_microbatches,
+            microbatch_size=1,
+            split_backward=True,
+            memory_bytes=[int(memory * 2 * num_devices * 10**9)] * num_devices,
+        )
+    )

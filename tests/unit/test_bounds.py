@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from helpers import zero_bubble
 from hypothesis import HealthCheck, given, settings
 from strategies import problems
 
@@ -15,25 +16,6 @@ from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.repetend import least_period
 from pipeplan.schedule.search import search_schedule
 from pipeplan.schedule.solver import Budget
-
-GB = 10**9
-
-
-def zero_bubble(name: str, num_devices: int, num_microbatches: int, memory: float) -> Problem:
-    """Forward, input and weight gradient 100 each per device, communication 10, ``memory`` in multiples of p."""
-    costs = ShapeCosts(100, None, 100, 100, comm_ns=10, activation_bytes=2 * GB, weight_grad_bytes=GB)
-    profile = shape(name, num_devices, costs=costs)
-    assert profile.placement is not None
-    return Problem.of(
-        build_workload(
-            profile,
-            profile.placement,
-            num_microbatches=num_microbatches,
-            microbatch_size=1,
-            split_backward=True,
-            memory_bytes=[int(memory * 2 * num_devices * GB)] * num_devices,
-        )
-    )
 
 
 @pytest.mark.parametrize(
@@ -64,6 +46,25 @@ def test_littles_law() -> None:
         assert found.proved
         assert found.pattern is not None
         assert found.pattern.repetend_ns == repetend
+
+
+@pytest.mark.parametrize("name", ["m", "mllm", "nn", "k"])
+@pytest.mark.parametrize("num_devices", [4, 8])
+def test_stages_on_all_devices(name: str, num_devices: int) -> None:
+    """While the first micro-batch goes down the chain nothing shared can run: the bound is what search reaches."""
+    costs = ShapeCosts(1, 3, shared_forward_ns=1, shared_backward_ns=1)
+    profile = shape(name, num_devices, costs=costs)
+    assert profile.placement is not None
+    workload = build_workload(profile, profile.placement, num_microbatches=16, microbatch_size=1)
+    found = search_schedule(workload, Budget(30))
+    assert makespan_bound(Problem.of(workload)) == found.bound_ns == found.makespan_ns
+    assert found.bound_ns > 16 * max(Problem.of(workload).work)
+
+
+@pytest.mark.parametrize(("memory", "bound"), [(0.5, 14_720), (0.75, 10_740)])
+def test_littles_law_over_the_whole_run(memory: float, bound: int) -> None:
+    """8 devices, 32 micro-batches; at half memory far above the work of 10,370."""
+    assert makespan_bound(zero_bubble("v", 8, 32, memory)) >= bound
 
 
 def best_makespan(problem: Problem) -> int:

@@ -1,0 +1,84 @@
+"""What memory says about order holds in every schedule that fits, however it was made."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from helpers import chain_workload, with_devices_memory
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from strategies import problems
+
+from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.recurrence import Recurrence, memory_recurrences
+from pipeplan.simulate.memory import overflow
+from pipeplan.simulate.timing import earliest_starts, task_graph
+
+
+def random_orders(problem: Problem, random: Random) -> list[list[int]] | None:
+    """Any ready action that fits, again and again; None where nothing fits any more."""
+    count = problem.num_microbatches
+    held = [0] * problem.num_devices
+    done: set[tuple[int, int]] = set()
+    orders: list[list[int]] = [[] for _ in held]
+    following = [0] * problem.num_operations
+    while len(done) < problem.num_operations * count:
+        ready = [
+            x
+            for x in range(problem.num_operations)
+            if following[x] < count
+            and all((source, following[x]) in done for source, _ in problem.incoming[x])
+            and all(
+                capacity is None or held[device] + problem.acquire[x] + problem.workspace[x] <= capacity
+                for device in problem.devices[x]
+                for capacity in (problem.capacity[device],)
+            )
+        ]
+        if not ready:
+            return None
+        x = random.choice(ready)
+        done.add((x, following[x]))
+        for device in problem.devices[x]:
+            held[device] += problem.acquire[x] - problem.release[x]
+            orders[device].append(x * count + following[x])
+        following[x] += 1
+    return orders
+
+
+def require_holds(problem: Problem, orders: list[list[int]]) -> None:
+    graph, count = task_graph(problem.workload), problem.num_microbatches
+    assert overflow(graph, orders) is None
+    starts = earliest_starts(graph, orders)
+    for rule in memory_recurrences(problem):
+        for m in range(rule.distance, count):
+            source, target = rule.source * count + m - rule.distance, rule.target * count + m
+            assert starts[target] >= starts[source] + graph.durations[source], (rule, m)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(problems(num_microbatches=5), st.integers(0, 2**32))
+def test_every_schedule_that_fits(problem: Problem, seed: int) -> None:
+    orders = random_orders(problem, Random(seed))
+    if orders is not None:
+        require_holds(problem, orders)
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 5])
+def test_a_forward_waits_for_the_backward_that_makes_room(room: int) -> None:
+    """And random orders of such a chain often fit, so that the test above is not empty."""
+    chain = chain_workload(3, 6, activation_bytes=100)
+    problem = Problem.of(with_devices_memory(chain, chain.static_bytes(0) + 100 * room))
+    backward = {operation.stage: x for x, operation in enumerate(chain.operations) if operation.kind == "B"}
+    assert memory_recurrences(problem) == sorted(
+        (Recurrence(backward[stage], stage, room) for stage in range(3)), key=lambda rule: rule.source
+    )
+    random = Random(room)
+    fitting = [orders for _ in range(20) if (orders := random_orders(problem, random)) is not None]
+    assert fitting
+    for orders in fitting:
+        require_holds(problem, orders)
+
+
+def test_no_memory_limit_no_rule() -> None:
+    assert memory_recurrences(Problem.of(chain_workload(3, 6))) == []
