@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from importlib.metadata import version
 from pathlib import Path
@@ -12,11 +12,12 @@ from pathlib import Path
 from pipeplan import __version__
 from pipeplan.check import check
 from pipeplan.costs import build_workload, can_split
-from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.lower import programs
 from pipeplan.model import Cluster, Placement, Plan, Predicted, Profile, Provenance, read_placement, sha256_of
+from pipeplan.model.workload import Workload
 from pipeplan.partition import STRATEGIES, place
-from pipeplan.schedule.bounds import period_bound
+from pipeplan.schedule.bounds import makespan_bound, period_bound
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.search import Progress, Schedule, search_schedule
 from pipeplan.schedule.solver import Budget, load_solver
@@ -25,7 +26,7 @@ from pipeplan.simulate.metrics import rates
 from pipeplan.simulate.repetend import find_repetend, steady_bubble_rate
 from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts
 
-__all__ = ["Batch", "Options", "Result", "assemble", "choose_placement", "resolve_batch", "search_plan"]
+__all__ = ["Batch", "Options", "Result", "assemble", "choose_placement", "resolve_batch", "search_plan", "workloads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to search. ``split_backward`` and ``recompute`` None mean: whatever is better."""
+    """How to search. ``split_backward`` and ``recompute`` None mean: whatever is better.
+
+    ``split_overhead_ns`` is what each input and each weight gradient takes longer, being launched apart.
+    """
 
     scheduler: str = "auto"
     unroll: int | None = None
     split_backward: bool | None = None
+    split_overhead_ns: int = 0
     recompute: bool | None = None
     time_limit: float = 30.0
     seed: int = 0
@@ -82,6 +87,7 @@ class Result:
             busy = sum(self.schedule_work())
             steady = float(1 - Fraction(busy) / (pattern.period * len(self.plan.devices)))
         return {
+            "name": self.plan.name,
             "status": self.status,
             "scheduler": self.plan.provenance.scheduler,
             "makespan_ns": predicted.makespan_ns,
@@ -202,8 +208,8 @@ def search_plan(
     """Search the best plan of a placement, or of a strategy for ``num_devices``, for a mini-batch.
 
     ``memory_bytes`` per device goes before the cluster's; without either, memory is unlimited. With
-    ``split_backward`` or ``recompute`` left open, each is tried in turn, sharing the time limit; recomputation is
-    tried only where the plan does not fit without.
+    ``split_backward`` left open both ways get a short look and the better one the rest of the time, and the bound is
+    for both; with ``recompute`` left open it is tried only where nothing fits without.
 
     Raises:
         InfeasibleError: no schedule fits; the text names the device, the bytes and what to change.
@@ -216,7 +222,7 @@ def search_plan(
     for recompute in (False, True) if options.recompute is None else (options.recompute,):
         try:
             placed, partition_seconds = _placed(request, recompute)
-            best = min(_schedules(request, placed, recompute, budget), key=lambda schedule: schedule.makespan_ns)
+            best = _schedule(request, placed, recompute, budget)
         except InfeasibleError as error:
             failure = failure or error
             continue
@@ -226,6 +232,7 @@ def search_plan(
             best.bound_ns,
             period_bound(Problem.of(best.workload)),  # for every unroll, so for whichever repetend the plan has
             best.scheduler,
+            split_overhead_ns=options.split_overhead_ns,
             provenance=_provenance(request),
         )
         # --memory goes before the cluster's memory, so such a plan is not one for the cluster as it stands
@@ -268,44 +275,85 @@ def _placed(request: _Request, recompute: bool) -> tuple[Placement, float | None
     return placement, time.monotonic() - begun
 
 
-def _schedules(request: _Request, placement: Placement, recompute: bool, budget: Budget) -> list[Schedule]:
-    """A schedule for each way of running backward that is to be tried; the time left is shared evenly."""
-    options = request.options
-    ways = _backward_ways(request.profile, options.split_backward)
-    found: list[Schedule] = []
-    failure: InfeasibleError | None = None
-    for index, split in enumerate(ways):
-        workload = build_workload(
-            request.profile,
-            placement,
-            num_microbatches=request.batch.num_microbatches,
-            microbatch_size=request.batch.microbatch_size,
-            split_backward=split,
-            recompute=recompute,
-            cluster=request.cluster,
-            memory_bytes=_memory(placement.num_devices, request.cluster, request.memory_bytes),
-        )
-        share = Budget(budget.remaining / (len(ways) - index), budget.seed, budget.deterministic, budget.workers)
+def _schedule(request: _Request, placement: Placement, recompute: bool, budget: Budget) -> Schedule:
+    """The best schedule over the ways of running backward; its bound is the least of them.
+
+    Where there are two ways, each gets a short look. One whose bound is no less than what the other has found is out;
+    the better of the others gets the time that is left.
+    """
+    ways = workloads(
+        request.profile, placement, request.batch, request.options, recompute, request.cluster, request.memory_bytes
+    )
+    bounds = [makespan_bound(Problem.of(workload)) for workload in ways]
+    found: dict[int, Schedule] = {}
+    failures: list[PipeplanError] = []
+    for way, workload in enumerate(ways):
+        if any(bounds[way] >= schedule.makespan_ns for schedule in found.values()) or (found and budget.interrupted):
+            continue
         try:
-            found.append(
-                search_schedule(
-                    workload,
-                    share,
-                    scheduler=options.scheduler,
-                    unroll=options.unroll,
-                    progress=request.progress,
-                )
-            )
-        except InfeasibleError as error:
-            failure = error
+            found[way] = _search(request, workload, budget, budget.remaining * (_FIRST_LOOK if len(ways) > 1 else 1.0))
+        except (InfeasibleError, UsageError) as error:  # a classic schedule may apply to one way alone
+            failures.append(error)
+    if not found:
+        raise failures[0]
+    best = min(found, key=lambda way: found[way].makespan_ns)
+    if len(ways) > 1 and not found[best].optimal and not budget.expired:
+        again = _search(request, ways[best], budget, budget.remaining)
+        bounds[best] = max(found[best].bound_ns, again.bound_ns)
+        if again.makespan_ns <= found[best].makespan_ns:
+            found[best] = again
+    bounds = [max(bound, found[way].bound_ns) if way in found else bound for way, bound in enumerate(bounds)]
+    return replace(found[best], bound_ns=min(found[best].makespan_ns, *bounds))
+
+
+_FIRST_LOOK = 0.15
+"""The part of the time left that each way of running backward gets before one is chosen."""
+
+
+def _search(request: _Request, workload: Workload, budget: Budget, seconds: float) -> Schedule:
+    """Search a workload's schedule with a part of the budget."""
+    share = Budget(seconds, budget.seed, budget.deterministic, budget.workers)
+    try:
+        return search_schedule(
+            workload,
+            share,
+            scheduler=request.options.scheduler,
+            unroll=request.options.unroll,
+            progress=request.progress,
+        )
+    finally:
         budget.spent += share.spent
         budget.interrupted = budget.interrupted or share.interrupted
-        if budget.interrupted and found:
-            break
-    if not found:
-        assert failure is not None
-        raise failure
-    return found
+
+
+def workloads(
+    profile: Profile,
+    placement: Placement,
+    batch: Batch,
+    options: Options,
+    recompute: bool,
+    cluster: Cluster | None,
+    memory_bytes: int | None,
+) -> list[Workload]:
+    """The workload of a placement for each way of running backward that is asked for: split first.
+
+    Raises:
+        UsageError: split backward is asked for, and the profile has no costs for it.
+    """
+    return [
+        build_workload(
+            profile,
+            placement,
+            num_microbatches=batch.num_microbatches,
+            microbatch_size=batch.microbatch_size,
+            split_backward=split,
+            split_overhead_ns=options.split_overhead_ns,
+            recompute=recompute,
+            cluster=cluster,
+            memory_bytes=_memory(placement.num_devices, cluster, memory_bytes),
+        )
+        for split in _backward_ways(profile, options.split_backward)
+    ]
 
 
 def _memory(num_devices: int, cluster: Cluster | None, memory_bytes: int | None) -> list[int | None]:
@@ -333,6 +381,7 @@ def assemble(
     period_bound_ns: Fraction,
     scheduler: str,
     *,
+    split_overhead_ns: int = 0,
     provenance: Provenance | None = None,
 ) -> Plan:
     """The plan of a workload whose devices run ``orders``, with its predicted figures.
@@ -357,6 +406,7 @@ def assemble(
         operations=workload.operations,
         dependencies=workload.dependencies,
         starts_ns=by_operation,
+        split_overhead_ns=split_overhead_ns,
         programs=programs(graph, orders, starts),
         repetend=repetend,
         predicted=Predicted(
@@ -384,6 +434,7 @@ def _provenance(request: _Request) -> Provenance:
             "scheduler": options.scheduler,
             "unroll": options.unroll,
             "split_backward": options.split_backward,
+            "split_overhead_ns": options.split_overhead_ns,
             "recompute": options.recompute,
             "time_limit_s": options.time_limit,
             "deterministic": options.deterministic,

@@ -28,7 +28,7 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
         if rows:
             _check_stage(number, stage, profile, findings)
             own = [operation for operation in plan.operations if operation.stage == number]
-            _check_operations(own, rows, findings)
+            _check_operations(own, rows, plan.split_overhead_ns, findings)
     _check_dependencies(plan, profile, cluster, findings)
 
 
@@ -112,7 +112,9 @@ def _check_stage(number: int, stage: Stage, profile: Profile, findings: Findings
     _compare(f"stages[{number}]", stage, expected, findings)
 
 
-def _check_operations(operations: Sequence[Operation], rows: Sequence[CostRow], findings: Findings) -> None:
+def _check_operations(
+    operations: Sequence[Operation], rows: Sequence[CostRow], split_overhead_ns: int, findings: Findings
+) -> None:
     """Durations add up over the blocks; activations are taken and given back as design section 5 says."""
     held = sum(row.activation_bytes for row in rows)
     deferred = sum(row.weight_grad_bytes for row in rows)
@@ -129,8 +131,9 @@ def _check_operations(operations: Sequence[Operation], rows: Sequence[CostRow], 
             findings.add("profile", place, "the profile has no input_grad_ns and weight_grad_ns for some block")
             continue
         acquire, release = effects[operation.kind]
+        overhead = split_overhead_ns if operation.kind in "IW" else 0
         expected = {
-            "duration_ns": max(1, sum(duration or 0 for duration in durations)),
+            "duration_ns": max(1, sum(duration or 0 for duration in durations) + overhead),
             "acquire_bytes": acquire,
             "release_bytes": release,
             "workspace_bytes": max(row.workspace_bytes for row in rows),

@@ -94,6 +94,7 @@ def build_workload(
     num_microbatches: int,
     microbatch_size: int,
     split_backward: bool = False,
+    split_overhead_ns: int = 0,
     recompute: bool = False,
     cluster: Cluster | None = None,
     memory_bytes: Sequence[int | None] | None = None,
@@ -101,7 +102,8 @@ def build_workload(
     """Everything one iteration runs under a placement, with its costs.
 
     ``memory_bytes`` has one entry per device and goes before the cluster's. With ``split_backward`` every stage
-    whose blocks allow it runs I and W instead of B.
+    whose blocks allow it runs I and W instead of B, each ``split_overhead_ns`` longer than the profile says: a split
+    backward is two launches.
 
     Raises:
         UsageError: a missing cost row, or a cluster with fewer devices than the placement.
@@ -115,7 +117,7 @@ def build_workload(
         stage_costs(profile, stage.blocks, _per_replica(microbatch_size, stage), stage.shards, recompute=recompute)
         for stage in placement.stages
     ]
-    operations = _operations(costs, split_backward)
+    operations = _operations(costs, split_backward, split_overhead_ns)
     memory = memory_bytes or (cluster.memory_bytes if cluster is not None else (None,) * placement.num_devices)
     names = [kind.name for kind in cluster.devices for _ in range(kind.count)] if cluster is not None else []
     return Workload(
@@ -160,7 +162,7 @@ def _stage(placed: PlacedStage, cost: StageCosts, microbatch_size: int, recomput
     )
 
 
-def _operations(costs: Sequence[StageCosts], split_backward: bool) -> tuple[Operation, ...]:
+def _operations(costs: Sequence[StageCosts], split_backward: bool, split_overhead_ns: int) -> tuple[Operation, ...]:
     """Forwards in stage order, then backwards in reverse, so that dependencies point forward."""
     forwards = [
         Operation(
@@ -175,7 +177,9 @@ def _operations(costs: Sequence[StageCosts], split_backward: bool) -> tuple[Oper
     backwards: list[Operation] = []
     for stage, cost in reversed(list(enumerate(costs))):
         if split_backward and cost.input_grad_ns is not None and cost.weight_grad_ns is not None:
-            backwards += _split(stage, cost, cost.input_grad_ns, cost.weight_grad_ns)
+            backwards += _split(
+                stage, cost, cost.input_grad_ns + split_overhead_ns, cost.weight_grad_ns + split_overhead_ns
+            )
         else:
             backwards.append(
                 Operation(

@@ -177,6 +177,7 @@ class Plan(FileModel):
     operations: Annotated[Items[Operation], Field(min_length=1)]
     dependencies: Items[Dependency]
     starts_ns: Annotated[dict[OperationId, Items[TimeSum]], Field(description="start of each micro-batch's action")]
+    split_overhead_ns: Annotated[Nanoseconds, Field(description="in each I and W beside the profile's time")] = 0
     programs: Annotated[Items[Items[ActionText]], Field(description="per device, compute and communication")]
     repetend: Repetend | None = None
     predicted: Predicted

@@ -278,9 +278,15 @@ def _one_classic(state: _State, name: str) -> None:
 
 
 def _classics(state: _State) -> None:
-    for name, classic in CLASSIC.items():
-        if not state.finished and classic.applies(state.problem) is None:
+    if state.finished and state.graph.num_tasks > _CHEAP_TASKS:
+        return
+    for name, classic in CLASSIC.items():  # also beside a best one: they may need less memory
+        if not state.budget.expired and classic.applies(state.problem) is None:
             state.offer(state.candidate(classic.orders(state.problem, state.graph), name))
+
+
+_CHEAP_TASKS = 5000
+"""Up to so many actions the classic schedules are tried even if a best one is known."""
 
 
 def _listing(state: _State) -> None:

@@ -131,6 +131,7 @@ class _Built:
                 num_microbatches=plan.num_microbatches,
                 microbatch_size=size,
                 split_backward=split_backward,
+                split_overhead_ns=plan.split_overhead_ns,
                 recompute=recompute,
                 cluster=cluster,
                 memory_bytes=None if cluster else [device.memory_bytes for device in plan.devices],

@@ -1,0 +1,131 @@
+"""What a comparison of schedules says, and how it looks as a table."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TextIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pipeplan.units import format_bytes, format_ns
+
+__all__ = ["OURS", "Comparison", "NotThere", "Row", "print_comparison"]
+
+OURS = "pipeplan"
+"""The name of the search's own row."""
+
+_PLAIN_WIDTH = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A schedule on a placement: times in ns, memory in bytes per device.
+
+    ``lower_bound_ns`` is of the placement, whichever way backward runs, so that gaps of its rows compare; ``why`` says
+    by how much a schedule does not fit, else it is empty.
+    """
+
+    schedule: str
+    placement: str
+    split_backward: bool
+    recompute: bool
+    fits: bool
+    makespan_ns: int
+    bubble_rate: float
+    bubble_rate_span: float
+    peak_memory_bytes: tuple[int, ...]
+    lower_bound_ns: int
+    why: str = ""
+
+    @property
+    def gap(self) -> float:
+        """How far above the bound."""
+        return self.makespan_ns / self.lower_bound_ns - 1
+
+
+@dataclass(frozen=True, slots=True)
+class NotThere:
+    """A schedule that does not apply to a placement, or a placement on which nothing is possible, and why."""
+
+    schedule: str
+    placement: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Rows best first, those that fit before those that do not; and what there is none for."""
+
+    name: str
+    num_devices: int
+    num_microbatches: int
+    microbatch_size: int
+    memory_bytes: tuple[int | None, ...]
+    rows: tuple[Row, ...]
+    missing: tuple[NotThere, ...]
+    interrupted: bool
+
+    def summary(self) -> dict[str, object]:
+        """The object of ``compare --json``."""
+        return {
+            "name": self.name,
+            "num_devices": self.num_devices,
+            "num_microbatches": self.num_microbatches,
+            "microbatch_size": self.microbatch_size,
+            "memory_bytes": list(self.memory_bytes),
+            "rows": [asdict(row) | {"gap": row.gap} for row in self.rows],
+            "not_applicable": [asdict(missing) for missing in self.missing],
+            "interrupted": self.interrupted,
+        }
+
+
+def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None:
+    """Print the table and what there is no row for, to stdout unless ``file`` is given."""
+    console = Console(file=file, highlight=False)
+    if not console.is_terminal:
+        console = Console(file=file, highlight=False, width=_PLAIN_WIDTH)
+    memory = {limit for limit in comparison.memory_bytes if limit is not None}
+    limits = [format_bytes(limit) for limit in sorted(memory)] or ["no limit"]
+    console.print(
+        Text.assemble(
+            (comparison.name, "bold"),
+            f": {comparison.num_devices} devices, {comparison.num_microbatches} micro-batches of "
+            f"{comparison.microbatch_size}, memory {' or '.join(limits)}",
+        )
+    )
+    console.print(_table(comparison))
+    for row in comparison.rows:
+        if not row.fits:
+            console.print(f"{row.schedule} on {row.placement} does not fit: {row.why}")
+    there = {row.schedule for row in comparison.rows}
+    absent = {missing.schedule: missing.why for missing in comparison.missing if missing.schedule not in there}
+    for schedule, why in absent.items():
+        console.print(f"{schedule} does not apply: {why}", style="dim")
+
+
+def _table(comparison: Comparison) -> Table:
+    """One line per row; what all rows have in common has no column."""
+    several = len({row.placement for row in comparison.rows}) > 1
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for title in ("schedule", *(["placement"] if several else []), "backward"):
+        table.add_column(title)
+    for title in ("iteration", "bubble rate", "by span", "peak memory", "gap"):
+        table.add_column(title, justify="right")
+    table.add_column("fits")
+    for row in comparison.rows:
+        table.add_row(
+            row.schedule,
+            *([row.placement] if several else []),
+            ("split" if row.split_backward else "whole") + (", recomputed" if row.recompute else ""),
+            format_ns(row.makespan_ns),
+            f"{row.bubble_rate:.2%}",
+            f"{row.bubble_rate_span:.2%}",
+            format_bytes(max(row.peak_memory_bytes)),
+            f"{row.gap:.2%}" if row.fits else "-",
+            "yes" if row.fits else "no",
+            style="bold" if row.schedule == OURS else None,
+        )
+    return table
