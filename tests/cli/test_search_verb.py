@@ -195,3 +195,22 @@ def test_version_and_verbs() -> None:
     for verb in ("search", "simulate", "run", "profile", "check", "example"):
         assert verb in shown
         assert pipeplan(verb, "--help").returncode == 0
+
+
+def test_a_plan_states_the_overhead_of_splitting(tmp_path: Path) -> None:
+    """And check knows it: durations are the profile's and the overhead, in I and W alone."""
+    profile, plan = tmp_path / "p.json", tmp_path / "plan.json"
+    write_file(shape("v", 4, costs=ShapeCosts(100, None, 100, 100)), str(profile))
+    done = pipeplan(
+        *("search", profile, "-o", plan, "--split-backward", "yes", "--split-overhead", "7ns", "--time-limit", "2s")
+    )
+    assert done.returncode == 0, done.stderr
+    written = read_plan(str(plan))
+    assert written.split_overhead_ns == 7
+    assert {operation.duration_ns for operation in written.operations if operation.kind == "F"} == {100}
+    assert {operation.duration_ns for operation in written.operations if operation.kind in "IW"} == {107}
+    assert check(written, read_profile(str(profile))).valid
+    damaged = written.model_copy(update={"split_overhead_ns": 6})
+    assert not check(damaged, read_profile(str(profile))).valid
+    again = pipeplan("simulate", plan, "--profile", profile, "--json")
+    assert json.loads(again.stdout)["makespan_ns"] == written.predicted.makespan_ns

@@ -1,0 +1,110 @@
+"""``pipeplan compare`` as a user meets it: the table, the JSON object, placements, what does not fit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeplan.examples import ShapeCosts, shape
+from pipeplan.model import write_file
+from pipeplan.schedule.classic import CLASSIC
+
+GB = 10**9
+
+
+def pipeplan(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pipeplan", *map(str, arguments)], capture_output=True, text=True, timeout=120
+    )
+
+
+def compared(*arguments: str | Path) -> dict[str, Any]:
+    done = pipeplan("compare", *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture
+def zero_bubble(tmp_path: Path) -> Path:
+    """Forward, input and weight gradient 100 us, 10 us between devices, 2 GB per micro-batch."""
+    costs = ShapeCosts(100_000, None, 100_000, 100_000, comm_ns=10_000, activation_bytes=2 * GB, weight_grad_bytes=GB)
+    path = tmp_path / "zb.json"
+    write_file(shape("v", 4, costs=costs), str(path))
+    return path
+
+
+@pytest.fixture
+def blocks(tmp_path: Path) -> Path:
+    """A chain of 8 blocks without a placement, backward split."""
+    profile = shape("v", 8, costs=ShapeCosts(1000, None, 1000, 1000))
+    path = tmp_path / "chain.json"
+    write_file(profile.model_copy(update={"placement": None}), str(path))
+    return path
+
+
+def test_rows_are_best_first_and_ours_is_never_worse(zero_bubble: Path) -> None:
+    found = compared(zero_bubble, "--microbatches", "12", "--memory", "8GB", "--time-limit", "5s")
+    rows = found["rows"]
+    fitting = [row for row in rows if row["fits"]]
+    assert [row["fits"] for row in rows] == sorted((row["fits"] for row in rows), reverse=True)
+    assert [row["makespan_ns"] for row in fitting] == sorted(row["makespan_ns"] for row in fitting)
+    assert rows[0]["schedule"] == "pipeplan"
+    by_name = {row["schedule"]: row for row in rows}
+    assert by_name["zb-h1"]["makespan_ns"] == 4_020_000
+    assert max(by_name["zb-h1"]["peak_memory_bytes"]) == 8 * GB
+    assert not by_name["zb-h2"]["fits"]
+    assert "more than its 8GB" in by_name["zb-h2"]["why"]
+    assert all(row["gap"] == row["makespan_ns"] / row["lower_bound_ns"] - 1 for row in rows)
+    everything = {row["schedule"] for row in rows} | {missing["schedule"] for missing in found["not_applicable"]}
+    assert everything == {"pipeplan", *CLASSIC}
+    assert found["memory_bytes"] == [8 * GB] * 4
+
+
+def test_the_table(zero_bubble: Path) -> None:
+    done = pipeplan("compare", zero_bubble, "--memory", "8GB", "--microbatches", "12", "--time-limit", "5s")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "shape-v: 4 devices, 12 micro-batches of 1, memory 8GB"
+    header = next(line for line in lines if line.strip().startswith("schedule"))
+    assert " ".join(header.split()) == "schedule backward iteration bubble rate by span peak memory gap fits"
+    first = lines[lines.index(header) + 2].split()
+    assert first == ["pipeplan", "split", "4.02ms", "10.45%", "10.45%", "8GB", "0.00%", "yes"]
+    assert "zb-h2 on v does not fit: device 0 needs 14GB" in done.stdout
+    assert "zb-v does not apply: it needs two stages per device, down and up" in done.stdout
+
+
+def test_without_a_placement_all_strategies_are_compared(blocks: Path) -> None:
+    rows = compared(blocks, "--devices", "4", "--time-limit", "3s")["rows"]
+    where = {(row["schedule"], row["placement"]) for row in rows}
+    assert {("pipeplan", name) for name in ("one-to-one", "circular", "v-shape")} <= where
+    assert {("1f1b", "one-to-one"), ("interleaved-1f1b", "circular"), ("zb-v", "v-shape")} <= where
+    one = compared(blocks, "--devices", "4", "--placement", "circular", "--time-limit", "2s")["rows"]
+    assert {row["placement"] for row in one} == {"circular"}
+
+
+def test_too_few_blocks_for_some_placements(blocks: Path) -> None:
+    found = compared(blocks, "--devices", "8", "--time-limit", "2s")
+    assert {row["placement"] for row in found["rows"]} == {"one-to-one"}
+    reasons = {missing["placement"]: missing["why"] for missing in found["not_applicable"]}
+    assert "needs 16 stages" in reasons["v-shape"]
+
+
+def test_nothing_fits(zero_bubble: Path) -> None:
+    done = pipeplan("compare", zero_bubble, "--memory", "1GB")
+    assert done.returncode == 1
+    assert "raise --memory" in done.stderr
+
+
+def test_overhead_of_splitting_decides(zero_bubble: Path) -> None:
+    """Free splitting wins; at 60 us on each launch the whole backward does."""
+    free = compared(zero_bubble, "--time-limit", "4s")["rows"]
+    dear = compared(zero_bubble, "--time-limit", "4s", "--split-overhead", "60us")["rows"]
+    assert free[0]["split_backward"]
+    assert not dear[0]["split_backward"]
+    assert dear[0]["makespan_ns"] > free[0]["makespan_ns"]
