@@ -64,7 +64,8 @@ class Found:
     """The orders Tessel ends with, None if it has none, and how it got there.
 
     ``solved`` repetends took ``repetend_seconds``, warmup and cooldown ``completion_seconds``, of which
-    ``proof_seconds`` went by after the last improvement of either; ``finished`` says that the limit cut off nothing.
+    ``proof_seconds`` into answers that something shorter does not exist; ``finished`` says that the limit cut off
+    nothing.
     """
 
     orders: list[list[int]] | None
@@ -118,27 +119,29 @@ class Planner:
     def search(self) -> Found:
         """The best repetend, then the shortest warmup and cooldown for it."""
         best, finished = self._best_repetend()
-        middle = time.perf_counter()
-        orders = None
+        middle, orders = time.perf_counter(), None
         if best is not None:
-            (warmup, first), (cooldown, last) = (self._shortest(end) for end in self._ends(best))
-            finished = finished and first and last
-            if warmup is not None and cooldown is not None:
-                orders = self._composed(best, warmup, cooldown)
+            repetend, ends = best
+            shortest = [self._shortest(part, some) for part, some in zip(self._ends(repetend), ends, strict=True)]
+            finished = finished and all(proved for _, proved in shortest)
+            orders = self._composed(repetend, *(starts for starts, _ in shortest))
         completion = time.perf_counter() - middle
-        return Found(orders, best, self.solved, middle - self.begun, completion, self.proof_seconds, finished)
+        return Found(
+            orders, best and best[0], self.solved, middle - self.begun, completion, self.proof_seconds, finished
+        )
 
-    def _best_repetend(self) -> tuple[Repetend | None, bool]:
-        """The loop of Algorithm 1, with warmup and cooldown only checked to exist; and whether it came to its end."""
-        lower_bound = max(self.problem.work) // self.problem.time_unit
-        best: Repetend | None = None
+    def _best_repetend(self) -> tuple[tuple[Repetend, list[Starts]] | None, bool]:
+        """The loop of Algorithm 1: a repetend with some warmup and cooldown; and whether the loop came to its end."""
+        lower_bound, most = max(self.problem.work) // self.problem.time_unit, sum(self._durations)
+        best: tuple[Repetend, list[Starts]] | None = None
         try:
             for indices in itertools.chain.from_iterable(indices_of(self.problem, span) for span in self._spans()):
-                found = self._repetend(indices, lower_bound, best.period - 1 if best else sum(self._durations))
-                if found is None or any(self._within(end, self._longest(end)) is None for end in self._ends(found)):
-                    continue
-                best = found
-                if best.period == lower_bound:
+                found = self._repetend(indices, lower_bound, most)
+                ends = [self._within(part, self._longest(part)) for part in self._ends(found)] if found else []
+                fitting = [end for end in ends if end is not None]
+                if found is not None and len(fitting) == len(ends):
+                    best, most = (found, fitting), found.period - 1
+                if most < lower_bound:
                     break
         except _OutOfTimeError:
             return best, False
@@ -197,22 +200,20 @@ class Planner:
         after = [(x, m) for x, index in enumerate(indices) for m in range(index + 1, repetend.span)]
         return _Part(before, [0] * self.problem.num_devices), _Part(after, self._held_after(indices))
 
-    def _shortest(self, part: _Part) -> tuple[Starts | None, bool]:
-        """A time-optimal schedule; and whether the limit left time to prove it."""
-        best: Starts | None = None
-        low, middle, improved = self._least_time(part), self._longest(part), time.perf_counter()
+    def _shortest(self, part: _Part, best: Starts) -> tuple[Starts, bool]:
+        """A time-optimal schedule, from any on; and whether the limit left time to prove it."""
+        low = self._least_time(part)
         try:
-            while best is None or low < self._end(best):
+            while low < self._end(best):
+                begun, middle = time.perf_counter(), (low + self._end(best)) // 2
                 found = self._within(part, middle)
                 if found is None:
+                    self.proof_seconds += time.perf_counter() - begun
                     low = middle + 1
                 else:
-                    best, improved = found, time.perf_counter()
-                middle = (low + self._end(best)) // 2 if best is not None else middle
+                    best = found
         except _OutOfTimeError:
             return best, False
-        finally:
-            self.proof_seconds += time.perf_counter() - improved
         return best, True
 
     def _within(self, part: _Part, horizon: int) -> Starts | None:
