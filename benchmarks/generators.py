@@ -73,7 +73,7 @@ def generated(name: str, chunks: int, num_devices: int, num_microbatches: int) -
     """[rank] the actions of a schedule of torch, None for idle slots; None where this torch has no such schedule.
 
     The classes ask stages for their numbers alone as long as nothing runs, so plain ones will do, and no process
-    group is needed. The order is private: ``pipeline_order``, on all releases from 2.11 to 2.13.
+    group is needed. Where the order stands is private: ``pipeline_order``, in torch 2.13.
     """
     kind = getattr(schedules, f"Schedule{name}", None)
     if kind is None:

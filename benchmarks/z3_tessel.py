@@ -9,9 +9,9 @@
   searched once, for the last repetend.
 * z3 decides whether an objective can be reached, and binary search does the rest (section V).
 
-Three choices favour Tessel: a repetend is first asked to beat the best one, and only then searched for its least
-period; memory is counted at the starts of actions instead of in every time slot; and where memory has no limit all
-constraints are differences of two times, for which z3 has a solver of its own.
+Three choices are there to favour Tessel: a repetend is first asked to beat the best one, and only then searched for its
+least period; memory is counted at the starts of actions instead of in every time slot; and where memory has no limit
+all constraints are differences of two times, for which z3 has a solver of its own.
 """
 
 from __future__ import annotations
