@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pipeplan.schedule.problem import Problem
-from pipeplan.simulate.timing import TaskGraph
+from pipeplan.simulate.timing import TaskGraph, earliest_starts
 
 __all__ = [
     "Classic",
@@ -23,6 +23,7 @@ __all__ = [
     "forwards",
     "is_chain",
     "is_split",
+    "makespan",
     "scripted",
     "sorted_by",
 ]
@@ -181,3 +182,8 @@ def alternating(operations: Sequence[int], warmup: int, microbatches: int) -> It
         yield from ((x, m) for x in backward)
         if warmup + m < microbatches:
             yield forward, warmup + m
+
+
+def makespan(graph: TaskGraph, orders: Orders) -> int:
+    """Length of the orders in ns when every action starts as soon as it can."""
+    return max(map(sum, zip(earliest_starts(graph, orders), graph.durations, strict=True)))

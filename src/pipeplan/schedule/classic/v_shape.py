@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 
-from pipeplan.schedule.classic.base import Orders, Script, sorted_by
+from pipeplan.schedule.classic.base import Orders, Script, makespan, sorted_by
 from pipeplan.schedule.listing import Policy, list_schedule
 from pipeplan.schedule.problem import Problem
-from pipeplan.simulate.timing import TaskGraph
+from pipeplan.simulate.memory import peak_memory
+from pipeplan.simulate.timing import TaskGraph, task_graph
 
 __all__ = ["dualpipe_v", "enough_for_dualpipe", "hanayo", "repeated_block", "zero_bubble_v"]
 
@@ -46,52 +47,94 @@ def repeated_block(steps: tuple[int, int, int, int]) -> Callable[[Problem, TaskG
     From device to device a micro-batch's F of the first chunk moves on by ``steps[0]`` slots, then F of the second,
     I of the second and I of the first by the others; each weight gradient takes the next free slot. The smaller
     the steps, the sooner a micro-batch is through and the less is held: V-Min, V-Half. Orders only; true costs then
-    close the slots up.
+    close the slots up. Of the blocks with these steps it is the one that holds least, then the shortest.
     """
 
     def orders(problem: Problem, graph: TaskGraph) -> Orders:
-        slots = _block(problem.num_devices, steps)
-        stages = problem.stage_operations
-        slot_of: dict[int, int] = {}
-        for device, (f0, f1, i1, i0, w1, w0) in enumerate(slots):
-            first, second = stages[device], stages[2 * problem.num_devices - 1 - device]
-            slot_of.update(zip((*first, *second), (f0, i0, w0, f1, i1, w1), strict=True))
-        return sorted_by(problem, lambda x, m: (slot_of[x] + 6 * m, x))
+        enough = min(problem.num_microbatches, 2 * problem.num_devices)  # to reach the most that is ever held
+        trial = replace(problem, workload=problem.workload.with_microbatches(enough))
+        short = task_graph(trial.workload)
+
+        def worth(block: _Block) -> tuple[int, int]:
+            found = _repeated(trial, block)
+            return max(device.peak_bytes for device in peak_memory(short, found)), makespan(short, found)
+
+        return _repeated(problem, min(_blocks(problem.num_devices, steps), key=worth))
 
     return orders
 
 
-def _block(num_devices: int, steps: tuple[int, int, int, int]) -> list[tuple[int, ...]]:
-    """[device] slots of F0, F1, I1, I0, W1, W0 of micro-batch 0; on no device two are alike modulo 6.
+_Block = list[tuple[int, ...]]
+"""[device] slots of F0, F1, I1, I0, W1, W0 of micro-batch 0; on no device two are alike modulo 6."""
 
-    The three turns wait as little as makes that possible.
-    """
+
+def _repeated(problem: Problem, block: _Block) -> Orders:
+    stages = problem.stage_operations
+    slot_of: dict[int, int] = {}
+    for device, (f0, f1, i1, i0, w1, w0) in enumerate(block):
+        first, second = stages[device], stages[2 * problem.num_devices - 1 - device]
+        slot_of.update(zip((*first, *second), (f0, i0, w0, f1, i1, w1), strict=True))
+    return sorted_by(problem, lambda x, m: (slot_of[x] + 6 * m, x))
+
+
+def _blocks(num_devices: int, steps: tuple[int, int, int, int]) -> Iterator[_Block]:
+    """All building blocks with these steps, by the slots that the three turns wait."""
     last = num_devices - 1
-    for waits in sorted(product(range(6), repeat=3), key=lambda waits: (sum(waits), waits)):
+    for waits in product(range(6), repeat=3):
         second = last * steps[0] + 1 + waits[0]
         back = second + last * steps[1] + 1 + waits[1]
         home = back + last * steps[2] + 1 + waits[2]
-        found = []
-        for d in range(num_devices):
-            taken = [d * steps[0], second + (last - d) * steps[1], back + d * steps[2], home + (last - d) * steps[3]]
-            if len({slot % 6 for slot in taken}) < 4:
-                break
-            for after in (taken[2], taken[3]):
-                used = {slot % 6 for slot in taken}
-                taken.append(next(slot for slot in range(after + 1, after + 7) if slot % 6 not in used))
-            found.append(tuple(taken))
-        else:
-            return found
-    raise AssertionError(f"no building block with steps {steps} on {num_devices} devices")
+        places = [
+            [d * steps[0], second + (last - d) * steps[1], back + d * steps[2], home + (last - d) * steps[3]]
+            for d in range(num_devices)
+        ]
+        if all(len({slot % 6 for slot in taken}) == 4 for taken in places):
+            yield [_with_weights(taken) for taken in places]
+
+
+def _with_weights(taken: list[int]) -> tuple[int, ...]:
+    """The slots of F0, F1, I1, I0 and of W1 and W0, each the next free one after its I."""
+    for after in taken[2:]:
+        used = {slot % 6 for slot in taken}
+        taken = [*taken, next(slot for slot in range(after + 1, after + 7) if slot % 6 not in used)]
+    return tuple(taken)
 
 
 def hanayo(problem: Problem, graph: TaskGraph) -> Orders:
     """Hanayo's waves (Liu et al., SC'23): backward first, else the deepest forward, with at most D micro-batches open.
 
-    One wave is a v-shape of two stages per device; W waves have 2 W.
+    One wave is a v-shape of two stages per device; W waves have 2 W. The paper runs D micro-batches; more follow in
+    units of D, or all together where that is shorter. Where backward is split, W follows its I at once.
     """
-    limit = (problem.num_devices,) * problem.num_devices
-    unlimited = Policy(patience=0.0, deep_first=True, in_flight=limit)
-    orders = list_schedule(replace(problem, capacity=(None,) * len(problem.capacity)), unlimited)
-    assert orders is not None
-    return orders
+    whole = _with_whole_backward(problem)
+    sizes = {min(problem.num_devices, problem.num_microbatches), problem.num_microbatches}
+    return min((_in_units(whole, size) for size in sorted(sizes)), key=lambda orders: makespan(graph, orders))
+
+
+def _with_whole_backward(problem: Problem) -> Problem:
+    """The same on unlimited devices, with the time of W in its I."""
+    durations = list(problem.durations)
+    for _, first, *rest in problem.stage_operations:
+        for x in rest:
+            durations[first] += durations[x]
+            durations[x] = 0
+    return replace(problem, durations=tuple(durations), capacity=(None,) * problem.num_devices)
+
+
+def _in_units(problem: Problem, size: int) -> Orders:
+    """Units of ``size`` micro-batches one after another, each listed by itself, the last one cut; W behind its I."""
+    count = problem.num_microbatches
+    unit = replace(problem, workload=problem.workload.with_microbatches(size))
+    listed = list_schedule(unit, Policy(patience=0.0, in_flight=(problem.num_devices,) * problem.num_devices))
+    assert listed is not None
+    follow = {part[0]: part for first, *backward in problem.stage_operations for part in ([first], backward)}
+    return [
+        [
+            part * count + base + m
+            for base in range(0, count, size)
+            for x, m in (divmod(task, size) for task in order)
+            if base + m < count
+            for part in follow.get(x, [])
+        ]
+        for order in listed
+    ]

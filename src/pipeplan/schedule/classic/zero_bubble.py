@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 
-from pipeplan.schedule.classic.base import Orders, Script
+from pipeplan.schedule.classic.base import Orders, Script, makespan, scripted
 from pipeplan.schedule.listing import in_flight_limits, list_schedule, policies
 from pipeplan.schedule.problem import Problem
-from pipeplan.simulate.timing import TaskGraph, earliest_starts
+from pipeplan.simulate.memory import fits
+from pipeplan.simulate.timing import TaskGraph
 
 __all__ = ["automatic", "handcrafted_h1", "handcrafted_h2"]
 
@@ -31,6 +32,8 @@ def _late_weights(script: Script, problem: Problem, *, warmup: int, late: int) -
 def automatic(depth: int | None) -> Callable[[Problem, TaskGraph], Orders]:
     """The automatic schedules (section 3): by true costs, the best of the rules' settings within the memory.
 
+    The handcrafted schedules that fit are tried too, so that the automatic ones are never longer.
+
     ``depth`` times as many micro-batches' activations as there are devices are kept at most (ZB-1p, ZB-2p), even
     where the devices have more memory; None takes what they have. Forwards run ahead of the next device's by none, one
     or two at least.
@@ -41,9 +44,16 @@ def automatic(depth: int | None) -> Callable[[Problem, TaskGraph], Orders]:
         limits = [None, *(limit for limit in in_flight_limits(bounded) if len(set(limit)) == len(limit))]
         tried = islice(policies(limits[:3]), max(_LEAST_TRIED, _TASKS_TRIED // graph.num_tasks))
         found = [order for policy in tried if (order := list_schedule(bounded, policy)) is not None]
-        return min(found, key=lambda order: _makespan(graph, order))
+        return min([*found, *_handcrafted(problem, graph, depth)], key=lambda order: makespan(graph, order))
 
     return orders
+
+
+def _handcrafted(problem: Problem, graph: TaskGraph, depth: int | None) -> list[Orders]:
+    """ZB-H2, which needs room for 2 D - 1 micro-batches, and ZB-H1 for D: those for which there is that much."""
+    writers = [handcrafted_h1] if depth == 1 else [handcrafted_h2, handcrafted_h1]
+    written = [scripted(write)(problem, graph) for write in writers]
+    return [orders for orders in written if depth is not None or fits(graph, orders)]
 
 
 _TASKS_TRIED = 200_000
@@ -60,7 +70,3 @@ def _room(problem: Problem, depth: int) -> tuple[int | None, ...]:
         + max(problem.workspace[x] for x in operations)
         for operations in problem.on_device
     )
-
-
-def _makespan(graph: TaskGraph, orders: Orders) -> int:
-    return max(map(sum, zip(earliest_starts(graph, orders), graph.durations, strict=True)))
