@@ -157,7 +157,8 @@ class _Listing:
                 continue
             arrival = self._arrival[x][m]
             if self._weight[x]:
-                if arrival <= now and (weight < 0 or durations[x] > durations[weight]):
+                longest = weight < 0 or durations[x] > durations[weight]
+                if arrival <= now and longest and self._fits(x, device):
                     weight = x
             elif self._forward[x]:
                 if not self._has_room(x, m, device):
@@ -191,21 +192,27 @@ class _Listing:
         capacity = problem.capacity[device]
         if capacity is None or not problem.acquire[x] + problem.workspace[x]:
             return True
-        held = self._held[device] + problem.acquire[x]
-        if held + problem.workspace[x] > capacity:
+        if not self._fits(x, device):
             return False
+        held = self._held[device] + problem.acquire[x] - problem.release[x]
         oldest = min(self._next[y] for y in problem.on_device[device] if not self._weight[y])
         done = sum(self._next[y] > oldest for y in problem.on_device[device] if not self._weight[y]) + (m == oldest)
         return held + self._needs[device][done] <= capacity
+
+    def _fits(self, x: int, device: int) -> bool:
+        """Whether x has room to run now."""
+        problem, capacity = self._problem, self._problem.capacity[device]
+        return capacity is None or self._held[device] + problem.acquire[x] + problem.workspace[x] <= capacity
 
 
 def _still_needed(problem: Problem, device: int) -> list[int]:
     """[operations done] bytes that one micro-batch still takes, at most, until it has given everything back.
 
-    Weight gradients only give back; they are left out.
+    Weight gradients only give back, at the end; they need nothing but their workspace.
     """
     operations = [x for x in problem.on_device[device] if problem.kinds[x] != "W"]
-    needs = [0] * (len(operations) + 1)
+    at_end = max((problem.workspace[x] for x in problem.on_device[device] if problem.kinds[x] == "W"), default=0)
+    needs = [at_end] * (len(operations) + 1)
     for done in reversed(range(len(operations))):
         x = operations[done]
         after = needs[done + 1] - problem.release[x]
