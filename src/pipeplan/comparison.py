@@ -15,7 +15,7 @@ from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.search import Progress
 from pipeplan.simulate.memory import overflow, peak_memory
 from pipeplan.simulate.metrics import rates
-from pipeplan.simulate.timing import earliest_starts, task_graph
+from pipeplan.simulate.timing import earliest_starts, task_graph, with_links
 
 __all__ = ["compare"]
 
@@ -139,7 +139,7 @@ def _classics(ways: Sequence[Workload], recompute: bool, bound_ns: int) -> tuple
 
 def _row(name: str, problem: Problem, recompute: bool, bound_ns: int) -> Row:
     graph = task_graph(problem.workload)
-    orders = CLASSIC[name].orders(problem, graph)
+    orders = with_links(graph, CLASSIC[name].orders(problem, graph))
     starts = earliest_starts(graph, orders)
     figures, over = rates(graph, orders, starts), overflow(graph, orders)
     return Row(

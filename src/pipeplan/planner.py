@@ -24,7 +24,7 @@ from pipeplan.schedule.solver import Budget, load_solver
 from pipeplan.simulate.memory import peak_memory
 from pipeplan.simulate.metrics import rates
 from pipeplan.simulate.repetend import find_repetend, steady_bubble_rate
-from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts
+from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts, with_links
 
 __all__ = ["Batch", "Options", "Result", "assemble", "choose_placement", "resolve_batch", "search_plan", "workloads"]
 
@@ -114,7 +114,8 @@ class Result:
 
     def schedule_work(self) -> tuple[int, ...]:
         """[device] ns of work per micro-batch."""
-        return Problem.of(self.schedule.workload).work
+        problem = Problem.of(self.schedule.workload)
+        return problem.work[: problem.num_devices]
 
 
 def resolve_batch(
@@ -389,6 +390,7 @@ def assemble(
     ``bound_ns`` and ``period_bound_ns`` are what is proved about the workload.
     """
     workload = graph.workload
+    orders = with_links(graph, orders)
     starts = earliest_starts(graph, orders)
     figures = rates(graph, orders, starts)
     repetend = find_repetend(graph, orders, starts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -43,11 +44,7 @@ def chains(draw: st.DrawFn) -> Workload:
         workspace_bytes=draw(st.sampled_from([0, 70])),
     )
     operations = tuple(operation.model_copy(update={"duration_ns": draw(times)}) for operation in workload.operations)
-    return Workload(**{**fields_of(workload), "operations": operations})
-
-
-def fields_of(workload: Workload) -> dict[str, object]:
-    return {name: getattr(workload, name) for name in Workload.__slots__}
+    return replace(workload, operations=operations)
 
 
 def orders_of(workload: Workload, schedule: str) -> Orders:

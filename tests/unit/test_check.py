@@ -84,8 +84,14 @@ def alternating() -> Plan:
     return chain_plan(4, 12, lag=5, repetend=True, unroll=4)
 
 
+def far() -> Plan:
+    """Messages that are longer under way than it takes to make the next."""
+    workload = chain_workload(2, 4, lag=25)
+    return plan_of(workload, gpipe_orders(workload))
+
+
 BASES: dict[str, Callable[[], Plan]] = {
-    base.__name__: base for base in (chain, split, shared, unequal, spare, alternating)
+    base.__name__: base for base in (chain, split, shared, unequal, spare, alternating, far)
 }
 
 
@@ -310,6 +316,13 @@ DAMAGES: list[tuple[str, str, Callable[[Data], None], str, str]] = [
         hops("0F", "1F", lambda h: h[0].update(latency_ns=6)),
         "earliest",
         "[1F]",
+    ),
+    (
+        "messages that meet on a link",
+        "far",
+        hops("0F", "1F", lambda h: h[0].update(latency_ns=14, occupancy_ns=11)),
+        "links",
+        "starts_ns[1F][1]",
     ),
     ("a slower operation", "split", operation("1I", duration_ns=13), "inputs", "starts_ns["),
     ("a quicker operation", "unequal", operation("2B", duration_ns=19), "earliest", "starts_ns["),

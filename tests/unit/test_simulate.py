@@ -44,6 +44,7 @@ from pipeplan.simulate.bounds import makespan_bound
 from pipeplan.simulate.critical_path import critical_path
 from pipeplan.simulate.memory import fits, overflow, peak_memory
 from pipeplan.simulate.metrics import in_flight, rates
+from pipeplan.simulate.orders import orders_of
 from pipeplan.simulate.repetend import (
     copy_ranges,
     extend,
@@ -54,7 +55,7 @@ from pipeplan.simulate.repetend import (
     work_bound,
 )
 from pipeplan.simulate.simulation import simulate
-from pipeplan.simulate.timing import TaskGraph, earliest_starts, orders_of, task_graph
+from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph
 
 NamedOrders = list[list[Entry]]
 

@@ -11,6 +11,7 @@ from fractions import Fraction
 from pipeplan.check.facts import Facts
 from pipeplan.check.figures import check_figures, figures_of
 from pipeplan.check.inputs import check_cluster, check_profile
+from pipeplan.check.links import Links, check_links
 from pipeplan.check.memory import check_memory
 from pipeplan.check.programs import Messages, check_messages, read_programs
 from pipeplan.check.repetend import check_repetend
@@ -33,16 +34,19 @@ def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = 
     check_structure(plan, findings)
     messages = None if findings.has("dependencies", "hops") else Messages.of(facts)
     programs = read_programs(facts, messages, findings)
+    links: Links | None = None
     if messages is not None and not findings.has("actions", "transfers"):
         check_messages(facts, messages, programs, findings)
+        links = Links.of(facts, messages, programs)
+        check_links(facts, links, findings)
     check_inputs(facts, findings)
     peaks: tuple[int, ...] = ()
     rate: Fraction | None = None
     if not findings.has("actions"):
-        check_timeline(facts, programs, findings)
+        check_timeline(facts, programs, links, findings)
         peaks = check_memory(facts, programs, findings)
-        if plan.repetend is not None and not findings.has("inputs", "order", "exclusive"):
-            rate = check_repetend(facts, programs, findings)
+        if plan.repetend is not None and not findings.has("inputs", "links", "order", "exclusive"):
+            rate = check_repetend(facts, programs, links, findings)
     figures = figures_of(facts, rate, peaks)
     check_figures(facts, figures, findings)
     if profile is not None:

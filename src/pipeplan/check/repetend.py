@@ -1,10 +1,11 @@
 """Rules about the repetend (Tessel III-C): the programs contain it, and repeating it takes the time it states.
 
 Copies repeated without end form a graph of tasks (one copy) whose edges say "starts this long after the start of
-that, so many copies back": device order, the device's last action before the first of the next copy, and
-dependencies. When everything starts as soon as it can, a copy follows the other, on average, after the largest
-ratio of a cycle's time to the copies it goes back. That ratio is found exactly: from the ratio of some cycle on,
-a longest-path search either converges, and the ratio is the largest, or finds a cycle with a larger one.
+that, so many copies back": device order, the device's last action before the first of the next copy, the same for the
+messages of a link, and dependencies. When everything starts as soon as it can, a copy follows the other, on average,
+after the largest ratio of a cycle's time to the copies it goes back. That ratio is found exactly: from the ratio of
+some cycle on, a longest-path search either converges, and the ratio is the largest, or finds a cycle with a larger
+one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from pipeplan.check.facts import Facts
+from pipeplan.check.links import Links, Sent
 from pipeplan.check.programs import Programs
 from pipeplan.check.report import Findings
 from pipeplan.model import Repetend
@@ -25,7 +27,7 @@ MAX_STEPS = 30_000_000
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """One copy: task ``operation * unroll + u`` is that operation's (first + u)-th action.
+    """One copy: task ``operation * unroll + u`` is that operation's (first + u)-th action; messages stand behind.
 
     ``edges`` are (source, target, time in ns from start to start, copies back), ``starts`` [task] in ns as the
     plan has them, ``rate`` the largest busy time of a device, a first guess for the time between copies.
@@ -36,19 +38,25 @@ class _Copy:
     rate: int
 
 
-def check_repetend(facts: Facts, programs: Programs, findings: Findings) -> Fraction | None:
+def check_repetend(facts: Facts, programs: Programs, links: Links | None, findings: Findings) -> Fraction | None:
     """Check the plan's repetend; returns ns from one copy to the next, None if it cannot be told.
 
-    Call it with complete programs and right start times only.
+    Call it with complete programs and right start times only; without ``links`` as if all were free.
     """
     repetend = facts.plan.repetend
     assert repetend is not None
     if _cannot_repeat(facts, repetend, findings):
         return None
     orders = [_copy_order(facts, programs, repetend, device, findings) for device in range(len(programs.compute))]
+    runs = {} if links is None else _link_runs(facts, links, repetend, findings)
     if findings.has("repetend"):
         return None
-    rate = _rate(_copy(facts, repetend, [order for order in orders if order]))
+    copy = _copy(facts, repetend, [order for order in orders if order])
+    for run in runs.values():
+        assert links is not None
+        _add_link(facts, repetend, links, run, copy)
+    copy.edges.sort(key=lambda edge: (copy.starts[edge[1]], edge[3]))  # within a copy, final on the first pass
+    rate = _rate(copy)
     if rate is None:
         findings.add("repetend", "repetend", "is too tangled to verify how long a repetition takes")
     elif rate != repetend.repetend_ns:
@@ -120,9 +128,39 @@ def _copy(facts: Facts, repetend: Repetend, orders: list[list[tuple[int, int]]])
                 back, other = divmod(first[target] + u - first[source], unroll)
                 edges.append((source * unroll + other, target * unroll + u, facts.durations[source] + lag, -back))
     starts = [facts.starts[operation][first[operation] + u] for operation in range(len(first)) for u in range(unroll)]
-    edges.sort(key=lambda edge: (starts[edge[1]], edge[3]))  # within a copy, times are final on the first pass
     busy = [sum(facts.durations[operation] for operation, _ in order) for order in orders]
     return _Copy(edges, starts, max(busy))
+
+
+def _link_runs(
+    facts: Facts, links: Links, repetend: Repetend, findings: Findings
+) -> dict[tuple[int, int], dict[Sent, int]]:
+    """For each link the messages of its copy, in order, with their numbers by hop."""
+    begins = [repetend.first[id_] for id_ in facts.ids]
+    runs = {link: links.copy(link, begins, repetend.unroll) for link in links.orders}
+    for (source, target), run in runs.items():
+        if run is None:
+            text = f"the order in which device {source} sends to device {target} has no part that repeats with it"
+            findings.add("repetend", "repetend", text)
+    return {link: run for link, run in runs.items() if run is not None}
+
+
+def _add_link(facts: Facts, repetend: Repetend, links: Links, run: dict[Sent, int], copy: _Copy) -> None:
+    """The messages of a link as tasks: after what makes each, after each other, and before what waits for each."""
+    unroll = repetend.unroll
+    tasks = dict(zip(run, range(len(copy.starts), len(copy.starts) + len(run)), strict=True))
+    copy.starts.extend(links.begins[sent] for sent in run)
+    for number, m in run:
+        hop = links.messages.hops[number][3]
+        source, target = links.ends[number]
+        back, other = divmod(m - repetend.first[facts.ids[source]], unroll)
+        copy.edges.append((source * unroll + other, tasks[number, m], facts.durations[source], -back))
+        ahead, other = divmod(m - repetend.first[facts.ids[target]], unroll)
+        copy.edges.append((tasks[number, m], target * unroll + other, hop.duration_ns, ahead))
+    sent = list(run)
+    for before, after in zip(sent, [*sent[1:], sent[0]], strict=True):
+        occupied = links.messages.hops[before[0]][3].occupancy_ns
+        copy.edges.append((tasks[before], tasks[after], occupied, int(after == sent[0])))
 
 
 def _rate(copy: _Copy) -> Fraction | None:

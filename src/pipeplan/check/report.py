@@ -12,7 +12,7 @@ __all__ = ["RULES", "Figures", "Findings", "Problem", "Report"]
 RULES = (
     *("stages", "dependencies", "hops", "balance"),
     *("actions", "transfers", "transfer-order", "fifo", "deadlock"),
-    *("inputs", "exclusive", "order", "earliest"),
+    *("inputs", "links", "exclusive", "order", "earliest"),
     *("memory", "figures", "repetend", "profile", "cluster"),
 )
 """Every rule; docs/check.md says each."""

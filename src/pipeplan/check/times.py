@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeplan.check.facts import Facts
+from pipeplan.check.links import Links
 from pipeplan.check.programs import Programs
 from pipeplan.check.report import Findings
 
@@ -38,11 +39,12 @@ def _add_too_early(
     findings.add("inputs", _place(facts, *target), text)
 
 
-def check_timeline(facts: Facts, programs: Programs, findings: Findings) -> None:
+def check_timeline(facts: Facts, programs: Programs, links: Links | None, findings: Findings) -> None:
     """Devices run one action at a time, in program order, and each action starts as soon as it can.
 
     The last holds if every start equals the latest of its device's previous ends and its inputs' arrivals: such
-    times are unique, so replaying the programs gives just these. Call it with complete programs only.
+    times are unique, so replaying the programs gives just these. Call it with complete programs only; without
+    ``links`` the last is passed over where messages occupy links.
     """
     free: dict[tuple[int, int], int] = {}  # when the devices of an action have ended what they run before
     for device, entries in enumerate(programs.compute):
@@ -52,8 +54,9 @@ def check_timeline(facts: Facts, programs: Programs, findings: Findings) -> None
             ready = 0 if before is None else facts.end(*before)
             free[entry] = max(free.get(entry, 0), ready)
             before = entry
-    if not findings.has("inputs", "exclusive", "order"):
-        _check_earliest(facts, free, findings)
+    occupied = any(hop.occupancy_ns for dependency in facts.plan.dependencies for hop in dependency.hops)
+    if not findings.has("inputs", "links", "exclusive", "order") and (links is not None or not occupied):
+        _check_earliest(facts, free, links, findings)
 
 
 def _check_device(facts: Facts, device: int, entries: list[tuple[int, int]], findings: Findings) -> None:
@@ -74,10 +77,10 @@ def _check_device(facts: Facts, device: int, entries: list[tuple[int, int]], fin
             findings.add("exclusive", _place(facts, *after), text)
 
 
-def _check_earliest(facts: Facts, free: dict[tuple[int, int], int], findings: Findings) -> None:
+def _check_earliest(facts: Facts, free: dict[tuple[int, int], int], links: Links | None, findings: Findings) -> None:
     for target, starts in enumerate(facts.starts):
         for m, start in enumerate(starts):
-            ready = free[target, m]
+            ready = free[target, m] if links is None else max(free[target, m], links.last_arrival(facts, target, m))
             for source, lag, _ in facts.waits[target]:
                 last = facts.sharing(target, m, source)
                 ready = max(ready, max(facts.end(source, n) for n in last) + lag)

@@ -1,8 +1,9 @@
 """From a schedule to one program per device, with communication put in and ordered.
 
 Every message is emitted, on both of its ends, at the time its producer ends (Tessel IV-D's topological sort by
-start time). Times are the same on all devices, so the union of all program orders has no cycle: no
-interleaving can deadlock, even with blocking sends, and messages between two devices match first in, first out.
+start time); where messages go over a link in another order than they are made, not before those that go first.
+Times are the same on all devices, so the union of all program orders has no cycle: no interleaving can deadlock,
+even with blocking sends, and messages between two devices match first in, first out.
 """
 
 from __future__ import annotations
@@ -15,20 +16,41 @@ from pipeplan.simulate.timing import Orders, TaskGraph
 
 __all__ = ["programs"]
 
-_Event = tuple[int, int, int, str]  # time, 0 for a message and 1 for compute, tie-break, text
+_Event = tuple[int, int, int, int, str]  # time, 0 for a message and 1 for compute, tie-breaks, text
 
 
 def programs(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
     """Each device's compute and communication in order, as action texts.
 
-    ``orders`` [device] and ``starts`` [task] are those of :func:`pipeplan.simulate.timing.earliest_starts`.
+    ``orders`` [device, link] and ``starts`` [task] are those of :func:`pipeplan.simulate.timing.earliest_starts`.
     """
-    events: list[list[_Event]] = [[(starts[task], 1, task, graph.label(task)) for task in order] for order in orders]
-    _add_messages(graph, starts, events)
+    events: list[list[_Event]] = [
+        [(starts[task], 1, task, 0, graph.label(task)) for task in order] for order in graph.on_devices(orders)
+    ]
+    _add_messages(graph, _emissions(graph, orders, starts), events)
     return tuple(tuple(text for *_, text in sorted(device_events)) for device_events in events)
 
 
-def _add_messages(graph: TaskGraph, starts: Sequence[int], events: list[list[_Event]]) -> None:
+def _emissions(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> list[tuple[int, int]]:
+    """[task] when an action's messages are made and leave; for a message its own emission and start. In ns.
+
+    A message whose turn on its link has come earlier than its link is free is emitted all the same: an executor that
+    posts it late, behind an action that began meanwhile, would lose that time.
+    """
+    emissions = [(start + time, start + time) for start, time in zip(starts, graph.durations, strict=True)]
+    workload, offsets = graph.workload, graph.offsets
+    for order in orders[len(workload.devices) :]:
+        latest = 0
+        for message in order:
+            item = graph.operation_of[message]
+            source = workload.transfers[item - len(workload.operations)].source
+            latest = max(latest, emissions[message - offsets[item] + offsets[source]][0])
+            emissions[message] = latest, starts[message]
+    return emissions
+
+
+def _add_messages(graph: TaskGraph, emissions: Sequence[tuple[int, int]], events: list[list[_Event]]) -> None:
+    """A SEND and a RECV for every message; of those emitted at a time, the ones go first that leave first."""
     workload = graph.workload
     position = {operation.id: index for index, operation in enumerate(workload.operations)}
     naming = _PeerNames(workload.dependencies)
@@ -36,11 +58,11 @@ def _add_messages(graph: TaskGraph, starts: Sequence[int], events: list[list[_Ev
     for dependency in workload.dependencies:
         source = position[dependency.source]
         for hop in dependency.hops:
-            for task in range(graph.offsets[source], graph.offsets[source + 1]):
-                end = starts[task] + graph.durations[task]
-                send, receive = naming.messages(dependency, hop, task - graph.offsets[source])
-                events[hop.source_device].append((end, 0, number, str(send)))
-                events[hop.target_device].append((end, 0, number, str(receive)))
+            item = workload.item_of.get((source, position[dependency.target], hop), source)
+            for m, task in enumerate(range(graph.offsets[item], graph.offsets[item + 1])):
+                send, receive = naming.messages(dependency, hop, m)
+                events[hop.source_device].append((emissions[task][0], 0, emissions[task][1], number, str(send)))
+                events[hop.target_device].append((emissions[task][0], 0, emissions[task][1], number, str(receive)))
                 number += 1
 
 

@@ -45,11 +45,15 @@ def figures(simulation: Simulation) -> dict[str, object]:
 def path_times(simulation: Simulation) -> tuple[dict[int, int], int]:
     """Time of the critical path in ns: on each device (an action of several counts on its first), in transfers."""
     on_device: dict[int, int] = {}
-    graph = simulation.graph
+    graph, transfers = simulation.graph, 0
     for step in simulation.critical_path:
-        device = graph.devices_of(step.task)[0]
-        on_device[device] = on_device.get(device, 0) + graph.durations[step.task]
-    return on_device, sum(step.lag_ns for step in simulation.critical_path)
+        transfers += step.lag_ns
+        if step.task < graph.num_actions:
+            device = graph.devices_of(step.task)[0]
+            on_device[device] = on_device.get(device, 0) + graph.durations[step.task]
+        else:
+            transfers += graph.durations[step.task]
+    return on_device, transfers
 
 
 def _device(simulation: Simulation, device: int) -> dict[str, object]:
@@ -76,7 +80,10 @@ def _path(simulation: Simulation) -> dict[str, object]:
 
 
 def runs_by_device(simulation: Simulation) -> list[tuple[int, list[str]]]:
-    """The critical path as runs of actions on one device: (device, action texts)."""
+    """The critical path as runs of actions on one device: (device, action texts).
+
+    Messages that stand on it, having waited for their link or not, are runs of their link's number behind the devices.
+    """
     graph = simulation.graph
     steps = simulation.critical_path
     return [

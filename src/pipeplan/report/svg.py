@@ -61,7 +61,7 @@ class _Scale:
     @classmethod
     def of(cls, simulation: Simulation) -> _Scale:
         makespan = simulation.rates.makespan_ns
-        wanted = makespan * _MEDIAN_BAR / statistics.median(simulation.graph.durations)
+        wanted = makespan * _MEDIAN_BAR / statistics.median(simulation.graph.durations[: simulation.graph.num_actions])
         inner = min(max(wanted, _MIN_WIDTH), _MAX_WIDTH)
         return cls(inner / makespan, round(_LEFT + inner + _MARGIN))
 

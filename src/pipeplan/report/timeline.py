@@ -40,7 +40,7 @@ def windows(simulation: Simulation, num_cells: int) -> list[Window]:
     room for its label, unless the repetend is longer than that. One cell is left between parts.
     """
     makespan = simulation.rates.makespan_ns
-    median = statistics.median(simulation.graph.durations)
+    median = statistics.median(simulation.graph.durations[: simulation.graph.num_actions])
     part_cells = (num_cells - 2) // 3
     length = max(1, round(part_cells * median / len(f"F{simulation.workload.num_microbatches - 1}")))
     repetend = repetend_time_range(simulation)

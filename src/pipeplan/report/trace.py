@@ -12,20 +12,25 @@ __all__ = ["predicted_trace", "trace_text"]
 
 
 def predicted_trace(simulation: Simulation) -> Trace:
-    """Every action on each of its devices, and every message on both of its ends from its producer's end on."""
+    """Every action on each of its devices, and every message on both of its ends, from when it is under way."""
     graph, trace = simulation.graph, Trace("predicted")
     for device, order in enumerate(simulation.orders):
         for task in order:
             trace.add(graph.label(task), device, simulation.starts[task], graph.durations[task])
-    position = {operation.id: index for index, operation in enumerate(simulation.workload.operations)}
-    for dependency in simulation.workload.dependencies:
-        source = position[dependency.source]
+    workload = simulation.workload
+    position = {operation.id: index for index, operation in enumerate(workload.operations)}
+    for dependency in workload.dependencies:
+        source, target = position[dependency.source], position[dependency.target]
         for hop in dependency.hops:
             names = _Names(simulation.plan, dependency, hop)
-            for task in range(graph.offsets[source], graph.offsets[source + 1]):
-                end = simulation.starts[task] + graph.durations[task]
-                for device, name in names.of(task - graph.offsets[source]):
-                    trace.add(name, device, end, hop.duration_ns, {"bytes": hop.bytes})
+            item = workload.item_of.get((source, target, hop))
+            for m in range(graph.offsets[source + 1] - graph.offsets[source]):
+                if item is None:  # leaves when it is made
+                    begin = simulation.starts[graph.offsets[source] + m] + workload.durations[source]
+                else:
+                    begin = simulation.starts[graph.offsets[item] + m]
+                for device, name in names.of(m):
+                    trace.add(name, device, begin, hop.duration_ns, {"bytes": hop.bytes})
     return trace
 
 

@@ -186,9 +186,9 @@ def _longest(
         if distance >= 1:  # others are of one micro-batch, and weaker than its dependencies
             far[target].append((source, distance))
     longest = [[0] * count for _ in durations]
-    operations = range(len(durations))
+    order = problem.order[::-1] if backward else problem.order
     for m in range(count):
-        for x in reversed(operations) if backward else operations:
+        for x in order:
             best = longest[x][m - 1] + durations[x] if m else 0
             for source, lag in before[x]:
                 best = max(best, longest[source][m] + durations[source] + lag)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipeplan.model.plan import Repetend
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.repetend import Pattern
+from pipeplan.simulate.copies import begins_of
 from pipeplan.simulate.repetend import extend
 from pipeplan.simulate.timing import Orders, earliest_starts, task_graph
 
@@ -12,7 +13,7 @@ __all__ = ["compose", "microbatch_by_microbatch", "middle_repetition", "pattern_
 
 
 def compose(problem: Problem, pattern: Pattern) -> list[list[int]]:
-    """Each device's order when the pattern runs from the first to the last micro-batch.
+    """Each device's, and each link's, order when the pattern runs from the first to the last micro-batch.
 
     Warmup and cooldown are what the pattern leaves of itself (Tessel's block sets of IV-C); timed by
     :func:`~pipeplan.simulate.timing.earliest_starts` they close up. Every device holds at most what it holds in
@@ -24,7 +25,7 @@ def compose(problem: Problem, pattern: Pattern) -> list[list[int]]:
         for operation, row in enumerate(pattern.starts)
         for m in range(count)
     ]
-    orders: list[list[int]] = [[] for _ in range(problem.num_devices)]
+    orders: list[list[int]] = [[] for _ in problem.on_device]
     for _, task, operation in sorted(timed):
         for device in problem.devices[operation]:
             orders[device].append(task)
@@ -50,10 +51,11 @@ def middle_repetition(problem: Problem, pattern: Pattern) -> list[int]:
     return best
 
 
-def repeated_tasks(problem: Problem, repetend: Repetend) -> frozenset[int]:
+def repeated_tasks(problem: Problem, orders: Orders, repetend: Repetend) -> frozenset[int]:
     """The tasks of one repetition of a schedule's repetend."""
-    count, ids = problem.num_microbatches, [operation.id for operation in problem.workload.operations]
-    return frozenset(x * count + repetend.first[id_] + u for x, id_ in enumerate(ids) for u in range(repetend.unroll))
+    count = problem.num_microbatches
+    begins = begins_of(problem.workload, orders, repetend.first, repetend.unroll)
+    return frozenset(x * count + begin + u for x, begin in enumerate(begins) for u in range(repetend.unroll))
 
 
 def pattern_of(problem: Problem, orders: Orders, repetend: Repetend) -> Pattern | None:
@@ -61,12 +63,11 @@ def pattern_of(problem: Problem, orders: Orders, repetend: Repetend) -> Pattern 
     unroll, period = repetend.unroll, repetend.repetend_ns
     larger, longer = extend(problem.workload, orders, repetend, problem.num_microbatches + _SETTLING * unroll)
     starts = earliest_starts(task_graph(larger), longer)
-    ids = [operation.id for operation in problem.workload.operations]
     rows: list[list[int]] = []
-    for x, id_ in enumerate(ids):
+    for x, begin in enumerate(begins_of(problem.workload, orders, repetend.first, unroll)):
         row = [0] * unroll
         for u in range(unroll):
-            m = repetend.first[id_] + (_SETTLING - 1) * unroll + u
+            m = begin + (_SETTLING - 1) * unroll + u
             task = x * larger.num_microbatches + m
             if starts[task + unroll] - starts[task] != period:
                 return None
@@ -83,10 +84,10 @@ _SETTLING = 8
 def microbatch_by_microbatch(problem: Problem, in_flight: int = 1) -> list[list[int]]:
     """Groups of ``in_flight`` micro-batches, one group after another: with 1, the least memory there is."""
     count = problem.num_microbatches
-    orders: list[list[int]] = [[] for _ in range(problem.num_devices)]
+    orders: list[list[int]] = [[] for _ in problem.on_device]
     for begin in range(0, count, in_flight):
-        for operation, devices in enumerate(problem.devices):
+        for operation in problem.order:
             for m in range(begin, min(begin + in_flight, count)):
-                for device in devices:
+                for device in problem.devices[operation]:
                     orders[device].append(operation * count + m)
     return orders

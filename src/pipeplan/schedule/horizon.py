@@ -188,7 +188,7 @@ class _Model:
         }
         self._on_device = [
             [task for task in window.tasks if device in problem.devices[task // self._count]]
-            for device in range(problem.num_devices)
+            for device in range(len(problem.on_device))
         ]
         self._dependencies()
         self._microbatch_order()

@@ -45,7 +45,12 @@ def _free(problem: Problem, kind: str, random: Random) -> Callable[[int], bool] 
     if kind == "devices":
         few = min(problem.num_devices, random.randint(2, 4))
         lowest = random.randrange(problem.num_devices - few + 1)
-        chosen = frozenset(range(lowest, lowest + few))
+        chosen = set(range(lowest, lowest + few))
+        chosen.update(
+            problem.num_devices + number
+            for number, link in enumerate(problem.workload.links)
+            if not chosen.isdisjoint(link)
+        )
         return lambda task: not chosen.isdisjoint(devices[task // count])
     if kind == "microbatches":
         few = min(count, random.randint(2, 4))

@@ -3,12 +3,15 @@
 Operations are numbered 0..n-1 as in the workload. All micro-batches are alike, so one micro-batch's
 operations and dependencies say everything; the same operation of different micro-batches may be taken to run in
 micro-batch order (Tessel, Property 4.1), since exchanging equal micro-batches changes nothing.
+
+A link that can be busy is one more device behind the others, without memory, and each message on it one more operation,
+of kind SEND, behind the others (the items of :mod:`pipeplan.model.workload`).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pipeplan.errors import InfeasibleError, UsageError
@@ -32,8 +35,8 @@ class Problem:
     """What may run when, for one micro-batch, and on what.
 
     ``durations`` [operation] ns; ``devices`` [operation] devices that run it together; ``acquire``, ``release``,
-    ``workspace`` [operation] bytes on each of its devices; ``edges`` triples (source, target, lag in ns) with
-    source < target; ``capacity`` [device] bytes left beside parameters, gradients and optimizer, None without limit.
+    ``workspace`` [operation] bytes on each of its devices; ``edges`` triples (source, target, lag in
+    ns); ``capacity`` [device] bytes left beside parameters, gradients and optimizer, None without limit.
     """
 
     workload: Workload
@@ -56,36 +59,50 @@ class Problem:
         """
         if any(stage.microbatch_size != workload.microbatch_size for stage in workload.stages):
             raise UsageError("searching a schedule for stages of different micro-batch sizes is not possible yet")
-        position = {operation.id: index for index, operation in enumerate(workload.operations)}
+        rank = workload.rank
+        none = (0,) * len(workload.transfers)
         problem = cls(
             workload,
-            tuple(operation.duration_ns for operation in workload.operations),
-            tuple(workload.stages[operation.stage].devices for operation in workload.operations),
-            tuple(operation.acquire_bytes for operation in workload.operations),
-            tuple(operation.release_bytes for operation in workload.operations),
-            tuple(operation.workspace_bytes for operation in workload.operations),
-            tuple(
-                (position[dependency.source], position[dependency.target], dependency.lag_ns)
-                for dependency in workload.dependencies
-            ),
+            workload.durations,
+            workload.resources,
+            (*(operation.acquire_bytes for operation in workload.operations), *none),
+            (*(operation.release_bytes for operation in workload.operations), *none),
+            (*(operation.workspace_bytes for operation in workload.operations), *none),
+            workload.edges,
             tuple(
                 None if device.memory_bytes is None else device.memory_bytes - workload.static_bytes(index)
                 for index, device in enumerate(workload.devices)
-            ),
+            )
+            + (None,) * len(workload.links),
         )
-        assert all(source < target for source, target, _ in problem.edges)
+        assert all(rank(source) < rank(target) for source, target, _ in problem.edges)
         problem._require_room()
         return problem
 
+    @cached_property
+    def without_links(self) -> Problem:
+        """The same where links carry any number of messages at once: its operations and devices alone."""
+        count = len(self.workload.operations)
+        return replace(
+            self,
+            durations=self.durations[:count],
+            devices=self.devices[:count],
+            acquire=self.acquire[:count],
+            release=self.release[:count],
+            workspace=self.workspace[:count],
+            edges=self.workload.lags,
+            capacity=self.capacity[: self.num_devices],
+        )
+
     @property
     def num_operations(self) -> int:
-        """Operations of one micro-batch."""
+        """Operations of one micro-batch, messages that may have to wait among them."""
         return len(self.durations)
 
     @property
     def num_devices(self) -> int:
-        """Devices of the workload."""
-        return len(self.capacity)
+        """Devices of the workload, without links."""
+        return len(self.workload.devices)
 
     @property
     def num_microbatches(self) -> int:
@@ -94,12 +111,24 @@ class Problem:
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """[operation] its kind: F, B, I or W."""
-        return tuple(operation.kind for operation in self.workload.operations)
+        """[operation] its kind: F, B, I or W; SEND for a message."""
+        kinds = [operation.kind for operation in self.workload.operations]
+        return (*kinds, *["SEND"] * (self.num_operations - len(kinds)))
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The operations, each behind everything it waits for."""
+        return tuple(sorted(range(self.num_operations), key=self.workload.rank))
+
+    @cached_property
+    def ordered_edges(self) -> tuple[tuple[int, int, int], ...]:
+        """The edges, those into an operation before those out of it."""
+        place = {x: index for index, x in enumerate(self.order)}
+        return tuple(sorted(self.edges, key=lambda edge: place[edge[0]]))
 
     @cached_property
     def on_device(self) -> tuple[tuple[int, ...], ...]:
-        """[device] operations that run there, ascending."""
+        """[device, link] operations that run there, ascending."""
         found: list[list[int]] = [[] for _ in self.capacity]
         for operation, devices in enumerate(self.devices):
             for device in devices:
@@ -108,7 +137,7 @@ class Problem:
 
     @cached_property
     def work(self) -> tuple[int, ...]:
-        """[device] ns of work per micro-batch."""
+        """[device, link] ns of work per micro-batch."""
         return tuple(sum(self.durations[operation] for operation in operations) for operations in self.on_device)
 
     @cached_property
@@ -136,7 +165,7 @@ class Problem:
     def heads(self) -> tuple[int, ...]:
         """[operation] longest path from a micro-batch's first start to the operation's start, in ns."""
         heads = [0] * self.num_operations
-        for source, target, lag in sorted(self.edges):
+        for source, target, lag in self.ordered_edges:
             heads[target] = max(heads[target], heads[source] + self.durations[source] + lag)
         return tuple(heads)
 
@@ -144,7 +173,7 @@ class Problem:
     def tails(self) -> tuple[int, ...]:
         """[operation] longest path from the operation's end to a micro-batch's last end, in ns."""
         tails = [0] * self.num_operations
-        for source, target, lag in sorted(self.edges, key=lambda edge: -edge[1]):
+        for source, target, lag in reversed(self.ordered_edges):
             tails[source] = max(tails[source], lag + self.durations[target] + tails[target])
         return tuple(tails)
 
@@ -191,9 +220,10 @@ class Problem:
                 operation = part[operation]
             return operation
 
-        forwards = {x for x, operation in enumerate(self.workload.operations) if operation.kind == "F"}
-        last = forwards - {source for source, target, _ in self.edges if target in forwards}
-        for source, target, _ in self.edges:
+        forwards = {x for x, kind in enumerate(self.kinds) if kind == "F"}
+        waits = [(source, target) for source, target, _ in self.workload.lags]
+        last = forwards - {source for source, target in waits if target in forwards}
+        for source, target in waits:
             part[find(target)] = find(source)
         return len({find(x) for x in last}) == len(last)
 
@@ -207,7 +237,7 @@ class Problem:
         for source in range(self.num_operations):
             ends = [-1] * self.num_operations
             ends[source] = self.durations[source]
-            for middle in range(source, self.num_operations):
+            for middle in self.order:
                 if ends[middle] >= 0:
                     for target, lag in self.outgoing[middle]:
                         ends[target] = max(ends[target], ends[middle] + lag + self.durations[target])

@@ -106,7 +106,7 @@ class _Variables:
                 self.start[x] = model.new_int_var(0, period - 1, f"s{x}")
         else:  # each device repeats in a window of its own: Tessel's compact repetends, Fig. 6 (b)
             far = (reach + 2) * period
-            self.offset = {d: model.new_int_var(-far, far, f"o{d}") for d in range(problem.num_devices)}
+            self.offset = {d: model.new_int_var(-far, far, f"o{d}") for d in range(len(problem.on_device))}
             for x in self.instances:
                 self.start[x] = model.new_int_var(-far, far + period, f"s{x}")
         self.absolute = {x: self.start[x] + period * self.repetition[x] for x in self.instances}
@@ -120,7 +120,8 @@ def _reach(problem: Problem, durations: Sequence[int], lags: Sequence[int], peri
     """
     reach = [0] * problem.num_operations
     most = [0] * problem.num_operations
-    for (source, target, _), lag in sorted(zip(problem.edges, lags, strict=True)):
+    place = {x: index for index, x in enumerate(problem.order)}
+    for (source, target, _), lag in sorted(zip(problem.edges, lags, strict=True), key=lambda edge: place[edge[0][0]]):
         step = 1 + math.ceil((durations[source] + lag) / period)
         reach[target], most[target] = max(reach[target], reach[source] + step), max(most[target], step)
     return max(reach) if problem.one_last_forward else sum(most)
@@ -353,10 +354,11 @@ def _one_after_another(problem: Problem, unroll: int) -> Pattern | None:
     longest_lag = [0] * problem.num_operations
     for source, _, lag in problem.edges:
         longest_lag[source] = max(longest_lag[source], lag)
-    begins = itertools.accumulate(map(sum, zip(problem.durations, longest_lag, strict=True)), initial=0)
+    steps = [problem.durations[i] + longest_lag[i] for i in problem.order]
+    begins = dict(zip(problem.order, itertools.accumulate(steps, initial=0), strict=False))
     time = sequential_time(problem)
-    starts = [tuple(begin + u * time for u in range(unroll)) for begin in begins]
-    return Pattern(unroll, unroll * time, tuple(starts[:-1]))
+    starts = [tuple(begins[i] + u * time for u in range(unroll)) for i in range(problem.num_operations)]
+    return Pattern(unroll, unroll * time, tuple(starts))
 
 
 _SHARE = 4

@@ -36,7 +36,7 @@ from pipeplan.schedule.repetend import (
 from pipeplan.schedule.solver import Budget
 from pipeplan.simulate.memory import overflow, peak_memory
 from pipeplan.simulate.repetend import find_repetend
-from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph
+from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph, with_links
 
 __all__ = ["Progress", "Schedule", "search_schedule"]
 
@@ -120,6 +120,7 @@ class _State:
     ) -> _Candidate | None:
         """The schedule of these orders; None if they block each other or do not fit into memory."""
         try:
+            orders = with_links(self.graph, orders)
             starts = earliest_starts(self.graph, orders)
         except InvalidPlanError:
             return None
@@ -342,7 +343,7 @@ def _adopt_repetitions(state: _State) -> None:
         repetend = find_repetend(state.graph, candidate.orders, candidate.starts, _MOST_ADOPTED)
         if repetend is None:
             continue
-        state.offer(replace(candidate, frozen=repeated_tasks(state.problem, repetend)))
+        state.offer(replace(candidate, frozen=repeated_tasks(state.problem, candidate.orders, repetend)))
         pattern = pattern_of(state.problem, candidate.orders, repetend)
         if pattern is not None and (state.pattern is None or pattern.period < state.pattern.period):
             state.pattern, state.period_proved = pattern, period_bound(state.problem)

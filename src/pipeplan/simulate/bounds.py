@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pipeplan.model.workload import Workload
 
 __all__ = ["makespan_bound"]
 
 
 def makespan_bound(workload: Workload) -> int:
-    """Least makespan in ns of any order: a micro-batch's longest way, and per device head + work + tail.
+    """Least makespan in ns of any order: a micro-batch's longest way, and per device or link head + work + tail.
 
     A device begins no earlier than the first of its operations can be reached, works all its micro-batches, and
-    after its last action at least the shortest way out of its operations remains.
+    after its last action at least the shortest way out of its operations remains. A link does the same with messages.
     """
-    durations = [operation.duration_ns for operation in workload.operations]
-    heads, tails = _heads_and_tails(workload, durations)
+    durations = workload.durations
+    heads, tails = _heads_and_tails(workload)
     best = max(map(sum, zip(heads, durations, tails, strict=True)))
-    for device in range(len(workload.devices)):
-        here = [o for o, op in enumerate(workload.operations) if device in workload.stages[op.stage].devices]
+    mini_batch = workload.num_microbatches * workload.microbatch_size
+    for resource in range(workload.num_resources):
+        here = [item for item, resources in enumerate(workload.resources) if resource in resources]
         if here:
-            work = sum(durations[o] * workload.num_instances(workload.operations[o]) for o in here)
-            best = max(best, min(heads[o] for o in here) + work + min(tails[o] for o in here))
+            work = sum(durations[item] * (mini_batch // workload.sizes[item]) for item in here)
+            best = max(best, min(heads[item] for item in here) + work + min(tails[item] for item in here))
     return best
 
 
-def _heads_and_tails(workload: Workload, durations: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Longest way in ns to the start, and from the end, of each operation of one micro-batch [operation]."""
-    position = {operation.id: index for index, operation in enumerate(workload.operations)}
-    edges = [(position[d.source], position[d.target], d.lag_ns) for d in workload.dependencies]
+def _heads_and_tails(workload: Workload) -> tuple[list[int], list[int]]:
+    """Longest way in ns to the start, and from the end, of each item of one micro-batch [item]."""
+    durations = workload.durations
     heads, tails = [0] * len(durations), [0] * len(durations)
-    for source, target, lag in sorted(edges, key=lambda edge: edge[1]):  # dependencies point forward
+    edges = sorted(workload.edges, key=lambda edge: workload.rank(edge[0]))
+    for source, target, lag in edges:
         heads[target] = max(heads[target], heads[source] + durations[source] + lag)
-    for source, target, lag in sorted(edges, key=lambda edge: -edge[0]):
+    for source, target, lag in reversed(edges):
         tails[source] = max(tails[source], lag + durations[target] + tails[target])
     return heads, tails

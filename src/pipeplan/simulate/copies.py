@@ -3,6 +3,9 @@
 A repetend (Tessel III-C) is said by ``first`` and ``unroll``: on each device the *copy* is a contiguous run in
 which every operation of the device occurs ``unroll`` times, on micro-batches ``first[operation]`` and on. What
 runs before it is the prefix, what runs after it the suffix.
+
+The orders of links are cut likewise, where a message's ``first`` is not stated: it lies between those of the
+operations at its ends, and of the places where a link's order can be cut it is the last.
 """
 
 from __future__ import annotations
@@ -14,50 +17,98 @@ from pipeplan.model.plan import Repetend
 from pipeplan.model.workload import Workload
 from pipeplan.simulate.timing import Orders
 
-__all__ = ["Entry", "copy_ranges", "require_cut", "require_equal_sizes", "split_order"]
+__all__ = ["Entry", "begins_of", "copy_ranges", "link_begins", "require_cut", "require_equal_sizes", "split_order"]
 
 Entry = tuple[int, int]
-"""An action as (operation's index, micro-batch), where all micro-batches have one size."""
+"""An action or message as (item, micro-batch), where all micro-batches have one size."""
 
 
 def copy_ranges(workload: Workload, orders: Orders, repetend: Repetend) -> list[range]:
-    """Positions of the copy in each device's order; empty for a device without actions.
+    """Positions of the copy in each device's (and link's) order; empty for a device without actions.
 
     Raises:
         InvalidPlanError: the orders do not contain the repetend as stated.
     """
+    begins = begins_of(workload, orders, repetend.first, repetend.unroll)
     found = []
-    for device, order in enumerate(orders):
-        prefix, copy, _ = split_order(workload, device, order, repetend.first, repetend.unroll)
+    for resource, order in enumerate(orders):
+        prefix, copy, _ = split_order(workload, resource, order, begins, repetend.unroll)
         found.append(range(len(prefix), len(prefix) + len(copy)))
     return found
 
 
+def begins_of(workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int) -> list[int]:
+    """[item] its first micro-batch in the copy: stated for operations, told from the links' orders for transfers.
+
+    Raises:
+        InvalidPlanError: a link's order cannot be cut.
+    """
+    begins = [first[operation.id] for operation in workload.operations] + [0] * len(workload.transfers)
+    for link, order in zip(workload.links, orders[len(workload.devices) :], strict=True):
+        entries = [divmod(task, workload.num_microbatches) for task in order]
+        found = link_begins(workload, entries, begins, unroll, dict.fromkeys(sorted({x for x, _ in entries}), 0))
+        if found is None:
+            raise InvalidPlanError(
+                f"the link from device {link[0]} to {link[1]} carries its messages in an order that has no part for "
+                "the repetend"
+            )
+        for item, begin in found.items():
+            begins[item] = begin
+    return begins
+
+
+def link_begins(
+    workload: Workload, entries: Sequence[Entry], begins: Sequence[int], unroll: int, passed: Mapping[int, int]
+) -> dict[int, int] | None:
+    """{transfer: its first micro-batch in the copy} for the last place where a link's order can be cut; None if none.
+
+    No message of a copy waits for a later copy, and none is waited for by an earlier one: ``begins`` [operation]
+    bound a transfer's by its source's and its target's. ``passed`` {transfer: micro-batches} are those before the first
+    place to be considered.
+    """
+    ends = {item: workload.transfers[item - len(workload.operations)] for item in passed}
+    counts, last = dict(passed), {item: count - 1 for item, count in passed.items()}
+    found: dict[int, int] | None = None
+    for at in range(sum(passed.values()), sum(begins[ends[item].source] for item in passed) + 1):
+        copy = sorted(entries[at : at + unroll * len(counts)])
+        if (
+            all(begins[ends[x].target] <= counts[x] <= begins[ends[x].source] for x in counts)
+            and all(last[x] == counts[x] - 1 for x in counts)
+            and copy == [(x, counts[x] + u) for x in counts for u in range(unroll)]
+        ):
+            found = dict(counts)
+        if at < len(entries):
+            item, m = entries[at]
+            counts[item], last[item] = counts[item] + 1, max(last[item], m)
+    return found
+
+
 def split_order(
-    workload: Workload, device: int, order: Sequence[int], first: Mapping[str, int], unroll: int
+    workload: Workload, resource: int, order: Sequence[int], begins: Sequence[int], unroll: int
 ) -> tuple[list[Entry], list[Entry], list[Entry]]:
-    """Prefix, copy and suffix of one device's order.
+    """Prefix, copy and suffix of the order of a device or link; ``begins`` [item] are micro-batches.
 
     Raises:
         InvalidPlanError: the order is not made like that; the text names the first action out of place.
     """
     entries = [divmod(task, workload.num_microbatches) for task in order]
-    begins = {operation: first[workload.operations[operation].id] for operation, _ in entries}
-    begin = sum(begins.values())
-    end = begin + unroll * len(begins)
+    here = {item for item, _ in entries}
+    begin = sum(begins[item] for item in here)
+    end = begin + unroll * len(here)
+    what = f"device {resource}" if resource < len(workload.devices) else "a link"
     if end > len(entries):
         raise InvalidPlanError(
-            f"device {device} runs {len(entries)} actions, too few for the repetend, whose {unroll} of each operation "
+            f"{what} runs {len(entries)} actions, too few for the repetend, whose {unroll} of each operation "
             f"would be actions {begin} to {end - 1}"
         )
     parts = entries[:begin], entries[begin:end], entries[end:]
     for index, part in enumerate(parts):
-        for operation, m in part:
-            if _part_of(m - begins[operation], unroll) != index:
+        for item, m in part:
+            if _part_of(m - begins[item], unroll) != index:
                 raise InvalidPlanError(
-                    f"device {device} runs {workload.operations[operation].id}{m} "
+                    f"{what} runs {workload.label(item, m)} "
                     f"{('before', 'inside', 'after')[index]} the repetend, which has its micro-batches "
-                    f"{begins[operation]} to {begins[operation] + unroll - 1}"
+                    f"{begins[item]} to {begins[item] + unroll - 1}"
                 )
     return parts
 

@@ -12,7 +12,7 @@ from pipeplan.simulate.timing import Orders, TaskGraph
 
 __all__ = ["CriticalStep", "Reason", "critical_path"]
 
-Reason = Literal["start", "device", "dependency", "transfer"]
+Reason = Literal["start", "device", "link", "dependency", "transfer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,9 @@ class CriticalStep:
     """An action of the path and what it waited for: the iteration's start, or the action before it on the path.
 
     ``device``: that action was on the same device until then. ``dependency``: it made the input. ``transfer``: it
-    made the input, which was on the way for ``lag_ns``. ``slack_ns`` is by how much the action could be later
-    without making the iteration longer: 0 on the critical path.
+    made the input, which was on the way for ``lag_ns``. A message that may have to wait for its link is a step of
+    its own; ``link``: the message before it was on the link until then. ``slack_ns`` is by how much the action could be
+    later without making the iteration longer: 0 on the critical path.
     """
 
     task: int
@@ -34,7 +35,7 @@ def critical_path(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> li
     """From time 0 to the last end, found backwards from the last end (the first such task).
 
     ``starts`` [task] are the earliest for these orders, so that every action begins at 0 or right when something
-    ends or arrives. Where several things let it, the device goes before inputs.
+    ends or arrives. Where several things let it, the device (or link) goes before inputs.
     """
     durations = graph.durations
     before = _before_on_devices(orders)
@@ -54,7 +55,7 @@ def _step(
     """The step of a task that started after 0, and the task it waited for."""
     for other in before:
         if starts[other] + graph.durations[other] == starts[task]:
-            return CriticalStep(task, "device"), other
+            return CriticalStep(task, "device" if task < graph.num_actions else "link"), other
     for other, lag in inputs:
         if starts[other] + graph.durations[other] + lag == starts[task]:
             return CriticalStep(task, "transfer" if lag else "dependency", lag), other
@@ -74,19 +75,19 @@ class _Inputs:
     """Looks up the tasks whose results a task needs, with their lags."""
 
     def __init__(self, workload: Workload) -> None:
-        position = {operation.id: index for index, operation in enumerate(workload.operations)}
+        self._sizes = workload.sizes
         self._sources: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for dependency in workload.dependencies:
-            self._sources[position[dependency.target]].append((position[dependency.source], dependency.lag_ns))
+        for source, target, lag in workload.edges:
+            self._sources[target].append((source, lag))
 
     def of(self, graph: TaskGraph, task: int) -> list[tuple[int, int]]:
         """Pairs (task, lag in ns)."""
         target = graph.operation_of[task]
-        size = graph.microbatch_size(target)
+        size = self._sizes[target]
         first = (task - graph.offsets[target]) * size
         found: list[tuple[int, int]] = []
         for source, lag in self._sources[target]:
-            source_size = graph.microbatch_size(source)
+            source_size = self._sizes[source]
             needed = range(first // source_size, -(-(first + size) // source_size))
             found.extend((graph.offsets[source] + m, lag) for m in needed)
         return found

@@ -12,7 +12,7 @@ from operator import eq
 from pipeplan.model.base import MAX_COUNT
 from pipeplan.model.plan import Repetend
 from pipeplan.model.workload import Workload
-from pipeplan.simulate.copies import Entry, require_equal_sizes
+from pipeplan.simulate.copies import Entry, link_begins, require_equal_sizes
 from pipeplan.simulate.steady import steady_state, work_bound
 from pipeplan.simulate.timing import Orders, TaskGraph
 
@@ -29,9 +29,9 @@ def find_repetend(
 ) -> Repetend | None:
     """The repetend of a schedule, or None if it has none with an unroll of at most half its micro-batches.
 
-    A moment cuts every device's order in two, and no dependency points back over the cut. It begins a repetend
-    if on every device the next actions contain every operation ``unroll`` times. Least time per micro-batch wins,
-    then least unroll, then least span, then the earliest cut in the middle half of the run.
+    A moment cuts every device's and link's order in two, and no dependency points back over the cut. It begins a
+    repetend if on all of them the next actions contain every operation ``unroll`` times. Least time per micro-batch
+    wins, then least unroll, then least span, then the earliest cut in the middle half of the run.
 
     Unrolls up to 8 are looked for at every moment; larger ones where one of 16 moments spread over the run
     shows them, which finds any that lasts a sixteenth of the run.
@@ -57,12 +57,13 @@ def find_repetend(
     if best is None:
         return None
     ids = [operation.id for operation in graph.workload.operations]
-    return Repetend(unroll=best.unroll, repetend_ns=best_time, first=dict(zip(ids, best.first, strict=True)))
+    first = dict(zip(ids, best.first, strict=False))  # what is behind the operations follows from the links' orders
+    return Repetend(unroll=best.unroll, repetend_ns=best_time, first=first)
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One device's order, prepared for looking up windows.
+    """The order of one device or link, prepared for looking up windows.
 
     ``entries`` and ``times`` [position]. ``balance`` [position] is equal at two positions exactly if between them
     every operation occurs equally often: it numbers the vectors of counts relative to the first operation's.
@@ -71,12 +72,18 @@ class _Line:
     entries: list[Entry]
     times: list[int]
     balance: list[int]
-    num_operations: int
+    items: tuple[int, ...]
+
+    @property
+    def num_operations(self) -> int:
+        """Operations (or hops) that occur in it."""
+        return len(self.items)
 
     @classmethod
     def of(cls, entries: list[Entry], times: list[int]) -> _Line | None:
         """None if an operation does not run its micro-batches in turn: then first and unroll say nothing."""
-        place = {operation: index for index, operation in enumerate(sorted({operation for operation, _ in entries}))}
+        items = tuple(sorted({operation for operation, _ in entries}))
+        place = {operation: index for index, operation in enumerate(items)}
         done = [0] * len(place)
         numbers: dict[tuple[int, ...], int] = {}
         balance = [numbers.setdefault(tuple(done), 0)]
@@ -87,7 +94,7 @@ class _Line:
             done[index] += 1
             relative = tuple(count - done[0] for count in done)
             balance.append(numbers.setdefault(relative, len(numbers)))
-        return cls(entries, times, balance, len(place))
+        return cls(entries, times, balance, items)
 
     def window(self, position: int, unroll: int) -> list[Entry]:
         """The next actions, ``unroll`` for each operation."""
@@ -115,7 +122,7 @@ class _Line:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A moment at which a repetend begins: ``positions`` [device] in the orders, ``first`` [operation]."""
+    """A moment at which a repetend begins: ``positions`` [device, link] in the orders, ``first`` [item]."""
 
     unroll: int
     moment: int
@@ -198,7 +205,7 @@ class _Search:
         balanced = [line.balanced(unroll) for line in self.lines]
         if not all(map(any, balanced)):
             return
-        home = [self.workload.stages[operation.stage].devices[0] for operation in self.workload.operations]
+        home = [resources[0] for resources in self.workload.resources]
         positions, first = [0] * len(self.lines), [0] * len(home)
         missing = sum(not flags[0] for flags in balanced)
         best: _Cut | None = None
@@ -232,10 +239,18 @@ class _Search:
 
         Cycle 0 says that the replay does not become periodic.
         """
-        windows = [line.window(at, cut.unroll) for line, at in zip(self.lines, cut.positions, strict=True)]
+        num_devices = len(self.workload.devices)
+        first, positions = list(cut.first), list(cut.positions)
+        for link in range(num_devices, len(self.lines)):  # the place where all who read the repetend cut it
+            line = self.lines[link]
+            passed = {item: first[item] for item in line.items}
+            for item, begin in (link_begins(self.workload, line.entries, first, cut.unroll, passed) or passed).items():
+                positions[link] += begin - passed[item]
+                first[item] = begin
+        windows = [line.window(at, cut.unroll) for line, at in zip(self.lines, positions, strict=True)]
         key = tuple(_endless(window, cut.unroll) for window in windows)
         if key not in self.steady:
-            found = steady_state(self.workload, windows, cut.first, cut.unroll)
+            found = steady_state(self.workload, windows, first, cut.unroll)
             self.steady[key] = found or (0, 0)
         return self.steady[key]
 

@@ -58,7 +58,10 @@ def peak_memory(graph: TaskGraph, orders: Orders) -> tuple[DeviceMemory, ...]:
     Activations are what is held then, with what the running action took at its start; a device without actions
     holds its parameters, gradients and optimizer state.
     """
-    return tuple(_device_memory(graph.workload, device, _peak(graph, order)) for device, order in enumerate(orders))
+    return tuple(
+        _device_memory(graph.workload, device, _peak(graph, order))
+        for device, order in enumerate(graph.on_devices(orders))
+    )
 
 
 def memory_levels(graph: TaskGraph, order: Sequence[int]) -> list[int]:
@@ -80,7 +83,7 @@ def fits(graph: TaskGraph, orders: Orders) -> bool:
 def overflow(graph: TaskGraph, orders: Orders) -> Overflow | None:
     """The device that exceeds its memory by most, or None if all stay within; ties go to the first."""
     worst: Overflow | None = None
-    for index, (device, order) in enumerate(zip(graph.workload.devices, orders, strict=True)):
+    for index, (device, order) in enumerate(zip(graph.workload.devices, graph.on_devices(orders), strict=True)):
         if device.memory_bytes is None:
             continue
         peak = _peak(graph, order)

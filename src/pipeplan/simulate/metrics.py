@@ -40,8 +40,9 @@ class Rates:
 
 
 def rates(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> Rates:
-    """Figures of the timeline in which each task begins at ``starts`` [task], in ns."""
+    """Figures of the timeline in which each task begins at ``starts`` [task], in ns; links count for nothing."""
     durations = graph.durations
+    orders = graph.on_devices(orders)
     busy = tuple(sum(durations[task] for task in order) for order in orders)
     first = tuple(min((starts[task] for task in order), default=0) for order in orders)
     last = tuple(max((starts[task] + durations[task] for task in order), default=0) for order in orders)
@@ -64,7 +65,7 @@ def in_flight(graph: TaskGraph, orders: Orders) -> tuple[int, ...]:
     On a device whose stages have micro-batches of unequal sizes, they are counted in units of the greatest
     common divisor of the sizes.
     """
-    return tuple(_in_flight(graph, device, order) for device, order in enumerate(orders))
+    return tuple(_in_flight(graph, device, order) for device, order in enumerate(graph.on_devices(orders)))
 
 
 def _in_flight(graph: TaskGraph, device: int, order: Sequence[int]) -> int:

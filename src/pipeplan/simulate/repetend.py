@@ -7,12 +7,10 @@ memory stays as it was.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pipeplan.errors import UsageError
 from pipeplan.model.plan import Repetend
 from pipeplan.model.workload import Workload
-from pipeplan.simulate.copies import copy_ranges, require_cut, split_order
+from pipeplan.simulate.copies import Entry, begins_of, copy_ranges, require_cut, split_order
 from pipeplan.simulate.detection import find_repetend
 from pipeplan.simulate.steady import repetend_rate, repetend_time, steady_bubble_rate, work_bound
 from pipeplan.simulate.timing import Orders
@@ -33,7 +31,7 @@ def extend(
 ) -> tuple[Workload, list[list[int]]]:
     """The same schedule for more micro-batches, by repeating the repetend (Tessel III-C).
 
-    Returns the larger workload and, per device, its order as task numbers of the larger workload's graph.
+    Returns the larger workload and, per device and link, its order as task numbers of the larger workload's graph.
 
     Raises:
         UsageError: no repetend, fewer micro-batches than there are, or a number the unroll does not reach.
@@ -50,8 +48,10 @@ def extend(
     require_cut(workload, repetend.first)
     copies = _num_copies(before, repetend.unroll, num_microbatches)
     larger = workload.with_microbatches(num_microbatches)
+    begins = begins_of(workload, orders, repetend.first, repetend.unroll)
     return larger, [
-        _extended(workload, device, order, repetend, copies, num_microbatches) for device, order in enumerate(orders)
+        _renumbered(split_order(workload, resource, order, begins, repetend.unroll), repetend.unroll, copies, larger)
+        for resource, order in enumerate(orders)
     ]
 
 
@@ -71,14 +71,13 @@ def _num_copies(before: int, unroll: int, wanted: int) -> int:
     return copies
 
 
-def _extended(
-    workload: Workload, device: int, order: Sequence[int], repetend: Repetend, copies: int, num_microbatches: int
+def _renumbered(
+    parts: tuple[list[Entry], list[Entry], list[Entry]], unroll: int, copies: int, larger: Workload
 ) -> list[int]:
     """Prefix, copy shifted by 0, U, ... kU micro-batches, suffix shifted by kU."""
-    prefix, copy, suffix = split_order(workload, device, order, repetend.first, repetend.unroll)
-    unroll = repetend.unroll
-    renumbered = [operation * num_microbatches + m for operation, m in prefix]
+    prefix, copy, suffix = parts
+    count = larger.num_microbatches
+    renumbered = [item * count + m for item, m in prefix]
     for k in range(copies + 1):
-        renumbered += [operation * num_microbatches + m + k * unroll for operation, m in copy]
-    renumbered += [operation * num_microbatches + m + copies * unroll for operation, m in suffix]
-    return renumbered
+        renumbered += [item * count + m + k * unroll for item, m in copy]
+    return renumbered + [item * count + m + copies * unroll for item, m in suffix]

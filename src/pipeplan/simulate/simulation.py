@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from pipeplan.errors import InvalidPlanError, UsageError
+from pipeplan.errors import UsageError
 from pipeplan.model import Cluster, DeviceMemory, Plan, Profile, Repetend
 from pipeplan.model.workload import Workload
 from pipeplan.simulate.bounds import makespan_bound
 from pipeplan.simulate.critical_path import CriticalStep, critical_path
 from pipeplan.simulate.memory import Overflow, overflow, peak_memory
 from pipeplan.simulate.metrics import Rates, in_flight, rates
+from pipeplan.simulate.orders import orders_of
 from pipeplan.simulate.repetend import copy_ranges, extend, repetend_rate, work_bound
 from pipeplan.simulate.replay import recosted, relinked
 from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph
@@ -28,8 +27,9 @@ MAX_ACTIONS = 5_000_000
 class Simulation:
     """One iteration of a plan, replayed: when everything runs, and the figures that follow.
 
-    ``orders`` [device] and ``starts`` [task] are of ``graph``. ``lower_bound_ns`` and ``period_lower_bound_ns``
-    are the plan's where it was replayed as it is, otherwise those of work and dependencies alone.
+    ``orders`` [device] and ``starts`` [task] are of ``graph``; messages that may have to wait are tasks of it, too.
+    ``lower_bound_ns`` and ``period_lower_bound_ns`` are the plan's where it was replayed as it is, otherwise those of
+    work and dependencies alone.
     ``period_ns`` (per micro-batch) and ``bubble_rate_steady`` come from replaying the repetend without end; None
     without one, or where that does not become periodic. ``copies`` [device] are the positions of the repetend's
     first copy in the orders. ``overflow`` is the device most short of memory, None if all have enough.
@@ -76,24 +76,26 @@ def simulate(
         InvalidPlanError: the plan's programs are not orders of its actions, or wait for each other.
     """
     workload = Workload.of(plan)
-    orders = _orders(plan, workload)
     if profile is not None:
         workload = recosted(plan, profile, cluster)
     elif cluster is not None:
         workload = relinked(plan, cluster)
-    if num_microbatches is not None:
+    as_planned = workload == Workload.of(plan) and num_microbatches in (None, plan.num_microbatches)
+    graph = task_graph(workload)
+    orders = orders_of(plan, graph)
+    if num_microbatches is not None and num_microbatches != plan.num_microbatches:
         _require_size(workload, num_microbatches)
         workload, orders = extend(workload, orders, plan.repetend, num_microbatches)
-    as_planned = workload == Workload.of(plan)
-    graph = task_graph(workload)
+        graph = task_graph(workload)
     starts = earliest_starts(graph, orders)
     repetend = plan.repetend
     period = None if repetend is None else repetend_rate(workload, orders, repetend.first, repetend.unroll)
+    copies = None if repetend is None else copy_ranges(workload, orders, repetend)[: len(workload.devices)]
     return Simulation(
         plan=plan,
         workload=workload,
         graph=graph,
-        orders=orders,
+        orders=orders[: len(workload.devices)],
         starts=starts,
         rates=rates(graph, orders, starts),
         in_flight=in_flight(graph, orders),
@@ -103,45 +105,11 @@ def simulate(
         lower_bound_ns=plan.predicted.lower_bound_ns if as_planned else makespan_bound(workload),
         period_lower_bound_ns=_period_bound(plan, workload),
         repetend=repetend,
-        copies=None if repetend is None else copy_ranges(workload, orders, repetend),
+        copies=copies,
         period_ns=None if period is None else float(period),
         bubble_rate_steady=None if period is None else _steady_bubble_rate(workload, period),
         as_planned=as_planned,
     )
-
-
-def _orders(plan: Plan, workload: Workload) -> list[list[int]]:
-    """The compute actions of each device's program as task numbers, each exactly where it belongs.
-
-    Raises:
-        InvalidPlanError: an action is unknown, on the wrong device, there twice, or missing.
-    """
-    numbers: dict[str, list[tuple[str, int]]] = {}
-    total = 0
-    for operation in workload.operations:
-        count = workload.num_instances(operation)
-        numbers[operation.id] = [(f"{operation.id}{m}", total + m) for m in range(count)]
-        total += count
-    orders = []
-    for device, program in enumerate(plan.programs):
-        here = [op.id for op in workload.operations if device in workload.stages[op.stage].devices]
-        number = {text: task for id_ in here for text, task in numbers[id_]}
-        computes = [text for text in program if "_" not in text]  # a transfer is 1SEND_F0 or 2RECV_F0
-        _require_all(device, computes, number)
-        orders.append([number[text] for text in computes])
-    return orders
-
-
-def _require_all(device: int, actions: Sequence[str], expected: Mapping[str, int]) -> None:
-    """Require each expected action once and no other."""
-    present = set(actions)
-    wrong = next((f"has {text}, which does not run there" for text in actions if text not in expected), None)
-    if wrong is None and len(present) < len(actions):
-        wrong = f"has {next(text for text, count in Counter(actions).items() if count > 1)} more than once"
-    if wrong is None and len(present) < len(expected):
-        wrong = f"leaves out {next(text for text in expected if text not in present)}"
-    if wrong is not None:
-        raise InvalidPlanError(f"programs[{device}] {wrong}; pipeplan check tells all that is wrong with the plan")
 
 
 def _require_size(workload: Workload, num_microbatches: int) -> None:

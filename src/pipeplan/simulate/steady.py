@@ -9,7 +9,7 @@ from operator import eq, sub
 
 from pipeplan.model.plan import Repetend
 from pipeplan.model.workload import Workload
-from pipeplan.simulate.copies import Entry, require_cut, split_order
+from pipeplan.simulate.copies import Entry, begins_of, require_cut, split_order
 from pipeplan.simulate.timing import Orders
 
 __all__ = ["repetend_rate", "repetend_time", "steady_bubble_rate", "steady_state", "work_bound"]
@@ -20,12 +20,14 @@ MAX_TASKS = 400_000
 
 def steady_bubble_rate(workload: Workload, repetend: Repetend) -> float:
     """``1 - sum over devices of busy time per repetend / (D * repetend)`` (Tessel Fig. 11, 12, Table II)."""
-    busy, available = sum(_work(workload)) * repetend.unroll, len(workload.devices) * repetend.repetend_ns
+    num_devices = len(workload.devices)
+    busy = sum(_work(workload)[:num_devices]) * repetend.unroll
+    available = num_devices * repetend.repetend_ns
     return (available - busy) / available
 
 
 def work_bound(workload: Workload) -> int:
-    """Work of the busiest device for one micro-batch, in ns: no period is shorter."""
+    """Work of the busiest device or link for one micro-batch, in ns: no period is shorter."""
     return max(_work(workload))
 
 
@@ -60,8 +62,8 @@ def _replayed(
 ) -> tuple[int, int] | None:
     """(cycle, time) of the copy that the orders contain; see :func:`steady_state`."""
     require_cut(workload, first)
-    runs = [split_order(workload, device, order, first, unroll)[1] for device, order in enumerate(orders)]
-    begins = [first[operation.id] for operation in workload.operations]
+    begins = begins_of(workload, orders, first, unroll)
+    runs = [split_order(workload, resource, order, begins, unroll)[1] for resource, order in enumerate(orders)]
     return steady_state(workload, runs, begins, unroll, max_tasks)
 
 
@@ -73,7 +75,8 @@ def steady_state(
     Starts obey a recurrence in (max, +), where a copy depends on the ``reach`` copies before it. When over a cycle
     and that many copies every task has moved on by its own constant shift, and none waits for one that shifts by
     more, what decides each start shifts with it, so it stays so for ever, and the largest shift is that of the
-    makespan. ``runs`` [device] is one copy. None if that does not come about within ``max_tasks`` actions.
+    makespan. ``runs`` [device, link] is one copy, ``first`` [item]. None if that does not come about within
+    ``max_tasks`` actions.
     """
     copy = _CopyGraph.of(workload, runs, first, unroll)
     if copy is None:
@@ -107,21 +110,18 @@ class _CopyGraph:
         cls, workload: Workload, runs: Sequence[Sequence[Entry]], first: Sequence[int], unroll: int
     ) -> _CopyGraph | None:
         """None if the actions of one copy wait for each other."""
-        operations = workload.operations
-        waits: list[list[tuple[int, int, int]]] = [[] for _ in range(len(operations) * unroll)]
-        position = {operation.id: index for index, operation in enumerate(operations)}
-        for dependency in workload.dependencies:
-            source, target = position[dependency.source], position[dependency.target]
-            delay = operations[source].duration_ns + dependency.lag_ns
+        durations = workload.durations
+        waits: list[list[tuple[int, int, int]]] = [[] for _ in range(len(durations) * unroll)]
+        for source, target, lag in workload.edges:
             for u in range(unroll):
                 ahead, back = divmod(first[target] + u - first[source], unroll)
-                waits[target * unroll + u].append((-ahead, source * unroll + back, delay))
+                waits[target * unroll + u].append((-ahead, source * unroll + back, durations[source] + lag))
         for run in runs:
-            tasks = [operation * unroll + m - first[operation] for operation, m in run]
+            tasks = [item * unroll + m - first[item] for item, m in run]
             for before, after in zip(tasks, tasks[1:], strict=False):
-                waits[after].append((0, before, operations[before // unroll].duration_ns))
+                waits[after].append((0, before, durations[before // unroll]))
             if tasks:
-                waits[tasks[0]].append((1, tasks[-1], operations[tasks[-1] // unroll].duration_ns))
+                waits[tasks[0]].append((1, tasks[-1], durations[tasks[-1] // unroll]))
         order = _topological(waits)
         reach = max((back for wait in waits for back, _, _ in wait), default=0)
         return None if order is None else cls(order, waits, max(1, reach))
@@ -174,9 +174,9 @@ def _topological(waits: Sequence[Sequence[tuple[int, int, int]]]) -> list[int] |
 
 
 def _work(workload: Workload) -> list[int]:
-    """Work of each device for one micro-batch, in ns."""
-    work = [0] * len(workload.devices)
-    for operation in workload.operations:
-        for device in workload.stages[operation.stage].devices:
-            work[device] += operation.duration_ns
+    """Work of each device, and of each link, for one micro-batch, in ns."""
+    work = [0] * workload.num_resources
+    for duration, resources in zip(workload.durations, workload.resources, strict=True):
+        for resource in resources:
+            work[resource] += duration
     return work

@@ -3,28 +3,33 @@
 The actions of a workload are numbered: micro-batch m of operation o is ``offsets[o] + m``. An *order* is, for
 each device, the numbers of its compute actions in the order they run; an action of several devices stands in
 each of their lists and starts on all of them together.
+
+Messages that may have to wait for their link are tasks, too, numbered behind the actions. The lists of the links, in
+the order in which they carry their messages, stand behind those of the devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeplan.errors import InvalidPlanError
-from pipeplan.model.plan import Plan
 from pipeplan.model.workload import Workload
 
-__all__ = ["Orders", "TaskGraph", "earliest_starts", "orders_of", "task_graph"]
+__all__ = ["Orders", "TaskGraph", "earliest_starts", "task_graph", "with_links"]
 
 Orders = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class TaskGraph:
-    """All actions of a workload as numbered tasks.
+    """All actions of a workload as numbered tasks, and behind them the messages that may have to wait for a link.
 
-    ``offsets`` has one entry per operation and the total behind them. ``durations`` [task] in ns; ``devices``
-    [task]; ``successors`` [task] has pairs (task, lag in ns); ``num_predecessors`` [task].
+    ``offsets`` has one entry per operation and transfer (:attr:`~pipeplan.model.workload.Workload.transfers`), and the
+    total behind them; ``operation_of`` [task] is the number of that operation or transfer. ``durations`` [task] in ns;
+    ``successors`` [task] has pairs (task, lag in ns); ``num_predecessors`` [task].
     """
 
     workload: Workload
@@ -36,63 +41,69 @@ class TaskGraph:
 
     @property
     def num_tasks(self) -> int:
-        """Number of actions."""
+        """Number of actions, and of messages that may have to wait."""
         return self.offsets[-1]
 
-    def microbatch_size(self, operation: int) -> int:
-        """Samples in one micro-batch of an operation, by its index."""
-        return self.workload.stages[self.workload.operations[operation].stage].microbatch_size
+    @property
+    def num_actions(self) -> int:
+        """Number of compute actions: the tasks below it."""
+        return self.offsets[len(self.workload.operations)]
 
     def devices_of(self, task: int) -> tuple[int, ...]:
-        """The devices a task runs on."""
-        return self.workload.stages[self.workload.operations[self.operation_of[task]].stage].devices
+        """The devices a task runs on; for a message its link's number behind the devices."""
+        return self.workload.resources[self.operation_of[task]]
 
     def label(self, task: int) -> str:
         """The task as an action's text: ``2F0``."""
         operation = self.operation_of[task]
-        return f"{self.workload.operations[operation].id}{task - self.offsets[operation]}"
+        return self.workload.label(operation, task - self.offsets[operation])
+
+    def on_devices(self, orders: Orders) -> Orders:
+        """The orders of the devices alone, without those of links."""
+        return orders[: len(self.workload.devices)]
 
 
 def task_graph(workload: Workload) -> TaskGraph:
     """Number the actions of a workload and join them by its dependencies."""
-    offsets = [0]
-    operation_of: list[int] = []
-    durations: list[int] = []
-    for index, operation in enumerate(workload.operations):
-        count = workload.num_instances(operation)
-        offsets.append(offsets[-1] + count)
-        operation_of += [index] * count
-        durations += [operation.duration_ns] * count
+    mini_batch = workload.num_microbatches * workload.microbatch_size
+    counts = [mini_batch // size for size in workload.sizes]
+    offsets = [0, *itertools.accumulate(counts)]
+    operation_of = [item for item, count in enumerate(counts) for _ in range(count)]
+    durations = [time for time, count in zip(workload.durations, counts, strict=True) for _ in range(count)]
     successors: list[list[tuple[int, int]]] = [[] for _ in durations]
     num_predecessors = [0] * len(durations)
-    position = {operation.id: index for index, operation in enumerate(workload.operations)}
-    for dependency in workload.dependencies:
-        source, target = position[dependency.source], position[dependency.target]
-        size = workload.stages[workload.operations[target].stage].microbatch_size
-        source_size = workload.stages[workload.operations[source].stage].microbatch_size
-        lag, base, source_base = dependency.lag_ns, offsets[target], offsets[source]
-        for m in range(offsets[target + 1] - base):
-            for n in range(m * size // source_size, -(-(m + 1) * size // source_size)):
-                successors[source_base + n].append((base + m, lag))
-                num_predecessors[base + m] += 1
+    for source, target, lag in workload.edges:
+        for task, before in _pairs(workload, offsets, source, target):
+            successors[before].append((task, lag))
+            num_predecessors[task] += 1
     return TaskGraph(workload, offsets, operation_of, durations, successors, num_predecessors)
 
 
-def earliest_starts(graph: TaskGraph, orders: Orders) -> list[int]:
-    """Start of every task in ns, when devices run ``orders`` and nothing waits longer than it must.
+def _pairs(workload: Workload, offsets: Sequence[int], source: int, target: int) -> Iterable[tuple[int, int]]:
+    """(task of the target, task of the source) wherever both hold some sample."""
+    ours, theirs = range(offsets[target], offsets[target + 1]), range(offsets[source], offsets[source + 1])
+    size, source_size = workload.sizes[target], workload.sizes[source]
+    if size == source_size:
+        return zip(ours, theirs, strict=True)
+    return (
+        (task, before)
+        for m, task in enumerate(ours)
+        for before in theirs[m * size // source_size : -(-(m + 1) * size // source_size)]
+    )
 
-    Cost is linear in tasks and dependencies.
+
+def earliest_starts(graph: TaskGraph, orders: Orders) -> list[int]:
+    """Start of every task in ns, when devices and links run ``orders`` and nothing waits longer than it must.
+
+    Cost is linear in tasks and dependencies. Where links have orders they must be there: :func:`with_links`.
 
     Raises:
         InvalidPlanError: the orders and the dependencies wait for each other; the text names stuck actions.
     """
+    assert len(orders) == graph.workload.num_resources, "an order for each device and each link"
     durations, successors = graph.durations, graph.successors
     waiting = graph.num_predecessors.copy()
-    following: list[list[int]] = [[] for _ in durations]
-    for order in orders:
-        for before, after in zip(order, order[1:], strict=False):
-            following[before].append(after)
-            waiting[after] += 1
+    following = _following(graph, orders, waiting)
     starts = [0] * len(durations)
     ready = [task for task, count in enumerate(waiting) if count == 0]
     done = 0
@@ -113,23 +124,81 @@ def earliest_starts(graph: TaskGraph, orders: Orders) -> list[int]:
             if waiting[other] == 0:
                 ready.append(other)
     if done < len(durations):
-        stuck = [graph.label(task) for task, count in enumerate(waiting) if count > 0]
-        raise InvalidPlanError(
-            f"{len(stuck)} actions wait for each other and can never start, among them {', '.join(stuck[:5])}"
-        )
+        raise _stuck(graph, waiting)
     return starts
 
 
-def orders_of(plan: Plan, graph: TaskGraph) -> list[list[int]]:
-    """The compute actions of each device's program, as task numbers of the plan's own graph."""
-    position = {operation.id: index for index, operation in enumerate(plan.operations)}
-    orders: list[list[int]] = []
-    for program in plan.programs:
-        order = []
-        for text in program:
-            if "_" in text:  # a transfer: SEND_F, RECV_B, ...
-                continue
-            kind_at = next(index for index, letter in enumerate(text) if letter.isalpha())
-            order.append(graph.offsets[position[text[: kind_at + 1]]] + int(text[kind_at + 1 :]))
-        orders.append(order)
-    return orders
+def with_links(graph: TaskGraph, orders: Orders) -> list[list[int]]:
+    """Orders of the devices, completed by those of the links: each carries its messages first come, first served.
+
+    Orders that have them keep them.
+
+    Raises:
+        InvalidPlanError: the orders and the dependencies wait for each other.
+    """
+    complete = len(orders) == graph.workload.num_resources
+    return [*map(list, orders), *([] if complete else _FirstCome(graph, orders).run())]
+
+
+class _FirstCome:
+    """Runs the orders of the devices in time; a message takes its link when it is made, or when the link is free."""
+
+    def __init__(self, graph: TaskGraph, orders: Orders) -> None:
+        self._graph = graph
+        self._waiting = graph.num_predecessors.copy()
+        self._following = _following(graph, orders, self._waiting)
+        self._starts = [0] * graph.num_tasks
+        self._links: list[list[int]] = [[] for _ in graph.workload.links]
+        self._free = [0] * len(self._links)
+        self._ends = [(graph.durations[task], task) for task, count in enumerate(self._waiting) if count == 0]
+
+    def run(self) -> list[list[int]]:
+        """The orders of the links."""
+        graph, done = self._graph, 0
+        heapq.heapify(self._ends)
+        while self._ends:
+            end, task = heapq.heappop(self._ends)
+            done += 1
+            for other in self._following[task]:
+                self._arrive(other, end)
+            for other, lag in graph.successors[task]:
+                if other < graph.num_actions:
+                    self._arrive(other, end + lag)
+                else:
+                    self._carry(other, end)
+        if done < graph.num_actions:
+            raise _stuck(graph, self._waiting)
+        return self._links
+
+    def _arrive(self, task: int, time: int) -> None:
+        """One of the things an action waits for is there at ``time``, which is not in the past."""
+        self._starts[task] = max(self._starts[task], time)
+        self._waiting[task] -= 1
+        if self._waiting[task] == 0:
+            heapq.heappush(self._ends, (self._starts[task] + self._graph.durations[task], task))
+
+    def _carry(self, message: int, made: int) -> None:
+        """Messages come here in the order in which they are made."""
+        link = self._graph.devices_of(message)[0] - len(self._graph.workload.devices)
+        self._links[link].append(message)
+        self._waiting[message] = 0
+        self._free[link] = max(self._free[link], made) + self._graph.durations[message]
+        for other, lag in self._graph.successors[message]:
+            self._arrive(other, self._free[link] + lag)
+
+
+def _following(graph: TaskGraph, orders: Orders, waiting: list[int]) -> list[list[int]]:
+    """[task] the tasks right behind it in the orders; each then waits for one more."""
+    following: list[list[int]] = [[] for _ in graph.durations]
+    for order in orders:
+        for before, after in zip(order, order[1:], strict=False):
+            following[before].append(after)
+            waiting[after] += 1
+    return following
+
+
+def _stuck(graph: TaskGraph, waiting: Sequence[int]) -> InvalidPlanError:
+    stuck = [graph.label(task) for task, count in enumerate(waiting) if count > 0]
+    return InvalidPlanError(
+        f"{len(stuck)} actions wait for each other and can never start, among them {', '.join(stuck[:5])}"
+    )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pipeplan.schedule.problem import Problem
-from pipeplan.simulate.timing import TaskGraph, earliest_starts
+from pipeplan.simulate.timing import TaskGraph, earliest_starts, with_links
 
 __all__ = [
     "Classic",
@@ -100,7 +100,7 @@ def sorted_by(problem: Problem, key: Callable[[int, int], tuple[int, ...]]) -> O
     count = problem.num_microbatches
     return [
         [x * count + m for x, m in sorted(((x, m) for x in operations for m in range(count)), key=lambda xm: key(*xm))]
-        for operations in problem.on_device
+        for operations in problem.on_device[: problem.num_devices]
     ]
 
 
@@ -186,4 +186,4 @@ def alternating(operations: Sequence[int], warmup: int, microbatches: int) -> It
 
 def makespan(graph: TaskGraph, orders: Orders) -> int:
     """Length of the orders in ns when every action starts as soon as it can."""
-    return max(map(sum, zip(earliest_starts(graph, orders), graph.durations, strict=True)))
+    return max(map(sum, zip(earliest_starts(graph, with_links(graph, orders)), graph.durations, strict=True)))

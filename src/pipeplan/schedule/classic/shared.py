@@ -18,7 +18,7 @@ def one_forward_one_backward_plus(problem: Problem, graph: TaskGraph) -> Orders:
     has run, or, without one, as soon as the neighbour after it is next on its device; every device then joins in
     when it has finished what it is running.
     """
-    return _SharedInsertion(problem).run()
+    return _SharedInsertion(problem.without_links).run()
 
 
 class _SharedInsertion:
