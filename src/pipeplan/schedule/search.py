@@ -23,6 +23,7 @@ from pipeplan.schedule.completion import (
     repeated_tasks,
 )
 from pipeplan.schedule.horizon import reschedule
+from pipeplan.schedule.insertion import insert_microbatches
 from pipeplan.schedule.listing import Tuning, list_schedule
 from pipeplan.schedule.neighbourhoods import WINDOW_TASKS, Neighbourhood, random_neighbourhood
 from pipeplan.schedule.problem import Problem
@@ -35,7 +36,7 @@ from pipeplan.schedule.repetend import (
 )
 from pipeplan.schedule.solver import Budget
 from pipeplan.simulate.memory import overflow, peak_memory
-from pipeplan.simulate.repetend import find_repetend
+from pipeplan.simulate.repetend import extend, find_repetend
 from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph, with_links
 
 __all__ = ["Progress", "Schedule", "search_schedule"]
@@ -115,6 +116,12 @@ class _State:
     repetend_seconds: float | None = None
     whole_known: bool = False
 
+    @classmethod
+    def of(cls, problem: Problem, budget: Budget, progress: Progress | None) -> _State:
+        """Nothing but the bounds."""
+        graph = task_graph(problem.workload)
+        return cls(problem, graph, budget, progress, makespan_bound(problem), period_proved=period_bound(problem))
+
     def candidate(
         self, orders: list[list[int]], scheduler: str, frozen: frozenset[int] = frozenset()
     ) -> _Candidate | None:
@@ -190,19 +197,81 @@ def search_schedule(
         UsageError: an unknown scheduler, or a classic one that does not apply to the placement.
     """
     problem = Problem.of(workload)
-    graph = task_graph(workload)
-    state = _State(problem, graph, budget, progress, makespan_bound(problem), period_proved=period_bound(problem))
+    if scheduler in CLASSIC:
+        return _one_classic(_State.of(problem, budget, progress), scheduler)
     if scheduler not in ("auto", "repetend"):
-        _one_classic(state, scheduler)
-        return _result(state)
+        raise UsageError(f"--scheduler {scheduler!r} is not known; choose from auto, repetend, {', '.join(CLASSIC)}")
+    repeated = _repeated(problem, budget, scheduler, unroll, progress)
+    return repeated or _searched(_State.of(problem, budget, progress), scheduler, unroll)
+
+
+def _searched(state: _State, scheduler: str, unroll: int | None) -> Schedule:
+    """Search until proved, out of time, or interrupted."""
     try:
         _first(state)
         return _improve(state, scheduler, unroll)
     except KeyboardInterrupt:  # between two solves; inside one the solver stops and the search goes on to its end
         if state.best is None:
             raise
-        budget.interrupted = True
+        state.budget.interrupted = True
         return _result(state)
+
+
+def _repeated(
+    problem: Problem, budget: Budget, scheduler: str, unroll: int | None, progress: Progress | None
+) -> Schedule | None:
+    """A very long run: a shorter one is searched, and the repetend of what was found there repeated.
+
+    None where the run is not long, or nothing that can be repeated up to its end is found.
+    """
+    count = problem.num_microbatches
+    fewer = max(_LONG_TASKS // problem.num_operations, 2 * problem.num_devices)
+    fewer -= (fewer - count) % _UNROLLS
+    if count < 2 * fewer:
+        return None
+    share = Budget(budget.remaining * _SHORTER_SHARE, budget.seed, budget.deterministic, budget.workers)
+    state = _State.of(Problem.of(problem.workload.with_microbatches(fewer)), share, progress)
+    found = _searched(state, scheduler, unroll)
+    budget.spent += share.spent
+    budget.interrupted = budget.interrupted or share.interrupted
+    longer = [_extended(state, candidate, count) for candidate in (state.best, state.steady) if candidate is not None]
+    whole = _State.of(problem, budget, progress)
+    for orders in longer:
+        whole.offer(None if orders is None else whole.candidate(orders, state.chosen.scheduler))
+    if whole.best is None:
+        return None
+    if scheduler == "auto" and not whole.finished:
+        _classics(whole, automatic=False)
+    return replace(
+        found,
+        workload=problem.workload,
+        graph=whole.graph,
+        orders=whole.chosen.orders,
+        starts=whole.chosen.starts,
+        makespan_ns=whole.chosen.makespan,
+        bound_ns=whole.bound,
+        scheduler=whole.chosen.scheduler,
+        seconds=budget.elapsed,
+    )
+
+
+_LONG_TASKS = 20_000
+"""Runs at least twice as long as so many actions, and as two micro-batches per device, are planned that short ..."""
+
+_UNROLLS = 12
+"""... with fewer micro-batches by a multiple of this: repetends of unroll 1, 2, 3, 4 and 6 reach the whole number."""
+
+
+_SHORTER_SHARE = 0.8
+"""The part of the time in which the shorter run is searched; the rest is for repeating it."""
+
+
+def _extended(state: _State, candidate: _Candidate, count: int) -> list[list[int]] | None:
+    """The orders of a schedule for more micro-batches; None without a repetend that reaches them."""
+    repetend = find_repetend(state.graph, candidate.orders, candidate.starts, _MOST_ADOPTED)
+    if repetend is None or (count - state.problem.num_microbatches) % repetend.unroll:
+        return None
+    return extend(state.problem.workload, candidate.orders, repetend, count)[1]
 
 
 def _first(state: _State) -> None:
@@ -229,9 +298,15 @@ def _first(state: _State) -> None:
 
 def _improve(state: _State, scheduler: str, unroll: int | None) -> Schedule:
     """Everything after the first valid schedule, most valuable first, as long as there is time."""
+    early = scheduler == "auto" and state.graph.num_tasks <= _CHEAP_TASKS
+    if early:
+        _classics(state, automatic=False)
     _repetend(state, unroll)
     if scheduler == "auto":
-        _classics(state)
+        _classics(state, automatic=True)
+        if not early:
+            _classics(state, automatic=False)
+        _insertion(state)
         _listing(state)
     if unroll is None:
         _adopt_repetitions(state)
@@ -262,9 +337,7 @@ def _result(state: _State) -> Schedule:
     )
 
 
-def _one_classic(state: _State, name: str) -> None:
-    if name not in CLASSIC:
-        raise UsageError(f"--scheduler {name!r} is not known; choose from auto, repetend, {', '.join(CLASSIC)}")
+def _one_classic(state: _State, name: str) -> Schedule:
     classic = CLASSIC[name]
     reason = classic.applies(state.problem)
     if reason is not None:
@@ -276,18 +349,27 @@ def _one_classic(state: _State, name: str) -> None:
             f"--scheduler {name} does not fit: {over}; raise --memory, or let --scheduler auto search"
         )
     state.offer(state.candidate(orders, name))
+    return _result(state)
 
 
-def _classics(state: _State) -> None:
+def _classics(state: _State, *, automatic: bool) -> None:
+    """Offer the classic schedules: those that are made by trying rules, or the others, which take no time."""
     if state.finished and state.graph.num_tasks > _CHEAP_TASKS:
         return
     for name, classic in CLASSIC.items():  # also beside a best one: they may need less memory
-        if not state.budget.expired and classic.applies(state.problem) is None:
+        if classic.automatic == automatic and not state.budget.expired and classic.applies(state.problem) is None:
             state.offer(state.candidate(classic.orders(state.problem, state.graph), name))
 
 
 _CHEAP_TASKS = 5000
-"""Up to so many actions the classic schedules are tried even if a best one is known."""
+"""Up to so many actions what takes milliseconds is tried in any case: the classic schedules, insertion."""
+
+
+def _insertion(state: _State) -> None:
+    """Micro-batches put one by one into the devices' gaps: another start, and for stages on several devices, too."""
+    if not state.finished and state.graph.num_tasks <= _CHEAP_TASKS:
+        orders = insert_microbatches(state.problem.without_links)
+        state.offer(None if orders is None else state.candidate(orders, "insertion"))
 
 
 def _listing(state: _State) -> None:
@@ -319,7 +401,13 @@ _SECONDS_PER_TASK = 5e-6
 def _repetend(state: _State, unroll: int | None) -> None:
     """The best pattern of this unroll, or of unroll 1 if it is open, replayed as it is and with its shortest way."""
     share = state.budget.seconds / (_REPETEND_SHARE if unroll is None else 3)
-    least = least_period(state.problem, state.budget, share, unroll=unroll or 1)
+    least = least_period(
+        state.problem,
+        state.budget,
+        share,
+        unroll=unroll or 1,
+        on_pattern=lambda pattern: _offer_pattern(state, pattern),
+    )
     state.repetend_seconds = state.budget.elapsed
     state.period_proved = max(period_bound(state.problem), Fraction(least.bound_ns, unroll or 1))
     if least.pattern is not None:

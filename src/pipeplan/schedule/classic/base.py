@@ -35,11 +35,13 @@ Orders = list[list[int]]
 class Classic:
     """A classic schedule: where it applies, and its orders.
 
-    ``applies`` returns None, or why the schedule has no meaning for a problem's placement.
+    ``applies`` returns None, or why the schedule has no meaning for a problem's placement. ``automatic`` ones try many
+    orders and take their time.
     """
 
     applies: Callable[[Problem], str | None]
     orders: Callable[[Problem, TaskGraph], Orders]
+    automatic: bool = False
 
 
 def all_of(*conditions: Callable[[Problem], str | None]) -> Callable[[Problem], str | None]:

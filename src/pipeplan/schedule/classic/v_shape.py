@@ -106,7 +106,7 @@ def hanayo(problem: Problem, graph: TaskGraph) -> Orders:
     One wave is a v-shape of two stages per device; W waves have 2 W. The paper runs D micro-batches; more follow in
     units of D, or all together where that is shorter. Where backward is split, W follows its I at once.
     """
-    whole = _with_whole_backward(problem)
+    whole = _with_whole_backward(problem.without_links)
     sizes = {min(problem.num_devices, problem.num_microbatches), problem.num_microbatches}
     return min((_in_units(whole, size) for size in sorted(sizes)), key=lambda orders: makespan(graph, orders))
 
