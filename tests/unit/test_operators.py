@@ -1,0 +1,183 @@
+"""Closed forms per operator: against hand counts, against what was measured, and how their times behave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeplan.costs.operators import (
+    Kernel,
+    Operator,
+    activation,
+    add,
+    attention_core,
+    concatenate,
+    cost_row,
+    embedding,
+    linear,
+    norm,
+    sequence_of,
+    vocabulary_loss,
+)
+from pipeplan.costs.presets import BANDWIDTH_CEILING, MATRIX_CEILING, PRESETS, RAMP_NS, device_preset
+from pipeplan.errors import UsageError
+from pipeplan.model import Profile, read_profile
+
+ROOT = Path(__file__).parents[2]
+SEQUENCE, VOCABULARY = 1024, 50257
+MEASURED = [("gpt2-124m-cpu", 768, 12), ("gpt2-345m-cpu", 1024, 16)]
+
+
+def attention(samples: int, hidden: int, heads: int, width: int) -> Operator:
+    tokens = samples * SEQUENCE
+    return sequence_of(
+        norm(tokens, hidden, width),
+        linear(tokens, hidden, 3 * hidden, width),
+        attention_core(samples, SEQUENCE, SEQUENCE, heads, hidden // heads, width, causal=True),
+        linear(tokens, hidden, hidden, width),
+        add(tokens * hidden, width),
+        residual_bytes=tokens * hidden * width,
+    )
+
+
+def feed_forward(samples: int, hidden: int, width: int) -> Operator:
+    tokens = samples * SEQUENCE
+    return sequence_of(
+        norm(tokens, hidden, width),
+        linear(tokens, hidden, 4 * hidden, width),
+        activation(4 * tokens * hidden, width),
+        linear(tokens, 4 * hidden, hidden, width),
+        add(tokens * hidden, width),
+        residual_bytes=tokens * hidden * width,
+    )
+
+
+def head(samples: int, hidden: int, width: int) -> Operator:
+    tokens = samples * SEQUENCE
+    return sequence_of(
+        norm(tokens, hidden, width),
+        linear(tokens, hidden, VOCABULARY, width, bias=False),
+        vocabulary_loss(tokens, VOCABULARY, width),
+    )
+
+
+def gpt2(samples: int, hidden: int, heads: int, width: int) -> dict[str, Operator]:
+    return {
+        "embedding": embedding(samples, SEQUENCE, VOCABULARY, hidden, width, positions=SEQUENCE),
+        "layer0.attention": attention(samples, hidden, heads, width),
+        "layer0.ffn": feed_forward(samples, hidden, width),
+        "head": head(samples, hidden, width),
+    }
+
+
+def test_parameters_of_one_layer_of_gpt2_by_hand() -> None:
+    halves = gpt2(1, 768, 12, 2)
+    assert halves["layer0.attention"].parameters == 2 * 768 + (768 * 2304 + 2304) + (768 * 768 + 768) == 2_363_904
+    assert halves["layer0.ffn"].parameters == 2 * 768 + (768 * 3072 + 3072) + (3072 * 768 + 768) == 4_723_968
+    total = halves["embedding"].parameters + 12 * (2_363_904 + 4_723_968) + 2 * 768
+    assert total == 124_439_808
+    assert halves["head"].parameters == 2 * 768 + VOCABULARY * 768
+
+
+def test_activation_bytes_of_a_layer_by_hand() -> None:
+    """In units of one [tokens, hidden] tensor attention keeps 1 + 1 + 3 + 1, feed-forward 1 + 1 + 4 + 4."""
+    unit = 2 * SEQUENCE * 768 * 2
+    statistics = 2 * SEQUENCE * 8
+    halves = gpt2(2, 768, 12, 2)
+    assert halves["layer0.attention"].saved_bytes == 6 * unit + statistics + 2 * SEQUENCE * 12 * 4
+    assert halves["layer0.ffn"].saved_bytes == 10 * unit + statistics
+    assert halves["layer0.attention"].deferred_bytes == (1 + 3 + 1 + 1) * unit
+    assert halves["layer0.ffn"].deferred_bytes == (1 + 4 + 4 + 1) * unit
+
+
+def test_flops_of_a_layer_by_hand() -> None:
+    """Megatron-LM (SC'21), appendix: 24 b s h^2 and 4 b s^2 h for the matrix products of a layer's forward."""
+    samples, hidden = 2, 768
+    halves = (attention(samples, hidden, 12, 2), feed_forward(samples, hidden, 2))
+    matrix = sum(kernel.flops for half in halves for kernel in half.forward if kernel.matrix)
+    masked = 4 * samples * SEQUENCE**2 * hidden // 2
+    assert matrix == 24 * samples * SEQUENCE * hidden**2 + masked
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize(("name", "hidden", "heads"), MEASURED)
+def test_bytes_are_those_measured(name: str, hidden: int, heads: int, samples: int) -> None:
+    """The shipped profiles were measured in float32 with torch: 4 bytes per number."""
+    profile: Profile = read_profile(str(ROOT / "profiles" / f"{name}.json"))
+    blocks = {block.id: block for block in profile.blocks}
+    for id_, operator in gpt2(samples, hidden, heads, 4).items():
+        (row,) = [each for each in blocks[id_].costs if each.microbatch_size == samples]
+        assert 4 * operator.parameters == blocks[id_].parameter_bytes
+        assert operator.saved_bytes == pytest.approx(row.activation_bytes, rel=1e-3)
+        assert operator.deferred_bytes == pytest.approx(row.weight_grad_bytes, rel=1e-3)
+        workspace = max(operator.gradient_bytes, operator.update_bytes)
+        assert workspace == pytest.approx(row.workspace_bytes, rel=0.07)  # the CPU's attention has a buffer of its own
+
+
+def test_cross_attention_and_masks() -> None:
+    whole = attention_core(3, 100, 70, 8, 64, 2)
+    assert whole.flops == 4 * 3 * 8 * 100 * 70 * 64
+    assert whole.saved_bytes == 3 * 8 * (64 * (100 + 2 * 70) * 2 + 100 * 4)
+    masked = attention_core(3, 100, 100, 8, 64, 2, causal=True)
+    assert 2 * masked.flops == attention_core(3, 100, 100, 8, 64, 2).flops
+    assert sum(k.flops for k in whole.input_grad) * 2 == 5 * whole.flops
+
+
+def test_gates_and_plain_tables() -> None:
+    assert activation(10, 2, gated=True).saved_bytes == 2 * activation(10, 2).saved_bytes
+    table = embedding(2, 100, 1000, 64, 2)
+    assert (table.parameters, table.saved_bytes, table.input_grad) == (64_000, 8 * 200, ())
+    assert embedding(1, 8, 1000, 64, 2, positions=8, types=2).parameters == 1010 * 64
+    assert norm(5, 64, 2, bias=False).parameters == 64
+    assert concatenate(10, 2).saved_bytes == 0
+
+
+def test_a_row_is_input_and_weight_gradients_in_one_backward() -> None:
+    row = cost_row(feed_forward(1, 768, 2), 1, device_preset("a100-80gb"))
+    assert row.backward_ns == (row.input_grad_ns or 0) + (row.weight_grad_ns or 0)
+    assert 1.5 < row.backward_ns / row.forward_ns < 3
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_consistent(name: str) -> None:
+    preset = device_preset(name)
+    assert preset.name == name
+    assert f"{preset.memory_bytes // 10**9}gb" == name.split("-")[1]
+    assert preset.matrix_flops_per_s > preset.float32_flops_per_s > 10**13
+    assert preset.source
+    assert preset.dtype == ("float16" if name.startswith("v100") else "bfloat16")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_efficiency_grows_with_size_up_to_the_ceiling(name: str) -> None:
+    preset = device_preset(name)
+    shares = [
+        flops / preset.kernel_ns(flops, 0, matrix=True) * 1e9 / preset.matrix_flops_per_s
+        for flops in (10**8, 10**10, 10**12, 10**14, 10**16)
+    ]
+    assert shares == sorted(shares)
+    assert shares[-1] == pytest.approx(MATRIX_CEILING, rel=1e-3)
+    half = round(MATRIX_CEILING * preset.matrix_flops_per_s * RAMP_NS / 1e9)
+    assert preset.kernel_ns(half, 0, matrix=True) == pytest.approx(2 * RAMP_NS, rel=1e-6)
+
+
+def test_small_products_are_limited_by_memory() -> None:
+    preset = device_preset("h100-80gb")
+    thin = linear(1, 8192, 8192, 2).forward[0]
+    expected = 1e9 * thin.moved_bytes / (BANDWIDTH_CEILING * preset.bandwidth_bytes_per_s) + RAMP_NS
+    assert preset.kernel_ns(thin.flops, thin.moved_bytes, matrix=True) == pytest.approx(expected)
+
+
+def test_sequences_add_what_is_kept_and_take_the_largest_workspace() -> None:
+    one = Operator(1, (Kernel(1, 2),), (Kernel(3, 4),), (), 5, 6, 7, 8)
+    two = Operator(10, (Kernel(9, 9),), (Kernel(8, 8),), (Kernel(7, 7),), 50, 60, 3, 20)
+    both = sequence_of(one, two, residual_bytes=100)
+    assert (both.parameters, both.saved_bytes, both.deferred_bytes) == (11, 55, 66)
+    assert (both.gradient_bytes, both.update_bytes) == (107, 20)
+    assert both.input_grad == (Kernel(8, 8), Kernel(3, 4))  # backward goes from the last to the first
+
+
+def test_an_unknown_preset_is_refused_with_the_choice() -> None:
+    with pytest.raises(UsageError, match=r"--device 'tpu' is not a preset; choose from v100-16gb, .*rtx3090-24gb"):
+        device_preset("tpu")
