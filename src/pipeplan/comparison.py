@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.errors import InfeasibleError, InvalidPlanError, SearchTimeoutError, UsageError
 from pipeplan.model import Cluster, PlacedStage, Placement, Profile
-from pipeplan.model.workload import Workload
 from pipeplan.planner import Batch, Options, Result, search_plan, workloads
 from pipeplan.report.comparison import OURS, Comparison, NotThere, Row
 from pipeplan.schedule.classic import CLASSIC
@@ -34,60 +33,110 @@ def compare(
 ) -> Comparison:
     """Time every classic schedule on each of the placements, and search one there.
 
-    The time limit is shared between the placements. An interruption ends the searches; the classic schedules of all
-    placements are still timed.
+    The time limit is shared between the placements. An interruption ends the search or the timing under way; on
+    the placements after it the search only has its start, and the classic schedules are still timed.
 
     Raises:
         InfeasibleError: nothing fits on any placement.
+        KeyboardInterrupt: interrupted before there was anything to show.
+        SearchTimeoutError: no time to find what fits on any placement.
         UsageError: no placement is possible.
     """
-    rows: list[Row] = []
-    missing: list[NotThere] = []
-    memory: tuple[int | None, ...] = ()
-    failures: list[InfeasibleError | UsageError] = []
-    share, interrupted = replace(options, time_limit=options.time_limit / len(placements)), False
-    for wanted in placements:
+    found = _Found(profile, batch, options, cluster, memory_bytes)
+    for index, wanted in enumerate(placements):
         try:
             result = search_plan(
                 profile,
                 wanted,
                 batch,
-                replace(share, time_limit=0.0) if interrupted else share,
+                replace(options, time_limit=found.seconds_left / (len(placements) - index)),
                 num_devices=num_devices,
-                chunks=chunks if wanted in _CHUNKED else None,
+                chunks=chunks if len(placements) == 1 or wanted in _CHUNKED else None,
                 cluster=cluster,
                 memory_bytes=memory_bytes,
                 progress=progress,
             )
-        except (InfeasibleError, UsageError) as error:
-            failures.append(error)
-            missing.append(NotThere("all", wanted if isinstance(wanted, str) else wanted.strategy, str(error)))
-            continue
-        interrupted = interrupted or result.interrupted
-        memory = tuple(device.memory_bytes for device in result.plan.devices)
-        recompute = any(stage.recompute for stage in result.plan.stages)
-        ways = workloads(profile, _placement(result), batch, options, recompute, cluster, memory_bytes)
-        ours = _ours(result, recompute)
-        classics, reasons = _classics(ways, recompute, ours.lower_bound_ns)
-        rows += [ours, *classics]
-        missing += reasons
-    if not rows:
-        raise failures[0]
-    rows.sort(key=lambda row: (not row.fits, row.makespan_ns, row.schedule != OURS, max(row.peak_memory_bytes)))
-    return Comparison(
-        profile.name,
-        num_devices,
-        batch.num_microbatches,
-        batch.microbatch_size,
-        memory,
-        tuple(rows),
-        tuple(missing),
-        interrupted,
-    )
+            found.add(result)
+        except KeyboardInterrupt:
+            found.interrupted = True
+        except (InfeasibleError, SearchTimeoutError, UsageError) as error:
+            found.add_failure(wanted if isinstance(wanted, str) else wanted.strategy, error)
+    return found.comparison(num_devices)
 
 
 _CHUNKED = ("circular", "v-shape")
 """Placements with several stages per device."""
+
+_Failure = InfeasibleError | SearchTimeoutError | UsageError
+
+
+class _Found:
+    """What the comparison knows so far, placement after placement, so that an interruption leaves it whole."""
+
+    def __init__(
+        self, profile: Profile, batch: Batch, options: Options, cluster: Cluster | None, memory_bytes: int | None
+    ) -> None:
+        self._profile, self._batch, self._options = profile, batch, options
+        self._cluster, self._memory_bytes = cluster, memory_bytes
+        self._rows: list[Row] = []
+        self._missing: list[NotThere] = []
+        self._failures: list[_Failure] = []
+        self._limits: tuple[int | None, ...] = ()
+        self._seconds = 0.0
+        self.interrupted = False
+
+    @property
+    def seconds_left(self) -> float:
+        """Time for the searches to come; none after an interruption."""
+        return 0.0 if self.interrupted else max(0.0, self._options.time_limit - self._seconds)
+
+    def add(self, result: Result) -> None:
+        """The search's row, and those of the classic schedules on its placement."""
+        self.interrupted = self.interrupted or result.interrupted
+        self._seconds += result.seconds
+        self._limits = tuple(device.memory_bytes for device in result.plan.devices)
+        recompute = any(stage.recompute for stage in result.plan.stages)
+        ours = _ours(result, recompute)
+        self._rows.append(ours)
+        ways = workloads(
+            self._profile,
+            _placement(result),
+            self._batch,
+            self._options,
+            recompute,
+            self._cluster,
+            self._memory_bytes,
+        )
+        problems = [Problem.of(workload) for workload in ways]
+        for name in CLASSIC:
+            rows, reason = _classic(name, problems, recompute, ours.lower_bound_ns)
+            self._rows += rows
+            self._missing += [] if rows else [NotThere(name, ours.placement, reason)]
+
+    def add_failure(self, placement: str, error: _Failure) -> None:
+        """A placement on which nothing is possible."""
+        self._failures.append(error)
+        self._missing.append(NotThere(None, placement, str(error)))
+
+    def comparison(self, num_devices: int) -> Comparison:
+        """All of it, best first; without any row, the first reason raised."""
+        if not self._rows:
+            raise self._failures[0] if self._failures else KeyboardInterrupt
+        return Comparison(
+            self._profile.name,
+            num_devices,
+            self._batch.num_microbatches,
+            self._batch.microbatch_size,
+            self._limits,
+            tuple(sorted(self._rows, key=_rank)),
+            tuple(self._missing),
+            self.interrupted,
+        )
+
+
+def _rank(row: Row) -> tuple[bool, int, bool, int]:
+    """What fits comes first, then the shortest, ours before its equals, then the least memory."""
+    return not row.fits, row.makespan_ns, row.schedule != OURS, max(row.peak_memory_bytes)
 
 
 def _placement(result: Result) -> Placement:
@@ -118,23 +167,26 @@ def _ours(result: Result, recompute: bool) -> Row:
     )
 
 
-def _classics(ways: Sequence[Workload], recompute: bool, bound_ns: int) -> tuple[list[Row], list[NotThere]]:
-    """A row for each classic schedule that applies, with the better way of backward; the others' reasons."""
+def _classic(name: str, problems: Sequence[Problem], recompute: bool, bound_ns: int) -> tuple[list[Row], str]:
+    """A classic schedule's rows over the ways of running backward, and why it has none where it has none."""
     rows: list[Row] = []
-    missing: list[NotThere] = []
-    problems = [Problem.of(workload) for workload in ways]
-    for name, classic in CLASSIC.items():
-        reasons = [classic.applies(problem) for problem in problems]
-        found = [
-            _row(name, problem, recompute, bound_ns)
-            for problem, reason in zip(problems, reasons, strict=True)
-            if reason is None
-        ]
-        if found:
-            rows.append(min(found, key=lambda row: (not row.fits, row.makespan_ns)))
-        else:
-            missing.append(NotThere(name, ways[0].placement, reasons[0] or ""))
-    return rows, missing
+    reasons: list[str] = []
+    for problem in problems:
+        reason = CLASSIC[name].applies(problem)
+        if reason is not None:
+            reasons.append(reason)
+            continue
+        try:
+            rows.append(_row(name, problem, recompute, bound_ns))
+        except InvalidPlanError as error:
+            reasons.append(f"its actions would wait for each other: {error}")
+    return _better(rows), next(iter(reasons), "")
+
+
+def _better(rows: Sequence[Row]) -> list[Row]:
+    """The shortest of the rows that fit, and the shortest of those that do not."""
+    kinds = [[row for row in rows if row.fits is fits] for fits in (True, False)]
+    return [min(kind, key=lambda row: row.makespan_ns) for kind in kinds if kind]
 
 
 def _row(name: str, problem: Problem, recompute: bool, bound_ns: int) -> Row:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +63,8 @@ def test_rows_are_best_first_and_ours_is_never_worse(zero_bubble: Path) -> None:
     assert max(by_name["zb-h1"]["peak_memory_bytes"]) == 8 * GB
     assert not by_name["zb-h2"]["fits"]
     assert "more than its 8GB" in by_name["zb-h2"]["why"]
-    assert all(row["gap"] == row["makespan_ns"] / row["lower_bound_ns"] - 1 for row in rows)
+    assert all(row["gap"] == row["makespan_ns"] / row["lower_bound_ns"] - 1 for row in fitting)
+    assert all(row["gap"] is None for row in rows if not row["fits"])
     everything = {row["schedule"] for row in rows} | {missing["schedule"] for missing in found["not_applicable"]}
     assert everything == {"pipeplan", *CLASSIC}
     assert found["memory_bytes"] == [8 * GB] * 4
@@ -76,7 +80,8 @@ def test_the_table(zero_bubble: Path) -> None:
     first = lines[lines.index(header) + 2].split()
     assert first == ["pipeplan", "split", "4.02ms", "10.45%", "10.45%", "8GB", "0.00%", "yes"]
     assert "zb-h2 on v does not fit: device 0 needs 14GB" in done.stdout
-    assert "zb-v does not apply: it needs two stages per device, down and up" in done.stdout
+    assert "not applicable: zb-v" in done.stdout
+    assert "\x1b" not in done.stdout
 
 
 def test_without_a_placement_all_strategies_are_compared(blocks: Path) -> None:
@@ -91,8 +96,9 @@ def test_without_a_placement_all_strategies_are_compared(blocks: Path) -> None:
 def test_too_few_blocks_for_some_placements(blocks: Path) -> None:
     found = compared(blocks, "--devices", "8", "--time-limit", "2s")
     assert {row["placement"] for row in found["rows"]} == {"one-to-one"}
-    reasons = {missing["placement"]: missing["why"] for missing in found["not_applicable"]}
-    assert "needs 16 stages" in reasons["v-shape"]
+    reasons = {missing["placement"]: missing["why"] for missing in found["not_applicable"] if not missing["schedule"]}
+    assert set(reasons) == {"circular", "v-shape"}
+    assert all("needs 16 stages" in why for why in reasons.values())
 
 
 def test_nothing_fits(zero_bubble: Path) -> None:
@@ -108,3 +114,40 @@ def test_overhead_of_splitting_decides(zero_bubble: Path) -> None:
     assert free[0]["split_backward"]
     assert not dear[0]["split_backward"]
     assert dear[0]["makespan_ns"] > free[0]["makespan_ns"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interruption_prints_what_is_known(tmp_path: Path, number: signal.Signals) -> None:
+    costs = ShapeCosts(101, None, 97, 89, comm_ns=10, activation_bytes=2 * GB, weight_grad_bytes=GB)
+    profile = tmp_path / "profile.json"
+    write_file(shape("v", 8, costs=costs), str(profile))
+    command = [sys.executable, "-m", "pipeplan", "compare", str(profile), "--json"]
+    command += ["--memory", "8GB", "--time-limit", "600s"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        time.sleep(5)
+        os.kill(process.pid, number)
+        try:
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0, err
+    assert "interrupted; these are the best plans so far" in err
+    found = json.loads(out)
+    assert found["interrupted"]
+    assert {"pipeplan", "gpipe", "1f1b"} <= {row["schedule"] for row in found["rows"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--devices", "3"], 2, "--devices 3 contradicts the profile's placement"),
+        (["--split-overhead", "7"], 2, "write a number and a unit"),
+        (["--scheduler", "1f1b"], 2, "No such option"),
+        (["-o", "plan.json"], 2, "No such option"),
+    ],
+)
+def test_errors_of_compare(zero_bubble: Path, arguments: list[str], code: int, text: str) -> None:
+    done = pipeplan("compare", zero_bubble, *arguments)
+    assert done.returncode == code
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr

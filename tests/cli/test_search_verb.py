@@ -52,6 +52,7 @@ def test_figures_and_plan(v: Path, tmp_path: Path) -> None:
     figures = json.loads(done.stdout)
     assert set(figures) >= KEYS
     assert figures["status"] == "optimal"
+    assert figures["name"] == read_profile(str(v)).name
     assert figures["num_microbatches"] == 16
     assert figures["makespan_ns"] == figures["lower_bound_ns"] == (16 + 3) * 4_000_000
     assert figures["period_ns"] == figures["period_lower_bound_ns"] == 4_000_000
@@ -60,7 +61,9 @@ def test_figures_and_plan(v: Path, tmp_path: Path) -> None:
 
 
 def test_report_is_for_people_and_the_plan_goes_to_stdout_if_asked(v: Path) -> None:
-    assert "bubble rate" in pipeplan("search", v).stdout
+    report = pipeplan("search", v).stdout
+    assert "bubble rate" in report
+    assert "bottleneck: stage 0 on device 0, 4ms of work per micro-batch, 0.0% above" in report
     assert json.loads(pipeplan("search", v, "-o", "-").stdout)["kind"] == "plan"
 
 
@@ -192,7 +195,7 @@ def test_version_and_verbs() -> None:
 
     assert __version__ in pipeplan("--version").stdout
     shown = pipeplan("--help").stdout
-    for verb in ("search", "simulate", "run", "profile", "check", "example"):
+    for verb in ("search", "compare", "simulate", "run", "profile", "check", "example"):
         assert verb in shown
         assert pipeplan(verb, "--help").returncode == 0
 

@@ -59,11 +59,13 @@ def _print(result: Result, output: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(result.summary()))
         return
+    from pipeplan.report.stages import print_stages
     from pipeplan.report.terminal import print_simulation
     from pipeplan.simulate.simulation import simulate
 
     if output == "-":
         return
     print_simulation(simulate(result.plan), file=sys.stdout)
+    print_stages(result.plan, file=sys.stdout)
     if output is not None:
         click.echo(f"plan written to {output}", err=True)

@@ -24,8 +24,8 @@ _PLAIN_WIDTH = 120
 class Row:
     """A schedule on a placement: times in ns, memory in bytes per device.
 
-    ``lower_bound_ns`` is of the placement, whichever way backward runs, so that gaps of its rows compare; ``why`` says
-    by how much a schedule does not fit, else it is empty.
+    ``lower_bound_ns`` is of the placement and its memory, whichever way backward runs, so that gaps of its rows
+    compare; ``why`` says by how much a schedule does not fit, else it is empty.
     """
 
     schedule: str
@@ -41,16 +41,16 @@ class Row:
     why: str = ""
 
     @property
-    def gap(self) -> float:
-        """How far above the bound."""
-        return self.makespan_ns / self.lower_bound_ns - 1
+    def gap(self) -> float | None:
+        """How far above the bound; None where it does not fit, since the bound is for the memory there is."""
+        return self.makespan_ns / self.lower_bound_ns - 1 if self.fits else None
 
 
 @dataclass(frozen=True, slots=True)
 class NotThere:
-    """A schedule that does not apply to a placement, or a placement on which nothing is possible, and why."""
+    """A schedule that does not apply to a placement, or (``schedule`` None) one on which nothing is possible."""
 
-    schedule: str
+    schedule: str | None
     placement: str
     why: str
 
@@ -76,8 +76,8 @@ class Comparison:
             "num_microbatches": self.num_microbatches,
             "microbatch_size": self.microbatch_size,
             "memory_bytes": list(self.memory_bytes),
-            "rows": [asdict(row) | {"gap": row.gap} for row in self.rows],
-            "not_applicable": [asdict(missing) for missing in self.missing],
+            "rows": [asdict(row) | {"applies": True, "gap": row.gap} for row in self.rows],
+            "not_applicable": [asdict(missing) | {"applies": False} for missing in self.missing],
             "interrupted": self.interrupted,
         }
 
@@ -97,13 +97,22 @@ def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None
         )
     )
     console.print(_table(comparison))
-    for row in comparison.rows:
-        if not row.fits:
-            console.print(f"{row.schedule} on {row.placement} does not fit: {row.why}")
+    for note in _notes(comparison):
+        console.print(note, style="dim")
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    """What does not fit and by how much, what does not apply anywhere, and placements without any schedule."""
+    notes = [f"{row.schedule} on {row.placement} does not fit: {row.why}" for row in comparison.rows if not row.fits]
     there = {row.schedule for row in comparison.rows}
-    absent = {missing.schedule: missing.why for missing in comparison.missing if missing.schedule not in there}
-    for schedule, why in absent.items():
-        console.print(f"{schedule} does not apply: {why}", style="dim")
+    names: dict[str, list[str]] = {}
+    for missing in comparison.missing:
+        if missing.schedule is None:
+            notes.append(f"nothing on {missing.placement}: {missing.why}")
+        elif missing.schedule not in there:
+            same = names.setdefault(missing.why, [])
+            same += [] if missing.schedule in same else [missing.schedule]
+    return notes + [f"not applicable: {', '.join(same)} ({why})" for why, same in names.items()]
 
 
 def _table(comparison: Comparison) -> Table:
@@ -124,7 +133,7 @@ def _table(comparison: Comparison) -> Table:
             f"{row.bubble_rate:.2%}",
             f"{row.bubble_rate_span:.2%}",
             format_bytes(max(row.peak_memory_bytes)),
-            f"{row.gap:.2%}" if row.fits else "-",
+            "-" if row.gap is None else f"{row.gap:.2%}",
             "yes" if row.fits else "no",
             style="bold" if row.schedule == OURS else None,
         )

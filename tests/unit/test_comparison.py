@@ -1,0 +1,198 @@
+"""Comparing schedules: rows over both ways of backward, what does not fit, interruptions, the table's notes."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+
+from pipeplan import comparison
+from pipeplan.comparison import compare
+from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.examples import ShapeCosts, shape
+from pipeplan.model import Profile
+from pipeplan.planner import Batch, Options, search_plan
+from pipeplan.report.comparison import OURS, Comparison, NotThere, print_comparison
+from pipeplan.report.stages import bottleneck, print_stages
+from pipeplan.schedule.classic import CLASSIC, Classic
+
+KB = 1000
+QUICK = Options(time_limit=1.0)
+
+
+def chain(num_blocks: int, *, placed: bool = False) -> Profile:
+    """F = I = W = 100, 2 kB held per micro-batch and half of it after I."""
+    costs = ShapeCosts(100, None, 100, 100, comm_ns=10, activation_bytes=2 * KB, weight_grad_bytes=KB)
+    profile = shape("v", num_blocks, costs=costs)
+    return profile if placed else profile.model_copy(update={"placement": None})
+
+
+def compared(
+    *placements: str, memory: int | None = None, options: Options = QUICK, microbatches: int = 8
+) -> Comparison:
+    return compare(chain(8), placements, Batch(microbatches, 1), options, num_devices=4, memory_bytes=memory)
+
+
+def test_every_schedule_is_a_row_or_has_a_reason_on_each_placement() -> None:
+    found = compared("one-to-one", "circular", "v-shape")
+    for placement in ("one-to-one", "circular", "v-shape"):
+        rows = {row.schedule for row in found.rows if row.placement == placement}
+        missing = {absent.schedule for absent in found.missing if absent.placement == placement}
+        assert rows | missing == {OURS, *CLASSIC}
+        assert not rows & missing
+    assert all(absent.why for absent in found.missing)
+
+
+def test_ours_fits_and_is_at_most_every_classic_schedule_that_fits() -> None:
+    for memory in (8 * KB, 16 * KB, None):
+        rows = compared("one-to-one", memory=memory).rows
+        ours = next(row for row in rows if row.schedule == OURS)
+        assert ours.fits
+        assert all(ours.makespan_ns <= row.makespan_ns for row in rows if row.fits)
+
+
+def test_gaps_are_to_one_bound_per_placement_and_only_of_what_fits() -> None:
+    rows = compared("one-to-one", "v-shape", memory=16 * KB).rows
+    for placement in ("one-to-one", "v-shape"):
+        assert len({row.lower_bound_ns for row in rows if row.placement == placement}) == 1
+    assert {row.fits for row in rows} == {True, False}
+    for row in rows:
+        assert (row.gap is None) == (not row.fits) == bool(row.why)
+        assert row.gap is None or row.gap >= 0
+
+
+def test_a_schedule_that_fits_only_one_way_has_two_rows() -> None:
+    """GPipe fits 8 micro-batches of 2 kB; split, each takes a third kilobyte from I to W: there is no room for it."""
+    profile = chain(4, placed=True)
+    blocks = tuple(
+        block.model_copy(
+            update={"costs": tuple(row.model_copy(update={"weight_grad_bytes": 3 * KB}) for row in block.costs)}
+        )
+        for block in profile.blocks
+    )
+    profile = profile.model_copy(update={"blocks": blocks})
+    assert profile.placement is not None
+    found = compare(profile, [profile.placement], Batch(8, 1), QUICK, num_devices=4, memory_bytes=16 * KB)
+    ways = {row.split_backward: row.fits for row in found.rows if row.schedule == "gpipe"}
+    assert ways == {False: True, True: False}
+    assert sum(row.schedule == OURS for row in found.rows) == 1
+
+
+def test_one_way_is_kept_where_both_fit() -> None:
+    rows = compared("one-to-one").rows
+    assert len({row.schedule for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize(("overhead_ns", "split"), [(0, True), (200, False)])
+def test_the_overhead_of_splitting_decides_whether_to_split(overhead_ns: int, split: bool) -> None:
+    options = replace(QUICK, split_overhead_ns=overhead_ns)
+    result = search_plan(chain(8), "one-to-one", Batch(8, 1), options, num_devices=4)
+    assert any(operation.kind == "I" for operation in result.plan.operations) == split
+    assert result.plan.provenance.options["split_overhead_ns"] == overhead_ns
+    unsplit = search_plan(chain(8), "one-to-one", Batch(8, 1), replace(options, split_backward=False), num_devices=4)
+    assert result.plan.predicted.makespan_ns <= unsplit.plan.predicted.makespan_ns
+
+
+def test_overhead_lengthens_input_and_weight_gradients_alone() -> None:
+    def durations(overhead_ns: int) -> dict[str, int]:
+        options = replace(QUICK, split_backward=True, split_overhead_ns=overhead_ns, scheduler="gpipe")
+        plan = search_plan(chain(8), "one-to-one", Batch(8, 1), options, num_devices=4).plan
+        return {operation.kind: operation.duration_ns for operation in plan.operations}
+
+    assert durations(0) == {"F": 200, "I": 200, "W": 200}
+    assert durations(7) == {"F": 200, "I": 207, "W": 207}
+
+
+def test_placements_without_enough_blocks_are_named_and_the_others_compared() -> None:
+    found = compare(chain(6), ["one-to-one", "circular", "v-shape"], Batch(8, 1), QUICK, num_devices=4)
+    assert {row.placement for row in found.rows} == {"one-to-one"}
+    assert [absent.placement for absent in found.missing if absent.schedule is None] == ["circular", "v-shape"]
+    text = printed(found)
+    assert "nothing on circular: circular on 4 devices needs 8 stages" in text
+    assert "nothing on v-shape: v-shape on 4 devices needs 8 stages" in text
+
+
+def test_nothing_anywhere_is_the_first_reason() -> None:
+    with pytest.raises(UsageError, match="needs 8 stages"):
+        compare(chain(6), ["circular", "v-shape"], Batch(8, 1), QUICK, num_devices=4)
+    with pytest.raises(InfeasibleError):
+        compared("one-to-one", "v-shape", memory=1 * KB)
+
+
+def test_an_interruption_while_timing_keeps_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = comparison._row
+
+    def interrupted(name: str, *rest: object) -> object:
+        if name == "1f1b":
+            raise KeyboardInterrupt
+        return timed(name, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(comparison, "_row", interrupted)
+    found = compared("one-to-one", "v-shape")
+    assert found.interrupted
+    rows = {(row.schedule, row.placement) for row in found.rows}
+    assert {(OURS, "one-to-one"), ("gpipe", "one-to-one"), (OURS, "v-shape"), ("zb-v", "v-shape")} <= rows
+    assert not {("1f1b", "one-to-one"), ("zb-h1", "one-to-one")} & rows
+
+
+def test_an_interruption_before_anything_is_known_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(comparison, "search_plan", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compared("one-to-one", "v-shape")
+
+
+def test_orders_that_block_each_other_are_not_applicable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every device's actions the other way round: weight gradients wait for forwards behind them."""
+    gpipe = CLASSIC["gpipe"].orders
+    backwards = Classic(lambda problem: None, lambda problem, graph: [order[::-1] for order in gpipe(problem, graph)])
+    monkeypatch.setitem(CLASSIC, "gpipe", backwards)
+    found = compared("one-to-one")
+    assert "gpipe" not in {row.schedule for row in found.rows}
+    assert "wait for each other" in next(absent.why for absent in found.missing if absent.schedule == "gpipe")
+
+
+def printed(found: Comparison) -> str:
+    stream = io.StringIO()
+    print_comparison(found, stream)
+    return " ".join(stream.getvalue().split())
+
+
+def test_schedules_with_the_same_reason_are_noted_together() -> None:
+    missing = (NotThere("a", "v", "it needs much"), NotThere("b", "v", "it needs much"), NotThere("c", "v", "no"))
+    found = replace(compared("one-to-one"), missing=missing)
+    text = printed(found)
+    assert "not applicable: a, b (it needs much)" in text
+    assert "not applicable: c (no)" in text
+
+
+def test_what_applies_on_some_placement_is_not_noted_as_absent() -> None:
+    assert "zb-v" not in printed(compared("one-to-one", "v-shape")).split("not applicable", 1)[1]
+
+
+def test_stages_and_the_bottleneck() -> None:
+    """9 blocks on 4 devices: one device has three of them, and 4 x 900 / 2700 is a third above the mean."""
+    plan = search_plan(chain(9), "one-to-one", Batch(4, 1), replace(QUICK, scheduler="gpipe"), num_devices=4).plan
+    longest = next(index for index, stage in enumerate(plan.stages) if len(stage.blocks) == 3)
+    assert bottleneck(plan) == (
+        f"bottleneck: stage {longest} on device {longest}, 900ns of work per micro-batch, "
+        "33.3% above the mean of all devices"
+    )
+    stream = io.StringIO()
+    print_stages(plan, stream)
+    assert all(block in stream.getvalue() for stage in plan.stages for block in stage.blocks)
+
+
+def test_stages_of_several_chunks_share_a_device() -> None:
+    """A device's stages count together, and many blocks are shortened to the first and the last."""
+    plan = search_plan(
+        chain(12), "circular", Batch(4, 1), replace(QUICK, scheduler="gpipe"), num_devices=1, chunks=2
+    ).plan
+    assert bottleneck(plan).startswith("bottleneck: stages 0, 1 on device 0, 3.6us of work")
+    stream = io.StringIO()
+    print_stages(plan, stream)
+    first = plan.stages[0].blocks
+    assert f"{first[0]} .. {first[-1]} ({len(first)})" in stream.getvalue()
