@@ -10,6 +10,7 @@ from pipeplan.examples import ShapeCosts, shape
 from pipeplan.model.workload import Workload
 from pipeplan.planner import Batch, Options, choose_placement, resolve_batch, search_plan
 from pipeplan.schedule import search as search_module
+from pipeplan.schedule import starts
 from pipeplan.schedule.search import Schedule, search_schedule
 from pipeplan.schedule.solver import Budget
 from pipeplan.simulate.memory import fits
@@ -74,7 +75,7 @@ def test_branches_that_fit_only_one_after_the_other() -> None:
 
 
 def test_time_out_with_nothing_found_is_not_infeasible(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_module, "solve_pattern", lambda *_, **__: (None, None, None))
+    monkeypatch.setattr(starts, "solve_pattern", lambda *_, **__: (None, None, None))
     with pytest.raises(SearchTimeoutError, match="raise --time-limit"):
         search_schedule(workload_of("x", memory=GB), Budget(1))
 
@@ -91,7 +92,7 @@ def test_interruption_between_solves_keeps_the_best(monkeypatch: pytest.MonkeyPa
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(search_module, "_repetend", interrupt)
+    monkeypatch.setattr(search_module, "search_repetend", interrupt)
     found = search_schedule(workload_of("m"), Budget(10))
     assert found.interrupted
     require_sound(found)

@@ -1,0 +1,83 @@
+"""Where a search starts from: simple schedules, the classic ones, micro-batches inserted, rules in time."""
+
+from __future__ import annotations
+
+from pipeplan.errors import InfeasibleError, SearchTimeoutError
+from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.completion import compose, microbatch_by_microbatch
+from pipeplan.schedule.insertion import insert_microbatches
+from pipeplan.schedule.listing import Tuning, list_schedule
+from pipeplan.schedule.repetend import sequential_time, solve_pattern
+from pipeplan.schedule.state import State
+
+__all__ = ["CHEAP_TASKS", "first_schedule", "offer_classics", "offer_insertion", "offer_rules"]
+
+
+def first_schedule(state: State) -> None:
+    """A valid schedule at once: one micro-batch after another; where that does not fit, the slowest pattern.
+
+    A micro-batch alone needs the least memory, and the pattern may run its branches in any order.
+    """
+    problem = state.problem
+    if state.offer(state.candidate(microbatch_by_microbatch(problem), "sequential")):
+        return
+    feasible, pattern, _ = solve_pattern(problem, sequential_time(problem), state.budget, state.budget.remaining)
+    if pattern is not None:
+        state.offer(state.candidate(compose(problem, pattern), "sequential"))
+    elif feasible is False:
+        raise InfeasibleError(
+            "no order of one micro-batch's operations fits into the devices' memory, although each of them alone does; "
+            "raise --memory or --devices, or lower --microbatch-size"
+        )
+    else:
+        raise SearchTimeoutError(
+            f"no schedule that fits was found in {state.budget.elapsed:.1f} s; raise --time-limit or --memory"
+        )
+
+
+def offer_classics(state: State, *, automatic: bool) -> None:
+    """Offer the classic schedules: those that are made by trying rules, or the others, which take no time."""
+    if state.finished and state.graph.num_tasks > CHEAP_TASKS:
+        return
+    for name, classic in CLASSIC.items():  # also beside a best one: they may need less memory
+        if classic.automatic == automatic and not state.budget.expired and classic.applies(state.problem) is None:
+            state.offer(state.candidate(classic.orders(state.problem, state.graph), name))
+
+
+CHEAP_TASKS = 5000
+"""Up to so many actions what takes milliseconds is tried in any case: the classic schedules, insertion."""
+
+
+def offer_insertion(state: State) -> None:
+    """Micro-batches put one by one into the devices' gaps: another start, and for stages on several devices, too."""
+    if not state.finished and state.graph.num_tasks <= CHEAP_TASKS:
+        orders = insert_microbatches(state.problem.without_links)
+        state.offer(None if orders is None else state.candidate(orders, "insertion"))
+
+
+def offer_rules(state: State) -> None:
+    """Rules tried in time, the better ones changed a little, until that stops to help."""
+    problem, budget = state.problem, state.budget
+    if any(len(devices) > 1 for devices in problem.devices):
+        return  # greedy loses alignment where several devices must be free at once
+    tuning = Tuning(problem, budget.seed)
+    limit = budget.used + budget.seconds * _LISTING_SHARE
+    while not state.finished and budget.used < limit and tuning.fruitless < _FRUITLESS:
+        policy = tuning.propose()
+        orders = list_schedule(problem, policy)
+        candidate = None if orders is None else state.candidate(orders, "rules")
+        tuning.learn(policy, None if candidate is None else candidate.makespan)
+        state.offer(candidate)
+        budget.charge(state.graph.num_tasks * _SECONDS_PER_TASK)
+
+
+_LISTING_SHARE = 0.15
+"""The part of the time limit in which rules are tried, at most."""
+
+
+_FRUITLESS = 400
+"""Rules are given up after so many changes without improvement."""
+
+
+_SECONDS_PER_TASK = 5e-6
+"""What trying a rule costs per action where seconds are deterministic."""

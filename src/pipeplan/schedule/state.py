@@ -1,0 +1,152 @@
+"""What a search knows: candidates, the best of them, bounds; and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from pipeplan.errors import InvalidPlanError
+from pipeplan.model.workload import Workload
+from pipeplan.schedule.bounds import makespan_bound, period_bound
+from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.repetend import Pattern
+from pipeplan.schedule.solver import Budget
+from pipeplan.simulate.memory import overflow, peak_memory
+from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph, with_links
+
+__all__ = ["POOL", "Candidate", "Progress", "Schedule", "State"]
+
+Progress = Callable[[str, int, int, float], None]
+"""Called with what is being done, the best makespan and the bound (ns), and seconds since the search began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The best schedule found, and what is proved about the workload.
+
+    ``orders`` [device] task numbers and ``starts`` [task] in ns, as in :mod:`pipeplan.simulate.timing`.
+    ``scheduler`` names what made it. ``pattern`` is the repetend the search found, ``period_bound_ns`` the proved
+    least period per micro-batch at its unroll, and ``repetend_seconds`` how long both took from the start.
+    """
+
+    workload: Workload
+    graph: TaskGraph
+    orders: list[list[int]]
+    starts: list[int]
+    makespan_ns: int
+    bound_ns: int
+    scheduler: str
+    pattern: Pattern | None
+    period_bound_ns: Fraction
+    repetend_seconds: float | None
+    seconds: float
+    interrupted: bool
+
+    @property
+    def optimal(self) -> bool:
+        """Whether no schedule of this workload is shorter."""
+        return self.makespan_ns == self.bound_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A valid schedule. ``frozen`` are the tasks of one repetition in its middle, which keep it repeatable."""
+
+    orders: list[list[int]]
+    starts: list[int]
+    makespan: int
+    most_bytes: int
+    scheduler: str
+    frozen: frozenset[int] = frozenset()
+
+    @property
+    def value(self) -> tuple[int, int]:
+        """Less is better: makespan, then the memory of the device that needs most."""
+        return self.makespan, self.most_bytes
+
+
+@dataclass(slots=True)
+class State:
+    """What the search knows so far: the best schedule, and the best of those with a repetition frozen in them.
+
+    ``others`` are the best few of different makespan or memory, the best one among them.
+    """
+
+    problem: Problem
+    graph: TaskGraph
+    budget: Budget
+    progress: Progress | None
+    bound: int
+    best: Candidate | None = None
+    steady: Candidate | None = None
+    others: list[Candidate] = field(default_factory=list)
+    pattern: Pattern | None = None
+    period_proved: Fraction = Fraction(0)
+    repetend_seconds: float | None = None
+    whole_known: bool = False
+
+    @classmethod
+    def of(cls, problem: Problem, budget: Budget, progress: Progress | None) -> State:
+        """Nothing but the bounds."""
+        graph = task_graph(problem.workload)
+        return cls(problem, graph, budget, progress, makespan_bound(problem), period_proved=period_bound(problem))
+
+    def candidate(
+        self, orders: list[list[int]], scheduler: str, frozen: frozenset[int] = frozenset()
+    ) -> Candidate | None:
+        """The schedule of these orders; None if they block each other or do not fit into memory."""
+        try:
+            orders = with_links(self.graph, orders)
+            starts = earliest_starts(self.graph, orders)
+        except InvalidPlanError:
+            return None
+        if overflow(self.graph, orders) is not None:
+            return None
+        makespan = max(start + duration for start, duration in zip(starts, self.graph.durations, strict=True))
+        most = max(memory.peak_bytes for memory in peak_memory(self.graph, orders))
+        return Candidate(orders, starts, makespan, most, scheduler, frozen)
+
+    def offer(self, candidate: Candidate | None) -> bool:
+        """Keep the candidate where it is better than what is known; whether it was anywhere."""
+        if candidate is None:
+            return False
+        better = False
+        if not any(candidate.value == other.value for other in self.others):
+            self.others = sorted([*self.others, candidate], key=lambda other: other.value)[: POOL + 1]
+        if candidate.frozen and (self.steady is None or candidate.value < self.steady.value):
+            self.steady, better = candidate, True
+        if self.best is None or candidate.value < self.best.value:
+            self.best, better = candidate, True
+            self.report(candidate.scheduler)
+        return better
+
+    def raise_bound(self, bound: int | None) -> None:
+        """A proof that no schedule is shorter."""
+        if bound is not None and bound > self.bound:
+            self.bound = min(bound, self.chosen.makespan)
+            self.report("bound")
+
+    def report(self, what: str, value: int | None = None, bound: int | None = None) -> None:
+        """Say what is known, or what the solver says it is about to know."""
+        if self.progress is not None and self.best is not None:
+            best, proved = self.best.makespan, self.bound
+            self.progress(what, min(best, value or best), max(proved, bound or proved), self.budget.elapsed)
+
+    @property
+    def chosen(self) -> Candidate:
+        """The shortest schedule; among equals one that can be repeated."""
+        assert self.best is not None
+        if self.steady is not None and self.steady.makespan <= self.best.makespan:
+            return self.steady
+        return self.best
+
+    @property
+    def finished(self) -> bool:
+        """Whether the best is proved best, or there is no time left."""
+        assert self.best is not None
+        return self.best.makespan <= self.bound or self.budget.expired
+
+
+POOL = 4
+"""So many other schedules are improved beside the best ..."""
