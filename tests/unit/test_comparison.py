@@ -169,6 +169,16 @@ def test_schedules_with_the_same_reason_are_noted_together() -> None:
     assert "not applicable: c (no)" in text
 
 
+def test_a_search_that_was_too_short_is_said() -> None:
+    """Here by making the search's schedule longer than all others."""
+    found = compared("one-to-one")
+    assert "too little time" not in printed(found)
+    late = tuple(replace(row, makespan_ns=10**6) if row.schedule == OURS else row for row in found.rows)
+    rows = tuple(sorted(late, key=lambda row: row.makespan_ns))
+    text = printed(replace(found, rows=rows))
+    assert f"the search on one-to-one had too little time: {rows[0].schedule} is shorter; raise --time-limit" in text
+
+
 def test_what_applies_on_some_placement_is_not_noted_as_absent() -> None:
     assert "zb-v" not in printed(compared("one-to-one", "v-shape")).split("not applicable", 1)[1]
 

@@ -102,8 +102,12 @@ def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    """What does not fit and by how much, what does not apply anywhere, and placements without any schedule."""
-    notes = [f"{row.schedule} on {row.placement} does not fit: {row.why}" for row in comparison.rows if not row.fits]
+    """Searches that were too short, what does not fit and by how much, and what does not apply anywhere."""
+    notes = [
+        f"the search on {ours.placement} had too little time: {row.schedule} is shorter; raise --time-limit"
+        for ours, row in _missed(comparison)
+    ]
+    notes += [f"{row.schedule} on {row.placement} does not fit: {row.why}" for row in comparison.rows if not row.fits]
     there = {row.schedule for row in comparison.rows}
     names: dict[str, list[str]] = {}
     for missing in comparison.missing:
@@ -113,6 +117,18 @@ def _notes(comparison: Comparison) -> list[str]:
             same = names.setdefault(missing.why, [])
             same += [] if missing.schedule in same else [missing.schedule]
     return notes + [f"not applicable: {', '.join(same)} ({why})" for why, same in names.items()]
+
+
+def _missed(comparison: Comparison) -> list[tuple[Row, Row]]:
+    """The search's rows, each with the best classic schedule of its placement, where that fits and is shorter."""
+    first: dict[str, Row] = {}
+    for row in comparison.rows:
+        first.setdefault(row.placement, row)
+    return [
+        (row, first[row.placement])
+        for row in comparison.rows
+        if row.schedule == OURS and row.makespan_ns > first[row.placement].makespan_ns
+    ]
 
 
 def _table(comparison: Comparison) -> Table:
