@@ -75,15 +75,16 @@ class Result:
     def summary(self) -> dict[str, object]:
         """The figures of ``search --json``.
 
-        Period, unroll and span are those of the best repetend the search knows: the pattern it proved, or, where
-        no pattern was searched, the plan's own.
+        Period, unroll and span are those of the best repetend the search knows: the pattern it proved, or the plan's
+        own where that is quicker or no pattern was searched.
         """
         predicted, repetend, pattern = self.plan.predicted, self.plan.repetend, self.schedule.pattern
-        period = predicted.period_ns if pattern is None else _number(pattern.period)
-        unroll = (repetend.unroll if repetend else None) if pattern is None else pattern.unroll
-        span = (repetend.span if repetend else None) if pattern is None else pattern.span
+        period, period_bound_ns = predicted.period_ns, predicted.period_lower_bound_ns
+        unroll, span = (repetend.unroll, repetend.span) if repetend is not None else (None, None)
         steady = predicted.bubble_rate_steady
-        if pattern is not None:
+        if pattern is not None and (period is None or pattern.period <= period):
+            period, period_bound_ns = _number(pattern.period), _number(self.schedule.period_bound_ns)
+            unroll, span = pattern.unroll, pattern.span
             busy = sum(self.schedule_work())
             steady = float(1 - Fraction(busy) / (pattern.period * len(self.plan.devices)))
         return {
@@ -94,7 +95,7 @@ class Result:
             "lower_bound_ns": predicted.lower_bound_ns,
             "gap": predicted.gap,
             "period_ns": period,
-            "period_lower_bound_ns": _number(self.schedule.period_bound_ns),
+            "period_lower_bound_ns": period_bound_ns,
             "unroll": unroll,
             "span": span,
             "bubble_rate": predicted.bubble_rate,

@@ -161,7 +161,7 @@ def _repeated(
         whole.offer(None if orders is None else whole.candidate(orders, state.chosen.scheduler))
     if whole.best is None:
         return None
-    if scheduler == "auto" and not whole.finished:
+    if scheduler == "auto" and not whole.proved:
         offer_classics(whole, automatic=False)
     return replace(
         found,

@@ -36,11 +36,16 @@ def first_schedule(state: State) -> None:
 
 
 def offer_classics(state: State, *, automatic: bool) -> None:
-    """Offer the classic schedules: those that are made by trying rules, or the others, which take no time."""
-    if state.finished and state.graph.num_tasks > CHEAP_TASKS:
+    """Offer the classic schedules: those that are made by trying rules, or the others.
+
+    The others are looked at even if no time is left, so that the result is never worse; and, where there are few
+    actions, also beside a best one, since they may need less memory.
+    """
+    if state.proved and state.graph.num_tasks > CHEAP_TASKS:
         return
-    for name, classic in CLASSIC.items():  # also beside a best one: they may need less memory
-        if classic.automatic == automatic and not state.budget.expired and classic.applies(state.problem) is None:
+    for name, classic in CLASSIC.items():
+        late = state.budget.expired if automatic else state.budget.interrupted
+        if classic.automatic == automatic and not late and classic.applies(state.problem) is None:
             state.offer(state.candidate(classic.orders(state.problem, state.graph), name))
 
 

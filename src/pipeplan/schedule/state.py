@@ -144,8 +144,13 @@ class State:
     @property
     def finished(self) -> bool:
         """Whether the best is proved best, or there is no time left."""
+        return self.proved or self.budget.expired
+
+    @property
+    def proved(self) -> bool:
+        """Whether the best is proved best."""
         assert self.best is not None
-        return self.best.makespan <= self.bound or self.budget.expired
+        return self.best.makespan <= self.bound
 
 
 POOL = 4
