@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
@@ -12,6 +13,7 @@ from helpers import chain_workload, gpipe_orders, one_f_one_b
 
 from pipeplan.check import check
 from pipeplan.costs import build_workload
+from pipeplan.errors import InvalidPlanError
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.model import Cluster, Dependency, DeviceKind, Hop, LinkLevel, Operation, Plan, Source, Stage
 from pipeplan.model.workload import Workload
@@ -309,3 +311,42 @@ def test_links_count_for_no_devices_figures() -> None:
     simulation = simulate(plan_of(graph, numbered(graph, one_f_one_b(workload))))
     assert len(simulation.rates.busy_ns) == len(simulation.memory) == len(simulation.orders) == 3
     assert simulation.rates.busy_ns == (180, 180, 180)
+
+
+# Programs over busy links --------------------------------------------------------------------------------------
+
+
+def with_program(plan: Plan, device: int, change: Callable[[list[str]], list[str]]) -> Plan:
+    programs = [list(program) for program in plan.programs]
+    programs[device] = change(programs[device])
+    return plan.model_copy(update={"programs": tuple(map(tuple, programs))})
+
+
+def busy_plan() -> Plan:
+    graph = task_graph(over_links(chain_workload(2, 3), occupancy=25, latency=5))
+    return plan_of(graph, numbered(graph, gpipe_orders(graph.workload)))
+
+
+def test_full_names_of_sends_mean_the_same() -> None:
+    plan = busy_plan()
+    full = with_program(plan, 0, lambda program: [f"{text}>1@1" if "SEND" in text else text for text in program])
+    assert simulate(full).starts == simulate(plan).starts
+    assert check(full).problems == ()
+
+
+@pytest.mark.parametrize("change", [lambda sends: sends[1:], lambda sends: [*sends, sends[0]]])
+def test_a_plan_without_each_send_once_is_not_simulated(change: Callable[[list[str]], list[str]]) -> None:
+    def damage(program: list[str]) -> list[str]:
+        sends = [text for text in program if "SEND" in text]
+        return [text for text in program if "SEND" not in text] + change(sends)
+
+    with pytest.raises(InvalidPlanError, match=r"programs\[0\] does not have each SEND to device 1 once"):
+        simulate(with_program(busy_plan(), 0, damage))
+
+
+def test_sends_in_another_order_take_longer() -> None:
+    plan = busy_plan()
+    swapped = {"0SEND_F0": "0SEND_F2", "0SEND_F2": "0SEND_F0"}
+    late = with_program(plan, 0, lambda program: [swapped.get(text, text) for text in program])
+    assert simulate(late).rates.makespan_ns > plan.predicted.makespan_ns
+    assert "links" in {problem.rule for problem in check(late).problems}

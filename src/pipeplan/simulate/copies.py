@@ -10,6 +10,7 @@ operations at its ends, and of the places where a link's order can be cut it is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from pipeplan.errors import InvalidPlanError, UsageError
@@ -102,9 +103,10 @@ def split_order(
             f"would be actions {begin} to {end - 1}"
         )
     parts = entries[:begin], entries[begin:end], entries[end:]
-    for index, part in enumerate(parts):
+    ranges = ((-math.inf, 0), (0, unroll), (unroll, math.inf))
+    for index, (part, (low, high)) in enumerate(zip(parts, ranges, strict=True)):
         for item, m in part:
-            if _part_of(m - begins[item], unroll) != index:
+            if not low <= m - begins[item] < high:
                 raise InvalidPlanError(
                     f"{what} runs {workload.label(item, m)} "
                     f"{('before', 'inside', 'after')[index]} the repetend, which has its micro-batches "
@@ -138,8 +140,3 @@ def require_equal_sizes(workload: Workload) -> None:
                 f"a repetend needs one micro-batch size for all stages; stages[{index}] has "
                 f"{stage.microbatch_size}, the plan {workload.microbatch_size}"
             )
-
-
-def _part_of(offset: int, unroll: int) -> int:
-    """0 before, 1 inside, 2 after the copy, for a micro-batch this far from the copy's first."""
-    return 0 if offset < 0 else 1 if offset < unroll else 2

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Literal
 
 from pipeplan.model.workload import Workload
@@ -38,12 +40,13 @@ def critical_path(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> li
     ends or arrives. Where several things let it, the device (or link) goes before inputs.
     """
     durations = graph.durations
-    before = _before_on_devices(orders)
     inputs = _Inputs(graph.workload)
-    task = max(range(graph.num_tasks), key=lambda task: starts[task] + durations[task])
+    ends = [*map(add, starts, durations)]
+    task = ends.index(max(ends))
     steps: list[CriticalStep] = []
     while starts[task] > 0:
-        step, task = _step(graph, starts, task, before[task], inputs.of(graph, task))
+        before = _before(graph, orders, starts, task)
+        step, task = _step(graph, starts, task, before, inputs.of(graph, task))
         steps.append(step)
     steps.append(CriticalStep(task, "start"))
     return steps[::-1]
@@ -62,13 +65,13 @@ def _step(
     raise AssertionError(f"{graph.label(task)} starts at {starts[task]} and nothing let it start then")
 
 
-def _before_on_devices(orders: Orders) -> dict[int, list[int]]:
-    """Task -> the tasks right before it, one for each of its devices where there is one."""
-    before: dict[int, list[int]] = defaultdict(list)
-    for order in orders:
-        for earlier, later in zip(order, order[1:], strict=False):
-            before[later].append(earlier)
-    return before
+def _before(graph: TaskGraph, orders: Orders, starts: Sequence[int], task: int) -> list[int]:
+    """The tasks right before a task, one for each of its devices where there is one; orders are in time."""
+    places = (
+        (orders[device], bisect_left(orders[device], starts[task], key=starts.__getitem__))
+        for device in graph.devices_of(task)
+    )
+    return [order[place - 1] for order, place in places if place]
 
 
 class _Inputs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,8 +42,8 @@ def rates(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> Rates:
     """Figures of the timeline in which each task begins at ``starts`` [task], in ns; links count for nothing."""
     durations = graph.durations
     orders = graph.on_devices(orders)
-    busy = tuple(sum(durations[task] for task in order) for order in orders)
-    first = tuple(min((starts[task] for task in order), default=0) for order in orders)
+    busy = tuple(sum(map(durations.__getitem__, order)) for order in orders)
+    first = tuple(min(map(starts.__getitem__, order), default=0) for order in orders)
     last = tuple(max((starts[task] + durations[task] for task in order), default=0) for order in orders)
     makespan = max(last)
     spans = [end - start for start, end in zip(first, last, strict=True)]
@@ -70,23 +69,25 @@ def in_flight(graph: TaskGraph, orders: Orders) -> tuple[int, ...]:
 
 def _in_flight(graph: TaskGraph, device: int, order: Sequence[int]) -> int:
     """A unit of samples is in flight while the device holds bytes on its behalf, in any of its stages."""
-    workload = graph.workload
-    unit = math.gcd(*(stage.microbatch_size for stage in workload.stages if device in stage.devices))
-    held: Counter[int] = Counter()
+    workload, operation_of, offsets = graph.workload, graph.operation_of, graph.offsets
+    unit = math.gcd(*(stage.microbatch_size for stage in workload.stages if device in stage.devices)) or 1
+    effects = [(op.acquire_bytes, op.release_bytes) for op in workload.operations]
+    held = [0] * (workload.num_microbatches * workload.microbatch_size // unit)
     holding = most = 0
     for task in order:
-        index = graph.operation_of[task]
-        operation = workload.operations[index]
-        units = workload.stages[operation.stage].microbatch_size // unit if unit else 1
-        first = (task - graph.offsets[index]) * units
-        for sample in range(first, first + units):
-            holding += held[sample] == 0 and operation.acquire_bytes > 0
-            held[sample] += operation.acquire_bytes
-        most = max(most, holding)
-        for sample in range(first, first + units):
-            before = held[sample]
-            held[sample] -= operation.release_bytes
-            holding -= before > 0 and held[sample] <= 0
+        operation = operation_of[task]
+        acquire, release = effects[operation]
+        units = workload.sizes[operation] // unit
+        first = (task - offsets[operation]) * units
+        if acquire:
+            holding += held[first : first + units].count(0)
+            for sample in range(first, first + units):
+                held[sample] += acquire
+            most = max(most, holding)
+        if release:
+            for sample in range(first, first + units):
+                holding -= 0 < held[sample] <= release
+                held[sample] -= release
     return most
 
 

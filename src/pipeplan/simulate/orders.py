@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from pipeplan.errors import InvalidPlanError
-from pipeplan.model import Action, Plan
+from pipeplan.model import Plan
 from pipeplan.model.action import PAYLOAD
 from pipeplan.model.workload import Workload
 from pipeplan.simulate.timing import TaskGraph
 
 __all__ = ["orders_of"]
 
-_Name = tuple[int, str, int | None, int | None]
-"""What a SEND says: source stage, payload, target stage and device; None where it does not say."""
+_Name = tuple[str, str]
+"""What stands before and behind the micro-batch in a SEND."""
 
 
 def orders_of(plan: Plan, graph: TaskGraph) -> list[list[int]]:
@@ -35,8 +35,8 @@ def _compute_order(graph: TaskGraph, device: int, program: Sequence[str]) -> lis
     number: dict[str, int] = {}
     for item, operation in enumerate(workload.operations):
         if device in workload.resources[item]:
-            tasks = range(graph.offsets[item], graph.offsets[item + 1])
-            number.update({f"{operation.id}{m}": task for m, task in enumerate(tasks)})
+            id_, tasks = operation.id, range(graph.offsets[item], graph.offsets[item + 1])
+            number.update({f"{id_}{m}": task for m, task in enumerate(tasks)})
     computes = [text for text in program if "_" not in text]  # a transfer is 1SEND_F0 or 2RECV_F0
     _require_all(device, computes, number)
     return [number[text] for text in computes]
@@ -44,20 +44,13 @@ def _compute_order(graph: TaskGraph, device: int, program: Sequence[str]) -> lis
 
 def _link_order(graph: TaskGraph, link: int, source: int, target: int, program: Sequence[str]) -> list[int]:
     """The messages of a link in the order of the SENDs; others from the same device are passed over."""
-    names = _names(graph.workload, link, source)
-    order: list[int] = []
-    for text in program:
-        if "SEND" in text:
-            action = Action.parse(text)
-            item = names.get((action.stage, action.payload, action.peer_stage, action.peer_device))
-            if item is not None and action.microbatch < graph.offsets[item + 1] - graph.offsets[item]:
-                order.append(graph.offsets[item] + action.microbatch)
-    expected = sum(
-        graph.offsets[item + 1] - graph.offsets[item]
-        for item, resources in enumerate(graph.workload.resources)
-        if len(graph.workload.devices) + link in resources
-    )
-    if len(set(order)) != expected or len(order) != expected:
+    numbered = enumerate(graph.workload.transfers, len(graph.workload.operations))
+    tasks = {item: range(*graph.offsets[item : item + 2]) for item, transfer in numbered if transfer.link == link}
+    number: dict[str, int] = {}
+    for (before, behind), item in _names(graph.workload, link, source).items():
+        number.update({f"{before}{m}{behind}": task for m, task in enumerate(tasks[item])})
+    order = [number[text] for text in program if text in number]
+    if not len(order) == len(set(order)) == sum(map(len, tasks.values())):
         raise InvalidPlanError(
             f"programs[{source}] does not have each SEND to device {target} once; pipeplan check tells all that is "
             "wrong with the plan"
@@ -84,13 +77,9 @@ def _names(workload: Workload, link: int, device: int) -> dict[_Name, int]:
 
 
 def _ways_to_say(source: str, stage: int, device: int) -> list[_Name]:
-    """A message's full name, and those that leave out who gets it."""
-    payload = PAYLOAD.get(source[-1], "")
-    return [
-        (int(source[:-1]), payload, said_stage, said_device)
-        for said_stage in (None, stage)
-        for said_device in (None, device)
-    ]
+    """A message with its full name, and with those that leave out who gets it."""
+    before = f"{source[:-1]}SEND_{PAYLOAD.get(source[-1], '')}"
+    return [(before, to_stage + to_device) for to_stage in ("", f">{stage}") for to_device in ("", f"@{device}")]
 
 
 def _require_all(device: int, actions: Sequence[str], expected: Mapping[str, int]) -> None:
