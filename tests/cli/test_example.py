@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from pipeplan.cli.example_verb import command
 from pipeplan.cli.main import main
-from pipeplan.examples import SHAPES
+from pipeplan.examples import MODELS, SHAPES
 from pipeplan.model import Profile, parse, read_profile
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +82,11 @@ def test_a_zero_backward_is_not_the_default() -> None:
         (["shape-v", "--shared-forward", "1ms"], "--shared-forward does not apply to shape-v"),
         (["shape-zbv", "--shared-backward", "1ms"], "--shared-backward does not apply to shape-zbv"),
         (["shape-m", "--chunks", "2"], "--chunks does not apply to shape-m"),
+        (["shape-v", "--device", "a100-80gb"], "--device is for models, not for shape-v"),
+        (["mmt", "--devices", "4"], "--devices is for shapes, not for mmt"),
+        (["mmt", "--device", "tpu"], "--device 'tpu' is not a preset"),
+        (["mmt", "--microbatch", "1,x"], "'1,x' is not a list of numbers"),
+        (["mmt", "--microbatch", "100000"], "sizes from 1 to 65536, not [100000]"),
         (["shape-k", "--devices", "5"], "even number of devices, not 5"),
         (["shape-v", "--devices", "0"], "0 is not in the range"),
         (["shape-v", "--devices", "4097"], "1 to 4096 devices"),
@@ -111,8 +116,26 @@ def test_flags_are_the_documented_ones() -> None:
     assert flags == {
         *("name", "--devices", "--chunks", "--forward", "--backward", "--input-grad", "--weight-grad"),
         *("--shared-forward", "--shared-backward", "--comm", "--activation-bytes", "--weight-grad-bytes"),
-        *("-o", "--output"),
+        *("--device", "--microbatch", "-o", "--output"),
     }
+
+
+def test_a_models_flags_reach_the_file() -> None:
+    profile = written("gpt2-124m", "--device", "v100-32gb", "--microbatch", "8,2,8")
+    assert (profile.source.device, profile.source.dtype) == ("V100-SXM2-32GB", "float16")
+    assert (profile.microbatch_sizes, profile.placement) == ((2, 8), None)
+
+
+def test_a_model_is_the_same_file_every_time() -> None:
+    assert run("mmt").stdout == run("mmt").stdout
+
+
+def test_help_names_every_model() -> None:
+    text = "".join(run("--help").stdout.split())
+    for name in MODELS:
+        family, _, size = name.rpartition("-")
+        assert size in text
+        assert name in text or family.removesuffix("-5b").removesuffix("-16b") in text
 
 
 def test_as_a_process() -> None:

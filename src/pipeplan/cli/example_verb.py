@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import click
 
-from pipeplan.cli.types import BYTES, DURATION
+from pipeplan.cli.types import BYTES, COUNTS, DURATION
 
 __all__ = ["command"]
 
 _SHARED = ("shared_forward", "shared_backward")
 _WITH_SHARED = ("m", "mllm", "nn", "k")
+_OF_MODELS = ("device", "microbatch")
+_OF_BOTH = ("name", "output")
 
 
-@click.command("example", short_help="Write a ready input: a literature shape.")
+@click.command("example", short_help="Write a ready input: a shape or a model of the literature.")
 @click.argument("name", metavar="NAME")
 @click.option("--devices", type=click.IntRange(min=1), default=4, show_default=True, help="Number of devices.")
 @click.option("--chunks", type=click.IntRange(min=1), help="Stages per device of shape-circular.  [default: 2]")
@@ -31,6 +33,8 @@ _WITH_SHARED = ("m", "mllm", "nn", "k")
     show_default=True,
     help="Held from the input gradient to the weight gradient.",
 )
+@click.option("--device", metavar="PRESET", help="Device that a model's costs are for.  [default: a100-80gb]")
+@click.option("--microbatch", type=COUNTS, metavar="1,2,4", help="Samples per micro-batch that a model has costs for.")
 @click.option("-o", "--output", default="-", show_default=True, metavar="FILE", help="Where to write; - for stdout.")
 @click.pass_context
 def command(
@@ -47,20 +51,31 @@ def command(
     comm: int,
     activation_bytes: int,
     weight_grad_bytes: int,
+    device: str | None,
+    microbatch: tuple[int, ...] | None,
     output: str,
 ) -> None:
-    """Write the profile NAME, with its placement.
+    """Write the profile NAME: a shape with its placement, or a model of a paper with estimated costs.
 
-    NAME is shape-v, shape-x, shape-m, shape-mllm, shape-nn, shape-k, shape-circular or shape-zbv. Costs are for one
+    Shapes: shape-v, shape-x, shape-m, shape-mllm, shape-nn, shape-k, shape-circular, shape-zbv. Costs are for one
     micro-batch on one device; shape-circular and shape-zbv divide them among the device's chunks.
+
+    Models: gpt2-{124m,345m,762m,1.3b}, bert-large, tessel-gpt-{11b,24b,47b,77b}, tessel-mt5-{1.8b,9.5b,43b,88b},
+    tessel-flava, flexpipe-gpt-5b-{64k,128k,256k,512k,1m}, flexpipe-gpt-16b-{256k,512k,1m,1.1m,1.2m},
+    flexpipe-clip-{4.7b,8.2b,9.7b}, mmt, dlrm, candle-uno. They take --device and --microbatch alone.
     """
     from pipeplan.errors import UsageError
-    from pipeplan.examples import SHAPES, ShapeCosts, shape
+    from pipeplan.examples import MODELS, SHAPES, ShapeCosts, model, shape
     from pipeplan.model import write_file
 
     kind = name.removeprefix("shape-")
-    if not name.startswith("shape-") or kind not in SHAPES:
-        raise UsageError(f"there is no example {name!r}; choose from {', '.join(f'shape-{each}' for each in SHAPES)}")
+    names = [*(f"shape-{each}" for each in SHAPES), *MODELS]
+    if name not in names:
+        raise UsageError(f"there is no example {name!r}; choose from {', '.join(names)}")
+    _refuse_others(ctx, name, of_model=name in MODELS)
+    if name in MODELS:
+        write_file(model(name, device=device or "a100-80gb", microbatch_sizes=microbatch), output)
+        return
     for flag in _SHARED:
         if ctx.params[flag] is not None and kind not in _WITH_SHARED:
             raise UsageError(
@@ -79,3 +94,16 @@ def command(
         weight_grad_bytes=weight_grad_bytes,
     )
     write_file(shape(kind, devices, chunks=chunks, costs=costs), output)
+
+
+def _refuse_others(ctx: click.Context, name: str, *, of_model: bool) -> None:
+    """Refuse flags of shapes for a model and the other way round."""
+    from click.core import ParameterSource
+
+    from pipeplan.errors import UsageError
+
+    for flag in ctx.params:
+        given = ctx.get_parameter_source(flag) is ParameterSource.COMMANDLINE
+        if given and flag not in _OF_BOTH and (flag in _OF_MODELS) != of_model:
+            takers = "shapes" if of_model else "models"
+            raise UsageError(f"--{flag.replace('_', '-')} is for {takers}, not for {name}; leave it out")

@@ -9,7 +9,9 @@ import click
 from pipeplan.errors import UsageError
 from pipeplan.units import parse_bytes, parse_ns
 
-__all__ = ["BYTES", "DURATION"]
+__all__ = ["BYTES", "COUNTS", "DURATION"]
+
+_MOST = 1_000_000
 
 
 class _Duration(click.ParamType[int]):
@@ -42,5 +44,21 @@ class _Bytes(click.ParamType[int]):
             self.fail(str(error), param, ctx)
 
 
+class _Counts(click.ParamType[tuple[int, ...]]):
+    """Numbers from 1 on, ascending and each once: ``1,2,4``."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """The numbers."""
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in value.split(",")]
+        if not all(part.isascii() and part.isdecimal() and 1 <= int(part) <= _MOST for part in parts):
+            self.fail(f"{value!r} is not a list of numbers from 1 to {_MOST}; write them as 1,2,4", param, ctx)
+        return tuple(sorted({int(part) for part in parts}))
+
+
 DURATION = _Duration()
 BYTES = _Bytes()
+COUNTS = _Counts()

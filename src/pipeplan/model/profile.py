@@ -11,6 +11,8 @@ from pipeplan.model.placement import Placement
 
 __all__ = ["Block", "CostRow", "Edge", "Profile"]
 
+Dimension = Annotated[int, Field(ge=1, le=1_000_000_000)]  # vocabularies go above a million
+
 
 class CostRow(FileModel):
     """Costs of one block for one micro-batch size, shard count (or configuration) and recomputation choice.
@@ -60,7 +62,7 @@ class Block(FileModel):
     id: Name
     operator: Annotated[Name, Field(description="operator kind: attention, ffn, embedding, head, ...")]
     dimensions: Annotated[
-        dict[str, Count],
+        dict[str, Dimension],
         Field(description="sizes a configuration can split: sequence, hidden, heads, vocabulary, ..."),
     ] = {}
     parameter_bytes: Annotated[Bytes, Field(description="unsplit; gradients take the same")] = 0
