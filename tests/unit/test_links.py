@@ -294,6 +294,7 @@ def test_critical_path_names_what_waited_for_its_link() -> None:
     text = io.StringIO()
     print_simulation(simulation, text, 200)
     assert "0SEND_F0>1@1 .. 0SEND_F2>1@1 (3)" in text.getvalue()
+    assert "critical path: 4 actions and 6 messages, " in text.getvalue()
 
 
 def test_trace_shows_messages_when_they_are_under_way() -> None:

@@ -246,7 +246,11 @@ def _critical_path(simulation: Simulation, arrow: str) -> Text:
     if len(runs) > _MAX_RUNS:
         half = _MAX_RUNS // 2
         runs = [*runs[:half], f"... {len(runs) - _MAX_RUNS} more runs ...", *runs[-half:]]
-    summary = f": {_number(len(simulation.critical_path), 'action')}, {', '.join(shares)}\n"
+    messages = sum(step.task >= simulation.graph.num_actions for step in simulation.critical_path)
+    count = _number(len(simulation.critical_path) - messages, "action")
+    if messages:
+        count += f" and {_number(messages, 'message')}"
+    summary = f": {count}, {', '.join(shares)}\n"
     return Text.assemble(("critical path", "bold"), summary, "  " + f" {arrow} ".join(runs))
 
 
