@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import networkx as nx
 import pytest
 
 from pipeplan.check import check
-from pipeplan.costs.presets import PRESETS
+from pipeplan.costs.presets import PRESETS, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS, model
 from pipeplan.model import Profile, parse, to_json
 from pipeplan.planner import Batch, Options, search_plan
 
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BILLION, MILLION = 10**9, 10**6
 
 STATED = {
@@ -89,6 +92,20 @@ def test_every_model_is_in_one_list() -> None:
 @pytest.mark.parametrize("name", STATED)
 def test_parameters_are_the_papers_within_its_rounding(name: str) -> None:
     assert rounded(parameters(model(name)), STATED[name]) == STATED[name]
+
+
+def test_the_page_has_every_models_parameters() -> None:
+    rows = [line.split("|") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    shown = {row[1].strip(" `"): row[2].strip() for row in rows if len(row) == 7}
+    assert shown == {name: f"{parameters(model(name, microbatch_sizes=[1])):,}" for name in MODELS}
+
+
+def test_the_page_has_every_preset() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for device in map(device_preset, PRESETS):
+        peaks = f"{device.matrix_flops_per_s / 1e12:g} | {device.float32_flops_per_s / 1e12:g}"
+        memory = f"{device.memory_bytes // BILLION} GB | {device.bandwidth_bytes_per_s // BILLION}"
+        assert f"| `{device.name}` | {device.dtype} | {peaks} | {memory} |" in text
 
 
 @pytest.mark.parametrize("name", EXPLAINED)
