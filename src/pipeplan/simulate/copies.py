@@ -71,11 +71,11 @@ def link_begins(
     counts, last = dict(passed), {item: count - 1 for item, count in passed.items()}
     found: dict[int, int] | None = None
     for at in range(sum(passed.values()), sum(begins[ends[item].source] for item in passed) + 1):
-        copy = sorted(entries[at : at + unroll * len(counts)])
         if (
             all(begins[ends[x].target] <= counts[x] <= begins[ends[x].source] for x in counts)
             and all(last[x] == counts[x] - 1 for x in counts)
-            and copy == [(x, counts[x] + u) for x in counts for u in range(unroll)]
+            and sorted(entries[at : at + unroll * len(counts)])
+            == [(x, counts[x] + u) for x in counts for u in range(unroll)]
         ):
             found = dict(counts)
         if at < len(entries):
