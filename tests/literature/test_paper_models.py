@@ -66,6 +66,7 @@ SUBMODULES = {
 SMALLEST = [
     *("gpt2-124m", "bert-large", "tessel-gpt-11b", "tessel-mt5-1.8b", "tessel-flava", "flexpipe-gpt-5b-64k"),
     *("flexpipe-gpt-16b-256k", "flexpipe-clip-9.7b", "mmt", "dlrm", "candle-uno"),
+    "tensoropt-vgg16",
 ]
 """The one of each family with the fewest blocks."""
 
@@ -86,7 +87,12 @@ def rounded(count: int, stated: str) -> str:
 
 
 def test_every_model_is_in_one_list() -> None:
-    assert sorted([*STATED, *EXPLAINED, *UNSTATED]) == sorted(MODELS)
+    assert sorted([*STATED, *EXPLAINED, *UNSTATED, "tensoropt-vgg16"]) == sorted(MODELS)
+
+
+def test_tensoropts_vgg16() -> None:
+    """Table 1: 0.52 GB of parameters, which is float32 in units of 2^30."""
+    assert f"{4 * parameters(model('tensoropt-vgg16')) / 2**30:.2f}" == "0.52"
 
 
 @pytest.mark.parametrize("name", STATED)

@@ -13,10 +13,13 @@ from pipeplan.costs.operators import (
     add,
     attention_core,
     concatenate,
+    convolution,
     cost_row,
     embedding,
     linear,
+    max_pool,
     norm,
+    relu,
     sequence_of,
     vocabulary_loss,
 )
@@ -130,7 +133,19 @@ def test_gates_and_plain_tables() -> None:
     assert (table.parameters, table.saved_bytes, table.input_grad) == (64_000, 8 * 200, ())
     assert embedding(1, 8, 1000, 64, 2, positions=8, types=2).parameters == 1010 * 64
     assert norm(5, 64, 2, bias=False).parameters == 64
-    assert concatenate(10, 2).saved_bytes == 0
+    assert (concatenate(10, 2).saved_bytes, concatenate(10, 2, kept=7).saved_bytes) == (0, 14)
+    assert relu(10, 2).saved_bytes == 0
+
+
+def test_convolution_by_hand() -> None:
+    """VGG's second convolution: 64 to 64 channels of 224 x 224 pixels, 1.85 billion multiply-adds."""
+    layer = convolution(1, 224, 64, 64, 2)
+    assert layer.parameters == 3 * 3 * 64 * 64 + 64 == 36_928
+    assert layer.flops == 2 * 1_849_688_064
+    assert layer.saved_bytes == 2 * 64 * 224 * 224
+    assert (layer.weight_grad, layer.deferred_bytes) == ((), 0)  # made with I
+    pool = max_pool(1, 224, 64, 2)
+    assert pool.saved_bytes == 2 * 64 * 224 * 224 + 8 * 64 * 112 * 112
 
 
 def test_a_row_is_input_and_weight_gradients_in_one_backward() -> None:

@@ -62,7 +62,7 @@ def command(
 
     Models: gpt2-{124m,345m,762m,1.3b}, bert-large, tessel-gpt-{11b,24b,47b,77b}, tessel-mt5-{1.8b,9.5b,43b,88b},
     tessel-flava, flexpipe-gpt-5b-{64k,128k,256k,512k,1m}, flexpipe-gpt-16b-{256k,512k,1m,1.1m,1.2m},
-    flexpipe-clip-{4.7b,8.2b,9.7b}, mmt, dlrm, candle-uno. They take --device and --microbatch alone.
+    flexpipe-clip-{4.7b,8.2b,9.7b}, mmt, dlrm, candle-uno, tensoropt-vgg16. They take --device and --microbatch alone.
     """
     from pipeplan.errors import UsageError
     from pipeplan.examples import MODELS, SHAPES, ShapeCosts, model, shape

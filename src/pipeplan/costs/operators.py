@@ -20,10 +20,13 @@ __all__ = [
     "add",
     "attention_core",
     "concatenate",
+    "convolution",
     "cost_row",
     "embedding",
     "linear",
+    "max_pool",
     "norm",
+    "relu",
     "sequence_of",
     "vocabulary_loss",
 ]
@@ -146,9 +149,53 @@ def add(numbers: int, width: int) -> Operator:
     return Operator(forward=(kernel,), input_grad=(kernel,))
 
 
-def concatenate(numbers: int, width: int) -> Operator:
-    """A copy of several tensors into one of so many ``numbers``; backward hands out views."""
-    return Operator(forward=(Kernel(0, 2 * numbers * width),), gradient_bytes=numbers * width)
+def relu(numbers: int, width: int) -> Operator:
+    """A function whose backward needs its output, which the next operator keeps as its input."""
+    return Operator(
+        forward=(Kernel(numbers, 2 * numbers * width),),
+        input_grad=(Kernel(numbers, 3 * numbers * width),),
+        gradient_bytes=2 * numbers * width,
+    )
+
+
+def concatenate(numbers: int, width: int, *, kept: int = 0) -> Operator:
+    """A copy of several tensors into one of so many ``numbers``; backward hands out views.
+
+    It needs none of its inputs; ``kept`` is how many of them the operators before it need as their outputs.
+    """
+    return Operator(forward=(Kernel(0, 2 * numbers * width),), saved_bytes=kept * width, gradient_bytes=numbers * width)
+
+
+def convolution(samples: int, side: int, inputs: int, outputs: int, width: int, *, kernel: int = 3) -> Operator:
+    """A square convolution with bias that keeps the image's side: [inputs, side, side] to [outputs, side, side].
+
+    Its weight gradient is made with I, as the executor does it.
+    """
+    pixels, weight = samples * side * side, kernel * kernel * inputs * outputs
+    taken, given = pixels * inputs * width, pixels * outputs * width
+    product = Kernel(2 * pixels * weight, taken + given + weight * width, matrix=True)
+    parameters = weight + outputs
+    return Operator(
+        parameters=parameters,
+        forward=(product,),
+        input_grad=(product, product, _accumulate(parameters, width)),
+        saved_bytes=taken,
+        gradient_bytes=taken + given,
+        update_bytes=parameters * width,
+    )
+
+
+def max_pool(samples: int, side: int, channels: int, width: int) -> Operator:
+    """The largest of every 2 x 2 pixels; keeps its input and where the largest were, as int64."""
+    taken = samples * side * side * channels
+    given = taken // 4
+    moved = (taken + given) * width + _INT64 * given
+    return Operator(
+        forward=(Kernel(taken, moved),),
+        input_grad=(Kernel(given, moved),),
+        saved_bytes=taken * width + _INT64 * given,
+        gradient_bytes=(taken + given) * width,
+    )
 
 
 def embedding(

@@ -11,10 +11,13 @@ from pipeplan.costs.operators import (
     add,
     attention_core,
     concatenate,
+    convolution,
     cost_row,
     embedding,
     linear,
+    max_pool,
     norm,
+    relu,
     sequence_of,
     vocabulary_loss,
 )
@@ -229,7 +232,7 @@ class Layout:
     def perceptron(
         self, prefix: str, layers: int, inputs: int, hidden: int, after: Sequence[tuple[str, int]] = ()
     ) -> str:
-        """Linear layers with an activation each, a block apiece; the first takes ``inputs`` numbers."""
+        """Linear layers with a ReLU each, a block apiece; the first takes ``inputs`` numbers."""
         feeds = after
         for layer in range(layers):
             taken = inputs if layer == 0 else hidden
@@ -240,16 +243,37 @@ class Layout:
             feeds = [(id_, hidden * WIDTH)]
         return feeds[0][0]
 
-    def joined(self, id_: str, feeds: Sequence[tuple[str, int]]) -> str:
-        """The concatenation of what several blocks give."""
+    def joined(self, id_: str, feeds: Sequence[tuple[str, int]], *, kept: int = 0) -> str:
+        """The concatenation of what several blocks give; ``kept`` numbers of it they need themselves for backward."""
         numbers = sum(size for _, size in feeds) // WIDTH
         return self.add(
             id_,
             "concatenation",
-            lambda samples: concatenate(samples * numbers, WIDTH),
+            lambda samples: concatenate(samples * numbers, WIDTH, kept=samples * kept),
             after=feeds,
             dimensions={"outputs": numbers},
         )
+
+    def convolutions(self, prefix: str, side: int, inputs: int, outputs: Sequence[int], after: str | None) -> str:
+        """Convolutions with a ReLU each, a block apiece, on images of this side; the last halves it by pooling."""
+        for index, given in enumerate(outputs):
+            last = index == len(outputs) - 1
+            costs = _convolved(side, inputs, given, first=after is None, pooled=last)
+            feeds = [] if after is None else [(after, side * side * inputs * WIDTH)]
+            sizes = {"side": side, "inputs": inputs, "outputs": given}
+            after = self.add(f"{prefix}{index}", "convolution", costs, after=feeds, dimensions=sizes)
+            inputs = given
+        assert after is not None
+        return after
+
+    def class_head(self, after: str, inputs: int, classes: int) -> str:
+        """A linear layer to one number per class, and cross-entropy."""
+
+        def costs(samples: int) -> Operator:
+            return sequence_of(linear(samples, inputs, classes, WIDTH), vocabulary_loss(samples, classes, WIDTH))
+
+        sizes = {"inputs": inputs, "vocabulary": classes}
+        return self.add("head", "head", costs, after=[(after, inputs * WIDTH)], dimensions=sizes)
 
     def value_head(self, after: str, inputs: int, rows: int = 1) -> str:
         """A linear layer to one number for each of a sample's ``rows``, and its loss."""
@@ -263,10 +287,24 @@ class Layout:
 
 
 def _dense(inputs: int, outputs: int, *, first: bool) -> Callable[[int], Operator]:
-    """A linear layer with an activation; the first of a model has no input that gets a gradient."""
+    """A linear layer with a ReLU; the first of a model has no input that gets a gradient."""
 
     def costs(samples: int) -> Operator:
         layer = linear(samples, inputs, outputs, WIDTH)
-        return sequence_of(replace(layer, input_grad=()) if first else layer, activation(samples * outputs, WIDTH))
+        return sequence_of(replace(layer, input_grad=()) if first else layer, relu(samples * outputs, WIDTH))
+
+    return costs
+
+
+def _convolved(side: int, inputs: int, outputs: int, *, first: bool, pooled: bool) -> Callable[[int], Operator]:
+    """A convolution with a ReLU and maybe pooling; the first of a model has no input that gets a gradient."""
+
+    def costs(samples: int) -> Operator:
+        layer = convolution(samples, side, inputs, outputs, WIDTH)
+        return sequence_of(
+            replace(layer, input_grad=layer.input_grad[1:]) if first else layer,
+            relu(samples * side * side * outputs, WIDTH),
+            *([max_pool(samples, side, outputs, WIDTH)] if pooled else []),
+        )
 
     return costs

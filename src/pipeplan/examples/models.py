@@ -14,7 +14,18 @@ from pipeplan.costs.operators import Operator, activation, embedding, linear, no
 from pipeplan.costs.presets import device_preset
 from pipeplan.errors import UsageError
 from pipeplan.examples.layout import WIDTH, Layout, Stack
-from pipeplan.examples.tables import BERT_LARGE, CLIP, FLAVA, GPT2, MT5, TESSEL_GPT, Language, Tower, flexpipe_gpt
+from pipeplan.examples.tables import (
+    BERT_LARGE,
+    CLIP,
+    FLAVA,
+    GPT2,
+    MT5,
+    TESSEL_GPT,
+    VGG16,
+    Language,
+    Tower,
+    flexpipe_gpt,
+)
 from pipeplan.model import Profile, Source
 
 __all__ = ["MODELS", "PaperModel", "model"]
@@ -162,7 +173,7 @@ def _dlrm(layout: Layout) -> None:
     """Seven branches of dense and seven of sparse features, concatenated, and four layers after that."""
     feeds = [(layout.perceptron(f"dense{branch}.layer", 4, 4096, 4096), 4096 * WIDTH) for branch in range(7)]
     feeds += [(_embedding_bag(layout, f"sparse{branch}.embedding"), 100 * 64 * WIDTH) for branch in range(7)]
-    joined = layout.joined("interaction", feeds)
+    joined = layout.joined("interaction", feeds, kept=7 * 4096)
     numbers = sum(size for _, size in feeds)
     last = layout.perceptron("top.layer", 4, numbers // WIDTH, 4096, [(joined, numbers)])
     layout.value_head(last, 4096)
@@ -181,7 +192,19 @@ def _embedding_bag(layout: Layout, id_: str) -> str:
 def _candle_uno(layout: Layout) -> None:
     """Seven branches of four layers, concatenated."""
     feeds = [(layout.perceptron(f"branch{branch}.layer", 4, 4096, 4096), 4096 * WIDTH) for branch in range(7)]
-    layout.value_head(layout.joined("concatenation", feeds), 7 * 4096)
+    layout.value_head(layout.joined("concatenation", feeds, kept=7 * 4096), 7 * 4096)
+
+
+def _vgg16(layout: Layout) -> None:
+    """Thirteen convolutions in five groups, each halving the image, and three linear layers."""
+    after, side, inputs = None, 224, 3
+    for group, outputs in enumerate(VGG16):
+        after = layout.convolutions(f"group{group}.convolution", side, inputs, outputs, after)
+        side, inputs = side // 2, outputs[-1]
+    numbers = side * side * inputs
+    assert after is not None
+    last = layout.perceptron("linear", 2, numbers, 4096, [(after, numbers * WIDTH)])
+    layout.class_head(last, 4096, 1000)
 
 
 _AUTOPIPE = "AutoPipe, Table I"
@@ -212,6 +235,10 @@ _CLIP_NOTE = (
 _MMT_NOTE = "Ours: inputs of 1024 numbers per token by a linear layer, and a head of one number per token."
 _DLRM_NOTE = "Ours: dense features of 4096 numbers, four layers after the interaction, a head of one number."
 _UNO_NOTE = "Ours: inputs of 4096 numbers per branch, and a head of one number after the concatenation."
+_VGG_NOTE = (
+    "Layers of VGG (ICLR'15), configuration D, which the paper cites; images of 224 x 224, 1000 classes, no dropout. "
+    "Weight gradients of convolutions are made with the input gradient."
+)
 
 MODELS: dict[str, PaperModel] = {
     **{name: PaperModel(partial(_gpt, table=table), _AUTOPIPE, _GPT2_NOTE) for name, table in GPT2.items()},
@@ -236,5 +263,6 @@ MODELS: dict[str, PaperModel] = {
     "mmt": PaperModel(_mmt, _GRAPHPIPE, _MMT_NOTE),
     "dlrm": PaperModel(_dlrm, _GRAPHPIPE, _DLRM_NOTE, (16, 32, 64, 128)),
     "candle-uno": PaperModel(_candle_uno, _GRAPHPIPE, _UNO_NOTE, (256, 512, 1024, 2048)),
+    "tensoropt-vgg16": PaperModel(_vgg16, "TensorOpt, Table 1", _VGG_NOTE, (8, 16, 32)),
 }
 """Every model by name."""

@@ -15,6 +15,7 @@ __all__ = [
     "GPT2",
     "MT5",
     "TESSEL_GPT",
+    "VGG16",
     "Language",
     "Tower",
     "flexpipe_gpt",
@@ -105,3 +106,6 @@ CLIP = {
 }
 
 FLAVA = (Tower("text", 24, 4096, 32, 77, WORDPIECE_VOCABULARY), Tower("image", 24, 4096, 32, 197, patch=16 * 16 * 3))
+
+VGG16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
+"""Channels of the convolutions, by group (VGG, ICLR'15, Table 1, column D)."""
