@@ -30,7 +30,8 @@ NAMES = {"v": "one stage per device", "circular": "circular, two chunks", "zbv":
 
 def workload_of(name: str, num_devices: int, num_microbatches: int, occupancy: int) -> Workload:
     """The shape over links that a message takes for ``occupancy`` ns."""
-    profile = shape(name, num_devices, costs=ShapeCosts(100, None, 100, 100), **({"chunks": 2} if name == "circular" else {}))
+    chunks = 2 if name == "circular" else None
+    profile = shape(name, num_devices, costs=ShapeCosts(100, None, 100, 100), chunks=chunks)
     assert profile.placement is not None
     workload = build_workload(
         profile, profile.placement, num_microbatches=num_microbatches, microbatch_size=1, split_backward=True
