@@ -23,7 +23,7 @@ VERBS = {
     "run": "Run a plan on torch.distributed, or rehearse it.",
     "profile": "Measure a model block by block and write the profile.",
     "check": "Verify a plan independently of what made it.",
-    "example": "Write a ready input: a literature shape.",
+    "example": "Write a ready input: a literature shape or a paper's model.",
 }
 """Verb -> one line of help; the command is ``command`` in ``pipeplan.cli.<verb>_verb``."""
 
