@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeplan.runtime.model import BlockSpec, Model, load_model
+from pipeplan.runtime.loading import load_model
+from pipeplan.runtime.model import BlockSpec, Model
 
 WIDTH = 8
 

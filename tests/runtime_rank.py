@@ -13,7 +13,8 @@ from runtime_plans import Unsplit
 
 from pipeplan.errors import UsageError
 from pipeplan.model import Plan, parse
-from pipeplan.runtime.model import Model, load_model
+from pipeplan.runtime.loading import load_model
+from pipeplan.runtime.model import Model
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.training import Trainer
 from pipeplan.runtime.worker import Link, main

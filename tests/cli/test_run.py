@@ -92,7 +92,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A v-shape plan with split backward for the smallest model."""
     from runtime_plans import PLACEMENTS, model_plan
 
-    from pipeplan.runtime.model import load_model
+    from pipeplan.runtime.loading import load_model
 
     plan = model_plan(load_model("gpt2-tiny"), PLACEMENTS["v-shape"], split=True)
     return written(plan, tmp_path_factory.mktemp("tiny"))

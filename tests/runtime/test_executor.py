@@ -18,7 +18,7 @@ from runtime_plans import PLACEMENTS, model_plan
 
 from pipeplan.model import Plan
 from pipeplan.runtime.launch import watch_local
-from pipeplan.runtime.model import load_model
+from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.options import RunOptions
 
 RANK = (sys.executable, str(Path(__file__).parents[1] / "runtime_rank.py"))

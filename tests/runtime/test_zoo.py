@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.model import BlockSpec, Model, load_model
+from pipeplan.runtime.loading import load_model
+from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.modules import DeferredLinear
 from pipeplan.runtime.zoo import ZOO, gpt, token_batch, zoo_model
 
@@ -358,7 +359,7 @@ class Pair(nn.Module):
     [
         (BlockSpec("b", "wide", lambda: nn.Linear(3, 3), sources=("a",)), "block 'b' cannot be built and called"),
         (BlockSpec("b", "sampled", lambda: nn.Linear(2, 2), samples=("y",)), "block 'b' .* KeyError: 'y'"),
-        (BlockSpec("b", "pair", Pair, sources=("a",)), "block 'b' returned tuple; a block returns one tensor"),
+        (BlockSpec("b", "pair", Pair, sources=("a",)), "block 'b' returns 2 tensors; only models"),
     ],
 )
 def test_blocks_that_do_not_fit(spec: BlockSpec, message: str) -> None:
@@ -376,6 +377,6 @@ def test_rehearsal_tells_who_needs_gradients() -> None:
     """A frozen first block needs none, so nothing flows back to it."""
     frozen = BlockSpec("a", "frozen", lambda: nn.Linear(2, 2).requires_grad_(False), samples=("x",))
     steps = list(model_of(frozen, block("b", "a"), block("c", "b")).rehearse(2))
-    assert [step.output.requires_grad for step in steps] == [False, True, True]
+    assert [step.outputs[0].requires_grad for step in steps] == [False, True, True]
     assert [tensor.requires_grad for step in steps for tensor in step.inputs] == [False, True]
     assert all(tensor.is_leaf for step in steps for tensor in step.inputs)

@@ -7,11 +7,9 @@ in which order and on how many ranks, so that a plan and an unsplit run start fr
 from __future__ import annotations
 
 import hashlib
-import importlib
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,29 +17,53 @@ from torch import Tensor, nn
 from pipeplan.errors import UsageError
 from pipeplan.runtime.modules import defer_weight_gradients
 
-__all__ = ["Batch", "BlockSpec", "Model", "ModelFactory", "Rehearsed", "load_model"]
+__all__ = ["Batch", "BlockSpec", "Collective", "Model", "Output", "Rehearsed", "outputs_of"]
 
 Batch = Mapping[str, Tensor]
 """The named tensors of a mini-batch, each with samples in its first dimension."""
+
+Output = str | tuple[str, int]
+"""What a block takes of another: the block's id, or (id, index) of one among several tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """What one device's share of a split block needs of the others: ``bytes_per_sample`` of the array it is about.
+
+    It follows F or I in ``phase``; B counts as I. All-gather and reduce-scatter count the whole array.
+    """
+
+    operation: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+    phase: Literal["F", "I"]
+    bytes_per_sample: int
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
     """One block of a model.
 
-    It is called with the outputs of ``sources`` (block ids), then with the tensors of the batch named in
-    ``samples``, each with the micro-batch's samples in the first dimension, and returns one tensor. A ``loss``
+    It is called with the outputs of ``sources``, then with the tensors of the batch named in ``samples``, each with
+    the micro-batch's samples in the first dimension, and returns one tensor, or a tuple of tensors. A ``loss``
     block returns a scalar: the sum of the losses of all its predictions, which the caller scales. ``build`` makes
-    its module, with random parameters from torch's generator. ``operator`` and ``dimensions`` go into the profile.
+    its module, with random parameters from torch's generator. ``operator``, ``dimensions`` and ``shared`` (spread
+    over all devices by placements that know shared blocks) go into the profile. ``collectives`` are of a block that
+    is one device's share of a larger one.
     """
 
     id: str
     operator: str
     build: Callable[[], nn.Module]
-    sources: tuple[str, ...] = ()
+    sources: tuple[Output, ...] = ()
     samples: tuple[str, ...] = ()
     loss: bool = False
     dimensions: Mapping[str, int] = field(default_factory=dict)
+    shared: bool = False
+    collectives: tuple[Collective, ...] = ()
+
+    @property
+    def inputs(self) -> tuple[tuple[str, int], ...]:
+        """``sources`` as pairs of block and index of its output."""
+        return tuple((source, 0) if isinstance(source, str) else source for source in self.sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +75,9 @@ class Model:
     (block id, parameter name) pairs that stand for one parameter: they start equal, and their gradients must be
     summed over the group before every step.
 
+    ``sharded(num_devices)`` gives a model of the same blocks and edges, each block one device's share of it; blocks
+    that cannot be split are whole. None if the model cannot be split over devices at all.
+
     Raises:
         UsageError: no blocks, two of one name, or a source or tie that is not a block before it.
     """
@@ -62,6 +87,7 @@ class Model:
     batch: Callable[[int, int, int], dict[str, Tensor]]
     predictions: Callable[[Batch], int]
     tied: tuple[tuple[tuple[str, str], ...], ...] = ()
+    sharded: Callable[[int], Model] | None = None
 
     def __post_init__(self) -> None:
         where, known = f"model {self.name!r}", set[str]()
@@ -70,7 +96,7 @@ class Model:
         for block in self.blocks:
             if block.id in known:
                 raise UsageError(f"{where} has two blocks {block.id!r}")
-            for source in block.sources:
+            for source, _ in block.inputs:
                 if source not in known:
                     raise UsageError(
                         f"{where}: block {block.id!r} takes the output of {source!r}, which is not a block before it"
@@ -90,8 +116,9 @@ class Model:
 
     @property
     def edges(self) -> tuple[tuple[str, str], ...]:
-        """Pairs (source block, target block)."""
-        return tuple((source, block.id) for block in self.blocks for source in block.sources)
+        """Pairs (source block, target block), each once."""
+        pairs = [(source, block.id) for block in self.blocks for source, _ in block.inputs]
+        return tuple(dict.fromkeys(pairs))
 
     def build(
         self, id_: str, seed: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
@@ -142,26 +169,27 @@ class Model:
             UsageError: a block cannot be built or called this way; the text names it.
         """
         batch = self.mini_batch(num_samples, 0, 0, dtype=dtype, device="meta")
-        values: dict[str, Tensor] = {}
+        values: dict[str, tuple[Tensor, ...]] = {}
         for block in self.blocks:
-            inputs = [values[source] for source in block.sources]
             try:
+                inputs = tuple(values[source][index] for source, index in block.inputs)
                 with torch.device("meta"):
-                    module = block.build().to(dtype)
+                    module = block.build().to("meta", dtype)
                 with torch.enable_grad():
-                    output = module(*inputs, *(batch[name] for name in block.samples))
+                    made = module(*inputs, *(batch[name] for name in block.samples))
             except Exception as error:
                 raise UsageError(
                     f"model {self.name!r}: block {block.id!r} cannot be built and called on the meta device, which "
                     f"tells shapes without computing: {type(error).__name__}: {error}"
                 ) from error
-            if not isinstance(output, Tensor):
+            outputs = outputs_of(made)
+            if outputs is None:
                 raise UsageError(
-                    f"model {self.name!r}: block {block.id!r} returned {type(output).__name__}; "
-                    "a block returns one tensor"
+                    f"model {self.name!r}: block {block.id!r} returned {type(made).__name__}; "
+                    "a block returns one tensor, or a tuple of tensors"
                 )
-            yield Rehearsed(block, module, tuple(inputs), output)
-            values[block.id] = output.detach().requires_grad_(output.requires_grad)
+            yield Rehearsed(block, module, inputs, outputs)
+            values[block.id] = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs)
 
     def output_specs(
         self, num_samples: int, dtype: torch.dtype = torch.float32
@@ -169,69 +197,37 @@ class Model:
         """Shape and dtype of every block's output for a micro-batch, found without computing (meta device).
 
         Raises:
-            UsageError: as :meth:`rehearse`.
+            UsageError: as :meth:`rehearse`, or a block returns several tensors, which plans do not carry.
         """
-        return {
-            step.spec.id: (tuple(step.output.shape), step.output.dtype) for step in self.rehearse(num_samples, dtype)
-        }
+        found = {}
+        for step in self.rehearse(num_samples, dtype):
+            if len(step.outputs) != 1:
+                raise UsageError(
+                    f"model {self.name!r}: block {step.spec.id!r} returns {len(step.outputs)} tensors; "
+                    "only models whose blocks return one each can run"
+                )
+            found[step.spec.id] = tuple(step.outputs[0].shape), step.outputs[0].dtype
+        return found
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
     """One block's turn in :meth:`Model.rehearse`: everything is on the meta device, and has shapes but no data.
 
-    ``inputs`` are the outputs of its sources, as the leaves of a graph of the block's own.
+    ``inputs`` are the tensors of its sources, as the leaves of a graph of the block's own.
     """
 
     spec: BlockSpec
     module: nn.Module
     inputs: tuple[Tensor, ...]
-    output: Tensor
+    outputs: tuple[Tensor, ...]
 
 
-ModelFactory = Callable[[], Model]
-"""What ``--model pkg.mod:factory`` names: a function without arguments that returns a Model."""
-
-
-def load_model(name: str, *, sequence: int | None = None) -> Model:
-    """A model by its name in the zoo, or by the import path ``pkg.mod:factory`` of a function that makes one.
-
-    ``sequence`` shortens the sequences of a zoo model.
-
-    Raises:
-        UsageError: an unknown name, or a factory that cannot be imported or does not return a Model.
-    """
-    from pipeplan.runtime.zoo import ZOO, zoo_model
-
-    if name in ZOO:
-        return zoo_model(name, sequence=sequence)
-    if ":" not in name:
-        raise UsageError(f"model {name!r} is neither in the zoo ({', '.join(ZOO)}) nor of the form pkg.mod:factory")
-    if sequence is not None:
-        raise UsageError(f"--sequence is for models of the zoo; {name} makes its own")
-    try:
-        model = _imported(name)()
-    except UsageError:
-        raise
-    except Exception as error:
-        raise UsageError(f"model {name!r}: the factory failed: {type(error).__name__}: {error}") from error
-    if not isinstance(model, Model):
-        raise UsageError(f"model {name!r} returned {type(model).__name__}, not a pipeplan.runtime.model.Model")
-    return model
-
-
-def _imported(path: str) -> Callable[[], object]:
-    """What ``pkg.mod:factory`` names; modules of the working directory are found as ``python -m`` finds them."""
-    module_name, _, attribute = path.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        factory: object = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # whatever the module raises while it is imported
-        raise UsageError(f"model {path!r} cannot be imported: {type(error).__name__}: {error}") from error
-    if not callable(factory):
-        raise UsageError(f"model {path!r} is a {type(factory).__name__}, not a function that returns a Model")
-    return factory
+def outputs_of(made: object) -> tuple[Tensor, ...] | None:
+    """What a block returned, as a tuple of tensors; None if it is not one tensor or a tuple of some."""
+    found = made if isinstance(made, tuple) else (made,)
+    tensors = tuple(each for each in found if isinstance(each, Tensor))
+    return tensors if tensors and len(tensors) == len(found) else None
 
 
 def _seeded(block: BlockSpec, seed: int) -> nn.Module:

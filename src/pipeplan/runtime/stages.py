@@ -147,7 +147,7 @@ class StageRunner:
 
     def _call(self, block: str, values: Mapping[str, Tensor], microbatch: int, samples: Samples) -> Tensor:
         spec, module = self.specs[block], self.modules[block]
-        arguments = [values[source] for source in spec.sources]
+        arguments = [values[source] for source, _ in spec.inputs]
         arguments += [samples.rows(name, microbatch) for name in spec.samples]
         try:
             made = self._recomputed(module, arguments) if self.part.recompute else module(*arguments)

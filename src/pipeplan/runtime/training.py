@@ -19,8 +19,9 @@ from pipeplan.model import Plan, sha256_of
 from pipeplan.runtime.clock import Clock, Mark, offset_ns
 from pipeplan.runtime.executor import Executor, Span
 from pipeplan.runtime.failures import lost_others
+from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.messages import Channels, TensorSpec, edges_of
-from pipeplan.runtime.model import Model, load_model
+from pipeplan.runtime.model import Model
 from pipeplan.runtime.options import RunOptions, RunResult, StepResult
 from pipeplan.runtime.program import Program, programs_of, require_runnable
 from pipeplan.runtime.progress import Phase, Progress
