@@ -22,7 +22,8 @@ from pipeplan.errors import ExecutionError, InfeasibleError, UsageError
 from pipeplan.model import CostRow, Profile, parse, read_profile, to_json
 from pipeplan.runtime import profiler
 from pipeplan.runtime.footprint import SavedTensors, meter_for, storages
-from pipeplan.runtime.model import BlockSpec, Model, load_model
+from pipeplan.runtime.loading import load_model
+from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.modules import WeightGradQueue
 from pipeplan.runtime.profiler import profile_model
 from pipeplan.runtime.survey import survey
@@ -640,8 +641,8 @@ def test_the_documented_model(run: Callable[..., int], tmp_path: Path) -> None:
         (("gpt2-tiny", "-o", "-", "--json"), "would both print to stdout"),
         (("gpt2-tiny", "-o", "no/such/folder/p.json"), "there is no folder"),
         (("gpt2-tiny", "-o", "."), "cannot be written"),
-        (("gpt2-tiny", "-o", "p.json", "--microbatch", "1,x"), "not a list of micro-batch sizes"),
-        (("gpt2-tiny", "-o", "p.json", "--microbatch", "0"), "not a list of micro-batch sizes"),
+        (("gpt2-tiny", "-o", "p.json", "--microbatch", "1,x"), "not a list of numbers"),
+        (("gpt2-tiny", "-o", "p.json", "--microbatch", "0"), "not a list of numbers"),
         (("gpt2-tiny", "-o", "p.json", "--sequence", "99"), "takes sequences of 1 to 16"),
         (("gpt2-tiny", "-o", "p.json", "--repeats", "0"), "0 is not in the range"),
     ],

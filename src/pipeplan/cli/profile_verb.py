@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from pipeplan.errors import FileError, UsageError
-
-if TYPE_CHECKING:
-    from pipeplan.model import Cluster, Profile
+from pipeplan.cli.types import COUNTS
 
 __all__ = ["command"]
-
-INTERRUPTED = 130
-
-
-def _sizes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
-    """Micro-batch sizes from ``1,2,4``: ascending, each once."""
-    parts = [part.strip() for part in value.split(",")]
-    if not all(part.isascii() and part.isdecimal() and 1 <= int(part) <= 1_000_000 for part in parts):
-        raise click.BadParameter(f"{value!r} is not a list of micro-batch sizes; write numbers from 1 on, as 1,2,4")
-    return tuple(sorted({int(part) for part in parts}))
 
 
 @click.command("profile", short_help="Measure a model block by block and write the profile.")
 @click.argument("name", metavar="[MODEL]", required=False)
-@click.option("--microbatch", "sizes", callback=_sizes, default="1,2,4", show_default=True, help="Samples per run.")
+@click.option("--microbatch", "sizes", type=COUNTS, default="1,2,4", show_default=True, help="Samples per run.")
 @click.option("--sequence", type=click.IntRange(min=1), help="Shorter sequences for a model of the zoo.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float64"]), default="float32", show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
@@ -88,10 +66,14 @@ def command(
         asked = sizes if _given(ctx, "sizes") else ()
         _show(show, asked, as_json)
     elif measured:
-        _add_communication(measured, str(cluster), level, str(output), as_json)
+        from pipeplan.cli.links import add_communication
+
+        add_communication(measured, str(cluster), level, str(output), as_json)
     else:
-        options = _Options(sizes, sequence, dtype, device, repeats, warmup, seed)
-        _measure_and_write(ctx, str(name), options, threads, str(output), as_json)
+        from pipeplan.cli.measuring import MeasureOptions, measure_and_write
+
+        options = MeasureOptions(sizes, sequence, dtype, device, repeats, warmup, seed)
+        measure_and_write(ctx, str(name), options, threads, str(output), as_json)
 
 
 _USES = {
@@ -134,215 +116,3 @@ def _show(path: str, asked: tuple[int, ...], as_json: bool) -> None:
         click.echo(json.dumps(inspection_as_dict(profile, asked)))
     else:
         print_inspection(profile, asked)
-
-
-def _add_communication(paths: tuple[str, ...], cluster: str, level: str | None, output: str, as_json: bool) -> None:
-    """Read measured link times, write the cluster with them, and say how well each curve tells what it has not seen."""
-    from pipeplan.costs.nccl_tests import parse_nccl_tests, with_runs
-    from pipeplan.model import read_cluster, write_file
-
-    _require_stdout_once(output, as_json)
-    found = read_cluster(cluster)
-    for path in paths:
-        found = with_runs(found, parse_nccl_tests(_read_text(path), path), level, Path(path).name)
-    write_file(found, output)
-    curves = _curves(found)
-    if as_json:
-        click.echo(json.dumps({"cluster": found.name, "curves": curves}))
-    elif output != "-":
-        for curve in curves:
-            click.echo(_curve_line(curve))
-        click.echo(f"cluster written to {output}", err=True)
-
-
-def _curves(cluster: Cluster) -> list[dict[str, Any]]:
-    """The cluster's curves in figures."""
-    from pipeplan.costs.links import leave_one_out_error
-
-    return [
-        {
-            "operation": curve.operation,
-            "level": curve.level,
-            "num_devices": curve.num_devices,
-            "num_points": len(curve.points),
-            "smallest_bytes": curve.points[0][0],
-            "largest_bytes": curve.points[-1][0],
-            "leave_one_out_error": leave_one_out_error(curve.points),
-        }
-        for curve in cluster.measured
-    ]
-
-
-def _curve_line(curve: dict[str, Any]) -> str:
-    from pipeplan.units import format_bytes
-
-    error = curve["leave_one_out_error"]
-    told = "too few points to tell" if error is None else f"{error:.1%} median error of points left out"
-    sizes = f"{format_bytes(curve['smallest_bytes'])} to {format_bytes(curve['largest_bytes'])}"
-    where = f"on {curve['level']}, {curve['num_devices']} devices"
-    return f"{curve['operation']} {where}: {curve['num_points']} points, {sizes}, {told}"
-
-
-def _read_text(path: str) -> str:
-    """A file's text, whatever bytes a program's output has; - is stdin."""
-    try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
-    return data.decode(errors="replace")
-
-
-def _require_stdout_once(output: str, as_json: bool) -> None:
-    if output == "-" and as_json:
-        raise UsageError("-o - and --json would both print to stdout; write the file somewhere else with -o FILE")
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """How to measure."""
-
-    sizes: tuple[int, ...]
-    sequence: int | None
-    dtype: str
-    device: str
-    repeats: int
-    warmup: int
-    seed: int
-
-
-def _measure_and_write(
-    ctx: click.Context, name: str, options: _Options, threads: int | None, output: str, as_json: bool
-) -> None:
-    _require_stdout_once(output, as_json)
-    _require_torch()
-    _require_writable(output)
-    from pipeplan.model import write_file
-    from pipeplan.report.inspection import print_blocks
-
-    begin = time.monotonic()
-    shown = _Shown()
-    try:
-        with _threads(threads), _warnings_told(), shown:
-            profile = _measure(name, options, shown.update)
-    except KeyboardInterrupt:
-        click.echo(f"pipeplan: interrupted while measuring {shown.what}; nothing is written", err=True)
-        ctx.exit(INTERRUPTED)
-    write_file(profile, output)
-    _tell_missing(profile, options.sizes)
-    if as_json:
-        click.echo(json.dumps(_summary(profile, time.monotonic() - begin)))
-    elif output != "-":
-        print_blocks(profile)
-        click.echo(f"profile written to {output}", err=True)
-
-
-def _measure(name: str, options: _Options, progress: Callable[[int, int, str], None]) -> Profile:
-    import torch
-
-    from pipeplan.runtime.model import load_model
-    from pipeplan.runtime.profiler import profile_model
-
-    return profile_model(
-        load_model(name, sequence=options.sequence),
-        options.sizes,
-        repeats=options.repeats,
-        warmup=options.warmup,
-        dtype=getattr(torch, options.dtype),
-        device=options.device,
-        seed=options.seed,
-        progress=progress,
-    )
-
-
-def _require_torch() -> None:
-    import importlib.util
-
-    if importlib.util.find_spec("torch") is None:
-        raise UsageError("profile needs torch, which is not installed: pip install 'pipeplan[torch]'")
-
-
-def _require_writable(path: str) -> None:
-    """Find out before minutes of measuring."""
-    folder = Path(path).absolute().parent
-    if path == "-":
-        return
-    if not folder.is_dir():
-        raise FileError(f"{path}: cannot be written: there is no folder {folder}")
-    if Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
-        raise FileError(f"{path}: cannot be written; choose another file with -o")
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Set the threads of CPU operators, and put them back."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def _warnings_told() -> Iterator[None]:
-    """Pipeplan's own warnings in the form of its other messages, on stderr when all is measured."""
-    with warnings.catch_warnings(record=True) as caught:
-        yield
-    for text in dict.fromkeys(str(warning.message) for warning in caught if warning.category is UserWarning):
-        click.echo(f"pipeplan: warning: {text}", err=True)
-
-
-class _Shown:
-    """A progress bar on stderr; nothing unless it is a terminal. ``what`` runs now."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.what = "nothing yet"
-        console = Console(stderr=True)
-        columns = (
-            BarColumn(),
-            TextColumn("{task.percentage:3.0f}%"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[what]}"),
-        )
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._progress.add_task("measuring", total=None, what="")
-
-    def __enter__(self) -> _Shown:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def update(self, done: int, total: int, what: str) -> None:
-        """Called before each run."""
-        self.what = what
-        self._progress.update(self._task, completed=done, total=total, what=what)
-
-
-def _tell_missing(profile: Profile, sizes: tuple[int, ...]) -> None:
-    missing = [str(size) for size in sizes if size not in profile.microbatch_sizes]
-    if missing:
-        click.echo(f"pipeplan: not measured: micro-batch sizes {', '.join(missing)}. {profile.source.notes}", err=True)
-
-
-def _summary(profile: Profile, seconds: float) -> dict[str, object]:
-    """Sums over all blocks, for each micro-batch size."""
-    from pipeplan.report.inspection import alike, sums
-
-    return {
-        "profile": profile.name,
-        "device": profile.source.device,
-        "dtype": profile.source.dtype,
-        "num_blocks": len(profile.blocks),
-        "num_kinds": len(alike(profile)),
-        "parameter_bytes": sum(block.parameter_bytes for block in profile.blocks),
-        "optimizer_bytes": sum(block.optimizer_bytes for block in profile.blocks),
-        "sizes": [{"microbatch_size": size, **sums(profile, size)} for size in profile.microbatch_sizes],
-        "seconds": round(seconds, 3),
-    }

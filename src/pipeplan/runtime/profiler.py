@@ -30,6 +30,7 @@ from pipeplan.model import Block, CostRow, Profile, Source
 from pipeplan.runtime.footprint import SavedTensors, Usage, meter_for, storages
 from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.modules import WeightGradQueue, warn_if_nothing_waits
+from pipeplan.runtime.partial import KeptRow, Partial
 from pipeplan.runtime.survey import Survey, SurveyedBlock, survey
 
 __all__ = ["Progress", "profile_model"]
@@ -55,12 +56,16 @@ def profile_model(
     device: torch.device | str = "cpu",
     seed: int = 0,
     progress: Progress | None = None,
+    partial: Partial | None = None,
 ) -> Profile:
     """Measure every block of a model for each micro-batch size.
 
     Blocks that are alike are measured once. Held in memory are one block of each kind with its gradients, and what
     one of them needs to run. A size for which memory runs out is left out, and so are those above it; the profile's
     notes then say so.
+
+    With ``partial`` what was measured is kept in its file every few seconds and when something fails, and a later
+    call goes on from there. The file stays until the caller has written the profile.
 
     Args:
         model: what to measure.
@@ -71,25 +76,29 @@ def profile_model(
         device: where to run; times and memory on CUDA are taken on the device.
         seed: of parameters and samples.
         progress: told of every run.
+        partial: keeps what was measured.
 
     Raises:
-        UsageError: sizes, repeats or device make no sense, or a block cannot be built.
+        UsageError: sizes, repeats or device make no sense, a block cannot be built, or ``partial`` is of another
+            model, device or way to measure.
         ExecutionError: a block failed; the text names it and the size.
         InfeasibleError: memory ran out at the smallest size.
     """
     sizes = sorted(set(microbatch_sizes))
     where = _require_usable(sizes, repeats, warmup, device)
     surveyed = survey(model, dtype)
-    benches = _Benches(model, surveyed, dtype, where, seed)
+    partial = Partial() if partial is None else partial
+    partial.open(_question(model, surveyed, sizes, (repeats, warmup, seed), dtype, where))
+    benches = _Benches(model, surveyed, dtype, where, seed, partial)
     rounds = _Rounds(progress, len(surveyed.kinds) * len(sizes) * (1 + warmup + repeats))
-    with _steady(where):
-        missing = benches.fill(sizes, rounds)
-        rounds.total = len(benches.all) * (1 + warmup + repeats)
-        for count in range(warmup + repeats):
-            gc.collect()
-            for bench in benches.all:
-                rounds.tell(bench.label)
-                bench.time(keep=count >= warmup)
+    try:
+        with _steady(where):
+            missing = benches.fill(sizes, rounds)
+            rounds.total = rounds.done + sum(bench.runs_left(repeats, warmup) for bench in benches.all)
+            missing = benches.time(repeats, warmup, rounds) or missing
+    finally:
+        benches.keep()
+        partial.save()
     costs: dict[str, list[CostRow]] = {}
     for bench in benches.all:
         costs.setdefault(bench.spec.id, []).append(bench.row())
@@ -120,6 +129,7 @@ class _Benches:
     dtype: torch.dtype
     device: torch.device
     seed: int
+    partial: Partial
     all: list[_Bench] = field(default_factory=list)
     _modules: dict[str, nn.Module] = field(default_factory=dict)
 
@@ -133,7 +143,7 @@ class _Benches:
             try:
                 for bench in self._of_size(size):
                     rounds.tell(bench.label)
-                    bench.measure_memory()
+                    self._measure_memory(bench)
                     rows.append(bench)
             except InfeasibleError as error:
                 if not self.all:
@@ -141,6 +151,49 @@ class _Benches:
                 return str(error)
             self.all += rows
         return None
+
+    def _measure_memory(self, bench: _Bench) -> None:
+        """Measure a bench's memory and keep it, or take both memory and times from what is kept."""
+        kept = self.partial.row(bench.spec.id, bench.size)
+        if kept is None:
+            bench.measure_memory()
+            self.partial.put(bench.kept())
+        else:
+            bench.take_up(kept)
+
+    def time(self, repeats: int, warmup: int, rounds: _Rounds) -> str | None:
+        """Run all benches in turns until each has its times.
+
+        Returns why sizes are missing, if memory ran out now at one that fitted before.
+        """
+        missing = None
+        plans = {id(bench): bench.runs_left(repeats, warmup) for bench in self.all}
+        for count in range(max(plans.values(), default=0)):
+            gc.collect()
+            for bench in tuple(self.all):
+                if count < plans[id(bench)] and bench in self.all:
+                    rounds.tell(bench.label)
+                    missing = self._time(bench, keep=count >= warmup) or missing
+            if self.partial.is_due:
+                self.keep()
+                self.partial.save()
+        return missing
+
+    def _time(self, bench: _Bench, *, keep: bool) -> str | None:
+        try:
+            bench.time(keep=keep)
+        except InfeasibleError as error:
+            fitting = [other for other in self.all if other.size < bench.size]
+            if not fitting:
+                raise
+            self.all = fitting
+            return str(error)
+        return None
+
+    def keep(self) -> None:
+        """Hand what all benches have so far to the partial profile."""
+        for bench in self.all:
+            self.partial.put(bench.kept())
 
     def _of_size(self, size: int) -> Iterator[_Bench]:
         """Run the kinds one after another, each on what those before it made, for inputs as they really are."""
@@ -154,7 +207,7 @@ class _Benches:
             with _blamed(spec.id, size):
                 if spec.id not in self._modules:
                     self._modules[spec.id] = self.model.build(spec.id, self.seed, dtype=self.dtype, device=self.device)
-                inputs = tuple(outputs[kind_of[source]] for source in spec.sources)
+                inputs = tuple(outputs[kind_of[source]] for source, _ in spec.inputs)
                 samples = tuple(batch[name] for name in spec.samples)
                 with torch.no_grad():
                     output = outputs[spec.id] = self._modules[spec.id](*inputs, *samples)
@@ -167,7 +220,7 @@ class _Benches:
         return torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Bench:
     """One block at one micro-batch size, ready to run again and again.
 
@@ -225,6 +278,35 @@ class _Bench:
         del root  # the stage has sent the input's gradient away by then
         _, weight_grad_ns = _timed(queue.run, self.gradient.device)
         return input_grad_ns, weight_grad_ns
+
+    def runs_left(self, repeats: int, warmup: int) -> int:
+        """Timed runs to come and those to warm up before; 0 if all times are there."""
+        left = repeats - len(self._rows_of_times())
+        return warmup + left if left > 0 else 0
+
+    def _rows_of_times(self) -> list[tuple[int, int, int, int]]:
+        """The times of each run; of one that was interrupted while they were noted, nothing."""
+        forward, backward, input_grad, weight_grad = (self.times.get(name, []) for name in _TIMES)
+        return list(zip(forward, backward, input_grad, weight_grad, strict=False))
+
+    def kept(self) -> KeptRow:
+        """What there is so far."""
+        return KeptRow(
+            block=self.spec.id,
+            microbatch_size=self.size,
+            activation_bytes=self.activation_bytes,
+            weight_grad_bytes=self.weight_grad_bytes,
+            workspace_bytes=self.workspace_bytes,
+            times=tuple(self._rows_of_times()),
+        )
+
+    def take_up(self, kept: KeptRow) -> None:
+        """Go on from what an earlier measurement kept."""
+        self.activation_bytes = kept.activation_bytes
+        self.weight_grad_bytes = kept.weight_grad_bytes
+        self.workspace_bytes = kept.workspace_bytes
+        columns = zip(*kept.times, strict=True) if kept.times else ((),) * len(_TIMES)
+        self.times = {name: list(column) for name, column in zip(_TIMES, columns, strict=True)}
 
     def measure_memory(self) -> None:
         """Bytes held after F and after I, and what running takes beyond them."""
@@ -410,6 +492,30 @@ def _block(block: SurveyedBlock, costs: Sequence[CostRow]) -> Block:
         tied=block.tied,
         costs=tuple(costs),
     )
+
+
+def _question(
+    model: Model,
+    surveyed: Survey,
+    sizes: Sequence[int],
+    runs: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, str]:
+    """All that the measurements depend on, by the words an error uses for it."""
+    source = _source(dtype, device, "")
+    repeats, warmup, seed = map(str, runs)
+    return {
+        "model": model.name,
+        "fingerprint of the model's blocks": surveyed.fingerprint,
+        "--microbatch": ",".join(map(str, sizes)),
+        "--dtype": source.dtype,
+        "device": source.device,
+        "--repeats": repeats,
+        "--warmup": warmup,
+        "--seed": seed,
+        **{f"version of {name}": version for name, version in source.versions.items()},
+    }
 
 
 def _source(dtype: torch.dtype, device: torch.device, notes: str) -> Source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -47,6 +48,24 @@ class Survey:
             found.setdefault(block.kind, []).append(block.spec.id)
         return found
 
+    @property
+    def fingerprint(self) -> str:
+        """Equal for models whose blocks have the same names, dimensions, parameters, likeness and edges."""
+        blocks = [
+            (
+                block.spec.id,
+                block.spec.operator,
+                sorted(block.spec.dimensions.items()),
+                block.spec.samples,
+                block.kind,
+                block.input_needs_grad,
+                (block.parameter_bytes, block.trainable_bytes, block.tied),
+            )
+            for block in self.blocks
+        ]
+        edges = [edge.model_dump_json() for edge in self.edges]
+        return hashlib.sha256(repr((blocks, edges)).encode()).hexdigest()[:16]
+
 
 def survey(model: Model, dtype: torch.dtype) -> Survey:
     """Look a model over.
@@ -73,8 +92,8 @@ def survey(model: Model, dtype: torch.dtype) -> Survey:
                 tied.get(id_),
             )
         )
-        inputs = dict(zip(step.spec.sources, step.inputs, strict=True))
-        edges += [_edge(source, id_, tensor) for source, tensor in inputs.items()]
+        inputs = dict(zip(step.spec.inputs, step.inputs, strict=True))
+        edges += [_edge(source, id_, tensor) for (source, _), tensor in inputs.items()]
     return Survey(tuple(blocks), tuple(edges))
 
 
