@@ -26,7 +26,10 @@ __all__ = [
     "DeferredEmbedding",
     "DeferredLinear",
     "WeightGradQueue",
+    "addmm",
     "defer_weight_gradients",
+    "embedding",
+    "linear",
     "warn_if_nothing_waits",
 ]
 
@@ -83,9 +86,7 @@ class DeferredLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """As ``nn.Linear``: [..., in_features] to [..., out_features]."""
-        if torch.compiler.is_compiling():
-            return super().forward(input)
-        return _linear(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias)
 
 
 class DeferredEmbedding(nn.Embedding):
@@ -93,9 +94,7 @@ class DeferredEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """As ``nn.Embedding``: indices [...] to [..., embedding_dim]."""
-        if torch.compiler.is_compiling():
-            return super().forward(input)
-        return _embedding(input, self.weight, self.padding_idx)
+        return embedding(input, self.weight, self.padding_idx)
 
 
 def defer_weight_gradients(module: nn.Module) -> nn.Module:
@@ -123,16 +122,40 @@ def warn_if_nothing_waits(queue: WeightGradQueue, module: nn.Module, name: str) 
 
     That happens where a part was compiled without the module knowing: the backward stays right, but W is empty.
     """
-    deferrable = any(
-        isinstance(child, DeferredLinear | DeferredEmbedding) and child.weight.requires_grad
-        for child in module.modules()
-    )
-    if deferrable and len(queue) == 0:
+    deferrable = (weight for child in module.modules() for weight in _deferrable(child))
+    if len(queue) == 0 and any(weight.requires_grad for weight in deferrable):
         warnings.warn(
             f"{name} has deferred no weight gradient: they were computed with I, and W is empty; "
             "leave torch.compile out to split backward",
             stacklevel=2,
         )
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As ``F.linear``, with weight [out, in] and bias gradients that can be deferred."""
+    return F.linear(input, weight, bias) if torch.compiler.is_compiling() else _linear(input, weight, bias, False)
+
+
+def addmm(bias: Tensor | None, input: Tensor, weight: Tensor) -> Tensor:
+    """``input @ weight + bias`` with weight [in, out] and bias gradients that can be deferred."""
+    if torch.compiler.is_compiling():
+        return F.linear(input, weight.t(), bias)
+    return _linear(input, weight, bias, True)
+
+
+def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """As ``F.embedding``, with a weight gradient that can be deferred."""
+    if torch.compiler.is_compiling():
+        return F.embedding(indices, weight, padding_idx)
+    return _embedding(indices, weight, padding_idx)
+
+
+def _deferrable(module: nn.Module) -> tuple[Tensor, ...]:
+    """The module's weights whose gradients can wait; modules that call the functions here name theirs."""
+    if isinstance(module, DeferredLinear | DeferredEmbedding):
+        return (module.weight,)
+    named: tuple[Tensor, ...] = getattr(module, "deferred_weights", ())
+    return named
 
 
 def _outside_compiled(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -153,35 +176,39 @@ def _is_plain(embedding: nn.Embedding) -> bool:
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W^T + b; saves x only for the gradient of W, and W only for that of x."""
+    """y = x W^T + b, or x W + b if ``transposed``; saves x only for the gradient of W, and W only for that of x."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        needs_input, needs_weight, _ = ctx.needs_input_grad
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+        needs_input, needs_weight, *_ = ctx.needs_input_grad
+        ctx.transposed = transposed
         ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
         ctx.parameters = (weight, bias)
         ctx.input_dtype = input.dtype
-        return F.linear(input, weight, bias)
+        return F.linear(input, weight.t() if transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         input, saved_weight = ctx.saved_tensors
         weight, bias = ctx.parameters
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+        transposed: bool = ctx.transposed  # what waits must not hold on to ctx, which has the graph
+        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
         input_grad = None
         if needs_input:  # under autocast the gradient has another type than input and weight
-            input_grad = (gradient @ saved_weight.to(gradient.dtype)).to(ctx.input_dtype)
+            factor = saved_weight.t() if transposed else saved_weight
+            input_grad = (gradient @ factor.to(gradient.dtype)).to(ctx.input_dtype)
 
         def weight_grad() -> Tensor:
-            return _weight_grad(input, gradient).to(weight.dtype)
+            pair = (gradient, input) if transposed else (input, gradient)
+            return _weight_grad(*pair).to(weight.dtype)
 
         def bias_grad() -> Tensor:
             return _bias_grad(gradient).to(bias.dtype)
 
         queue = WeightGradQueue.active()
         if queue is None or not weight.is_leaf or (bias is not None and not bias.is_leaf):
-            return input_grad, weight_grad() if needs_weight else None, bias_grad() if needs_bias else None
+            return input_grad, weight_grad() if needs_weight else None, bias_grad() if needs_bias else None, None
 
         def work() -> None:
             if needs_weight:
@@ -193,7 +220,7 @@ class _Linear(torch.autograd.Function):
             input = input.detach()  # with its graph it would keep the gradient of the stage's input, too
         if needs_weight or needs_bias:
             queue.put(work, (input, gradient) if needs_weight else (gradient,))
-        return input_grad, None, None
+        return input_grad, None, None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -230,8 +257,9 @@ _embedding: Callable[..., Tensor] = _Embedding.apply
 
 
 def _weight_grad(input: Tensor, gradient: Tensor) -> Tensor:
-    """[out, in] from input [..., in] and gradient [..., out]."""
-    return gradient.reshape(-1, gradient.shape[-1]).t() @ input.reshape(-1, input.shape[-1]).to(gradient.dtype)
+    """[out, in] from input [..., in] and gradient [..., out]; the other way round, its transpose."""
+    left, right = gradient.reshape(-1, gradient.shape[-1]).t(), input.reshape(-1, input.shape[-1])
+    return left @ right.to(left.dtype)
 
 
 def _bias_grad(gradient: Tensor) -> Tensor:

@@ -1,0 +1,230 @@
+"""Which operators make a block: layers, half layers or single operators, by the modules that ran them.
+
+Operators that need neither parameters nor gradients - masks, positions, tables - are free: every block that needs them
+has its own. The others are cut into groups that follow one another, so that no block waits for a later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+
+from torch import Tensor, nn
+
+from pipeplan.runtime.capture.tracing import Operation, Trace
+from pipeplan.runtime.loading import Grain
+
+__all__ = ["HEAVY", "Group", "group_operations", "name_of", "needed_by", "taken_by"]
+
+HEAVY = {
+    "linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "scaled_dot_product_attention", "embedding",
+    "embedding_bag", "conv1d", "conv2d", "conv3d", "convolution", "cross_entropy_loss", "lstm", "gru", "_grouped_mm",
+}  # fmt: skip
+"""Operators worth a block of their own."""
+
+VIEWS = {
+    "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice", "select", "getitem", "split",
+    "split_with_sizes", "chunk", "unbind", "t", "contiguous", "flatten", "unflatten", "narrow", "movedim", "to",
+    "detach", "numpy_T", "mT", "clone", "expand_as", "view_as",
+}  # fmt: skip
+"""Operators that only show a tensor in another way, or may."""
+
+_SHOWN = {"view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice", "select", "t", "detach", "narrow"}
+"""Those that never copy, and give one tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The operators of a block in order, and the layer or module they are of; ``in_layer`` if it is a layer."""
+
+    path: str
+    in_layer: bool
+    operations: tuple[Operation, ...]
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether it has an operator worth a block."""
+        return any(name_of(op) in HEAVY for op in self.operations)
+
+    def feeds(self, other: Group) -> bool:
+        """Whether the other group takes something of this one."""
+        own = set(self.operations)
+        return any(source in own for op in other.operations for source in op.sources)
+
+    def with_(self, other: Group) -> Group:
+        """The two as one, of this one's module."""
+        return replace(self, operations=(*self.operations, *other.operations))
+
+
+def name_of(op: Operation) -> str:
+    """``linear`` of ``aten.linear.default``."""
+    return str(getattr(op.target, "__name__", op.target)).split(".")[0]
+
+
+def _free_operations(trace: Trace) -> set[Operation]:
+    """Those that depend on sizes, buffers and inputs alone, and do no work on floating-point inputs."""
+    free: set[Operation] = set()
+    numbers: set[Operation] = set()  # free, and of floating-point inputs
+    for op in trace.operations:
+        if op.kind != "call":
+            if op.kind != "parameter":
+                free.add(op)
+            if op.kind == "input" and isinstance(op.value, Tensor) and op.value.is_floating_point():
+                numbers.add(op)
+            continue
+        taken = op.sources
+        is_view = name_of(op) in VIEWS
+        works = not is_view and any(source in numbers for source in taken)
+        if all(source in free for source in taken) and not works and "rand" not in name_of(op):
+            free.add(op)
+            if any(source in numbers for source in taken):
+                numbers.add(op)
+    return free
+
+
+def group_operations(trace: Trace, module: nn.Module, grain: Grain) -> tuple[list[Group], set[Operation]]:
+    """Cut the operators that are not free, and that the output needs, into groups in the order they run.
+
+    Returns the groups, and the free operations; with single operators those that only show a tensor are free, too.
+    """
+    free = _free_operations(trace)
+    needed = _needed(trace.output)
+    if grain == "operator":
+        free |= {op for op in needed if name_of(op) in _SHOWN and op is not trace.output}
+    kept = [op for op in trace.operations if op.kind == "call" and op in needed and op not in free]
+    if grain == "operator":
+        return _single(kept), free
+    lists = _layer_lists(module)
+    found: list[Group] = []
+    for (path, in_layer), run in groupby(_placed(kept, lists), key=lambda each: each[0]):
+        found.append(Group(path, in_layer, tuple(op for _, op in run)))
+    if grain == "half":
+        found = [half for group in found for half in (_halves(group, free) if group.in_layer else [group])]
+    return _joined(found), free
+
+
+def needed_by(group: Group, free: set[Operation]) -> list[Operation]:
+    """The group's operations and the free ones that they need, sources first."""
+    own, found = set(group.operations), dict[Operation, None]()
+    for op in group.operations:
+        waiting = [op]
+        while waiting:
+            missing = [s for s in waiting[-1].sources if s not in found and (s in free or s in own)]
+            if missing:
+                waiting.append(missing[0])
+            else:
+                found[waiting.pop()] = None
+    return list(found)
+
+
+def taken_by(group: Group, free: set[Operation]) -> list[Operation]:
+    """The results of other groups that it takes, each once."""
+    wanted = needed_by(group, free)
+    known = set(wanted)
+    return list(dict.fromkeys(s for op in wanted for s in op.sources if s.kind == "call" and s not in known))
+
+
+def _needed(output: Operation) -> set[Operation]:
+    found, waiting = {output}, [output]
+    while waiting:
+        for source in waiting.pop().sources:
+            if source not in found:
+                found.add(source)
+                waiting.append(source)
+    return found
+
+
+def _layer_lists(module: nn.Module) -> list[str]:
+    """Paths of the outermost lists and sequences of modules, each ending in a dot unless it is the module itself."""
+    found: list[str] = []
+    for path, child in module.named_modules():
+        inner = any(path == each.rstrip(".") or path.startswith(each) for each in found)
+        if isinstance(child, nn.ModuleList | nn.Sequential) and not inner:
+            found.append(f"{path}." if path else "")
+    return found
+
+
+def _placed(operations: Sequence[Operation], lists: Sequence[str]) -> Iterator[tuple[tuple[str, bool], Operation]]:
+    """Every operator with its layer, or else the module around the lists of layers that it is in."""
+    around = {each.rstrip(".").rpartition(".")[0] for each in lists}
+    places: dict[Operation, tuple[str, bool]] = {}
+    for op in operations:
+        place = _place(op.path, lists, around)
+        if name_of(op) == "getitem":  # what an operator with several results gave stays with it
+            place = places.get(op.sources[0], place)
+        places[op] = place
+        yield place, op
+
+
+def _place(path: str, lists: Sequence[str], around: Collection[str]) -> tuple[str, bool]:
+    for each in lists:
+        if path.startswith(each) and path != each.rstrip("."):
+            return each + path[len(each) :].split(".")[0], True
+    parents = [each for each in around if path == each or path.startswith(f"{each}.")]
+    return max(parents, key=len, default=""), False
+
+
+def _halves(group: Group, free: set[Operation]) -> list[Group]:
+    """Cut a layer where one tensor alone goes on: after its residual additions."""
+    cuts = _narrow_places(group.operations, free)
+    pieces = [
+        replace(group, operations=group.operations[begin:end])
+        for begin, end in pairwise([0, *cuts, len(group.operations)])
+    ]
+    joined = pieces[:1]
+    for piece in pieces[1:]:
+        if piece.is_heavy and joined[-1].is_heavy:
+            joined.append(piece)
+        else:
+            joined[-1] = joined[-1].with_(piece)
+    return joined
+
+
+def _narrow_places(operations: Sequence[Operation], free: set[Operation]) -> list[int]:
+    """Where exactly one tensor, of those that both sides know, is needed later."""
+    last: dict[Operation, int] = {}
+    first: dict[Operation, int] = {op: index for index, op in enumerate(operations)}
+    for index, op in enumerate(operations):
+        for source in op.sources:
+            if source not in free and source.kind == "call":
+                first.setdefault(source, index)
+                last[source] = index
+    places = []
+    for place in range(1, len(operations)):
+        alive = [op for op, end in last.items() if first[op] < place <= end]
+        if len(alive) == 1 and isinstance(alive[0].value, Tensor):
+            places.append(place)
+    return places
+
+
+def _joined(groups: Sequence[Group]) -> list[Group]:
+    """Join groups without work of their own: a layer's to the layer before, others to what they feed."""
+    found: list[Group] = []
+    for group in groups:
+        before = found[-1] if found else None
+        if before is None:
+            found.append(group)
+        elif group.in_layer and not group.is_heavy and before.in_layer and before.feeds(group):
+            found[-1] = before.with_(group)
+        elif not before.is_heavy and not before.in_layer and not group.in_layer and before.feeds(group):
+            found[-1] = replace(before.with_(group), path=group.path)
+        else:
+            found.append(group)
+    return found
+
+
+def _single(operations: Sequence[Operation]) -> list[Group]:
+    """A group for each operator, with the views of what it made and the parts of its results."""
+    owner: dict[Operation, int] = {}
+    found: list[list[Operation]] = []
+    for op in operations:
+        owners = {owner[source] for source in op.sources if source in owner}
+        if name_of(op) in VIEWS and len(owners) == 1:
+            index = owners.pop()
+        else:
+            index = len(found)
+            found.append([])
+        owner[op] = index
+        found[index].append(op)
+    return [Group(each[0].path, False, tuple(each)) for each in found]

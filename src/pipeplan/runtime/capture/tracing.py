@@ -1,0 +1,413 @@
+"""A module as a list of operators that hold for any number of samples and any floating-point format.
+
+``torch.export`` writes sizes and formats into its graph as constants. So the module is exported twice, with different
+numbers of samples and in different formats, and what differs between the two is what depends on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from pipeplan.errors import UsageError
+
+__all__ = ["DEVICE", "DTYPE", "LEAST", "WIDER", "Marker", "Operation", "Samples", "Trace", "trace"]
+
+_SAMPLES = (2, 3)
+"""Samples of the two exports; coprime, so that a multiple of one is told from a multiple of the other."""
+
+_FORMATS = (torch.bfloat16, torch.float64)
+"""Formats of the two exports; neither is float32, which models ask for by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Stands in arguments for ``factor`` times the number of samples."""
+
+    factor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """Stands in arguments for something that is known when a block runs."""
+
+    name: str
+
+
+DTYPE, WIDER, DEVICE, LEAST = Marker("dtype"), Marker("wider"), Marker("device"), Marker("least")
+"""Stand in arguments for the format that the model runs in, this or float32 if that is wider, its device, and the
+least number of its format."""
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """One call, or something that is given: ``kind`` is call, parameter, buffer, constant or input.
+
+    ``name`` is the parameter's or buffer's in the module, or the input's. ``arguments`` have operations, literals and
+    the markers above. ``shape`` is that of the output with 2 samples, ``per_sample`` how often the samples are in
+    its first dimension, 0 if they are not; ``misplaced`` if they are in another. ``path`` is of the module that calls.
+    """
+
+    kind: str
+    name: str
+    target: Any = None
+    arguments: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = field(default_factory=dict)
+    path: str = ""
+    value: Any = None
+    per_sample: int = 0
+    misplaced: bool = False
+    needs_grad: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the output; empty if it is not one tensor."""
+        return tuple(self.value.shape) if isinstance(self.value, Tensor) else ()
+
+    @property
+    def sources(self) -> list[Operation]:
+        """The operations whose results it takes, in order, each once."""
+        found: list[Operation] = []
+        _visit((self.arguments, self.keywords), found.append)
+        return list(dict.fromkeys(found))
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The operations of a module in the order they ran, and the one whose result it returns.
+
+    ``tensors`` has parameters, buffers and constants by name.
+    """
+
+    operations: tuple[Operation, ...]
+    output: Operation
+    tensors: Mapping[str, Tensor]
+
+
+def trace(module: nn.Module, inputs: Mapping[str, Tensor], name: str) -> Trace:
+    """Export a module twice and merge the two.
+
+    Args:
+        module: with parameters of one floating-point format; on the meta device nothing is computed.
+        inputs: by the names of the forward's arguments, samples in the first dimension.
+        name: for errors.
+
+    Raises:
+        UsageError: it cannot be exported, behaves differently for other samples or formats, or does not return one
+            tensor.
+    """
+    if not inputs or any(not isinstance(each, Tensor) or each.ndim == 0 for each in inputs.values()):
+        raise UsageError(f"model {name!r}: give at least one example input, each with samples in its first dimension")
+    graphs = []
+    for count, dtype in zip(_SAMPLES, _FORMATS, strict=True):
+        with _in_format(module, dtype):
+            graphs.append(_Reader(_export(module, _sized(inputs, count, dtype), name), name).read())
+    (first, output), (second, _) = graphs
+    pairs = _paired(first, second)
+    if pairs is None:
+        raise UsageError(
+            f"model {name!r} runs different operators for {_SAMPLES[0]} and {_SAMPLES[1]} samples, or in "
+            f"{_FORMATS[0]} and {_FORMATS[1]}, so that it cannot be captured; {_REMEDY}"
+        )
+    merge = _Merge({other: one for one, other in pairs if other is not None}, name)
+    for one, other in pairs:
+        merge(one, other)
+    tensors = {**dict(_named_tensors(module)), **{op.name: op.value for op in first if op.kind == "constant"}}
+    return Trace(tuple(first), output, tensors)
+
+
+_REMEDY = "write a function that returns a pipeplan.runtime.model.Model with its blocks (docs/profiling.md)"
+
+
+def _export(module: nn.Module, inputs: dict[str, Tensor], name: str) -> ExportedProgram:
+    try:
+        with torch.enable_grad():
+            return torch.export.export(module, (), inputs, strict=False)
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:500]
+        shapes = {key: list(value.shape) for key, value in inputs.items()}
+        raise UsageError(
+            f"model {name!r} cannot be captured: torch.export failed for inputs {shapes}: {type(error).__name__}: "
+            f"{reason}; {_REMEDY}"
+        ) from error
+
+
+def _sized(inputs: Mapping[str, Tensor], count: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The inputs with so many samples, by repeating them, and floating-point ones in the format."""
+    found = {}
+    for key, value in inputs.items():
+        rows = torch.arange(count, device=value.device) % value.shape[0]
+        found[key] = value[rows].to(dtype if value.is_floating_point() else value.dtype)
+    return found
+
+
+def _format(module: nn.Module) -> torch.dtype:
+    """The format of the module's parameters."""
+    found = [each.dtype for each in module.parameters() if each.is_floating_point()]
+    return max(set(found), key=found.count) if found else torch.float32
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+@contextmanager
+def _in_format(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """The module's floating-point tensors in another format, and then as they were, with their gradients."""
+    usual = _format(module)
+    found = {id(tensor): tensor for _, tensor in _named_tensors(module) if tensor.dtype == usual}
+    before = [(tensor, tensor.data, tensor.grad) for tensor in found.values()]
+    try:
+        for tensor, data, _ in before:
+            tensor.grad = None
+            tensor.data = data.to(dtype)
+        yield
+    finally:
+        for tensor, data, gradient in before:
+            tensor.data = data
+            tensor.grad = gradient
+
+
+# One export -------------------------------------------------------------------------------------------------------
+
+_SKIPPED = {"_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size", "_assert_async"}
+_PASSED = {"dropout", "alias", "lift_fresh_copy"}
+_REGIONS = {"wrap_with_set_grad_enabled": False, "wrap_with_autocast": True}
+_KINDS = {
+    InputKind.PARAMETER: "parameter",
+    InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant",
+    InputKind.USER_INPUT: "input",
+}
+
+
+class _Reader:
+    """Turns an exported program into operations: regions inlined, dropout left out, changes in place renamed."""
+
+    def __init__(self, program: ExportedProgram, name: str) -> None:
+        self.program, self.name = program, name
+        self.operations: list[Operation] = []
+
+    def read(self) -> tuple[list[Operation], Operation]:
+        """The operations, and the one whose result the module returns."""
+        given = {}
+        for spec in self.program.graph_signature.input_specs:
+            if spec.kind not in _KINDS or not hasattr(spec.arg, "name"):
+                raise UsageError(f"model {self.name!r} takes {spec.arg}, which is not a tensor; {_REMEDY}")
+            given[spec.arg.name] = spec
+        found: dict[fx.Node, Any] = {}
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                found[node] = self._given(node, given[node.name])
+            elif node.op == "output":
+                return self.operations, self._returned(node, found)
+            else:
+                self._take(node, found, self.program.graph_module)
+        raise AssertionError("a graph ends with its output")
+
+    def _given(self, node: fx.Node, spec: Any) -> Operation:
+        kind = _KINDS[spec.kind]
+        value = node.meta["val"]
+        op = Operation(kind, spec.target or node.name, value=value, needs_grad=kind == "parameter")
+        if kind == "parameter":
+            op.needs_grad = bool(self.program.state_dict[spec.target].requires_grad)
+        if kind == "constant":
+            op.value = self.program.constants[spec.target]
+        self.operations.append(op)
+        return op
+
+    def _returned(self, node: fx.Node, found: dict[fx.Node, Any]) -> Operation:
+        mutated = len(self.program.graph_signature.buffers_to_mutate)
+        outputs = [found[each] for each in node.args[0][mutated:] if isinstance(each, fx.Node)]  # type: ignore[index,union-attr]
+        tensors = [each for each in outputs if isinstance(each, Operation) and isinstance(each.value, Tensor)]
+        if len(tensors) != 1:
+            raise UsageError(
+                f"model {self.name!r} returns {len(tensors)} tensors; wrap it in a module that returns one, as its loss"
+            )
+        return tensors[0]
+
+    def _take(self, node: fx.Node, found: dict[fx.Node, Any], owner: nn.Module, path: str | None = None) -> None:
+        target = _name_of(node.target)
+        if node.op == "get_attr":
+            found[node] = getattr(owner, str(node.target))
+        elif target in _SKIPPED:
+            return
+        elif target in _REGIONS:
+            self._inline(node, found, _REGIONS[target])
+        elif target in _PASSED:
+            found[node] = found[node.args[0]]  # type: ignore[index]
+        elif target == "getitem" and isinstance(found[node.args[0]], list):  # type: ignore[index]
+            found[node] = found[node.args[0]][node.args[1]]  # type: ignore[index]
+        else:
+            found[node] = self._call(node, found, path)
+
+    def _call(self, node: fx.Node, found: dict[fx.Node, Any], path: str | None) -> Operation:
+        arguments = fx.node.map_arg(node.args, found.__getitem__)
+        keywords = fx.node.map_arg(dict(node.kwargs), found.__getitem__)
+        if _name_of(node.target) == "scaled_dot_product_attention":
+            arguments, keywords = _without_dropout(arguments, dict(keywords))
+        path = _path_of(node) if path is None else path
+        op = Operation("call", "", node.target, tuple(arguments), dict(keywords), path, node.meta.get("val"))
+        op.needs_grad = any(source.needs_grad for source in op.sources) and _is_differentiable(op.value)
+        self.operations.append(op)
+        changed = _changed_argument(node)
+        if changed is not None:  # who takes the changed tensor from here on takes the result
+            before = found[changed]
+            found.update({key: op for key, each in found.items() if each is before})
+        return op
+
+    def _inline(self, node: fx.Node, found: dict[fx.Node, Any], autocast: bool) -> None:
+        """The operators of a region; without gradients, its results are cut off."""
+        if autocast and node.args[2]:
+            raise UsageError(f"model {self.name!r} uses autocast inside; leave it to --dtype")
+        position = 4 if autocast else 1
+        inner: fx.GraphModule = found[node.args[position]]  # type: ignore[index]
+        outer = (found[each] for each in node.args[position + 1 :])  # type: ignore[index]
+        known: dict[fx.Node, Any] = {}
+        for each in inner.graph.nodes:
+            if each.op == "placeholder":
+                known[each] = next(outer)
+            elif each.op == "output":
+                made = [known[result] for result in each.args[0]]
+                found[node] = made if autocast or node.args[0] else [self._cut(result) for result in made]
+            else:
+                self._take(each, known, inner, _path_of(each) or _path_of(node))
+
+    def _cut(self, op: Operation) -> Operation:
+        if not op.needs_grad:
+            return op
+        cut = Operation("call", "", torch.ops.aten.detach.default, (op,), {}, op.path, op.value)
+        self.operations.append(cut)
+        return cut
+
+
+def _name_of(target: Any) -> str:
+    """``linear`` of ``aten.linear.default``."""
+    return str(getattr(target, "__name__", target)).split(".")[0]
+
+
+def _path_of(node: fx.Node) -> str:
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(stack[-1][0]) if stack else ""
+
+
+def _is_differentiable(value: Any) -> bool:
+    found = value if isinstance(value, tuple | list) else (value,)
+    return any(isinstance(each, Tensor) and each.is_floating_point() for each in found)
+
+
+def _without_dropout(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if len(arguments) > 4:
+        arguments = (*arguments[:4], 0.0, *arguments[5:])
+    keywords.pop("dropout_p", None)
+    return arguments, keywords
+
+
+def _changed_argument(node: fx.Node) -> fx.Node | None:
+    """The argument that an operator changes in place."""
+    schema = getattr(node.target, "_schema", None)
+    for index, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write and index < len(node.args):
+            changed = node.args[index]
+            return changed if isinstance(changed, fx.Node) else None
+    return None
+
+
+def _visit(value: Any, see: Callable[[Operation], None]) -> None:
+    if isinstance(value, Operation):
+        see(value)
+    elif isinstance(value, tuple | list):
+        for each in value:
+            _visit(each, see)
+    elif isinstance(value, dict):
+        for each in value.values():
+            _visit(each, see)
+
+
+# Two exports ------------------------------------------------------------------------------------------------------
+
+
+def _paired(first: list[Operation], second: list[Operation]) -> list[tuple[Operation, Operation | None]] | None:
+    """Every operation of the first export with that of the second; None if they do not match.
+
+    Conversions to a narrow format may be missing in the second: some models convert only where it is one.
+    """
+    rest, pairs = iter([*second, None]), list[tuple[Operation, Operation | None]]()
+    other = next(rest)
+    for one in first:
+        if other is not None and (one.kind, one.name, str(one.target)) == (other.kind, other.name, str(other.target)):
+            pairs.append((one, other))
+            other = next(rest)
+        elif one.kind == "call" and _name_of(one.target) == "to" and one.arguments[1:2] == (_FORMATS[0],):
+            pairs.append((one, None))
+        else:
+            return None
+    return pairs if other is None else None
+
+
+class _Merge:
+    """Puts markers into the first export where the second differs."""
+
+    def __init__(self, twins: dict[Operation, Operation], name: str) -> None:
+        self.twins, self.name = twins, name
+        self.known = set(twins.values())
+
+    def __call__(self, one: Operation, other: Operation | None) -> None:
+        """Merge an operation with its twin; a conversion without one is to the model's format."""
+        if other is None:
+            source = one.arguments[0]
+            one.arguments = (source, DTYPE, *one.arguments[2:])
+            one.per_sample, one.misplaced = source.per_sample, source.misplaced
+            return
+        one.arguments = tuple(self._literal(*each, one) for each in zip(one.arguments, other.arguments, strict=True))
+        one.keywords = {key: self._literal(value, other.keywords[key], one) for key, value in one.keywords.items()}
+        if not isinstance(one.value, Tensor) or one.kind in ("parameter", "buffer", "constant"):
+            return
+        pairs = list(zip(one.value.shape, other.value.shape, strict=True))
+        grows = [index for index, (before, after) in enumerate(pairs) if before != after]
+        if grows == [0] and pairs[0][0] * _SAMPLES[1] == pairs[0][1] * _SAMPLES[0]:
+            one.per_sample = pairs[0][0] // _SAMPLES[0]
+        one.misplaced = bool(grows) and not one.per_sample
+
+    def _literal(self, one: Any, other: Any, op: Operation) -> Any:
+        if isinstance(one, Operation) and isinstance(other, Operation):
+            return self._matching(one, self.twins[other], op)
+        if isinstance(one, tuple | list):
+            return [self._literal(*each, op) for each in zip(one, other, strict=True)]
+        if isinstance(one, torch.device):
+            return DEVICE
+        if isinstance(one, torch.dtype) and one != other:
+            return {_FORMATS: DTYPE, (torch.float32, _FORMATS[1]): WIDER}.get((one, other)) or self._differing(
+                one, other, op
+            )
+        if type(one) is not type(other) or one != other:
+            return self._differing(one, other, op)
+        return one
+
+    def _matching(self, one: Operation, twin: Operation, op: Operation) -> Operation:
+        """The operation, if the twin is the same but for conversions that only this export has."""
+        source = one
+        while source is not twin:
+            if source not in self.known and source.kind == "call":
+                source = source.arguments[0]
+            else:
+                self._differing(one.target, twin.target, op)
+        return one
+
+    def _differing(self, one: Any, other: Any, op: Operation) -> Any:
+        if isinstance(one, int) and isinstance(other, int) and one * _SAMPLES[1] == other * _SAMPLES[0]:
+            return Samples(one // _SAMPLES[0])
+        if isinstance(one, float) and (one, other) == tuple(torch.finfo(each).min for each in _FORMATS):
+            return LEAST
+        raise UsageError(
+            f"model {self.name!r} cannot be captured: {op.target} in module {op.path or 'at the top'!r} takes {one!r} "
+            f"for {_SAMPLES[0]} samples and {other!r} for {_SAMPLES[1]}, not a multiple of them; {_REMEDY}"
+        )
