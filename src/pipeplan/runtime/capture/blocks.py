@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipeplan.runtime.capture.grouping import Group, name_of, needed_by, taken_by
-from pipeplan.runtime.capture.tracing import DTYPE, LEAST, WIDER, Marker, Operation, Samples
+from pipeplan.runtime.capture.operations import DTYPE, LEAST, WIDER, Marker, Operation, Samples
 from pipeplan.runtime.modules import addmm, embedding, linear
 
 __all__ = ["CapturedBlock", "Recipe", "recipe_of"]

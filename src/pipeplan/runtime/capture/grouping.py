@@ -12,7 +12,7 @@ from itertools import groupby, pairwise
 
 from torch import Tensor, nn
 
-from pipeplan.runtime.capture.tracing import Operation, Trace
+from pipeplan.runtime.capture.operations import Operation, Trace
 from pipeplan.runtime.loading import Grain
 
 __all__ = ["HEAVY", "Group", "group_operations", "name_of", "needed_by", "taken_by"]

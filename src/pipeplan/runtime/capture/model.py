@@ -12,7 +12,8 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.capture.blocks import Recipe, recipe_of
 from pipeplan.runtime.capture.grouping import Group, group_operations, taken_by
 from pipeplan.runtime.capture.naming import block_ids, dimensions_of, operator_of
-from pipeplan.runtime.capture.tracing import Operation, Trace, trace
+from pipeplan.runtime.capture.operations import Operation, Trace
+from pipeplan.runtime.capture.tracing import trace
 from pipeplan.runtime.loading import Grain
 from pipeplan.runtime.model import Batch, BlockSpec, Model, Output, outputs_of
 

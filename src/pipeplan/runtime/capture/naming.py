@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from pipeplan.runtime.capture.grouping import HEAVY, Group, name_of
-from pipeplan.runtime.capture.tracing import Operation
+from pipeplan.runtime.capture.operations import Operation
 from pipeplan.runtime.loading import Grain
 
 __all__ = ["block_ids", "dimensions_of", "operator_of"]

@@ -6,89 +6,37 @@ numbers of samples and in different formats, and what differs between the two is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from pipeplan.errors import UsageError
+from pipeplan.runtime.capture.in_place import Changes, is_in_place
+from pipeplan.runtime.capture.operations import (
+    DEVICE,
+    DTYPE,
+    LEAST,
+    WIDER,
+    Operation,
+    Samples,
+    Trace,
+    name_of_target,
+)
 
-__all__ = ["DEVICE", "DTYPE", "LEAST", "WIDER", "Marker", "Operation", "Samples", "Trace", "trace"]
+__all__ = ["trace"]
 
 _SAMPLES = (2, 3)
 """Samples of the two exports; coprime, so that a multiple of one is told from a multiple of the other."""
 
 _FORMATS = (torch.bfloat16, torch.float64)
 """Formats of the two exports; neither is float32, which models ask for by name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """Stands in arguments for ``factor`` times the number of samples."""
-
-    factor: int
-
-
-@dataclass(frozen=True, slots=True)
-class Marker:
-    """Stands in arguments for something that is known when a block runs."""
-
-    name: str
-
-
-DTYPE, WIDER, DEVICE, LEAST = Marker("dtype"), Marker("wider"), Marker("device"), Marker("least")
-"""Stand in arguments for the format that the model runs in, this or float32 if that is wider, its device, and the
-least number of its format."""
-
-
-@dataclass(eq=False, slots=True)
-class Operation:
-    """One call, or something that is given: ``kind`` is call, parameter, buffer, constant or input.
-
-    ``name`` is the parameter's or buffer's in the module, or the input's. ``arguments`` have operations, literals and
-    the markers above. ``shape`` is that of the output with 2 samples, ``per_sample`` how often the samples are in
-    its first dimension, 0 if they are not; ``misplaced`` if they are in another. ``path`` is of the module that calls.
-    """
-
-    kind: str
-    name: str
-    target: Any = None
-    arguments: tuple[Any, ...] = ()
-    keywords: dict[str, Any] = field(default_factory=dict)
-    path: str = ""
-    value: Any = None
-    per_sample: int = 0
-    misplaced: bool = False
-    needs_grad: bool = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the output; empty if it is not one tensor."""
-        return tuple(self.value.shape) if isinstance(self.value, Tensor) else ()
-
-    @property
-    def sources(self) -> list[Operation]:
-        """The operations whose results it takes, in order, each once."""
-        found: list[Operation] = []
-        _visit((self.arguments, self.keywords), found.append)
-        return list(dict.fromkeys(found))
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """The operations of a module in the order they ran, and the one whose result it returns.
-
-    ``tensors`` has parameters, buffers and constants by name.
-    """
-
-    operations: tuple[Operation, ...]
-    output: Operation
-    tensors: Mapping[str, Tensor]
 
 
 def trace(module: nn.Module, inputs: Mapping[str, Tensor], name: str) -> Trace:
@@ -105,10 +53,8 @@ def trace(module: nn.Module, inputs: Mapping[str, Tensor], name: str) -> Trace:
     """
     if not inputs or any(not isinstance(each, Tensor) or each.ndim == 0 for each in inputs.values()):
         raise UsageError(f"model {name!r}: give at least one example input, each with samples in its first dimension")
-    graphs = []
-    for count, dtype in zip(_SAMPLES, _FORMATS, strict=True):
-        with _in_format(module, dtype):
-            graphs.append(_Reader(_export(module, _sized(inputs, count, dtype), name), name).read())
+    exports = zip(_SAMPLES, _FORMATS, strict=True)
+    graphs = [_Reader(_export(module, inputs, count, dtype, name), name).read() for count, dtype in exports]
     (first, output), (second, _) = graphs
     pairs = _paired(first, second)
     if pairs is None:
@@ -119,39 +65,50 @@ def trace(module: nn.Module, inputs: Mapping[str, Tensor], name: str) -> Trace:
     merge = _Merge({other: one for one, other in pairs if other is not None}, name)
     for one, other in pairs:
         merge(one, other)
-    tensors = {**dict(_named_tensors(module)), **{op.name: op.value for op in first if op.kind == "constant"}}
-    return Trace(tuple(first), output, tensors)
+    constants = {op.name: _constant(module, op) for op in second if op.kind == "constant"}
+    return Trace(tuple(first), output, {**dict(_named_tensors(module)), **constants})
 
 
 _REMEDY = "write a function that returns a pipeplan.runtime.model.Model with its blocks (docs/profiling.md)"
 
 
-def _export(module: nn.Module, inputs: dict[str, Tensor], name: str) -> ExportedProgram:
+def _export(
+    module: nn.Module, inputs: Mapping[str, Tensor], count: int, dtype: torch.dtype, name: str
+) -> ExportedProgram:
+    """The module's forward in evaluation mode, with gradients, of so many samples; nothing is computed."""
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    replica = _replica(module, fakes, dtype)
+    examples = {key: _fake(value, fakes, dtype, (count, *value.shape[1:])) for key, value in inputs.items()}
     try:
         with torch.enable_grad():
-            return torch.export.export(module, (), inputs, strict=False)
+            return torch.export.export(replica, (), examples, strict=False)
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:500]
-        shapes = {key: list(value.shape) for key, value in inputs.items()}
+        reason = " ".join((str(error).strip() or type(error).__name__).splitlines()[:2])[:500]
+        shapes = {key: list(value.shape) for key, value in examples.items()}
         raise UsageError(
             f"model {name!r} cannot be captured: torch.export failed for inputs {shapes}: {type(error).__name__}: "
-            f"{reason}; {_REMEDY}"
+            f"{reason}; let the forward take tensors by name and decide nothing by their values, or {_REMEDY}"
         ) from error
 
 
-def _sized(inputs: Mapping[str, Tensor], count: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The inputs with so many samples, by repeating them, and floating-point ones in the format."""
-    found = {}
-    for key, value in inputs.items():
-        rows = torch.arange(count, device=value.device) % value.shape[0]
-        found[key] = value[rows].to(dtype if value.is_floating_point() else value.dtype)
-    return found
+def _replica(module: nn.Module, fakes: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
+    """A copy of the module in evaluation mode whose tensors have no data, floating-point ones in the format."""
+    stand_ins: dict[int, Any] = {}
+    for each in module.modules():
+        for tensor in [*each._parameters.values(), *each._buffers.values(), *vars(each).values()]:
+            if isinstance(tensor, Tensor):
+                stand_ins[id(tensor)] = _stand_in(tensor, fakes, dtype)
+    return copy.deepcopy(module, stand_ins).eval()
 
 
-def _format(module: nn.Module) -> torch.dtype:
-    """The format of the module's parameters."""
-    found = [each.dtype for each in module.parameters() if each.is_floating_point()]
-    return max(set(found), key=found.count) if found else torch.float32
+def _stand_in(tensor: Tensor, fakes: FakeTensorMode, dtype: torch.dtype) -> Tensor:
+    fake = _fake(tensor, fakes, dtype, tensor.shape)
+    return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def _fake(tensor: Tensor, fakes: FakeTensorMode, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    with fakes:
+        return torch.empty(shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype, device="cpu")
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -159,21 +116,10 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-@contextmanager
-def _in_format(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """The module's floating-point tensors in another format, and then as they were, with their gradients."""
-    usual = _format(module)
-    found = {id(tensor): tensor for _, tensor in _named_tensors(module) if tensor.dtype == usual}
-    before = [(tensor, tensor.data, tensor.grad) for tensor in found.values()]
-    try:
-        for tensor, data, _ in before:
-            tensor.grad = None
-            tensor.data = data.to(dtype)
-        yield
-    finally:
-        for tensor, data, gradient in before:
-            tensor.data = data
-            tensor.grad = gradient
+def _constant(module: nn.Module, op: Operation) -> Tensor:
+    """A tensor that the forward makes of numbers, or one that a module holds without registering it."""
+    found: Tensor = attrgetter(op.name)(module) if isinstance(op.value, FakeTensor) else op.value
+    return found
 
 
 # One export -------------------------------------------------------------------------------------------------------
@@ -195,6 +141,7 @@ class _Reader:
     def __init__(self, program: ExportedProgram, name: str) -> None:
         self.program, self.name = program, name
         self.operations: list[Operation] = []
+        self.changes = Changes(f"model {name!r}", self._like)
 
     def read(self) -> tuple[list[Operation], Operation]:
         """The operations, and the one whose result the module returns."""
@@ -226,7 +173,7 @@ class _Reader:
 
     def _returned(self, node: fx.Node, found: dict[fx.Node, Any]) -> Operation:
         mutated = len(self.program.graph_signature.buffers_to_mutate)
-        outputs = [found[each] for each in node.args[0][mutated:] if isinstance(each, fx.Node)]  # type: ignore[index,union-attr]
+        outputs = [self.changes.newest(found[each]) for each in node.args[0][mutated:] if isinstance(each, fx.Node)]  # type: ignore[index,union-attr]
         tensors = [each for each in outputs if isinstance(each, Operation) and isinstance(each.value, Tensor)]
         if len(tensors) != 1:
             raise UsageError(
@@ -235,14 +182,14 @@ class _Reader:
         return tensors[0]
 
     def _take(self, node: fx.Node, found: dict[fx.Node, Any], owner: nn.Module, path: str | None = None) -> None:
-        target = _name_of(node.target)
+        target = name_of_target(node.target)
         if node.op == "get_attr":
             found[node] = getattr(owner, str(node.target))
         elif target in _SKIPPED:
             return
         elif target in _REGIONS:
             self._inline(node, found, _REGIONS[target])
-        elif target in _PASSED:
+        elif target in _PASSED or (target == "detach_" and found[node.args[0]].kind == "constant"):  # type: ignore[index]
             found[node] = found[node.args[0]]  # type: ignore[index]
         elif target == "getitem" and isinstance(found[node.args[0]], list):  # type: ignore[index]
             found[node] = found[node.args[0]][node.args[1]]  # type: ignore[index]
@@ -250,18 +197,25 @@ class _Reader:
             found[node] = self._call(node, found, path)
 
     def _call(self, node: fx.Node, found: dict[fx.Node, Any], path: str | None) -> Operation:
-        arguments = fx.node.map_arg(node.args, found.__getitem__)
-        keywords = fx.node.map_arg(dict(node.kwargs), found.__getitem__)
-        if _name_of(node.target) == "scaled_dot_product_attention":
-            arguments, keywords = _without_dropout(arguments, dict(keywords))
+        def newest(each: fx.Node) -> Any:
+            return self.changes.newest(found[each]) if isinstance(found[each], Operation) else found[each]
+
+        arguments = tuple(fx.node.map_arg(node.args, newest))
+        keywords = dict(fx.node.map_arg(dict(node.kwargs), newest))
+        if name_of_target(node.target) == "scaled_dot_product_attention":
+            arguments, keywords = _without_dropout(arguments, keywords)
         path = _path_of(node) if path is None else path
-        op = Operation("call", "", node.target, tuple(arguments), dict(keywords), path, node.meta.get("val"))
+        like = Operation("call", "", node.target, path=path, value=node.meta.get("val"))
+        if is_in_place(node.target):
+            return self.changes.change(node.target, arguments, keywords, like)
+        return self._like(node.target, arguments, keywords, like)
+
+    def _like(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], like: Operation) -> Operation:
+        """Append a call that gives what ``like`` does."""
+        op = Operation("call", "", target, arguments, keywords, like.path, like.value)
         op.needs_grad = any(source.needs_grad for source in op.sources) and _is_differentiable(op.value)
         self.operations.append(op)
-        changed = _changed_argument(node)
-        if changed is not None:  # who takes the changed tensor from here on takes the result
-            before = found[changed]
-            found.update({key: op for key, each in found.items() if each is before})
+        self.changes.note_view(op)
         return op
 
     def _inline(self, node: fx.Node, found: dict[fx.Node, Any], autocast: bool) -> None:
@@ -276,22 +230,13 @@ class _Reader:
             if each.op == "placeholder":
                 known[each] = next(outer)
             elif each.op == "output":
-                made = [known[result] for result in each.args[0]]
+                made = [self.changes.newest(known[result]) for result in each.args[0]]
                 found[node] = made if autocast or node.args[0] else [self._cut(result) for result in made]
             else:
                 self._take(each, known, inner, _path_of(each) or _path_of(node))
 
     def _cut(self, op: Operation) -> Operation:
-        if not op.needs_grad:
-            return op
-        cut = Operation("call", "", torch.ops.aten.detach.default, (op,), {}, op.path, op.value)
-        self.operations.append(cut)
-        return cut
-
-
-def _name_of(target: Any) -> str:
-    """``linear`` of ``aten.linear.default``."""
-    return str(getattr(target, "__name__", target)).split(".")[0]
+        return self._like(torch.ops.aten.detach.default, (op,), {}, op) if op.needs_grad else op
 
 
 def _path_of(node: fx.Node) -> str:
@@ -311,27 +256,6 @@ def _without_dropout(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tu
     return arguments, keywords
 
 
-def _changed_argument(node: fx.Node) -> fx.Node | None:
-    """The argument that an operator changes in place."""
-    schema = getattr(node.target, "_schema", None)
-    for index, argument in enumerate(schema.arguments if schema is not None else ()):
-        if argument.alias_info is not None and argument.alias_info.is_write and index < len(node.args):
-            changed = node.args[index]
-            return changed if isinstance(changed, fx.Node) else None
-    return None
-
-
-def _visit(value: Any, see: Callable[[Operation], None]) -> None:
-    if isinstance(value, Operation):
-        see(value)
-    elif isinstance(value, tuple | list):
-        for each in value:
-            _visit(each, see)
-    elif isinstance(value, dict):
-        for each in value.values():
-            _visit(each, see)
-
-
 # Two exports ------------------------------------------------------------------------------------------------------
 
 
@@ -346,7 +270,7 @@ def _paired(first: list[Operation], second: list[Operation]) -> list[tuple[Opera
         if other is not None and (one.kind, one.name, str(one.target)) == (other.kind, other.name, str(other.target)):
             pairs.append((one, other))
             other = next(rest)
-        elif one.kind == "call" and _name_of(one.target) == "to" and one.arguments[1:2] == (_FORMATS[0],):
+        elif one.kind == "call" and name_of_target(one.target) == "to" and one.arguments[1:2] == (_FORMATS[0],):
             pairs.append((one, None))
         else:
             return None
@@ -373,7 +297,7 @@ class _Merge:
             return
         pairs = list(zip(one.value.shape, other.value.shape, strict=True))
         grows = [index for index, (before, after) in enumerate(pairs) if before != after]
-        if grows == [0] and pairs[0][0] * _SAMPLES[1] == pairs[0][1] * _SAMPLES[0]:
+        if 0 in grows and pairs[0][0] * _SAMPLES[1] == pairs[0][1] * _SAMPLES[0]:
             one.per_sample = pairs[0][0] // _SAMPLES[0]
         one.misplaced = bool(grows) and not one.per_sample
 

@@ -1,0 +1,92 @@
+"""What a captured forward is made of: its operators, and what in them depends on samples, format and device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["DEVICE", "DTYPE", "LEAST", "WIDER", "Marker", "Operation", "Samples", "Trace", "name_of_target"]
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Stands in arguments for ``factor`` times the number of samples."""
+
+    factor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """Stands in arguments for something that is known when a block runs."""
+
+    name: str
+
+
+DTYPE, WIDER, DEVICE, LEAST = Marker("dtype"), Marker("wider"), Marker("device"), Marker("least")
+"""Stand in arguments for the format that the model runs in, this or float32 if that is wider, its device, and the
+least number of its format."""
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """One call, or something that is given: ``kind`` is call, parameter, buffer, constant or input.
+
+    ``name`` is the parameter's or buffer's in the module, or the input's. ``arguments`` have operations, literals and
+    the markers above. ``shape`` is that of the output with 2 samples, ``per_sample`` how often the samples are in
+    its first dimension, 0 if they are not; ``misplaced`` if they are in others only. ``path`` is of the module that
+    calls.
+    """
+
+    kind: str
+    name: str
+    target: Any = None
+    arguments: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = field(default_factory=dict)
+    path: str = ""
+    value: Any = None
+    per_sample: int = 0
+    misplaced: bool = False
+    needs_grad: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the output; empty if it is not one tensor."""
+        return tuple(self.value.shape) if isinstance(self.value, Tensor) else ()
+
+    @property
+    def sources(self) -> list[Operation]:
+        """The operations whose results it takes, in order, each once."""
+        found: list[Operation] = []
+        _visit((self.arguments, self.keywords), found.append)
+        return list(dict.fromkeys(found))
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The operations of a module in the order they ran, and the one whose result it returns.
+
+    ``tensors`` has parameters, buffers and constants by name.
+    """
+
+    operations: tuple[Operation, ...]
+    output: Operation
+    tensors: Mapping[str, Tensor]
+
+
+def name_of_target(target: Any) -> str:
+    """``linear`` of ``aten.linear.default``."""
+    return str(getattr(target, "__name__", target)).split(".")[0]
+
+
+def _visit(value: Any, see: Callable[[Operation], None]) -> None:
+    if isinstance(value, Operation):
+        see(value)
+    elif isinstance(value, tuple | list):
+        for each in value:
+            _visit(each, see)
+    elif isinstance(value, dict):
+        for each in value.values():
+            _visit(each, see)
