@@ -36,16 +36,25 @@ _SHOWN = {"view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "sli
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The operators of a block in order, and the layer or module they are of; ``in_layer`` if it is a layer."""
+    """The operators of a block in order, and the layer or module they are of; ``in_layer`` if it is a layer.
+
+    ``turn`` tells apart the times that a layer is called.
+    """
 
     path: str
     in_layer: bool
     operations: tuple[Operation, ...]
+    turn: str = ""
 
     @property
     def is_heavy(self) -> bool:
         """Whether it has an operator worth a block."""
         return any(name_of(op) in HEAVY for op in self.operations)
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether it takes a parameter of the module."""
+        return any(source.kind == "parameter" for op in self.operations for source in op.sources)
 
     def feeds(self, other: Group) -> bool:
         """Whether the other group takes something of this one."""
@@ -95,10 +104,9 @@ def group_operations(trace: Trace, module: nn.Module, grain: Grain) -> tuple[lis
     kept = [op for op in trace.operations if op.kind == "call" and op in needed and op not in free]
     if grain == "operator":
         return _single(kept), free
-    lists = _layer_lists(module)
     found: list[Group] = []
-    for (path, in_layer), run in groupby(_placed(kept, lists), key=lambda each: each[0]):
-        found.append(Group(path, in_layer, tuple(op for _, op in run)))
+    for (path, in_layer, turn), run in groupby(_placed(kept, _layers(module)), key=lambda each: each[0]):
+        found.append(Group(path, in_layer, tuple(op for _, op in run), turn))
     if grain == "half":
         found = [half for group in found for half in (_halves(group, free) if group.in_layer else [group])]
     return _joined(found), free
@@ -135,34 +143,65 @@ def _needed(output: Operation) -> set[Operation]:
     return found
 
 
-def _layer_lists(module: nn.Module) -> list[str]:
-    """Paths of the outermost lists and sequences of modules, each ending in a dot unless it is the module itself."""
-    found: list[str] = []
+def _layers(module: nn.Module) -> set[str]:
+    """Paths of the layers: elements of the outermost lists of modules, or without any the modules at the top."""
+    top_path, _ = _top(module)
+    lists: list[str] = []
     for path, child in module.named_modules():
-        inner = any(path == each.rstrip(".") or path.startswith(each) for each in found)
-        if isinstance(child, nn.ModuleList | nn.Sequential) and not inner:
-            found.append(f"{path}." if path else "")
-    return found
+        if not any(_is_inside(path, each) for each in lists) and _is_list(child, path.rpartition(".")[0] == top_path):
+            lists.append(path)
+    holders = lists or [top_path]
+    return {_joint(path, name) for path in holders for name, _ in module.get_submodule(path).named_children()}
 
 
-def _placed(operations: Sequence[Operation], lists: Sequence[str]) -> Iterator[tuple[tuple[str, bool], Operation]]:
-    """Every operator with its layer, or else the module around the lists of layers that it is in."""
-    around = {each.rstrip(".").rpartition(".")[0] for each in lists}
-    places: dict[Operation, tuple[str, bool]] = {}
+def _top(module: nn.Module, path: str = "") -> tuple[str, nn.Module]:
+    """The module that is left when wrappers around a single one are taken off."""
+    children = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
+    if len(children) != 1 or isinstance(module, nn.ModuleList | nn.Sequential):
+        return path, module
+    name, child = children[0]
+    return _top(child, _joint(path, name)) if any(True for _ in child.children()) else (path, module)
+
+
+def _is_list(module: nn.Module, at_top: bool) -> bool:
+    """Whether it is a list of layers; further down, such as a feed-forward in a layer, not one of single operators."""
+    of_operators = not any(True for child in module.children() for _ in child.children())
+    return isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 0 and (at_top or not of_operators)
+
+
+def _joint(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    return path == outer or not outer or path.startswith(f"{outer}.")
+
+
+_Place = tuple[str, bool, str]
+"""Path, whether it is a layer, and which of its turns."""
+
+
+def _placed(operations: Sequence[Operation], layers: Collection[str]) -> Iterator[tuple[_Place, Operation]]:
+    """Every operator with its layer, or else the module around lists of layers that it is in."""
+    around = {each.rpartition(".")[0].rpartition(".")[0] for each in layers}
+    places: dict[Operation, _Place] = {}
     for op in operations:
-        place = _place(op.path, lists, around)
+        place = _place(op, layers, around)
         if name_of(op) == "getitem":  # what an operator with several results gave stays with it
             place = places.get(op.sources[0], place)
         places[op] = place
         yield place, op
 
 
-def _place(path: str, lists: Sequence[str], around: Collection[str]) -> tuple[str, bool]:
-    for each in lists:
-        if path.startswith(each) and path != each.rstrip("."):
-            return each + path[len(each) :].split(".")[0], True
-    parents = [each for each in around if path == each or path.startswith(f"{each}.")]
-    return max(parents, key=len, default=""), False
+def _place(op: Operation, layers: Collection[str], around: Collection[str]) -> _Place:
+    parts = op.path.split(".")
+    for length in range(1, len(parts) + 1):
+        path = ".".join(parts[:length])
+        if path in layers:
+            turn = next((turn for called, turn in op.turns if called == path), "")
+            return path, True, turn
+    parents = [each for each in around if _is_inside(op.path, each)]
+    return max(parents, key=len, default=""), False, ""
 
 
 def _halves(group: Group, free: set[Operation]) -> list[Group]:
@@ -199,19 +238,36 @@ def _narrow_places(operations: Sequence[Operation], free: set[Operation]) -> lis
 
 
 def _joined(groups: Sequence[Group]) -> list[Group]:
-    """Join groups without work of their own: a layer's to the layer before, others to what they feed."""
+    """Join groups without work of their own: to the one before if that is what they go on with, else to the next.
+
+    A normalisation between layers, or between the last one and something else, stays by itself, so that all layers
+    are alike.
+    """
     found: list[Group] = []
     for group in groups:
         before = found[-1] if found else None
         if before is None:
             found.append(group)
-        elif group.in_layer and not group.is_heavy and before.in_layer and before.feeds(group):
+        elif _goes_on(before, group):
             found[-1] = before.with_(group)
-        elif not before.is_heavy and not before.in_layer and not group.in_layer and before.feeds(group):
-            found[-1] = replace(before.with_(group), path=group.path)
+        elif _leads_to(before, group):
+            found[-1] = replace(group, operations=(*before.operations, *group.operations))
         else:
             found.append(group)
     return found
+
+
+def _goes_on(before: Group, group: Group) -> bool:
+    """Whether a group without work belongs to the one before."""
+    if group.is_heavy or not before.feeds(group):
+        return False
+    return (group.in_layer and before.in_layer) or not group.has_parameters
+
+
+def _leads_to(before: Group, group: Group) -> bool:
+    """Whether what came before does no work and belongs to this group."""
+    alone = not before.in_layer and not (group.in_layer and before.has_parameters)
+    return not before.is_heavy and alone and before.feeds(group)
 
 
 def _single(operations: Sequence[Operation]) -> list[Group]:

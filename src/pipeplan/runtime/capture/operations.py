@@ -36,8 +36,8 @@ class Operation:
 
     ``name`` is the parameter's or buffer's in the module, or the input's. ``arguments`` have operations, literals and
     the markers above. ``shape`` is that of the output with 2 samples, ``per_sample`` how often the samples are in
-    its first dimension, 0 if they are not; ``misplaced`` if they are in others only. ``path`` is of the module that
-    calls.
+    its first dimension, 0 if they are not; ``misplaced`` if they are in others only. ``turns`` are the modules that
+    run it, from the outside in, each with its path and a name that tells apart the times it is called.
     """
 
     kind: str
@@ -45,11 +45,16 @@ class Operation:
     target: Any = None
     arguments: tuple[Any, ...] = ()
     keywords: dict[str, Any] = field(default_factory=dict)
-    path: str = ""
+    turns: tuple[tuple[str, str], ...] = ()
     value: Any = None
     per_sample: int = 0
     misplaced: bool = False
     needs_grad: bool = False
+
+    @property
+    def path(self) -> str:
+        """Of the innermost module that runs it."""
+        return self.turns[-1][0] if self.turns else ""
 
     @property
     def shape(self) -> tuple[int, ...]:

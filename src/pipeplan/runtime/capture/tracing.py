@@ -135,6 +135,9 @@ _KINDS = {
 }
 
 
+_Turns = tuple[tuple[str, str], ...]
+
+
 class _Reader:
     """Turns an exported program into operations: regions inlined, dropout left out, changes in place renamed."""
 
@@ -181,7 +184,7 @@ class _Reader:
             )
         return tensors[0]
 
-    def _take(self, node: fx.Node, found: dict[fx.Node, Any], owner: nn.Module, path: str | None = None) -> None:
+    def _take(self, node: fx.Node, found: dict[fx.Node, Any], owner: nn.Module, turns: _Turns = ()) -> None:
         target = name_of_target(node.target)
         if node.op == "get_attr":
             found[node] = getattr(owner, str(node.target))
@@ -194,9 +197,9 @@ class _Reader:
         elif target == "getitem" and isinstance(found[node.args[0]], list):  # type: ignore[index]
             found[node] = found[node.args[0]][node.args[1]]  # type: ignore[index]
         else:
-            found[node] = self._call(node, found, path)
+            found[node] = self._call(node, found, turns)
 
-    def _call(self, node: fx.Node, found: dict[fx.Node, Any], path: str | None) -> Operation:
+    def _call(self, node: fx.Node, found: dict[fx.Node, Any], turns: _Turns) -> Operation:
         def newest(each: fx.Node) -> Any:
             return self.changes.newest(found[each]) if isinstance(found[each], Operation) else found[each]
 
@@ -204,15 +207,14 @@ class _Reader:
         keywords = dict(fx.node.map_arg(dict(node.kwargs), newest))
         if name_of_target(node.target) == "scaled_dot_product_attention":
             arguments, keywords = _without_dropout(arguments, keywords)
-        path = _path_of(node) if path is None else path
-        like = Operation("call", "", node.target, path=path, value=node.meta.get("val"))
+        like = Operation("call", "", node.target, turns=_turns_of(node) or turns, value=node.meta.get("val"))
         if is_in_place(node.target):
             return self.changes.change(node.target, arguments, keywords, like)
         return self._like(node.target, arguments, keywords, like)
 
     def _like(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], like: Operation) -> Operation:
         """Append a call that gives what ``like`` does."""
-        op = Operation("call", "", target, arguments, keywords, like.path, like.value)
+        op = Operation("call", "", target, arguments, keywords, like.turns, like.value)
         op.needs_grad = any(source.needs_grad for source in op.sources) and _is_differentiable(op.value)
         self.operations.append(op)
         self.changes.note_view(op)
@@ -233,15 +235,15 @@ class _Reader:
                 made = [self.changes.newest(known[result]) for result in each.args[0]]
                 found[node] = made if autocast or node.args[0] else [self._cut(result) for result in made]
             else:
-                self._take(each, known, inner, _path_of(each) or _path_of(node))
+                self._take(each, known, inner, _turns_of(node))
 
     def _cut(self, op: Operation) -> Operation:
         return self._like(torch.ops.aten.detach.default, (op,), {}, op) if op.needs_grad else op
 
 
-def _path_of(node: fx.Node) -> str:
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return str(stack[-1][0]) if stack else ""
+def _turns_of(node: fx.Node) -> _Turns:
+    stack = node.meta.get("nn_module_stack") or {}
+    return tuple((str(path), str(key)) for key, (path, _) in stack.items())
 
 
 def _is_differentiable(value: Any) -> bool:
