@@ -17,7 +17,7 @@ from pipeplan.runtime.capture.tracing import trace
 from pipeplan.runtime.loading import Grain
 from pipeplan.runtime.model import Batch, BlockSpec, Model, Output, outputs_of
 
-__all__ = ["capture", "replay"]
+__all__ = ["capture", "parameters_of", "replay"]
 
 
 def capture(
@@ -89,7 +89,7 @@ def _require_travelling(op: Operation, name: str) -> None:
 
 def _blocks(groups: Sequence[Group], recipes: Sequence[Recipe], traced: Trace, grain: Grain) -> tuple[BlockSpec, ...]:
     operators = [operator_of(group, recipe.crossing, grain) for group, recipe in zip(groups, recipes, strict=True)]
-    ids = block_ids(groups, operators, with_operator=grain != "layer")
+    ids = block_ids(groups, operators, grain)
     places: dict[Operation, Output] = {}
     for id_, recipe in zip(ids, recipes, strict=True):
         single = len(recipe.outputs) == 1
@@ -148,3 +148,10 @@ def replay(model: Model, modules: Mapping[str, nn.Module], batch: Batch) -> Tens
         assert made is not None, f"block {block.id!r} returned no tensor"
         values[block.id] = made
     return values[model.blocks[-1].id][-1]
+
+
+def parameters_of(block: BlockSpec) -> Mapping[str, str]:
+    """Of a captured block: the names in the captured module that its parameters had, by those they have now."""
+    recipe = getattr(getattr(block.build, "func", None), "__self__", None)
+    assert isinstance(recipe, Recipe), f"block {block.id!r} was not captured"
+    return recipe.parameters
