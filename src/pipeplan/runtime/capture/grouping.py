@@ -6,7 +6,7 @@ has its own. The others are cut into groups that follow one another, so that no 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
@@ -275,7 +275,7 @@ def _single(operations: Sequence[Operation]) -> list[Group]:
     owner: dict[Operation, int] = {}
     found: list[list[Operation]] = []
     for op in operations:
-        owners = {owner[source] for source in op.sources if source in owner}
+        owners = {owner[made] for made in (_maker(source, owner) for source in op.sources) if made is not None}
         if name_of(op) in VIEWS and len(owners) == 1:
             index = owners.pop()
         else:
@@ -284,3 +284,12 @@ def _single(operations: Sequence[Operation]) -> list[Group]:
         owner[op] = index
         found[index].append(op)
     return [Group(each[0].path, False, tuple(each)) for each in found]
+
+
+def _maker(op: Operation, owner: Mapping[Operation, int]) -> Operation | None:
+    """The operation whose result is shown, past views that every block has for itself."""
+    while op not in owner:
+        if op.kind != "call" or not op.sources:
+            return None
+        op = op.sources[0]
+    return op

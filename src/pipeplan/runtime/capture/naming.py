@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pipeplan.runtime.capture.grouping import HEAVY, Group, name_of
+from pipeplan.runtime.capture.grouping import HEAVY, VIEWS, Group, name_of
 from pipeplan.runtime.capture.operations import Operation
 from pipeplan.runtime.loading import Grain
 
@@ -25,10 +25,9 @@ def operator_of(group: Group, crossing: Sequence[Operation], grain: Grain) -> st
 def _operator_of(group: Group, crossing: Sequence[Operation]) -> str:
     names = [name_of(op) for op in group.operations]
     if _LOSSES & set(names):
-        return "head"
+        return "head" if _PRODUCTS & set(names) else "loss"
     if _attends(names):
-        memories = [op for op in crossing if op.needs_grad and op.per_sample and len(op.shape) == 3]
-        return "cross-attention" if len(memories) > 1 and "linear" in names else "attention"
+        return "cross-attention" if _attends_to_another(group, crossing) else "attention"
     if "embedding" in names or "embedding_bag" in names:
         return "embedding"
     if any(name.startswith("conv") for name in names):
@@ -42,6 +41,33 @@ def _operator_of(group: Group, crossing: Sequence[Operation]) -> str:
 
 def _attends(names: Sequence[str]) -> bool:
     return "scaled_dot_product_attention" in names or ("softmax" in names and sum(n in _PRODUCTS for n in names) > 2)
+
+
+def _attends_to_another(group: Group, crossing: Sequence[Operation]) -> bool:
+    """Whether queries and keys are made in the block of different tensors."""
+    own = set(group.operations)
+    for op in group.operations:
+        if name_of(op) in _SCORES and all(source in own for source in op.sources[:2]) and len(op.sources) > 1:
+            query, key = (_origins(source, own, set(crossing)) for source in op.sources[:2])
+            return bool(query and key) and not query & key
+    return False
+
+
+_SCORES = {"scaled_dot_product_attention", "matmul", "bmm", "baddbmm", "einsum"}
+"""What multiplies queries and keys."""
+
+
+def _origins(op: Operation, own: set[Operation], crossing: set[Operation]) -> set[Operation]:
+    """What of other blocks, or of the batch, it is made of."""
+    found, seen, waiting = set[Operation](), {op}, [op]
+    while waiting:
+        for source in waiting.pop().sources:
+            if source in crossing or source.kind == "input":
+                found.add(source)
+            elif source in own and source not in seen:
+                seen.add(source)
+                waiting.append(source)
+    return found
 
 
 def _light(names: Sequence[str]) -> str:
@@ -70,9 +96,14 @@ def _shown_by(op: Operation, operator: str) -> dict[str, int]:
     weight = next((source for source in op.sources if source.kind == "parameter" and len(source.shape) == 2), None)
     if name == "scaled_dot_product_attention":
         return {"heads": op.sources[0].shape[1]}
+    if name == "softmax" and len(op.shape) == 4 and operator.endswith(("attention", "layer")):
+        return {"heads": op.shape[1]}
+    if name.startswith("conv"):
+        return {"channels": op.shape[1]}
     if name in ("linear", "addmm") and weight is not None:
         inputs, outputs = weight.shape if name == "addmm" else reversed(weight.shape)
-        return {"hidden": min(inputs, outputs), **({_WIDTHS[operator]: outputs} if operator in _WIDTHS else {})}
+        hidden = inputs if operator == "linear" else min(inputs, outputs)
+        return {"hidden": hidden, **({_WIDTHS[operator]: outputs} if operator in _WIDTHS else {})}
     if name == "embedding" and weight is not None and operator == "embedding" and op.per_sample:
         return {"vocabulary": weight.shape[0], "hidden": weight.shape[1]}
     return {}
@@ -89,16 +120,44 @@ def _sequence(group: Group) -> dict[str, int]:
     return {}
 
 
-def block_ids(groups: Sequence[Group], operators: Sequence[str], *, with_operator: bool) -> list[str]:
+def block_ids(groups: Sequence[Group], operators: Sequence[str], grain: Grain) -> list[str]:
     """Names by module and operator, each once."""
-    paths = [_shortened(group.path) for group in groups]
+    bases = _modules_and_operators(groups) if grain == "operator" else _layers_and_parts(groups, operators, grain)
     counts: dict[str, int] = {}
     ids = []
-    for group, path, operator in zip(groups, paths, operators, strict=True):
-        base = path if group.in_layer and not with_operator else ".".join(filter(None, [path, operator]))
+    for base in bases:
         counts[base] = counts.get(base, 0) + 1
         ids.append(base if counts[base] == 1 else f"{base}-{counts[base]}")
     return ids
+
+
+def _layers_and_parts(groups: Sequence[Group], operators: Sequence[str], grain: Grain) -> list[str]:
+    return [
+        _shortened(group.path) if group.in_layer and grain == "layer" else _joined(_shortened(group.path), operator)
+        for group, operator in zip(groups, operators, strict=True)
+    ]
+
+
+def _modules_and_operators(groups: Sequence[Group]) -> list[str]:
+    """The module where it runs a single operator, or else module and operator."""
+    paths = [group.path for group in groups]
+    shared = {path for path in paths if any(each.startswith(f"{path}.") for each in paths)} | {""}
+    works = {(group.path, _work_of(group)) for group in groups}
+    several = {path for path in paths if len([work for place, work in works if place == path]) > 1}
+    return [
+        _joined(_shortened(group.path), _work_of(group)) if group.path in shared | several else _shortened(group.path)
+        for group in groups
+    ]
+
+
+def _work_of(group: Group) -> str:
+    """Name of the operator that computes, or else of the first."""
+    names = [name_of(op) for op in group.operations]
+    return next((name for name in names if name not in VIEWS), names[0])
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _shortened(path: str) -> str:
