@@ -1,0 +1,74 @@
+"""The papers' testbeds: valid at every size, with the papers' numbers, and good to search on."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeplan.costs.links import transfer_time
+from pipeplan.costs.testbeds import TESTBEDS
+from pipeplan.costs.testbeds import testbed as cluster_of
+from pipeplan.errors import UsageError
+from pipeplan.examples import model
+from pipeplan.model import Cluster, parse, to_json
+from pipeplan.planner import Batch, Options, search_plan
+
+PAPERS = {
+    "tessel": (32, 8, 32, "V100"),
+    "graphpipe": (32, 4, 16, "V100"),
+    "flexpipe": (64, 8, 80, "A800"),
+    "autopipe": (16, 4, 24, "3090"),
+    "tensoropt": (16, 8, 16, "V100"),
+}
+"""Devices, devices per node, GB of each and their kind, as the papers state them."""
+
+
+def test_every_testbed_is_listed() -> None:
+    assert sorted(TESTBEDS) == sorted(PAPERS)
+
+
+@pytest.mark.parametrize("name", TESTBEDS)
+def test_has_the_papers_numbers_and_says_what_is_assumed(name: str) -> None:
+    cluster = cluster_of(name)
+    num_devices, per_node, gigabytes, kind = PAPERS[name]
+    assert (cluster.num_devices, cluster.levels[0].group_size) == (num_devices, per_node)
+    assert cluster.memory_bytes == (gigabytes * 10**9,) * num_devices
+    assert kind in cluster.devices[0].name
+    assert cluster.source.method == "literature"
+    assert "section" in cluster.source.reference
+    assert "assumed" in cluster.source.notes
+    assert "nominal" in cluster.source.notes
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 6, 8, 12, 16, 64, 100])
+@pytest.mark.parametrize("name", TESTBEDS)
+def test_any_number_of_devices_keeps_the_links(name: str, num_devices: int) -> None:
+    paper, cluster = cluster_of(name), cluster_of(name, num_devices)
+    assert parse(to_json(cluster), Cluster) == cluster
+    assert cluster.num_devices == num_devices
+    both = min(num_devices, paper.num_devices)
+    for target in range(1, both):
+        assert transfer_time(cluster, 0, target, 10**6) == transfer_time(paper, 0, target, 10**6)
+    if num_devices > paper.levels[0].group_size:
+        near, far = (sum(transfer_time(cluster, 0, target, 10**8)) for target in (1, num_devices - 1))
+        assert far > near
+
+
+def test_refuses_what_is_not_there() -> None:
+    with pytest.raises(UsageError, match=r"no testbed 'dgx'; choose from tessel, .*tensoropt"):
+        cluster_of("dgx")
+    with pytest.raises(UsageError, match="0 devices are no cluster"):
+        cluster_of("tessel", 0)
+
+
+@pytest.mark.parametrize("name", TESTBEDS)
+def test_a_search_runs_on_it(name: str) -> None:
+    profile = model("gpt2-124m", microbatch_sizes=(1,))
+    cluster = cluster_of(name, 4)
+    options = Options(scheduler="1f1b", time_limit=5)
+    plan = search_plan(profile, "one-to-one", Batch(8, 1), options, num_devices=4, cluster=cluster).plan
+    hops = [hop for dependency in plan.dependencies for hop in dependency.hops]
+    assert hops
+    assert all(
+        (hop.latency_ns, hop.occupancy_ns) == transfer_time(cluster, hop.source_device, hop.target_device, hop.bytes)
+        for hop in hops
+    )
