@@ -116,7 +116,7 @@ def test_flags_are_the_documented_ones() -> None:
     assert flags == {
         *("name", "--devices", "--chunks", "--forward", "--backward", "--input-grad", "--weight-grad"),
         *("--shared-forward", "--shared-backward", "--comm", "--activation-bytes", "--weight-grad-bytes"),
-        *("--device", "--microbatch", "-o", "--output"),
+        *("--device", "--microbatch", "--shards", "--cluster", "-o", "--output"),
     }
 
 
@@ -124,6 +124,24 @@ def test_a_models_flags_reach_the_file() -> None:
     profile = written("gpt2-124m", "--device", "v100-32gb", "--microbatch", "8,2,8")
     assert (profile.source.device, profile.source.dtype) == ("V100-SXM2-32GB", "float16")
     assert (profile.microbatch_sizes, profile.placement) == ((2, 8), None)
+
+
+def test_split_blocks_have_rows_timed_by_the_devices_links_or_a_clusters(tmp_path: Path) -> None:
+    cluster = {
+        "schema_version": 1,
+        "kind": "cluster",
+        "name": "slow",
+        "source": {"method": "literature"},
+        "devices": [{"name": "device", "count": 2}],
+        "levels": [{"name": "node", "group_size": 2, "latency_ns": 0, "bandwidth_bytes_per_s": 10**6}],
+    }
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps(cluster), encoding="utf-8")
+    asked = ("gpt2-124m", "--microbatch", "1", "--shards", "2,1")
+    profile, slow = written(*asked), written(*asked, "--cluster", str(path))
+    assert {tuple(row.shards for row in block.costs) for block in profile.blocks} == {(1, 2)}
+    assert slow.blocks[1].costs[1].forward_ns > 10 * profile.blocks[1].costs[1].forward_ns
+    assert "slow" in (slow.source.notes or "")
 
 
 def test_a_model_is_the_same_file_every_time() -> None:

@@ -1,4 +1,4 @@
-"""Closed forms of what backward keeps, against what autograd saves: unique storages less parameters."""
+"""Closed forms of work and of what backward keeps, against what torch counts and what autograd saves."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from pipeplan.costs.operators import (
     Operator,
     activation,
     add,
     attention_core,
+    batch_norm,
     convolution,
     embedding,
     linear,
@@ -21,19 +23,42 @@ from pipeplan.costs.operators import (
     sequence_of,
     vocabulary_loss,
 )
+from pipeplan.examples.parts import bottleneck, class_loss, dense, image_stem, long_memory
 from pipeplan.runtime.footprint import SavedTensors, storages
 
 WIDTH = 4  # float32
 
 
 def kept(module: nn.Module, *inputs: Tensor) -> int:
-    """Bytes that autograd holds after a forward."""
+    """Bytes that a row's ``activation_bytes`` are: what autograd holds after a forward, and inputs with gradients."""
     with SavedTensors() as saved:
         output = module(*inputs)
-        own = storages(module.parameters())
-        held = storages(saved.alive())
+        own = storages([*module.parameters(), *module.buffers()])
+        held = storages([*saved.alive(), *(each for each in inputs if each.requires_grad)])
         assert output.requires_grad
     return sum(size for address, size in held.items() if address not in own)
+
+
+def flops(module: nn.Module, *inputs: Tensor) -> tuple[int, int]:
+    """Matrix work of a forward and of a backward, as torch counts it."""
+    with FlopCounterMode(display=False) as forward:
+        output = module(*inputs)
+    with FlopCounterMode(display=False) as backward:
+        output.sum().backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+def matrix_flops(form: Operator) -> tuple[int, int]:
+    """The same of a closed form: products alone, backward with weight gradients."""
+    forward = sum(kernel.flops for kernel in form.forward if kernel.matrix)
+    return forward, sum(kernel.flops for kernel in (*form.input_grad, *form.weight_grad) if kernel.matrix)
+
+
+def require_equal(form: Operator, module: nn.Module, *inputs: Tensor, rel: float = 0.0) -> None:
+    """Parameters and work are exact, saved bytes within ``rel``."""
+    assert form.parameters == sum(parameter.numel() for parameter in module.parameters())
+    assert matrix_flops(form) == flops(module, *inputs)
+    assert form.saved_bytes == pytest.approx(kept(module, *inputs), rel=rel)
 
 
 def image(samples: int, channels: int, side: int) -> Tensor:
@@ -59,19 +84,118 @@ class CrossAttention(nn.Module):
         return result
 
 
+class Recurrent(nn.Module):
+    """An LSTM layer, written out."""
+
+    def __init__(self, inputs: int, cells: int) -> None:
+        super().__init__()
+        self.of_inputs, self.of_state = nn.Linear(inputs, 4 * cells), nn.Linear(cells, 4 * cells, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cells = self.of_state.in_features
+        output, cell = x.new_zeros(x.shape[0], cells), x.new_zeros(x.shape[0], cells)
+        outputs = []
+        for step in self.of_inputs(x).unbind(1):
+            gates = (step + self.of_state(output)).chunk(4, dim=1)
+            take, forget, give = (gate.sigmoid() for gate in gates[:3])
+            cell = forget * cell + take * gates[3].tanh()
+            output = give * cell.tanh()
+            outputs.append(output)
+        return torch.stack(outputs, dim=1)
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, inputs: int, inner: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.path = nn.Sequential(
+            *(nn.Conv2d(inputs, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU()),
+            *(nn.Conv2d(inner, inner, 3, stride, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU()),
+            *(nn.Conv2d(inner, outputs, 1, bias=False), nn.BatchNorm2d(outputs)),
+        )
+        changed = inputs != outputs or stride > 1
+        short = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+        self.short = short if changed else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.path(x) + self.short(x))
+
+
+class PooledClasses(nn.Module):
+    def __init__(self, inputs: int, classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(inputs, classes)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.layer(x.mean((2, 3))).float(), targets, reduction="sum")
+
+
+def half(module: nn.Module, *inputs: Tensor) -> tuple[nn.Module, list[Tensor]]:
+    """In bfloat16, as the papers' models are."""
+    taken = [
+        each.detach().bfloat16().requires_grad_(each.requires_grad) if each.is_floating_point() else each
+        for each in inputs
+    ]
+    return module.bfloat16(), taken
+
+
 def test_convolutions() -> None:
-    module = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
-    )
+    """A block that ends in pooling needs nothing of its output; one that ends in ReLU does, and counts it."""
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU()]
     form = sequence_of(
-        convolution(2, 32, 3, 8, WIDTH),
-        relu(2 * 32 * 32 * 8, WIDTH),
-        convolution(2, 32, 8, 16, WIDTH),
-        relu(2 * 32 * 32 * 16, WIDTH),
-        max_pool(2, 32, 16, WIDTH),
+        *(convolution(2, 32, 3, 8, WIDTH), relu(2 * 32 * 32 * 8, WIDTH), convolution(2, 32, 8, 16, WIDTH)),
+        *(relu(2 * 32 * 32 * 16, WIDTH), max_pool(2, 32, 16, WIDTH)),
     )
-    assert form.saved_bytes == kept(module, image(2, 3, 32))
-    assert form.parameters == sum(parameter.numel() for parameter in module.parameters())
+    require_equal(form, nn.Sequential(*layers, nn.MaxPool2d(2)), image(2, 3, 32))
+    form = sequence_of(convolution(2, 32, 3, 8, WIDTH), relu(2 * 32 * 32 * 8, WIDTH, ends=True))
+    require_equal(form, nn.Sequential(*layers[:2]), image(2, 3, 32))
+
+
+@pytest.mark.parametrize(("kernel", "stride"), [(1, 1), (3, 1), (1, 2), (3, 2), (7, 2)])
+def test_convolutions_with_strides(kernel: int, stride: int) -> None:
+    form = sequence_of(
+        convolution(2, 32, 4, 12, WIDTH, kernel=kernel, stride=stride, bias=False),
+        batch_norm(2, 32 // stride, 12, WIDTH),
+    )
+    module = nn.Sequential(nn.Conv2d(4, 12, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(12))
+    require_equal(form, module, image(2, 4, 32))
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "stride"), [(32, 32, 1), (16, 32, 1), (32, 64, 2)])
+def test_bottlenecks(inputs: int, outputs: int, stride: int) -> None:
+    form = bottleneck(16, inputs, 24, outputs, stride=stride)(2, 1)
+    module, (x,) = half(Bottleneck(inputs, 24, outputs, stride), image(2, inputs, 16))
+    require_equal(form, module, x, rel=6e-3)  # on the CPU a batch norm's statistics have 16 bits
+
+
+def test_a_residual_networks_ends() -> None:
+    stem = nn.Sequential(nn.Conv2d(3, 16, 7, 2, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+    module, (x,) = half(stem, torch.randn(2, 3, 32, 32))
+    require_equal(image_stem(32, 16)(2, 1), module, x, rel=6e-3)
+    module, (x, targets) = half(PooledClasses(64, 40), image(8, 64, 7), torch.randint(40, (8,)))
+    form = class_loss(1, 64, 40, pooled_side=7)(8, 1)
+    taken = x.untyped_storage().nbytes()  # an input with a gradient is held, though the mean needs it not
+    assert form.saved_bytes + taken == pytest.approx(kept(module, x, targets), abs=16)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_recurrent_layers(first: bool) -> None:
+    form = long_memory(5, 24, 32, first=first)(3, 1)
+    module, (x,) = half(Recurrent(24, 32), torch.randn(3, 5, 24, requires_grad=not first))
+    require_equal(form, module, x)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_linear_layers_that_end_in_relu(first: bool) -> None:
+    module, (x,) = half(nn.Sequential(nn.Linear(24, 40), nn.ReLU()), torch.randn(5, 24, requires_grad=not first))
+    require_equal(dense(24, 40, first=first)(5, 1), module, x)
+
+
+def test_blocks_that_end_in_relu_count_their_output_twice_inside_a_stage() -> None:
+    """Their sum is too large by one such tensor for each boundary inside a stage, and exact for a block alone."""
+    layers = [nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU()]
+    module, (x,) = half(nn.Sequential(*layers), torch.randn(5, 24, requires_grad=True))
+    block = dense(24, 24, first=False)(5, 1)
+    assert 3 * block.saved_bytes == kept(module, x) + 2 * 5 * 24 * 2
 
 
 def test_perceptron() -> None:
@@ -80,7 +204,7 @@ def test_perceptron() -> None:
         *(linear(5, 24, 40, WIDTH), relu(5 * 40, WIDTH), linear(5, 40, 40, WIDTH), relu(5 * 40, WIDTH)),
         linear(5, 40, 1, WIDTH),
     )
-    assert form.saved_bytes == kept(module, torch.randn(5, 24, requires_grad=True))
+    require_equal(form, module, torch.randn(5, 24, requires_grad=True))
 
 
 def test_cross_attention() -> None:
@@ -119,7 +243,7 @@ class Loss(nn.Module):
 
 def test_loss_and_embedding() -> None:
     logits, targets = torch.randn(64, 50, requires_grad=True), torch.randint(50, (64,))
-    held = kept(Loss(), logits, targets)
+    held = kept(Loss(), logits, targets) - logits.untyped_storage().nbytes()  # it needs not its input
     assert vocabulary_loss(64, 50, WIDTH).saved_bytes == pytest.approx(held, abs=16)  # a scalar or two beside
     table = nn.Embedding(50, 16)
     assert embedding(4, 16, 50, 16, WIDTH).saved_bytes == kept(table, torch.randint(50, (4, 16)))

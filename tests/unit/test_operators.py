@@ -6,26 +6,32 @@ from pathlib import Path
 
 import pytest
 
+from pipeplan.costs.collectives import Exchange, prices_in, prices_of, ring_ns
 from pipeplan.costs.operators import (
     Kernel,
     Operator,
     activation,
     add,
     attention_core,
+    average_pool,
+    batch_norm,
     concatenate,
     convolution,
     cost_row,
     embedding,
+    exchange,
     linear,
     max_pool,
     norm,
+    recurrent,
     relu,
     sequence_of,
     vocabulary_loss,
 )
 from pipeplan.costs.presets import BANDWIDTH_CEILING, MATRIX_CEILING, PRESETS, RAMP_NS, device_preset
 from pipeplan.errors import UsageError
-from pipeplan.model import Profile, read_profile
+from pipeplan.model import Cluster, Profile, Source, read_profile
+from pipeplan.model.cluster import DeviceKind, LinkLevel, MeasuredCurve
 
 ROOT = Path(__file__).parents[2]
 SEQUENCE, VOCABULARY = 1024, 50257
@@ -133,8 +139,8 @@ def test_gates_and_plain_tables() -> None:
     assert (table.parameters, table.saved_bytes, table.input_grad) == (64_000, 8 * 200, ())
     assert embedding(1, 8, 1000, 64, 2, positions=8, types=2).parameters == 1010 * 64
     assert norm(5, 64, 2, bias=False).parameters == 64
-    assert (concatenate(10, 2).saved_bytes, concatenate(10, 2, kept=7).saved_bytes) == (0, 14)
-    assert relu(10, 2).saved_bytes == 0
+    assert concatenate(10, 2).saved_bytes == 0
+    assert (relu(10, 2).saved_bytes, relu(10, 2, ends=True).saved_bytes) == (0, 20)
 
 
 def test_convolution_by_hand() -> None:
@@ -146,6 +152,63 @@ def test_convolution_by_hand() -> None:
     assert (layer.weight_grad, layer.deferred_bytes) == ((), 0)  # made with I
     pool = max_pool(1, 224, 64, 2)
     assert pool.saved_bytes == 2 * 64 * 224 * 224 + 8 * 64 * 112 * 112
+
+
+def test_strides_norms_and_means_by_hand() -> None:
+    """ResNet-50's stem: 118 million multiply-adds on an image of 224 x 224."""
+    stem = convolution(1, 224, 3, 64, 2, kernel=7, stride=2, bias=False)
+    assert (stem.parameters, stem.flops) == (9_408, 2 * 118_013_952)
+    assert batch_norm(4, 7, 64, 2).saved_bytes == 4 * 7 * 7 * 64 * 2 + 64 * 8
+    assert batch_norm(4, 7, 64, 2).parameters == 128
+    assert (average_pool(4, 7, 64, 2).saved_bytes, average_pool(4, 7, 64, 2).parameters) == (0, 0)
+
+
+def test_a_recurrent_layer_by_hand() -> None:
+    """An LSTM of 10 inputs and 16 cells: 4 gates with a bias each; per step 1 input, 1 output and 6 x 16 are kept."""
+    layer = recurrent(3, 5, 10, 16, 2)
+    assert layer.parameters == 4 * 16 * (10 + 16 + 1)
+    assert layer.saved_bytes == 3 * 5 * (10 + 16 + 6 * 16) * 2
+    assert sum(kernel.flops for kernel in layer.forward if kernel.matrix) == 2 * 3 * 5 * 4 * 16 * (10 + 16)
+    share = recurrent(3, 5, 10, 16, 2, shards=4)
+    assert [each.operation for each in share.forward_exchanges] == 5 * ["all_gather"]
+    assert {each.array_bytes for each in share.input_grad_exchanges} == {3 * 16 * 2}
+
+
+def test_rings_move_what_they_must() -> None:
+    """All-reduce sends 2 (n - 1) / n of the array from every device, the others half of that."""
+    for devices in (2, 4, 8):
+        both, one = (ring_ns(Exchange(name, 8 * 10**6), devices, 1e9, 0) for name in ("all_reduce", "all_gather"))
+        assert both == pytest.approx(2 * one)
+        assert both == pytest.approx(8e6 * 2 * (devices - 1) / devices)
+        assert ring_ns(Exchange("all_gather", 0), devices, 1e9, 7) == 7 * (devices - 1)
+
+
+def test_exchanges_are_in_the_times_of_a_row() -> None:
+    device = device_preset("v100-16gb")
+    plain = linear(64, 128, 128, 2)
+    both = sequence_of(plain, exchange(64 * 128 * 2, forward="all_reduce", input_grad="reduce_scatter"))
+    alone = cost_row(plain, 1, device)
+    row = cost_row(both, 1, device, shards=2, prices=lambda each, devices: 100.0 * devices + len(each.operation))
+    assert row.forward_ns == alone.forward_ns + 210
+    assert row.input_grad_ns == (alone.input_grad_ns or 0) + 214
+    assert (row.weight_grad_ns, row.activation_bytes) == (alone.weight_grad_ns, alone.activation_bytes)
+    slow, fast = (
+        prices_of(device_preset(name))(Exchange("all_reduce", 10**8), 4) for name in ("v100-16gb", "h100-80gb")
+    )
+    assert fast < slow < 2 * 10**8 / device.link_bytes_per_s * 1e9
+
+
+def test_measured_collectives_go_before_rings() -> None:
+    points = ((1000, 50_000), (10**6, 90_000))
+    curve = MeasuredCurve(operation="all_reduce", level="node", num_devices=4, points=points)
+    level = LinkLevel(name="node", group_size=4, latency_ns=1000, bandwidth_bytes_per_s=10**9)
+    kind = DeviceKind(name="device", count=4)
+    cluster = Cluster(name="c", source=Source(method="literature"), devices=(kind,), levels=(level,), measured=(curve,))
+    price = prices_in(cluster)
+    assert price(Exchange("all_reduce", 10**6), 4) == 90_000
+    assert price(Exchange("all_reduce", 10**6), 2) == 2 * (1000 + 500_000)
+    assert price(Exchange("all_gather", 10**6), 4) == 3 * (1000 + 250_000)
+    assert prices_in(cluster.model_copy(update={"levels": (), "measured": ()}))(Exchange("all_gather", 10**6), 4) == 0
 
 
 def test_a_row_is_input_and_weight_gradients_in_one_backward() -> None:
@@ -161,6 +224,7 @@ def test_presets_are_consistent(name: str) -> None:
     assert f"{preset.memory_bytes // 10**9}gb" == name.split("-")[1]
     assert preset.matrix_flops_per_s > preset.float32_flops_per_s > 10**13
     assert preset.source
+    assert 10**10 < preset.link_bytes_per_s < preset.bandwidth_bytes_per_s
     assert preset.dtype == ("float16" if name.startswith("v100") else "bfloat16")
 
 

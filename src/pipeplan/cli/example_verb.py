@@ -10,7 +10,7 @@ __all__ = ["command"]
 
 _SHARED = ("shared_forward", "shared_backward")
 _WITH_SHARED = ("m", "mllm", "nn", "k")
-_OF_MODELS = ("device", "microbatch")
+_OF_MODELS = ("device", "microbatch", "shards", "cluster")
 _OF_BOTH = ("name", "output")
 
 
@@ -35,6 +35,10 @@ _OF_BOTH = ("name", "output")
 )
 @click.option("--device", metavar="PRESET", help="Device that a model's costs are for.  [default: a100-80gb]")
 @click.option("--microbatch", type=COUNTS, metavar="1,2,4", help="Samples per micro-batch that a model has costs for.")
+@click.option(
+    "--shards", type=COUNTS, metavar="1,2,4", help="Devices that split a block; costs for each.  [default: 1]"
+)
+@click.option("--cluster", metavar="FILE", help="Whose links time the collectives of split blocks.")
 @click.option("-o", "--output", default="-", show_default=True, metavar="FILE", help="Where to write; - for stdout.")
 @click.pass_context
 def command(
@@ -53,6 +57,8 @@ def command(
     weight_grad_bytes: int,
     device: str | None,
     microbatch: tuple[int, ...] | None,
+    shards: tuple[int, ...] | None,
+    cluster: str | None,
     output: str,
 ) -> None:
     """Write the profile NAME: a shape with its placement, or a model of a paper with estimated costs.
@@ -62,11 +68,12 @@ def command(
 
     Models: gpt2-{124m,345m,762m,1.3b}, bert-large, tessel-gpt-{11b,24b,47b,77b}, tessel-mt5-{1.8b,9.5b,43b,88b},
     tessel-flava, flexpipe-gpt-5b-{64k,128k,256k,512k,1m}, flexpipe-gpt-16b-{256k,512k,1m,1.1m,1.2m},
-    flexpipe-clip-{4.7b,8.2b,9.7b}, mmt, dlrm, candle-uno, tensoropt-vgg16. They take --device and --microbatch alone.
+    flexpipe-clip-{4.7b,8.2b,9.7b}, mmt, dlrm, candle-uno, mmt-2, dlrm-8, candle-uno-8,
+    tensoropt-{rnn,wideresnet,transformer,vgg16}. They take --device, --microbatch, --shards and --cluster alone.
     """
     from pipeplan.errors import UsageError
     from pipeplan.examples import MODELS, SHAPES, ShapeCosts, model, shape
-    from pipeplan.model import write_file
+    from pipeplan.model import read_cluster, write_file
 
     kind = name.removeprefix("shape-")
     names = [*(f"shape-{each}" for each in SHAPES), *MODELS]
@@ -74,7 +81,14 @@ def command(
         raise UsageError(f"there is no example {name!r}; choose from {', '.join(names)}")
     _refuse_others(ctx, name, of_model=name in MODELS)
     if name in MODELS:
-        write_file(model(name, device=device or "a100-80gb", microbatch_sizes=microbatch), output)
+        profile = model(
+            name,
+            device=device or "a100-80gb",
+            microbatch_sizes=microbatch,
+            shards=shards or (1,),
+            cluster=None if cluster is None else read_cluster(cluster),
+        )
+        write_file(profile, output)
         return
     for flag in _SHARED:
         if ctx.params[flag] is not None and kind not in _WITH_SHARED:

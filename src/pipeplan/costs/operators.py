@@ -1,8 +1,12 @@
 """Closed forms per kind of operator: work, bytes moved, and what backward keeps. No torch.
 
 An operator counts what autograd saves of its *input*, never its output: the next one counts that as its input. So the
-operators of a block, and the blocks of a stage, add up. ``width`` is bytes per number of the 16-bit format; statistics
-and the loss are in float32, indices in int64. A weight gradient is made, then added to the accumulated one.
+operators of a block, and the blocks of a stage, add up. The exception is a block that ends with an operator whose
+backward needs its output: the block counts it, and so does the block that takes it. ``width`` is bytes per number of
+the 16-bit format; statistics and the loss are in float32, indices in int64. A weight gradient is made, then added to
+the accumulated one.
+
+One device's share of a split block has the forms of smaller operators, and :func:`exchange` between them.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pipeplan.costs.collectives import Combining, Exchange, Prices, prices_of
 from pipeplan.costs.presets import DevicePreset
 from pipeplan.model import CostRow
 
@@ -19,13 +24,17 @@ __all__ = [
     "activation",
     "add",
     "attention_core",
+    "average_pool",
+    "batch_norm",
     "concatenate",
     "convolution",
     "cost_row",
     "embedding",
+    "exchange",
     "linear",
     "max_pool",
     "norm",
+    "recurrent",
     "relu",
     "sequence_of",
     "vocabulary_loss",
@@ -51,7 +60,8 @@ class Operator:
 
     ``saved_bytes`` are held from F to I or B, ``deferred_bytes`` from I to W: inputs and output gradients of what has
     weights. ``gradient_bytes`` are the gradients of its input and output, there at once; ``update_bytes`` is the
-    most that making a weight gradient takes. ``parameters`` is a count.
+    most that making a weight gradient takes. ``parameters`` is a count. Exchanges are with the devices that have the
+    other shares, during F and during I.
     """
 
     parameters: int = 0
@@ -62,6 +72,8 @@ class Operator:
     deferred_bytes: int = 0
     gradient_bytes: int = 0
     update_bytes: int = 0
+    forward_exchanges: tuple[Exchange, ...] = ()
+    input_grad_exchanges: tuple[Exchange, ...] = ()
 
     @property
     def flops(self) -> int:
@@ -80,6 +92,21 @@ def sequence_of(*operators: Operator, residual_bytes: int = 0) -> Operator:
         deferred_bytes=sum(each.deferred_bytes for each in operators),
         gradient_bytes=max(each.gradient_bytes for each in operators) + residual_bytes,
         update_bytes=max(each.update_bytes for each in operators),
+        forward_exchanges=tuple(one for each in operators for one in each.forward_exchanges),
+        input_grad_exchanges=tuple(one for each in reversed(operators) for one in each.input_grad_exchanges),
+    )
+
+
+def exchange(
+    array_bytes: int,
+    *,
+    forward: Combining | None = None,
+    input_grad: Combining | None = None,
+) -> Operator:
+    """Collectives about a whole array of so many bytes, in forward and in backward."""
+    return Operator(
+        forward_exchanges=(Exchange(forward, array_bytes),) if forward else (),
+        input_grad_exchanges=(Exchange(input_grad, array_bytes),) if input_grad else (),
     )
 
 
@@ -149,32 +176,43 @@ def add(numbers: int, width: int) -> Operator:
     return Operator(forward=(kernel,), input_grad=(kernel,))
 
 
-def relu(numbers: int, width: int) -> Operator:
-    """A function whose backward needs its output, which the next operator keeps as its input."""
+def relu(numbers: int, width: int, *, ends: bool = False) -> Operator:
+    """A function whose backward needs its output, which the next operator keeps as its input.
+
+    It counts where it ``ends`` a block, since the next block may be on another device.
+    """
     return Operator(
         forward=(Kernel(numbers, 2 * numbers * width),),
         input_grad=(Kernel(numbers, 3 * numbers * width),),
+        saved_bytes=numbers * width if ends else 0,
         gradient_bytes=2 * numbers * width,
     )
 
 
-def concatenate(numbers: int, width: int, *, kept: int = 0) -> Operator:
-    """A copy of several tensors into one of so many ``numbers``; backward hands out views.
-
-    It needs none of its inputs; ``kept`` is how many of them the operators before it need as their outputs.
-    """
-    return Operator(forward=(Kernel(0, 2 * numbers * width),), saved_bytes=kept * width, gradient_bytes=numbers * width)
+def concatenate(numbers: int, width: int) -> Operator:
+    """A copy of several tensors into one of so many ``numbers``; backward needs none of them and hands out views."""
+    return Operator(forward=(Kernel(0, 2 * numbers * width),), gradient_bytes=numbers * width)
 
 
-def convolution(samples: int, side: int, inputs: int, outputs: int, width: int, *, kernel: int = 3) -> Operator:
-    """A square convolution with bias that keeps the image's side: [inputs, side, side] to [outputs, side, side].
+def convolution(
+    samples: int,
+    side: int,
+    inputs: int,
+    outputs: int,
+    width: int,
+    *,
+    kernel: int = 3,
+    stride: int = 1,
+    bias: bool = True,
+) -> Operator:
+    """A square convolution, padded so that [inputs, side, side] becomes [outputs, side / stride, side / stride].
 
     Its weight gradient is made with I, as the executor does it.
     """
-    pixels, weight = samples * side * side, kernel * kernel * inputs * outputs
-    taken, given = pixels * inputs * width, pixels * outputs * width
+    pixels, weight = samples * (side // stride) ** 2, kernel * kernel * inputs * outputs
+    taken, given = samples * side * side * inputs * width, pixels * outputs * width
     product = Kernel(2 * pixels * weight, taken + given + weight * width, matrix=True)
-    parameters = weight + outputs
+    parameters = weight + (outputs if bias else 0)
     return Operator(
         parameters=parameters,
         forward=(product,),
@@ -185,8 +223,20 @@ def convolution(samples: int, side: int, inputs: int, outputs: int, width: int, 
     )
 
 
+def batch_norm(samples: int, side: int, channels: int, width: int) -> Operator:
+    """A norm of each channel over all samples and pixels; keeps its input and two float32 per channel."""
+    numbers = samples * side * side * channels
+    return Operator(
+        parameters=2 * channels,
+        forward=(Kernel(8 * numbers, 3 * numbers * width),),  # read for the statistics, and again to apply them
+        input_grad=(Kernel(16 * numbers, 5 * numbers * width),),
+        saved_bytes=numbers * width + _STATISTICS * channels,
+        gradient_bytes=2 * numbers * width,
+    )
+
+
 def max_pool(samples: int, side: int, channels: int, width: int) -> Operator:
-    """The largest of every 2 x 2 pixels; keeps its input and where the largest were, as int64."""
+    """The largest around every second pixel of every second row; keeps its input and where they were, as int64."""
     taken = samples * side * side * channels
     given = taken // 4
     moved = (taken + given) * width + _INT64 * given
@@ -195,6 +245,48 @@ def max_pool(samples: int, side: int, channels: int, width: int) -> Operator:
         input_grad=(Kernel(given, moved),),
         saved_bytes=taken * width + _INT64 * given,
         gradient_bytes=(taken + given) * width,
+    )
+
+
+def average_pool(samples: int, side: int, channels: int, width: int) -> Operator:
+    """The mean of each channel's pixels; keeps nothing."""
+    taken, given = samples * side * side * channels, samples * channels
+    kernel = Kernel(taken, (taken + given) * width)
+    return Operator(forward=(kernel,), input_grad=(kernel,), gradient_bytes=(taken + given) * width)
+
+
+def recurrent(
+    samples: int, steps: int, inputs: int, cells: int, width: int, *, shards: int = 1, first: bool = False
+) -> Operator:
+    """An LSTM layer over ``steps`` of each sample: one product for all inputs, one per step for the state.
+
+    It keeps its input and, of every step, the state before it (output and cell), the four gates and the cell's
+    hyperbolic tangent; the outputs are the next operator's input. All weight gradients are made with I. A share has
+    ``cells / shards``, and the outputs of every step are gathered. The ``first`` layer gives no input gradient.
+    """
+    tokens, own = samples * steps, -(-cells // shards)
+    of_inputs = linear(tokens, inputs, 4 * own, width)
+    of_state = linear(samples, cells, 4 * own, width, bias=False)
+    numbers = samples * own
+    gates = Kernel(30 * numbers, (2 * 4 + 3) * numbers * width)  # read and written, cells and tangent beside
+    back = Kernel(30 * numbers, (3 * 4 + 5) * numbers * width)
+    state_grad = linear(tokens, cells, 4 * own, width, bias=False).weight_grad
+    gathered = Exchange("all_gather", samples * cells * width), Exchange("reduce_scatter", samples * cells * width)
+    return Operator(
+        parameters=of_inputs.parameters + of_state.parameters,
+        forward=(*of_inputs.forward, *steps * (*of_state.forward, gates)),
+        input_grad=(
+            *steps * (back,),
+            *(steps - 1) * of_state.input_grad,  # nothing is before the first state
+            *(() if first else of_inputs.input_grad),
+            *of_inputs.weight_grad,
+            *state_grad,
+        ),
+        saved_bytes=(tokens * (inputs + cells) + 6 * tokens * own) * width,
+        gradient_bytes=tokens * (inputs + cells + 4 * own) * width,
+        update_bytes=max(of_inputs.parameters, of_state.parameters) * width,
+        forward_exchanges=steps * gathered[:1] if shards > 1 else (),
+        input_grad_exchanges=steps * gathered[1:] if shards > 1 else (),
     )
 
 
@@ -240,12 +332,23 @@ def vocabulary_loss(tokens: int, vocabulary: int, width: int) -> Operator:
     )
 
 
-def cost_row(operator: Operator, microbatch_size: int, device: DevicePreset) -> CostRow:
-    """The operator's row for a profile, with the device's times. Backward is I and W one after the other."""
-    input_grad, weight_grad = _time_ns(operator.input_grad, device), _time_ns(operator.weight_grad, device)
+def cost_row(
+    operator: Operator, microbatch_size: int, device: DevicePreset, *, shards: int = 1, prices: Prices | None = None
+) -> CostRow:
+    """The operator's row for a profile, with the device's times. Backward is I and W one after the other.
+
+    Exchanges take what ``prices`` say, by default what the device's own links allow; the operator is one of
+    ``shards``.
+    """
+    price = prices or prices_of(device)
+    exchanged = sum(price(each, shards) for each in operator.forward_exchanges)
+    returned = sum(price(each, shards) for each in operator.input_grad_exchanges)
+    input_grad = round(_time_ns(operator.input_grad, device) + returned)
+    weight_grad = round(_time_ns(operator.weight_grad, device))
     return CostRow(
         microbatch_size=microbatch_size,
-        forward_ns=_time_ns(operator.forward, device),
+        shards=shards,
+        forward_ns=round(_time_ns(operator.forward, device) + exchanged),
         backward_ns=input_grad + weight_grad,
         input_grad_ns=input_grad,
         weight_grad_ns=weight_grad,
@@ -259,5 +362,5 @@ def _accumulate(parameters: int, width: int) -> Kernel:
     return Kernel(parameters, 3 * parameters * width)
 
 
-def _time_ns(kernels: Iterable[Kernel], device: DevicePreset) -> int:
-    return round(sum(device.kernel_ns(each.flops, each.moved_bytes, matrix=each.matrix) for each in kernels))
+def _time_ns(kernels: Iterable[Kernel], device: DevicePreset) -> float:
+    return sum(device.kernel_ns(each.flops, each.moved_bytes, matrix=each.matrix) for each in kernels)

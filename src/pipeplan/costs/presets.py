@@ -42,7 +42,8 @@ class DevicePreset:
     """What a device can do at most. Sizes in bytes, decimal as its maker states them; rates per second.
 
     ``dtype`` is the 16-bit format of its matrix units, ``matrix_flops_per_s`` their peak in it without sparsity,
-    ``float32_flops_per_s`` the peak of everything else.
+    ``float32_flops_per_s`` the peak of everything else. ``link_bytes_per_s`` is what its link to the devices of its
+    machine carries each way.
     """
 
     name: str
@@ -52,6 +53,7 @@ class DevicePreset:
     dtype: str
     matrix_flops_per_s: int
     float32_flops_per_s: int
+    link_bytes_per_s: int
     source: str
 
     def kernel_ns(self, flops: int, moved_bytes: int, *, matrix: bool) -> float:

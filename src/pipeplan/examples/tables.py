@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeplan.examples.layout import Stack
+from pipeplan.examples.parts import Stack
 
 __all__ = [
     "CLIP",
@@ -15,8 +15,11 @@ __all__ = [
     "GPT2",
     "MT5",
     "TESSEL_GPT",
+    "TRANSLATION",
     "VGG16",
     "Language",
+    "Residual",
+    "Speech",
     "Tower",
     "flexpipe_gpt",
 ]
@@ -109,3 +112,28 @@ FLAVA = (Tower("text", 24, 4096, 32, 77, WORDPIECE_VOCABULARY), Tower("image", 2
 
 VGG16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 """Channels of the convolutions, by group (VGG, ICLR'15, Table 1, column D)."""
+
+TRANSLATION = Language(6, 3840, 60, 32_000, sequence=64)
+"""Vaswani et al. (2017): 6 + 6 layers, heads of 64, 32,000 word pieces (English-French). Enlarged: the width."""
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """A residual network of bottlenecks: blocks per stage, channels of the first stage inside and at its ends."""
+
+    blocks: tuple[int, ...] = (3, 4, 6, 3)
+    inner: int = 816
+    ends: int = 256
+    side: int = 224
+    classes: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Speech:
+    """LSTM layers over frames of an utterance, and a class per frame."""
+
+    layers: int = 4
+    cells: int = 31_936
+    frame: int = 40
+    steps: int = 20
+    states: int = 14_247

@@ -1,0 +1,64 @@
+"""What it costs the devices of a group to combine or exchange arrays: rings over links, or measured times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeplan.costs.links import time_on_curve
+from pipeplan.costs.presets import DevicePreset
+from pipeplan.model import Cluster
+
+__all__ = ["Combining", "Exchange", "Prices", "prices_in", "prices_of", "ring_ns"]
+
+LINK_CEILING = 0.85
+"""Share of a link's bandwidth that large messages reach. Assumed."""
+
+LAUNCH_NS = 5_000
+"""Before a collective moves anything. Assumed."""
+
+STEP_NS = 2_000
+"""One step of a ring takes this long however little it carries. Assumed."""
+
+
+Combining = Literal["all_reduce", "all_gather", "reduce_scatter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A collective among the devices of a group, about an array of ``array_bytes`` (gathered: the whole array)."""
+
+    operation: Combining
+    array_bytes: int
+
+
+Prices = Callable[[Exchange, int], float]
+"""Time in ns of an exchange among so many devices."""
+
+
+def ring_ns(exchange: Exchange, devices: int, bytes_per_s: float, step_ns: float) -> float:
+    """Each device sends a share of the array per step, in as many steps as there are others; twice for all-reduce."""
+    steps = (devices - 1) * (2 if exchange.operation == "all_reduce" else 1)
+    return steps * (step_ns + 1e9 * exchange.array_bytes / devices / bytes_per_s)
+
+
+def prices_of(device: DevicePreset) -> Prices:
+    """Rings over a device's own links at their ceiling, and a launch."""
+    rate = LINK_CEILING * device.link_bytes_per_s
+    return lambda exchange, devices: LAUNCH_NS + ring_ns(exchange, devices, rate, STEP_NS)
+
+
+def prices_in(cluster: Cluster) -> Prices:
+    """Measured times among the first devices of a cluster where it has them, else rings over the slowest link."""
+
+    def price(exchange: Exchange, devices: int) -> float:
+        level = cluster.level_between(0, devices - 1)
+        if level is None:
+            return 0.0
+        for curve in cluster.measured:
+            if (curve.operation, curve.level, curve.num_devices) == (exchange.operation, level.name, devices):
+                return time_on_curve(curve.points, exchange.array_bytes)
+        return ring_ns(exchange, devices, level.bandwidth_bytes_per_s, level.latency_ns)
+
+    return price
