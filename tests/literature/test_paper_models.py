@@ -6,8 +6,10 @@ from pathlib import Path
 
 import networkx as nx
 import pytest
+from click.testing import CliRunner
 
 from pipeplan.check import check
+from pipeplan.cli.example_verb import command
 from pipeplan.costs.presets import PRESETS, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS, model
@@ -15,7 +17,8 @@ from pipeplan.model import Cluster, PlacedStage, Placement, Profile, Source, par
 from pipeplan.model.cluster import DeviceKind, LinkLevel
 from pipeplan.planner import Batch, Options, search_plan
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "models.md"
 BILLION, MILLION = 10**9, 10**6
 
 STATED = {
@@ -64,6 +67,14 @@ TENSOROPT = {
 
 The paper's estimate has no gradients and no optimizer: its data parallelism takes 109 GB for the RNN on 16 devices.
 """
+
+SHIPPED = {
+    "gpt2-1.3b-a100-80gb": "gpt2-1.3b --device a100-80gb --shards 1,2,4",
+    "tessel-mt5-1.8b-v100-32gb": "tessel-mt5-1.8b --device v100-32gb",
+    "tessel-flava-v100-32gb": "tessel-flava --device v100-32gb --microbatch 1,4",
+    "mmt-v100-16gb": "mmt --device v100-16gb",
+}
+"""Files in ``profiles/`` and what ``pipeplan example`` takes to write them again, after a change of the costs."""
 
 SUBMODULES = {
     ("flexpipe-clip-4.7b", "audio"): 3.0e9,
@@ -299,6 +310,15 @@ def test_the_same_name_gives_the_same_file(name: str) -> None:
     text = to_json(model(name))
     assert to_json(model(name)) == text
     assert parse(text, Profile) == model(name)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_profiles_are_what_the_command_writes(name: str, tmp_path: Path) -> None:
+    written, shipped = tmp_path / "profile.json", ROOT / "profiles" / f"{name}.json"
+    result = CliRunner().invoke(command, [*SHIPPED[name].split(), "-o", str(written)])
+    assert (result.exit_code, result.output) == (0, "")
+    assert written.read_bytes() == shipped.read_bytes(), f"pipeplan example {SHIPPED[name]} -o profiles/{name}.json"
+    assert shipped.stat().st_size < 300_000
 
 
 @pytest.mark.parametrize("name", SMALLEST)
