@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeplan.costs.operators import (
@@ -23,7 +24,7 @@ from pipeplan.costs.operators import (
     sequence_of,
     vocabulary_loss,
 )
-from pipeplan.examples.parts import bottleneck, class_loss, dense, image_stem, long_memory
+from pipeplan.examples.parts import Stack, bottleneck, class_loss, dense, image_stem, long_memory
 from pipeplan.runtime.footprint import SavedTensors, storages
 
 WIDTH = 4  # float32
@@ -196,6 +197,52 @@ def test_blocks_that_end_in_relu_count_their_output_twice_inside_a_stage() -> No
     module, (x,) = half(nn.Sequential(*layers), torch.randn(5, 24, requires_grad=True))
     block = dense(24, 24, first=False)(5, 1)
     assert 3 * block.saved_bytes == kept(module, x) + 2 * 5 * 24 * 2
+
+
+class AttentionShare(nn.Module):
+    """Self-attention with its norm and residual, by some of the heads; the other shares' part of the sum is missing."""
+
+    def __init__(self, hidden: int, heads: int, shards: int) -> None:
+        super().__init__()
+        self.heads = heads // shards
+        self.norm = nn.LayerNorm(hidden)
+        self.inputs = nn.Linear(hidden, 3 * hidden // shards)
+        self.project = nn.Linear(hidden // shards, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, tokens, _ = x.shape
+        three = self.inputs(self.norm(x)).view(samples, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*three).transpose(1, 2).reshape(samples, tokens, -1)
+        result: Tensor = x + self.project(mixed)
+        return result
+
+
+class FeedForwardShare(nn.Module):
+    def __init__(self, hidden: int, shards: int) -> None:
+        super().__init__()
+        self.path = nn.Sequential(
+            *(nn.LayerNorm(hidden), nn.Linear(hidden, 4 * hidden // shards), nn.GELU()),
+            nn.Linear(4 * hidden // shards, hidden),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.path(x)
+        return result
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["attention", "ffn"])
+def test_shares_of_transformer_halves(kind: str, shards: int) -> None:
+    stack = Stack(1, 128, 8, 64)
+    form = stack.attention(2, shards) if kind == "attention" else stack.feed_forward(2, shards)
+    share = AttentionShare(128, 8, shards) if kind == "attention" else FeedForwardShare(128, shards)
+    module, (x,) = half(share, torch.randn(2, 64, 128, requires_grad=True))
+    assert form.parameters == sum(parameter.numel() for parameter in module.parameters())
+    assert form.saved_bytes == pytest.approx(kept(module, x), rel=0.01)  # a norm's statistics have 16 bits on the CPU
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # fused, it counts no work on the CPU
+        module(x)
+    assert matrix_flops(form)[0] == counter.get_total_flops()
+    assert [each.operation for each in form.forward_exchanges] == (["all_reduce"] if shards > 1 else [])
 
 
 def test_perceptron() -> None:
