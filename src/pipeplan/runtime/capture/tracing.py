@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
@@ -65,7 +64,7 @@ def trace(module: nn.Module, inputs: Mapping[str, Tensor], name: str) -> Trace:
     merge = _Merge({other: one for one, other in pairs if other is not None}, name)
     for one, other in pairs:
         merge(one, other)
-    constants = {op.name: _constant(module, op) for op in second if op.kind == "constant"}
+    constants = {op.name: op.value for op in second if op.kind == "constant"}  # the first has fewer digits of some
     return Trace(tuple(first), output, {**dict(_named_tensors(module)), **constants})
 
 
@@ -93,12 +92,13 @@ def _export(
 
 def _replica(module: nn.Module, fakes: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
     """A copy of the module in evaluation mode whose tensors have no data, floating-point ones in the format."""
-    stand_ins: dict[int, Any] = {}
-    for each in module.modules():
-        for tensor in [*each._parameters.values(), *each._buffers.values(), *vars(each).values()]:
-            if isinstance(tensor, Tensor):
-                stand_ins[id(tensor)] = _stand_in(tensor, fakes, dtype)
-    return copy.deepcopy(module, stand_ins).eval()
+    stand_ins: dict[int, Any] = {id(tensor): _stand_in(tensor, fakes, dtype) for _, tensor in _named_tensors(module)}
+    replica = copy.deepcopy(module, stand_ins)
+    for each in replica.modules():
+        for name in _unregistered(each):
+            tensor = each.__dict__.pop(name)
+            each.register_buffer(name, tensor)
+    return replica.eval()
 
 
 def _stand_in(tensor: Tensor, fakes: FakeTensorMode, dtype: torch.dtype) -> Tensor:
@@ -114,12 +114,14 @@ def _fake(tensor: Tensor, fakes: FakeTensorMode, dtype: torch.dtype, shape: Sequ
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
+    for path, each in module.named_modules():
+        for name in _unregistered(each):
+            yield f"{path}.{name}" if path else name, getattr(each, name)
 
 
-def _constant(module: nn.Module, op: Operation) -> Tensor:
-    """A tensor that the forward makes of numbers, or one that a module holds without registering it."""
-    found: Tensor = attrgetter(op.name)(module) if isinstance(op.value, FakeTensor) else op.value
-    return found
+def _unregistered(module: nn.Module) -> list[str]:
+    """Attributes that are tensors, but neither parameters nor buffers."""
+    return [name for name, value in vars(module).items() if isinstance(value, Tensor)]
 
 
 # One export -------------------------------------------------------------------------------------------------------
