@@ -24,8 +24,9 @@ from pipeplan.costs.operators import (
     sequence_of,
     vocabulary_loss,
 )
-from pipeplan.examples.parts import Stack, bottleneck, class_loss, dense, image_stem, long_memory
+from pipeplan.examples.parts import Stack, bottleneck, class_loss, dense, image_stem, long_memory, table_rows
 from pipeplan.runtime.footprint import SavedTensors, storages
+from pipeplan.runtime.loading import load_model
 
 WIDTH = 4  # float32
 
@@ -294,3 +295,28 @@ def test_loss_and_embedding() -> None:
     assert vocabulary_loss(64, 50, WIDTH).saved_bytes == pytest.approx(held, abs=16)  # a scalar or two beside
     table = nn.Embedding(50, 16)
     assert embedding(4, 16, 50, 16, WIDTH).saved_bytes == kept(table, torch.randint(50, (4, 16)))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_gpt2s_shares_have_the_parameters_and_collectives_of_a_real_ones(shards: int) -> None:
+    """Of transformers' GPT-2, split: float32 there, 16 bits here but for the loss's three numbers."""
+    pytest.importorskip("transformers")
+    sequence, hidden, vocabulary = 32, 64, 100
+    text = f"GPT2Config(n_embd={hidden}, n_head=4, n_layer=1, vocab_size={vocabulary}, n_positions={sequence})"
+    whole = load_model(text, sequence=sequence)
+    assert whole.sharded is not None
+    share = whole if shards == 1 else whole.sharded(shards)
+    stack = Stack(1, hidden, 4, sequence, causal=True)
+    forms = {
+        "embedding": table_rows(1, shards, sequence, vocabulary, hidden, positions=sequence),
+        "attention": stack.attention(1, shards),
+        "ffn": stack.feed_forward(1, shards),
+        "head": stack.vocabulary_head(1, shards, vocabulary, bias=False, before=None),
+    }
+    for block in share.rehearse(1):
+        form, spec = forms[block.spec.operator], block.spec
+        assert form.parameters == sum(parameter.numel() for parameter in block.module.parameters())
+        for phase, exchanges in (("F", form.forward_exchanges), ("I", form.input_grad_exchanges)):
+            wide = [(each.operation, each.bytes_per_sample) for each in spec.collectives if each.phase == phase]
+            factor = 1 if spec.loss and phase == "F" else 2
+            assert [(each.operation, factor * each.array_bytes) for each in exchanges] == wide
