@@ -6,10 +6,11 @@ has its own. The others are cut into groups that follow one another, so that no 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
+import networkx as nx
 from torch import Tensor, nn
 
 from pipeplan.runtime.capture.operations import Operation, Trace
@@ -106,7 +107,8 @@ def group_operations(trace: Trace, module: nn.Module, grain: Grain) -> tuple[lis
         return _single(kept), free
     found: list[Group] = []
     for (path, in_layer, turn), run in groupby(_placed(kept, _layers(module)), key=lambda each: each[0]):
-        found.append(Group(path, in_layer, tuple(op for _, op in run), turn))
+        group = Group(path, in_layer, tuple(op for _, op in run), turn)
+        found += [group] if in_layer else _apart(group, free)
     if grain == "half":
         found = [half for group in found for half in (_halves(group, free) if group.in_layer else [group])]
     return _joined(found), free
@@ -202,6 +204,30 @@ def _place(op: Operation, layers: Collection[str], around: Collection[str]) -> _
             return path, True, turn
     parents = [each for each in around if _is_inside(op.path, each)]
     return max(parents, key=len, default=""), False, ""
+
+
+def _apart(group: Group, free: set[Operation]) -> list[Group]:
+    """Its parts that take nothing of one another, such as the end of one tower and the beginning of the next.
+
+    Those that begin everything, such as several embeddings, stay together.
+    """
+    graph = nx.Graph([(op, source) for op in group.operations for source in (op, *op.sources)])
+    graph.remove_nodes_from(set(graph) - set(group.operations))
+    found: list[Group] = []
+    for part in sorted(map(set, nx.connected_components(graph)), key=_first_of(group)):
+        piece = replace(group, operations=tuple(op for op in group.operations if op in part))
+        are_heavy = found and piece.is_heavy and found[-1].is_heavy
+        if found and not (are_heavy and (taken_by(piece, free) or taken_by(found[-1], free))):
+            found[-1] = found[-1].with_(piece)
+        else:
+            found.append(piece)
+    return found
+
+
+def _first_of(group: Group) -> Callable[[set[Operation]], int]:
+    """When the first of some of a group's operations runs."""
+    turns = {op: turn for turn, op in enumerate(group.operations)}
+    return lambda part: min(turns[op] for op in part)
 
 
 def _halves(group: Group, free: set[Operation]) -> list[Group]:
