@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import click
+from click.core import ParameterSource
 
 from pipeplan.cli.types import BYTES, COUNTS, DURATION
 
@@ -10,11 +11,15 @@ __all__ = ["command"]
 
 _SHARED = ("shared_forward", "shared_backward")
 _WITH_SHARED = ("m", "mllm", "nn", "k")
-_OF_MODELS = ("device", "microbatch", "shards", "cluster")
-_OF_BOTH = ("name", "output")
+_OF_ALL = ("name", "output")
+_TAKERS = {
+    **dict.fromkeys(("device", "microbatch", "shards", "cluster"), ("models",)),
+    "devices": ("shapes", "testbeds"),
+}
+"""Flag -> the kinds of examples that take it; all others are of shapes."""
 
 
-@click.command("example", short_help="Write a ready input: a shape or a model of the literature.")
+@click.command("example", short_help="Write a ready input: a shape, a model or a testbed of the literature.")
 @click.argument("name", metavar="NAME")
 @click.option("--devices", type=click.IntRange(min=1), default=4, show_default=True, help="Number of devices.")
 @click.option("--chunks", type=click.IntRange(min=1), help="Stages per device of shape-circular.  [default: 2]")
@@ -61,7 +66,7 @@ def command(
     cluster: str | None,
     output: str,
 ) -> None:
-    """Write the profile NAME: a shape with its placement, or a model of a paper with estimated costs.
+    """Write the file NAME: a shape with its placement, a paper's model with estimated costs, or a paper's cluster.
 
     Shapes: shape-v, shape-x, shape-m, shape-mllm, shape-nn, shape-k, shape-circular, shape-zbv. Costs are for one
     micro-batch on one device; shape-circular and shape-zbv divide them among the device's chunks.
@@ -70,16 +75,24 @@ def command(
     tessel-flava, flexpipe-gpt-5b-{64k,128k,256k,512k,1m}, flexpipe-gpt-16b-{256k,512k,1m,1.1m,1.2m},
     flexpipe-clip-{4.7b,8.2b,9.7b}, mmt, dlrm, candle-uno, mmt-2, dlrm-8, candle-uno-8,
     tensoropt-{rnn,wideresnet,transformer,vgg16}. They take --device, --microbatch, --shards and --cluster alone.
+
+    Testbeds: testbed-{tessel,graphpipe,flexpipe,autopipe,tensoropt} are clusters; --devices cuts or extends them.
     """
+    from pipeplan.costs.testbeds import TESTBEDS, testbed
     from pipeplan.errors import UsageError
     from pipeplan.examples import MODELS, SHAPES, ShapeCosts, model, shape
     from pipeplan.model import read_cluster, write_file
 
     kind = name.removeprefix("shape-")
-    names = [*(f"shape-{each}" for each in SHAPES), *MODELS]
+    testbeds = [f"testbed-{each}" for each in TESTBEDS]
+    names = [*(f"shape-{each}" for each in SHAPES), *MODELS, *testbeds]
     if name not in names:
         raise UsageError(f"there is no example {name!r}; choose from {', '.join(names)}")
-    _refuse_others(ctx, name, of_model=name in MODELS)
+    _refuse_others(ctx, name, "testbeds" if name in testbeds else "models" if name in MODELS else "shapes")
+    if name in testbeds:
+        asked = devices if ctx.get_parameter_source("devices") is ParameterSource.COMMANDLINE else None
+        write_file(testbed(name.removeprefix("testbed-"), asked), output)
+        return
     if name in MODELS:
         profile = model(
             name,
@@ -110,14 +123,12 @@ def command(
     write_file(shape(kind, devices, chunks=chunks, costs=costs), output)
 
 
-def _refuse_others(ctx: click.Context, name: str, *, of_model: bool) -> None:
-    """Refuse flags of shapes for a model and the other way round."""
-    from click.core import ParameterSource
-
+def _refuse_others(ctx: click.Context, name: str, kind: str) -> None:
+    """Refuse flags that are not for this kind of example."""
     from pipeplan.errors import UsageError
 
     for flag in ctx.params:
         given = ctx.get_parameter_source(flag) is ParameterSource.COMMANDLINE
-        if given and flag not in _OF_BOTH and (flag in _OF_MODELS) != of_model:
-            takers = "shapes" if of_model else "models"
-            raise UsageError(f"--{flag.replace('_', '-')} is for {takers}, not for {name}; leave it out")
+        takers = _TAKERS.get(flag, ("shapes",))
+        if given and flag not in _OF_ALL and kind not in takers:
+            raise UsageError(f"--{flag.replace('_', '-')} is for {' and '.join(takers)}, not for {name}; leave it out")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,45 +17,32 @@ from pipeplan.errors import ExecutionError, InfeasibleError, UsageError
 
 if TYPE_CHECKING:
     from pipeplan.model import Profile
+    from pipeplan.runtime.model import Model
     from pipeplan.runtime.partial import Partial
 
-__all__ = ["MeasureOptions", "measure_and_write"]
+__all__ = ["Shown", "asked_model", "measure_and_write", "print_profile", "require_torch", "warnings_told"]
 
 INTERRUPTED = 130
 
 
-@dataclass(frozen=True, slots=True)
-class MeasureOptions:
-    """How to measure."""
-
-    sizes: tuple[int, ...]
-    sequence: int | None
-    dtype: str
-    device: str
-    repeats: int
-    warmup: int
-    seed: int
-
-
-def measure_and_write(
-    ctx: click.Context, name: str, options: MeasureOptions, threads: int | None, output: str, as_json: bool
-) -> None:
+def measure_and_write(ctx: click.Context) -> None:
     """Measure a model, or go on where an earlier measurement was interrupted, and write the profile."""
-    require_stdout_once(output, as_json)
-    _require_torch()
+    given = ctx.params
+    output: str = given["output"]
+    require_stdout_once(output, given["as_json"])
+    require_torch()
     require_writable(output)
     from pipeplan.model import write_file
-    from pipeplan.report.inspection import print_blocks
     from pipeplan.runtime.partial import Partial
 
     begin = time.monotonic()
     partial = Partial(_partial_path(output))
     if partial.path is not None and partial.path.exists():
         click.echo(f"pipeplan: going on from {partial.path}", err=True)
-    shown = _Shown()
+    shown = Shown("measuring")
     try:
-        with _threads(threads), _warnings_told(), shown:
-            profile = _measure(name, options, shown.update, partial)
+        with _threads(given["threads"]), warnings_told(), shown:
+            profile = _measure(given, shown.update, partial)
     except KeyboardInterrupt:
         click.echo(f"pipeplan: interrupted while measuring {shown.what}; {_kept(partial)}", err=True)
         ctx.exit(INTERRUPTED)
@@ -65,9 +51,16 @@ def measure_and_write(
         raise
     write_file(profile, output)
     partial.remove()
-    _tell_missing(profile, options.sizes)
+    _tell_missing(profile, given["microbatch"])
+    print_profile(profile, output, time.monotonic() - begin, as_json=given["as_json"])
+
+
+def print_profile(profile: Profile, output: str, seconds: float, *, as_json: bool) -> None:
+    """What a profile says in short, once it is written."""
+    from pipeplan.report.inspection import print_blocks
+
     if as_json:
-        click.echo(json.dumps(_summary(profile, time.monotonic() - begin)))
+        click.echo(json.dumps(_summary(profile, seconds)))
     elif output != "-":
         print_blocks(profile)
         click.echo(f"profile written to {output}", err=True)
@@ -85,28 +78,38 @@ def _kept(partial: Partial) -> str:
     return f"what was measured is kept in {partial.path}, and the same command goes on from there"
 
 
-def _measure(
-    name: str, options: MeasureOptions, progress: Callable[[int, int, str], None], partial: Partial
-) -> Profile:
+def _measure(given: Mapping[str, Any], progress: Callable[[int, int, str], None], partial: Partial) -> Profile:
     import torch
 
-    from pipeplan.runtime.loading import load_model
+    from pipeplan.model import read_cluster
     from pipeplan.runtime.profiler import profile_model
 
     return profile_model(
-        load_model(name, sequence=options.sequence),
-        options.sizes,
-        repeats=options.repeats,
-        warmup=options.warmup,
-        dtype=getattr(torch, options.dtype),
-        device=options.device,
-        seed=options.seed,
+        asked_model(given),
+        given["microbatch"],
+        repeats=given["repeats"],
+        warmup=given["warmup"],
+        dtype=getattr(torch, given["dtype"] or "float32"),
+        device=given["device"],
+        seed=given["seed"],
+        shards=given["shards"],
+        recompute=given["recompute"],
+        cluster=read_cluster(given["cluster"]) if given["cluster"] else None,
         progress=progress,
         partial=partial,
     )
 
 
-def _require_torch() -> None:
+def asked_model(given: Mapping[str, Any], *, meta: bool = False) -> Model:
+    """The model that the command line names."""
+    from pipeplan.runtime.loading import load_model
+
+    name, sequence, grain, shared = (given[key] for key in ("name", "sequence", "grain", "shared"))
+    return load_model(name, sequence=sequence, grain=grain, shared=shared, meta=meta)
+
+
+def require_torch() -> None:
+    """Refuse without torch. Raises UsageError."""
     import importlib.util
 
     if importlib.util.find_spec("torch") is None:
@@ -127,7 +130,7 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def _warnings_told() -> Iterator[None]:
+def warnings_told() -> Iterator[None]:
     """Pipeplan's own warnings in the form of its other messages, on stderr when all is measured."""
     with warnings.catch_warnings(record=True) as caught:
         yield
@@ -135,10 +138,10 @@ def _warnings_told() -> Iterator[None]:
         click.echo(f"pipeplan: warning: {text}", err=True)
 
 
-class _Shown:
+class Shown:
     """A progress bar on stderr; nothing unless it is a terminal. ``what`` runs now."""
 
-    def __init__(self) -> None:
+    def __init__(self, doing: str) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -151,9 +154,9 @@ class _Shown:
             TextColumn("{task.fields[what]}"),
         )
         self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._progress.add_task("measuring", total=None, what="")
+        self._task = self._progress.add_task(doing, total=None, what="")
 
-    def __enter__(self) -> _Shown:
+    def __enter__(self) -> Shown:
         self._progress.start()
         return self
 
