@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pipeplan.model import Cluster
 
-__all__ = ["leave_one_out_error", "time_on_curve", "transfer_time"]
+__all__ = ["latency_and_bandwidth", "leave_one_out_error", "time_on_curve", "time_on_line", "transfer_time"]
 
 Points = Sequence[tuple[int, int]]
 """Pairs of bytes and ns, bytes ascending."""
@@ -52,13 +52,37 @@ def time_on_curve(points: Points, size: int) -> int:
     return round(last_ns * size / max(last, 1))
 
 
-def leave_one_out_error(points: Points) -> float | None:
+def latency_and_bandwidth(points: Points) -> tuple[int, int]:
+    """The latency in ns and the bytes per second whose times are nearest to those measured.
+
+    Nearest by the squares of relative errors, since times differ by orders of magnitude; no latency below 0.
+    """
+    ones, sizes = [1 / ns for _, ns in points], [size / ns for size, ns in points]  # what a and b count relative to ns
+    aa, bb, ab = _dot(ones, ones), _dot(sizes, sizes), _dot(ones, sizes)
+    determinant = aa * bb - ab * ab
+    latency = (sum(ones) * bb - sum(sizes) * ab) / determinant if determinant > 1e-9 * aa * bb else 0.0
+    latency = min(max(latency, 0.0), min(ns for _, ns in points))
+    per_byte = (sum(sizes) - latency * ab) / bb if bb else 0.0
+    return round(latency), min(max(1, round(1e9 / per_byte)), 10**15) if per_byte > 1e-6 else 10**15
+
+
+def time_on_line(points: Points, size: int) -> int:
+    """Time in ns at ``size`` bytes by latency and bandwidth fitted to measured points."""
+    latency, bandwidth = latency_and_bandwidth(points)
+    return latency + math.ceil(size * 1e9 / bandwidth)
+
+
+def leave_one_out_error(points: Points, told: Callable[[Points, int], int] = time_on_curve) -> float | None:
     """How well the curve tells times it has not seen: the median of ``|told / measured - 1|``.
 
     Each point but the first and the last is left out once, and told from the others. None below three points.
     """
     errors = [
-        abs(time_on_curve([*points[:index], *points[index + 1 :]], size) / ns - 1)
+        abs(told([*points[:index], *points[index + 1 :]], size) / ns - 1)
         for index, (size, ns) in enumerate(points[1:-1], start=1)
     ]
     return statistics.median(errors) if errors else None
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))

@@ -81,7 +81,7 @@ class Trainer:
         require_runnable(plan)
         programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
         self.program = programs[self.rank]
-        self.device = _device(options)
+        self.device = rank_device(options)
         dtype: torch.dtype = getattr(torch, options.dtype)
         specs = _travelling(self.program, model, dtype)
         self.modules = self._build(dtype)
@@ -229,7 +229,7 @@ class Trainer:
         return StepResult(step, sum(entry[0] for entry in told), max(lasts) - min(firsts), max(updates))
 
 
-def _device(options: RunOptions) -> torch.device:
+def rank_device(options: RunOptions) -> torch.device:
     """The rank's device; on CUDA ranks of a machine take its devices in turn."""
     if options.num_threads:
         torch.set_num_threads(options.num_threads)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -34,7 +34,9 @@ from pipeplan.runtime.options import RunOptions, RunResult, StepResult
 from pipeplan.runtime.progress import Board, Phase, Progress
 from pipeplan.runtime.training import train
 
-__all__ = ["Link", "main", "run_under_torchrun"]
+__all__ = ["Link", "Started", "main", "run_under_torchrun", "under_torchrun"]
+
+Result = TypeVar("Result")
 
 _LIFELINE = 0  # standard input: ends with the parent
 _PR_SET_PDEATHSIG = 1
@@ -49,6 +51,16 @@ class Link:
     world_size: int
     progress: Progress
     report: Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What a rank under torchrun has: its record, what errors call the actions of each rank, and the default group."""
+
+    progress: Progress
+    world_size: int
+    programs: list[tuple[str, ...]]
+    group: Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def main(work: Callable[[Mapping[str, Any], Link], None] | None = None) -> None:
@@ -94,26 +106,36 @@ def run_under_torchrun(
         The result on rank 0, None on the others. Where a rank fails, the first to know says so on standard error,
         and the process ends here with the error's exit code.
     """
+
+    def work(started: Started) -> RunResult:
+        plan, progress = read_plan(), started.progress
+        _require_ranks(plan, started.world_size)
+        started.programs[:] = plan.programs
+        progress.program = plan.programs[progress.rank]
+        with started.group():
+            return train(plan, options, progress, on_step if progress.rank == 0 else _ignore)
+
+    result = under_torchrun(work, options.timeout_ns)
+    return result if os.environ["RANK"] == "0" else None
+
+
+def under_torchrun(work: Callable[[Started], Result], timeout_ns: int) -> Result:
+    """Do the work of a rank that torchrun has started, and say what goes wrong as :func:`run_under_torchrun` does."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    timeout = _start_timeout(options.timeout_ns)
+    timeout = _start_timeout(timeout_ns)
     store, _, _ = next(rendezvous("env://", timeout=timeout))
     progress = Progress(_common_board(store, world_size), rank)
     programs: list[tuple[str, ...]] = [()] * world_size
-    result = None
     try:
-        plan = read_plan()
-        _require_ranks(plan, world_size)
-        programs[:] = plan.programs
-        progress.program = plan.programs[rank]
-        with _process_group(store, progress, world_size, timeout):
-            result = train(plan, options, progress, on_step if rank == 0 else _ignore)
+        return work(
+            Started(progress, world_size, programs, lambda: _process_group(store, progress, world_size, timeout))
+        )
     except KeyboardInterrupt:
         _leave(_INTERRUPTED)
     except BaseException as error:
         failure = failure_of(error, progress)
-        _say_once(failure, store, progress.board, programs, options.timeout_ns)
+        _say_once(failure, store, progress.board, programs, timeout_ns)
         _leave(failure.exit_code)
-    return result if rank == 0 else None
 
 
 def failure_of(error: BaseException, progress: Progress) -> Failure:
