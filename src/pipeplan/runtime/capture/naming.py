@@ -71,6 +71,8 @@ def _origins(op: Operation, own: set[Operation], crossing: set[Operation]) -> se
 
 
 def _light(names: Sequence[str]) -> str:
+    if {"lstm", "gru", "rnn_tanh", "rnn_relu"} & set(names):
+        return "recurrent"
     if any("norm" in name for name in names) or "rsqrt" in names:
         return "norm"
     if any("pool" in name for name in names):

@@ -7,6 +7,7 @@ numbers of samples and in different formats, and what differs between the two is
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -76,11 +77,11 @@ def _export(
 ) -> ExportedProgram:
     """The module's forward in evaluation mode, with gradients, of so many samples; nothing is computed."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    replica = _replica(module, fakes, dtype)
     examples = {key: _fake(value, fakes, dtype, (count, *value.shape[1:])) for key, value in inputs.items()}
     try:
-        with torch.enable_grad():
-            return torch.export.export(replica, (), examples, strict=False)
+        with torch.enable_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The tensor attribute")  # set in forward; the copy is thrown away
+            return torch.export.export(_replica(module, fakes, dtype), (), examples, strict=False)
     except Exception as error:
         reason = " ".join((str(error).strip() or type(error).__name__).splitlines()[:2])[:500]
         shapes = {key: list(value.shape) for key, value in examples.items()}
