@@ -1,7 +1,7 @@
 """Measuring links: messages and collectives of torch.distributed over sizes, as curves of a cluster.
 
 A *task* is one operation among some ranks at one size. All ranks go through the same tasks in the same order, those
-not in a task wait for its end, and rank 0 gathers the times. Sizes are as nccl-tests states them: of all-gather,
+not in a task wait, and rank 0 gathers the times. Sizes are as nccl-tests states them: of all-gather,
 reduce-scatter and all-to-all the whole array.
 """
 
@@ -55,8 +55,8 @@ Key = tuple[Operation, str, int]
 class LinkOptions:
     """What to measure: sizes from ``smallest_bytes`` to ``largest_bytes``, each ``factor`` times the one before.
 
-    ``repeats`` timed runs behind each median, after ``warmup`` others. ``device``, ``backend`` and ``timeout_ns`` as
-    in :class:`RunOptions`; one task must end within the timeout.
+    ``repeats`` timed runs are behind each median, after ``warmup`` others. ``device``, ``backend``, ``timeout_ns`` as
+    in :class:`RunOptions`; one round over all sizes must end within the timeout.
 
     Raises:
         UsageError: a range without sizes, too few repeats, an unknown operation.
@@ -320,8 +320,8 @@ class _Measuring:
         cluster = None
         for _, numbered in groupby(enumerate(tasks), key=lambda entry: entry[1].key):
             curve = list(numbered)
-            for index, task in curve:
-                self._measure(index, task, groups[task.ranks], device)
+            for ranks, same in groupby(curve, key=lambda entry: entry[1].ranks):
+                self._measure(list(same), groups[ranks], device)
             if self.progress.rank == 0 and curve[-1][0] >= last_send:
                 cluster = self._so_far(base, len(set(hosts)))
                 self.keep(cluster)
@@ -337,20 +337,43 @@ class _Measuring:
                 for ranks in sorted({task.ranks for task in tasks})
             }
 
-    def _measure(self, index: int, task: Task, group: Any, device: torch.device) -> None:
+    def _measure(self, numbered: Sequence[tuple[int, Task]], group: Any, device: torch.device) -> None:
+        """All sizes take turns, one timing of each per round, so that a slow moment of the machine falls on all."""
+        first, task = numbered[0]
         if task.operation in self.missing:
             return
-        self.progress.begin(Phase.WAITING, index)
-        own: list[int] | None = []
-        call = _call(task, self.progress.rank, group, device) if self.progress.rank in task.ranks else None
-        with lost_others(self.progress):
-            if call is not None:
-                own = _times(call, task, group, self.options, Clock(device))
-            told = [times for times in _gathered(own) if times != []]
-        if None in told:
-            self.missing.append(task.operation)
-        elif self.progress.rank == 0:
-            self._note(task, [max(times) for times in zip(*told, strict=True)])
+        self.progress.begin(Phase.WAITING, first)
+        rank, clock = self.progress.rank, Clock(device)
+        calls = [(*each, _call(each[1], rank, group, device)) for each in numbered if rank in each[1].ranks]
+        rounds = []
+        for _ in range(self.options.warmup + self.options.repeats):
+            self.progress.begin(Phase.WAITING, first)
+            own = self._round(calls, group, clock)
+            with lost_others(self.progress):
+                told = [times for times in _gathered(own) if times != []]
+            if None in told:
+                self.missing.append(task.operation)
+                return
+            rounds.append([max(times) for times in zip(*told, strict=True)])
+        if rank == 0:
+            for (_, task), times in zip(numbered, zip(*rounds[self.options.warmup :], strict=True), strict=True):
+                self._note(task, times)
+
+    def _round(
+        self, calls: Sequence[tuple[int, Task, Callable[[], object]]], group: Any, clock: Clock
+    ) -> list[int] | None:
+        """Times in ns of each size as this rank sees them; None if the transport does not have the operation."""
+        times = []
+        for index, task, call in calls:
+            self.progress.begin(Phase.WAITING, index)
+            with lost_others(self.progress):
+                try:
+                    times.append(_time(call, task, group, clock))
+                except RuntimeError as error:
+                    if not _lacking(error):
+                        raise
+                    return None
+        return times
 
     def _note(self, task: Task, times: Sequence[int]) -> None:
         """Take a point; of several pairs the slowest counts."""
@@ -404,19 +427,6 @@ def _curves(points: Sequence[Point]) -> dict[Key, MeasuredCurve]:
 def _fitted(level: LinkLevel, curves: Mapping[Key, MeasuredCurve]) -> LinkLevel:
     latency, bandwidth = latency_and_bandwidth(curves["send", level.name, 2].points)
     return level.model_copy(update={"latency_ns": latency, "bandwidth_bytes_per_s": bandwidth})
-
-
-def _times(call: Callable[[], object], task: Task, group: Any, options: LinkOptions, clock: Clock) -> list[int] | None:
-    """Times in ns of one message or collective as this rank sees them; None if the transport does not have it."""
-    try:
-        call()
-    except RuntimeError as error:
-        if not _lacking(error):
-            raise
-        return None
-    for _ in range(options.warmup - 1):
-        call()
-    return [_time(call, task, group, clock) for _ in range(options.repeats)]
 
 
 def _time(call: Callable[[], object], task: Task, group: Any, clock: Clock) -> int:
