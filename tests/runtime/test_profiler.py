@@ -20,9 +20,9 @@ from pipeplan.cli.main import main
 from pipeplan.costs.stages import can_split, stage_costs
 from pipeplan.errors import ExecutionError, InfeasibleError, UsageError
 from pipeplan.model import CostRow, Profile, parse, read_profile, to_json
-from pipeplan.runtime import profiler
 from pipeplan.runtime.footprint import SavedTensors, meter_for, storages
 from pipeplan.runtime.loading import load_model
+from pipeplan.runtime.measure import timing
 from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.modules import WeightGradQueue
 from pipeplan.runtime.profiler import profile_model
@@ -453,7 +453,7 @@ def test_median_and_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warm-up runs are dropped; the spread is the interquartile range over the median."""
     runs = [[9999] * 4, [10, 100, 30, 7], [50, 300, 30, 7], [20, 200, 30, 7], [40, 500, 30, 7], [30, 400, 90, 7]]
     ticks = (tick for durations in runs for duration in durations for tick in (0, duration))
-    monkeypatch.setattr(profiler, "time", SimpleNamespace(perf_counter_ns=lambda: next(ticks)))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter_ns=lambda: next(ticks)))
     row = row_of(measure(chain(linear), repeats=5, warmup=1), "a")
     assert (row.forward_ns, row.backward_ns, row.input_grad_ns, row.weight_grad_ns) == (30, 300, 30, 7)
     assert row.repeats == 5
@@ -672,18 +672,13 @@ def test_command_without_torch(
 MODULE = """
 import torch
 from torch import nn
+from pipeplan.runtime.measure import timing
 from pipeplan.runtime.model import BlockSpec, Model
 
 class Odd(nn.Linear):
-    calls = 0
-
     def forward(self, x):
-        if x.device.type != "meta":
-            Odd.calls += 1
-            if Odd.calls == 9:
-                raise KeyboardInterrupt
-            if x.shape[0] > 4:
-                raise MemoryError("no room")
+        if x.device.type != "meta" and x.shape[0] > 4:
+            raise MemoryError("no room")
         return super().forward(x)
 
 def batch(num_samples, step, seed):
@@ -694,21 +689,10 @@ def model():
 """
 
 
-def test_command_interrupted(run: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "models_to_measure.py").write_text(MODULE)
-    (tmp_path / "p.json").write_text("what was there")
-    assert run("models_to_measure:model", "--microbatch", "1,2", "-o", "p.json") == 130
-    out, err = capsys.readouterr()
-    assert "interrupted while measuring block 'odd' at micro-batch size 1; nothing is written" in err
-    assert out == ""
-    assert (tmp_path / "p.json").read_text() == "what was there"
-    assert sorted(path.name for path in tmp_path.glob("*.json*")) == ["p.json"]
-
-
 def test_command_tells_of_missing_sizes(
     run: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "models_to_measure.py").write_text(MODULE.replace("== 9", "< 0"))
+    (tmp_path / "models_to_measure.py").write_text(MODULE)
     assert run("models_to_measure:model", *QUICK, "--microbatch", "1,2,5,8", "-o", "p.json") == 0
     assert "not measured: micro-batch sizes 5, 8" in capsys.readouterr().err
     assert read_profile(str(tmp_path / "p.json")).microbatch_sizes == (1, 2)

@@ -22,7 +22,7 @@ STEP_NS = 2_000
 """One step of a ring takes this long however little it carries. Assumed."""
 
 
-Combining = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Combining = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 
 
 @dataclass(frozen=True, slots=True)

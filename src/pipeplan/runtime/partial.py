@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -12,24 +13,47 @@ from pipeplan.errors import FileError, UsageError
 from pipeplan.model import FileModel, parse, write_text
 from pipeplan.model.base import Bytes, Count, Items, Name, Nanoseconds
 
-__all__ = ["KeptRow", "Partial"]
+__all__ = ["KeptRow", "Partial", "RowKey"]
 
 _SAVE_EVERY_S = 5.0
 """A crash loses no more than this; writing more often would disturb what is measured."""
 
 
+@dataclass(frozen=True, slots=True)
+class RowKey:
+    """What is measured: a block at a micro-batch size, one device's share of it among ``shards``."""
+
+    block: str
+    size: int
+    shards: int = 1
+    recompute: bool = False
+
+    @property
+    def label(self) -> str:
+        """For progress and errors."""
+        split = f", split over {self.shards} devices" if self.shards > 1 else ""
+        return f"block {self.block!r} at micro-batch size {self.size}{split}{', recomputed' * self.recompute}"
+
+
 class KeptRow(FileModel):
-    """Measurements of one kind of block at one micro-batch size.
+    """Measurements of one kind of block in one case.
 
     ``times`` are of each timed run: F, B, I, W in ns.
     """
 
     block: Name
     microbatch_size: Count
+    shards: Count = 1
+    recompute: bool = False
     activation_bytes: Bytes
     weight_grad_bytes: Bytes
     workspace_bytes: Bytes
     times: Items[tuple[Nanoseconds, Nanoseconds, Nanoseconds, Nanoseconds]] = ()
+
+    @property
+    def key(self) -> RowKey:
+        """What was measured."""
+        return RowKey(self.block, self.microbatch_size, self.shards, self.recompute)
 
 
 class _PartialFile(FileModel):
@@ -42,12 +66,12 @@ class _PartialFile(FileModel):
 
 
 class Partial:
-    """The rows so far, by block and micro-batch size; without a path they are in no file."""
+    """The rows so far, by what was measured; without a path they are in no file."""
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = None if path is None else Path(path)
         self._question: dict[str, str] = {}
-        self._rows: dict[tuple[str, int], KeptRow] = {}
+        self._rows: dict[RowKey, KeptRow] = {}
         self._saved_s = time.monotonic()
 
     def open(self, question: Mapping[str, str]) -> None:
@@ -68,7 +92,7 @@ class Partial:
                     f"{self.path} has a measurement that has not ended, with {name} {before}, and now it is {now}; "
                     "ask for the same to go on with it, delete it to start anew, or choose another file with -o"
                 )
-        self._rows = {(row.block, row.microbatch_size): row for row in found.rows}
+        self._rows = {row.key: row for row in found.rows}
 
     @staticmethod
     def _read(path: Path) -> _PartialFile:
@@ -79,13 +103,13 @@ class Partial:
         except FileError as error:
             raise FileError(f"{path}: not what an interrupted measurement keeps; delete it", error.problems) from None
 
-    def row(self, block: str, size: int) -> KeptRow | None:
-        """What is kept of a block at a size."""
-        return self._rows.get((block, size))
+    def row(self, key: RowKey) -> KeptRow | None:
+        """What is kept of it."""
+        return self._rows.get(key)
 
     def put(self, row: KeptRow) -> None:
-        """Keep a row in place of the one before of the same block and size."""
-        self._rows[row.block, row.microbatch_size] = row
+        """Keep a row in place of the one before of the same key."""
+        self._rows[row.key] = row
 
     @property
     def is_due(self) -> bool:

@@ -7,43 +7,36 @@ per round, so that a slow moment of the machine falls on all of them, and each f
 
 from __future__ import annotations
 
-import gc
 import platform
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeplan import __version__
-from pipeplan.errors import ExecutionError, InfeasibleError, UsageError
-from pipeplan.model import Block, CostRow, Profile, Source
-from pipeplan.runtime.footprint import SavedTensors, Usage, meter_for, storages
-from pipeplan.runtime.model import BlockSpec, Model
-from pipeplan.runtime.modules import WeightGradQueue, warn_if_nothing_waits
-from pipeplan.runtime.partial import KeptRow, Partial
+from pipeplan.costs.collectives import Exchange, prices_in
+from pipeplan.errors import UsageError
+from pipeplan.model import Block, Cluster, CostRow, Profile, Source
+from pipeplan.runtime.measure.bench import TIMES, Bench
+from pipeplan.runtime.measure.rounds import Benches, Kind, Progress, Rounds, Runs, Split, kinds_of
+from pipeplan.runtime.measure.timing import drift_of, num_outliers, steady
+from pipeplan.runtime.measure.whole import WholeBench
+from pipeplan.runtime.model import Collective, Model
+from pipeplan.runtime.partial import Partial
 from pipeplan.runtime.survey import Survey, SurveyedBlock, survey
 
 __all__ = ["Progress", "profile_model"]
 
-T = TypeVar("T")
-
-Progress = Callable[[int, int, str], None]
-"""Called before each run with the runs done, all runs, and what runs now."""
-
-_Time = Literal["forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns"]
-_TIMES: tuple[_Time, ...] = ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns")
 _ADAMW_STATES = 2
 """Tensors that AdamW keeps for each parameter, in the parameter's own format."""
+_DRIFT = 0.1
+"""A second half of the runs that is slower or faster by more than this is told of."""
+_FLOAT32_BYTES = 4
+
+_Price = Callable[[Collective, int, int], int]
+"""Time in ns of a collective for so many samples among so many devices."""
 
 
 def profile_model(
@@ -52,17 +45,22 @@ def profile_model(
     *,
     repeats: int = 10,
     warmup: int = 3,
+    max_spread: float | None = None,
+    shards: Sequence[int] = (1,),
+    recompute: bool = False,
+    cluster: Cluster | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int = 0,
     progress: Progress | None = None,
     partial: Partial | None = None,
+    beside: Sequence[WholeBench] = (),
 ) -> Profile:
     """Measure every block of a model for each micro-batch size.
 
-    Blocks that are alike are measured once. Held in memory are one block of each kind with its gradients, and what
-    one of them needs to run. A size for which memory runs out is left out, and so are those above it; the profile's
-    notes then say so.
+    Blocks that are alike are measured once, those of different shard counts included. Held in memory are one block of
+    each kind with its gradients, and what one of them needs to run. A size for which memory runs out is left out, and
+    so are those above it; the profile's notes then say so.
 
     With ``partial`` what was measured is kept in its file every few seconds and when something fails, and a later
     call goes on from there. The file stays until the caller has written the profile.
@@ -72,391 +70,112 @@ def profile_model(
         microbatch_sizes: samples per micro-batch, each at least 1.
         repeats: timed runs behind each median, at least 1.
         warmup: runs of each before them.
+        max_spread: go on, up to 5 times ``repeats``, with blocks whose spread is above it.
+        shards: devices that split each block; one device's share is measured alone.
+        recompute: rows with activation checkpointing of each block, too.
+        cluster: whose links the collectives of split blocks take; without, their times are left out.
         dtype: of parameters and activations.
         device: where to run; times and memory on CUDA are taken on the device.
         seed: of parameters and samples.
         progress: told of every run.
         partial: keeps what was measured.
+        beside: models in one piece that take turns with the blocks.
 
     Raises:
-        UsageError: sizes, repeats or device make no sense, a block cannot be built, or ``partial`` is of another
-            model, device or way to measure.
+        UsageError: sizes, repeats, shards or device make no sense, the model cannot be split so, a block cannot be
+            built, or ``partial`` is of another model, device or way to measure.
         ExecutionError: a block failed; the text names it and the size.
         InfeasibleError: memory ran out at the smallest size.
     """
-    sizes = sorted(set(microbatch_sizes))
-    where = _require_usable(sizes, repeats, warmup, device)
-    surveyed = survey(model, dtype)
+    sizes, runs = sorted(set(microbatch_sizes)), Runs(repeats, warmup, max_spread)
+    where = _require_usable(sizes, runs, device)
+    splits = _splits(model, shards, dtype, cluster)
+    unsplit = _unsplit(splits, model, dtype)
+    _require_fitting(model, unsplit, dtype, where)
+    kinds, choices = kinds_of(splits), (False, True) if recompute else (False,)
     partial = Partial() if partial is None else partial
-    partial.open(_question(model, surveyed, sizes, (repeats, warmup, seed), dtype, where))
-    benches = _Benches(model, surveyed, dtype, where, seed, partial)
-    rounds = _Rounds(progress, len(surveyed.kinds) * len(sizes) * (1 + warmup + repeats))
+    partial.open(_question(splits, sizes, runs, dtype, where, recompute=recompute, seed=seed))
+    benches = Benches(splits, kinds, choices, dtype, where, seed, partial, beside)
+    rounds = Rounds(progress, len(set(kinds.values())) * len(choices) * len(sizes) * (1 + warmup + repeats))
     try:
-        with _steady(where):
+        with steady(where):
             missing = benches.fill(sizes, rounds)
             rounds.total = rounds.done + sum(bench.runs_left(repeats, warmup) for bench in benches.all)
-            missing = benches.time(repeats, warmup, rounds) or missing
+            missing = benches.time(runs, rounds) or missing
     finally:
         benches.keep()
         partial.save()
-    costs: dict[str, list[CostRow]] = {}
-    for bench in benches.all:
-        costs.setdefault(bench.spec.id, []).append(bench.row())
-    notes = _notes(surveyed, repeats, warmup, missing)
-    return _profile(model, surveyed, costs, _source(dtype, where, notes))
+    notes = " ".join([*_notes(splits, kinds, runs, cluster, recompute=recompute), *_told(benches.all, missing)])
+    costs = _costs(splits, kinds, benches.all, _price(cluster, dtype))
+    return _profile(model, unsplit, costs, _source(dtype, where, notes))
 
 
-@dataclass(slots=True)
-class _Rounds:
-    """Counts the runs for whoever wants to see progress."""
-
-    progress: Progress | None
-    total: int
-    done: int = 0
-
-    def tell(self, what: str) -> None:
-        if self.progress is not None:
-            self.progress(self.done, self.total, what)
-        self.done += 1
-
-
-@dataclass(slots=True)
-class _Benches:
-    """All that is measured: one bench per kind of block and micro-batch size, in the order they run."""
-
-    model: Model
-    survey: Survey
-    dtype: torch.dtype
-    device: torch.device
-    seed: int
-    partial: Partial
-    all: list[_Bench] = field(default_factory=list)
-    _modules: dict[str, nn.Module] = field(default_factory=dict)
-
-    def fill(self, sizes: Sequence[int], rounds: _Rounds) -> str | None:
-        """Build a bench for every kind and size and measure its memory.
-
-        Returns why sizes are missing, if memory did not suffice for all.
-        """
-        for size in sizes:
-            rows: list[_Bench] = []
-            try:
-                for bench in self._of_size(size):
-                    rounds.tell(bench.label)
-                    self._measure_memory(bench)
-                    rows.append(bench)
-            except InfeasibleError as error:
-                if not self.all:
-                    raise
-                return str(error)
-            self.all += rows
-        return None
-
-    def _measure_memory(self, bench: _Bench) -> None:
-        """Measure a bench's memory and keep it, or take both memory and times from what is kept."""
-        kept = self.partial.row(bench.spec.id, bench.size)
-        if kept is None:
-            bench.measure_memory()
-            self.partial.put(bench.kept())
-        else:
-            bench.take_up(kept)
-
-    def time(self, repeats: int, warmup: int, rounds: _Rounds) -> str | None:
-        """Run all benches in turns until each has its times.
-
-        Returns why sizes are missing, if memory ran out now at one that fitted before.
-        """
-        missing = None
-        plans = {id(bench): bench.runs_left(repeats, warmup) for bench in self.all}
-        for count in range(max(plans.values(), default=0)):
-            gc.collect()
-            for bench in tuple(self.all):
-                if count < plans[id(bench)] and bench in self.all:
-                    rounds.tell(bench.label)
-                    missing = self._time(bench, keep=count >= warmup) or missing
-            if self.partial.is_due:
-                self.keep()
-                self.partial.save()
-        return missing
-
-    def _time(self, bench: _Bench, *, keep: bool) -> str | None:
-        try:
-            bench.time(keep=keep)
-        except InfeasibleError as error:
-            fitting = [other for other in self.all if other.size < bench.size]
-            if not fitting:
-                raise
-            self.all = fitting
-            return str(error)
-        return None
-
-    def keep(self) -> None:
-        """Hand what all benches have so far to the partial profile."""
-        for bench in self.all:
-            self.partial.put(bench.kept())
-
-    def _of_size(self, size: int) -> Iterator[_Bench]:
-        """Run the kinds one after another, each on what those before it made, for inputs as they really are."""
-        batch = self.model.mini_batch(size, 0, self.seed, dtype=self.dtype, device=self.device)
-        outputs: dict[str, Tensor] = {}
-        kind_of = {block.spec.id: block.kind for block in self.survey.blocks}
-        for block in self.survey.blocks:
-            if block.spec.id != block.kind:
-                continue
-            spec = block.spec
-            with _blamed(spec.id, size):
-                if spec.id not in self._modules:
-                    self._modules[spec.id] = self.model.build(spec.id, self.seed, dtype=self.dtype, device=self.device)
-                inputs = tuple(outputs[kind_of[source]] for source, _ in spec.inputs)
-                samples = tuple(batch[name] for name in spec.samples)
-                with torch.no_grad():
-                    output = outputs[spec.id] = self._modules[spec.id](*inputs, *samples)
-            gradient = torch.ones_like(output) if spec.loss else self._noise(output)
-            yield _Bench(spec, self._modules[spec.id], size, inputs, block.input_needs_grad, samples, gradient)
-
-    def _noise(self, output: Tensor) -> Tensor:
-        """A gradient for an output: normal numbers, since those close to zero can be slow."""
-        generator = torch.Generator().manual_seed(self.seed)
-        return torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
+def _splits(model: Model, shards: Sequence[int], dtype: torch.dtype, cluster: Cluster | None) -> tuple[Split, ...]:
+    """The model of one device for each number of devices. Raises UsageError."""
+    counts = sorted(set(shards))
+    if not counts or counts[0] < 1:
+        raise UsageError(f"--shards {list(counts)}: give at least one, each 1 or more")
+    if counts[-1] > 1 and model.sharded is None:
+        raise UsageError(f"--shards {counts[-1]}: model {model.name!r} does not say how it is split; give --shards 1")
+    if cluster is not None and counts[-1] > cluster.num_devices:
+        raise UsageError(f"--shards {counts[-1]}: the cluster has {cluster.num_devices} devices")
+    models = {count: model if count == 1 or model.sharded is None else model.sharded(count) for count in counts}
+    return tuple(Split(count, each, survey(each, dtype)) for count, each in models.items())
 
 
-@dataclass(slots=True, eq=False)
-class _Bench:
-    """One block at one micro-batch size, ready to run again and again.
-
-    ``inputs`` are the outputs of its sources, ``needs_grad`` whether each gets a gradient, ``gradient`` is that of
-    its output.
-    """
-
-    spec: BlockSpec
-    module: nn.Module
-    size: int
-    inputs: tuple[Tensor, ...]
-    needs_grad: tuple[bool, ...]
-    samples: tuple[Tensor, ...]
-    gradient: Tensor
-    activation_bytes: int = 0
-    weight_grad_bytes: int = 0
-    workspace_bytes: int = 0
-    times: dict[_Time, list[int]] = field(default_factory=dict)
-
-    @property
-    def label(self) -> str:
-        """For progress and errors."""
-        return f"block {self.spec.id!r} at micro-batch size {self.size}"
-
-    def forward(self) -> GradientEdge | None:
-        """F: what backward starts from; None if nothing needs a gradient. The output itself is let go of."""
-        leaves = [
-            tensor.detach().requires_grad_(needs) for tensor, needs in zip(self.inputs, self.needs_grad, strict=True)
-        ]
-        output: Tensor = self.module(*leaves, *self.samples)
-        return get_gradient_edge(output) if output.requires_grad else None
-
-    def backward(self, root: GradientEdge | None) -> None:
-        """B, or I while a queue collects the weight gradients."""
-        if root is not None:
-            torch.autograd.backward([root], [self.gradient])
-
-    def time(self, *, keep: bool) -> None:
-        """Two passes, with full and with split backward; their times are kept unless they warm up."""
-        with _blamed(self.spec.id, self.size):
-            times = (*self._time_full(), *self._time_split())
-        if keep:
-            for name, nanoseconds in zip(_TIMES, times, strict=True):
-                self.times.setdefault(name, []).append(nanoseconds)
-
-    def _time_full(self) -> tuple[int, int]:
-        root, forward_ns = _timed(self.forward, self.gradient.device)
-        _, backward_ns = _timed(partial(self.backward, root), self.gradient.device)
-        return forward_ns, backward_ns
-
-    def _time_split(self) -> tuple[int, int]:
-        root, queue = self.forward(), WeightGradQueue()
-        with queue:
-            _, input_grad_ns = _timed(partial(self.backward, root), self.gradient.device)
-        del root  # the stage has sent the input's gradient away by then
-        _, weight_grad_ns = _timed(queue.run, self.gradient.device)
-        return input_grad_ns, weight_grad_ns
-
-    def runs_left(self, repeats: int, warmup: int) -> int:
-        """Timed runs to come and those to warm up before; 0 if all times are there."""
-        left = repeats - len(self._rows_of_times())
-        return warmup + left if left > 0 else 0
-
-    def _rows_of_times(self) -> list[tuple[int, int, int, int]]:
-        """The times of each run; of one that was interrupted while they were noted, nothing."""
-        forward, backward, input_grad, weight_grad = (self.times.get(name, []) for name in _TIMES)
-        return list(zip(forward, backward, input_grad, weight_grad, strict=False))
-
-    def kept(self) -> KeptRow:
-        """What there is so far."""
-        return KeptRow(
-            block=self.spec.id,
-            microbatch_size=self.size,
-            activation_bytes=self.activation_bytes,
-            weight_grad_bytes=self.weight_grad_bytes,
-            workspace_bytes=self.workspace_bytes,
-            times=tuple(self._rows_of_times()),
-        )
-
-    def take_up(self, kept: KeptRow) -> None:
-        """Go on from what an earlier measurement kept."""
-        self.activation_bytes = kept.activation_bytes
-        self.weight_grad_bytes = kept.weight_grad_bytes
-        self.workspace_bytes = kept.workspace_bytes
-        columns = zip(*kept.times, strict=True) if kept.times else ((),) * len(_TIMES)
-        self.times = {name: list(column) for name, column in zip(_TIMES, columns, strict=True)}
-
-    def measure_memory(self) -> None:
-        """Bytes held after F and after I, and what running takes beyond them."""
-        with _blamed(self.spec.id, self.size):
-            given = self._measure_held()
-            usage = self._measure_usage()
-        self.workspace_bytes = self._workspace(usage, given)
-
-    def _measure_held(self) -> int:
-        """Fill in what waits for B, or for W; returns how much of the former the block was given.
-
-        Held after F are the tensors that autograd saved and the inputs that get a gradient, less what belongs to
-        the module. The output is not among them: whoever takes it counts it as an input. Held after I is what
-        the deferred weight gradients need.
-        """
-        own = storages([*self.module.parameters(), *self.module.buffers()])
-        with SavedTensors() as saved:
-            root = self.forward()
-        leaves = [tensor for tensor, needs in zip(self.inputs, self.needs_grad, strict=True) if needs]
-        held = _without(storages([*saved.alive(), *leaves]) if root is not None else {}, own)
-        with WeightGradQueue() as queue:
-            self.backward(root)
-        warn_if_nothing_waits(queue, self.module, self.label)
-        self.activation_bytes = sum(held.values())
-        self.weight_grad_bytes = sum(_without(storages(queue.held), own).values())
-        queue.run()
-        given = storages([*self.inputs, *self.samples])
-        return sum(size for address, size in held.items() if address in given)
-
-    def _measure_usage(self) -> dict[str, Usage]:
-        """Allocations while F, B, I and W run; the parameters have their gradients by now, as in a second run."""
-        queue = WeightGradQueue()
-        with meter_for(self.gradient.device) as meter:
-            with meter.phase("F"):
-                root = self.forward()
-            with meter.phase("B"):
-                self.backward(root)
-            del root
-            root = self.forward()
-            with queue, meter.phase("I"):
-                self.backward(root)
-            del root
-            with meter.phase("W"):
-                queue.run()
-        return meter.usage
-
-    def _workspace(self, usage: dict[str, Usage], given: int) -> int:
-        """The most that F, B, I or W takes beyond what the row counts as held while it runs.
-
-        ``given`` bytes of the inputs, and the gradient of the output, were there before anything was counted; I
-        counts as holding what F left or what W needs, whichever is more. Outputs and gradients of inputs are part
-        of the workspace: they leave when the action ends.
-        """
-        held, deferred, gradient = self.activation_bytes, self.weight_grad_bytes, self.gradient.nbytes
-        return max(
-            0,
-            given + usage["F"].peak - held,
-            given + gradient + usage["B"].peak - held,
-            given + gradient + usage["I"].peak - max(held, deferred),
-            usage["W"].peak - usage["W"].start,
-        )
-
-    def row(self) -> CostRow:
-        """The measurements as a row of the profile."""
-        return CostRow(
-            microbatch_size=self.size,
-            forward_ns=self._median("forward_ns"),
-            backward_ns=self._median("backward_ns"),
-            input_grad_ns=self._median("input_grad_ns"),
-            weight_grad_ns=self._median("weight_grad_ns"),
-            activation_bytes=self.activation_bytes,
-            weight_grad_bytes=self.weight_grad_bytes,
-            workspace_bytes=self.workspace_bytes,
-            repeats=len(self.times["forward_ns"]),
-            spread={name: _spread(self.times[name]) for name in _TIMES},
-        )
-
-    def _median(self, name: _Time) -> int:
-        return int(statistics.median(self.times[name]))
+def _unsplit(splits: Sequence[Split], model: Model, dtype: torch.dtype) -> Survey:
+    """The unsplit model, whose sizes are those in a profile."""
+    return splits[0].survey if splits[0].shards == 1 else survey(model, dtype)
 
 
-def _without(found: dict[int, int], own: dict[int, int]) -> dict[int, int]:
-    return {address: size for address, size in found.items() if address not in own}
+def _costs(
+    splits: Sequence[Split], kinds: Mapping[Hashable, Kind], benches: Sequence[Bench], price: _Price
+) -> dict[str, list[CostRow]]:
+    """Rows of every block, by micro-batch size, shards and recomputation."""
+    by_kind: dict[Kind, list[Bench]] = {}
+    for bench in benches:
+        by_kind.setdefault((bench.key.shards, bench.key.block), []).append(bench)
+    found: dict[str, list[CostRow]] = {}
+    for split in splits:
+        for block in split.survey.blocks:
+            for bench in by_kind[kinds[block.likeness]]:
+                row = _with_collectives(bench.row(split.shards), block.spec.collectives, price)
+                found.setdefault(block.spec.id, []).append(row)
+    return {id_: sorted(rows, key=lambda row: row.key) for id_, rows in found.items()}
 
 
-def _timed(work: Callable[[], T], device: torch.device) -> tuple[T, int]:
-    """What some work returns, and how long it takes in ns: by the processor's clock, or by events on the device."""
-    if device.type == "cuda":
-        event: Callable[..., torch.cuda.Event] = torch.cuda.Event
-        start, end = event(enable_timing=True), event(enable_timing=True)
-        torch.cuda.synchronize(device)
-        start.record()
-        result = work()
-        end.record()
-        end.synchronize()
-        return result, round(start.elapsed_time(end) * 1e6)
-    begin = time.perf_counter_ns()
-    result = work()
-    return result, time.perf_counter_ns() - begin
+def _price(cluster: Cluster | None, dtype: torch.dtype) -> _Price:
+    """By the cluster's links; nothing without one. Bytes of collectives are those of float32."""
+    if cluster is None:
+        return lambda collective, samples, devices: 0
+    price = prices_in(cluster)
+
+    def priced(collective: Collective, samples: int, devices: int) -> int:
+        size = collective.bytes_per_sample * samples * dtype.itemsize // _FLOAT32_BYTES
+        return round(price(Exchange(collective.operation, size), devices))
+
+    return priced
 
 
-def _spread(values: Sequence[int]) -> float:
-    """Interquartile range divided by the median; 0 for a single value."""
-    median = statistics.median(values)
-    if len(values) < 2 or median == 0:
-        return 0.0
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return round((high - low) / median, 4)
+def _with_collectives(row: CostRow, collectives: Sequence[Collective], price: _Price) -> CostRow:
+    """The row with the time that its collectives take after F, and after I or B."""
+    forward, backward = (
+        sum(price(each, row.microbatch_size, row.shards) for each in collectives if each.phase == phase)
+        for phase in ("F", "I")
+    )
+    times = {
+        "forward_ns": row.forward_ns + forward,
+        "backward_ns": (row.backward_ns or 0) + backward + forward * row.recompute,
+        "input_grad_ns": (row.input_grad_ns or 0) + backward + forward * row.recompute,
+    }
+    return row.model_copy(update=times)
 
 
-@contextmanager
-def _blamed(id_: str, size: int) -> Iterator[None]:
-    """Say which block, at which size, what goes wrong inside comes from."""
-    where = f"block {id_!r} at micro-batch size {size}"
-    try:
-        yield
-    except Exception as error:
-        if _is_out_of_memory(error):
-            raise InfeasibleError(
-                f"memory ran out for {where}: {error}; leave the size out of --microbatch, or lower --sequence"
-            ) from error
-        raise ExecutionError(f"{where} failed: {type(error).__name__}: {error}") from error
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """CUDA has an error of its own; the CPU allocator raises a RuntimeError like any other."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-
-
-@contextmanager
-def _steady(device: torch.device) -> Iterator[None]:
-    """No garbage collection but between rounds, and only of what came since."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            yield
-    finally:
-        gc.unfreeze()
-        if was_enabled:
-            gc.enable()
-
-
-def _require_usable(sizes: Sequence[int], repeats: int, warmup: int, device: torch.device | str) -> torch.device:
+def _require_usable(sizes: Sequence[int], runs: Runs, device: torch.device | str) -> torch.device:
     if not sizes or sizes[0] < 1:
         raise UsageError(f"micro-batch sizes {list(sizes)}: give at least one, each 1 or more, with --microbatch")
-    if repeats < 1 or warmup < 0:
-        raise UsageError(f"--repeats {repeats} and --warmup {warmup}: at least 1 timed run and 0 before it")
+    if runs.repeats < 1 or runs.warmup < 0:
+        raise UsageError(f"--repeats {runs.repeats} and --warmup {runs.warmup}: at least 1 timed run and 0 before it")
     try:
         found = torch.device(device)
     except RuntimeError:
@@ -468,18 +187,24 @@ def _require_usable(sizes: Sequence[int], repeats: int, warmup: int, device: tor
     return found
 
 
-def _profile(model: Model, surveyed: Survey, costs: dict[str, list[CostRow]], source: Source) -> Profile:
+def _profile(model: Model, surveyed: Survey, costs: Mapping[str, Sequence[CostRow]], source: Source) -> Profile:
     try:
         return Profile(
             name=model.name,
             source=source,
-            blocks=tuple(_block(block, costs[block.kind]) for block in surveyed.blocks),
+            blocks=tuple(_block(block, costs[block.spec.id]) for block in surveyed.blocks),
             edges=surveyed.edges,
         )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"model {model.name!r} does not fit a profile: {place}: {first['msg']}") from error
+
+
+def _require_fitting(model: Model, surveyed: Survey, dtype: torch.dtype, device: torch.device) -> None:
+    """Check before anything runs that names and edges are those of a profile. Raises UsageError."""
+    nothing = (CostRow(microbatch_size=1, forward_ns=0, backward_ns=0),)
+    _profile(model, surveyed, {block.spec.id: nothing for block in surveyed.blocks}, _source(dtype, device, ""))
 
 
 def _block(block: SurveyedBlock, costs: Sequence[CostRow]) -> Block:
@@ -490,30 +215,35 @@ def _block(block: SurveyedBlock, costs: Sequence[CostRow]) -> Block:
         parameter_bytes=block.parameter_bytes,
         optimizer_bytes=_ADAMW_STATES * block.trainable_bytes,
         tied=block.tied,
+        shared=block.spec.shared,
         costs=tuple(costs),
     )
 
 
 def _question(
-    model: Model,
-    surveyed: Survey,
+    splits: Sequence[Split],
     sizes: Sequence[int],
-    runs: tuple[int, int, int],
+    runs: Runs,
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    recompute: bool,
+    seed: int,
 ) -> dict[str, str]:
     """All that the measurements depend on, by the words an error uses for it."""
     source = _source(dtype, device, "")
-    repeats, warmup, seed = map(str, runs)
     return {
-        "model": model.name,
-        "fingerprint of the model's blocks": surveyed.fingerprint,
+        "model": splits[0].model.name,
         "--microbatch": ",".join(map(str, sizes)),
+        "--shards": ",".join(str(split.shards) for split in splits),
+        "--recompute": str(recompute).lower(),
         "--dtype": source.dtype,
         "device": source.device,
-        "--repeats": repeats,
-        "--warmup": warmup,
-        "--seed": seed,
+        "--repeats": str(runs.repeats),
+        "--warmup": str(runs.warmup),
+        "--seed": str(seed),
+        "largest spread": str(runs.max_spread),
+        "fingerprint of the model's blocks": "-".join(split.survey.fingerprint for split in splits),
         **{f"version of {name}": version for name, version in source.versions.items()},
     }
 
@@ -543,14 +273,53 @@ def _processor() -> str:
     return f"{name}, {threads} thread{'' if threads == 1 else 's'}"
 
 
-def _notes(surveyed: Survey, repeats: int, warmup: int, missing: str | None) -> str:
-    said = [f"Median of {repeats} runs after {warmup} to warm up, blocks and sizes taking turns."]
-    alike = {kind: ids for kind, ids in surveyed.kinds.items() if len(ids) > 1}
-    if alike:
-        groups = ", ".join(f"{kind} for {len(ids)} blocks" for kind, ids in list(alike.items())[:20])
-        said.append(f"Blocks that are alike were measured once: {groups}.")
-    said.append("Weight gradients of linear and embedding layers are deferred to W, all others are part of I.")
-    said.append("Optimizer state is AdamW's.")
+def _notes(
+    splits: Sequence[Split],
+    kinds: Mapping[Hashable, Kind],
+    runs: Runs,
+    cluster: Cluster | None,
+    *,
+    recompute: bool,
+) -> Iterator[str]:
+    """How it was measured."""
+    more = "" if runs.max_spread is None else f" (more where the spread was above {runs.max_spread:g})"
+    yield f"Median of {runs.repeats} runs{more} after {runs.warmup} to warm up, blocks and sizes taking turns."
+    if groups := _groups(splits, kinds):
+        yield f"Blocks that are alike were measured once: {', '.join(groups[:20])}."
+    yield "Weight gradients of linear and embedding layers are deferred to W, all others are part of I."
+    yield "Optimizer state is AdamW's."
+    if splits[-1].shards > 1:
+        links = "not among their times" if cluster is None else "among their times, by the links of the cluster given"
+        yield f"Split blocks: one device's share was measured alone; collectives are {links}."
+    if recompute:
+        yield "With recomputation F keeps a block's inputs alone, and B and I run its forward again first."
+
+
+def _groups(splits: Sequence[Split], kinds: Mapping[Hashable, Kind]) -> list[str]:
+    """Kinds that stand for several blocks of one split."""
+    found = []
+    for split in splits:
+        counts: dict[Kind, int] = {}
+        for block in split.survey.blocks:
+            kind = kinds[block.likeness]
+            counts[kind] = counts.get(kind, 0) + 1
+        split_so = f" split over {split.shards}" if split.shards > 1 else ""
+        found += [f"{id_} for {count} blocks{split_so}" for (_, id_), count in counts.items() if count > 1]
+    return found
+
+
+def _told(benches: Sequence[Bench], missing: str | None) -> Iterator[str]:
+    """What the runs showed that a reader must know: drift, outliers, sizes that are missing."""
+    series = [(bench.key.label, name, bench.times[name]) for bench in benches for name in TIMES[:2]]
+    drifts = {f"{name} of {label}": drift_of(values) for label, name, values in series}
+    if drifted := {what: drift for what, drift in drifts.items() if abs(drift) > _DRIFT}:
+        worst = max(drifted, key=lambda what: abs(drifted[what]))
+        yield (
+            f"Drift: between the first and the second half of the runs {len(drifted)} of {len(drifts)} medians changed "
+            f"by more than {_DRIFT:.0%}, most {worst}, by {drifted[worst]:+.0%}."
+        )
+    if far := sum(num_outliers(values) for _, _, values in series):
+        num_runs = sum(len(values) for _, _, values in series)
+        yield f"Outliers: {far} of {num_runs} forward and backward runs lie far above their like; medians ignore them."
     if missing is not None:
-        said.append(f"Larger sizes are missing: {missing[:1000]}.")
-    return " ".join(said)
+        yield f"Larger sizes are missing: {missing[:1000]}."

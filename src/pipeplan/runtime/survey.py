@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,20 +14,23 @@ from pipeplan.runtime.model import BlockSpec, Model, Rehearsed
 
 __all__ = ["Survey", "SurveyedBlock", "survey"]
 
-_NUM_SAMPLES = 3  # tells tensors with samples in the first dimension from those that all samples share
+_NUM_SAMPLES, _MORE_SAMPLES = 3, 5  # what grows between them is of samples, the rest is shared by all
 
 
 @dataclass(frozen=True, slots=True)
 class SurveyedBlock:
     """What is known of a block before it runs.
 
-    ``kind`` is the id of the first block like it; ``input_needs_grad`` is by source; ``trainable_bytes`` are those
-    of the parameters that get a gradient; ``tied`` names its group of shared parameters.
+    ``kind`` is the id of the first block like it, and ``likeness`` equal for all of them, those of other models
+    included; ``input_needs_grad`` is by source; ``roots`` are the outputs, by index, that backward starts from;
+    ``trainable_bytes`` are those of the parameters that get a gradient; ``tied`` names its group of shared parameters.
     """
 
     spec: BlockSpec
     kind: str
+    likeness: Hashable
     input_needs_grad: tuple[bool, ...]
+    roots: tuple[int, ...]
     parameter_bytes: int
     trainable_bytes: int
     tied: str | None
@@ -77,38 +80,58 @@ def survey(model: Model, dtype: torch.dtype) -> Survey:
         UsageError: a block cannot be built or called.
     """
     tied = {id_: f"{group[0][0]}.{group[0][1]}" for group in model.tied for id_, _ in group}
+    read = {each for block in model.blocks for each in block.inputs}
+    steps = tuple(model.rehearse(_NUM_SAMPLES, dtype))
     kinds: dict[Hashable, str] = {}
     blocks: list[SurveyedBlock] = []
-    edges: list[Edge] = []
-    for step in model.rehearse(_NUM_SAMPLES, dtype):
+    for step in steps:
         id_, parameters = step.spec.id, list(step.module.parameters())
+        roots = _roots(step, read)
+        likeness = _likeness(step, roots)
         blocks.append(
             SurveyedBlock(
                 step.spec,
-                kinds.setdefault(_likeness(step), id_),
+                kinds.setdefault(likeness, id_),
+                likeness,
                 tuple(tensor.requires_grad for tensor in step.inputs),
+                roots,
                 sum(tensor.nbytes for tensor in parameters),
                 sum(tensor.nbytes for tensor in parameters if tensor.requires_grad),
                 tied.get(id_),
             )
         )
-        inputs = dict(zip(step.spec.inputs, step.inputs, strict=True))
-        edges += [_edge(source, id_, tensor) for (source, _), tensor in inputs.items()]
-    return Survey(tuple(blocks), tuple(edges))
+    pairs = zip(steps, model.rehearse(_MORE_SAMPLES, dtype), strict=True)
+    return Survey(tuple(blocks), tuple(edge for few, more in pairs for edge in _edges(few, more)))
 
 
-def _edge(source: str, target: str, tensor: Tensor) -> Edge:
-    by_sample = tensor.ndim > 0 and tensor.shape[0] == _NUM_SAMPLES
-    return Edge(
-        source=source,
-        target=target,
-        bytes_per_sample=tensor.nbytes // _NUM_SAMPLES if by_sample else tensor.nbytes,
-        gradient=tensor.requires_grad,
-        broadcast=not by_sample,
-    )
+def _roots(step: Rehearsed, read: Collection[tuple[str, int]]) -> tuple[int, ...]:
+    """The outputs that others read; of a block that nobody reads, all."""
+    indices = range(len(step.outputs))
+    return tuple(index for index in indices if (step.spec.id, index) in read) or tuple(indices)
 
 
-def _likeness(step: Rehearsed) -> Hashable:
+def _edges(few: Rehearsed, more: Rehearsed) -> Iterator[Edge]:
+    """One edge from each source, with all that the block takes of it; what it takes twice travels once."""
+    taken = dict(zip(few.spec.inputs, zip(few.inputs, more.inputs, strict=True), strict=True))
+    for source in dict.fromkeys(source for source, _ in taken):
+        tensors = [pair for (of, _), pair in taken.items() if of == source]
+        sizes = [_bytes(*pair) for pair in tensors]
+        yield Edge(
+            source=source,
+            target=few.spec.id,
+            bytes_per_sample=sum(size for size, _ in sizes),
+            gradient=any(tensor.requires_grad for tensor, _ in tensors),
+            broadcast=all(broadcast for _, broadcast in sizes),
+        )
+
+
+def _bytes(few: Tensor, more: Tensor) -> tuple[int, bool]:
+    """Bytes for each sample, and False; of a tensor that does not grow with samples, all its bytes, and True."""
+    growth = more.nbytes - few.nbytes
+    return (growth // (_MORE_SAMPLES - _NUM_SAMPLES), False) if growth > 0 else (few.nbytes, True)
+
+
+def _likeness(step: Rehearsed, roots: tuple[int, ...]) -> Hashable:
     """Equal for blocks that cost the same."""
     spec = step.spec
     return (
@@ -118,6 +141,8 @@ def _likeness(step: Rehearsed) -> Hashable:
         spec.loss,
         _structure(step.module),
         tuple(_form(tensor) for tensor in step.inputs),
+        tuple(spec.inputs.index(each) for each in spec.inputs),  # which of them are the same tensor
+        roots,
     )
 
 

@@ -1,7 +1,8 @@
 """The zoo: models in plain PyTorch, cut into blocks.
 
 GPT-2 (Radford et al. 2019): learned positions, pre-LayerNorm, GELU with the tanh approximation, causal attention,
-and an output layer that shares the token embedding. Half a transformer layer is a block. No dropout.
+and an output layer that shares the token embedding. Half a transformer layer is a block. No dropout. Split over
+devices as in Megatron-LM (Shoeybi et al. 2019).
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.model import BlockSpec, Model
+from pipeplan.runtime.model import BlockSpec, Collective, Model
 
 __all__ = ["ZOO", "GPTSize", "gpt", "token_batch", "zoo_model"]
+
+
+_FLOAT32_BYTES = 4
+_LOSS_NUMBERS = 3
+"""Per token and device, of words split over devices: largest logit, sum of exponentials, the target's logit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,33 +70,37 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with its LayerNorm and residual: [samples, sequence, hidden] to the same."""
+    """Causal self-attention with its LayerNorm and residual: [samples, sequence, hidden] to the same.
 
-    def __init__(self, size: GPTSize) -> None:
+    Of one device among several it has a share of the heads; what they project is to be summed over the devices.
+    """
+
+    def __init__(self, size: GPTSize, num_devices: int = 1) -> None:
         super().__init__()
-        self.heads = size.heads
+        self.heads, width = size.heads // num_devices, size.hidden // num_devices
         self.norm = nn.LayerNorm(size.hidden)
-        self.qkv = _linear(size.hidden, 3 * size.hidden)
-        self.project = _linear(size.hidden, size.hidden, std=0.02 / math.sqrt(2 * size.layers))
+        self.qkv = _linear(size.hidden, 3 * width)
+        self.project = _linear(width, size.hidden, std=0.02 / math.sqrt(2 * size.layers))
 
     def forward(self, x: Tensor) -> Tensor:
         """[samples, sequence, hidden] to the same."""
-        samples, sequence, hidden = x.shape
-        qkv = self.qkv(self.norm(x)).view(samples, sequence, 3, self.heads, hidden // self.heads)
+        samples, sequence, _ = x.shape
+        qkv = self.qkv(self.norm(x)).view(samples, sequence, 3, self.heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        result: Tensor = x + self.project(mixed.transpose(1, 2).reshape(samples, sequence, hidden))
+        result: Tensor = x + self.project(mixed.transpose(1, 2).reshape(samples, sequence, -1))
         return result
 
 
 class FeedForward(nn.Module):
-    """Two-layer perceptron of width 4 x hidden, with its LayerNorm and residual."""
+    """Two-layer perceptron of width 4 x hidden, or one device's share of that, with its LayerNorm and residual."""
 
-    def __init__(self, size: GPTSize) -> None:
+    def __init__(self, size: GPTSize, num_devices: int = 1) -> None:
         super().__init__()
+        width = 4 * size.hidden // num_devices
         self.norm = nn.LayerNorm(size.hidden)
-        self.expand = _linear(size.hidden, 4 * size.hidden)
-        self.project = _linear(4 * size.hidden, size.hidden, std=0.02 / math.sqrt(2 * size.layers))
+        self.expand = _linear(size.hidden, width)
+        self.project = _linear(width, size.hidden, std=0.02 / math.sqrt(2 * size.layers))
 
     def forward(self, x: Tensor) -> Tensor:
         """[samples, sequence, hidden] to the same."""
@@ -114,15 +124,69 @@ class Head(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
+class EmbeddingShare(Embedding):
+    """The first of several devices' rows of the token embedding, and all positions.
+
+    Words of other devices are zeros here, for the sum over devices to fill in.
+    """
+
+    def __init__(self, size: GPTSize, num_devices: int) -> None:
+        super().__init__(replace(size, vocabulary=_words(size, num_devices)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[samples, sequence] to [samples, sequence, hidden]."""
+        elsewhere = tokens >= self.token.num_embeddings
+        found = self.token(tokens.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        result: Tensor = found + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        return result
+
+
+class HeadShare(Head):
+    """The first of several devices' words of the output layer, and what it knows of the loss.
+
+    Of each token the devices share the sum of exponentials, its shift, and the target's logit.
+    """
+
+    def __init__(self, size: GPTSize, num_devices: int) -> None:
+        super().__init__(replace(size, vocabulary=_words(size, num_devices)))
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """[samples, sequence, hidden] and targets [samples, sequence] to a scalar, as if all words were here."""
+        logits = self.output(self.norm(x))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        elsewhere = targets >= self.output.out_features
+        wanted = logits.gather(-1, targets.masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1)
+        result: Tensor = (logits.logsumexp(-1) - wanted.masked_fill(elsewhere, 0.0)).sum()
+        return result
+
+
 def gpt(name: str, size: GPTSize) -> Model:
     """A GPT-2 of the given size: embedding, then attention and feed-forward of each layer, then head with loss."""
-    blocks = [_block(size, "embedding", "embedding", lambda: Embedding(size), samples=("tokens",))]
+    return replace(_gpt(name, size, 1), sharded=partial(_share, name, size))
+
+
+def _share(name: str, size: GPTSize, num_devices: int) -> Model:
+    """The first device's share: of heads, of the perceptron's width, and of words, of which the last has fewer."""
+    for what, count in (("heads", size.heads), ("hidden", size.hidden)):
+        if count % num_devices:
+            raise UsageError(
+                f"{name} has {count} {what}, which cannot be split over {num_devices} devices; "
+                "choose a number that divides them"
+            )
+    return _gpt(name, size, num_devices)
+
+
+def _gpt(name: str, size: GPTSize, num_devices: int) -> Model:
+    whole, n = num_devices == 1, num_devices
+    embedding = partial(Embedding, size) if whole else partial(EmbeddingShare, size, n)
+    head = partial(Head, size) if whole else partial(HeadShare, size, n)
+    blocks = [_block(size, n, "embedding", "embedding", embedding, samples=("tokens",))]
     for layer in range(size.layers):
         for operator, half in (("attention", Attention), ("ffn", FeedForward)):
-            build = partial(half, size)
-            blocks.append(_block(size, f"layer{layer}.{operator}", operator, build, sources=(blocks[-1].id,)))
+            build = partial(half, size, n)
+            blocks.append(_block(size, n, f"layer{layer}.{operator}", operator, build, sources=(blocks[-1].id,)))
     last = blocks[-1].id
-    blocks.append(_block(size, "head", "head", lambda: Head(size), sources=(last,), samples=("targets",), loss=True))
+    blocks.append(_block(size, n, "head", "head", head, sources=(last,), samples=("targets",), loss=True))
     return Model(
         name,
         tuple(blocks),
@@ -146,6 +210,7 @@ def zoo_model(name: str, *, sequence: int | None = None) -> Model:
 
 def _block(
     size: GPTSize,
+    num_devices: int,
     id_: str,
     operator: str,
     build: Callable[[], nn.Module],
@@ -154,11 +219,25 @@ def _block(
     samples: tuple[str, ...] = (),
     loss: bool = False,
 ) -> BlockSpec:
-    """A block with the dimensions that its operator can be split along."""
-    split = {"attention": {"heads": size.heads}, "ffn": {"ffn": 4 * size.hidden}}
+    """A block, or a share of it, with the dimensions that its operator can be split along."""
+    split = {"attention": {"heads": size.heads // num_devices}, "ffn": {"ffn": 4 * size.hidden // num_devices}}
     dimensions = {"sequence": size.sequence, "hidden": size.hidden}
-    dimensions |= split.get(operator, {"vocabulary": size.vocabulary})
-    return BlockSpec(id_, operator, build, sources, samples, loss, dimensions)
+    dimensions |= split.get(operator, {"vocabulary": _words(size, num_devices)})
+    collectives = _collectives(size, num_devices, operator) if num_devices > 1 else ()
+    return BlockSpec(id_, operator, build, sources, samples, loss, dimensions, collectives=collectives)
+
+
+def _collectives(size: GPTSize, num_devices: int, operator: str) -> tuple[Collective, ...]:
+    """As in Megatron-LM: sums of outputs after F and of input gradients after I; of words three numbers per token."""
+    hidden = _FLOAT32_BYTES * size.sequence * size.hidden
+    gathered = _FLOAT32_BYTES * size.sequence * _LOSS_NUMBERS * num_devices
+    first = Collective("all_gather", "F", gathered) if operator == "head" else Collective("all_reduce", "F", hidden)
+    return (first,) if operator == "embedding" else (first, Collective("all_reduce", "I", hidden))
+
+
+def _words(size: GPTSize, num_devices: int) -> int:
+    """Words of the first device."""
+    return -(-size.vocabulary // num_devices)
 
 
 def token_batch(vocabulary: int, sequence: int, num_samples: int, step: int, seed: int) -> dict[str, Tensor]:

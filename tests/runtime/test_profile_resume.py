@@ -1,0 +1,259 @@
+"""A measurement that was interrupted goes on from what it has kept, and nothing is measured twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeplan.errors import ExecutionError, FileError, InfeasibleError, UsageError
+from pipeplan.model import Profile, read_profile
+from pipeplan.runtime import partial as partial_module
+from pipeplan.runtime.model import BlockSpec, Model
+from pipeplan.runtime.partial import Partial, RowKey
+from pipeplan.runtime.profiler import profile_model
+
+RUNS = {"repeats": 4, "warmup": 1}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class Counted(nn.Linear):
+    """Counts its forwards by samples, and raises at one of them."""
+
+    def __init__(self, calls: list[int], error: BaseException | None, at: int, from_size: int) -> None:
+        super().__init__(8, 8)
+        self.calls, self.error, self.at, self.from_size = calls, error, at, from_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "meta":
+            self.calls.append(len(x))
+            if self.error is not None and len(self.calls) >= self.at and len(x) >= self.from_size:
+                raise self.error
+        return super().forward(x)
+
+
+def model(calls: list[int], error: BaseException | None = None, at: int = 0, from_size: int = 1) -> Model:
+    """Two kinds of blocks: a is quiet, b is counted and fails."""
+    blocks = (
+        BlockSpec("a", "layer", lambda: nn.Linear(8, 8), samples=("x",)),
+        BlockSpec("b", "layer", lambda: Counted(calls, error, at, from_size), sources=("a",)),
+    )
+    return Model("counted", blocks, lambda num, step, seed: {"x": torch.ones(num, 8)}, lambda batch: 1)
+
+
+def measure(path: Path, made: Model, **options: Any) -> Profile:
+    return profile_model(made, (1, 2), **{**RUNS, **options}, partial=Partial(path))
+
+
+def kept(path: Path) -> dict[RowKey, int]:
+    """Timed runs of each row in a file."""
+    return {row.key: len(row.times) for row in Partial._read(path).rows}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "p.json.partial"
+
+
+def forwards_of_all() -> int:
+    """How often a block runs in a measurement that nothing disturbs."""
+    calls: list[int] = []
+    profile_model(model(calls), (1, 2), **RUNS)
+    return len(calls)
+
+
+def test_going_on_after_an_interruption(path: Path) -> None:
+    """The interrupted run itself, its warm-up and the inputs of later blocks are all that comes again."""
+    first: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        measure(path, model(first, KeyboardInterrupt(), at=19))
+    runs = kept(path)
+    assert 0 < sum(runs.values()) < 16
+    second: list[int] = []
+    found = measure(path, model(second))
+    assert {row.repeats for block in found.blocks for row in block.costs} == {4}
+    assert {block.id: [row.microbatch_size for row in block.costs] for block in found.blocks} == {
+        "a": [1, 2],
+        "b": [1, 2],
+    }
+    # two forwards in each run, one to warm up for each size, and one for each size to hand on
+    of_b = sum(count for key, count in runs.items() if key.block == "b")
+    assert len(second) == 2 * (8 - of_b) + 2 * 2 + 2
+    assert len(second) < forwards_of_all()
+
+
+def test_times_are_taken_over(path: Path) -> None:
+    """What was kept is in the medians: a file with all runs is a profile without any run."""
+    with pytest.raises(KeyboardInterrupt):
+        measure(path, model([], KeyboardInterrupt(), at=forwards_of_all()))
+    text = path.read_text()
+    rows = {row.key: row for row in Partial._read(path).rows}
+    found = measure(path, model([]))
+    (a, _) = found.blocks
+    for row in a.costs:
+        before = rows[RowKey("a", row.microbatch_size)]
+        assert row.activation_bytes == before.activation_bytes
+        assert len(before.times) == 4
+        assert min(times[0] for times in before.times) <= row.forward_ns <= max(times[0] for times in before.times)
+    assert text.count("microbatch_size") == 4
+
+
+def test_all_measured_runs_nothing(path: Path) -> None:
+    profile = measure(path, model([]))
+    calls: list[int] = []
+    again = measure(path, model(calls))
+    assert again.blocks == profile.blocks
+    assert calls == [1, 2]  # what the next block would take
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(ValueError("boom"), ExecutionError), (MemoryError("boom"), InfeasibleError)],
+    ids=["failing", "out of memory"],
+)
+def test_a_block_that_fails_leaves_what_others_had(path: Path, error: Exception, raised: type[Exception]) -> None:
+    with pytest.raises(raised, match="block 'b' at micro-batch size 1"):
+        measure(path, model([], error, at=13))
+    assert sum(count for key, count in kept(path).items() if key.block == "a") > 0
+    assert measure(path, model([])).microbatch_sizes == (1, 2)
+
+
+def test_failing_at_a_larger_size_keeps_the_memory_of_smaller_ones(path: Path) -> None:
+    with pytest.raises(ExecutionError, match="block 'b' at micro-batch size 2"):
+        measure(path, model([], ValueError("boom"), from_size=2))
+    assert set(kept(path)) == {RowKey("a", 1), RowKey("b", 1), RowKey("a", 2)}
+
+
+def test_rows_of_other_cases_are_kept_apart(path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        measure(path, model([], KeyboardInterrupt(), at=30), recompute=True)
+    assert {(key.size, key.recompute) for key in kept(path)} == {(1, False), (1, True), (2, False), (2, True)}
+    found = measure(path, model([]), recompute=True)
+    assert [row.recompute for row in found.blocks[1].costs] == [False, True] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [
+        ({"repeats": 5}, "--repeats 4, and now it is 5"),
+        ({"warmup": 0}, "--warmup 1, and now it is 0"),
+        ({"dtype": torch.float64}, "--dtype float32, and now it is float64"),
+        ({"seed": 1}, "--seed 0, and now it is 1"),
+        ({"recompute": True}, "--recompute false, and now it is true"),
+        ({"max_spread": 0.1}, "largest spread None, and now it is 0.1"),
+    ],
+)
+def test_another_question_is_refused(path: Path, options: dict[str, Any], difference: str) -> None:
+    measure(path, model([]))
+    before, calls = path.read_text(), list[int]()
+    with pytest.raises(UsageError, match=f"{difference}; ask for the same to go on with it, delete it"):
+        measure(path, model(calls), **options)
+    assert calls == []
+    assert path.read_text() == before
+
+
+def test_another_model_is_refused(path: Path) -> None:
+    measure(path, model([]))
+    wider = Model("counted", model([]).blocks[:1], model([]).batch, len)
+    with pytest.raises(UsageError, match="fingerprint of the model's blocks"):
+        measure(path, wider)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda text: text[: len(text) // 2], lambda text: "", lambda text: text.replace('"times"', '"tmies"')]
+)
+def test_a_damaged_file_is_refused(path: Path, damage: Callable[[str], str]) -> None:
+    measure(path, model([]))
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(FileError, match="not what an interrupted measurement keeps; delete it"):
+        measure(path, model([]))
+
+
+def test_it_is_written_while_measuring(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partial_module, "_SAVE_EVERY_S", 0.0)
+    seen: list[int] = []
+    measure(path, model([]), progress=lambda *_: seen.append(sum(kept(path).values()) if path.exists() else 0))
+    assert seen == sorted(seen)
+    assert len(set(seen)) == 4  # nothing, and each timed round but the last
+
+
+# Real processes --------------------------------------------------------------------------------------------------
+
+MODULE = """
+import os
+import time
+import torch
+from torch import nn
+from pipeplan.runtime import partial
+from pipeplan.runtime.model import BlockSpec, Model
+
+partial._SAVE_EVERY_S = 0.0
+
+class Slow(nn.Linear):
+    def forward(self, x):
+        if x.device.type != "meta":
+            with open("calls", "a") as file:
+                file.write("x")
+            time.sleep(float(os.environ["PAUSE"]))
+        return super().forward(x)
+
+def batch(num_samples, step, seed):
+    return {"x": torch.ones(num_samples, 2)}
+
+def model():
+    return Model("slow", (BlockSpec("slow", "slow", lambda: Slow(2, 2), samples=("x",)),), batch, len)
+"""
+
+
+def start(folder: Path, pause: float) -> subprocess.Popen[str]:
+    """The command in a process of its own, in which each forward takes a while."""
+    command = [sys.executable, "-c", "from pipeplan.cli.main import main; main()", "profile", "slow_models:model"]
+    options = ["--microbatch", "1", "--repeats", "8", "--warmup", "0", "--threads", "1", "-o", "p.json"]
+    environment = {**os.environ, "PAUSE": str(pause)}
+    return subprocess.Popen(command + options, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def stop(process: subprocess.Popen[str], folder: Path, number: signal.Signals) -> tuple[int, str]:
+    """Send a signal once a timed run is kept; exit code and stderr."""
+    end = time.monotonic() + 60
+    file = folder / "p.json.partial"
+    while not (file.exists() and sum(kept(file).values()) >= 2):
+        assert process.poll() is None, "it ended by itself"
+        assert time.monotonic() < end, "it keeps nothing"
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    return process.returncode, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_process_that_is_ended(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "slow_models.py").write_text(MODULE)
+    (tmp_path / "p.json").write_text("what was there")
+    code, err = stop(start(tmp_path, 0.3), tmp_path, number)
+    if number == signal.SIGINT:
+        assert code == 130
+        assert "interrupted while measuring block 'slow' at micro-batch size 1; what was measured is kept in" in err
+    assert (tmp_path / "p.json").read_text() == "what was there"
+    before = sum(kept(tmp_path / "p.json.partial").values())
+    (tmp_path / "calls").unlink()
+    process = start(tmp_path, 0.0)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "going on from p.json.partial" in err
+    assert len((tmp_path / "calls").read_text()) == 1 + 2 * (8 - before)
+    assert read_profile(str(tmp_path / "p.json")).blocks[0].costs[0].repeats == 8
+    assert not (tmp_path / "p.json.partial").exists()
