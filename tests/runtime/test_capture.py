@@ -515,6 +515,16 @@ class Branches(nn.Linear):
         return super().forward(input) if input.sum() > 0 else input
 
 
+class TakesSome(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input[input[:, 0] > 0])
+
+
+class TakesNumber(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * input.mean().item()
+
+
 class CountsSamples(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         for _ in range(input.shape[0]):
@@ -572,6 +582,8 @@ class Nothing(nn.Module):
     ("module", "words"),
     [
         (Branches, ["torch.export failed", "write a function"]),
+        (TakesSome, ["depend on the values", "write a function"]),
+        (TakesNumber, ["depend on the values", "item", "write a function"]),
         (CountsSamples, ["different operators for 2 and 3 samples", "write a function"]),
         (SamplesAndOne, ["3", "4", "not a multiple", "write a function"]),
         (WritesToBuffer, ["buffer 'count'", "in place", "make a new tensor"]),
@@ -594,6 +606,8 @@ def test_a_module_without_work_and_inputs_without_samples_are_refused() -> None:
         capture(Nothing(), {"input": torch.arange(4)}, name="nothing")
     with pytest.raises(UsageError, match="samples in its first dimension"):
         capture(nn.Linear(2, 2), {"input": torch.tensor(1.0)}, name="scalar")
+    with pytest.raises(UsageError, match="input 'input' is not a tensor"):
+        capture(nn.Linear(2, 2), {"input": 3}, name="number")  # type: ignore[dict-item]
     with pytest.raises(UsageError, match="'inputs'"):
         capture(nn.Linear(2, 2), {"inputs": torch.randn(2, 2)}, name="other name")
 

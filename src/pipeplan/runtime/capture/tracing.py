@@ -7,8 +7,10 @@ numbers of samples and in different formats, and what differs between the two is
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,8 +53,12 @@ def trace(module: nn.Module, inputs: Mapping[str, Tensor], name: str) -> Trace:
         UsageError: it cannot be exported, behaves differently for other samples or formats, or does not return one
             tensor.
     """
-    if not inputs or any(not isinstance(each, Tensor) or each.ndim == 0 for each in inputs.values()):
-        raise UsageError(f"model {name!r}: give at least one example input, each with samples in its first dimension")
+    odd = [key for key, each in inputs.items() if not isinstance(each, Tensor) or each.ndim == 0]
+    if odd or not inputs:
+        raise UsageError(
+            f"model {name!r}: {f'input {odd[0]!r} is not a tensor with samples' if odd else 'no example input'}; give "
+            "at least one example input, each a tensor with samples in its first dimension"
+        )
     exports = zip(_SAMPLES, _FORMATS, strict=True)
     graphs = [_Reader(_export(module, inputs, count, dtype, name), name).read() for count, dtype in exports]
     (first, output), (second, _) = graphs
@@ -79,7 +85,7 @@ def _export(
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     examples = {key: _fake(value, fakes, dtype, (count, *value.shape[1:])) for key, value in inputs.items()}
     try:
-        with torch.enable_grad(), warnings.catch_warnings():
+        with torch.enable_grad(), _unlogged(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The tensor attribute")  # set in forward; the copy is thrown away
             return torch.export.export(_replica(module, fakes, dtype), (), examples, strict=False)
     except Exception as error:
@@ -89,6 +95,17 @@ def _export(
             f"model {name!r} cannot be captured: torch.export failed for inputs {shapes}: {type(error).__name__}: "
             f"{reason}; let the forward take tensors by name and decide nothing by their values, or {_REMEDY}"
         ) from error
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Without torch's own report of an operator that fails; the error says the same."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _replica(module: nn.Module, fakes: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
@@ -211,6 +228,11 @@ class _Reader:
         if name_of_target(node.target) == "scaled_dot_product_attention":
             arguments, keywords = _without_dropout(arguments, keywords)
         like = Operation("call", "", node.target, turns=_turns_of(node) or turns, value=node.meta.get("val"))
+        if not _is_of_known_size(like.value):
+            raise UsageError(
+                f"model {self.name!r} cannot be captured: sizes or numbers depend on the values of tensors in "
+                f"{node.target} of module {like.path or 'at the top'!r}; {_REMEDY}"
+            )
         if is_in_place(node.target):
             return self.changes.change(node.target, arguments, keywords, like)
         return self._like(node.target, arguments, keywords, like)
@@ -252,6 +274,13 @@ def _turns_of(node: fx.Node) -> _Turns:
 def _is_differentiable(value: Any) -> bool:
     found = value if isinstance(value, tuple | list) else (value,)
     return any(isinstance(each, Tensor) and each.is_floating_point() for each in found)
+
+
+def _is_of_known_size(value: Any) -> bool:
+    """Whether it is a tensor, or several, whose sizes do not depend on values."""
+    found = value if isinstance(value, tuple | list) else (value,)
+    sizes = [size for each in found for size in (each.shape if isinstance(each, Tensor) else (each,))]
+    return not any(isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) for size in sizes)
 
 
 def _without_dropout(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
