@@ -151,9 +151,14 @@ class _Writer:
         known = set(self.wanted)
         found = {op for op in self.wanted if op.kind == "input" or op in self.own}
         for op in self.wanted:
-            if any(source in found or (source.kind == "call" and source not in known) for source in op.sources):
+            if any(source in found or self._is_changing(source, known) for source in op.sources):
                 found.add(op)
         return found
+
+    @staticmethod
+    def _is_changing(source: Operation, known: set[Operation]) -> bool:
+        """Whether it is trained, or comes from another block."""
+        return source.kind == "parameter" or (source.kind == "call" and source not in known)
 
     def recipe(self) -> Recipe:
         """What a block is made from."""

@@ -179,7 +179,7 @@ def _t5(config: str, model: str) -> Family:
         maximum=lambda _: None,
         contents=_translated,
         plan=_t5_like(),
-        vocabulary=("model.shared", "model.lm_head"),
+        vocabulary=("model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens", "model.lm_head"),
     )
 
 
