@@ -17,7 +17,7 @@ from pipeplan.model import Block, Cluster, CostRow, Profile, Source
 from pipeplan.model.cluster import DeviceKind, LinkLevel
 from pipeplan.runtime.footprint import meter_for
 from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.measure import in_one_piece, measure_whole
+from pipeplan.runtime.measure import counted_again, in_one_piece, measure_whole
 from pipeplan.runtime.measure.bench import Bench
 from pipeplan.runtime.measure.timing import drift_of, num_outliers
 from pipeplan.runtime.model import BlockSpec, Collective, Model
@@ -423,6 +423,30 @@ def test_blocks_hold_what_the_whole_holds() -> None:
     blocks = sum(row.activation_bytes for block in found.blocks for row in block.costs)
     assert blocks == pytest.approx(result.retained_bytes, rel=0.001)
     assert len(whole.forward_ns) == len(whole.backward_ns) == 3
+
+
+def test_tensors_that_several_blocks_take() -> None:
+    """Each counts them; a model in one piece does not."""
+
+    def block(id_: str, *sources: str) -> BlockSpec:
+        return BlockSpec(id_, "layer", perceptron if len(sources) < 2 else Stack, sources, () if sources else ("x",))
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3 * WIDTH, WIDTH)
+
+        def forward(self, *given: Tensor) -> Tensor:
+            return self.layer(torch.cat(given, dim=1))
+
+    model = of_blocks(block("a"), block("b", "a"), block("c", "a"), block("d", "a", "b", "c"))
+    whole = in_one_piece(model, 8)
+    found = measure(model, (8,), beside=[whole])
+    assert counted_again(found, 8) == 2 * 8 * WIDTH * FLOAT
+    held = sum(block.costs[0].activation_bytes for block in found.blocks) - counted_again(found, 8)
+    # what d takes it keeps for the gradients, though nothing saves b and c; the last output nobody takes
+    taken_not_saved, output = 2 * 8 * WIDTH * FLOAT, 8 * WIDTH * FLOAT
+    assert held == whole.result().retained_bytes + taken_not_saved - output
 
 
 def test_a_module_in_one_piece() -> None:

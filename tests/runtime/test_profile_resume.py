@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeplan.cli.main import main
 from pipeplan.errors import ExecutionError, FileError, InfeasibleError, UsageError
 from pipeplan.model import Profile, read_profile
 from pipeplan.runtime import partial as partial_module
@@ -188,6 +189,32 @@ def test_it_is_written_while_measuring(path: Path, monkeypatch: pytest.MonkeyPat
     measure(path, model([]), progress=lambda *_: seen.append(sum(kept(path).values()) if path.exists() else 0))
     assert seen == sorted(seen)
     assert len(set(seen)) == 4  # nothing, and each timed round but the last
+
+
+def test_the_command_says_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A block that fails: which it is, and that the same command goes on."""
+    fails = MODULE.replace("time.sleep(", 'os.environ["FAIL"] and len(x) == 2 and fail() or time.sleep(')
+    (tmp_path / "failing_models.py").write_text(fails + "\ndef fail():\n    raise ValueError('boom')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(partial_module, "_SAVE_EVERY_S", 5.0)  # the module sets it
+    monkeypatch.setenv("PAUSE", "0")
+    options = ["--microbatch", "1,2", "--repeats", "1", "--warmup", "0", "--threads", "1", "-o", "p.json"]
+    monkeypatch.setattr(sys, "argv", ["pipeplan", "profile", "failing_models:model", *options])
+    for fail, code in (("yes", 1), ("", 0)):
+        monkeypatch.setenv("FAIL", fail)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert (ended.value.code or 0) == code
+    _, err = capsys.readouterr()
+    where = "block 'slow' at micro-batch size 2"
+    assert "what was measured is kept in p.json.partial, and the same command goes on from there" in err
+    assert f"{where} failed: ValueError: boom" in err
+    assert "pipeplan: going on from p.json.partial" in err
+    assert [path.name for path in tmp_path.glob("*.json*")] == ["p.json"]
+    sys.modules.pop("failing_models", None)
 
 
 # Real processes --------------------------------------------------------------------------------------------------
