@@ -358,25 +358,49 @@ def test_gradients_that_waited_for_w_are_the_same() -> None:
     require_same_set(gradients(model, modules), gradients(model, others))
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_products_with_transposed_weights_wait_too(bias: bool) -> None:
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda bias, x, weight: torch.addmm(bias, x, weight),
+        lambda bias, x, weight: x.reshape(-1, 1, 5) @ weight + bias,
+        lambda bias, x, weight: torch.addmm(bias.detach(), x, weight),
+        lambda bias, x, weight: F.linear(x, weight.t().contiguous().t().T, bias),
+    ],
+    ids=["addmm", "matmul", "bias-detached", "views-of-a-weight"],
+)
+def test_products_with_transposed_weights(product: Callable[..., Tensor]) -> None:
     class Transposed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight, self.bias = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(3))
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.addmm(self.bias, x, self.weight)
+            return product(self.bias, x, self.weight)
 
-    module = Transposed()
-    module.bias.requires_grad_(bias)
-    model = capture(module, {"x": torch.randn(2, 5)}, name="transposed")
-    require_same(module, model, 3)
+    for grain in GRAINS:
+        module = Transposed()
+        require_same(module, capture(module, {"x": torch.randn(2, 5)}, name="odd", grain=grain), 3)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_weight_gradients_of_transposed_products_wait(trained: bool) -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, 3), requires_grad=trained)
+            self.norm = nn.LayerNorm(5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x) @ self.weight
+
+    model = capture(Product(), {"x": torch.randn(2, 5)}, name="product")
     modules = built(model)
     with WeightGradQueue() as queue:
         replay(model, modules, model.mini_batch(3, 0, 0, dtype=torch.float64)).sum().backward()
-    assert len(queue) == 1
-    assert not gradients(model, modules)
+    assert len(queue) == int(trained)
+    assert [tuple(each.shape) for each in gradients(model, modules)] == [(5,), (5,)]
+    queue.run()
+    assert len(gradients(model, modules)) == 2 + int(trained)
 
 
 # What is left alone, what can be built ----------------------------------------------------------------------------

@@ -299,12 +299,18 @@ def _deferring(op: Operation) -> Callable[..., Tensor] | None:
         return linear
     if name == "addmm" and _is_parameter(arguments[2]) and _is_parameter(arguments[0]) and not op.keywords:
         return addmm
+    if name in ("mm", "matmul") and _is_parameter(arguments[1]) and len(arguments[1].shape) == 2:
+        return _matmul
     plain = name == "embedding" and not any(arguments[3:]) and not op.keywords
     return _embedding if plain and _is_parameter(arguments[0]) else None
 
 
 def _is_parameter(value: object) -> bool:
     return isinstance(value, Operation) and value.kind == "parameter"
+
+
+def _matmul(input: Tensor, weight: Tensor) -> Tensor:
+    return addmm(None, input, weight)
 
 
 def _embedding(weight: Tensor, indices: Tensor, padding_idx: int = -1, *_: object) -> Tensor:
