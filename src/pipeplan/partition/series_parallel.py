@@ -23,7 +23,7 @@ from typing import Literal
 
 from pipeplan.errors import UsageError
 
-__all__ = ["Part", "SeriesParallel", "decompose", "in_line"]
+__all__ = ["Part", "SeriesParallel", "decompose", "in_line", "topological_order"]
 
 Kind = Literal["block", "series", "parallel"]
 
@@ -74,6 +74,15 @@ def in_line(blocks: Iterable[str]) -> Part:
     """Blocks one after another, as a decomposition."""
     parts = tuple(Part("block", names=(block,)) for block in blocks)
     return parts[0] if len(parts) == 1 else Part("series", parts)
+
+
+def topological_order(blocks: Sequence[str], edges: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """Blocks in an order they can run in, as near to the given one as edges allow.
+
+    Raises:
+        UsageError: as :func:`decompose`.
+    """
+    return _ordered(blocks, edges).names
 
 
 def decompose(

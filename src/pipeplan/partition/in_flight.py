@@ -1,0 +1,59 @@
+"""Samples in flight under kFkB schedules with micro-batch sizes of their own (GraphPipe, Table 3.2).
+
+A stage that runs kFkB starts with some forwards, then runs k backwards and k forwards in turn, and ends with the
+backwards that are left. How many samples it holds at most follows from those of the stages after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["KFKB", "Flow", "best_k", "samples_in_flight"]
+
+
+@dataclass(frozen=True, slots=True)
+class KFKB:
+    """Of a stage: how many forwards and backwards run in turn, and samples in a micro-batch."""
+
+    k: int
+    microbatch_size: int
+
+    @property
+    def samples(self) -> int:
+        """Samples in k micro-batches."""
+        return self.k * self.microbatch_size
+
+
+Flow = tuple[KFKB, int]
+"""What a stage runs, and how many samples it has in flight."""
+
+
+def samples_in_flight(stage: KFKB, successor: KFKB, of_successor: int) -> int:
+    """Samples in flight at a stage, given a stage after it that has ``of_successor`` in flight (Table 3.2).
+
+    One micro-batch size divides the other. The last stage has ``stage.samples`` in flight.
+    """
+    size, larger = stage.microbatch_size, max(stage.microbatch_size, successor.microbatch_size)
+    own, others = stage.samples, successor.samples
+    if others < size:
+        return of_successor + own - others + size
+    if own < successor.microbatch_size:
+        return of_successor + successor.microbatch_size
+    if own <= others:
+        return of_successor + larger * (1 if own == larger else 2)
+    return of_successor + (own if others == larger else own - others + 2 * larger)
+
+
+def best_k(microbatch_size: int, successors: Sequence[Flow], choices: Sequence[int]) -> Flow:
+    """The k that leaves fewest samples in flight before the stages after this one (3.10.2); of equals the first.
+
+    Without successors it is the smallest k.
+    """
+
+    def held(k: int) -> int:
+        stage = KFKB(k, microbatch_size)
+        return max((samples_in_flight(stage, *successor) for successor in successors), default=stage.samples)
+
+    chosen = min(choices, key=held)
+    return KFKB(chosen, microbatch_size), held(chosen)

@@ -1,0 +1,219 @@
+"""GraphPipe's partitioner against every partition that a decomposition can reach, with every choice for every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeplan.errors import InfeasibleError
+from pipeplan.partition.graphpipe import Choice, Load, Problem, partition, problems_of
+from pipeplan.partition.graphpipe import shapes as shapes_module
+from pipeplan.partition.in_flight import KFKB, samples_in_flight
+from pipeplan.partition.series_parallel import Part, decompose, in_line, topological_order
+
+MINI_BATCH = 4
+CHOICES = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
+
+Flow = tuple[tuple[int, int], ...]  # (micro-batch size, samples in flight) of the stages that come first
+
+
+# Every partition -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cover:
+    """Stages one after another or side by side."""
+
+    kind: str  # stage, then, beside
+    blocks: tuple[str, ...] = ()
+    parts: tuple[Cover, ...] = ()
+
+    def count(self) -> int:
+        return 1 if self.kind == "stage" else sum(part.count() for part in self.parts)
+
+    def stages(self) -> list[tuple[str, ...]]:
+        return [self.blocks] if self.kind == "stage" else [each for part in self.parts for each in part.stages()]
+
+
+def covers(part: Part) -> Iterator[Cover]:
+    if part.kind == "parallel":
+        yield from beside(part)
+        return
+    children = part.parts or (part,)
+    for size in range(len(children)):
+        for cuts in combinations(range(1, len(children)), size):
+            runs = [children[low:high] for low, high in zip((0, *cuts), (*cuts, len(children)), strict=True)]
+            for parts in product(*(list(ways(run)) for run in runs)):
+                yield Cover("then", parts=parts)
+
+
+def ways(run: Sequence[Part]) -> Iterator[Cover]:
+    yield Cover("stage", tuple(name for child in run for name in child.blocks))
+    if len(run) == 1 and run[0].kind == "parallel":
+        yield from beside(run[0])
+
+
+def beside(part: Part) -> Iterator[Cover]:
+    for groups in set_partitions(list(part.parts)):
+        options = [
+            list(covers(group[0]))
+            if len(group) == 1
+            else [Cover("stage", tuple(name for branch in group for name in branch.blocks))]
+            for group in groups
+        ]
+        for parts in product(*options):
+            yield Cover("beside", parts=parts)
+
+
+def set_partitions(items: list[Part]) -> Iterator[list[list[Part]]]:
+    if not items:
+        yield []
+        return
+    for rest in set_partitions(items[1:]):
+        yield [[items[0]], *rest]
+        for at in range(len(rest)):
+            yield [*rest[:at], [items[0], *rest[at]], *rest[at + 1 :]]
+
+
+def bottleneck(problem: Problem, cover: Cover, choices: list[Choice]) -> int | None:
+    """Time of the busiest device; None if some stage does not fit. Choices are taken from the end."""
+
+    worst = 0
+
+    def flow(part: Cover, after: Flow) -> Flow | None:
+        nonlocal worst
+        if part.kind == "stage":
+            choice = choices.pop()
+            load = problem.loads[part.blocks[0]]
+            for block in part.blocks[1:]:
+                load = load + problem.loads[block]
+            own = KFKB(1, choice.microbatch_size)
+            needs = [samples_in_flight(own, KFKB(1, size), held) for size, held in after]
+            held = min(problem.mini_batch, max([own.samples, *needs]))
+            worst = max(worst, problem.time_of(load, choice))
+            fits = problem.memory_bytes is None or problem.memory_of(load, choice, held) <= problem.memory_bytes
+            return ((choice.microbatch_size, held),) if fits else None
+        if part.kind == "beside":
+            flows = [flow(each, after) for each in reversed(part.parts)]
+            return None if None in flows else tuple(pair for each in flows for pair in each or ())
+        for each in reversed(part.parts):
+            found = flow(each, after)
+            if found is None:
+                return None
+            after = found
+        return after
+
+    return worst if flow(cover, ()) is not None else None
+
+
+def brute_force(problem: Problem, tree: Part) -> int | None:
+    found = []
+    for cover in covers(tree):
+        count = cover.count()
+        if count > problem.num_devices:
+            continue
+        for choices in product(problem.choices, repeat=count):
+            if sum(choice.replicas for choice in choices) <= problem.num_devices:
+                found.append(bottleneck(problem, cover, list(choices)))
+    return min((each for each in found if each is not None), default=None)
+
+
+# Random problems -----------------------------------------------------------------------------------------------
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> Load:
+    times = draw(st.lists(st.integers(0, 6), min_size=3, max_size=3))
+    samples = draw(st.integers(0, 3))
+    workspace = draw(st.integers(0, 2))
+    parameters = draw(st.integers(0, 4))
+    return Load(
+        (times[0] + 1, times[0] + times[1] + 2, sum(times) + 3),
+        (samples, 2 * samples, 4 * samples),
+        (workspace, workspace, 2 * workspace),
+        parameters,
+        3 * parameters,
+    )
+
+
+@st.composite
+def problems(draw: st.DrawFn, most: int = 6) -> Problem:
+    """Few kinds of blocks, so that branches are often alike."""
+    kinds = draw(st.lists(loads(), min_size=1, max_size=3))
+    names = [f"b{index}" for index in range(draw(st.integers(1, most)))]
+    pairs = list(combinations(names, 2))
+    edges = draw(st.lists(st.sampled_from(pairs), unique=True, max_size=6)) if pairs else []
+    return Problem(
+        {name: draw(st.sampled_from(kinds)) for name in names},
+        tuple(edges),
+        draw(st.integers(1, 4)),
+        MINI_BATCH,
+        (1, 2, 4),
+        tuple(Choice(size, replicas, (1, 2, 4).index(size // replicas)) for size, replicas in CHOICES),
+        draw(st.one_of(st.none(), st.integers(5, 60))),
+        draw(st.sampled_from([lambda size, replicas: 0, lambda size, replicas: size * replicas // 2])),
+    )
+
+
+@settings(deadline=None, max_examples=150)
+@given(problems())
+def test_the_bottleneck_is_that_of_brute_force(problem: Problem) -> None:
+    tree = decompose(
+        tuple(problem.loads), problem.edges, {name: problem.work(load) for name, load in problem.loads.items()}
+    ).tree
+    line = topological_order(tuple(problem.loads), problem.edges)
+    expected = brute_force(problem, tree)
+    lines = [brute_force(problem, in_line(order)) for order in {line, tree.blocks}]
+    reachable = [each for each in (expected, *lines) if each is not None]
+    if not reachable:
+        with pytest.raises(InfeasibleError, match="would do"):
+            partition(problem)
+        return
+    found = partition(problem)
+    assert found.series_parallel_ns == expected or found.candidate == "line"
+    assert found.graph.bottleneck_ns == min(reachable)
+    assert found.graph.num_devices <= problem.num_devices
+    assert problems_of(found.graph, problem.edges) == ()
+    for stage in found.graph.stages:  # samples in flight of the real graph, not of the line
+        load = problem.loads[stage.blocks[0]]
+        for block in stage.blocks[1:]:
+            load = load + problem.loads[block]
+        row = problem.samples.index(stage.microbatch_size // stage.replicas)
+        choice = Choice(stage.microbatch_size, stage.replicas, row)
+        assert problem.time_of(load, choice) <= found.graph.bottleneck_ns
+        limit = problem.memory_bytes
+        assert limit is None or problem.memory_of(load, choice, stage.in_flight) <= limit
+
+
+@settings(deadline=None, max_examples=30)
+@given(problems(most=7))
+def test_more_devices_and_memory_never_hurt_and_nothing_is_below_the_bound(problem: Problem) -> None:
+    problem = replace(problem, memory_bytes=problem.memory_bytes and 3 * problem.memory_bytes)
+    try:
+        found = partition(problem)
+    except InfeasibleError:
+        return
+    work = sum(problem.work(load) for load in problem.loads.values())
+    assert found.graph.bottleneck_ns * problem.num_devices >= work
+    more = partition(replace(problem, num_devices=problem.num_devices + 1))
+    assert more.graph.bottleneck_ns <= found.graph.bottleneck_ns
+    free = partition(replace(problem, memory_bytes=None))
+    assert free.graph.bottleneck_ns <= found.graph.bottleneck_ns
+    coarse = partition(replace(problem, memory_bytes=None), grain=work // 3)
+    assert coarse.graph.bottleneck_ns >= free.graph.bottleneck_ns
+    assert problems_of(coarse.graph, problem.edges) == ()
+
+
+def test_groups_of_neighbours_where_there_are_too_many_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven branches of two kinds on two devices: neighbours in order of work can be levelled here too."""
+    heavy, light = Load((6,), (0,), (0,)), Load((2,), (0,), (0,))
+    blocks = {f"b{index}": heavy if index % 2 else light for index in range(7)}
+    problem = Problem(blocks, (), 2, 1, (1,), (Choice(1, 1, 0),))
+    exact = partition(problem).graph.bottleneck_ns
+    monkeypatch.setattr(shapes_module, "MAX_GROUPS", 0)
+    assert exact == 14 <= partition(problem).graph.bottleneck_ns <= 18
