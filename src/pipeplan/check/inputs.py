@@ -28,7 +28,7 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
         if rows:
             _check_stage(number, stage, profile, findings)
             own = [operation for operation in plan.operations if operation.stage == number]
-            _check_operations(own, rows, plan.split_overhead_ns, findings)
+            _check_operations(own, rows, _held_by_others(stage, profile), plan.split_overhead_ns, findings)
     _check_dependencies(plan, profile, cluster, findings)
 
 
@@ -113,10 +113,13 @@ def _check_stage(number: int, stage: Stage, profile: Profile, findings: Findings
 
 
 def _check_operations(
-    operations: Sequence[Operation], rows: Sequence[CostRow], split_overhead_ns: int, findings: Findings
+    operations: Sequence[Operation], rows: Sequence[CostRow], again: int, split_overhead_ns: int, findings: Findings
 ) -> None:
-    """Durations add up over the blocks; activations are taken and given back as design section 5 says."""
-    held = sum(row.activation_bytes for row in rows)
+    """Durations add up over the blocks; activations are taken and given back as design section 5 says.
+
+    ``again`` bytes are of tensors that more than one block counts.
+    """
+    held = max(0, sum(row.activation_bytes for row in rows) - again)
     deferred = sum(row.weight_grad_bytes for row in rows)
     effects = {
         "F": (held, 0),
@@ -176,15 +179,32 @@ def _expected(plan: Plan, profile: Profile) -> _EdgesByPair:
     stage_of = {block: number for number, stage in enumerate(plan.stages) for block in stage.blocks}
     split = {operation.stage for operation in plan.operations if operation.kind == "I"}
     found: _EdgesByPair = defaultdict(list)
+    sent: set[tuple[object, ...]] = set()  # a tensor goes to a stage once
     for edge in profile.edges:
         source, target = stage_of[edge.source], stage_of[edge.target]
         if source == target:
             continue
-        found[f"{source}F", f"{target}F"].append(edge)
+        pairs = [(f"{source}F", f"{target}F")]
         if edge.gradient:
             back = ["I" if stage in split else "B" for stage in (target, source)]
-            found[f"{target}{back[0]}", f"{source}{back[1]}"].append(edge)
+            pairs.append((f"{target}{back[0]}", f"{source}{back[1]}"))
+        for pair in pairs:
+            if edge.tensor is None or (pair, edge.source, edge.tensor) not in sent:
+                found[pair].append(edge)
+                sent.add((pair, edge.source, edge.tensor))
     return dict(found)
+
+
+def _held_by_others(stage: Stage, profile: Profile) -> int:
+    """Bytes of tensors that blocks of the stage take after another block of it took them."""
+    samples, own = stage.microbatch_size // stage.replicas, set(stage.blocks)
+    taken: set[tuple[str, str]] = set()
+    again = 0
+    for edge in profile.edges:
+        if edge.target in own and edge.gradient and edge.tensor is not None:
+            again += _tensor_bytes(edge, samples) if (edge.source, edge.tensor) in taken else 0
+            taken.add((edge.source, edge.tensor))
+    return again
 
 
 def _check_hops(

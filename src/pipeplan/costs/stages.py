@@ -56,7 +56,8 @@ def stage_costs(
 ) -> StageCosts:
     """Costs of blocks that run one after another on each device of a group.
 
-    Times, activations and parameters add up; workspace is the largest, since only one block runs at a time.
+    Times, activations and parameters add up; a tensor that several of the blocks take and give a gradient for is held
+    once. Workspace is the largest, since only one block runs at a time.
 
     Raises:
         UsageError: a block has no costs for this micro-batch size or shard count.
@@ -79,12 +80,30 @@ def stage_costs(
         ),
         input_grad_ns=sum(row.input_grad_ns or 0 for row in rows) if split else None,
         weight_grad_ns=sum(row.weight_grad_ns or 0 for row in rows) if split else None,
-        activation_bytes=sum(row.activation_bytes for row in rows),
+        activation_bytes=max(
+            0, sum(row.activation_bytes for row in rows) - _counted_again(profile, chosen, microbatch_size)
+        ),
         weight_grad_bytes=sum(row.weight_grad_bytes for row in rows),
         workspace_bytes=max(row.workspace_bytes for row in rows),
         parameter_bytes=sum(-(-block.parameter_bytes // shards) for block in chosen),
         optimizer_bytes=sum(-(-block.optimizer_bytes // shards) for block in chosen),
     )
+
+
+def _counted_again(profile: Profile, blocks: Sequence[Block], microbatch_size: int) -> int:
+    """Bytes of inputs that several of the blocks count as held, beyond the first time."""
+    chosen = {block.id for block in blocks}
+    shared = [edge for edge in profile.edges if edge.target in chosen and edge.tensor is not None and edge.gradient]
+    size = sum(_edge_bytes(edge, microbatch_size) for edge in shared)
+    return size - sum(_edge_bytes(edge, microbatch_size) for edge in _distinct(shared))
+
+
+def _distinct(edges: Iterable[Edge]) -> list[Edge]:
+    """One edge for each tensor."""
+    found: dict[object, Edge] = {}
+    for number, edge in enumerate(edges):
+        found.setdefault(number if edge.tensor is None else (edge.source, edge.tensor), edge)
+    return list(found.values())
 
 
 def build_workload(
@@ -239,10 +258,12 @@ def _dependencies(
             Dependency(
                 source=f"{source}F",
                 target=f"{target}F",
-                hops=_hops(placement.stages[source], placement.stages[target], edges, microbatch_size, cluster),
+                hops=_hops(
+                    placement.stages[source], placement.stages[target], _distinct(edges), microbatch_size, cluster
+                ),
             )
         )
-        upward = [edge for edge in edges if edge.gradient]
+        upward = _distinct(edge for edge in edges if edge.gradient)
         if upward:
             found.append(
                 Dependency(

@@ -85,10 +85,15 @@ class Block(FileModel):
 
 
 class Edge(FileModel):
-    """A tensor that one block hands to another."""
+    """A tensor that one block hands to another.
+
+    Edges from one source with the same ``tensor`` carry the same: it goes to each stage once, and a stage with several
+    blocks that take it holds it once. Without a name every edge has a tensor of its own.
+    """
 
     source: Name
     target: Name
+    tensor: Annotated[Name | None, Field(description="which of the source's tensors, where blocks share one")] = None
     bytes_per_sample: Annotated[Bytes, Field(description="size for one sample; the gradient has the same")] = 0
     transfer_ns: Annotated[
         Nanoseconds | None, Field(description="fixed latency that overrides the cluster and occupies no link")
@@ -115,16 +120,24 @@ class Profile(FileModel):
             if block.id in ids:
                 raise ValueError(f"blocks[{index}].id {block.id!r} is already the id of blocks[{ids[block.id]}]")
             ids[block.id] = index
-        pairs: set[tuple[str, str]] = set()
+        pairs: set[tuple[str, str, str | None]] = set()
+        tensors: dict[tuple[str, str], tuple[int, Edge]] = {}
         for index, edge in enumerate(self.edges):
             for end in (edge.source, edge.target):
                 if end not in ids:
                     raise ValueError(f"edges[{index}] names {end!r}, which is not a block")
             if edge.source == edge.target:
                 raise ValueError(f"edges[{index}] joins {edge.source!r} to itself")
-            if (edge.source, edge.target) in pairs:
+            if (edge.source, edge.target, edge.tensor) in pairs:
                 raise ValueError(f"edges[{index}] repeats the edge {edge.source!r} -> {edge.target!r}")
-            pairs.add((edge.source, edge.target))
+            pairs.add((edge.source, edge.target, edge.tensor))
+            if edge.tensor is not None:
+                first, known = tensors.setdefault((edge.source, edge.tensor), (index, edge))
+                if (edge.bytes_per_sample, edge.broadcast) != (known.bytes_per_sample, known.broadcast):
+                    raise ValueError(
+                        f"edges[{index}] and edges[{first}] carry tensor {edge.tensor!r} of {edge.source!r} in "
+                        "different sizes"
+                    )
         order = self.topological_order()
         if self.placement is not None:
             self.check_placement(self.placement, order)

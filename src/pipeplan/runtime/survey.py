@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Hashable, Iterator
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -101,7 +102,8 @@ def survey(model: Model, dtype: torch.dtype) -> Survey:
             )
         )
     pairs = zip(steps, model.rehearse(_MORE_SAMPLES, dtype), strict=True)
-    return Survey(tuple(blocks), tuple(edge for few, more in pairs for edge in _edges(few, more)))
+    readers = Counter(each for block in model.blocks for each in set(block.inputs))
+    return Survey(tuple(blocks), tuple(edge for few, more in pairs for edge in _edges(few, more, readers)))
 
 
 def _roots(step: Rehearsed, read: Collection[tuple[str, int]]) -> tuple[int, ...]:
@@ -110,18 +112,19 @@ def _roots(step: Rehearsed, read: Collection[tuple[str, int]]) -> tuple[int, ...
     return tuple(index for index in indices if (step.spec.id, index) in read) or tuple(indices)
 
 
-def _edges(few: Rehearsed, more: Rehearsed) -> Iterator[Edge]:
-    """One edge from each source, with all that the block takes of it; what it takes twice travels once."""
+def _edges(few: Rehearsed, more: Rehearsed, readers: Mapping[tuple[str, int], int]) -> Iterator[Edge]:
+    """An edge for each tensor; what the block takes twice travels once. Those that others read, too, have a name."""
     taken = dict(zip(few.spec.inputs, zip(few.inputs, more.inputs, strict=True), strict=True))
-    for source in dict.fromkeys(source for source, _ in taken):
-        tensors = [pair for (of, _), pair in taken.items() if of == source]
-        sizes = [_bytes(*pair) for pair in tensors]
+    counts = Counter(source for source, _ in taken)
+    for (source, index), tensors in taken.items():
+        size, broadcast = _bytes(*tensors)
         yield Edge(
             source=source,
             target=few.spec.id,
-            bytes_per_sample=sum(size for size, _ in sizes),
-            gradient=any(tensor.requires_grad for tensor, _ in tensors),
-            broadcast=all(broadcast for _, broadcast in sizes),
+            tensor=str(index) if readers[source, index] > 1 or counts[source] > 1 else None,
+            bytes_per_sample=size,
+            gradient=tensors[0].requires_grad,
+            broadcast=broadcast,
         )
 
 
