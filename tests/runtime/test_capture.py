@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.capture import capture, replay
+from pipeplan.runtime.footprint import SavedTensors, storages
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.modules import WeightGradQueue
 from pipeplan.runtime.profiler import profile_model
@@ -401,6 +402,74 @@ def test_weight_gradients_of_transposed_products_wait(trained: bool) -> None:
     assert [tuple(each.shape) for each in gradients(model, modules)] == [(5,), (5,)]
     queue.run()
     assert len(gradients(model, modules)) == 2 + int(trained)
+
+
+def nested(x: Tensor) -> Tensor:
+    x = x * 1
+    x[:, 1:, 0] = 3
+    x[:, :2][:, :, 2:] *= 2
+    return x
+
+
+def through_an_older_name(x: Tensor) -> Tensor:
+    y = x * 1
+    z = y
+    y.mul_(2).add_(1)
+    return z + y
+
+
+def masked(x: Tensor) -> Tensor:
+    return (x * 1).masked_fill_(torch.ones(x.shape[1:], dtype=torch.bool).triu(), 2.0).clamp_(-1, 1)
+
+
+def broadcast(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, 0] = x[:, 1, :1]
+    y[:, 2].zero_()
+    y[:, 3].fill_(0.1)
+    return y
+
+
+def row_by_row(x: Tensor) -> Tensor:
+    made = torch.zeros_like(x)
+    for row in range(SEQUENCE):
+        made[:, row] = x[:, row] + (made[:, row - 1] if row else 0)
+    return made
+
+
+@pytest.mark.parametrize("change", [nested, through_an_older_name, masked, broadcast, row_by_row])
+def test_changes_in_place(change: Callable[[Tensor], Tensor]) -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = change(layer(x))
+            return x
+
+    module = Changing()
+    for grain in ("layer", "operator"):
+        require_same(module, capture(module, {"x": torch.randn(2, SEQUENCE, WIDTH)}, name="odd", grain=grain), 3)
+
+
+def held(make: Callable[[], Tensor], modules: Iterable[nn.Module]) -> int:
+    """Bytes that wait for backward, less parameters and buffers."""
+    own = storages([tensor for module in modules for tensor in (*module.parameters(), *module.buffers())])
+    with SavedTensors() as saved:
+        output = make()
+    return sum(size for place, size in storages([*saved.alive(), output]).items() if place not in own)
+
+
+@pytest.mark.parametrize("case", ["pre-norm", "post-norm", "conv-net"])
+def test_blocks_hold_what_the_module_holds(case: str) -> None:
+    module, model = captured(case, "half")
+    whole, modules, batch = copy.deepcopy(module).eval(), built(model, torch.float32), model.mini_batch(4, 0, 0)
+    replay(model, modules, batch)  # makes masks and positions, which blocks keep
+    found = held(lambda: replay(model, modules, batch), modules.values())
+    expected = held(lambda: whole(**batch), [whole])
+    assert found == pytest.approx(expected, rel=0.03)
 
 
 # What is left alone, what can be built ----------------------------------------------------------------------------
