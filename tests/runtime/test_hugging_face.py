@@ -97,6 +97,13 @@ def test_file_and_text_say_the_same(name: str, tmp_path: Path) -> None:
         assert tensor.dtype != torch.bfloat16
 
 
+def test_arguments_that_ask_for_more_outputs_or_are_of_older_versions_do_no_harm() -> None:
+    changes = {"output_router_logits": True, "output_hidden_states": True, "rope_theta": 1e6}
+    model = load_configuration(text("mixtral", **changes), sequence=SEQUENCE, meta=True)
+    assert [block.operator for block in model.blocks][1:3] == ["attention", "moe"]
+    assert model.blocks[2].dimensions["experts"] == 4
+
+
 PUBLISHED = {
     "GPT2Config": 124_439_808,
     "LlamaConfig()": 6_738_415_616,

@@ -80,7 +80,7 @@ def _light(names: Sequence[str]) -> str:
     return next((name for name in names if name == "cat"), "elementwise").replace("cat", "concatenation")
 
 
-_WIDTHS = {"head": "vocabulary", "ffn": "ffn", "moe": "ffn", "layer": "ffn", "linear": "outputs"}
+_WIDTHS = {"head": "vocabulary", "ffn": "ffn", "moe": "experts", "layer": "ffn", "linear": "outputs"}
 """What the widest linear layer of a block is called."""
 
 
@@ -104,7 +104,7 @@ def _shown_by(op: Operation, operator: str) -> dict[str, int]:
         return {"channels": op.shape[1]}
     if name in ("linear", "addmm") and weight is not None:
         inputs, outputs = weight.shape if name == "addmm" else reversed(weight.shape)
-        hidden = inputs if operator == "linear" else min(inputs, outputs)
+        hidden = inputs if operator in ("linear", "moe") else min(inputs, outputs)
         return {"hidden": hidden, **({_WIDTHS[operator]: outputs} if operator in _WIDTHS else {})}
     if name == "embedding" and weight is not None and operator == "embedding" and op.per_sample:
         return {"vocabulary": weight.shape[0], "hidden": weight.shape[1]}

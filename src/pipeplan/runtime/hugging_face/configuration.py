@@ -17,9 +17,10 @@ Description = tuple[str, dict[str, Any], bool]
 
 _IGNORED = {
     "architectures", "attn_implementation", "auto_map", "dtype", "experts_implementation", "model_type",
-    "quantization_config", "torch_dtype",
+    "output_attentions", "output_hidden_states", "output_router_logits", "quantization_config", "return_dict",
+    "torch_dtype", "torchscript",
 }  # fmt: skip
-"""Keys of files that would bring in other code or formats; blocks are always made in float32 from the class itself."""
+"""Keys that would bring in other code, formats or outputs; models are made from their class, in float32."""
 
 
 def describe(text: str) -> Description:
@@ -58,7 +59,7 @@ def _from_file(path: Path) -> Description:
         raise UsageError(f"configuration {path} is not JSON: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
         raise UsageError(f"configuration {path} has no 'model_type', so it is not one of transformers")
-    return found["model_type"], {key: value for key, value in found.items() if key not in _IGNORED}, False
+    return found["model_type"], found, False
 
 
 def configuration(cls: Any, keywords: Mapping[str, Any], strict: bool, where: str) -> Any:
@@ -76,7 +77,7 @@ def configuration(cls: Any, keywords: Mapping[str, Any], strict: bool, where: st
     if strict:
         _refuse_unknown(cls(), keywords, where)
     try:
-        return cls(**keywords)
+        return cls(**{key: value for key, value in keywords.items() if key not in _IGNORED})
     except Exception as error:  # whatever the class raises
         raise UsageError(
             f"configuration {where}: {cls.__name__} refuses it: {type(error).__name__}: {error}"
@@ -84,7 +85,8 @@ def configuration(cls: Any, keywords: Mapping[str, Any], strict: bool, where: st
 
 
 def _refuse_unknown(default: Any, keywords: Mapping[str, Any], where: str) -> None:
-    known = {key for key in (*vars(default), *default.attribute_map) if not key.startswith("_")}
+    older = ("rope_scaling", "rope_theta") if hasattr(default, "rope_parameters") else ()
+    known = {key for key in (*vars(default), *default.attribute_map, *older) if not key.startswith("_")}
     for key, value in keywords.items():
         if key not in known:
             raise UsageError(

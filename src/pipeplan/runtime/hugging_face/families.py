@@ -26,10 +26,11 @@ class Family:
 
     ``config`` and ``model`` are classes of transformers by name, ``module(model, config)`` wraps a model so that it
     returns a loss. ``longest`` is the sequence without ``--sequence``, if ``maximum(config)`` (None: any length) is
-    not smaller. ``contents(config, vocabulary, sequence)`` says what its samples are. ``plan`` has patterns of module
-    or parameter names inside the wrapper, ``*`` for one part of a name, with the way each is split (see
-    ``sharding.py``); None: the configuration's own ``base_model_tp_plan``. ``vocabulary`` are the names of what has
-    a row for each word.
+    not smaller. ``contents(config, vocabulary, sequence)`` says what its samples are, ``words(config)`` how large the
+    vocabulary is. ``plan`` has patterns of module or parameter names inside the wrapper, ``*`` for one part of a name,
+    with the way each is split (see ``sharding.py``); None: the configuration's own ``base_model_tp_plan``.
+    ``vocabulary`` are the names of what has a row for each word. ``tokens(config, sequence)`` has the positions per
+    sample by the beginning of parameters' names.
     """
 
     config: str
