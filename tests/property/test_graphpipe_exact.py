@@ -42,24 +42,45 @@ class Cover:
 
 def covers(part: Part) -> Iterator[Cover]:
     if part.kind == "parallel":
-        yield from beside(part)
+        yield from beside(part.parts)
         return
     children = part.parts or (part,)
     for size in range(len(children)):
         for cuts in combinations(range(1, len(children)), size):
             runs = [children[low:high] for low, high in zip((0, *cuts), (*cuts, len(children)), strict=True)]
-            for parts in product(*(list(ways(run)) for run in runs)):
-                yield Cover("then", parts=parts)
+            yield from (Cover("then", parts=parts) for parts in in_series(runs))
+
+
+def in_series(runs: list[tuple[Part, ...]]) -> Iterator[tuple[Cover, ...]]:
+    """Every run a stage or, where it is one parallel part, branches; stages may have the end of a branch before."""
+    if not runs:
+        yield ()
+        return
+    *before, run = runs
+    for own in ways(run):
+        for rest in in_series(before):
+            yield (*rest, own)
+    if not before or len(before[-1]) > 1 or before[-1][0].kind != "parallel":
+        return
+    branches = before[-1][0].parts
+    for at, branch in enumerate(branches):
+        children = branch.parts or (branch,)
+        for kept in range(len(children)):
+            left = [Part("series", children[:kept])] if kept else []
+            names = tuple(name for child in (*children[kept:], *run) for name in child.blocks)
+            for around in beside([*branches[:at], *left, *branches[at + 1 :]]):
+                for rest in in_series(before[:-1]):
+                    yield (*rest, around, Cover("stage", names))
 
 
 def ways(run: Sequence[Part]) -> Iterator[Cover]:
     yield Cover("stage", tuple(name for child in run for name in child.blocks))
     if len(run) == 1 and run[0].kind == "parallel":
-        yield from beside(run[0])
+        yield from beside(run[0].parts)
 
 
-def beside(part: Part) -> Iterator[Cover]:
-    for groups in set_partitions(list(part.parts)):
+def beside(branches: Sequence[Part]) -> Iterator[Cover]:
+    for groups in set_partitions(list(branches)):
         options = [
             list(covers(group[0]))
             if len(group) == 1
@@ -112,14 +133,13 @@ def bottleneck(problem: Problem, cover: Cover, choices: list[Choice]) -> int | N
 
 
 def brute_force(problem: Problem, tree: Part) -> int | None:
-    found = []
-    for cover in covers(tree):
-        count = cover.count()
-        if count > problem.num_devices:
-            continue
-        for choices in product(problem.choices, repeat=count):
-            if sum(choice.replicas for choice in choices) <= problem.num_devices:
-                found.append(bottleneck(problem, cover, list(choices)))
+    found = [
+        bottleneck(problem, cover, list(choices))
+        for cover in covers(tree)
+        if cover.count() <= problem.num_devices
+        for choices in product(problem.choices, repeat=cover.count())
+        if sum(choice.replicas for choice in choices) <= problem.num_devices
+    ]
     return min((each for each in found if each is not None), default=None)
 
 

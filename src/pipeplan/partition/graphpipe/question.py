@@ -5,10 +5,11 @@ Table 3.2, ``max over y of max(i_y + b_y, i_y - b_y + 2 b_x)`` samples in flight
 are the largest ``i + b`` and the largest ``i - b``. Of a part only those solutions are kept that no other beats in
 devices and both numbers, so that work does not grow with the number of devices.
 
-Three facts keep the tables small and lose nothing:
+Four facts keep the tables small and lose nothing:
 
 - A run of blocks before given stages, with a given choice, is made as long as time and memory let it: a solution
   with a shorter one stays one when the run takes over what it left, since leaving out blocks never costs more.
+- The same holds for a run that takes the end of one of the branches before it: it takes as much as it can.
 - Devices of a part do at least its least work (:meth:`Problem.work`). What they could do beyond that in the given
   time is waste; a part cannot waste more than all devices together may.
 - Parts of one shape before the same need have the same solutions.
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipeplan.partition.graphpipe.problem import Choice, Load, Problem
-from pipeplan.partition.graphpipe.shapes import Group, Shape, Shapes
+from pipeplan.partition.graphpipe.shapes import Group, Run, Shape, Shapes
 
 __all__ = ["Entry", "Need", "Question", "Solution"]
 
@@ -40,13 +41,18 @@ class Need(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A stage of children begin..end-1 of a series, or of a group of branches; or, without a choice, parts inside."""
+    """A stage of children begin..end-1 of a series, or of a group of branches; or, without a choice, parts inside.
+
+    A stage of a series with a ``group`` has also the children of that branch of child begin-1 from ``kept`` on;
+    ``inside`` are then the stages of what is left of child begin-1.
+    """
 
     begin: int
     end: int
     group: Group
     choice: Choice | None
     inside: Trace | None
+    kept: int = 0
 
 
 class Trace(NamedTuple):
@@ -114,15 +120,57 @@ class Question:
     def _extended(self, shape: Shape, end: int, after: Solution) -> Iterator[tuple[int, Solution]]:
         """(first child, solution) with a run that ends before ``end``, or with the parts of the child there."""
         for choice, begin in self._reach(shape, end):
-            first = self._fitting(shape, begin, end, choice, after.need)
+            held = after.need.in_flight(choice.microbatch_size, self._problem.mini_batch)
+            first = self._fitting(shape, begin, end, choice, held)
             if first < end:
+                need, devices = self._needed(choice, after.need), after.devices + choice.replicas
                 trace = Trace(Entry(first, end, (), choice, None), after.trace)
-                yield first, Solution(after.devices + choice.replicas, self._needed(choice, after.need), trace)
+                yield first, Solution(devices, need, trace)
+                if first and self.shapes[shape.children[first - 1]].kind == "parallel":
+                    yield from self._with_tails(shape, first, end, choice, held, Solution(devices, need, after.trace))
         child = self.shapes[shape.children[end - 1]]
         if child.kind == "parallel":
             for inside in self._parallel(child, after.need):
                 trace = Trace(Entry(end - 1, end, (), None, inside.trace), after.trace)
                 yield end - 1, Solution(after.devices + inside.devices, inside.need, trace)
+
+    def _with_tails(
+        self, shape: Shape, first: int, end: int, choice: Choice, held: int, stage: Solution
+    ) -> Iterator[tuple[int, Solution]]:
+        """The run with the end of one of the branches before it as well, and the stages of what is left of those."""
+        parallel, run = shape.children[first - 1], shape.run(first, end, choice.row)
+        for branch in dict.fromkeys(self.shapes[parallel].children):
+            kept = self._kept(run, self.shapes[branch], choice, held)
+            if kept == len(self.shapes[branch].children):
+                continue
+            rest = self.shapes[self.shapes.shortened(parallel, branch, kept)]
+            work = shape.works[-1] - shape.works[first - 1] - rest.work
+            if self._viable(stage.devices, work):
+                for inside in self._parallel(rest, stage.need):
+                    trace = Trace(Entry(first, end, (branch,), choice, inside.trace, kept), stage.trace)
+                    yield first - 1, Solution(stage.devices + inside.devices, inside.need, trace)
+
+    def _kept(self, run: Run, branch: Shape, choice: Choice, held: int) -> int:
+        """Children of a branch that stay out of the stage after it, at the least."""
+        count = len(branch.children)
+        return bisect_left(
+            range(count),
+            True,
+            key=lambda kept: self._is_good(run.with_tail(branch.run(kept, count, choice.row)), choice, held),
+        )
+
+    def _is_good(self, run: Run, choice: Choice, held: int) -> bool:
+        """Whether a stage is quick enough and fits."""
+        if self._problem.time(run.time, run.parameter_bytes, choice) > self.most_ns:
+            return False
+        return self._fits(run, choice, held)
+
+    def _fits(self, run: Run, choice: Choice, held: int) -> bool:
+        limit = self._problem.memory_bytes
+        if limit is None or not self.with_flow:
+            return True
+        activations = -(-held // choice.microbatch_size) * run.activations
+        return run.static_bytes + activations + run.workspace <= limit
 
     def _reach(self, shape: Shape, end: int) -> list[tuple[Choice, int]]:
         """(choice, first child) of the longest runs before ``end`` that are quick enough."""
@@ -131,33 +179,43 @@ class Question:
             found = []
             for choice in self._problem.choices:
                 begin = self._earliest(shape, end, choice)
-                if begin < end and self._viable(choice.replicas, shape.works[end] - shape.works[begin]):
+                work = shape.works[end] - shape.works[begin] + shape.most_branch
+                if begin < end and self._viable(choice.replicas, work):
                     found.append((choice, begin))
-            self._reaches[key] = found if self.with_flow else _furthest(found)
+            self._reaches[key] = found if self.with_flow else self._furthest(shape, found)
         return self._reaches[key]
+
+    def _furthest(self, shape: Shape, found: Iterable[tuple[Choice, int]]) -> list[tuple[Choice, int]]:
+        """Where only devices count: of runs with as many replicas or fewer, those that reach further.
+
+        Where a run ends at parallel parts, how much of a branch it can take as well makes a difference.
+        """
+        kept: list[tuple[Choice, int]] = []
+        for choice, begin in sorted(found, key=lambda each: (each[0].replicas, each[1])):
+            tails = begin and self.shapes[shape.children[begin - 1]].kind == "parallel"
+            if not kept or begin < kept[-1][1] or (tails and begin == kept[-1][1]):
+                kept.append((choice, begin))
+        return kept
 
     def _earliest(self, shape: Shape, end: int, choice: Choice) -> int:
         """First child of the longest run that is quick enough."""
-        if self._problem.all_reduce_is_free(choice):
-            times = shape.times[choice.row]
-            room = self.most_ns // (self._problem.mini_batch // choice.microbatch_size)
-            return bisect_left(times, times[end] - room, 0, end)
-        return bisect_left(
-            range(end),
-            True,
-            key=lambda begin: shape.time(self._problem, begin, end, choice) <= self.most_ns,
-        )
+        times, parameters, problem = shape.times[choice.row], shape.parameters, self._problem
+        room = self.most_ns // (problem.mini_batch // choice.microbatch_size)
+        begin = bisect_left(times, times[end] - room, 0, end)
+        if begin == end or problem.all_reduce_is_free(choice):
+            return begin
 
-    def _fitting(self, shape: Shape, begin: int, end: int, choice: Choice, after: Need) -> int:
+        def is_quick(begin: int) -> bool:
+            return problem.time(times[end] - times[begin], parameters[end] - parameters[begin], choice) <= self.most_ns
+
+        return bisect_left(range(end), True, begin, end, key=is_quick)
+
+    def _fitting(self, shape: Shape, begin: int, end: int, choice: Choice, held: int) -> int:
         """First child of the longest run from ``begin`` on that fits in memory."""
-        limit = self._problem.memory_bytes
-        if limit is None or not self.with_flow:
-            return begin
-        held = after.in_flight(choice.microbatch_size, self._problem.mini_batch)
-        if shape.memory(begin, end, choice, held) <= limit:
+        if self._problem.memory_bytes is None or not self.with_flow:
             return begin
         return bisect_left(
-            range(end), True, begin, end, key=lambda first: shape.memory(first, end, choice, held) <= limit
+            range(end), True, begin, end, key=lambda first: self._fits(shape.run(first, end, choice.row), choice, held)
         )
 
     def _parallel(self, shape: Shape, after: Need) -> list[Solution]:
@@ -235,13 +293,4 @@ def _best(solutions: Iterable[Solution]) -> list[Solution]:
         total, difference = solution.need
         if not any(each.need.total <= total and each.need.difference <= difference for each in kept):
             kept.append(solution)
-    return kept
-
-
-def _furthest(found: Iterable[tuple[Choice, int]]) -> list[tuple[Choice, int]]:
-    """Where only devices count: of runs with as many replicas or fewer, those that reach further."""
-    kept: list[tuple[Choice, int]] = []
-    for choice, begin in sorted(found, key=lambda each: (each[0].replicas, each[1])):
-        if not kept or begin < kept[-1][1]:
-            kept.append((choice, begin))
     return kept

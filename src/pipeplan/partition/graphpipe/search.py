@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -22,6 +22,8 @@ __all__ = ["Partition", "partition"]
 
 Chosen = tuple[tuple[str, ...], int, int]
 """Of a stage: blocks, micro-batch size, replicas."""
+
+Staged = tuple[tuple[str, ...], Choice]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,21 +117,37 @@ def _read(shapes: Shapes, solution: Solution) -> tuple[int, list[Chosen]]:
     return max(times), [(blocks, choice.microbatch_size, choice.replicas) for blocks, choice in stages]
 
 
-def _stages(shapes: Shapes, part: Part, trace: Trace | None) -> Iterator[tuple[tuple[str, ...], Choice]]:
+def _stages(shapes: Shapes, part: Part, trace: Trace | None) -> Iterator[Staged]:
     children = part.parts if part.kind == "series" else (part,)
     for entry in _entries(trace):
-        run = children[entry.begin : entry.end]
+        names = tuple(name for child in children[entry.begin : entry.end] for name in child.blocks)
         if entry.choice is None:
-            yield from _branches(shapes, run[0], entry.inside)
+            branches = [(shapes.of[branch], branch) for branch in children[entry.begin].parts]
+            yield from _branches(shapes, branches, entry.inside)
+        elif entry.group:
+            branches, tail = _shortened(shapes, children[entry.begin - 1], entry)
+            yield from _branches(shapes, branches, entry.inside)
+            yield tail + names, entry.choice
         else:
-            yield tuple(name for child in run for name in child.blocks), entry.choice
+            yield names, entry.choice
 
 
-def _branches(shapes: Shapes, part: Part, trace: Trace | None) -> Iterator[tuple[tuple[str, ...], Choice]]:
+def _shortened(shapes: Shapes, part: Part, entry: Entry) -> tuple[list[tuple[int, Part]], tuple[str, ...]]:
+    """Parallel branches without the end of one of them, and that end's blocks."""
+    branches, number = [(shapes.of[branch], branch) for branch in part.parts], entry.group[0]
+    at = [shape for shape, _ in branches].index(number)
+    branch = branches.pop(at)[1]
+    children = branch.parts or (branch,)
+    if entry.kept:
+        branches.append((shapes.beginning(number, entry.kept), Part("series", children[: entry.kept])))
+    return branches, tuple(name for child in children[entry.kept :] for name in child.blocks)
+
+
+def _branches(shapes: Shapes, branches: Sequence[tuple[int, Part]], trace: Trace | None) -> Iterator[Staged]:
     """Stages of parallel branches: entries name shapes, any branch of that shape will do."""
     of_shape: dict[int, deque[Part]] = defaultdict(deque)
-    for branch in part.parts:
-        of_shape[shapes.of[branch]].append(branch)
+    for number, branch in branches:
+        of_shape[number].append(branch)
     for entry in _entries(trace):
         group = [of_shape[number].popleft() for number in entry.group]
         if entry.choice is None:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import accumulate, product
 from operator import add
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from pipeplan.partition.graphpipe.problem import Choice, Load, Problem
+from pipeplan.partition.graphpipe.problem import Load, Problem
 from pipeplan.partition.series_parallel import Part
 
-__all__ = ["MAX_GROUPS", "Group", "Shape", "Shapes", "Split"]
+__all__ = ["MAX_GROUPS", "Group", "Run", "Shape", "Shapes", "Split"]
 
 MAX_GROUPS = 10_000
 """Ways to take a group of branches from those that are left, over all that can be left, of a parallel part; beyond
@@ -30,6 +30,26 @@ Split = tuple[Left, tuple[tuple[Left, Group], ...]]
 """Branches that are left, and every group that can be taken from them with what is left then."""
 
 
+class Run(NamedTuple):
+    """What blocks that run one after another cost on a device, for one number of samples: as in :class:`Load`."""
+
+    time: int
+    activations: int
+    workspace: int
+    parameter_bytes: int
+    static_bytes: int
+
+    def with_tail(self, tail: Run) -> Run:
+        """Both in one stage."""
+        return Run(
+            self.time + tail.time,
+            self.activations + tail.activations,
+            max(self.workspace, tail.workspace),
+            self.parameter_bytes + tail.parameter_bytes,
+            self.static_bytes + tail.static_bytes,
+        )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Shape:
     """A kind of part.
@@ -37,7 +57,8 @@ class Shape:
     ``children`` are shapes by number: in order for a series, sorted for parallel parts, itself for a block. Running
     sums over the children of a series or block: ``times`` and ``activations`` [samples][child + 1],
     ``parameters`` and ``statics`` [child + 1]; ``workspaces`` [power][samples][child] is the largest of 2 ** power
-    children from there on. ``work`` is the least ns of all devices for the mini-batch, ``works`` its running sum.
+    children from there on. ``work`` is the least ns of all devices for the mini-batch, ``works`` its running sum,
+    ``most_branch`` the most work of a branch of a child.
     """
 
     number: int
@@ -51,20 +72,19 @@ class Shape:
     statics: Sequence[int] = ()
     works: Sequence[int] = ()
     workspaces: tuple[tuple[list[int], ...], ...] = ()
+    most_branch: int = 0
 
-    def time(self, problem: Problem, begin: int, end: int, choice: Choice) -> int:
-        """Ns for the mini-batch of a run."""
-        times = self.times[choice.row]
-        return problem.time(times[end] - times[begin], self.parameters[end] - self.parameters[begin], choice)
-
-    def memory(self, begin: int, end: int, choice: Choice, in_flight: int) -> int:
-        """Bytes of a run on each device."""
-        activations = self.activations[choice.row]
-        held = -(-in_flight // choice.microbatch_size) * (activations[end] - activations[begin])
+    def run(self, begin: int, end: int, row: int) -> Run:
+        """Sums over a run, for so many samples."""
         power = (end - begin).bit_length() - 1
-        largest = self.workspaces[power][choice.row]
-        workspace = max(largest[begin], largest[end - (1 << power)])
-        return self.statics[end] - self.statics[begin] + held + workspace
+        largest = self.workspaces[power][row]
+        return Run(
+            self.times[row][end] - self.times[row][begin],
+            self.activations[row][end] - self.activations[row][begin],
+            max(largest[begin], largest[end - (1 << power)]),
+            self.parameters[end] - self.parameters[begin],
+            self.statics[end] - self.statics[begin],
+        )
 
 
 class Shapes:
@@ -94,6 +114,19 @@ class Shapes:
             found = self._all_splits(counts) if ways <= MAX_GROUPS else self._splits_in_line(number)
             self._splits[number] = tuple(found)
         return self._splits[number]
+
+    def shortened(self, number: int, branch: int, count: int) -> int:
+        """A parallel part of which one branch has only its first ``count`` children left, or is gone for 0."""
+        children = list(self.shapes[number].children)
+        children.remove(branch)
+        if count:
+            children.append(self.beginning(branch, count))
+        return self._add(("parallel", tuple(sorted(children))), "parallel", tuple(sorted(children)))
+
+    def beginning(self, number: int, count: int) -> int:
+        """A series' first children."""
+        children = self.shapes[number].children[:count]
+        return self._add(("series", children), "series", children)
 
     def load(self, group: Group) -> Load:
         """The load of branches in one stage."""
@@ -127,7 +160,8 @@ class Shapes:
         work = sum(part.work for part in parts) if parts else self.problem.work(total)
         shape = Shape(number, kind, children or (number,), total, work)
         if kind != "parallel":
-            shape = _with_sums(shape, [part.load for part in parts] or [total], [part.work for part in parts] or [work])
+            branches = [self.shapes[each].work for part in parts if part.kind == "parallel" for each in part.children]
+            shape = _with_sums(shape, parts or [shape], max(branches, default=0))
         self.shapes.append(shape)
         return number
 
@@ -161,20 +195,17 @@ class Shapes:
         return tuple(0 for _ in self.splits(number)[0][0])
 
 
-def _with_sums(shape: Shape, loads: Sequence[Load], works: Sequence[int]) -> Shape:
+def _with_sums(shape: Shape, parts: Sequence[Shape], most_branch: int) -> Shape:
     rows = range(len(shape.load.times))
-    return Shape(
-        shape.number,
-        shape.kind,
-        shape.children,
-        shape.load,
-        shape.work,
-        tuple([0, *accumulate(load.times[row] for load in loads)] for row in rows),
-        tuple([0, *accumulate(load.activations[row] for load in loads)] for row in rows),
-        [0, *accumulate(load.parameter_bytes for load in loads)],
-        [0, *accumulate(load.static_bytes for load in loads)],
-        [0, *accumulate(works)],
-        _range_maxima([[load.workspaces[row] for load in loads] for row in rows]),
+    return replace(
+        shape,
+        times=tuple([0, *accumulate(part.load.times[row] for part in parts)] for row in rows),
+        activations=tuple([0, *accumulate(part.load.activations[row] for part in parts)] for row in rows),
+        parameters=[0, *accumulate(part.load.parameter_bytes for part in parts)],
+        statics=[0, *accumulate(part.load.static_bytes for part in parts)],
+        works=[0, *accumulate(part.work for part in parts)],
+        workspaces=_range_maxima([[part.load.workspaces[row] for part in parts] for row in rows]),
+        most_branch=most_branch,
     )
 
 
