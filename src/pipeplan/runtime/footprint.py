@@ -20,9 +20,9 @@ __all__ = ["Meter", "SavedTensors", "Usage", "meter_for", "storages"]
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of every storage behind the tensors, each once, by address. Views count for the whole they show."""
-    found = (tensor.untyped_storage() for tensor in tensors)
-    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes() > 0}
+    """Bytes of every storage behind the tensors, each once, by its identity. Views count for the whole they show."""
+    found = (tensor.untyped_storage() for tensor in tensors)  # fake tensors have storages, too, but no addresses
+    return {storage._cdata: storage.nbytes() for storage in found if storage.nbytes() > 0}
 
 
 class SavedTensors:

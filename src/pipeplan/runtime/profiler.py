@@ -8,35 +8,29 @@ per round, so that a slow moment of the machine falls on all of them, and each f
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
 
 from pipeplan import __version__
-from pipeplan.costs.collectives import Exchange, prices_in
+from pipeplan.costs.collectives import prices_in
 from pipeplan.errors import UsageError
-from pipeplan.model import Block, Cluster, CostRow, Profile, Source
+from pipeplan.model import Cluster, CostRow, Profile, Source
+from pipeplan.runtime.assembly import costs_of, priced_by, profile_of, splits_of, unsplit_of
 from pipeplan.runtime.measure.bench import TIMES, Bench
 from pipeplan.runtime.measure.rounds import Benches, Kind, Progress, Rounds, Runs, Split, kinds_of
 from pipeplan.runtime.measure.timing import drift_of, num_outliers, steady
 from pipeplan.runtime.measure.whole import WholeBench
-from pipeplan.runtime.model import Collective, Model
+from pipeplan.runtime.model import Model
 from pipeplan.runtime.partial import Partial
-from pipeplan.runtime.survey import Survey, SurveyedBlock, survey
+from pipeplan.runtime.survey import Survey
 
 __all__ = ["Progress", "profile_model"]
 
-_ADAMW_STATES = 2
-"""Tensors that AdamW keeps for each parameter, in the parameter's own format."""
 _DRIFT = 0.1
 """A second half of the runs that is slower or faster by more than this is told of."""
-_FLOAT32_BYTES = 4
-
-_Price = Callable[[Collective, int, int], int]
-"""Time in ns of a collective for so many samples among so many devices."""
 
 
 def profile_model(
@@ -89,8 +83,8 @@ def profile_model(
     """
     sizes, runs = sorted(set(microbatch_sizes)), Runs(repeats, warmup, max_spread)
     where = _require_usable(sizes, runs, device)
-    splits = _splits(model, shards, dtype, cluster)
-    unsplit = _unsplit(splits, model, dtype)
+    splits = splits_of(model, shards, dtype, cluster)
+    unsplit = unsplit_of(splits, model, dtype)
     _require_fitting(model, unsplit, dtype, where)
     kinds, choices = kinds_of(splits), (False, True) if recompute else (False,)
     partial = Partial() if partial is None else partial
@@ -106,69 +100,11 @@ def profile_model(
         benches.keep()
         partial.save()
     notes = " ".join([*_notes(splits, kinds, runs, cluster, recompute=recompute), *_told(benches.all, missing)])
-    costs = _costs(splits, kinds, benches.all, _price(cluster, dtype))
-    return _profile(model, unsplit, costs, _source(dtype, where, notes))
-
-
-def _splits(model: Model, shards: Sequence[int], dtype: torch.dtype, cluster: Cluster | None) -> tuple[Split, ...]:
-    """The model of one device for each number of devices. Raises UsageError."""
-    counts = sorted(set(shards))
-    if not counts or counts[0] < 1:
-        raise UsageError(f"--shards {list(counts)}: give at least one, each 1 or more")
-    if counts[-1] > 1 and model.sharded is None:
-        raise UsageError(f"--shards {counts[-1]}: model {model.name!r} does not say how it is split; give --shards 1")
-    if cluster is not None and counts[-1] > cluster.num_devices:
-        raise UsageError(f"--shards {counts[-1]}: the cluster has {cluster.num_devices} devices")
-    models = {count: model if count == 1 or model.sharded is None else model.sharded(count) for count in counts}
-    return tuple(Split(count, each, survey(each, dtype)) for count, each in models.items())
-
-
-def _unsplit(splits: Sequence[Split], model: Model, dtype: torch.dtype) -> Survey:
-    """The unsplit model, whose sizes are those in a profile."""
-    return splits[0].survey if splits[0].shards == 1 else survey(model, dtype)
-
-
-def _costs(
-    splits: Sequence[Split], kinds: Mapping[Hashable, Kind], benches: Sequence[Bench], price: _Price
-) -> dict[str, list[CostRow]]:
-    """Rows of every block, by micro-batch size, shards and recomputation."""
-    by_kind: dict[Kind, list[Bench]] = {}
-    for bench in benches:
-        by_kind.setdefault((bench.key.shards, bench.key.block), []).append(bench)
-    found: dict[str, list[CostRow]] = {}
-    for split in splits:
-        for block in split.survey.blocks:
-            for bench in by_kind[kinds[block.likeness]]:
-                row = _with_collectives(bench.row(split.shards), block.spec.collectives, price)
-                found.setdefault(block.spec.id, []).append(row)
-    return {id_: sorted(rows, key=lambda row: row.key) for id_, rows in found.items()}
-
-
-def _price(cluster: Cluster | None, dtype: torch.dtype) -> _Price:
-    """By the cluster's links; nothing without one. Bytes of collectives are those of float32."""
-    if cluster is None:
-        return lambda collective, samples, devices: 0
-    price = prices_in(cluster)
-
-    def priced(collective: Collective, samples: int, devices: int) -> int:
-        size = collective.bytes_per_sample * samples * dtype.itemsize // _FLOAT32_BYTES
-        return round(price(Exchange(collective.operation, size), devices))
-
-    return priced
-
-
-def _with_collectives(row: CostRow, collectives: Sequence[Collective], price: _Price) -> CostRow:
-    """The row with the time that its collectives take after F, and after I or B."""
-    forward, backward = (
-        sum(price(each, row.microbatch_size, row.shards) for each in collectives if each.phase == phase)
-        for phase in ("F", "I")
-    )
-    times = {
-        "forward_ns": row.forward_ns + forward,
-        "backward_ns": (row.backward_ns or 0) + backward + forward * row.recompute,
-        "input_grad_ns": (row.input_grad_ns or 0) + backward + forward * row.recompute,
-    }
-    return row.model_copy(update=times)
+    rows: dict[Kind, list[CostRow]] = {}
+    for bench in benches.all:
+        rows.setdefault((bench.key.shards, bench.key.block), []).append(bench.row())
+    costs = costs_of(splits, kinds, rows, priced_by(None if cluster is None else prices_in(cluster), dtype))
+    return profile_of(model, unsplit, costs, _source(dtype, where, notes))
 
 
 def _require_usable(sizes: Sequence[int], runs: Runs, device: torch.device | str) -> torch.device:
@@ -187,37 +123,10 @@ def _require_usable(sizes: Sequence[int], runs: Runs, device: torch.device | str
     return found
 
 
-def _profile(model: Model, surveyed: Survey, costs: Mapping[str, Sequence[CostRow]], source: Source) -> Profile:
-    try:
-        return Profile(
-            name=model.name,
-            source=source,
-            blocks=tuple(_block(block, costs[block.spec.id]) for block in surveyed.blocks),
-            edges=surveyed.edges,
-        )
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"model {model.name!r} does not fit a profile: {place}: {first['msg']}") from error
-
-
 def _require_fitting(model: Model, surveyed: Survey, dtype: torch.dtype, device: torch.device) -> None:
     """Check before anything runs that names and edges are those of a profile. Raises UsageError."""
     nothing = (CostRow(microbatch_size=1, forward_ns=0, backward_ns=0),)
-    _profile(model, surveyed, {block.spec.id: nothing for block in surveyed.blocks}, _source(dtype, device, ""))
-
-
-def _block(block: SurveyedBlock, costs: Sequence[CostRow]) -> Block:
-    return Block(
-        id=block.spec.id,
-        operator=block.spec.operator,
-        dimensions=dict(block.spec.dimensions),
-        parameter_bytes=block.parameter_bytes,
-        optimizer_bytes=_ADAMW_STATES * block.trainable_bytes,
-        tied=block.tied,
-        shared=block.spec.shared,
-        costs=tuple(costs),
-    )
+    profile_of(model, surveyed, {block.spec.id: nothing for block in surveyed.blocks}, _source(dtype, device, ""))
 
 
 def _question(

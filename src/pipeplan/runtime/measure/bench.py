@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -13,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from pipeplan.model import CostRow
-from pipeplan.runtime.footprint import SavedTensors, Usage, meter_for, storages
+from pipeplan.runtime.footprint import Meter, SavedTensors, Usage, meter_for, storages
 from pipeplan.runtime.measure.timing import blamed, spread_of, timed
 from pipeplan.runtime.model import outputs_of
 from pipeplan.runtime.modules import WeightGradQueue, warn_if_nothing_waits
@@ -46,6 +47,7 @@ class Bench:
     samples: tuple[Tensor, ...]
     gradients: tuple[tuple[int, Tensor], ...]
     device: torch.device
+    meter: Callable[[torch.device], Meter] = meter_for
     activation_bytes: int = 0
     weight_grad_bytes: int = 0
     workspace_bytes: int = 0
@@ -172,7 +174,7 @@ class Bench:
     def _measure_usage(self) -> dict[str, Usage]:
         """Allocations while F, B, I and W run; the parameters have their gradients by now, as in a second run."""
         queue = WeightGradQueue()
-        with meter_for(self.device) as meter:
+        with self.meter(self.device) as meter:
             with meter.phase("F"):
                 roots = self.forward()
             with meter.phase("B"):
@@ -203,11 +205,11 @@ class Bench:
             usage["W"].peak - usage["W"].start,
         )
 
-    def row(self, shards: int) -> CostRow:
-        """The measurements as a row of the profile, of a block that so many devices split."""
+    def row(self) -> CostRow:
+        """The measurements as a row of the profile."""
         return CostRow(
             microbatch_size=self.key.size,
-            shards=shards,
+            shards=self.key.shards,
             recompute=self.key.recompute,
             forward_ns=self.median("forward_ns"),
             backward_ns=self.median("backward_ns"),

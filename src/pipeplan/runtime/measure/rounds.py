@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeplan.errors import InfeasibleError
+from pipeplan.runtime.footprint import Meter, meter_for
 from pipeplan.runtime.measure.bench import Bench
 from pipeplan.runtime.measure.timing import blamed
 from pipeplan.runtime.measure.whole import WholeBench
@@ -86,6 +87,7 @@ class Benches:
     seed: int
     partial: Partial
     beside: Sequence[WholeBench] = ()
+    meter: Callable[[torch.device], Meter] = meter_for
     all: list[Bench] = field(default_factory=list)
     _modules: dict[Kind, nn.Module] = field(default_factory=dict)
 
@@ -183,7 +185,7 @@ class Benches:
                 for recompute in self.recompute:
                     key = RowKey(block.spec.id, size, split.shards, recompute)
                     needs = block.input_needs_grad
-                    yield Bench(key, self._modules[kind], inputs, needs, samples, gradients, self.device)
+                    yield Bench(key, self._modules[kind], inputs, needs, samples, gradients, self.device, self.meter)
 
     def _outputs(self, split: Split, block: SurveyedBlock, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
         kind, id_ = (split.shards, block.spec.id), block.spec.id
