@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipeplan.costs import block_costs
 from pipeplan.errors import UsageError
@@ -31,8 +32,7 @@ def free(size: int, replicas: int) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """A micro-batch size and replicas; ``row`` is the place of ``samples_each`` in every load's tuples."""
 
     microbatch_size: int

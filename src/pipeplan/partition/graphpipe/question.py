@@ -85,6 +85,7 @@ class Question:
     _waste: int = field(init=False)
     _solved: dict[tuple[int, Need], list[Solution]] = field(init=False, default_factory=dict)
     _reaches: dict[tuple[int, int], list[tuple[Choice, int]]] = field(init=False, default_factory=dict)
+    _fitted: dict[tuple[int, int, Choice, int], int] = field(init=False, default_factory=dict)
     _grouped: dict[Group, list[Choice]] = field(init=False, default_factory=dict)
     _loads: dict[Group, tuple[Load, int]] = field(init=False, default_factory=dict)
 
@@ -119,20 +120,34 @@ class Question:
 
     def _extended(self, shape: Shape, end: int, after: Solution) -> Iterator[tuple[int, Solution]]:
         """(first child, solution) with a run that ends before ``end``, or with the parts of the child there."""
-        for choice, begin in self._reach(shape, end):
-            held = after.need.in_flight(choice.microbatch_size, self._problem.mini_batch)
-            first = self._fitting(shape, begin, end, choice, held)
-            if first < end:
-                need, devices = self._needed(choice, after.need), after.devices + choice.replicas
-                trace = Trace(Entry(first, end, (), choice, None), after.trace)
-                yield first, Solution(devices, need, trace)
-                if first and self.shapes[shape.children[first - 1]].kind == "parallel":
-                    yield from self._with_tails(shape, first, end, choice, held, Solution(devices, need, after.trace))
+        for choice, first, held in self._useful(shape, end, after.need):
+            need, devices = self._needed(choice, after.need), after.devices + choice.replicas
+            trace = Trace(Entry(first, end, (), choice, None), after.trace)
+            yield first, Solution(devices, need, trace)
+            if first and self.shapes[shape.children[first - 1]].kind == "parallel":
+                yield from self._with_tails(shape, first, end, choice, held, Solution(devices, need, after.trace))
         child = self.shapes[shape.children[end - 1]]
         if child.kind == "parallel":
             for inside in self._parallel(child, after.need):
                 trace = Trace(Entry(end - 1, end, (), None, inside.trace), after.trace)
                 yield end - 1, Solution(after.devices + inside.devices, inside.need, trace)
+
+    def _useful(self, shape: Shape, end: int, after: Need) -> list[tuple[Choice, int, int]]:
+        """(choice, first child, samples in flight) of the longest runs before ``end``.
+
+        Without those that reach no further than one with no more devices and no larger micro-batches; where a run
+        ends at parallel parts, how much of a branch it can take as well makes a difference too.
+        """
+        found: list[tuple[Choice, int, int]] = []
+        for choice, begin in self._reach(shape, end):
+            size = choice.microbatch_size
+            held = after.in_flight(size, self._problem.mini_batch)
+            first = self._fitting(shape, begin, end, choice, held)
+            tails = first and self.shapes[shape.children[first - 1]].kind == "parallel"
+            most = first - 1 if tails else first
+            if first < end and not any(other <= most and each[0] <= size for each, other, _ in found):
+                found.append((choice, first, held))
+        return found
 
     def _with_tails(
         self, shape: Shape, first: int, end: int, choice: Choice, held: int, stage: Solution
@@ -182,6 +197,7 @@ class Question:
                 work = shape.works[end] - shape.works[begin] + shape.most_branch
                 if begin < end and self._viable(choice.replicas, work):
                     found.append((choice, begin))
+            found.sort(key=lambda each: (each[0].replicas, each[0].microbatch_size))
             self._reaches[key] = found if self.with_flow else self._furthest(shape, found)
         return self._reaches[key]
 
@@ -214,9 +230,16 @@ class Question:
         """First child of the longest run from ``begin`` on that fits in memory."""
         if self._problem.memory_bytes is None or not self.with_flow:
             return begin
-        return bisect_left(
-            range(end), True, begin, end, key=lambda first: self._fits(shape.run(first, end, choice.row), choice, held)
-        )
+        key = (shape.number, end, choice, -(-held // choice.microbatch_size))
+        if key not in self._fitted:
+            self._fitted[key] = bisect_left(
+                range(end),
+                True,
+                begin,
+                end,
+                key=lambda first: self._fits(shape.run(first, end, choice.row), choice, held),
+            )
+        return self._fitted[key]
 
     def _parallel(self, shape: Shape, after: Need) -> list[Solution]:
         """Solutions of parallel branches: every group of them one stage, or a branch by itself with its own stages."""

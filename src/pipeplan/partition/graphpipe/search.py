@@ -39,13 +39,14 @@ class Partition:
     series_parallel_ns: int | None
 
 
-def partition(problem: Problem, *, grain: int = 0) -> Partition:
+def partition(problem: Problem, *, grain: int = 0, tolerance: float = 0.0) -> Partition:
     """Stages with the least time of the busiest device, of all that the decomposition and the lines can reach.
 
     The lines are the blocks in the order they were given in (as far as edges let them) and in the order of the
     decomposition. Of equal partitions those of the decomposition are taken, with few samples in flight, then few
     devices. With a ``grain`` blocks in series are taken together as long as they make at most so many ns for the
-    mini-batch (GraphPipe 3.5): quicker, and the optimum may be missed.
+    mini-batch (GraphPipe 3.5): quicker, and the optimum may be missed. With a ``tolerance`` the result is at most so
+    much above the optimum, as a share of it.
 
     Raises:
         InfeasibleError: nothing fits; the text says on how many devices or with how much memory something would.
@@ -56,7 +57,7 @@ def partition(problem: Problem, *, grain: int = 0) -> Partition:
     series_parallel: int | None = None
     for tree in _candidates(problem, found.tree):
         shapes = Shapes(problem, grouped(tree, weights, grain) if grain else tree)
-        better = _least(shapes, None if best is None else best[0])
+        better = _least(shapes, None if best is None else best[0], tolerance)
         if tree is found.tree and better is not None:
             series_parallel = better[0]
         best = better or best
@@ -74,18 +75,19 @@ def _candidates(problem: Problem, tree: Part) -> list[Part]:
     return [tree, *map(in_line, orders)]
 
 
-def _least(shapes: Shapes, below: int | None) -> tuple[int, list[Chosen]] | None:
+def _least(shapes: Shapes, below: int | None, tolerance: float) -> tuple[int, list[Chosen]] | None:
     """The least bottleneck (below a given one) and its stages; None if there is none.
 
     From what all devices could do together upwards in growing steps, then by halves; what is found is as good as it
     is, not as what was asked, so the end is exact.
     """
-    problem, most = shapes.problem, _longest(shapes) if below is None else below - 1
+    problem = shapes.problem
+    most = _longest(shapes) if below is None else int((below - 1) / (1 + tolerance))
     low, limited = -(-shapes[shapes.root].work // problem.num_devices), problem.memory_bytes is not None
     best: tuple[int, list[Chosen]] | None = None
     step = max(1, low // 64)
     asked = most if below is not None else low
-    while low <= most:
+    while low <= most and (best is None or most - low >= tolerance * low):
         solution = Question(shapes, asked, problem.num_devices, limited).answer()
         if solution is not None:
             best = _read(shapes, solution)
