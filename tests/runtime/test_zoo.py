@@ -287,7 +287,7 @@ def test_a_factory_of_the_working_directory(working_directory: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gpt2-tiny-too", r"neither in the zoo \(gpt2-tiny, gpt2-124m, gpt2-345m\) nor of the form pkg.mod:factory"),
+        ("gpt2-tiny-too", r"neither in the zoo \(gpt2-tiny, gpt2-124m, gpt2-345m\), nor a Hugging Face"),
         ("", "neither in the zoo"),
         ("no_such_module_at_all:f", "cannot be imported: ModuleNotFoundError"),
         ("my_models_here:nothing", "cannot be imported: AttributeError"),
@@ -295,7 +295,7 @@ def test_a_factory_of_the_working_directory(working_directory: Path) -> None:
         (":f", "cannot be imported: ValueError"),
         ("my_models_here:fails", "the factory failed: KeyError: 'weights'"),
         ("my_models_here:number", "is a int, not a function"),
-        ("os:getcwd", "returned str, not a pipeplan.runtime.model.Model"),
+        ("os:getcwd", "returned str; return a pipeplan.runtime.model.Model, or a module"),
     ],
 )
 @pytest.mark.usefixtures("working_directory")

@@ -28,7 +28,7 @@ from pipeplan.costs.operators import (
     sequence_of,
     vocabulary_loss,
 )
-from pipeplan.costs.presets import BANDWIDTH_CEILING, MATRIX_CEILING, PRESETS, RAMP_NS, device_preset
+from pipeplan.costs.presets import PRESETS, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.model import Cluster, Profile, Source, read_profile
 from pipeplan.model.cluster import DeviceKind, LinkLevel, MeasuredCurve
@@ -221,31 +221,44 @@ def test_a_row_is_input_and_weight_gradients_in_one_backward() -> None:
 def test_presets_are_consistent(name: str) -> None:
     preset = device_preset(name)
     assert preset.name == name
-    assert f"{preset.memory_bytes // 10**9}gb" == name.split("-")[1]
-    assert preset.matrix_flops_per_s > preset.float32_flops_per_s > 10**13
+    assert name == "cpu" or f"{preset.memory_bytes // 10**9}gb" == name.split("-")[1]
+    assert preset.matrix_flops_per_s > preset.float32_flops_per_s > 10**10
     assert preset.source
-    assert 10**10 < preset.link_bytes_per_s < preset.bandwidth_bytes_per_s
-    assert preset.dtype == ("float16" if name.startswith("v100") else "bfloat16")
+    assert 10**9 < preset.link_bytes_per_s < preset.bandwidth_bytes_per_s
+    assert preset.dtype == ({"v100": "float16", "cpu": "float32"}.get(name.partition("-")[0], "bfloat16"))
+    assert preset.efficiency_source
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_efficiency_grows_with_size_up_to_the_ceiling(name: str) -> None:
+def test_efficiency_grows_with_size_up_to_the_last_point(name: str) -> None:
     preset = device_preset(name)
-    shares = [
-        flops / preset.kernel_ns(flops, 0, matrix=True) * 1e9 / preset.matrix_flops_per_s
-        for flops in (10**8, 10**10, 10**12, 10**14, 10**16)
-    ]
-    assert shares == sorted(shares)
-    assert shares[-1] == pytest.approx(MATRIX_CEILING, rel=1e-3)
-    half = round(MATRIX_CEILING * preset.matrix_flops_per_s * RAMP_NS / 1e9)
-    assert preset.kernel_ns(half, 0, matrix=True) == pytest.approx(2 * RAMP_NS, rel=1e-6)
+    for curve in (preset.matrix_efficiency, preset.memory_efficiency):
+        works, shares = zip(*curve, strict=True)
+        assert list(works) == sorted(set(works))
+        assert list(shares) == sorted(shares)
+        assert 0 < shares[0] < shares[-1] < 1
+    flops = [round(10 ** (step / 4)) for step in range(16, 64)]
+    times = [preset.kernel_ns(each, 0, matrix=True) for each in flops]
+    assert times == sorted(times)
+    reached = [1e9 * each / time / preset.matrix_flops_per_s for each, time in zip(flops, times, strict=True)]
+    assert reached == pytest.approx(sorted(reached))
+    assert reached[-1] == pytest.approx(preset.matrix_efficiency[-1][1])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_points_of_a_curve_are_met(name: str) -> None:
+    preset = device_preset(name)
+    for moved, share in preset.memory_efficiency:
+        expected = 1e9 * moved / preset.bandwidth_bytes_per_s / share
+        assert preset.kernel_ns(0, moved, matrix=False) == pytest.approx(expected)
 
 
 def test_small_products_are_limited_by_memory() -> None:
     preset = device_preset("h100-80gb")
     thin = linear(1, 8192, 8192, 2).forward[0]
-    expected = 1e9 * thin.moved_bytes / (BANDWIDTH_CEILING * preset.bandwidth_bytes_per_s) + RAMP_NS
-    assert preset.kernel_ns(thin.flops, thin.moved_bytes, matrix=True) == pytest.approx(expected)
+    assert preset.kernel_ns(thin.flops, thin.moved_bytes, matrix=True) == preset.kernel_ns(
+        0, thin.moved_bytes, matrix=False
+    )
 
 
 def test_sequences_add_what_is_kept_and_take_the_largest_workspace() -> None:

@@ -1,12 +1,13 @@
 """Devices as data: what each can compute and move per second, and how near to that a kernel of some size comes.
 
-The figures of a device are its maker's, one file each in ``devices/``, with the source. How much of them a kernel gets
-is an assumption, the same for all devices: see :data:`MATRIX_CEILING` and the constants after it.
+One file each in ``devices/``: the maker's figures with their source, and the share of them that kernels reach, as
+curves over a kernel's work, with the source of these.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -24,17 +25,12 @@ PRESETS = (
     "h100-80gb",
     "h200-141gb",
     "rtx3090-24gb",
+    "cpu",
 )
 """Every preset by name."""
 
-MATRIX_CEILING = 0.7
-"""Share of the peak that a very large matrix product reaches. Assumed."""
-
-BANDWIDTH_CEILING = 0.85
-"""Share of the memory bandwidth that a very large kernel reaches. Assumed."""
-
-RAMP_NS = 5_000
-"""A kernel with as much work as takes this long at the ceiling runs at half of it. Assumed; includes the launch."""
+Curve = tuple[tuple[int, float], ...]
+"""Pairs of a kernel's work and the share of the peak it reaches, work ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +39,8 @@ class DevicePreset:
 
     ``dtype`` is the 16-bit format of its matrix units, ``matrix_flops_per_s`` their peak in it without sparsity,
     ``float32_flops_per_s`` the peak of everything else. ``link_bytes_per_s`` is what its link to the devices of its
-    machine carries each way.
+    machine carries each way. ``matrix_efficiency`` is over the FLOPs of a matrix product, ``memory_efficiency`` over
+    the bytes that a kernel moves.
     """
 
     name: str
@@ -54,17 +51,33 @@ class DevicePreset:
     matrix_flops_per_s: int
     float32_flops_per_s: int
     link_bytes_per_s: int
+    matrix_efficiency: Curve
+    memory_efficiency: Curve
     source: str
+    efficiency_source: str
 
     def kernel_ns(self, flops: int, moved_bytes: int, *, matrix: bool) -> float:
-        """Time of one kernel in ns: the roofline with an efficiency that grows with the kernel's size.
+        """Time of one kernel in ns: the slower of computing and moving, each at the share that its size reaches."""
+        if matrix:
+            computing = _time_ns(flops, self.matrix_flops_per_s, self.matrix_efficiency)
+        else:
+            computing = 1e9 * flops / self.float32_flops_per_s
+        return max(computing, _time_ns(moved_bytes, self.bandwidth_bytes_per_s, self.memory_efficiency))
 
-        The slower of computing and moving, each at its ceiling, plus ``RAMP_NS``: so the efficiency is the ceiling
-        times t / (t + ramp) for a kernel that would take t at the ceiling.
-        """
-        rate = MATRIX_CEILING * self.matrix_flops_per_s if matrix else float(self.float32_flops_per_s)
-        moving = moved_bytes / (BANDWIDTH_CEILING * self.bandwidth_bytes_per_s)
-        return 1e9 * max(flops / rate, moving) + RAMP_NS
+
+def _time_ns(work: int, peak: int, curve: Curve) -> float:
+    """Work at the share of the peak that the curve has for it; less than its first point takes as long as that."""
+    most = max(work, curve[0][0])
+    return 1e9 * most / (peak * _share(most, curve))
+
+
+def _share(work: int, curve: Curve) -> float:
+    """The curve at some work, interpolated in the logarithms of both; beyond its last point that one's share holds."""
+    for (low, low_share), (high, high_share) in zip(curve, curve[1:], strict=False):
+        if work < high:
+            place = math.log(work / low) / math.log(high / low)
+            return low_share * math.pow(high_share / low_share, place)
+    return curve[-1][1]
 
 
 @cache
@@ -77,4 +90,7 @@ def device_preset(name: str) -> DevicePreset:
     if name not in PRESETS:
         raise UsageError(f"--device {name!r} is not a preset; choose from {', '.join(PRESETS)}")
     text = files("pipeplan.costs").joinpath("devices", f"{name}.json").read_text(encoding="utf-8")
-    return DevicePreset(**json.loads(text))
+    data = json.loads(text)
+    for curve in ("matrix_efficiency", "memory_efficiency"):
+        data[curve] = tuple((work, share) for work, share in data[curve])
+    return DevicePreset(**data)

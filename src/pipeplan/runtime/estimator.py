@@ -43,8 +43,8 @@ _CPU = torch.device("cpu")
 _aten = torch.ops.aten
 _NOTES = (
     "Estimated, not measured: bytes are what autograd would hold, times are sums over kernels of the device's "
-    "roofline. Weight gradients of linear and embedding layers are deferred to W, all others are part of I. Optimizer state is "
-    "AdamW's."
+    "roofline. Weight gradients of linear and embedding layers are deferred to W, all others are part of I. Optimizer "
+    "state is AdamW's."
 )
 
 
