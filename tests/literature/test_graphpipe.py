@@ -1,0 +1,145 @@
+"""GraphPipe (thesis, chapter 3): Table 3.2 row by row, Fig. 3.5, the case study's stages, and the models of 3.10.3."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from pipeplan.examples import model
+from pipeplan.partition.graphpipe import Choice, Load, Problem, partition, problems_of
+from pipeplan.partition.graphpipe.result import GraphStage, StageGraph
+from pipeplan.partition.in_flight import KFKB, best_k, samples_in_flight
+from pipeplan.partition.series_parallel import topological_order
+
+SIZES = (1, 2, 4, 8)
+
+
+def rows(kx: int, bx: int, ky: int, by: int, iy: int) -> list[int]:
+    """What the rows of Table 3.2 whose conditions hold say, as they are printed."""
+    larger, x, y = max(bx, by), kx * bx, ky * by
+    table = [
+        (larger < x < y, iy + 2 * larger),
+        (larger == x < y, iy + larger),
+        (bx <= by < y < x, iy + x - y + 2 * by),
+        (bx <= by == y < x, iy + x),
+        (by <= bx < y < x, iy + x - y + 2 * bx),
+        (by <= bx == y < x, iy + x),
+        (larger == y == x, iy + y),
+        (larger < y == x, iy + 2 * larger),
+        (bx <= x < by <= y, iy + by),
+        (by <= y < bx <= x, iy + x - y + bx),
+    ]
+    return [result for holds, result in table if holds]
+
+
+@pytest.mark.parametrize(
+    ("stage", "successor", "more"),
+    [
+        (KFKB(2, 2), KFKB(4, 2), 4),
+        (KFKB(1, 4), KFKB(4, 2), 4),
+        (KFKB(8, 1), KFKB(2, 2), 8),
+        (KFKB(4, 2), KFKB(1, 4), 8),
+        (KFKB(4, 2), KFKB(4, 1), 8),
+        (KFKB(4, 2), KFKB(2, 1), 8),
+        (KFKB(1, 4), KFKB(2, 2), 4),
+        (KFKB(4, 1), KFKB(2, 2), 4),
+        (KFKB(1, 1), KFKB(1, 4), 4),
+        (KFKB(1, 4), KFKB(1, 1), 7),
+    ],
+)
+def test_one_case_of_each_row(stage: KFKB, successor: KFKB, more: int) -> None:
+    assert samples_in_flight(stage, successor, 100) == 100 + more
+
+
+def test_the_rows_cover_every_case_once_and_this_is_what_they_say() -> None:
+    for kx, bx, ky, by in product(range(1, 9), SIZES, range(1, 9), SIZES):
+        said = set(rows(kx, bx, ky, by, 3))
+        assert said == {samples_in_flight(KFKB(kx, bx), KFKB(ky, by), 3)}
+
+
+def test_two_forwards_and_two_backwards_in_turn_save_the_stage_before_a_micro_batch() -> None:
+    """Fig. 3.5: micro-batches of 2, 1 and 2 samples; with 2F2B in the middle the first stage holds 3 instead of 4."""
+    last = KFKB(1, 2)
+    held = [samples_in_flight(KFKB(k, 1), last, 2) for k in (1, 2)]
+    first = [samples_in_flight(KFKB(1, 2), KFKB(k, 1), middle) for k, middle in zip((1, 2), held, strict=True)]
+    assert [-(-samples // 2) for samples in first] == [4, 3]
+    assert best_k(1, [(last, 2)], (1, 2)) == (KFKB(1, 1), 4)  # for itself it is all the same
+    assert best_k(4, [], (1, 2)) == (KFKB(1, 4), 4)
+
+
+def case_study() -> tuple[dict[str, Load], list[tuple[str, str]]]:
+    """Fig. 3.8: two branches of four times attention and two linear layers, then a concatenation; larger is better."""
+    loads, edges = {}, []
+    for branch in "ab":
+        names = [f"{branch}{index}.{layer}" for index in range(4) for layer in ("attention", "linear0", "linear1")]
+        loads |= dict.fromkeys(names, Load((30, 40, 60), (1, 2, 4), (0, 0, 0)))
+        edges += [*zip(names, names[1:], strict=False), (names[-1], "concatenation")]
+    return loads | {"concatenation": Load((0, 0, 0), (0, 0, 0), (0, 0, 0))}, edges
+
+
+def test_the_case_study_less_depth_and_twice_the_micro_batch() -> None:
+    """Fig. 3.9: the same eight stages, but in a line the first stage holds more, so micro-batches are halved.
+
+    The paper counts a depth of 4 for the graph; the stage with the concatenation waits for the other branch's last
+    stage, which makes it 5 and needs room for 5 micro-batches in that branch.
+    """
+    loads, edges = case_study()
+    choices = tuple(Choice(size, 1, row) for row, size in enumerate((1, 2, 4)))
+    problem = Problem(loads, tuple(edges), 8, 32, (1, 2, 4), choices, memory_bytes=3 * 5 * 4)
+    graph = partition(problem).graph
+    assert (len(graph.stages), graph.depth) == (8, 5)
+    assert {stage.microbatch_size for stage in graph.stages} == {4}
+    assert max(stage.in_flight for stage in graph.stages) == 5 * 4
+    order = topological_order(tuple(loads), edges)
+    line = partition(replace(problem, edges=tuple(zip(order, order[1:], strict=False)))).graph
+    assert (len(line.stages), line.depth) == (8, 8)
+    assert min(stage.microbatch_size for stage in line.stages) == 2
+    assert {stage.blocks[:3] for stage in line.stages} == {stage.blocks[:3] for stage in graph.stages}
+    assert (graph.bottleneck_ns, line.bottleneck_ns) == (32 // 4 * 180, 32 // 2 * 120)
+
+
+@pytest.mark.parametrize("name", ["mmt-2", "dlrm-8", "candle-uno-8"])
+@pytest.mark.parametrize(("devices", "times"), [(4, 1), (8, 2), (16, 4), (32, 8)])
+def test_models_with_their_mini_batches_are_never_worse_than_in_a_line(name: str, devices: int, times: int) -> None:
+    """3.10.3, with gradients reduced over 12.5 GB/s. Lines only help by stages over several branches."""
+    mini_batch = times * {"mmt-2": 64, "dlrm-8": 256, "candle-uno-8": 4096}[name]
+    profile = model(name, device="v100-16gb")
+    problem = Problem.of(
+        profile,
+        devices,
+        mini_batch,
+        memory_bytes=16 * 2**30,
+        all_reduce=lambda size, replicas: 2 * (replicas - 1) * (size * 2 // (25 * replicas)),
+    )
+    found = partition(problem)
+    assert problems_of(found.graph, problem.edges) == ()
+    assert found.decomposition.added_orders == 0
+    order = profile.topological_order()
+    line = partition(replace(problem, edges=tuple(zip(order, order[1:], strict=False))))
+    assert found.graph.bottleneck_ns <= line.graph.bottleneck_ns
+    assert found.graph.depth <= line.graph.depth
+    assert found.series_parallel_ns is not None
+    assert found.series_parallel_ns <= 1.5 * found.graph.bottleneck_ns
+
+
+def test_what_is_wrong_with_stages_is_said() -> None:
+    """C1 to C5, each broken once."""
+    edges = [("a", "b"), ("b", "c")]
+    chosen = [(("a",), 2, 1), (("b",), 1, 1), (("c",), 2, 2)]
+    good = StageGraph.of(chosen, edges, 8, 1)
+    assert problems_of(good, edges) == ()
+
+    def broken(at: int, stage: GraphStage) -> tuple[str, ...]:
+        return problems_of(replace(good, stages=(*good.stages[:at], stage, *good.stages[at + 1 :])), edges)
+
+    first, middle, last = good.stages
+    assert broken(1, replace(middle, blocks=("a", "b")))[0].startswith("C1: block 'a' is in 2")
+    assert broken(1, replace(middle, blocks=()))[0].startswith("C1: block 'b' is in no stage")
+    backwards = StageGraph(good.stages[::-1], ((0, 1), (1, 2)), 8, 1)
+    assert problems_of(backwards, edges)[0].startswith("C1: stages are not convex or not in order")
+    assert problems_of(replace(good, edges=((0, 1),)), edges)[0].startswith("C2: 'b' -> 'c'")
+    assert broken(2, replace(last, devices=(0, 3)))[0].startswith("C3: device 0")
+    assert broken(0, replace(first, microbatch_size=3))[0].startswith("C4: stage 0 cannot split")
+    assert broken(0, replace(first, in_flight=2))[0].startswith("C5: stage 0 waits for B")
