@@ -1,0 +1,178 @@
+"""AutoPipe's heuristic search (III-B2): from the balanced split on, move the master stage forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.partition.autopipe.balance import Balance
+from pipeplan.partition.autopipe.loads import Cuts, Loads
+from pipeplan.partition.autopipe.simulator import Timeline, timeline
+
+__all__ = ["Fits", "Planned", "plan_chain", "plan_depths"]
+
+Fits = Callable[[Cuts], bool]
+"""Whether every stage of these cuts has enough memory."""
+
+AllReduce = Callable[[Cuts, int], int]
+"""(cuts, replicas) -> ns at the end of an iteration in which gradients are summed over the replicas."""
+
+MAX_SIMULATIONS = 1_000
+"""Schemes a search looks at before it ends with the best of them; the papers' models need some dozens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The scheme with the shortest simulated iteration among those looked at.
+
+    ``start_ns`` is the iteration of Algorithm 1's split, where the search started; with memory limits that may not fit.
+    """
+
+    begins: Cuts
+    iteration_ns: int
+    master_stage: int
+    start_ns: int
+    num_simulated: int
+    replicas: int = 1
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the scheme, each on as many devices as there are replicas."""
+        return len(self.begins)
+
+
+@dataclass(slots=True)
+class _Search:
+    loads: Loads
+    num_microbatches: int
+    balance: Balance
+    seen: dict[Cuts, Timeline] = field(default_factory=dict)
+
+    def run(self, begins: Cuts) -> None:
+        """Step 1 to 3 of the paper; everything simulated is in ``seen``."""
+        self.look(begins)
+        waiting = [begins]
+        done: set[Cuts] = set()
+        while waiting and len(self.seen) < MAX_SIMULATIONS:
+            current = waiting.pop()
+            master = self.look(current).master_stage()
+            current = self.settled(current, master)
+            if current in done or self.look(current).master_stage() == 0:
+                continue
+            done.add(current)
+            master = self.look(current).master_stage()
+            waiting += [
+                shifted for shifted in self.shifted(current, master) if self.look(shifted).master_stage() <= master
+            ]
+
+    def look(self, begins: Cuts) -> Timeline:
+        """The scheme's timeline."""
+        if begins not in self.seen:
+            self.seen[begins] = timeline(self.loads.stages(begins), self.num_microbatches)
+        return self.seen[begins]
+
+    def settled(self, begins: Cuts, master: int) -> Cuts:
+        """Step 2: no bubble in the master's cooldown; ends early where another stage becomes the master.
+
+        Formula 1: for every s after the master i, forwards and backwards of stages i+1 .. s together take no longer
+        than s - i backwards of i. Stages that take longer end sooner, and what they lose goes to the next ones.
+        """
+        first, pace = begins[master + 1 :][:1], self.loads.stages(begins).backwards[master]
+        sums = self.loads.totals
+        for stage in range(master + 1, len(begins) - 1):
+            most = sums[first[0]] + (stage - master) * pace
+            end = begins[stage + 1]
+            while sums[end] > most and end > begins[stage] + 1:
+                end -= 1
+            begins = (*begins[: stage + 1], end, *begins[stage + 2 :])
+            if self.look(begins).master_stage() != master:
+                break
+        return begins
+
+    def shifted(self, begins: Cuts, master: int) -> Iterator[Cuts]:
+        """Step 3: the master's first block to the stage before, or its last to the one after, if it has two or more.
+
+        Each as it is, and with the stages before the moved block balanced anew by Algorithm 1.
+        """
+        bounds = (*begins, self.loads.num_blocks)
+        if bounds[master + 1] - bounds[master] < 2:
+            return
+        for stage, cut in ((master, bounds[master] + 1), (master + 1, bounds[master + 1] - 1)):
+            if stage < len(begins):
+                later = (cut, *begins[stage + 1 :])
+                yield (*begins[:stage], *later)
+                yield (*self.balance.begins_of(cut, stage), *later)
+
+
+def plan_chain(loads: Loads, num_stages: int, num_microbatches: int, fits: Fits | None = None) -> Planned:
+    """Cut a chain into stages with a short 1F1B iteration.
+
+    Never longer than Algorithm 1's split, where that fits.
+
+    Raises:
+        UsageError: more stages than blocks, or no micro-batch.
+        InfeasibleError: none of the schemes looked at fits.
+    """
+    if not 1 <= num_stages <= loads.num_blocks or num_microbatches < 1:
+        raise UsageError(
+            f"{loads.num_blocks} blocks cannot be cut into {num_stages} stages for {num_microbatches} micro-batches; "
+            "choose 1 to as many stages as blocks, and at least 1 micro-batch"
+        )
+    search = _Search(loads, num_microbatches, Balance.of(loads.totals, num_stages))
+    start = search.balance.begins_of(loads.num_blocks, num_stages)
+    search.run(start)
+    fitting = [begins for begins in search.seen if fits is None or fits(begins)]
+    if not fitting:
+        raise InfeasibleError(
+            f"none of the {len(search.seen)} cuts into {num_stages} stages that were looked at fits into memory; raise "
+            "--memory or --devices, or lower --microbatch-size"
+        )
+    best = min(fitting, key=lambda begins: (search.seen[begins].iteration_ns, begins))
+    found = search.seen[best]
+    return Planned(best, found.iteration_ns, found.master_stage(), search.seen[start].iteration_ns, len(search.seen))
+
+
+def plan_depths(
+    loads: Loads,
+    num_devices: int,
+    num_microbatches: int,
+    fits: Fits | None = None,
+    all_reduce: AllReduce | None = None,
+) -> Planned:
+    """Choose the number of stages, too: with as many replicas of the whole pipeline as devices and micro-batches allow.
+
+    AutoPipe's data-parallel size is the same for all stages (IV-D): devices divided by stages. Each replica runs its
+    share of the ``num_microbatches``; ``all_reduce`` is added to every iteration with several replicas.
+
+    Raises:
+        InfeasibleError: no depth fits.
+    """
+    found: list[Planned] = []
+    for stages in range(1, min(num_devices, loads.num_blocks) + 1):
+        replicas = num_devices // stages
+        if num_devices % stages or num_microbatches % replicas:
+            continue
+        try:
+            found.append(_summed(plan_chain(loads, stages, num_microbatches // replicas, fits), replicas, all_reduce))
+        except InfeasibleError:
+            continue
+    if not found:
+        raise InfeasibleError(
+            f"no pipeline depth that divides {num_devices} devices fits into memory and shares out {num_microbatches} "
+            "micro-batches; raise --memory or --devices, or lower --microbatch-size"
+        )
+    return min(found, key=lambda each: (each.iteration_ns, each.num_stages))
+
+
+def _summed(planned: Planned, replicas: int, all_reduce: AllReduce | None) -> Planned:
+    """The same with the gradients' all-reduce."""
+    waiting = all_reduce(planned.begins, replicas) if all_reduce is not None and replicas > 1 else 0
+    return Planned(
+        planned.begins,
+        planned.iteration_ns + waiting,
+        planned.master_stage,
+        planned.start_ns + waiting,
+        planned.num_simulated,
+        replicas,
+    )
