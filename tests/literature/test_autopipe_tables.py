@@ -181,14 +181,14 @@ def test_advantage_over_dapples_partition_grows_with_the_mini_batch_as_in_table_
     mini_batch: int, stated: float
 ) -> None:
     """4 devices, micro-batches of 32: DAPPLE's 7 layers on one and 17 on three, which share every micro-batch, against
-    two pipelines of 13 and 11 with half of the micro-batches each. The published ratio of iteration times, within 3 %.
+    two pipelines of 13 and 11 with half of the micro-batches each. The published ratio of iteration times, within 1.5 %.
     """
     loads = loads_of(32, PAPER_HEAD)
     theirs = loads.stages(cut_into((7, 17)))
     shared = StageLoads((theirs.forwards[0], theirs.forwards[1] // 3), (theirs.backwards[0], theirs.backwards[1] // 3))
     ours = plan_chain(loads, 2, mini_batch // 64)
     ratio = timeline(shared, mini_batch // 32).iteration_ns / ours.iteration_ns
-    assert ratio == pytest.approx(stated, abs=0.03)
+    assert ratio == pytest.approx(stated, abs=0.015)
 
 
 @pytest.mark.parametrize("num_devices", [4, 8])
