@@ -181,7 +181,7 @@ def test_advantage_over_dapples_partition_grows_with_the_mini_batch_as_in_table_
     mini_batch: int, stated: float
 ) -> None:
     """4 devices, micro-batches of 32: DAPPLE's 7 layers on one and 17 on three, which share every micro-batch, against
-    two pipelines of 13 and 11 with half of the micro-batches each. The published ratio of iteration times, within 1.5 %.
+    two pipelines of 13 and 11 with half of the micro-batches each: the published ratio of times, within 1.5 %.
     """
     loads = loads_of(32, PAPER_HEAD)
     theirs = loads.stages(cut_into((7, 17)))

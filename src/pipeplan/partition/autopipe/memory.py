@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from pipeplan.costs import StageCosts
-from pipeplan.partition.autopipe.loads import Cuts
 
 __all__ = ["Fitting"]
 
 
 class Fitting:
-    """Tells of cuts of blocks with these ``costs`` [block] whether each stage fits into ``memory_bytes``.
+    """Tells of blocks with these ``costs`` [block] whether some of them fit into ``memory_bytes`` as a stage.
 
     A stage holds parameters, gradients, optimizer state, the activations of one micro-batch for itself and one for
     every stage after it, at most of all there are, and the largest workspace. Splitting forwards changes none of it.
@@ -24,16 +23,16 @@ class Fitting:
         self._workspaces = [each.workspace_bytes for each in costs]
         self._memory, self._num_microbatches = memory_bytes, num_microbatches
 
-    def __call__(self, begins: Cuts) -> bool:
-        """Whether every stage fits."""
-        return max(self.needs(begins)) <= self._memory
+    def __call__(self, num_stages: int, stage: int, begin: int, end: int) -> bool:
+        """Whether blocks begin..end-1 fit as that of so many stages."""
+        return self.needs(num_stages, stage, begin, end) <= self._memory
 
-    def needs(self, begins: Cuts) -> list[int]:
-        """[stage] bytes."""
-        return [
+    def needs(self, num_stages: int, stage: int, begin: int, end: int) -> int:
+        """Bytes of blocks begin..end-1 as that of so many stages."""
+        held = min(self._num_microbatches, num_stages - stage)
+        return (
             self._statics[end]
             - self._statics[begin]
-            + min(self._num_microbatches, len(begins) - stage) * (self._activations[end] - self._activations[begin])
+            + held * (self._activations[end] - self._activations[begin])
             + max(self._workspaces[begin:end])
-            for stage, (begin, end) in enumerate(pairwise((*begins, len(self._workspaces))))
-        ]
+        )

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.partition.autopipe.balance import Balance
 from pipeplan.partition.autopipe.loads import Cuts, Loads
 from pipeplan.partition.autopipe.simulator import Timeline, timeline
+from pipeplan.partition.balance import balanced_split
 
 __all__ = ["Fits", "Planned", "plan_chain", "plan_depths"]
 
-Fits = Callable[[Cuts], bool]
-"""Whether every stage of these cuts has enough memory."""
+Fits = Callable[[int, int, int, int], bool]
+"""(stages, stage, begin, end) -> whether blocks begin..end-1 fit as that of so many stages; fewer fit if all do."""
 
 AllReduce = Callable[[Cuts, int], int]
 """(cuts, replicas) -> ns at the end of an iteration in which gradients are summed over the replicas."""
@@ -26,7 +29,8 @@ MAX_SIMULATIONS = 1_000
 class Planned:
     """The scheme with the shortest simulated iteration among those looked at.
 
-    ``start_ns`` is the iteration of Algorithm 1's split, where the search started; with memory limits that may not fit.
+    ``start_ns`` is the iteration of Algorithm 1's split, where the search started; under a memory limit that may not
+    fit, and what is found may take longer.
     """
 
     begins: Cuts
@@ -66,6 +70,16 @@ class _Search:
                 shifted for shifted in self.shifted(current, master) if self.look(shifted).master_stage() <= master
             ]
 
+    def fitting(self, fits: Fits | None) -> list[Cuts]:
+        """Those of the schemes simulated that fit."""
+        count = self.loads.num_blocks
+
+        def all_fit(begins: Cuts) -> bool:
+            bounds = pairwise((*begins, count))
+            return fits is None or all(fits(len(begins), stage, *each) for stage, each in enumerate(bounds))
+
+        return [begins for begins in self.seen if all_fit(begins)]
+
     def look(self, begins: Cuts) -> Timeline:
         """The scheme's timeline."""
         if begins not in self.seen:
@@ -78,10 +92,9 @@ class _Search:
         Formula 1: for every s after the master i, forwards and backwards of stages i+1 .. s together take no longer
         than s - i backwards of i. Stages that take longer end sooner, and what they lose goes to the next ones.
         """
-        first, pace = begins[master + 1 :][:1], self.loads.stages(begins).backwards[master]
-        sums = self.loads.totals
+        pace, sums = self.loads.stages(begins).backwards[master], self.loads.totals
         for stage in range(master + 1, len(begins) - 1):
-            most = sums[first[0]] + (stage - master) * pace
+            most = sums[begins[master + 1]] + (stage - master) * pace
             end = begins[stage + 1]
             while sums[end] > most and end > begins[stage] + 1:
                 end -= 1
@@ -106,13 +119,13 @@ class _Search:
 
 
 def plan_chain(loads: Loads, num_stages: int, num_microbatches: int, fits: Fits | None = None) -> Planned:
-    """Cut a chain into stages with a short 1F1B iteration.
+    """Cut a chain into stages with a short 1F1B iteration: never longer than Algorithm 1's split, where that fits.
 
-    Never longer than Algorithm 1's split, where that fits.
+    Where nothing fits that is looked at from there, the search starts again from the best balanced split that does.
 
     Raises:
         UsageError: more stages than blocks, or no micro-batch.
-        InfeasibleError: none of the schemes looked at fits.
+        InfeasibleError: no cut fits.
     """
     if not 1 <= num_stages <= loads.num_blocks or num_microbatches < 1:
         raise UsageError(
@@ -122,15 +135,23 @@ def plan_chain(loads: Loads, num_stages: int, num_microbatches: int, fits: Fits 
     search = _Search(loads, num_microbatches, Balance.of(loads.totals, num_stages))
     start = search.balance.begins_of(loads.num_blocks, num_stages)
     search.run(start)
-    fitting = [begins for begins in search.seen if fits is None or fits(begins)]
-    if not fitting:
-        raise InfeasibleError(
-            f"none of the {len(search.seen)} cuts into {num_stages} stages that were looked at fits into memory; raise "
-            "--memory or --devices, or lower --microbatch-size"
-        )
-    best = min(fitting, key=lambda begins: (search.seen[begins].iteration_ns, begins))
+    if fits is not None and not search.fitting(fits):
+        search.run(_roomy_start(loads, num_stages, fits))
+    best = min(search.fitting(fits), key=lambda begins: (search.seen[begins].iteration_ns, begins))
     found = search.seen[best]
     return Planned(best, found.iteration_ns, found.master_stage(), search.seen[start].iteration_ns, len(search.seen))
+
+
+def _roomy_start(loads: Loads, num_stages: int, fits: Fits) -> Cuts:
+    """The split with the least longest stage of those that fit."""
+    times = [after - before for before, after in pairwise(loads.totals)]
+    begins = balanced_split(times, num_stages, partial(fits, num_stages))
+    if begins is None:
+        raise InfeasibleError(
+            f"no cut of {loads.num_blocks} blocks into {num_stages} stages fits into memory; raise --memory or "
+            "--devices, or lower --microbatch-size"
+        )
+    return begins
 
 
 def plan_depths(
