@@ -22,6 +22,7 @@ import torch
 from tables import machine, markdown, note
 
 from pipeplan.costs.presets import device_preset
+from pipeplan.costs.stages import stage_costs
 from pipeplan.model import Profile, write_file
 from pipeplan.runtime.capture import replay
 from pipeplan.runtime.estimator import estimate_model
@@ -63,9 +64,9 @@ def in_one_piece(name: str, asked: argparse.Namespace) -> list[WholeBench]:
 
 
 def sums(profile: Profile, size: int) -> dict[str, int]:
-    """Over all blocks."""
-    rows = [row for block in profile.blocks for row in block.costs if row.microbatch_size == size]
-    return {field: sum(getattr(row, field) for row in rows) for field in (*TIMES, "activation_bytes")}
+    """Over all blocks, as one stage: a tensor that several of them take is held once."""
+    costs = stage_costs(profile, [block.id for block in profile.blocks], size)
+    return {field: getattr(costs, field) for field in (*TIMES, "activation_bytes")}
 
 
 def against_whole(name: str, profile: Profile, found: Sequence[Whole]) -> list[list[str]]:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeplan.cli.measuring import Shown, asked_model, print_profile, require_torch, warnings_told
 from pipeplan.cli.outputs import require_stdout_once, require_writable
+
+if TYPE_CHECKING:
+    from pipeplan.model import Profile
+    from pipeplan.runtime.model import Model
 
 __all__ = ["estimate_and_write"]
 
@@ -37,8 +41,19 @@ def estimate_and_write(given: Mapping[str, Any]) -> None:
             shards=given["shards"],
             recompute=given["recompute"],
             calibration=calibration,
+            reference=_reference(given["name"], calibration),
             cluster=cluster,
             progress=shown.update,
         )
     write_file(profile, output)
     print_profile(profile, output, time.monotonic() - begin, as_json=given["as_json"])
+
+
+def _reference(name: str, calibration: Profile | None) -> Model | None:
+    """The model that a calibration is of, where that is another one of the zoo."""
+    from pipeplan.runtime.zoo import ZOO, zoo_model
+
+    if calibration is None or calibration.name == name or calibration.name not in ZOO:
+        return None
+    sequences = {block.dimensions.get("sequence") for block in calibration.blocks} - {None}
+    return zoo_model(calibration.name, sequence=max(filter(None, sequences), default=None))

@@ -277,7 +277,8 @@ def _kernel(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any, given: list[Tensor], outputs: list[Tensor]
 ) -> Kernel:
     """An operator's FLOPs, the bytes it reads and writes, and whether matrix units do it."""
-    moved = sum(_shown_bytes(tensor) for tensor in (*given, *outputs))
+    read = given[1:] + outputs if func._overloadpacket is _aten.embedding else given  # rows, not the whole table
+    moved = sum(_shown_bytes(tensor) for tensor in (*read, *outputs))
     count = _FLOPS.get(func._overloadpacket)
     if count is not None:
         return Kernel(int(count(*args, **kwargs, out_val=made)), moved, matrix=True)
