@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeplan.costs.collectives import Exchange, prices_in
+from pipeplan.costs.stages import stage_costs
 from pipeplan.errors import ExecutionError, UsageError
 from pipeplan.model import Block, Cluster, CostRow, Profile, Source
 from pipeplan.model.cluster import DeviceKind, LinkLevel
 from pipeplan.runtime.footprint import meter_for
 from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.measure import counted_again, in_one_piece, measure_whole
+from pipeplan.runtime.measure import in_one_piece, measure_whole
 from pipeplan.runtime.measure.bench import Bench
 from pipeplan.runtime.measure.timing import drift_of, num_outliers
 from pipeplan.runtime.model import BlockSpec, Collective, Model
@@ -99,19 +100,21 @@ def parts(*sources: tuple[str, int] | str) -> Model:
 @pytest.mark.parametrize(
     ("sources", "expected"),
     [
-        (("parts",), (WIDTH * FLOAT, True, False)),
-        ((("parts", 0), ("parts", 1)), ((WIDTH + 2) * FLOAT, True, False)),
-        ((("parts", 0), ("parts", 1), "parts"), ((WIDTH + 2) * FLOAT, True, False)),
-        ((("parts", 3),), (WIDTH, False, False)),
-        ((("parts", 1), ("parts", 3)), (2 * FLOAT + WIDTH, True, False)),
-        ((("parts", 2),), (WIDTH * FLOAT, True, True)),
-        ((("parts", 0), ("parts", 2)), (2 * WIDTH * FLOAT, True, False)),
+        (("parts",), [(None, WIDTH * FLOAT, True, False)]),
+        ((("parts", 0), ("parts", 1)), [("0", WIDTH * FLOAT, True, False), ("1", 2 * FLOAT, True, False)]),
+        ((("parts", 0), ("parts", 1), "parts"), [("0", WIDTH * FLOAT, True, False), ("1", 2 * FLOAT, True, False)]),
+        ((("parts", 3),), [(None, WIDTH, False, False)]),
+        ((("parts", 1), ("parts", 3)), [("1", 2 * FLOAT, True, False), ("3", WIDTH, False, False)]),
+        ((("parts", 2),), [(None, WIDTH * FLOAT, True, True)]),
+        ((("parts", 0), ("parts", 2)), [("0", WIDTH * FLOAT, True, False), ("2", WIDTH * FLOAT, True, True)]),
     ],
 )
-def test_edges_add_up(sources: tuple[tuple[str, int] | str, ...], expected: tuple[int, bool, bool]) -> None:
-    (edge,) = survey(parts(*sources), torch.float32).edges
-    assert (edge.source, edge.target) == ("parts", "join")
-    assert (edge.bytes_per_sample, edge.gradient, edge.broadcast) == expected
+def test_an_edge_for_each_tensor(
+    sources: tuple[tuple[str, int] | str, ...], expected: list[tuple[str | None, int, bool, bool]]
+) -> None:
+    edges = survey(parts(*sources), torch.float32).edges
+    assert {(edge.source, edge.target) for edge in edges} == {("parts", "join")}
+    assert [(edge.tensor, edge.bytes_per_sample, edge.gradient, edge.broadcast) for edge in edges] == expected
 
 
 def test_blocks_with_several_outputs_are_measured() -> None:
@@ -442,8 +445,9 @@ def test_tensors_that_several_blocks_take() -> None:
     model = of_blocks(block("a"), block("b", "a"), block("c", "a"), block("d", "a", "b", "c"))
     whole = in_one_piece(model, 8)
     found = measure(model, (8,), beside=[whole])
-    assert counted_again(found, 8) == 2 * 8 * WIDTH * FLOAT
-    held = sum(block.costs[0].activation_bytes for block in found.blocks) - counted_again(found, 8)
+    apart = sum(block.costs[0].activation_bytes for block in found.blocks)
+    held = stage_costs(found, [block.id for block in found.blocks], 8).activation_bytes
+    assert apart - held == 2 * 8 * WIDTH * FLOAT
     # what d takes it keeps for the gradients, though nothing saves b and c; the last output nobody takes
     taken_not_saved, output = 2 * 8 * WIDTH * FLOAT, 8 * WIDTH * FLOAT
     assert held == whole.result().retained_bytes + taken_not_saved - output

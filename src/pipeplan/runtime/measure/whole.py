@@ -11,12 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from pipeplan.model import Profile
 from pipeplan.runtime.footprint import SavedTensors, meter_for, storages
 from pipeplan.runtime.measure.timing import blamed, spread_of, steady, timed
 from pipeplan.runtime.model import Model, outputs_of
 
-__all__ = ["Whole", "WholeBench", "counted_again", "in_one_piece", "measure_whole"]
+__all__ = ["Whole", "WholeBench", "in_one_piece", "measure_whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,16 +152,3 @@ def in_one_piece(
         return sum(losses[1:], losses[0]) if losses else values[model.blocks[-1].id][0]
 
     return WholeBench(run, tuple(modules.values()), tuple(batch.values()), torch.device(device))
-
-
-def counted_again(profile: Profile, size: int) -> int:
-    """Bytes that the sum of ``activation_bytes`` over a profile's blocks has more than once.
-
-    A tensor that several blocks take, such as an encoder's output or a position bias, counts as held with each of
-    them, since each may stand on a device of its own; a model in one piece holds it once.
-    """
-    taken: dict[str, list[int]] = {}
-    for edge in profile.edges:
-        if edge.gradient:
-            taken.setdefault(edge.source, []).append(edge.bytes_per_sample * (1 if edge.broadcast else size))
-    return sum(sum(sizes) - max(sizes) for sizes in taken.values())
