@@ -316,7 +316,7 @@ def test_profiles_that_ship_can_be_shown(path: Path, run: Command) -> None:
         (("--communication-from", "bad.json", "--cluster", "c.json", "-o", "x"), "not readable as JSON of nccl-tests"),
         (("--communication-from", "none", "--cluster", "c.json", "-o", "x"), "none: cannot be read"),
         (("--communication-from", "bad.json", "--cluster", "p.json", "-o", "x"), "not a valid cluster file"),
-        (("gpt2-tiny", "-o", "x", "--cluster", "c.json"), "--cluster does not go with MODEL"),
+        (("gpt2-tiny", "-o", "x", "--level", "node"), "--level does not go with MODEL"),
         (("-o", "x"), "Missing argument '[MODEL]'"),
     ],
 )

@@ -27,4 +27,7 @@ def test_readme_has_the_two_commands_and_true_links() -> None:
     for block in blocks:
         assert block.split("```")[0].startswith("python3 -m venv .venv && .venv/bin/pip install ")
     for link in text.split("](")[1:]:
-        assert (ROOT / link.split(")")[0]).exists(), link
+        path, _, heading = link.split(")")[0].partition("#")
+        assert (ROOT / path).exists(), link
+        titles = [line.lstrip("#").strip() for line in (ROOT / path).read_text().splitlines()] if heading else []
+        assert not heading or heading in ["-".join(title.lower().split()) for title in titles], link
