@@ -8,6 +8,7 @@ For each model and micro-batch size, blocks measured one by one and summed, agai
 forward and backward, and bytes held between them - the unique storages that autograd saved and the output, less
 parameters - also as the allocator sees them. The model in one piece and its blocks take turns, run by run. Then the
 profile of the middle size alone calibrates an estimate, which is held against what was measured at the other sizes.
+On the CPU set MALLOC_MMAP_MAX_=0 and MALLOC_TRIM_THRESHOLD_=100000000000, lest page faults of the whole model count.
 Zoo models in one piece run their blocks in one graph, Hugging Face models run transformers' own forward.
 """
 
