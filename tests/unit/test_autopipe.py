@@ -11,8 +11,9 @@ from helpers import chain_workload, one_f_one_b, plan_of, replay
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeplan.costs import StageCosts
+from pipeplan.costs import StageCosts, stage_costs
 from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.model import Block, CostRow, Edge, Profile, Source
 from pipeplan.model.workload import Workload
 from pipeplan.partition.autopipe import (
     Balance,
@@ -290,3 +291,83 @@ def test_first_stages_hold_more_micro_batches() -> None:
     assert Fitting(costs, 71, 2).needs(4, 0, 0, 1) == 51
     assert Fitting(costs, 71, 8)(4, 0, 0, 1)
     assert not Fitting(costs, 70, 8)(4, 0, 0, 1)
+
+
+def branching(sizes: Sequence[tuple[int, int]]) -> Profile:
+    """Blocks of these (activations beyond the inputs, workspace), all of which take what the first sends; its gradient
+    only every second one gives."""
+    blocks = tuple(
+        Block(
+            id=f"b{index}",
+            operator="x",
+            parameter_bytes=index,
+            optimizer_bytes=3,
+            costs=(
+                CostRow(
+                    microbatch_size=2,
+                    forward_ns=1,
+                    backward_ns=2,
+                    activation_bytes=40 + activation,
+                    workspace_bytes=workspace,
+                ),
+            ),
+        )
+        for index, (activation, workspace) in enumerate(sizes)
+    )
+    chain = [Edge(source=f"b{end - 1}", target=f"b{end}", bytes_per_sample=5) for end in range(1, len(blocks))]
+    fan = [
+        Edge(source="b0", target=f"b{end}", bytes_per_sample=7, tensor="t", gradient=end % 2 == 0)
+        for end in range(2, len(blocks))
+    ]
+    return Profile(name="p", source=Source(method="literature"), blocks=blocks, edges=(*chain, *fan))
+
+
+SIZES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 30)), min_size=2, max_size=8)
+
+
+@settings(deadline=None)
+@given(SIZES, st.booleans())
+def test_what_several_blocks_of_a_stage_take_counts_once(sizes: list[tuple[int, int]], recompute: bool) -> None:
+    profile = branching(sizes)
+    order = profile.topological_order()
+    needs = Fitting.of_profile(profile, 2, 0, 8, recompute=recompute).needs
+    for begin in range(len(order)):
+        for end in range(begin + 1, len(order) + 1):
+            cost = stage_costs(profile, order[begin:end], 2, recompute=recompute)
+            static = 2 * cost.parameter_bytes + cost.optimizer_bytes
+            for stage in range(3):
+                held = (3 - stage) * cost.activation_bytes
+                assert needs(3, stage, begin, end) == static + held + cost.workspace_bytes
+
+
+@settings(deadline=None)
+@given(SIZES, st.integers(1, 4), st.integers(1, 8))
+def test_least_memory_is_that_of_the_roomiest_cut(
+    sizes: list[tuple[int, int]], num_stages: int, num_microbatches: int
+) -> None:
+    assume(num_stages <= len(sizes))
+    profile, count = branching(sizes), len(sizes)
+    needs = Fitting.of_profile(profile, 2, 0, num_microbatches).needs
+    least = min(
+        max(needs(num_stages, stage, *each) for stage, each in enumerate(pairwise((*begins, count))))
+        for begins in cuts(count, num_stages)
+    )
+    assert Fitting.of_profile(profile, 2, 0, num_microbatches).least_bytes(num_stages)[0] == least
+    loads = Loads.of_profile(profile, 2)
+    assert plan_chain(loads, num_stages, 4, Fitting.of_profile(profile, 2, least, num_microbatches)).begins
+    with pytest.raises(InfeasibleError, match=r"stage \d needs .* at least, 1B more than the"):
+        plan_chain(loads, num_stages, 4, Fitting.of_profile(profile, 2, least - 1, num_microbatches))
+
+
+def test_replicas_share_the_micro_batches_that_are_in_flight() -> None:
+    """Eight devices, eight micro-batches: two of four replicas' stages hold two each, not more than a replica has."""
+    costs = [StageCosts(1, 1, None, None, 10, 0, 0, 0, 0)] * 4
+    shared, alone = Fitting(costs, 0, 4, num_devices=8), Fitting(costs, 0, 4)
+    assert [shared.needs(4, stage, stage, stage + 1) for stage in range(4)] == [20, 20, 20, 10]
+    assert [alone.needs(4, stage, stage, stage + 1) for stage in range(4)] == [40, 30, 20, 10]
+
+
+def test_where_no_depth_fits_the_nearest_one_is_named() -> None:
+    costs = [StageCosts(1, 1, None, None, 10, 0, 0, 7, 14)] * 4
+    with pytest.raises(InfeasibleError, match=r"a depth of 4 stage 0 needs 68B at least, 8B more than the 60B"):
+        plan_depths(Loads.of_costs(costs), 4, 8, Fitting(costs, 60, 8, num_devices=4))

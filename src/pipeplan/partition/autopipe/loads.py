@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from pipeplan.costs import stage_costs
+from pipeplan.costs import StageCosts, stage_costs
 from pipeplan.model import Profile
 
-__all__ = ["Cuts", "Loads", "StageLoads"]
+__all__ = ["Cuts", "Loads", "StageLoads", "line_costs"]
 
 Cuts = tuple[int, ...]
 """The first block of each stage."""
@@ -52,6 +52,11 @@ class Loads:
         return cls((0, *accumulate(forwards)), (0, *accumulate(backwards)), transfer_ns)
 
     @classmethod
+    def of_costs(cls, costs: Sequence[StageCosts], transfer_ns: int = 0) -> Loads:
+        """Blocks with these ``costs`` [block]."""
+        return cls.of([cost.forward_ns for cost in costs], [cost.backward_ns for cost in costs], transfer_ns)
+
+    @classmethod
     def of_profile(
         cls, profile: Profile, microbatch_size: int, *, recompute: bool = False, transfer_ns: int = 0
     ) -> Loads:
@@ -60,9 +65,7 @@ class Loads:
         Raises:
             UsageError: the profile has no costs for this micro-batch size.
         """
-        order = profile.topological_order()
-        costs = [stage_costs(profile, [block], microbatch_size, recompute=recompute) for block in order]
-        return cls.of([cost.forward_ns for cost in costs], [cost.backward_ns for cost in costs], transfer_ns)
+        return cls.of_costs(line_costs(profile, microbatch_size, recompute=recompute), transfer_ns)
 
     @property
     def num_blocks(self) -> int:
@@ -82,3 +85,13 @@ class Loads:
             tuple(self.backwards[end] - self.backwards[begin] for begin, end in pairwise(bounds)),
             self.transfer_ns,
         )
+
+
+def line_costs(profile: Profile, microbatch_size: int, *, recompute: bool = False) -> list[StageCosts]:
+    """[block] the costs of a profile's blocks in topological order, each as a stage of its own.
+
+    Raises:
+        UsageError: the profile has no costs for this micro-batch size.
+    """
+    order = profile.topological_order()
+    return [stage_costs(profile, [block], microbatch_size, recompute=recompute) for block in order]

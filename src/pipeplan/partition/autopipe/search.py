@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -10,6 +10,7 @@ from itertools import pairwise
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.partition.autopipe.balance import Balance
 from pipeplan.partition.autopipe.loads import Cuts, Loads
+from pipeplan.partition.autopipe.memory import Fitting
 from pipeplan.partition.autopipe.simulator import Timeline, timeline
 from pipeplan.partition.balance import balanced_split
 
@@ -148,10 +149,15 @@ def _roomy_start(loads: Loads, num_stages: int, fits: Fits) -> Cuts:
     begins = balanced_split(times, num_stages, partial(fits, num_stages))
     if begins is None:
         raise InfeasibleError(
-            f"no cut of {loads.num_blocks} blocks into {num_stages} stages fits into memory; raise --memory or "
-            "--devices, or lower --microbatch-size"
+            f"no cut of {loads.num_blocks} blocks into {num_stages} stages fits into memory"
+            f"{_shortfall(fits, num_stages)}; raise --memory or --devices, or lower --microbatch-size"
         )
     return begins
+
+
+def _shortfall(fits: Fits | None, num_stages: int) -> str:
+    """What is missing, where that is known."""
+    return f": {fits.shortfall(num_stages)}" if isinstance(fits, Fitting) else ""
 
 
 def plan_depths(
@@ -170,10 +176,9 @@ def plan_depths(
         InfeasibleError: no depth fits.
     """
     found: list[Planned] = []
-    for stages in range(1, min(num_devices, loads.num_blocks) + 1):
+    depths = _depths(num_devices, loads.num_blocks, num_microbatches)
+    for stages in depths:
         replicas = num_devices // stages
-        if num_devices % stages or num_microbatches % replicas:
-            continue
         try:
             found.append(_summed(plan_chain(loads, stages, num_microbatches // replicas, fits), replicas, all_reduce))
         except InfeasibleError:
@@ -181,7 +186,7 @@ def plan_depths(
     if not found:
         raise InfeasibleError(
             f"no pipeline depth that divides {num_devices} devices fits into memory and shares out {num_microbatches} "
-            "micro-batches; raise --memory or --devices, or lower --microbatch-size"
+            f"micro-batches{_nearest(fits, depths)}; raise --memory or --devices, or lower --microbatch-size"
         )
     return min(found, key=lambda each: (each.iteration_ns, each.num_stages))
 
@@ -197,3 +202,19 @@ def _summed(planned: Planned, replicas: int, all_reduce: AllReduce | None) -> Pl
         planned.num_simulated,
         replicas,
     )
+
+
+def _depths(num_devices: int, num_blocks: int, num_microbatches: int) -> list[int]:
+    """Numbers of stages that divide the devices into replicas with equal shares of the micro-batches."""
+    return [
+        stages
+        for stages in range(1, min(num_devices, num_blocks) + 1)
+        if num_devices % stages == 0 and num_microbatches % (num_devices // stages) == 0
+    ]
+
+
+def _nearest(fits: Fits | None, depths: Sequence[int]) -> str:
+    """What is missing at the depth that needs least, where that is known."""
+    if not isinstance(fits, Fitting) or not depths:
+        return ""
+    return _shortfall(fits, min(depths, key=lambda stages: fits.least_bytes(stages)[0]))
