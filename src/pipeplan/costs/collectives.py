@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from pipeplan.costs.links import time_on_curve
 from pipeplan.costs.presets import DevicePreset
-from pipeplan.model import Cluster
+from pipeplan.model import Cluster, LinkLevel
 
-__all__ = ["Combining", "Exchange", "Prices", "prices_in", "prices_of", "ring_ns"]
+__all__ = ["Combining", "Exchange", "Prices", "all_reduce_time", "prices_in", "prices_of", "ring_ns"]
 
 LINK_CEILING = 0.85
 """Share of a link's bandwidth that large messages reach. Assumed."""
@@ -51,14 +51,22 @@ def prices_of(device: DevicePreset) -> Prices:
 
 def prices_in(cluster: Cluster) -> Prices:
     """Measured times among the first devices of a cluster where it has them, else rings over the slowest link."""
+    return lambda exchange, devices: _price(cluster, exchange, devices, cluster.level_between(0, devices - 1))
 
-    def price(exchange: Exchange, devices: int) -> float:
-        level = cluster.level_between(0, devices - 1)
-        if level is None:
-            return 0.0
-        for curve in cluster.measured:
-            if (curve.operation, curve.level, curve.num_devices) == (exchange.operation, level.name, devices):
-                return time_on_curve(curve.points, exchange.array_bytes)
-        return ring_ns(exchange, devices, level.bandwidth_bytes_per_s, level.latency_ns)
 
-    return price
+def all_reduce_time(cluster: Cluster | None, devices: Sequence[int], size: int) -> int:
+    """Time in ns to sum ``size`` bytes over these devices; nothing without a cluster, or on one device."""
+    if cluster is None or len(devices) < 2 or not size:
+        return 0
+    level = cluster.level_between(min(devices), max(devices))
+    return round(_price(cluster, Exchange("all_reduce", size), len(devices), level))
+
+
+def _price(cluster: Cluster, exchange: Exchange, devices: int, level: LinkLevel | None) -> float:
+    """Measured time of the level where there is one for so many devices, else a ring over the level's links."""
+    if level is None:
+        return 0.0
+    for curve in cluster.measured:
+        if (curve.operation, curve.level, curve.num_devices) == (exchange.operation, level.name, devices):
+            return time_on_curve(curve.points, exchange.array_bytes)
+    return ring_ns(exchange, devices, level.bandwidth_bytes_per_s, level.latency_ns)

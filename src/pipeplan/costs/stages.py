@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeplan.costs.blocks import block_costs
+from pipeplan.costs.collectives import all_reduce_time
 from pipeplan.costs.links import transfer_time
 from pipeplan.errors import UsageError
 from pipeplan.model import (
@@ -23,6 +25,8 @@ from pipeplan.model import (
     Stage,
     payload_of,
 )
+from pipeplan.model.plan import slots_of
+from pipeplan.model.samples import carried
 from pipeplan.model.workload import Workload
 
 __all__ = ["StageCosts", "build_workload", "can_split", "stage_costs"]
@@ -120,23 +124,47 @@ def build_workload(
 ) -> Workload:
     """Everything one iteration runs under a placement, with its costs.
 
-    ``memory_bytes`` has one entry per device and goes before the cluster's. With ``split_backward`` every stage
-    whose blocks allow it runs I and W instead of B, each ``split_overhead_ns`` longer than the profile says: a split
-    backward is two launches.
+    ``microbatch_size`` and ``recompute`` are those of stages that do not say their own. ``memory_bytes`` has one entry
+    per device and goes before the cluster's. With ``split_backward`` every stage whose blocks allow it runs I and W
+    instead of B, each ``split_overhead_ns`` longer than the profile says: a split backward is two launches.
 
     Raises:
-        UsageError: a missing cost row, or a cluster with fewer devices than the placement.
+        UsageError: a missing cost row, a mini-batch that stages cannot share out, or a cluster with fewer devices than
+            the placement.
     """
     if cluster is not None and cluster.num_devices < placement.num_devices:
         raise UsageError(
             f"cluster {cluster.name!r} has {cluster.num_devices} devices, the placement needs {placement.num_devices}; "
             "lower --devices or give a larger --cluster"
         )
+    mini_batch = num_microbatches * microbatch_size
+    placed = [_settled(stage, microbatch_size, recompute) for stage in placement.stages]
+    for stage in placed:
+        _require_shared_out(stage, mini_batch, placement.num_routes)
     costs = [
-        stage_costs(profile, stage.blocks, _per_replica(microbatch_size, stage), stage.shards, recompute=recompute)
-        for stage in placement.stages
+        stage_costs(
+            profile,
+            stage.blocks,
+            stage.microbatch_size // stage.replicas,
+            stage.shards,
+            recompute=stage.recompute,
+        )
+        for stage in placed
     ]
+    syncs = _gradient_syncs(placed, costs, cluster)
+    stages = tuple(
+        stage.model_copy(
+            update={
+                "parameter_bytes": cost.parameter_bytes,
+                "gradient_bytes": cost.parameter_bytes,
+                "optimizer_bytes": cost.optimizer_bytes,
+                "sync_ns": sync,
+            }
+        )
+        for stage, cost, sync in zip(placed, costs, syncs, strict=True)
+    )
     operations = _operations(costs, split_backward, split_overhead_ns)
+    operations = tuple(_with_parts(profile, stages[each.stage], each) for each in operations)
     memory = memory_bytes or (cluster.memory_bytes if cluster is not None else (None,) * placement.num_devices)
     names = [kind.name for kind in cluster.devices for _ in range(kind.count)] if cluster is not None else []
     return Workload(
@@ -148,37 +176,62 @@ def build_workload(
             Device(name=names[index] if names else "device", memory_bytes=memory[index])
             for index in range(placement.num_devices)
         ),
-        stages=tuple(
-            _stage(placed, cost, microbatch_size, recompute)
-            for placed, cost in zip(placement.stages, costs, strict=True)
-        ),
+        stages=stages,
         operations=operations,
-        dependencies=_dependencies(profile, placement, operations, microbatch_size, cluster),
+        dependencies=_dependencies(profile, stages, placement.num_routes, operations, cluster),
+        num_routes=placement.num_routes,
     )
 
 
-def _per_replica(microbatch_size: int, stage: PlacedStage) -> int:
-    """Samples of a micro-batch that each replica of a stage works on."""
-    if microbatch_size % stage.replicas:
-        raise UsageError(
-            f"a stage with {stage.replicas} replicas cannot split micro-batches of {microbatch_size} samples evenly; "
-            f"choose a --microbatch-size that is a multiple of {stage.replicas}"
-        )
-    return microbatch_size // stage.replicas
-
-
-def _stage(placed: PlacedStage, cost: StageCosts, microbatch_size: int, recompute: bool) -> Stage:
+def _settled(placed: PlacedStage, microbatch_size: int, recompute: bool) -> Stage:
+    """A stage as placed, with what it does not say itself; what it keeps comes later."""
     return Stage(
         blocks=placed.blocks,
         devices=placed.devices,
         shards=placed.shards,
         replicas=placed.replicas,
-        microbatch_size=microbatch_size,
-        recompute=recompute,
-        parameter_bytes=cost.parameter_bytes,
-        gradient_bytes=cost.parameter_bytes,
-        optimizer_bytes=cost.optimizer_bytes,
+        microbatch_size=placed.microbatch_size or microbatch_size,
+        recompute=recompute if placed.recompute is None else placed.recompute,
+        route=placed.route,
+        num_parted=placed.num_parted,
     )
+
+
+def _require_shared_out(stage: Stage, mini_batch: int, num_routes: int) -> None:
+    """Replicas share a stage's micro-batches, and these the mini-batch, evenly."""
+    size = stage.microbatch_size
+    if size % (stage.replicas * (2 if stage.num_parted else 1)):
+        parts = " in two parts" if stage.num_parted else ""
+        raise UsageError(
+            f"a stage with {stage.replicas} replicas cannot split micro-batches of {size} samples{parts} evenly; "
+            f"choose a --microbatch-size that is a multiple of {stage.replicas * (2 if stage.num_parted else 1)}"
+        )
+    if mini_batch % (size * num_routes):
+        routes = f" along {num_routes} routes" if num_routes > 1 else ""
+        raise UsageError(
+            f"a mini-batch of {mini_batch} samples cannot be cut into micro-batches of {size}{routes}; choose a "
+            f"--mini-batch that is a multiple of {size * num_routes}"
+        )
+
+
+def _gradient_syncs(stages: Sequence[Stage], costs: Sequence[StageCosts], cluster: Cluster | None) -> list[int]:
+    """[stage] ns to sum its gradients over its replicas, and over the other routes' stages with the same blocks."""
+    holders: dict[tuple[str, ...], set[int]] = defaultdict(set)
+    for stage in stages:
+        holders[stage.blocks] |= set(stage.devices)
+    return [
+        all_reduce_time(cluster, sorted(holders[stage.blocks])[:: stage.shards], cost.parameter_bytes)
+        for stage, cost in zip(stages, costs, strict=True)
+    ]
+
+
+def _with_parts(profile: Profile, stage: Stage, operation: Operation) -> Operation:
+    """A forward that runs some micro-batches in two parts says how long one takes."""
+    if operation.kind != "F" or not stage.num_parted:
+        return operation
+    samples = stage.microbatch_size // stage.replicas // 2
+    cost = stage_costs(profile, stage.blocks, samples, stage.shards, recompute=stage.recompute)
+    return operation.model_copy(update={"part_ns": max(1, cost.forward_ns)})
 
 
 def _operations(costs: Sequence[StageCosts], split_backward: bool, split_overhead_ns: int) -> tuple[Operation, ...]:
@@ -236,71 +289,94 @@ def _split(stage: int, cost: StageCosts, input_grad_ns: int, weight_grad_ns: int
 
 def _dependencies(
     profile: Profile,
-    placement: Placement,
+    stages: Sequence[Stage],
+    num_routes: int,
     operations: Sequence[Operation],
-    microbatch_size: int,
     cluster: Cluster | None,
 ) -> tuple[Dependency, ...]:
-    """Within a stage F before B or I, I before W; between stages outputs down the edges, gradients up."""
+    """Within a stage F before B or I, I before W; between stages of a route outputs down the edges, gradients up."""
     kinds: dict[int, set[str]] = defaultdict(set)
     for operation in operations:
         kinds[operation.stage].add(operation.kind)
     back = {stage: "I" if "I" in kinds[stage] else "B" for stage in kinds}
     found = [Dependency(source=f"{stage}F", target=f"{stage}{back[stage]}") for stage in sorted(kinds)]
     found += [Dependency(source=f"{stage}I", target=f"{stage}W") for stage in sorted(kinds) if back[stage] == "I"]
-    stage_of = {block: index for index, stage in enumerate(placement.stages) for block in stage.blocks}
-    crossing: dict[tuple[int, int], list[Edge]] = defaultdict(list)
-    for edge in profile.edges:
-        if stage_of[edge.source] != stage_of[edge.target]:
-            crossing[stage_of[edge.source], stage_of[edge.target]].append(edge)
-    for (source, target), edges in sorted(crossing.items()):
-        found.append(
-            Dependency(
-                source=f"{source}F",
-                target=f"{target}F",
-                hops=_hops(
-                    placement.stages[source], placement.stages[target], _distinct(edges), microbatch_size, cluster
-                ),
-            )
-        )
+    for (source, target), edges in sorted(_crossing(profile, stages).items()):
+        hops = _hops(stages[source], stages[target], num_routes, _distinct(edges), cluster)
+        found.append(Dependency(source=f"{source}F", target=f"{target}F", hops=hops))
         upward = _distinct(edge for edge in edges if edge.gradient)
         if upward:
-            found.append(
-                Dependency(
-                    source=f"{target}{back[target]}",
-                    target=f"{source}{back[source]}",
-                    hops=_hops(placement.stages[target], placement.stages[source], upward, microbatch_size, cluster),
-                )
-            )
+            hops = _hops(stages[target], stages[source], num_routes, upward, cluster)
+            found.append(Dependency(source=f"{target}{back[target]}", target=f"{source}{back[source]}", hops=hops))
     assert all(payload_of(dependency.source[-1]) for dependency in found if dependency.hops)
     return tuple(found)
 
 
+def _crossing(profile: Profile, stages: Sequence[Stage]) -> dict[tuple[int, int], list[Edge]]:
+    """The edges between each two stages of a route."""
+    stages_of: dict[str, dict[int, int]] = defaultdict(dict)  # block -> route -> stage
+    for index, stage in enumerate(stages):
+        for block in stage.blocks:
+            stages_of[block][stage.route] = index
+    found: dict[tuple[int, int], list[Edge]] = defaultdict(list)
+    for edge in profile.edges:
+        for route, source in stages_of[edge.source].items():
+            target = stages_of[edge.target][route]
+            if source != target:
+                found[source, target].append(edge)
+    return found
+
+
 def _hops(
-    source: PlacedStage, target: PlacedStage, edges: Sequence[Edge], microbatch_size: int, cluster: Cluster | None
+    source: Stage, target: Stage, num_routes: int, edges: Sequence[Edge], cluster: Cluster | None
 ) -> tuple[Hop, ...]:
-    """A message to every target device that does not hold the tensor already; senders take turns."""
-    size = sum(_edge_bytes(edge, microbatch_size) for edge in edges)
-    priced = sum(_edge_bytes(edge, microbatch_size) for edge in edges if edge.transfer_ns is None)
+    """A message from each device to each that works on the samples and does not hold them already."""
+    by_target: dict[int, list[Hop]] = defaultdict(list)
+    for (sender, receiver), samples in _carried(source, target, num_routes).items():
+        size = max(samples.values())
+        hop = _hop(sender, receiver, edges, size, cluster)
+        period = _period(source, target)
+        first, last = min(samples), max(samples)
+        if len(samples) < period:
+            assert last - first + 1 == len(samples), "neighbouring micro-batches hold neighbouring samples"
+            hop = hop.model_copy(update={"every": period, "run": len(samples), "first": first})
+        by_target[receiver].append(hop)
+    return tuple(hop for device in target.devices for hop in by_target[device])
+
+
+def _period(source: Stage, target: Stage) -> int:
+    """After so many micro-batches of the source both stages begin a micro-batch together again."""
+    return math.lcm(source.microbatch_size, target.microbatch_size) // source.microbatch_size
+
+
+def _carried(source: Stage, target: Stage, num_routes: int) -> dict[tuple[int, int], dict[int, int]]:
+    """{(source device, target device): {micro-batch of the source: samples sent}}, for the first micro-batches."""
+    period = _period(source, target)
+    total = period * source.microbatch_size * num_routes
+    own, others = (slots_of(stage, "B", total, num_routes) for stage in (source, target))
+    found: dict[tuple[int, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for m in range(period):
+        samples = own.samples(m)
+        for other in others.sharing(samples):
+            for sender, receiver, (begin, end) in carried(source, samples, target, others.samples(other)):
+                found[sender, receiver][m] += end - begin
+    return found
+
+
+def _hop(sender: int, receiver: int, edges: Sequence[Edge], samples: int, cluster: Cluster | None) -> Hop:
+    size = sum(_edge_bytes(edge, samples) for edge in edges)
+    priced = sum(_edge_bytes(edge, samples) for edge in edges if edge.transfer_ns is None)
     fixed = max((edge.transfer_ns for edge in edges if edge.transfer_ns is not None), default=0)
-    hops = []
-    for index, device in enumerate(target.devices):
-        if device in source.devices:
-            continue
-        sender = source.devices[index % len(source.devices)]
-        latency, occupancy = transfer_time(cluster, sender, device, priced)
-        if all(edge.transfer_ns is not None for edge in edges):
-            latency, occupancy = 0, 0
-        hops.append(
-            Hop(
-                source_device=sender,
-                target_device=device,
-                bytes=size,
-                latency_ns=max(latency, fixed),
-                occupancy_ns=occupancy,
-            )
-        )
-    return tuple(hops)
+    latency, occupancy = transfer_time(cluster, sender, receiver, priced)
+    if all(edge.transfer_ns is not None for edge in edges):
+        latency, occupancy = 0, 0
+    return Hop(
+        source_device=sender,
+        target_device=receiver,
+        bytes=size,
+        latency_ns=max(latency, fixed),
+        occupancy_ns=occupancy,
+    )
 
 
 def _edge_bytes(edge: Edge, microbatch_size: int) -> int:

@@ -44,9 +44,16 @@ def _emissions(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> list[
         for message in order:
             item = graph.operation_of[message]
             source = workload.transfers[item - len(workload.operations)].source
-            latest = max(latest, emissions[message - offsets[item] + offsets[source]][0])
+            samples = workload.slots[item].samples(message - offsets[item])
+            latest = max(latest, _made(graph, emissions, source, samples))
             emissions[message] = latest, starts[message]
     return emissions
+
+
+def _made(graph: TaskGraph, emissions: Sequence[tuple[int, int]], operation: int, samples: tuple[int, int]) -> int:
+    """When all actions of an operation that hold some of these samples have ended."""
+    offset = graph.offsets[operation]
+    return max(emissions[offset + number][0] for number in graph.workload.slots[operation].sharing(samples))
 
 
 def _add_messages(graph: TaskGraph, emissions: Sequence[tuple[int, int]], events: list[list[_Event]]) -> None:
@@ -58,11 +65,15 @@ def _add_messages(graph: TaskGraph, emissions: Sequence[tuple[int, int]], events
     for dependency in workload.dependencies:
         source = position[dependency.source]
         for hop in dependency.hops:
-            item = workload.item_of.get((source, position[dependency.target], hop), source)
-            for m, task in enumerate(range(graph.offsets[item], graph.offsets[item + 1])):
-                send, receive = naming.messages(dependency, hop, m)
-                events[hop.source_device].append((emissions[task][0], 0, emissions[task][1], number, str(send)))
-                events[hop.target_device].append((emissions[task][0], 0, emissions[task][1], number, str(receive)))
+            item = workload.item_of.get((source, position[dependency.target], hop))
+            slots = workload.messages(dependency, hop)
+            for index in range(len(slots)):
+                made = leaves = _made(graph, emissions, source, slots.samples(index))
+                if item is not None:
+                    made, leaves = emissions[graph.offsets[item] + index]
+                send, receive = naming.messages(dependency, hop, *slots.name(index))
+                events[hop.source_device].append((made, 0, leaves, number, str(send)))
+                events[hop.target_device].append((made, 0, leaves, number, str(receive)))
                 number += 1
 
 
@@ -73,6 +84,7 @@ class _PeerNames:
         self._targets: Counter[tuple[int, str, int]] = Counter()  # source stage, payload, device
         self._target_devices: Counter[tuple[int, str, int, int]] = Counter()  # ... and target stage
         self._sources: Counter[tuple[int, str, int]] = Counter()  # target stage, payload, device
+        self._source_devices: Counter[tuple[int, str, int, int]] = Counter()  # ... and source stage
         for dependency in dependencies:
             source, payload, target = _ends(dependency)
             for device in {hop.source_device for hop in dependency.hops}:
@@ -80,8 +92,9 @@ class _PeerNames:
             for hop in dependency.hops:
                 self._target_devices[source, payload, hop.source_device, target] += 1
                 self._sources[target, payload, hop.target_device] += 1
+                self._source_devices[target, payload, hop.target_device, source] += 1
 
-    def messages(self, dependency: Dependency, hop: Hop, microbatch: int) -> tuple[Action, Action]:
+    def messages(self, dependency: Dependency, hop: Hop, microbatch: int, part: int | None) -> tuple[Action, Action]:
         """The SEND and the RECV of one message."""
         source, payload, target = _ends(dependency)
         send = Action(
@@ -90,12 +103,15 @@ class _PeerNames:
             microbatch,
             target if self._targets[source, payload, hop.source_device] > 1 else None,
             hop.target_device if self._target_devices[source, payload, hop.source_device, target] > 1 else None,
+            part,
         )
         receive = Action(
             target,
             f"RECV_{payload}",
             microbatch,
             source if self._sources[target, payload, hop.target_device] > 1 else None,
+            hop.source_device if self._source_devices[target, payload, hop.target_device, source] > 1 else None,
+            part,
         )
         return send, receive
 

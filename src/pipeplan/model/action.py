@@ -7,6 +7,8 @@ of micro-batch 0 made, ``2RECV_F0`` stage 2 receiving that micro-batch's forward
 Stages form a graph and may stand on several devices, so a transfer may need to say with whom:
 ``1SEND_F0>3`` (to stage 3), ``1SEND_F0>3@2`` (to stage 3's copy on device 2). Both suffixes are left out where
 only one answer is possible.
+
+Where a forward runs a micro-batch in two parts, the part stands behind the micro-batch: ``0F0.0``, ``0F0.1``.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ NUMBER_PATTERN = "(0|[1-9][0-9]{0,6})"
 """A stage, micro-batch or device: one spelling for each number, so that equal actions are equal texts."""
 
 ACTION_PATTERN = (
-    f"^{NUMBER_PATTERN}([FBIW]{NUMBER_PATTERN}|(SEND|RECV)_[FB]{NUMBER_PATTERN}(>{NUMBER_PATTERN})?"
-    f"(@{NUMBER_PATTERN})?)$"
+    f"^{NUMBER_PATTERN}([FBIW]{NUMBER_PATTERN}([.][01])?|(SEND|RECV)_[FB]{NUMBER_PATTERN}([.][01])?"
+    f"(>{NUMBER_PATTERN})?(@{NUMBER_PATTERN})?)$"
 )
 
 _PARSE = re.compile(
-    f"{NUMBER_PATTERN}([FBIW]|(?:SEND|RECV)_[FB]){NUMBER_PATTERN}(?:>{NUMBER_PATTERN})?(?:@{NUMBER_PATTERN})?"
+    f"{NUMBER_PATTERN}([FBIW]|(?:SEND|RECV)_[FB]){NUMBER_PATTERN}(?:[.]([01]))?"
+    f"(?:>{NUMBER_PATTERN})?(?:@{NUMBER_PATTERN})?"
 )
 
 
@@ -41,6 +44,7 @@ class Action:
 
     ``peer_stage`` and ``peer_device`` are only for transfers: the stage and the device on the other end.
     For a ``RECV`` the stage is the receiver and the micro-batch is the sender's, as in the matching ``SEND``.
+    ``part`` is 0 or 1 where the forward runs this micro-batch in two parts.
     """
 
     stage: int
@@ -48,6 +52,7 @@ class Action:
     microbatch: int
     peer_stage: int | None = None
     peer_device: int | None = None
+    part: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -59,7 +64,7 @@ class Action:
         match = _PARSE.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not an action; write stage, kind, micro-batch, as 2F0 or 1SEND_F0")
-        stage, kind, microbatch, peer_stage, peer_device = match.groups()
+        stage, kind, microbatch, part, peer_stage, peer_device = match.groups()
         if kind in COMPUTE_KINDS and (peer_stage or peer_device):
             raise ValueError(f"{text!r} is not an action: only SEND and RECV have a peer")
         return cls(
@@ -68,12 +73,14 @@ class Action:
             int(microbatch),
             None if peer_stage is None else int(peer_stage),
             None if peer_device is None else int(peer_device),
+            None if part is None else int(part),
         )
 
     def __str__(self) -> str:
+        part = "" if self.part is None else f".{self.part}"
         peer_stage = "" if self.peer_stage is None else f">{self.peer_stage}"
         peer_device = "" if self.peer_device is None else f"@{self.peer_device}"
-        return f"{self.stage}{self.kind}{self.microbatch}{peer_stage}{peer_device}"
+        return f"{self.stage}{self.kind}{self.microbatch}{part}{peer_stage}{peer_device}"
 
     @property
     def is_compute(self) -> bool:

@@ -18,6 +18,12 @@ class PlacedStage(FileModel):
     devices: Annotated[Items[Index], Field(min_length=1, description="the stage's device group")]
     shards: Annotated[Count, Field(description="devices that split each block (tensor parallel)")] = 1
     replicas: Annotated[Count, Field(description="groups that split the samples (data parallel)")] = 1
+    microbatch_size: Annotated[
+        Count | None, Field(description="samples in one micro-batch of this stage, if not the plan's")
+    ] = None
+    recompute: Annotated[bool | None, Field(description="of this stage, if it is not as in all others")] = None
+    route: Annotated[Index, Field(description="of the placement's routes, the one this stage is on")] = 0
+    num_parted: Annotated[Index, Field(description="leading micro-batches whose forward runs in two parts")] = 0
 
     @model_validator(mode="after")
     def _group_is_whole(self) -> PlacedStage:
@@ -33,25 +39,34 @@ class PlacedStage(FileModel):
 
 
 class Placement(FileModel):
-    """Stages in a topological order of the stage graph, each on its devices."""
+    """Stages in a topological order of the stage graph, each on its devices.
+
+    Micro-batches take the routes in turn; every route has a stage for each block. One route unless the strategy is
+    ``bidirectional``.
+    """
 
     schema_version: Literal[1] = 1
     kind: Literal["placement"] = "placement"
     strategy: Annotated[Name, Field(description="one-to-one, circular, v-shape, bidirectional, or a shape's name")]
     num_devices: DeviceCount
+    num_routes: Count = 1
     stages: Annotated[Items[PlacedStage], Field(min_length=1)]
 
     @model_validator(mode="after")
     def _stages_are_disjoint(self) -> Placement:
-        seen: dict[str, int] = {}
+        seen: dict[tuple[int, str], int] = {}
         for index, stage in enumerate(self.stages):
             for device in stage.devices:
                 if device >= self.num_devices:
                     raise ValueError(
                         f"stages[{index}] stands on device {device}, but num_devices is {self.num_devices}"
                     )
+            if stage.route >= self.num_routes:
+                raise ValueError(f"stages[{index}] is on route {stage.route}, but num_routes is {self.num_routes}")
             for block in stage.blocks:
-                if block in seen:
-                    raise ValueError(f"block {block!r} is in stages[{seen[block]}] and in stages[{index}]")
-                seen[block] = index
+                if (stage.route, block) in seen:
+                    raise ValueError(f"block {block!r} is in stages[{seen[stage.route, block]}] and in stages[{index}]")
+                seen[stage.route, block] = index
+        if len(seen) != self.num_routes * len({block for _, block in seen}):
+            raise ValueError(f"each of the {self.num_routes} routes must have the same blocks")
         return self

@@ -15,6 +15,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from pipeplan.model.action import ACTION_PATTERN, NUMBER_PATTERN
 from pipeplan.model.base import MAX_DEVICES, Bytes, Count, FileModel, Index, Items, Name, Nanoseconds, PositiveNs
+from pipeplan.model.samples import Slots
 
 __all__ = [
     "Dependency",
@@ -42,7 +43,11 @@ class Device(FileModel):
 
 
 class Stage(FileModel):
-    """A stage: blocks, device group, how it is split, and what it keeps on each of its devices."""
+    """A stage: blocks, device group, how it is split, and what it keeps on each of its devices.
+
+    Replica r stands on devices ``r * shards`` to ``(r + 1) * shards - 1`` of ``devices`` and works on the r-th of
+    equal shares of each micro-batch's samples.
+    """
 
     blocks: Annotated[Items[Name], Field(min_length=1)]
     devices: Annotated[Items[Index], Field(min_length=1)]
@@ -51,6 +56,9 @@ class Stage(FileModel):
     configuration: Name | None = None
     microbatch_size: Annotated[Count, Field(description="samples in one micro-batch of this stage")]
     recompute: bool = False
+    route: Annotated[Index, Field(description="of the plan's routes, the one whose micro-batches come here")] = 0
+    num_parted: Annotated[Index, Field(description="leading micro-batches whose forward runs in two parts")] = 0
+    sync_ns: Annotated[Nanoseconds, Field(description="summing gradients over replicas and routes, at the end")] = 0
     parameter_bytes: Annotated[Bytes, Field(description="on each device of the stage, as the next two")] = 0
     gradient_bytes: Bytes = 0
     optimizer_bytes: Bytes = 0
@@ -65,6 +73,7 @@ class Operation(FileModel):
     acquire_bytes: Annotated[Bytes, Field(description="taken on each device at the start")] = 0
     release_bytes: Annotated[Bytes, Field(description="given back on each device at the end")] = 0
     workspace_bytes: Annotated[Bytes, Field(description="held on each device while running")] = 0
+    part_ns: Annotated[PositiveNs | None, Field(description="of one part of a micro-batch that runs in two")] = None
 
     @property
     def id(self) -> str:
@@ -73,10 +82,19 @@ class Operation(FileModel):
 
 
 class Hop(FileModel):
-    """One message of a dependency, once per micro-batch: a SEND on one device and a RECV on another."""
+    """One message of a dependency, once per micro-batch: a SEND on one device and a RECV on another.
+
+    It carries those samples of the source's micro-batch that the target device works on. Where stages have replicas
+    or micro-batches of different sizes, those of some micro-batches alone may go this way: of every ``every`` the
+    ``run`` from number ``first`` on. A micro-batch that both stages run in parts is two messages of half the bytes
+    and occupancy.
+    """
 
     source_device: Index
     target_device: Index
+    every: Count = 1
+    run: Count = 1
+    first: Index = 0
     bytes: Bytes = 0
     latency_ns: Annotated[Nanoseconds, Field(description="time that occupies no link")] = 0
     occupancy_ns: Annotated[Nanoseconds, Field(description="time that occupies the link")] = 0
@@ -86,12 +104,23 @@ class Hop(FileModel):
         """Time from the producer's end until the consumer may start, on an idle link."""
         return self.latency_ns + self.occupancy_ns
 
+    @property
+    def pattern(self) -> dict[str, int]:
+        """The fields of :class:`~pipeplan.model.samples.Slots` that say which micro-batches go this way."""
+        return {"every": self.every, "run": self.run, "first": self.first}
+
+    @property
+    def part(self) -> Hop:
+        """The message of one part."""
+        half = -(-self.occupancy_ns // 2)
+        return self.model_copy(update={"bytes": -(-self.bytes // 2), "occupancy_ns": half})
+
 
 class Dependency(FileModel):
     """Actions of ``target`` start after the ``source`` actions that hold their samples, and after the hops.
 
-    Micro-batch m of a stage with micro-batch size b holds samples m*b to (m+1)*b - 1 of the mini-batch, so
-    between stages of equal size micro-batch m depends on micro-batch m.
+    Which samples an action holds is said in :mod:`pipeplan.model.samples`; between stages of equal size and route
+    micro-batch m depends on micro-batch m.
     """
 
     source: OperationId
@@ -143,6 +172,7 @@ class Predicted(FileModel):
     makespan_ns: TimeSum
     lower_bound_ns: Annotated[TimeSum, Field(description="proved: no schedule of this placement is shorter")]
     gap: Annotated[float, Field(ge=0, description="makespan / lower_bound - 1")]
+    iteration_ns: Annotated[TimeSum, Field(description="makespan, then gradients summed over replicas")] = 0
     period_ns: Annotated[float | None, Field(ge=0, description="per micro-batch, of the repetend")] = None
     period_lower_bound_ns: Annotated[float, Field(ge=0)] = 0.0
     bubble_rate: Annotated[float, Field(ge=0, le=1, description="of the iteration")]
@@ -172,6 +202,7 @@ class Plan(FileModel):
     placement: Annotated[Name, Field(description="strategy: one-to-one, circular, v-shape, ...")]
     num_microbatches: Count
     microbatch_size: Annotated[Count, Field(description="mini-batch / num_microbatches")]
+    num_routes: Annotated[Count, Field(description="ways through the stages that micro-batches take in turn")] = 1
     devices: Annotated[Items[Device], Field(min_length=1, max_length=MAX_DEVICES)]
     stages: Annotated[Items[Stage], Field(min_length=1)]
     operations: Annotated[Items[Operation], Field(min_length=1)]
@@ -211,10 +242,30 @@ class Plan(FileModel):
             raise ValueError(f"stages[{number}].devices name a device twice")
         if stage.shards * stage.replicas != len(stage.devices):
             raise ValueError(f"stages[{number}]: shards x replicas must equal its {len(stage.devices)} devices")
-        if self.mini_batch % stage.microbatch_size:
+        if stage.route >= self.num_routes:
+            raise ValueError(f"stages[{number}] is on route {stage.route}, but the plan has {self.num_routes}")
+        if self.mini_batch % (stage.microbatch_size * self.num_routes):
+            routes = f" on each of {self.num_routes} routes" if self.num_routes > 1 else ""
             raise ValueError(
-                f"stages[{number}].microbatch_size {stage.microbatch_size} does not divide the mini-batch of "
+                f"stages[{number}].microbatch_size {stage.microbatch_size}{routes} does not divide the mini-batch of "
                 f"{self.mini_batch}"
+            )
+        if stage.num_parted:
+            self._require_parts(number)
+
+    def _require_parts(self, number: int) -> None:
+        """Parts are halves of equal micro-batches, so that a part of one stage is a part of the next."""
+        stage = self.stages[number]
+        if stage.num_parted > self.num_microbatches:
+            raise ValueError(
+                f"stages[{number}].num_parted {stage.num_parted} is more than the {self.num_microbatches} micro-batches"
+            )
+        if self.num_routes > 1 or any(other.microbatch_size != self.microbatch_size for other in self.stages):
+            raise ValueError(f"stages[{number}].num_parted: parts need one route, and one micro-batch size")
+        if stage.microbatch_size % (2 * stage.replicas):
+            raise ValueError(
+                f"stages[{number}].num_parted: micro-batches of {stage.microbatch_size} samples cannot be halved "
+                f"for {stage.replicas} replicas"
             )
 
     def _require_operations(self) -> None:
@@ -227,6 +278,9 @@ class Plan(FileModel):
             if operation.id in seen:
                 raise ValueError(f"operations[{number}] repeats operation {operation.id}")
             seen.add(operation.id)
+            parted = operation.kind == "F" and self.stages[operation.stage].num_parted > 0
+            if parted != (operation.part_ns is not None):
+                raise ValueError(f"operations[{number}].part_ns is for forwards of stages with num_parted, and for all")
 
     def _require_dependency(self, number: int, groups: Sequence[frozenset[int]]) -> None:
         """``groups`` [stage] are the devices of the stages."""
@@ -245,6 +299,8 @@ class Plan(FileModel):
                 )
             if hop.target_device not in targets:
                 raise ValueError(f"{place} ends on device {hop.target_device}, where {dependency.target} does not run")
+            if hop.first + hop.run > hop.every:
+                raise ValueError(f"{place}: first {hop.first} + run {hop.run} must be at most every {hop.every}")
 
     def _require_starts(self) -> None:
         for id_ in self.starts_ns:
@@ -282,6 +338,22 @@ class Plan(FileModel):
         """The devices an operation runs on, all at once."""
         return self.stage_of(id_).devices
 
+    def slots(self, id_: str) -> Slots:
+        """Which samples each action of an operation holds."""
+        return slots_of(self.stage_of(id_), id_[-1], self.mini_batch, self.num_routes)
+
     def num_instances(self, id_: str) -> int:
-        """How many actions an operation has: one per micro-batch of its stage."""
-        return self.mini_batch // self.stage_of(id_).microbatch_size
+        """How many actions an operation has: one per micro-batch of its stage, and one more for each in two parts."""
+        return len(self.slots(id_))
+
+
+def slots_of(stage: Stage, kind: str, mini_batch: int, num_routes: int) -> Slots:
+    """Which samples each action of an operation of this kind and stage holds."""
+    size = stage.microbatch_size
+    return Slots(
+        size=size,
+        stride=size * num_routes,
+        offset=size * stage.route,
+        count=mini_batch // (size * num_routes),
+        num_parted=stage.num_parted if kind == "F" else 0,
+    )

@@ -169,21 +169,23 @@ class Profile(FileModel):
             ValueError: it does not; the text names the block or the edge.
         """
         known = set(order or self.topological_order())
-        stage_of = {block: index for index, stage in enumerate(placement.stages) for block in stage.blocks}
-        for block in stage_of:
-            if block not in known:
-                raise ValueError(
-                    f"placement.stages[{stage_of[block]}] has block {block!r}, which is not in the profile"
-                )
-        missing = [block.id for block in self.blocks if block.id not in stage_of]
-        if missing:
-            raise ValueError(f"placement leaves out block {missing[0]!r} ({len(missing)} in all)")
-        for edge in self.edges:
-            if stage_of[edge.source] > stage_of[edge.target]:
-                raise ValueError(
-                    f"placement puts {edge.source!r} in stage {stage_of[edge.source]}, after stage "
-                    f"{stage_of[edge.target]} of {edge.target!r} which needs it"
-                )
+        for route in range(placement.num_routes):
+            on_route = [(index, stage) for index, stage in enumerate(placement.stages) if stage.route == route]
+            stage_of = {block: index for index, stage in on_route for block in stage.blocks}
+            for block in stage_of:
+                if block not in known:
+                    raise ValueError(
+                        f"placement.stages[{stage_of[block]}] has block {block!r}, which is not in the profile"
+                    )
+            missing = [block.id for block in self.blocks if block.id not in stage_of]
+            if missing:
+                raise ValueError(f"placement leaves out block {missing[0]!r} ({len(missing)} in all)")
+            for edge in self.edges:
+                if stage_of[edge.source] > stage_of[edge.target]:
+                    raise ValueError(
+                        f"placement puts {edge.source!r} in stage {stage_of[edge.source]}, after stage "
+                        f"{stage_of[edge.target]} of {edge.target!r} which needs it"
+                    )
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:

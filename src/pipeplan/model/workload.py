@@ -16,14 +16,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pipeplan.model.action import PAYLOAD, Action
-from pipeplan.model.plan import Dependency, Device, Hop, Operation, Plan, Stage
+from pipeplan.model.plan import Dependency, Device, Hop, Operation, Plan, Stage, slots_of
+from pipeplan.model.samples import Slots
 
 __all__ = ["Transfer", "Workload"]
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The messages of one hop on a link where they may have to wait, one for each micro-batch of the source.
+    """The messages of one hop on a link where they may have to wait: those of the source's micro-batches that go there.
 
     ``source`` and ``target`` number the operations at its ends, ``link`` is a number in :attr:`Workload.links`.
     """
@@ -50,6 +51,7 @@ class Workload:
     stages: tuple[Stage, ...]
     operations: tuple[Operation, ...]
     dependencies: tuple[Dependency, ...]
+    num_routes: int = 1
 
     @classmethod
     def of(cls, plan: Plan) -> Workload:
@@ -63,6 +65,7 @@ class Workload:
             plan.stages,
             plan.operations,
             plan.dependencies,
+            plan.num_routes,
         )
 
     def with_microbatches(self, num_microbatches: int) -> Workload:
@@ -70,8 +73,13 @@ class Workload:
         return replace(self, num_microbatches=num_microbatches)
 
     def num_instances(self, operation: Operation) -> int:
-        """How many actions an operation has: one per micro-batch of its stage."""
-        return self.num_microbatches * self.microbatch_size // self.stages[operation.stage].microbatch_size
+        """How many actions an operation has: one per micro-batch of its stage, and one more for each in two parts."""
+        return len(slots_of(self.stages[operation.stage], operation.kind, self.mini_batch, self.num_routes))
+
+    @property
+    def mini_batch(self) -> int:
+        """Samples in one iteration."""
+        return self.num_microbatches * self.microbatch_size
 
     def static_bytes(self, device: int) -> int:
         """Parameters, gradients and optimizer state that a device keeps throughout."""
@@ -121,9 +129,12 @@ class Workload:
             yield from ((source, target, hop) for hop in dependency.hops if hop.occupancy_ns)
 
     @cached_property
+    def _position(self) -> dict[str, int]:
+        return {operation.id: index for index, operation in enumerate(self.operations)}
+
+    @cached_property
     def _ends(self) -> tuple[tuple[int, int, Dependency], ...]:
-        position = {operation.id: index for index, operation in enumerate(self.operations)}
-        return tuple((position[d.source], position[d.target], d) for d in self.dependencies)
+        return tuple((self._position[d.source], self._position[d.target], d) for d in self.dependencies)
 
     @cached_property
     def num_resources(self) -> int:
@@ -132,9 +143,15 @@ class Workload:
 
     @cached_property
     def durations(self) -> tuple[int, ...]:
-        """[item] ns that it takes its devices, or its link."""
+        """[item] ns that it takes its devices, or its link, for a whole micro-batch."""
         compute = tuple(operation.duration_ns for operation in self.operations)
         return compute + tuple(transfer.hop.occupancy_ns for transfer in self.transfers)
+
+    @cached_property
+    def part_durations(self) -> tuple[int, ...]:
+        """[item] ns that one of two parts of a micro-batch takes, where it runs in parts."""
+        compute = tuple(operation.part_ns or 0 for operation in self.operations)
+        return compute + tuple(transfer.hop.part.occupancy_ns for transfer in self.transfers)
 
     @cached_property
     def resources(self) -> tuple[tuple[int, ...], ...]:
@@ -143,10 +160,32 @@ class Workload:
         return compute + tuple((len(self.devices) + transfer.link,) for transfer in self.transfers)
 
     @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """[item] samples in one of its micro-batches."""
-        compute = tuple(self.stages[operation.stage].microbatch_size for operation in self.operations)
-        return compute + tuple(compute[transfer.source] for transfer in self.transfers)
+    def slots(self) -> tuple[Slots, ...]:
+        """[item] which samples each of its actions, or messages, holds."""
+        compute = tuple(
+            slots_of(self.stages[operation.stage], operation.kind, self.mini_batch, self.num_routes)
+            for operation in self.operations
+        )
+        return compute + tuple(
+            _messages(compute[transfer.source], compute[transfer.target], transfer.hop) for transfer in self.transfers
+        )
+
+    def messages(self, dependency: Dependency, hop: Hop) -> Slots:
+        """Which samples each message of a hop is about."""
+        source, target = (self._position[id_] for id_ in (dependency.source, dependency.target))
+        return _messages(self.slots[source], self.slots[target], hop)
+
+    def work_of(self, item: int) -> int:
+        """Ns that all actions, or messages, of an item take."""
+        slots = self.slots[item]
+        whole = (slots.count - slots.num_parted) * self.durations[item]
+        return whole + 2 * slots.num_parted * self.part_durations[item]
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether all micro-batches are alike: one size, one route, no parts."""
+        whole = Slots(self.microbatch_size, self.microbatch_size, 0, self.num_microbatches)
+        return all(slots == whole for slots in self.slots)
 
     @cached_property
     def lags(self) -> tuple[tuple[int, int, int], ...]:
@@ -156,14 +195,9 @@ class Workload:
     @cached_property
     def edges(self) -> tuple[tuple[int, int, int], ...]:
         """What waits for what: (item, item, lag in ns). A transfer stands between the operations at its ends."""
-        links = set(self.links)
         found: list[tuple[int, int, int]] = []
         for source, target, dependency in self._ends:
-            free = [
-                hop.duration_ns
-                for hop in dependency.hops
-                if not hop.occupancy_ns or (hop.source_device, hop.target_device) not in links
-            ]
+            free = [hop.duration_ns for hop in self._free_hops(dependency)]
             if free or not dependency.hops:
                 found.append((source, target, max(free, default=0)))
         for item, transfer in enumerate(self.transfers, len(self.operations)):
@@ -171,16 +205,44 @@ class Workload:
             found.append((item, transfer.target, transfer.hop.latency_ns))
         return tuple(found)
 
+    @cached_property
+    def part_lags(self) -> dict[tuple[int, int], int]:
+        """{(operation, operation): lag in ns} of the edges between them where both run a micro-batch in parts."""
+        return {
+            (source, target): max((hop.part.duration_ns for hop in self._free_hops(dependency)), default=0)
+            for source, target, dependency in self._ends
+            if self.slots[source].num_parted and self.slots[target].num_parted
+        }
+
+    def _free_hops(self, dependency: Dependency) -> list[Hop]:
+        """Messages that never wait for their link."""
+        links = set(self.links)
+        return [
+            hop
+            for hop in dependency.hops
+            if not hop.occupancy_ns or (hop.source_device, hop.target_device) not in links
+        ]
+
     def rank(self, item: int) -> tuple[int, bool]:
         """Sort key by which what an item waits for comes before it: a transfer stands right behind its source."""
         is_transfer = item >= len(self.operations)
         return (self.transfers[item - len(self.operations)].source if is_transfer else item, is_transfer)
 
-    def label(self, item: int, microbatch: int) -> str:
-        """The action's text: ``2F0``, or a transfer's SEND with both ends: ``1SEND_F0>2@3``."""
+    def label(self, item: int, number: int) -> str:
+        """The text of an item's action: ``2F0``, or of a transfer's SEND with both ends: ``1SEND_F0>2@3``."""
+        slots = self.slots[item]
         if item < len(self.operations):
-            return f"{self.operations[item].id}{microbatch}"
+            return f"{self.operations[item].id}{slots.text(number)}"
         transfer = self.transfers[item - len(self.operations)]
         source, target = self.operations[transfer.source], self.operations[transfer.target]
         kind = f"SEND_{PAYLOAD.get(source.kind, '')}"
-        return str(Action(source.stage, kind, microbatch, target.stage, transfer.hop.target_device))
+        microbatch, part = slots.name(number)
+        return str(Action(source.stage, kind, microbatch, target.stage, transfer.hop.target_device, part))
+
+
+def _messages(source: Slots, target: Slots, hop: Hop) -> Slots:
+    """One message per micro-batch of the source; two where both ends run it in parts.
+
+    What the source runs in parts and the target does not is sent together (AutoPipe III-C).
+    """
+    return replace(source, num_parted=min(source.num_parted, target.num_parted), **hop.pattern)

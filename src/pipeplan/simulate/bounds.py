@@ -16,11 +16,10 @@ def makespan_bound(workload: Workload) -> int:
     durations = workload.durations
     heads, tails = _heads_and_tails(workload)
     best = max(map(sum, zip(heads, durations, tails, strict=True)))
-    mini_batch = workload.num_microbatches * workload.microbatch_size
     for resource in range(workload.num_resources):
         here = [item for item, resources in enumerate(workload.resources) if resource in resources]
         if here:
-            work = sum(durations[item] * (mini_batch // workload.sizes[item]) for item in here)
+            work = sum(map(workload.work_of, here))
             best = max(best, min(heads[item] for item in here) + work + min(tails[item] for item in here))
     return best
 

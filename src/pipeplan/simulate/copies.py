@@ -133,10 +133,12 @@ def require_cut(workload: Workload, first: Mapping[str, int]) -> None:
 
 
 def require_equal_sizes(workload: Workload) -> None:
-    """Require one micro-batch size for all stages; raises UsageError."""
+    """Require that all micro-batches are alike on all stages; raises UsageError."""
     for index, stage in enumerate(workload.stages):
         if stage.microbatch_size != workload.microbatch_size:
             raise UsageError(
                 f"a repetend needs one micro-batch size for all stages; stages[{index}] has "
                 f"{stage.microbatch_size}, the plan {workload.microbatch_size}"
             )
+    if not workload.is_uniform:
+        raise UsageError("a repetend needs one route and no micro-batch in parts")

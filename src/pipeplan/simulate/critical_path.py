@@ -78,7 +78,7 @@ class _Inputs:
     """Looks up the tasks whose results a task needs, with their lags."""
 
     def __init__(self, workload: Workload) -> None:
-        self._sizes = workload.sizes
+        self._slots, self._part_lags = workload.slots, workload.part_lags
         self._sources: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for source, target, lag in workload.edges:
             self._sources[target].append((source, lag))
@@ -86,11 +86,10 @@ class _Inputs:
     def of(self, graph: TaskGraph, task: int) -> list[tuple[int, int]]:
         """Pairs (task, lag in ns)."""
         target = graph.operation_of[task]
-        size = self._sizes[target]
-        first = (task - graph.offsets[target]) * size
+        slots, number = self._slots[target], task - graph.offsets[target]
         found: list[tuple[int, int]] = []
         for source, lag in self._sources[target]:
-            source_size = self._sizes[source]
-            needed = range(first // source_size, -(-(first + size) // source_size))
-            found.extend((graph.offsets[source] + m, lag) for m in needed)
+            parts = 2 * min(slots.num_parted, self._slots[source].num_parted)
+            lag = self._part_lags.get((source, target), lag) if number < parts else lag
+            found.extend((graph.offsets[source] + m, lag) for m in self._slots[source].sharing(slots.samples(number)))
         return found

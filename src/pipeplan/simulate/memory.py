@@ -14,7 +14,7 @@ from pipeplan.model.workload import Workload
 from pipeplan.simulate.timing import Orders, TaskGraph
 from pipeplan.units import format_bytes
 
-__all__ = ["Overflow", "fits", "memory_levels", "overflow", "peak_memory"]
+__all__ = ["Overflow", "acquired_bytes", "fits", "memory_levels", "overflow", "peak_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,20 @@ def memory_levels(graph: TaskGraph, order: Sequence[int]) -> list[int]:
     held, levels = 0, []
     for task in order:
         operation = operations[graph.operation_of[task]]
-        levels.append(held + operation.acquire_bytes + operation.workspace_bytes)
-        held += operation.acquire_bytes - operation.release_bytes
+        acquired = acquired_bytes(graph, task)
+        levels.append(held + acquired + operation.workspace_bytes)
+        held += acquired - operation.release_bytes
     return levels
+
+
+def acquired_bytes(graph: TaskGraph, task: int) -> int:
+    """What an action takes at its start; of a micro-batch in two parts the second takes what is left of it."""
+    item = graph.operation_of[task]
+    acquired = graph.workload.operations[item].acquire_bytes
+    number = task - graph.offsets[item]
+    if number >= 2 * graph.workload.slots[item].num_parted:
+        return acquired
+    return acquired // 2 if number % 2 else acquired - acquired // 2
 
 
 def fits(graph: TaskGraph, orders: Orders) -> bool:

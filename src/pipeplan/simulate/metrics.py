@@ -70,25 +70,27 @@ def in_flight(graph: TaskGraph, orders: Orders) -> tuple[int, ...]:
 def _in_flight(graph: TaskGraph, device: int, order: Sequence[int]) -> int:
     """A unit of samples is in flight while the device holds bytes on its behalf, in any of its stages."""
     workload, operation_of, offsets = graph.workload, graph.operation_of, graph.offsets
-    unit = math.gcd(*(stage.microbatch_size for stage in workload.stages if device in stage.devices)) or 1
+    stages = [stage for stage in workload.stages if device in stage.devices]
+    pieces = 2 if any(stage.num_parted for stage in stages) else 1
+    unit = (math.gcd(*(stage.microbatch_size for stage in stages)) or 1) // pieces
     effects = [(op.acquire_bytes, op.release_bytes) for op in workload.operations]
-    held = [0] * (workload.num_microbatches * workload.microbatch_size // unit)
+    held = [0] * (workload.mini_batch // unit)
     holding = most = 0
     for task in order:
         operation = operation_of[task]
         acquire, release = effects[operation]
-        units = workload.sizes[operation] // unit
-        first = (task - offsets[operation]) * units
+        begin, end = workload.slots[operation].samples(task - offsets[operation])
+        units = range(begin // unit, end // unit)
         if acquire:
-            holding += held[first : first + units].count(0)
-            for sample in range(first, first + units):
+            for sample in units:
+                holding += not held[sample]
                 held[sample] += acquire
             most = max(most, holding)
         if release:
-            for sample in range(first, first + units):
+            for sample in units:
                 holding -= 0 < held[sample] <= release
                 held[sample] -= release
-    return most
+    return -(-most // pieces)
 
 
 def _share_idle(busy: int, available: int) -> float:

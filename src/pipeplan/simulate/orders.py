@@ -36,7 +36,8 @@ def _compute_order(graph: TaskGraph, device: int, program: Sequence[str]) -> lis
     for item, operation in enumerate(workload.operations):
         if device in workload.resources[item]:
             id_, tasks = operation.id, range(graph.offsets[item], graph.offsets[item + 1])
-            number.update({f"{id_}{m}": task for m, task in enumerate(tasks)})
+            text = workload.slots[item].text
+            number.update({f"{id_}{text(m)}": task for m, task in enumerate(tasks)})
     computes = [text for text in program if "_" not in text]  # a transfer is 1SEND_F0 or 2RECV_F0
     _require_all(device, computes, number)
     return [number[text] for text in computes]
@@ -48,7 +49,8 @@ def _link_order(graph: TaskGraph, link: int, source: int, target: int, program: 
     tasks = {item: range(*graph.offsets[item : item + 2]) for item, transfer in numbered if transfer.link == link}
     number: dict[str, int] = {}
     for (before, behind), item in _names(graph.workload, link, source).items():
-        number.update({f"{before}{m}{behind}": task for m, task in enumerate(tasks[item])})
+        text = graph.workload.slots[item].text
+        number.update({f"{before}{text(m)}{behind}": task for m, task in enumerate(tasks[item])})
     order = [number[text] for text in program if text in number]
     if not len(order) == len(set(order)) == sum(map(len, tasks.values())):
         raise InvalidPlanError(

@@ -65,16 +65,19 @@ class TaskGraph:
 
 def task_graph(workload: Workload) -> TaskGraph:
     """Number the actions of a workload and join them by its dependencies."""
-    mini_batch = workload.num_microbatches * workload.microbatch_size
-    counts = [mini_batch // size for size in workload.sizes]
+    counts = [len(slots) for slots in workload.slots]
     offsets = [0, *itertools.accumulate(counts)]
     operation_of = [item for item, count in enumerate(counts) for _ in range(count)]
-    durations = [time for time, count in zip(workload.durations, counts, strict=True) for _ in range(count)]
+    durations: list[int] = []
+    for slots, whole, part in zip(workload.slots, workload.durations, workload.part_durations, strict=True):
+        durations += [part] * (2 * slots.num_parted) + [whole] * (slots.count - slots.num_parted)
     successors: list[list[tuple[int, int]]] = [[] for _ in durations]
     num_predecessors = [0] * len(durations)
     for source, target, lag in workload.edges:
+        parts_end = offsets[source] + 2 * min(workload.slots[source].num_parted, workload.slots[target].num_parted)
+        part_lag = workload.part_lags.get((source, target), lag)
         for task, before in _pairs(workload, offsets, source, target):
-            successors[before].append((task, lag))
+            successors[before].append((task, part_lag if before < parts_end else lag))
             num_predecessors[task] += 1
     return TaskGraph(workload, offsets, operation_of, durations, successors, num_predecessors)
 
@@ -82,14 +85,10 @@ def task_graph(workload: Workload) -> TaskGraph:
 def _pairs(workload: Workload, offsets: Sequence[int], source: int, target: int) -> Iterable[tuple[int, int]]:
     """(task of the target, task of the source) wherever both hold some sample."""
     ours, theirs = range(offsets[target], offsets[target + 1]), range(offsets[source], offsets[source + 1])
-    size, source_size = workload.sizes[target], workload.sizes[source]
-    if size == source_size:
+    slots, source_slots = workload.slots[target], workload.slots[source]
+    if slots == source_slots:
         return zip(ours, theirs, strict=True)
-    return (
-        (task, before)
-        for m, task in enumerate(ours)
-        for before in theirs[m * size // source_size : -(-(m + 1) * size // source_size)]
-    )
+    return ((task, theirs[number]) for m, task in enumerate(ours) for number in source_slots.sharing(slots.samples(m)))
 
 
 def earliest_starts(graph: TaskGraph, orders: Orders) -> list[int]:

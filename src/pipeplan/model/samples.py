@@ -1,0 +1,129 @@
+"""Which samples of a mini-batch an action works on, and which of them each device of a stage holds.
+
+Samples are numbered from 0. With ``num_routes`` routes, micro-batches go along them in turn: micro-batch m of a stage
+on route r holds samples ``(m * num_routes + r) * size`` and on. The first ``num_parted`` forwards of a stage run in two
+parts, the second half of the samples after the first.
+
+Two actions of stages that are joined by a dependency depend on each other if they share a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["Group", "Slots", "carried", "replica_samples"]
+
+Range = tuple[int, int]
+"""First sample, and the one behind the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The actions of one operation, or the messages of one hop, by the samples they hold.
+
+    ``size`` samples per micro-batch, ``stride`` from one micro-batch's first sample to the next one's, the first at
+    ``offset``, ``count`` micro-batches, of which the first ``num_parted`` are two actions each. Of every ``every``
+    micro-batches only those from ``first`` on are meant, ``run`` in a row.
+    """
+
+    size: int
+    stride: int
+    offset: int
+    count: int
+    num_parted: int = 0
+    every: int = 1
+    run: int = 1
+    first: int = 0
+
+    def __len__(self) -> int:
+        return self._before(self.count) + self.num_parted
+
+    def name(self, number: int) -> tuple[int, int | None]:
+        """Micro-batch and part (0 or 1) of an action; no part where it runs the whole micro-batch."""
+        if number < 2 * self.num_parted:
+            return number // 2, number % 2
+        groups, place = divmod(number - self.num_parted, self.run)
+        return self.first + groups * self.every + place, None
+
+    def number(self, microbatch: int, part: int | None = None) -> int | None:
+        """The action that runs a micro-batch, or a part of it: the inverse of :meth:`name`. None if there is none."""
+        parted = microbatch < self.num_parted
+        number = 2 * microbatch + (part or 0) if parted else self._before(microbatch) + self.num_parted
+        return number if number < len(self) and self.name(number) == (microbatch, part) else None
+
+    def text(self, number: int) -> str:
+        """What stands behind stage and kind in the action's text: ``3``, or ``0.1`` for a part."""
+        microbatch, part = self.name(number)
+        return str(microbatch) if part is None else f"{microbatch}.{part}"
+
+    def samples(self, number: int) -> Range:
+        """The samples of an action."""
+        microbatch, part = self.name(number)
+        begin = self.offset + microbatch * self.stride
+        middle, end = begin + self.size // 2, begin + self.size
+        return ((begin, end), (begin, middle), (middle, end))[0 if part is None else 1 + part]
+
+    def sharing(self, samples: Range) -> range:
+        """The actions that hold any of these samples."""
+        first = max(0, (samples[0] - self.offset - self.size) // self.stride + 1)
+        behind = min(self.count, max(first, -(-(samples[1] - self.offset) // self.stride)))
+        if first < self.num_parted:
+            return self._sharing_parts(samples, first, behind)
+        return range(self._before(first) + self.num_parted, self._before(behind) + self.num_parted)
+
+    def _sharing_parts(self, samples: Range, first: int, behind: int) -> range:
+        """The same where some of the micro-batches from ``first`` on run in parts."""
+        candidates = range(2 * first, behind + min(behind, self.num_parted))
+        found = [n for n in candidates if self.samples(n)[0] < samples[1] and samples[0] < self.samples(n)[1]]
+        return range(found[0], found[-1] + 1) if found else range(0)
+
+    def _before(self, microbatch: int) -> int:
+        """How many of the micro-batches before this one are meant."""
+        groups, rest = divmod(max(0, microbatch - self.first), self.every)
+        return groups * self.run + min(rest, self.run)
+
+
+class Group(Protocol):
+    """A stage's device group, as a placement or a plan has it."""
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The devices, replica after replica."""
+
+    @property
+    def shards(self) -> int:
+        """Devices that split each block."""
+
+    @property
+    def replicas(self) -> int:
+        """Groups that split the samples."""
+
+
+def replica_samples(samples: Range, replicas: int, replica: int) -> Range:
+    """A replica's share of an action's samples: neighbours, equally many each.
+
+    Devices ``replica * shards`` to ``(replica + 1) * shards - 1`` of a stage are its replica number ``replica``.
+    """
+    each = (samples[1] - samples[0]) // replicas
+    return samples[0] + replica * each, samples[0] + (replica + 1) * each
+
+
+def carried(
+    source: Group, source_samples: Range, target: Group, target_samples: Range
+) -> Iterator[tuple[int, int, Range]]:
+    """(source device, target device, samples): what has to be sent for one action of the target of one of the source.
+
+    A target device is sent what its replica works on and its own copy of the source, if it has one, did not make. Of
+    source devices that hold the same, shard after shard sends in turn.
+    """
+    for index, device in enumerate(target.devices):
+        needed = replica_samples(target_samples, target.replicas, index // target.shards)
+        own = source.devices.index(device) // source.shards if device in source.devices else None
+        for replica in range(source.replicas):
+            begin, end = replica_samples(source_samples, source.replicas, replica)
+            begin, end = max(begin, needed[0]), min(end, needed[1])
+            if replica != own and begin < end:
+                sender = source.devices[replica * source.shards + index % target.shards % source.shards]
+                yield sender, device, (begin, end)
