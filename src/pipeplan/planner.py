@@ -22,7 +22,7 @@ from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.search import Progress, Schedule, search_schedule
 from pipeplan.schedule.solver import Budget, load_solver
 from pipeplan.simulate.memory import peak_memory
-from pipeplan.simulate.metrics import rates
+from pipeplan.simulate.metrics import iteration_time, rates
 from pipeplan.simulate.repetend import find_repetend, steady_bubble_rate
 from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts, with_links
 
@@ -82,16 +82,21 @@ class Result:
         period, period_bound_ns = predicted.period_ns, predicted.period_lower_bound_ns
         unroll, span = (repetend.unroll, repetend.span) if repetend is not None else (None, None)
         steady = predicted.bubble_rate_steady
-        if pattern is not None and (period is None or pattern.period <= period):
-            period, period_bound_ns = _number(pattern.period), _number(self.schedule.period_bound_ns)
-            unroll, span = pattern.unroll, pattern.span
-            busy = sum(self.schedule_work())
+        problem = Problem.of(self.schedule.workload)
+        per_round = problem.microbatches_per_round
+        if pattern is not None and (period is None or pattern.period / per_round <= period):
+            period, period_bound_ns = (
+                _number(each / per_round) for each in (pattern.period, self.schedule.period_bound_ns)
+            )
+            unroll, span = pattern.unroll * per_round, pattern.span * per_round
+            busy = sum(problem.work[: problem.num_devices])
             steady = float(1 - Fraction(busy) / (pattern.period * len(self.plan.devices)))
         return {
             "name": self.plan.name,
             "status": self.status,
             "scheduler": self.plan.provenance.scheduler,
             "makespan_ns": predicted.makespan_ns,
+            "iteration_ns": predicted.iteration_ns,
             "lower_bound_ns": predicted.lower_bound_ns,
             "gap": predicted.gap,
             "period_ns": period,
@@ -112,11 +117,6 @@ class Result:
             "repetend_seconds": self.schedule.repetend_seconds,
             "partition_seconds": self.partition_seconds,
         }
-
-    def schedule_work(self) -> tuple[int, ...]:
-        """[device] ns of work per micro-batch."""
-        problem = Problem.of(self.schedule.workload)
-        return problem.work[: problem.num_devices]
 
 
 def resolve_batch(
@@ -228,11 +228,13 @@ def search_plan(
         except InfeasibleError as error:
             failure = failure or error
             continue
+        problem = Problem.of(best.workload)
         plan = assemble(
             best.graph,
             best.orders,
             best.bound_ns,
-            period_bound(Problem.of(best.workload)),  # for every unroll, so for whichever repetend the plan has
+            # for every unroll, so for whichever repetend the plan has
+            period_bound(problem) / problem.microbatches_per_round,
             best.scheduler,
             split_overhead_ns=options.split_overhead_ns,
             provenance=_provenance(request),
@@ -394,7 +396,7 @@ def assemble(
     orders = with_links(graph, orders)
     starts = earliest_starts(graph, orders)
     figures = rates(graph, orders, starts)
-    repetend = find_repetend(graph, orders, starts)
+    repetend = find_repetend(graph, orders, starts) if workload.is_uniform else None
     by_operation = {
         operation.id: tuple(starts[graph.offsets[index] : graph.offsets[index + 1]])
         for index, operation in enumerate(workload.operations)
@@ -404,6 +406,7 @@ def assemble(
         placement=workload.placement,
         num_microbatches=workload.num_microbatches,
         microbatch_size=workload.microbatch_size,
+        num_routes=workload.num_routes,
         devices=workload.devices,
         stages=workload.stages,
         operations=workload.operations,
@@ -416,6 +419,7 @@ def assemble(
             makespan_ns=figures.makespan_ns,
             lower_bound_ns=bound_ns,
             gap=figures.makespan_ns / bound_ns - 1,
+            iteration_ns=iteration_time(workload, figures),
             period_ns=repetend.period_ns if repetend is not None else None,
             period_lower_bound_ns=_number(period_bound_ns),
             bubble_rate=figures.bubble_rate,

@@ -2,6 +2,14 @@
 
 from pipeplan.costs.blocks import block_costs
 from pipeplan.costs.links import transfer_time
-from pipeplan.costs.stages import StageCosts, build_workload, can_split, stage_costs
+from pipeplan.costs.stages import StageCosts, build_workload, can_split, gradient_sync, stage_costs
 
-__all__ = ["StageCosts", "block_costs", "build_workload", "can_split", "stage_costs", "transfer_time"]
+__all__ = [
+    "StageCosts",
+    "block_costs",
+    "build_workload",
+    "can_split",
+    "gradient_sync",
+    "stage_costs",
+    "transfer_time",
+]

@@ -29,7 +29,7 @@ from pipeplan.model.plan import slots_of
 from pipeplan.model.samples import carried
 from pipeplan.model.workload import Workload
 
-__all__ = ["StageCosts", "build_workload", "can_split", "stage_costs"]
+__all__ = ["StageCosts", "build_workload", "can_split", "gradient_sync", "stage_costs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,18 +151,9 @@ def build_workload(
         )
         for stage in placed
     ]
-    syncs = _gradient_syncs(placed, costs, cluster)
-    stages = tuple(
-        stage.model_copy(
-            update={
-                "parameter_bytes": cost.parameter_bytes,
-                "gradient_bytes": cost.parameter_bytes,
-                "optimizer_bytes": cost.optimizer_bytes,
-                "sync_ns": sync,
-            }
-        )
-        for stage, cost, sync in zip(placed, costs, syncs, strict=True)
-    )
+    stages = [_keeping(stage, cost) for stage, cost in zip(placed, costs, strict=True)]
+    syncs = [gradient_sync(stages, stage, cluster) for stage in stages]
+    stages = [stage.model_copy(update={"sync_ns": sync}) for stage, sync in zip(stages, syncs, strict=True)]
     operations = _operations(costs, split_backward, split_overhead_ns)
     operations = tuple(_with_parts(profile, stages[each.stage], each) for each in operations)
     memory = memory_bytes or (cluster.memory_bytes if cluster is not None else (None,) * placement.num_devices)
@@ -176,7 +167,7 @@ def build_workload(
             Device(name=names[index] if names else "device", memory_bytes=memory[index])
             for index in range(placement.num_devices)
         ),
-        stages=stages,
+        stages=tuple(stages),
         operations=operations,
         dependencies=_dependencies(profile, stages, placement.num_routes, operations, cluster),
         num_routes=placement.num_routes,
@@ -214,15 +205,24 @@ def _require_shared_out(stage: Stage, mini_batch: int, num_routes: int) -> None:
         )
 
 
-def _gradient_syncs(stages: Sequence[Stage], costs: Sequence[StageCosts], cluster: Cluster | None) -> list[int]:
-    """[stage] ns to sum its gradients over its replicas, and over the other routes' stages with the same blocks."""
-    holders: dict[tuple[str, ...], set[int]] = defaultdict(set)
-    for stage in stages:
-        holders[stage.blocks] |= set(stage.devices)
-    return [
-        all_reduce_time(cluster, sorted(holders[stage.blocks])[:: stage.shards], cost.parameter_bytes)
-        for stage, cost in zip(stages, costs, strict=True)
-    ]
+def _keeping(stage: Stage, cost: StageCosts) -> Stage:
+    """The stage with what it keeps on each device all the time."""
+    kept = {
+        "parameter_bytes": cost.parameter_bytes,
+        "gradient_bytes": cost.parameter_bytes,
+        "optimizer_bytes": cost.optimizer_bytes,
+    }
+    return stage.model_copy(update=kept)
+
+
+def gradient_sync(stages: Iterable[Stage], stage: Stage, cluster: Cluster | None) -> int:
+    """Ns to sum a stage's gradients over its replicas, and over the other routes' stages with some of its blocks.
+
+    Each shard sums its part with the shards that hold the same.
+    """
+    own = set(stage.blocks)
+    holders = {device for other in stages if own & set(other.blocks) for device in other.devices}
+    return all_reduce_time(cluster, sorted(holders)[:: stage.shards], stage.gradient_bytes)
 
 
 def _with_parts(profile: Profile, stage: Stage, operation: Operation) -> Operation:

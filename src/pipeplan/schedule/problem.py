@@ -14,8 +14,9 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.errors import InfeasibleError
 from pipeplan.model.workload import Workload
+from pipeplan.schedule.expansion import Expansion
 from pipeplan.units import format_bytes
 
 __all__ = ["Hold", "Problem"]
@@ -36,7 +37,8 @@ class Problem:
 
     ``durations`` [operation] ns; ``devices`` [operation] devices that run it together; ``acquire``, ``release``,
     ``workspace`` [operation] bytes on each of its devices; ``edges`` triples (source, target, lag in
-    ns); ``capacity`` [device] bytes left beside parameters, gradients and optimizer, None without limit.
+    ns); ``capacity`` [device] bytes left beside parameters, gradients and optimizer, None without limit. Where
+    micro-batches are not all alike, ``workload`` is in rounds, and ``expansion`` says of what.
     """
 
     workload: Workload
@@ -47,6 +49,7 @@ class Problem:
     workspace: tuple[int, ...]
     edges: tuple[tuple[int, int, int], ...]
     capacity: tuple[int | None, ...]
+    expansion: Expansion | None = None
 
     @classmethod
     def of(cls, workload: Workload) -> Problem:
@@ -55,10 +58,10 @@ class Problem:
         Raises:
             InfeasibleError: a device cannot hold its parameters, gradients and optimizer state, or cannot run
                 a single micro-batch beside them.
-            UsageError: stages have different micro-batch sizes.
+            UsageError: the workload has forwards in parts.
         """
-        if any(stage.microbatch_size != workload.microbatch_size for stage in workload.stages):
-            raise UsageError("searching a schedule for stages of different micro-batch sizes is not possible yet")
+        expansion = None if workload.is_uniform else Expansion.of(workload)
+        workload = workload if expansion is None else expansion.rounds
         rank = workload.rank
         none = (0,) * len(workload.transfers)
         problem = cls(
@@ -74,6 +77,7 @@ class Problem:
                 for index, device in enumerate(workload.devices)
             )
             + (None,) * len(workload.links),
+            expansion,
         )
         assert all(rank(source) < rank(target) for source, target, _ in problem.edges)
         problem._require_room()
@@ -93,6 +97,11 @@ class Problem:
             edges=self.workload.lags,
             capacity=self.capacity[: self.num_devices],
         )
+
+    @property
+    def microbatches_per_round(self) -> int:
+        """The workload's own micro-batches in one of the problem's: 1 where all are alike."""
+        return 1 if self.expansion is None else self.expansion.microbatches_per_round
 
     @property
     def num_operations(self) -> int:

@@ -19,6 +19,7 @@ from pipeplan.schedule.state import Candidate, Progress, Schedule, State
 from pipeplan.schedule.steady import MOST_ADOPTED, adopt_repetitions, search_repetend, search_unrolled
 from pipeplan.simulate.memory import overflow, peak_memory
 from pipeplan.simulate.repetend import extend, find_repetend
+from pipeplan.simulate.timing import earliest_starts, task_graph, with_links
 
 __all__ = ["Progress", "Schedule", "search_schedule"]
 
@@ -43,11 +44,23 @@ def search_schedule(
     """
     problem = Problem.of(workload)
     if scheduler in CLASSIC:
-        return _one_classic(State.of(problem, budget, progress), scheduler)
+        return _restored(problem, _one_classic(State.of(problem, budget, progress), scheduler))
     if scheduler not in ("auto", "repetend"):
         raise UsageError(f"--scheduler {scheduler!r} is not known; choose from auto, repetend, {', '.join(CLASSIC)}")
     repeated = _repeated(problem, budget, scheduler, unroll, progress)
-    return repeated or _searched(State.of(problem, budget, progress), scheduler, unroll)
+    return _restored(problem, repeated or _searched(State.of(problem, budget, progress), scheduler, unroll))
+
+
+def _restored(problem: Problem, found: Schedule) -> Schedule:
+    """The schedule of the workload that was given, where it was searched in rounds; links carry what they can."""
+    if problem.expansion is None:
+        return found
+    workload = problem.expansion.workload
+    graph = task_graph(workload)
+    orders = with_links(graph, problem.expansion.from_rounds(found.orders))
+    starts = earliest_starts(graph, orders)
+    makespan = max(map(sum, zip(starts, graph.durations, strict=True)))
+    return replace(found, workload=workload, graph=graph, orders=orders, starts=starts, makespan_ns=makespan)
 
 
 def _searched(state: State, scheduler: str, unroll: int | None) -> Schedule:

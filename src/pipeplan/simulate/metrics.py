@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeplan.model.workload import Workload
 from pipeplan.simulate.timing import Orders, TaskGraph
 
-__all__ = ["Rates", "in_flight", "rates"]
+__all__ = ["Rates", "in_flight", "iteration_time", "rates"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,15 @@ def rates(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> Rates:
         bubble_rate=_share_idle(sum(busy), len(busy) * makespan),
         bubble_rate_span=_share_idle(busy[longest], spans[longest]),
     )
+
+
+def iteration_time(workload: Workload, figures: Rates) -> int:
+    """Ns of an iteration: until each device has ended its last action and summed its stages' gradients."""
+    waits = [0] * len(workload.devices)
+    for stage in workload.stages:
+        for device in stage.devices:
+            waits[device] += stage.sync_ns
+    return max(map(sum, zip(figures.last_end_ns, waits, strict=True)))
 
 
 def in_flight(graph: TaskGraph, orders: Orders) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pydantic import ValidationError
 
-from pipeplan.costs import build_workload, transfer_time
+from pipeplan.costs import build_workload, gradient_sync, transfer_time
 from pipeplan.errors import UsageError
 from pipeplan.model import (
     Cluster,
@@ -26,7 +26,8 @@ from pipeplan.model.workload import Workload
 
 __all__ = ["recosted", "relinked"]
 
-_Variant = tuple[int, bool, bool]  # micro-batch size, split backward, recomputation
+_Variant = bool
+"""Whether backward is split."""
 _Message = tuple[int, str, int]  # source stage, payload, target stage
 
 
@@ -63,11 +64,17 @@ def relinked(plan: Plan, cluster: Cluster) -> Workload:
     return replace(
         Workload.of(plan),
         devices=tuple(Device(name=names[d], memory_bytes=memory[d]) for d in range(len(plan.devices))),
+        stages=tuple(_relinked_stage(plan, stage, cluster) for stage in plan.stages),
         dependencies=tuple(
             dependency.model_copy(update={"hops": tuple(_relinked_hop(hop, cluster) for hop in dependency.hops)})
             for dependency in plan.dependencies
         ),
     )
+
+
+def _relinked_stage(plan: Plan, stage: Stage, cluster: Cluster) -> Stage:
+    """The stage with its gradients summed over the cluster's links."""
+    return stage.model_copy(update={"sync_ns": gradient_sync(plan.stages, stage, cluster)})
 
 
 def _relinked_hop(hop: Hop, cluster: Cluster) -> Hop:
@@ -92,9 +99,19 @@ def _placement(plan: Plan, profile: Profile) -> Placement:
             strategy=plan.placement,
             num_devices=len(plan.devices),
             stages=tuple(
-                PlacedStage(blocks=stage.blocks, devices=stage.devices, shards=stage.shards, replicas=stage.replicas)
+                PlacedStage(
+                    blocks=stage.blocks,
+                    devices=stage.devices,
+                    shards=stage.shards,
+                    replicas=stage.replicas,
+                    microbatch_size=stage.microbatch_size,
+                    recompute=stage.recompute,
+                    route=stage.route,
+                    num_parted=stage.num_parted,
+                )
                 for stage in plan.stages
             ),
+            num_routes=plan.num_routes,
         )
         profile.check_placement(placement)
     except ValueError as error:
@@ -114,25 +131,21 @@ def _placement(plan: Plan, profile: Profile) -> Placement:
 
 
 class _Built:
-    """Workloads of a profile under the plan's placement, one for each way in which the plan runs a stage."""
+    """Workloads of a profile under the plan's placement, with each stage's backward whole and split."""
 
     def __init__(self, plan: Plan, profile: Profile, placement: Placement, cluster: Cluster | None) -> None:
         self._plan, self._name = plan, profile.name
         split = {operation.stage for operation in plan.operations if operation.kind == "I"}
-        self._variant_of: list[_Variant] = [
-            (stage.microbatch_size, index in split, stage.recompute) for index, stage in enumerate(plan.stages)
-        ]
+        self._variant_of: list[_Variant] = [index in split for index in range(len(plan.stages))]
         self._workloads: dict[_Variant, Workload] = {}
         for variant in dict.fromkeys(self._variant_of):
-            size, split_backward, recompute = variant
             self._workloads[variant] = build_workload(
                 profile,
                 placement,
                 num_microbatches=plan.num_microbatches,
-                microbatch_size=size,
-                split_backward=split_backward,
+                microbatch_size=plan.microbatch_size,
+                split_backward=variant,
                 split_overhead_ns=plan.split_overhead_ns,
-                recompute=recompute,
                 cluster=cluster,
                 memory_bytes=None if cluster else [device.memory_bytes for device in plan.devices],
             )
@@ -143,7 +156,7 @@ class _Built:
     def stage(self, index: int) -> Stage:
         """A stage with the profile's parameters, gradients and optimizer state."""
         built = self._workloads[self._variant_of[index]].stages[index]
-        fields = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+        fields = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "sync_ns")
         return self._plan.stages[index].model_copy(update={field: getattr(built, field) for field in fields})
 
     def operation(self, operation: Operation) -> Operation:
