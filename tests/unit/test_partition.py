@@ -176,7 +176,7 @@ def test_four_hundred_blocks_in_32_stages_are_quick() -> None:
 @given(times=st.lists(TIMES, min_size=6, max_size=10))
 @settings(max_examples=40, deadline=None)
 def test_busiest_device_is_least(strategy: str, num_devices: int, chunks: int, times: list[int]) -> None:
-    devices = STRATEGIES[strategy](num_devices, chunks)
+    devices = STRATEGIES[strategy](num_devices, chunks)[0]
     assume(len(times) >= len(devices))
     placed = place(profile_of(times), strategy, num_devices, chunks=chunks, microbatch_size=1)
     least = min(max(device_loads(times, each, devices)) for each in cuts(len(times), len(devices)))
@@ -196,7 +196,7 @@ def test_busiest_device_is_least_under_memory(
     blocks: list[tuple[int, int, int, int]],
     limits: list[int | None],
 ) -> None:
-    devices, memory = STRATEGIES[strategy](num_devices, chunks), limits[:num_devices]
+    devices, memory = STRATEGIES[strategy](num_devices, chunks)[0], limits[:num_devices]
     assume(len(blocks) >= len(devices))
     times, parameters, activations, workspaces = ([block[part] for block in blocks] for part in range(4))
     profile = profile_of(times, parameters=parameters, activations=activations, workspaces=workspaces)
@@ -223,7 +223,7 @@ def test_busiest_device_is_least_under_memory(
 def test_levelling_never_makes_the_busiest_busier(
     strategy: str, num_devices: int, chunks: int, times: list[int]
 ) -> None:
-    devices = STRATEGIES[strategy](num_devices, chunks)
+    devices = STRATEGIES[strategy](num_devices, chunks)[0]
     assume(len(times) >= len(devices))
     begins = balanced_split(times, len(devices))
     assert begins is not None
@@ -233,14 +233,14 @@ def test_levelling_never_makes_the_busiest_busier(
 
 
 def test_the_exact_search_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = chain_of([(5 + index % 7, 0, 0, 0) for index in range(24)], STRATEGIES["v-shape"](4, 2), [None] * 4)
+    chain = chain_of([(5 + index % 7, 0, 0, 0) for index in range(24)], STRATEGIES["v-shape"](4, 2)[0], [None] * 4)
     assert least_busiest(chain, 10**6) is not None
     monkeypatch.setattr(exact_module, "MAX_STEPS", 10)
     assert least_busiest(chain, 10**6) is None
 
 
 def test_nothing_is_below_the_average() -> None:
-    chain = chain_of([(3, 0, 0, 0)] * 8, STRATEGIES["v-shape"](2, 2), [None] * 2)
+    chain = chain_of([(3, 0, 0, 0)] * 8, STRATEGIES["v-shape"](2, 2)[0], [None] * 2)
     assert least_busiest(chain, 13) is not None
     assert least_busiest(chain, 12) is None
 
@@ -335,7 +335,7 @@ def test_the_microbatch_size_weighs_the_blocks() -> None:
         ("one-to-one", 2, 2, "--chunks 2 does not apply to one-to-one"),
         ("circular", 2, 0, "--chunks must be at least 1, not 0"),
         ("one-to-one", 0, None, "--devices must be at least 1"),
-        ("bidirectional", 2, None, "'bidirectional' is not known; choose from auto, one-to-one, circular, v-shape"),
+        ("zigzag", 2, None, "'zigzag' is not known; choose from auto, one-to-one, circular, v-shape"),
     ],
 )
 def test_what_does_not_apply(strategy: str, num_devices: int, chunks: int | None, words: str) -> None:
@@ -373,7 +373,7 @@ def test_memory_moves_the_cut() -> None:
 @pytest.mark.parametrize("strategy", ["circular", "v-shape"])
 def test_many_blocks_on_many_devices_are_quick(strategy: str) -> None:
     times = [100 + 37 * index % 61 for index in range(400)]
-    devices = STRATEGIES[strategy](16, 2)
+    devices = STRATEGIES[strategy](16, 2)[0]
     started = perf_counter()
     placed = place(profile_of(times), strategy, 16, microbatch_size=1, memory_bytes=[10**9] * 16)
     assert perf_counter() - started < 20

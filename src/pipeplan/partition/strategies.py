@@ -5,9 +5,11 @@ A graph that is not a chain is put in a line first: in topological order, keepin
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
-from pipeplan.costs import stage_costs
+from pipeplan.costs import StageCosts, stage_costs
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model import PlacedStage, Placement, Profile
 from pipeplan.partition.balance import balanced_split
@@ -15,18 +17,29 @@ from pipeplan.partition.chain import Chain
 from pipeplan.partition.level import levelled, roomiest
 from pipeplan.units import format_bytes
 
-__all__ = ["STRATEGIES", "place"]
+__all__ = ["STRATEGIES", "can_spread", "place"]
 
-STRATEGIES: dict[str, Callable[[int, int], list[int]]] = {
-    "one-to-one": lambda num_devices, chunks: list(range(num_devices)),
-    "circular": lambda num_devices, chunks: [stage % num_devices for stage in range(chunks * num_devices)],
-    "v-shape": lambda num_devices, chunks: [
-        device if chunk % 2 == 0 else num_devices - 1 - device
-        for chunk in range(chunks)
-        for device in range(num_devices)
+Positions = list[list[int]]
+"""[route][stage] the position that runs it: positions are devices, or groups of devices that are replicas."""
+
+STRATEGIES: dict[str, Callable[[int, int], Positions]] = {
+    "one-to-one": lambda positions, chunks: [list(range(positions))],
+    "circular": lambda positions, chunks: [[stage % positions for stage in range(chunks * positions)]],
+    "v-shape": lambda positions, chunks: [
+        [
+            position if chunk % 2 == 0 else positions - 1 - position
+            for chunk in range(chunks)
+            for position in range(positions)
+        ]
     ],
+    "bidirectional": lambda positions, chunks: [list(range(positions)), list(range(positions))[::-1]],
 }
-"""Strategy -> the device of each stage, given devices and chunks (stages per device)."""
+"""Strategy -> the positions of its routes' stages, given how many positions and chunks (stages per position)."""
+
+_CHUNKED = ("circular", "v-shape")
+
+Cut = Callable[[Chain], tuple[int, ...]]
+"""Chooses the first block of each stage."""
 
 
 def place(
@@ -38,61 +51,162 @@ def place(
     microbatch_size: int,
     memory_bytes: Sequence[int | None] | None = None,
     recompute: bool = False,
+    replicas: int = 1,
+    spread: bool = False,
+    cut: Cut | None = None,
 ) -> Placement:
     """Cut the profile's chain into balanced stages and put them on devices.
 
     With one stage per device the cut minimises the longest stage's forward + backward time, then the sum of squares,
     exactly. Where a device runs several stages (``chunks`` of them, 2 by default) it starts from that cut and levels
     the devices' sums: as :mod:`pipeplan.partition.level` says. ``memory_bytes`` [device] holds for one micro-batch in
-    flight (:mod:`pipeplan.partition.chain`); None is no limit.
+    flight (:mod:`pipeplan.partition.chain`); None is no limit. ``bidirectional`` has two routes, down and up, each with
+    its own copy of every block and every other micro-batch.
+
+    ``replicas`` neighbouring devices run each stage and share the ``microbatch_size`` samples of its micro-batches.
+    With ``spread`` every shared block is a stage of its own, split over all devices (Tessel's M and NN shapes), and the
+    others are cut. ``cut`` cuts the chain otherwise.
 
     Raises:
-        UsageError: an unknown strategy, devices or chunks that do not apply, or fewer blocks than stages.
+        UsageError: an unknown strategy, devices, chunks or replicas that do not apply, or fewer blocks than stages.
         InfeasibleError: some device cannot hold what it must.
     """
-    devices = _stage_devices(strategy, num_devices, chunks)
-    order = profile.topological_order()
-    if len(order) < len(devices):
+    routes = _routes(strategy, num_devices, chunks, replicas)
+    shared = _spread(profile, strategy, num_devices, replicas) if spread else ()
+    order = [block for block in profile.topological_order() if block not in shared]
+    _require_blocks(profile, strategy, num_devices, replicas, order, routes)
+    costs = [stage_costs(profile, [block], microbatch_size // replicas, recompute=recompute) for block in order]
+    everywhere = [stage_costs(profile, [block], microbatch_size, num_devices, recompute=recompute) for block in shared]
+    memory = _limits(memory_bytes or [None] * num_devices, replicas, len(routes), everywhere)
+    chain = Chain.of(costs, routes[0], memory)
+    allowed = _not_around(profile, order, shared)
+    begins = _cut(chain, allowed) if cut is None else cut(chain)
+    if not all(allowed(*each) for each in chain.ranges(begins)):
         raise UsageError(
-            f"{strategy} on {num_devices} devices needs {len(devices)} stages, but profile {profile.name!r} has only "
-            f"{len(order)} blocks; lower --devices{' or --chunks' if len(devices) > num_devices else ''}"
+            f"{len(routes[0])} stages between the shared blocks of {profile.name!r} were not found; leave out --spread"
         )
-    costs = [stage_costs(profile, [block], microbatch_size, recompute=recompute) for block in order]
-    chain = Chain.of(costs, devices, memory_bytes or [None] * num_devices)
-    begins = _cut(chain, [cost.forward_ns + cost.backward_ns for cost in costs])
     missing = chain.missing(begins)
     if any(missing):
         raise _too_big(chain, begins, order, missing.index(max(missing)))
+    stages = [
+        PlacedStage(
+            blocks=tuple(order[begin:end]),
+            devices=tuple(range(position * replicas, (position + 1) * replicas)),
+            replicas=replicas,
+            route=route,
+        )
+        for route, positions in enumerate(routes)
+        for (begin, end), position in zip(chain.ranges(begins), positions, strict=True)
+    ]
+    stages += [PlacedStage(blocks=(block,), devices=tuple(range(num_devices)), shards=num_devices) for block in shared]
     return Placement(
-        strategy=strategy,
+        strategy=strategy if not shared else f"{strategy}, shared blocks spread",
         num_devices=num_devices,
-        stages=tuple(
-            PlacedStage(blocks=order[begin:end], devices=(device,))
-            for (begin, end), device in zip(chain.ranges(begins), devices, strict=True)
-        ),
+        num_routes=len(routes),
+        stages=tuple(_in_order(profile, stages)) if shared else tuple(stages),
     )
 
 
-def _stage_devices(strategy: str, num_devices: int, chunks: int | None) -> list[int]:
+def can_spread(profile: Profile, num_devices: int) -> bool:
+    """Whether there are shared blocks, and all have costs for being split over so many devices."""
+    shared = [block for block in profile.blocks if block.shared]
+    return num_devices > 1 and bool(shared) and all(num_devices in {row.shards for row in b.costs} for b in shared)
+
+
+def _routes(strategy: str, num_devices: int, chunks: int | None, replicas: int) -> Positions:
     if strategy not in STRATEGIES:
         raise UsageError(f"--placement {strategy!r} is not known; choose from auto, {', '.join(STRATEGIES)}, or a file")
     if num_devices < 1:
         raise UsageError(f"{num_devices} devices cannot hold a pipeline; --devices must be at least 1")
-    if strategy == "one-to-one" and chunks not in (None, 1):
-        raise UsageError(f"--chunks {chunks} does not apply to one-to-one; choose --placement circular or v-shape")
+    if num_devices % replicas:
+        raise UsageError(f"{num_devices} devices cannot be shared by {replicas} replicas; choose --replicas to divide")
+    if strategy not in _CHUNKED and chunks not in (None, 1):
+        raise UsageError(f"--chunks {chunks} does not apply to {strategy}; choose --placement circular or v-shape")
     if chunks is not None and chunks < 1:
         raise UsageError(f"--chunks must be at least 1, not {chunks}")
-    return STRATEGIES[strategy](num_devices, 2 if chunks is None else chunks)
+    return STRATEGIES[strategy](num_devices // replicas, 2 if chunks is None else chunks)
 
 
-def _cut(chain: Chain, times: Sequence[int]) -> tuple[int, ...]:
+def _spread(profile: Profile, strategy: str, num_devices: int, replicas: int) -> tuple[str, ...]:
+    """The shared blocks. Raises UsageError where they cannot be split over all devices."""
+    if strategy == "bidirectional" or replicas > 1:
+        raise UsageError("shared blocks are spread over all devices for one route without replicas; choose another")
+    if not can_spread(profile, num_devices):
+        raise UsageError(
+            f"profile {profile.name!r} has no shared blocks with costs for {num_devices} shards; leave out --spread, "
+            f"or profile with --shards {num_devices}"
+        )
+    shared = {block.id for block in profile.blocks if block.shared}
+    return tuple(block for block in profile.topological_order() if block in shared)
+
+
+def _require_blocks(
+    profile: Profile, strategy: str, num_devices: int, replicas: int, order: Sequence[str], routes: Positions
+) -> None:
+    count = len(routes[0])
+    if len(order) < count:
+        copies = f" with {replicas} replicas" if replicas > 1 else ""
+        raise UsageError(
+            f"{strategy} on {num_devices} devices{copies} needs {count} stages, but profile {profile.name!r} has only "
+            f"{len(order)} blocks; lower --devices{' or --chunks' if count > num_devices else ''}"
+        )
+
+
+def _limits(
+    memory: Sequence[int | None], replicas: int, num_routes: int, everywhere: Sequence[StageCosts]
+) -> list[int | None]:
+    """[position] what its devices all have for one route's stages, beside the blocks that stand everywhere."""
+    taken = sum(2 * each.parameter_bytes + each.optimizer_bytes + each.activation_bytes for each in everywhere)
+    groups = [memory[begin : begin + replicas] for begin in range(0, len(memory), replicas)]
+    known = [[limit for limit in group if limit is not None] for group in groups]
+    return [max(0, min(limits) - taken) // num_routes if limits else None for limits in known]
+
+
+def _not_around(profile: Profile, order: Sequence[str], shared: Sequence[str]) -> Callable[[int, int], bool]:
+    """(begin, end) -> whether a stage of these blocks has none before and after a shared block: it could not be run."""
+    import networkx as nx
+
+    graph = nx.DiGraph([(edge.source, edge.target) for edge in profile.edges])
+    place_of = {block: index for index, block in enumerate(order)}
+    around = []
+    for block in shared:
+        before, after = (
+            sorted(place_of[other] for other in some(graph, block) if other in place_of)
+            for some in (nx.ancestors, nx.descendants)
+        )
+        around.append((before, after))
+
+    def contains(places: list[int], begin: int, end: int) -> bool:
+        return bisect_left(places, begin) < bisect_left(places, end)
+
+    return lambda begin, end: (
+        not any(contains(before, begin, end) and contains(after, begin, end) for before, after in around)
+    )
+
+
+def _in_order(profile: Profile, stages: Sequence[PlacedStage]) -> list[PlacedStage]:
+    """The stages such that every edge points forward."""
+    import networkx as nx
+
+    stage_of = {block: index for index, stage in enumerate(stages) for block in stage.blocks}
+    first = {block: index for index, block in enumerate(profile.topological_order())}
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(stages)))
+    crossing = ((stage_of[edge.source], stage_of[edge.target]) for edge in profile.edges)
+    graph.add_edges_from((source, target) for source, target in crossing if source != target)
+    order = nx.lexicographical_topological_sort(graph, key=lambda stage: first[stages[stage].blocks[0]])
+    return [stages[index] for index in order]
+
+
+def _cut(chain: Chain, allowed: Callable[[int, int], bool]) -> tuple[int, ...]:
     """The best cut, or one that comes near to fitting where none is found that fits."""
     crowded = chain.num_stages > len(chain.memory)
+    times = [after - before for before, after in pairwise(chain.times)]
 
     def fits_alone(stage: int, begin: int, end: int) -> bool:
-        return chain.fits(chain.devices[stage], [(begin, end)])
+        return allowed(begin, end) and chain.fits(chain.devices[stage], [(begin, end)])
 
-    begins = balanced_split(times, chain.num_stages, fits_alone if chain.limited else None)
+    begins = balanced_split(times, chain.num_stages, fits_alone)
     if begins is not None and crowded:
         begins = levelled(chain, begins)
     if begins is None or any(chain.missing(begins)):
