@@ -27,6 +27,7 @@ from pipeplan.partition.autopipe import (
     sliced,
     timeline,
 )
+from pipeplan.partition.autopipe.simulator import measured
 from pipeplan.simulate.simulation import simulate
 
 TIMES = st.integers(1, 12)
@@ -142,6 +143,24 @@ def test_iteration_is_shorter_the_earlier_the_master_is() -> None:
     ]
     assert times == sorted(times)
     assert times[0] < times[3]
+
+
+@settings(max_examples=300, deadline=None)
+@given(STAGES, TRANSFER, st.integers(1, 90))
+def test_a_steady_phase_that_repeats_itself_need_not_be_run(
+    times: list[tuple[int, int]], transfer: int, num_microbatches: int
+) -> None:
+    stages = stages_of(times, transfer)
+    found, whole = measured(stages, num_microbatches), timeline(stages, num_microbatches)
+    assert found.iteration_ns == whole.iteration_ns
+    if not transfer:
+        assert found.master_stage == whole.master_stage()
+
+
+def test_many_micro_batches_take_no_more_steps_than_some() -> None:
+    stages = stages_of([(3, 5), (4, 7), (2, 9), (1, 3)])
+    assert measured(stages, 10**6).num_steps == measured(stages, 100).num_steps < 1_000
+    assert measured(stages, 10**6).iteration_ns - measured(stages, 10**6 - 1).iteration_ns == 11
 
 
 # The search --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.partition.autopipe.balance import Balance
 from pipeplan.partition.autopipe.loads import Cuts, Loads
 from pipeplan.partition.autopipe.memory import Fitting
-from pipeplan.partition.autopipe.simulator import Timeline, timeline
+from pipeplan.partition.autopipe.simulator import Measured, measured
 from pipeplan.partition.balance import balanced_split
 
 __all__ = ["Fits", "Planned", "plan_chain", "plan_depths"]
@@ -24,6 +24,9 @@ AllReduce = Callable[[Cuts, int], int]
 
 MAX_SIMULATIONS = 1_000
 """Schemes a search looks at before it ends with the best of them; the papers' models need some dozens."""
+
+MAX_STEPS = 2_000_000
+"""Actions it simulates before it ends so, about a second's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +55,23 @@ class _Search:
     loads: Loads
     num_microbatches: int
     balance: Balance
-    seen: dict[Cuts, Timeline] = field(default_factory=dict)
+    seen: dict[Cuts, Measured] = field(default_factory=dict)
+    num_steps: int = 0
 
     def run(self, begins: Cuts) -> None:
         """Step 1 to 3 of the paper; everything simulated is in ``seen``."""
         self.look(begins)
         waiting = [begins]
         done: set[Cuts] = set()
-        while waiting and len(self.seen) < MAX_SIMULATIONS:
+        while waiting and len(self.seen) < MAX_SIMULATIONS and self.num_steps < MAX_STEPS:
             current = waiting.pop()
-            master = self.look(current).master_stage()
-            current = self.settled(current, master)
-            if current in done or self.look(current).master_stage() == 0:
+            current = self.settled(current, self.look(current).master_stage)
+            master = self.look(current).master_stage
+            if current in done or master == 0:
                 continue
             done.add(current)
-            master = self.look(current).master_stage()
             waiting += [
-                shifted for shifted in self.shifted(current, master) if self.look(shifted).master_stage() <= master
+                shifted for shifted in self.shifted(current, master) if self.look(shifted).master_stage <= master
             ]
 
     def fitting(self, fits: Fits | None) -> list[Cuts]:
@@ -81,10 +84,11 @@ class _Search:
 
         return [begins for begins in self.seen if all_fit(begins)]
 
-    def look(self, begins: Cuts) -> Timeline:
-        """The scheme's timeline."""
+    def look(self, begins: Cuts) -> Measured:
+        """What the scheme takes."""
         if begins not in self.seen:
-            self.seen[begins] = timeline(self.loads.stages(begins), self.num_microbatches)
+            self.seen[begins] = measured(self.loads.stages(begins), self.num_microbatches)
+            self.num_steps += self.seen[begins].num_steps
         return self.seen[begins]
 
     def settled(self, begins: Cuts, master: int) -> Cuts:
@@ -100,7 +104,7 @@ class _Search:
             while sums[end] > most and end > begins[stage] + 1:
                 end -= 1
             begins = (*begins[: stage + 1], end, *begins[stage + 2 :])
-            if self.look(begins).master_stage() != master:
+            if self.look(begins).master_stage != master:
                 break
         return begins
 
@@ -140,7 +144,7 @@ def plan_chain(loads: Loads, num_stages: int, num_microbatches: int, fits: Fits 
         search.run(_roomy_start(loads, num_stages, fits))
     best = min(search.fitting(fits), key=lambda begins: (search.seen[begins].iteration_ns, begins))
     found = search.seen[best]
-    return Planned(best, found.iteration_ns, found.master_stage(), search.seen[start].iteration_ns, len(search.seen))
+    return Planned(best, found.iteration_ns, found.master_stage, search.seen[start].iteration_ns, len(search.seen))
 
 
 def _roomy_start(loads: Loads, num_stages: int, fits: Fits) -> Cuts:
