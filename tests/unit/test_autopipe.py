@@ -222,6 +222,27 @@ def test_depth_with_little_work_to_share_is_one() -> None:
         plan_depths(loads, 4, 16, lambda stages, stage, begin, end: False)
 
 
+@settings(deadline=None)
+@given(BLOCKS, st.sampled_from([1, 2, 3, 4, 6, 8]), st.sampled_from([4, 12, 24, 48]), st.integers(1, 9))
+def test_depths_left_out_are_no_better(
+    blocks: list[tuple[int, int]], num_devices: int, num_microbatches: int, most: int
+) -> None:
+    loads, found = loads_of(blocks), []
+
+    def fits(stages: int, stage: int, begin: int, end: int) -> bool:
+        return end - begin <= most
+
+    for stages in range(1, min(num_devices, len(blocks)) + 1):
+        replicas = num_devices // stages
+        if num_devices % stages or num_microbatches % replicas or stages * most < len(blocks):
+            continue
+        each = plan_chain(loads, stages, num_microbatches // replicas, fits)
+        found.append((each.iteration_ns + 5 * (replicas - 1), stages, each.begins))
+    if found:
+        planned = plan_depths(loads, num_devices, num_microbatches, fits, lambda begins, replicas: 5 * (replicas - 1))
+        assert (planned.iteration_ns, planned.num_stages, planned.begins) == min(found)
+
+
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(0, 1), (3, 1), (1, 0)])
 def test_questions_that_make_no_sense_are_refused(num_stages: int, num_microbatches: int) -> None:
     with pytest.raises(UsageError, match="cannot be cut"):

@@ -83,6 +83,10 @@ class Fitting:
             + max(self._workspaces[begin:end])
         )
 
+    def any_cut(self, num_stages: int) -> bool:
+        """Whether some cut into so many stages fits."""
+        return self._greedy(num_stages, self._memory) is not None
+
     def least_bytes(self, num_stages: int) -> tuple[int, int]:
         """The least memory that every device must have for some cut into so many stages, and the stage that needs it.
 

@@ -137,8 +137,15 @@ def plan_chain(loads: Loads, num_stages: int, num_microbatches: int, fits: Fits 
             f"{loads.num_blocks} blocks cannot be cut into {num_stages} stages for {num_microbatches} micro-batches; "
             "choose 1 to as many stages as blocks, and at least 1 micro-batch"
         )
-    search = _Search(loads, num_microbatches, Balance.of(loads.totals, num_stages))
-    start = search.balance.begins_of(loads.num_blocks, num_stages)
+    return _planned(loads, num_stages, num_microbatches, fits, Balance.of(loads.totals, num_stages))
+
+
+def _planned(loads: Loads, num_stages: int, num_microbatches: int, fits: Fits | None, balance: Balance) -> Planned:
+    """The same with Algorithm 1's table at hand."""
+    if isinstance(fits, Fitting) and not fits.any_cut(num_stages):
+        raise _too_big(loads, num_stages, fits)
+    search = _Search(loads, num_microbatches, balance)
+    start = balance.begins_of(loads.num_blocks, num_stages)
     search.run(start)
     if fits is not None and not search.fitting(fits):
         search.run(_roomy_start(loads, num_stages, fits))
@@ -152,11 +159,15 @@ def _roomy_start(loads: Loads, num_stages: int, fits: Fits) -> Cuts:
     times = [after - before for before, after in pairwise(loads.totals)]
     begins = balanced_split(times, num_stages, partial(fits, num_stages))
     if begins is None:
-        raise InfeasibleError(
-            f"no cut of {loads.num_blocks} blocks into {num_stages} stages fits into memory"
-            f"{_shortfall(fits, num_stages)}; raise --memory or --devices, or lower --microbatch-size"
-        )
+        raise _too_big(loads, num_stages, fits)
     return begins
+
+
+def _too_big(loads: Loads, num_stages: int, fits: Fits) -> InfeasibleError:
+    return InfeasibleError(
+        f"no cut of {loads.num_blocks} blocks into {num_stages} stages fits into memory{_shortfall(fits, num_stages)}; "
+        "raise --memory or --devices, or lower --microbatch-size"
+    )
 
 
 def _shortfall(fits: Fits | None, num_stages: int) -> str:
@@ -179,20 +190,25 @@ def plan_depths(
     Raises:
         InfeasibleError: no depth fits.
     """
-    found: list[Planned] = []
+    best: Planned | None = None
     depths = _depths(num_devices, loads.num_blocks, num_microbatches)
+    balance = Balance.of(loads.totals, max(depths, default=1))
     for stages in depths:
         replicas = num_devices // stages
+        share = num_microbatches // replicas
+        if best is not None and share * balance.longest[stages - 1][loads.num_blocks] >= best.iteration_ns:
+            continue  # its longest stage alone takes as long
         try:
-            found.append(_summed(plan_chain(loads, stages, num_microbatches // replicas, fits), replicas, all_reduce))
+            found = _summed(_planned(loads, stages, share, fits, balance), replicas, all_reduce)
         except InfeasibleError:
             continue
-    if not found:
+        best = found if best is None else min(best, found, key=lambda each: each.iteration_ns)
+    if best is None:
         raise InfeasibleError(
             f"no pipeline depth that divides {num_devices} devices fits into memory and shares out {num_microbatches} "
             f"micro-batches{_nearest(fits, depths)}; raise --memory or --devices, or lower --microbatch-size"
         )
-    return min(found, key=lambda each: (each.iteration_ns, each.num_stages))
+    return best
 
 
 def _summed(planned: Planned, replicas: int, all_reduce: AllReduce | None) -> Planned:
