@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeplan.errors import InfeasibleError, InvalidPlanError, SearchTimeoutError, UsageError
-from pipeplan.model import Cluster, PlacedStage, Placement, Profile
-from pipeplan.planner import Batch, Options, Result, search_plan, workloads
+from pipeplan.model import Cluster, Placement, Profile
+from pipeplan.planner import Batch, Candidate, Options, Request, Result, search_plan, workloads
 from pipeplan.report.comparison import OURS, Comparison, NotThere, Row
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.problem import Problem
@@ -98,20 +98,26 @@ class _Found:
         recompute = any(stage.recompute for stage in result.plan.stages)
         ours = _ours(result, recompute)
         self._rows.append(ours)
-        ways = workloads(
-            self._profile,
-            _placement(result),
-            self._batch,
-            self._options,
-            recompute,
-            self._cluster,
-            self._memory_bytes,
-        )
+        ways = workloads(self._request(result), Candidate(result.plan.placed, self._batch, recompute, "compared"))
         problems = [Problem.of(workload) for workload in ways]
         for name in CLASSIC:
             rows, reason = _classic(name, problems, recompute, ours.lower_bound_ns)
             self._rows += rows
             self._missing += [] if rows else [NotThere(name, ours.placement, reason)]
+
+    def _request(self, result: Result) -> Request:
+        return Request(
+            self._profile,
+            result.plan.placed,
+            len(result.plan.devices),
+            None,
+            self._batch,
+            (self._batch.microbatch_size,),
+            self._options,
+            self._cluster,
+            self._memory_bytes,
+            None,
+        )
 
     def add_failure(self, placement: str, error: _Failure) -> None:
         """A placement on which nothing is possible."""
@@ -137,18 +143,6 @@ class _Found:
 def _rank(row: Row) -> tuple[bool, int, bool, int]:
     """What fits comes first, then the shortest, ours before its equals, then the least memory."""
     return not row.fits, row.makespan_ns, row.schedule != OURS, max(row.peak_memory_bytes)
-
-
-def _placement(result: Result) -> Placement:
-    """Where the plan's stages are."""
-    return Placement(
-        strategy=result.plan.placement,
-        num_devices=len(result.plan.devices),
-        stages=tuple(
-            PlacedStage(blocks=stage.blocks, devices=stage.devices, shards=stage.shards, replicas=stage.replicas)
-            for stage in result.plan.stages
-        ),
-    )
 
 
 def _ours(result: Result, recompute: bool) -> Row:

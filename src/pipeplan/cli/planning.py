@@ -39,9 +39,17 @@ _OPTIONS = (
         default="auto",
         show_default=True,
         metavar="NAME|FILE",
-        help="auto, one-to-one, circular, v-shape, or a placement file.",
+        help="auto (all, or the profile's own), one-to-one, circular, v-shape, bidirectional, or a placement file.",
     ),
     click.option("--chunks", type=click.IntRange(min=1), help="Stages per device for circular, v-shape.  [default: 2]"),
+    click.option("--replicas", type=click.IntRange(min=1), help="Copies of the whole pipeline.  [default: searched]"),
+    click.option(
+        "--spread",
+        type=click.Choice(list(_YES_NO)),
+        default="auto",
+        show_default=True,
+        help="Shared blocks over all devices.",
+    ),
     click.option("--recompute", type=click.Choice(list(_RECOMPUTE)), default="auto", show_default=True),
     click.option("--unroll", default="auto", show_default=True, metavar="auto|U", help="Micro-batches per repetend."),
     click.option("--split-backward", type=click.Choice(list(_YES_NO)), default="auto", show_default=True),
@@ -75,6 +83,7 @@ class Asked:
     placement: Placement | str
     num_devices: int
     batch: Batch
+    sizes: tuple[int, ...]
     options: Options
     chunks: int | None
     memory_bytes: int | None
@@ -97,6 +106,8 @@ def read_asked(flags: dict[str, Any], scheduler: str = "auto") -> Asked:
         split_backward=_YES_NO[flags["split_backward"]],
         split_overhead_ns=flags["split_overhead"],
         recompute=_RECOMPUTE[flags["recompute"]],
+        replicas=flags["replicas"],
+        spread=_YES_NO[flags["spread"]],
         time_limit=flags["time_limit"] / 1e9,
         seed=flags["seed"],
         deterministic=flags["deterministic"],
@@ -112,7 +123,9 @@ def read_asked(flags: dict[str, Any], scheduler: str = "auto") -> Asked:
         microbatch_size=flags["microbatch_size"],
         num_microbatches=flags["microbatches"],
     )
-    return Asked(profile, cluster, placement, num_devices, batch, options, flags["chunks"], flags["memory"])
+    fixed = flags["microbatch_size"] is not None or flags["microbatches"] is not None
+    sizes = (batch.microbatch_size,) if fixed else profile.microbatch_sizes
+    return Asked(profile, cluster, placement, num_devices, batch, sizes, options, flags["chunks"], flags["memory"])
 
 
 def _unroll(text: str) -> int | None:

@@ -46,6 +46,7 @@ def command(scheduler: str, output: str | None, as_json: bool, **flags: Any) -> 
             chunks=asked.chunks,
             cluster=asked.cluster,
             memory_bytes=asked.memory_bytes,
+            sizes=asked.sizes,
             progress=progress,
         )
     if output is not None:

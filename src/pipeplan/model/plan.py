@@ -15,6 +15,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from pipeplan.model.action import ACTION_PATTERN, NUMBER_PATTERN
 from pipeplan.model.base import MAX_DEVICES, Bytes, Count, FileModel, Index, Items, Name, Nanoseconds, PositiveNs
+from pipeplan.model.placement import PlacedStage, Placement
 from pipeplan.model.samples import Slots
 
 __all__ = [
@@ -325,6 +326,23 @@ class Plan(FileModel):
     @cached_property
     def _by_id(self) -> dict[str, Operation]:
         return {operation.id: operation for operation in self.operations}
+
+    @property
+    def placed(self) -> Placement:
+        """Where the plan's stages stand, as a placement says it.
+
+        Raises:
+            ValueError: the stages are not ones of a placement, for example because two have a block.
+        """
+        return Placement(
+            strategy=self.placement,
+            num_devices=len(self.devices),
+            num_routes=self.num_routes,
+            stages=tuple(
+                PlacedStage(**{name: getattr(stage, name) for name in PlacedStage.model_fields})
+                for stage in self.stages
+            ),
+        )
 
     def operation(self, id_: str) -> Operation:
         """The operation with this id, such as ``2F``."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model.workload import Workload
 from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.completion import microbatch_by_microbatch
 from pipeplan.schedule.improvement import improve_ramps, improve_windows, solve_whole, wander
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.solver import Budget
@@ -21,7 +22,7 @@ from pipeplan.simulate.memory import overflow, peak_memory
 from pipeplan.simulate.repetend import extend, find_repetend
 from pipeplan.simulate.timing import earliest_starts, task_graph, with_links
 
-__all__ = ["Progress", "Schedule", "search_schedule"]
+__all__ = ["Progress", "Schedule", "first_look", "search_schedule"]
 
 
 def search_schedule(
@@ -49,6 +50,19 @@ def search_schedule(
         raise UsageError(f"--scheduler {scheduler!r} is not known; choose from auto, repetend, {', '.join(CLASSIC)}")
     repeated = _repeated(problem, budget, scheduler, unroll, progress)
     return _restored(problem, repeated or _searched(State.of(problem, budget, progress), scheduler, unroll))
+
+
+def first_look(workload: Workload) -> Schedule | None:
+    """The best of the known schedules that apply, without any search; None if none of them fits.
+
+    Raises:
+        InfeasibleError: a device's memory is too small.
+    """
+    problem = Problem.of(workload)
+    state = State.of(problem, Budget(0.0), None)
+    state.offer(state.candidate(microbatch_by_microbatch(problem), "sequential"))
+    offer_classics(state, automatic=False)
+    return None if state.best is None else _restored(problem, _result(state))
 
 
 def _restored(problem: Problem, found: Schedule) -> Schedule:

@@ -15,7 +15,6 @@ from pipeplan.model import (
     Device,
     Hop,
     Operation,
-    PlacedStage,
     Placement,
     Plan,
     Profile,
@@ -95,24 +94,7 @@ def _require_devices(plan: Plan, cluster: Cluster) -> None:
 def _placement(plan: Plan, profile: Profile) -> Placement:
     """The plan's stages as a placement that the profile accepts."""
     try:
-        placement = Placement(
-            strategy=plan.placement,
-            num_devices=len(plan.devices),
-            stages=tuple(
-                PlacedStage(
-                    blocks=stage.blocks,
-                    devices=stage.devices,
-                    shards=stage.shards,
-                    replicas=stage.replicas,
-                    microbatch_size=stage.microbatch_size,
-                    recompute=stage.recompute,
-                    route=stage.route,
-                    num_parted=stage.num_parted,
-                )
-                for stage in plan.stages
-            ),
-            num_routes=plan.num_routes,
-        )
+        placement = plan.placed
         profile.check_placement(placement)
     except ValueError as error:
         first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)

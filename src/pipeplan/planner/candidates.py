@@ -1,0 +1,258 @@
+"""Placements to choose from: strategies for chains, with replicas; stages as a graph; what published planners find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from pipeplan.costs.collectives import all_reduce_time
+from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.model import PlacedStage, Placement, Profile
+from pipeplan.partition import STRATEGIES, can_spread, place
+from pipeplan.partition.autopipe import Fitting, Loads, plan_chain
+from pipeplan.partition.chain import Chain
+from pipeplan.partition.graphpipe import Problem, StageGraph, partition
+from pipeplan.partition.published import PublishedPlan, Question, dapple, pipedream
+from pipeplan.planner.batch import Batch
+from pipeplan.planner.request import Request
+
+__all__ = ["Candidate", "Found", "candidates"]
+
+MOST_PUBLISHED_DEVICES = 32
+"""Published planners are asked for up to so many devices; what they find there the others find too, or better."""
+
+TOLERANCE = 0.01
+"""By how much the stage graph's bottleneck may miss the least; schedules differ by more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A placement for micro-batches of a size, recomputing or not where stages do not say.
+
+    ``source`` says who made it. A ``fallback`` is for when nothing else fits.
+    """
+
+    placement: Placement
+    batch: Batch
+    recompute: bool
+    source: str
+    fallback: bool = False
+
+
+Found = Candidate | InfeasibleError | UsageError
+"""A placement, or why there is none."""
+
+
+def candidates(request: Request) -> Iterator[Found]:
+    """All placements that the request leaves open, cheap ones to find first."""
+    if isinstance(request.placement, Placement):
+        yield from _given(request, request.placement)
+        return
+    strategies = list(STRATEGIES) if request.placement == "auto" else [request.placement]
+    for strategy in strategies:
+        yield from _chains(request, strategy)
+    if request.placement == "auto":
+        yield from _graphs(request)
+        yield from _published(request)
+
+
+def _given(request: Request, placement: Placement) -> Iterator[Found]:
+    for recompute in request.recomputes:
+        yield Candidate(placement, request.batch, recompute, "given", _is_fallback(request, recompute))
+
+
+def _chains(request: Request, strategy: str) -> Iterator[Found]:
+    """A strategy with every number of replicas, size and recomputation that is open, cut in each way."""
+    for replicas in _replicas(request):
+        for batch in _batches(request, replicas):
+            for recompute in request.recomputes:
+                for spread in _spreads(request, strategy, replicas):
+                    for source, cut in _cuts(request, strategy, replicas, batch, recompute, spread):
+                        yield _tried(_chain, request, strategy, replicas, batch, recompute, spread, source, cut)
+
+
+def _chain(
+    request: Request,
+    strategy: str,
+    replicas: int,
+    batch: Batch,
+    recompute: bool,
+    spread: bool,
+    source: str,
+    cut: Callable[[Chain], tuple[int, ...]] | None,
+) -> Candidate:
+    if batch.num_microbatches % 2 and strategy == "bidirectional":
+        raise UsageError(
+            f"--placement bidirectional needs an even number of micro-batches, not {batch.num_microbatches}"
+        )
+    placement = place(
+        request.profile,
+        strategy,
+        request.num_devices,
+        chunks=request.chunks,
+        microbatch_size=batch.microbatch_size,
+        memory_bytes=request.memory,
+        recompute=recompute,
+        replicas=replicas,
+        spread=spread,
+        cut=cut,
+    )
+    return Candidate(placement, batch, recompute, source, _is_fallback(request, recompute))
+
+
+def _is_fallback(request: Request, recompute: bool) -> bool:
+    """Recomputing where it was not asked for; with all placements open it is a choice like others."""
+    return recompute and request.options.recompute is None and request.placement != "auto"
+
+
+def _replicas(request: Request) -> Sequence[int]:
+    """Copies of the whole pipeline; one where a strategy is asked for and nothing is said."""
+    if request.options.replicas is not None:
+        return (request.options.replicas,)
+    if request.placement != "auto":
+        return (1,)
+    return [count for count in range(1, request.num_devices + 1) if request.num_devices % count == 0]
+
+
+def _batches(request: Request, replicas: int) -> Iterator[Batch]:
+    """Micro-batches that replicas can share, of sizes per replica that all blocks were profiled around."""
+    low, high = _profiled(request.profile)
+    mini_batch = request.batch.mini_batch
+    sizes = request.sizes if len(request.sizes) == 1 else [size * replicas for size in request.sizes]
+    for size in sizes:
+        if mini_batch % size == 0 and size % replicas == 0 and low <= size // replicas <= high:
+            yield Batch(mini_batch // size, size)
+
+
+def _profiled(profile: Profile) -> tuple[int, int]:
+    """The least and most samples on a device that every block has costs for."""
+    sizes = [[row.microbatch_size for row in block.costs if row.shards == 1] or [0] for block in profile.blocks]
+    return max(map(min, sizes)), min(map(max, sizes))
+
+
+def _spreads(request: Request, strategy: str, replicas: int) -> Sequence[bool]:
+    wanted = request.options.spread
+    if wanted is not None:
+        return (wanted,)
+    possible = replicas == 1 and strategy != "bidirectional" and can_spread(request.profile, request.num_devices)
+    return (False, True) if possible else (False,)
+
+
+def _cuts(
+    request: Request, strategy: str, replicas: int, batch: Batch, recompute: bool, spread: bool
+) -> Iterator[tuple[str, Callable[[Chain], tuple[int, ...]] | None]]:
+    """The balanced cut, and AutoPipe's where that is for: one stage per device."""
+    yield "balanced", None
+    if strategy != "one-to-one" or spread or request.placement != "auto":
+        return
+    stages = request.num_devices // replicas
+    if not 1 < stages <= len(request.profile.blocks):
+        return
+    samples, memory = batch.microbatch_size // replicas, request.least_memory
+    count, profile = batch.num_microbatches, request.profile
+    try:
+        fits = None if memory is None else Fitting.of_profile(profile, samples, memory, count, recompute=recompute)
+        planned = plan_chain(Loads.of_profile(profile, samples, recompute=recompute), stages, count, fits)
+    except (InfeasibleError, UsageError):
+        return
+    yield "AutoPipe", lambda chain: planned.begins
+
+
+def _graphs(request: Request) -> Iterator[Found]:
+    """GraphPipe's stages: with any sizes, and with one size for all stages."""
+    if request.options.replicas is not None:
+        return
+    open_sizes = _open_sizes(request)
+    choices = [open_sizes, *([size] for size in open_sizes if len(open_sizes) > 1)]
+    for sizes in choices:
+        yield _tried(_graph, request, sizes)
+    if len(choices[0]) > 0 and request.chunks is not None:
+        yield _tried(_graph, request, open_sizes, request.chunks)
+
+
+def _graph(request: Request, sizes: Sequence[int], chunks: int = 1) -> Candidate:
+    """Stages as a graph; with several chunks each device runs as many stages, in turn."""
+    memory = request.least_memory
+    problem = Problem.of(
+        request.profile,
+        request.num_devices * chunks,
+        request.batch.mini_batch,
+        microbatch_sizes=sizes,
+        memory_bytes=None if memory is None else memory // chunks,
+        recompute=bool(request.options.recompute),
+        all_reduce=lambda size, count: all_reduce_time(request.cluster, range(count), size),
+    )
+    found = partition(problem, tolerance=TOLERANCE).graph
+    return Candidate(_placed_graph(found, request.num_devices), request.batch, False, "GraphPipe")
+
+
+def _placed_graph(graph: StageGraph, num_devices: int) -> Placement:
+    """Stages in order on the devices in order, round and round."""
+    return Placement(
+        strategy="stage graph" if graph.num_devices <= num_devices else "stage graph, circular",
+        num_devices=num_devices,
+        stages=tuple(
+            PlacedStage(
+                blocks=stage.blocks,
+                devices=tuple(sorted(device % num_devices for device in stage.devices)),
+                replicas=stage.replicas,
+                microbatch_size=stage.microbatch_size,
+            )
+            for stage in graph.stages
+        ),
+    )
+
+
+def _open_sizes(request: Request) -> list[int]:
+    """Micro-batch sizes of which each divides the next, and the mini-batch."""
+    if len(request.sizes) == 1:
+        return list(request.sizes)
+    mini_batch = request.batch.mini_batch
+    most = max(request.sizes) * request.num_devices
+    return [1 << power for power in range(most.bit_length()) if mini_batch % (1 << power) == 0 and 1 << power <= most]
+
+
+def _published(request: Request) -> Iterator[Found]:
+    """PipeDream's and DAPPLE's stages, with the best size for each."""
+    if request.num_devices > MOST_PUBLISHED_DEVICES or request.options.replicas is not None:
+        return
+    for size in _open_sizes(request):
+        for planner in (pipedream, dapple):
+            yield _tried(_one_published, request, planner, size)
+
+
+def _one_published(request: Request, planner: Callable[[Question], PublishedPlan], size: int) -> Candidate:
+    question = Question.of(
+        request.profile,
+        request.num_devices,
+        request.batch.mini_batch,
+        size,
+        memory_bytes=request.least_memory,
+        recompute=request.recomputes,
+        all_reduce=lambda bytes_, count: all_reduce_time(request.cluster, range(count), bytes_),
+    )
+    stages = planner(question).stages
+    firsts = accumulate((stage.option.replicas for stage in stages), initial=0)
+    placement = Placement(
+        strategy="stage graph",
+        num_devices=request.num_devices,
+        stages=tuple(
+            PlacedStage(
+                blocks=stage.blocks,
+                devices=tuple(range(first, first + stage.option.replicas)),
+                replicas=stage.option.replicas,
+                recompute=stage.option.recompute,
+            )
+            for stage, first in zip(stages, firsts, strict=False)
+        ),
+    )
+    batch = Batch(request.batch.mini_batch // size, size)
+    return Candidate(placement, batch, False, "PipeDream" if planner is pipedream else "DAPPLE")
+
+
+def _tried(make: Callable[..., Candidate], *arguments: object) -> Found:
+    try:
+        return make(*arguments)
+    except (InfeasibleError, UsageError) as error:
+        return error

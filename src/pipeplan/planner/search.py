@@ -1,0 +1,248 @@
+"""The search over everything that is left open: placements, each with its schedules, best by iteration time.
+
+All candidates are looked at first: bounds, and known schedules alone. Those that may still become the best then get
+shares of the time, the more promising ones more and more of it. There is a plan from the first look on.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import version
+
+from pipeplan import __version__
+from pipeplan.check import check
+from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError
+from pipeplan.model import Cluster, Placement, Profile, Provenance, sha256_of
+from pipeplan.model.workload import Workload
+from pipeplan.planner.assembly import assemble
+from pipeplan.planner.batch import Batch
+from pipeplan.planner.candidates import Candidate, candidates
+from pipeplan.planner.request import Options, Request
+from pipeplan.planner.result import Result
+from pipeplan.planner.trials import Trial
+from pipeplan.schedule.bounds import period_bound
+from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.search import Progress
+from pipeplan.schedule.solver import Budget, load_solver
+
+__all__ = ["search_plan"]
+
+_ROUNDS = ((8, 0.4), (3, 0.5), (1, 1.0))
+"""In each round so many of the best candidates share this part of the time that is left."""
+
+_LOOKING = 0.4
+"""The part of the time after which no more candidates are looked at, once there is a plan."""
+
+_SECONDS_PER_TASK = 5e-5
+"""What looking at a candidate costs per action where seconds are deterministic."""
+
+
+def search_plan(
+    profile: Profile,
+    placement: Placement | str,
+    batch: Batch,
+    options: Options,
+    *,
+    num_devices: int | None = None,
+    chunks: int | None = None,
+    cluster: Cluster | None = None,
+    memory_bytes: int | None = None,
+    sizes: Sequence[int] | None = None,
+    progress: Progress | None = None,
+) -> Result:
+    """Search the best plan of a placement, a strategy, or with ``auto`` of all of them, for a mini-batch.
+
+    ``memory_bytes`` per device goes before the cluster's; without either, memory is unlimited. With
+    ``split_backward`` left open both ways get a short look and the better one the rest of the time, and the bound is
+    for both. With ``auto`` micro-batches have any of ``sizes`` per replica (by default that of ``batch`` alone), and
+    recomputation is a choice like others; otherwise it is tried only where nothing fits without.
+
+    Raises:
+        InfeasibleError: nothing fits; the text names the device, the bytes and what to change.
+        UsageError: options that contradict the profile.
+    """
+    devices = placement.num_devices if isinstance(placement, Placement) else num_devices
+    assert devices is not None
+    open_sizes = tuple(sizes or (batch.microbatch_size,))
+    request = Request(profile, placement, devices, chunks, batch, open_sizes, options, cluster, memory_bytes, progress)
+    load_solver()
+    search = _Search(request, Budget(options.time_limit, options.seed, options.deterministic))
+    return search.run()
+
+
+class _Search:
+    """What a search knows: trials in the order they were made, and why the others are not among them."""
+
+    def __init__(self, request: Request, budget: Budget) -> None:
+        self._request, self._budget = request, budget
+        self._trials: list[Trial] = []
+        self._failures: list[PipeplanError] = []
+        self._partition_seconds = 0.0
+
+    def run(self) -> Result:
+        """Look at all candidates, then search among the best."""
+        found = list(self._found())
+        try:
+            self._look(candidate for candidate in found if not candidate.fallback)
+            self._deepen()
+            if self._best is None:
+                self._look(candidate for candidate in found if candidate.fallback)
+                self._deepen()
+        except KeyboardInterrupt:
+            if self._best is None:
+                raise
+            self._budget.interrupted = True
+        return self._result()
+
+    @property
+    def _best(self) -> Trial | None:
+        """The trial with the shortest iteration, of equals the one with least memory."""
+        done = [trial for trial in self._trials if trial.best is not None]
+        return min(done, key=_rank, default=None)
+
+    def _found(self) -> Iterable[Candidate]:
+        """Placements; what cannot be placed is noted."""
+        begun = time.monotonic()
+        seen = set()
+        for found in candidates(self._request):
+            if isinstance(found, PipeplanError):
+                self._failures.append(found)
+            elif (found.placement, found.batch, found.recompute) not in seen:
+                seen.add((found.placement, found.batch, found.recompute))
+                yield found
+        self._partition_seconds = time.monotonic() - begun
+
+    def _look(self, found: Iterable[Candidate]) -> None:
+        trials = []
+        for candidate in found:
+            try:
+                trials.append(Trial.of(self._request, candidate))
+            except PipeplanError as error:
+                self._failures.append(error)
+        trials.sort(key=lambda trial: trial.bound_ns)
+        self._trials += trials
+        if len(trials) < 2 or self._request.options.scheduler != "auto":
+            return
+        for trial in trials:
+            best = self._best
+            if best is not None and (self._hopeless(trial, best) or self._looked_enough):
+                continue
+            trial.look()
+            self._budget.charge(_SECONDS_PER_TASK * sum(map(_num_actions, trial.ways)))
+            self._report(trial)
+
+    def _deepen(self) -> None:
+        """Rounds in which fewer and fewer candidates get more and more time."""
+        for most, part in _ROUNDS:
+            live = self._live()[:most]
+            seconds = self._budget.remaining * (part if len(live) > 1 else 1.0)
+            for trial in live:
+                best = self._best
+                if best is not None and (self._hopeless(trial, best) or self._budget.expired):
+                    continue
+                self._search(trial, seconds / len(live))
+
+    def _search(self, trial: Trial, seconds: float) -> None:
+        try:
+            trial.search(self._request, self._budget, seconds)
+        except PipeplanError as error:
+            self._failures.append(error)
+            if trial.best is None:
+                self._trials.remove(trial)
+
+    def _live(self) -> list[Trial]:
+        """Trials that may become the best, the most promising first."""
+        best = self._best
+        live = [trial for trial in self._trials if best is None or not self._hopeless(trial, best)]
+        return sorted(live, key=lambda trial: (trial.best is None, trial.value_ns or trial.bound_ns, trial.bound_ns))
+
+    def _hopeless(self, trial: Trial, best: Trial) -> bool:
+        """Whether a trial cannot give a shorter iteration than the best known."""
+        assert best.value_ns is not None
+        return trial.bound_ns >= best.value_ns
+
+    @property
+    def _looked_enough(self) -> bool:
+        return self._budget.interrupted or self._budget.used > _LOOKING * self._budget.seconds
+
+    def _report(self, trial: Trial) -> None:
+        best = self._best
+        if self._request.progress is not None and best is not None and best.value_ns is not None:
+            bound = min(each.bound_ns for each in self._trials)
+            what = f"{trial.candidate.source} {trial.candidate.placement.strategy}"
+            self._request.progress(what, best.value_ns, min(bound, best.value_ns), self._budget.elapsed)
+
+    def _result(self) -> Result:
+        trial = self._best
+        if trial is None:
+            raise _most_telling(self._failures)
+        schedule = trial.settled
+        problem = Problem.of(schedule.workload)
+        plan = assemble(
+            schedule.graph,
+            schedule.orders,
+            schedule.bound_ns,
+            # for every unroll, so for whichever repetend the plan has
+            period_bound(problem) / problem.microbatches_per_round,
+            schedule.scheduler,
+            split_overhead_ns=self._request.options.split_overhead_ns,
+            provenance=_provenance(self._request, trial.candidate),
+        )
+        # --memory goes before the cluster's memory, so such a plan is not one for the cluster as it stands
+        cluster = self._request.cluster if self._request.memory_bytes is None else None
+        check(plan, self._request.profile, cluster).require("the plan that was found")
+        chosen = None if isinstance(self._request.placement, Placement) else self._partition_seconds
+        return Result(plan, schedule, self._budget.elapsed, chosen, self._budget.interrupted)
+
+
+def _rank(trial: Trial) -> tuple[int, int]:
+    assert trial.best is not None
+    assert trial.value_ns is not None
+    return trial.value_ns, len(trial.best.workload.stages)
+
+
+def _num_actions(workload: Workload) -> int:
+    return sum(map(len, workload.slots))
+
+
+def _most_telling(failures: Sequence[PipeplanError]) -> PipeplanError:
+    """What to say where nothing was found: that it does not fit goes before what could not be asked."""
+    kinds: tuple[Callable[[PipeplanError], bool], ...] = (
+        lambda error: isinstance(error, InfeasibleError),
+        lambda error: isinstance(error, SearchTimeoutError),
+    )
+    for is_kind in kinds:
+        for error in reversed(failures):
+            if is_kind(error):
+                return error
+    return failures[0]
+
+
+def _provenance(request: Request, candidate: Candidate) -> Provenance:
+    options = request.options
+    return Provenance(
+        profile=request.profile.name,
+        profile_sha256=sha256_of(request.profile),
+        cluster_sha256=sha256_of(request.cluster) if request.cluster is not None else "",
+        options={
+            "scheduler": options.scheduler,
+            "unroll": options.unroll,
+            "split_backward": options.split_backward,
+            "split_overhead_ns": options.split_overhead_ns,
+            "recompute": options.recompute,
+            "replicas": options.replicas,
+            "spread": options.spread,
+            "num_parted": options.num_parted,
+            "time_limit_s": options.time_limit,
+            "deterministic": options.deterministic,
+            "memory_bytes": request.memory_bytes,
+            "chunks": request.chunks,
+            "num_microbatches": candidate.batch.num_microbatches,
+            "microbatch_size": candidate.batch.microbatch_size,
+            "stages": candidate.source,
+        },
+        seed=options.seed,
+        versions={"pipeplan": __version__, "python": platform.python_version(), "ortools": version("ortools")},
+    )

@@ -1,0 +1,182 @@
+"""One candidate's schedules: a first look at what it is worth, then a search with a share of the time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from pipeplan.costs import build_workload, can_split
+from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
+from pipeplan.model import Profile
+from pipeplan.model.workload import Workload
+from pipeplan.planner.candidates import Candidate
+from pipeplan.planner.request import Options, Request
+from pipeplan.schedule.bounds import makespan_bound
+from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.search import Schedule, first_look, search_schedule
+from pipeplan.schedule.solver import Budget
+from pipeplan.simulate.metrics import iteration_time, rates
+
+__all__ = ["Trial", "iteration_of", "workloads"]
+
+_FIRST_LOOK = 0.15
+"""The part of the time left that each way of running backward gets before one is chosen."""
+
+
+@dataclass(slots=True)
+class Trial:
+    """A candidate, its workload for each way of running backward, and what is known of their schedules.
+
+    ``bounds`` [way] ns that no schedule's makespan is below; ``best`` the schedule with the shortest iteration.
+    """
+
+    candidate: Candidate
+    ways: list[Workload]
+    bounds: list[int]
+    best: Schedule | None = None
+    sync_ns: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        waits = [0] * len(self.ways[0].devices)
+        for stage in self.ways[0].stages:
+            for device in stage.devices:
+                waits[device] += stage.sync_ns
+        self.sync_ns = min(waits)
+
+    @classmethod
+    def of(cls, request: Request, candidate: Candidate) -> Trial:
+        """The candidate's workloads and bounds.
+
+        Raises:
+            InfeasibleError: a device cannot run even one micro-batch.
+            UsageError: split backward is asked for, and the profile has no costs for it.
+        """
+        ways = workloads(request, candidate)
+        return cls(candidate, ways, [makespan_bound(Problem.of(workload)) for workload in ways])
+
+    @property
+    def bound_ns(self) -> int:
+        """No iteration is shorter: gradients are summed on the device that ends last, too."""
+        return min(self.bounds) + self.sync_ns
+
+    @property
+    def value_ns(self) -> int | None:
+        """The shortest iteration found; None before any."""
+        return None if self.best is None else iteration_of(self.best)
+
+    def look(self) -> None:
+        """Known schedules alone, which takes no solver."""
+        for workload in self.ways:
+            self._offer(first_look(workload))
+
+    def search(self, request: Request, budget: Budget, seconds: float) -> None:
+        """Search for so long, over the ways of running backward.
+
+        Where there are two, each gets a short look. One whose bound is no less than what the other has found is out;
+        the better of the others gets the time that is left.
+
+        Raises:
+            InfeasibleError: no schedule fits.
+            UsageError: a scheduler that does not apply.
+        """
+        share = Budget(seconds, budget.seed, budget.deterministic, budget.workers)
+        try:
+            self._search(request, share)
+        finally:
+            budget.spent += share.spent
+            budget.interrupted = budget.interrupted or share.interrupted
+
+    def _search(self, request: Request, share: Budget) -> None:
+        found: dict[int, Schedule] = {}
+        failures: list[PipeplanError] = []
+        for way, workload in enumerate(self.ways):
+            if self._hopeless(way) or (found and share.interrupted):
+                continue
+            seconds = share.remaining * (_FIRST_LOOK if len(self.ways) > 1 else 1.0)
+            try:
+                found[way] = _searched(request, workload, share, seconds)
+            except (InfeasibleError, UsageError) as error:  # a classic schedule may apply to one way alone
+                failures.append(error)
+                continue
+            self._learn(way, found[way])
+        if not found:
+            if failures:
+                raise failures[0]
+            return
+        best = min(found, key=lambda way: found[way].makespan_ns)
+        if len(self.ways) > 1 and not found[best].optimal and not share.expired:
+            self._learn(best, _searched(request, self.ways[best], share, share.remaining))
+
+    def _hopeless(self, way: int) -> bool:
+        """Whether this way of running backward cannot be better than what another one has found."""
+        return self.best is not None and self.bounds[way] >= self.best.makespan_ns
+
+    def _learn(self, way: int, schedule: Schedule) -> None:
+        self.bounds[way] = max(self.bounds[way], schedule.bound_ns)
+        self._offer(schedule)
+
+    def _offer(self, schedule: Schedule | None) -> None:
+        if schedule is None:
+            return
+        value = self.value_ns
+        if value is None or (iteration_of(schedule), -schedule.bound_ns) <= (value, 0):
+            self.best = schedule
+
+    @property
+    def settled(self) -> Schedule:
+        """The best schedule, with what is proved for every way of running backward."""
+        assert self.best is not None
+        return replace(self.best, bound_ns=min(self.best.makespan_ns, *self.bounds))
+
+
+def iteration_of(schedule: Schedule) -> int:
+    """Ns of a schedule's iteration, gradients summed."""
+    return iteration_time(schedule.workload, rates(schedule.graph, schedule.orders, schedule.starts))
+
+
+def _searched(request: Request, workload: Workload, budget: Budget, seconds: float) -> Schedule:
+    """Search a workload's schedule with a part of the budget."""
+    share = Budget(seconds, budget.seed, budget.deterministic, budget.workers)
+    try:
+        return search_schedule(
+            workload,
+            share,
+            scheduler=request.options.scheduler,
+            unroll=request.options.unroll,
+            progress=request.progress,
+        )
+    finally:
+        budget.spent += share.spent
+        budget.interrupted = budget.interrupted or share.interrupted
+
+
+def workloads(request: Request, candidate: Candidate) -> list[Workload]:
+    """The workload of a candidate for each way of running backward that is asked for: split first.
+
+    Raises:
+        UsageError: split backward is asked for, and the profile has no costs for it.
+    """
+    return [
+        build_workload(
+            request.profile,
+            candidate.placement,
+            num_microbatches=candidate.batch.num_microbatches,
+            microbatch_size=candidate.batch.microbatch_size,
+            split_backward=split,
+            split_overhead_ns=request.options.split_overhead_ns,
+            recompute=candidate.recompute,
+            cluster=request.cluster,
+            memory_bytes=request.memory,
+        )
+        for split in _backward_ways(request.profile, request.options)
+    ]
+
+
+def _backward_ways(profile: Profile, options: Options) -> list[bool]:
+    possible = can_split(profile)
+    if options.split_backward and not possible:
+        raise UsageError(
+            f"--split-backward yes needs input_grad_ns and weight_grad_ns, which profile {profile.name!r} has nowhere"
+        )
+    if options.split_backward is None:
+        return [True, False] if possible else [False]
+    return [options.split_backward]
