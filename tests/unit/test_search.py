@@ -178,7 +178,7 @@ class TestPlacementChoice:
 
     def test_strategies(self) -> None:
         profile = shape("v", 4).model_copy(update={"placement": None})
-        assert choose_placement(profile, "auto", 2) == ("one-to-one", 2)
+        assert choose_placement(profile, "auto", 2) == ("auto", 2)
         assert choose_placement(profile, "circular", 2) == ("circular", 2)
         with pytest.raises(UsageError, match="say how many --devices"):
             choose_placement(profile, "auto", None)

@@ -18,7 +18,7 @@ __all__ = ["command"]
 def command(as_json: bool, **flags: Any) -> None:
     """Time every classic schedule that applies to PROFILE, and search one beside them; best first.
 
-    Without --placement and without one in the profile, one-to-one, circular and v-shape are compared. Schedules
+    Without --placement and without one in the profile, all strategies are compared. Schedules
     that do not fit into memory are timed, too, and stand last.
     """
     from pipeplan.comparison import compare

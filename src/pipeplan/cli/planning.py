@@ -50,6 +50,13 @@ _OPTIONS = (
         show_default=True,
         help="Shared blocks over all devices.",
     ),
+    click.option(
+        "--slices",
+        default="auto",
+        show_default=True,
+        metavar="auto|M",
+        help="Leading micro-batches whose warmup forwards run in halves.",
+    ),
     click.option("--recompute", type=click.Choice(list(_RECOMPUTE)), default="auto", show_default=True),
     click.option("--unroll", default="auto", show_default=True, metavar="auto|U", help="Micro-batches per repetend."),
     click.option("--split-backward", type=click.Choice(list(_YES_NO)), default="auto", show_default=True),
@@ -102,12 +109,13 @@ def read_asked(flags: dict[str, Any], scheduler: str = "auto") -> Asked:
     cluster = read_cluster(flags["cluster_path"]) if flags["cluster_path"] is not None else None
     options = Options(
         scheduler=scheduler,
-        unroll=_unroll(flags["unroll"]),
+        unroll=_number(flags["unroll"], "--unroll", 1, 64),
         split_backward=_YES_NO[flags["split_backward"]],
         split_overhead_ns=flags["split_overhead"],
         recompute=_RECOMPUTE[flags["recompute"]],
         replicas=flags["replicas"],
         spread=_YES_NO[flags["spread"]],
+        num_parted=_number(flags["slices"], "--slices", 0, 10_000),
         time_limit=flags["time_limit"] / 1e9,
         seed=flags["seed"],
         deterministic=flags["deterministic"],
@@ -128,11 +136,12 @@ def read_asked(flags: dict[str, Any], scheduler: str = "auto") -> Asked:
     return Asked(profile, cluster, placement, num_devices, batch, sizes, options, flags["chunks"], flags["memory"])
 
 
-def _unroll(text: str) -> int | None:
+def _number(text: str, flag: str, least: int, most: int) -> int | None:
+    """What a flag means that takes auto or a number."""
     if text == "auto":
         return None
-    if not text.isdecimal() or not 1 <= int(text) <= 64:
-        raise click.BadParameter(f"{text!r} is neither auto nor a number from 1 to 64", param_hint="--unroll")
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise click.BadParameter(f"{text!r} is neither auto nor a number from {least} to {most}", param_hint=flag)
     return int(text)
 
 

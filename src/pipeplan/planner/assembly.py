@@ -5,10 +5,11 @@ from __future__ import annotations
 from fractions import Fraction
 
 from pipeplan.lower import programs
-from pipeplan.model import Plan, Predicted, Provenance
+from pipeplan.model import Plan, Predicted, Provenance, Repetend
 from pipeplan.planner.numbers import number
 from pipeplan.simulate.memory import peak_memory
 from pipeplan.simulate.metrics import iteration_time, rates
+from pipeplan.simulate.parts import whole
 from pipeplan.simulate.repetend import find_repetend, steady_bubble_rate
 from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts, with_links
 
@@ -33,7 +34,7 @@ def assemble(
     orders = with_links(graph, orders)
     starts = earliest_starts(graph, orders)
     figures = rates(graph, orders, starts)
-    repetend = find_repetend(graph, orders, starts) if workload.is_uniform else None
+    repetend = _repetend(graph, orders)
     by_operation = {
         operation.id: tuple(starts[graph.offsets[index] : graph.offsets[index + 1]])
         for index, operation in enumerate(workload.operations)
@@ -66,3 +67,18 @@ def assemble(
         ),
         provenance=(provenance or Provenance()).model_copy(update={"scheduler": scheduler}),
     )
+
+
+def _repetend(graph: TaskGraph, orders: Orders) -> Repetend | None:
+    """The repetend, where micro-batches are all alike behind those that run in parts."""
+    replaced, whole_orders = whole(graph, orders)
+    if not replaced.workload.is_uniform:
+        return None
+    found = find_repetend(replaced, whole_orders, earliest_starts(replaced, whole_orders))
+    if found is None:
+        return None
+    behind = all(
+        found.first[operation.id] >= slots.num_parted
+        for operation, slots in zip(graph.workload.operations, graph.workload.slots, strict=False)
+    )
+    return found if behind else None

@@ -49,10 +49,11 @@ def candidates(request: Request) -> Iterator[Found]:
     if isinstance(request.placement, Placement):
         yield from _given(request, request.placement)
         return
-    strategies = list(STRATEGIES) if request.placement == "auto" else [request.placement]
+    sliced = bool(request.options.num_parted)  # which is for one stage per device, all with one size
+    strategies = [request.placement] if request.placement != "auto" else ["one-to-one"] if sliced else STRATEGIES
     for strategy in strategies:
         yield from _chains(request, strategy)
-    if request.placement == "auto":
+    if request.placement == "auto" and not sliced:
         yield from _graphs(request)
         yield from _published(request)
 
@@ -118,10 +119,10 @@ def _replicas(request: Request) -> Sequence[int]:
 def _batches(request: Request, replicas: int) -> Iterator[Batch]:
     """Micro-batches that replicas can share, of sizes per replica that all blocks were profiled around."""
     low, high = _profiled(request.profile)
-    mini_batch = request.batch.mini_batch
+    mini_batch, unit = request.batch.mini_batch, replicas * (2 if request.options.num_parted else 1)
     sizes = request.sizes if len(request.sizes) == 1 else [size * replicas for size in request.sizes]
     for size in sizes:
-        if mini_batch % size == 0 and size % replicas == 0 and low <= size // replicas <= high:
+        if mini_batch % size == 0 and size % unit == 0 and low <= size // replicas <= high:
             yield Batch(mini_batch // size, size)
 
 

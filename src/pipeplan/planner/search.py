@@ -21,6 +21,7 @@ from pipeplan.planner.batch import Batch
 from pipeplan.planner.candidates import Candidate, candidates
 from pipeplan.planner.request import Options, Request
 from pipeplan.planner.result import Result
+from pipeplan.planner.slicing import slice_forwards
 from pipeplan.planner.trials import Trial
 from pipeplan.schedule.bounds import period_bound
 from pipeplan.schedule.problem import Problem
@@ -178,8 +179,9 @@ class _Search:
         trial = self._best
         if trial is None:
             raise _most_telling(self._failures)
+        problem = Problem.of(trial.settled.workload)
+        slice_forwards(self._request, trial)
         schedule = trial.settled
-        problem = Problem.of(schedule.workload)
         plan = assemble(
             schedule.graph,
             schedule.orders,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pipeplan.model.workload import Workload
 
 __all__ = ["makespan_bound"]
@@ -13,8 +15,8 @@ def makespan_bound(workload: Workload) -> int:
     A device begins no earlier than the first of its operations can be reached, works all its micro-batches, and
     after its last action at least the shortest way out of its operations remains. A link does the same with messages.
     """
-    durations = workload.durations
-    heads, tails = _heads_and_tails(workload)
+    durations = [min(whole, part or whole) for whole, part in zip(workload.durations, _parts(workload), strict=True)]
+    heads, tails = _heads_and_tails(workload, durations)
     best = max(map(sum, zip(heads, durations, tails, strict=True)))
     for resource in range(workload.num_resources):
         here = [item for item, resources in enumerate(workload.resources) if resource in resources]
@@ -24,13 +26,21 @@ def makespan_bound(workload: Workload) -> int:
     return best
 
 
-def _heads_and_tails(workload: Workload) -> tuple[list[int], list[int]]:
+def _parts(workload: Workload) -> list[int]:
+    """[item] ns of a part of a micro-batch, 0 where none runs in parts."""
+    return [
+        part if slots.num_parted else 0 for slots, part in zip(workload.slots, workload.part_durations, strict=True)
+    ]
+
+
+def _heads_and_tails(workload: Workload, durations: Sequence[int]) -> tuple[list[int], list[int]]:
     """Longest way in ns to the start, and from the end, of each item of one micro-batch [item]."""
-    durations = workload.durations
     heads, tails = [0] * len(durations), [0] * len(durations)
     edges = sorted(workload.edges, key=lambda edge: workload.rank(edge[0]))
     for source, target, lag in edges:
+        lag = workload.part_lags.get((source, target), lag)
         heads[target] = max(heads[target], heads[source] + durations[source] + lag)
     for source, target, lag in reversed(edges):
+        lag = workload.part_lags.get((source, target), lag)
         tails[source] = max(tails[source], lag + durations[target] + tails[target])
     return heads, tails

@@ -13,6 +13,7 @@ from pipeplan.simulate.critical_path import CriticalStep, critical_path
 from pipeplan.simulate.memory import Overflow, overflow, peak_memory
 from pipeplan.simulate.metrics import Rates, in_flight, rates
 from pipeplan.simulate.orders import orders_of
+from pipeplan.simulate.parts import has_parts, in_parts, parts_before, whole, with_parts
 from pipeplan.simulate.repetend import copy_ranges, extend, repetend_rate, work_bound
 from pipeplan.simulate.replay import recosted, relinked
 from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph
@@ -85,12 +86,11 @@ def simulate(
     orders = orders_of(plan, graph)
     if num_microbatches is not None and num_microbatches != plan.num_microbatches:
         _require_size(workload, num_microbatches)
-        workload, orders = extend(workload, orders, plan.repetend, num_microbatches)
-        graph = task_graph(workload)
+        graph, orders = _extended(graph, orders, plan.repetend, num_microbatches)
+        workload = graph.workload
     starts = earliest_starts(graph, orders)
     repetend = plan.repetend
-    period = None if repetend is None else repetend_rate(workload, orders, repetend.first, repetend.unroll)
-    copies = None if repetend is None else copy_ranges(workload, orders, repetend)[: len(workload.devices)]
+    period, copies = (None, None) if repetend is None else _repetition(graph, orders, repetend)
     return Simulation(
         plan=plan,
         workload=workload,
@@ -110,6 +110,27 @@ def simulate(
         bubble_rate_steady=None if period is None else _steady_bubble_rate(workload, period),
         as_planned=as_planned,
     )
+
+
+def _extended(
+    graph: TaskGraph, orders: list[list[int]], repetend: Repetend | None, num_microbatches: int
+) -> tuple[TaskGraph, list[list[int]]]:
+    """The same for more micro-batches: the repetend is one of whole micro-batches."""
+    replaced, whole_orders = whole(graph, orders)
+    larger, longer = extend(replaced.workload, whole_orders, repetend, num_microbatches)
+    if not has_parts(graph.workload):
+        return task_graph(larger), longer
+    found = task_graph(with_parts(larger, graph.workload))
+    return found, in_parts(longer, found)
+
+
+def _repetition(graph: TaskGraph, orders: list[list[int]], repetend: Repetend) -> tuple[Fraction | None, list[range]]:
+    """Ns per micro-batch of the repetend, and on each device the positions of its first copy."""
+    replaced, whole_orders = whole(graph, orders)
+    period = repetend_rate(replaced.workload, whole_orders, repetend.first, repetend.unroll)
+    shifts = [parts_before(graph.workload, device) for device in range(len(graph.workload.devices))]
+    copies = copy_ranges(replaced.workload, whole_orders, repetend)
+    return period, [range(c.start + by, c.stop + by) for c, by in zip(copies, shifts, strict=False)]
 
 
 def _require_size(workload: Workload, num_microbatches: int) -> None:
