@@ -1,0 +1,425 @@
+"""AutoPipe's tables and figures by simulation: partitions, planners, balance, planning time, startup.
+
+    python benchmarks/autopipe.py                      # prints the tables of docs/benchmarks.md; a minute
+    python benchmarks/autopipe.py --heads 2 --only planners,stated
+
+Costs are estimated for an RTX 3090, with recomputation; links are those of the paper's testbed. The paper does not
+state what the head (logits and loss) takes beside a layer, and its partitions hang on that: ``--heads`` says how many
+layers it is worth, or ``estimated``. ``autopipe_plans.py`` has the planners.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, combinations, pairwise
+from statistics import median
+
+from autopipe_plans import (
+    LAYERS,
+    MEMORY,
+    PLANNERS,
+    Case,
+    Stages,
+    autopipe,
+    autopipe_as_stated,
+    dapple_as_stated,
+    piper_as_stated,
+    question,
+)
+from tables import machine, markdown, note
+
+from pipeplan.errors import InfeasibleError
+from pipeplan.partition.autopipe import Cuts, num_to_split, plan_chain, plan_depths, sliced, timeline
+from pipeplan.partition.autopipe.simulator import Step
+from pipeplan.partition.published import dapple, piper
+
+TABLE_2 = (
+    (5, 7, 6, 6),
+    (6, 6.5, 6.5, 5),
+    (6, 7, 6, 5),
+    (6.5, 6.5, 6.5, 4.5),
+    (6.5, 6.5, 6, 5),
+    (7, 5.5, 6, 5.5),
+    (7, 6.5, 5.5, 5),
+)
+"""Layers per stage of GPT-2 345M."""
+
+Millis = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of Table III or IV: times in ms by mini-batch (None: it did not run, and why), and the depths of P and A
+    that the text states."""
+
+    model: str
+    microbatch_size: int
+    num_devices: int
+    mini_batches: tuple[int, int, int]
+    times: Mapping[str, Millis | None]
+    failed: str
+    depths: Mapping[str, int]
+
+
+LOW, HIGH = (128, 256, 512), (512, 1024, 2048)
+ROWS = (
+    Row(
+        "gpt2-345m", 4, 4, LOW,
+        {"D": (11091, 19925, 39815), "P": (6755.6, 12842, 25421), "A": (6510.5, 12852, 25737)},
+        "", {"P": 1, "A": 1},
+    ),
+    Row(
+        "gpt2-345m", 4, 16, LOW,
+        {"D": None, "P": (2081.1, 4066.0, 7216.0), "A": (2077.6, 4063.7, 7236.5)},
+        "-", {"P": 1, "A": 1},
+    ),
+    Row(
+        "gpt2-345m", 32, 4, HIGH,
+        {"D": (27477.3, 53539.9, 105635), "P": (30285.9, 56399.5, 108694), "A": (27020.9, 50969.7, 99110.9)},
+        "", {"P": 4, "A": 2},
+    ),
+    Row(
+        "gpt2-345m", 32, 8, HIGH,
+        {"D": (15828.6, 30853.7, 60898.3), "P": (18143.6, 31901.0, 60397.7), "A": (15445.3, 27147.5, 51217.4)},
+        "", {"P": 6, "A": 2},
+    ),
+    Row(
+        "gpt2-1.3b", 16, 4, HIGH,
+        {"D": None, "P": (67087.2, 128831, 253052), "A": (62885.0, 119788, 234781)},
+        "OOM", {"P": 4, "A": 4},
+    ),
+    Row(
+        "gpt2-1.3b", 16, 8, HIGH,
+        {"D": None, "P": (36783.1, 70017.3, 137135), "A": (34512.7, 62869.1, 120732)},
+        "OOM", {"P": 5, "A": 4},
+    ),
+)  # fmt: skip
+
+
+def as_stated(row: Row, case: Case, mini_batch: int) -> dict[str, Stages]:
+    """The plans that the text tells of."""
+    return {
+        "D": dapple_as_stated(case, mini_batch),
+        "P": piper_as_stated(case, row.depths["P"]),
+        "A": autopipe_as_stated(case, row.depths["A"], mini_batch),
+    }
+
+
+def evenly(name: str, num_stages: int) -> Cuts:
+    """Megatron-LM's cut: as many layers in every stage."""
+    each = LAYERS[name] // num_stages
+    return (0, *(1 + 2 * each * stage for stage in range(1, num_stages)))
+
+
+def table_2(head: float | None) -> str:
+    """The schemes ranked, with what is found and the best of all cuts."""
+    case = Case("gpt2-345m", 4, 4, head)
+    schemes = {
+        str(number): (0, *(int(1 + 2 * sum(layers[:stage])) for stage in range(1, 4)))
+        for number, layers in enumerate(TABLE_2, start=1)
+    }
+    schemes["found"] = plan_chain(case.loads, 4, 8).begins
+    every = ((0, *inner) for inner in combinations(range(1, case.loads.num_blocks), 3))
+    schemes["best of all cuts"] = min(every, key=lambda each: timeline(case.loads.stages(each), 8).iteration_ns)
+    times = {name: timeline(case.loads.stages(begins), 8) for name, begins in schemes.items()}
+    best = times["best of all cuts"].iteration_ns
+    printed = {name: times[name].iteration_ns for name in schemes if name.isdigit()}
+    assert min(printed.values()) == printed["4"], "scheme 4 is the fastest of the seven"
+    assert max(printed.values()) == printed["1"], "scheme 1 is the slowest"
+    rows = [
+        [
+            name,
+            Stages(schemes[name], (1,) * 4).named(case),
+            f"{found.iteration_ns / 1e6:.1f}",
+            f"{found.iteration_ns / 8e6:.1f}",
+            f"{found.iteration_ns / best:.3f}",
+            str(found.master_stage()),
+        ]
+        for name, found in sorted(times.items(), key=lambda each: each[1].iteration_ns)
+    ]
+    return markdown(["scheme", "layers", "iteration, ms", "per micro-batch", "to the best", "master stage"], rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Three plans of one row and mini-batch; times in ns, None where a plan does not run, ``failures`` says why."""
+
+    plans: Mapping[str, Stages]
+    times: Mapping[str, int | None]
+    failures: Mapping[str, str]
+
+    @classmethod
+    def of(cls, case: Case, plans: Mapping[str, Stages], mini_batch: int) -> Compared:
+        """Simulate what can run."""
+        count = mini_batch // case.microbatch_size
+        failures = {name: failure(case, plan, count) for name, plan in plans.items()}
+        times = {name: None if failures[name] else plan.iteration_ns(case, count) for name, plan in plans.items()}
+        return cls(plans, times, failures)
+
+    def cell(self, name: str, case: Case) -> str:
+        """The plan and its time."""
+        taken = self.times[name]
+        return f"{self.plans[name].named(case)}: {self.failures[name] if taken is None else f'{taken / 1e6:,.0f}'}"
+
+    def ratio(self, name: str) -> str:
+        """Its time to AutoPipe's."""
+        return self.failures[name].partition(",")[0] or ratio_of(self.times[name], self.times["A"])
+
+    @property
+    def least_ns(self) -> int:
+        """Of the fastest."""
+        return min(taken for taken in self.times.values() if taken is not None)
+
+    @property
+    def best(self) -> str:
+        """The fastest, or all that are within a thousandth of it."""
+        known = {name: taken for name, taken in self.times.items() if taken is not None}
+        return ", ".join(name for name, taken in known.items() if taken <= 1.001 * self.least_ns)
+
+
+def failure(case: Case, plan: Stages, num_microbatches: int) -> str:
+    """Why a plan cannot run; empty if it can."""
+    if plan.shared and max(plan.replicas) > case.microbatch_size:
+        return f"x, {max(plan.replicas)} replicas share {case.microbatch_size} samples"
+    needs = plan.needs(case, num_microbatches)
+    return f"OOM, {needs / 1e9:.1f} GB" if needs > MEMORY else ""
+
+
+def ratio_of(first: float | None, second: float | None) -> str:
+    return "-" if first is None or second is None else f"{first / second:.3f}"
+
+
+def comparison(head: float | None, plans_of: Callable[[Row, Case, int], dict[str, Stages]]) -> str:
+    """Tables III and IV: plans and times of three planners, and their ratios beside the paper's."""
+    free = plans_of is planned
+    lines = []
+    for row in ROWS:
+        case = Case(row.model, row.microbatch_size, row.num_devices, head)
+        for index, mini_batch in enumerate(row.mini_batches):
+            found = Compared.of(case, plans_of(row, case, mini_batch), mini_batch)
+            note(f"{row.model} {row.num_devices} {mini_batch}: {found.times}")
+            least, smaller = of_any_size(case, mini_batch)
+            assert not free or least <= 1.001 * found.least_ns, "AutoPipe's best size is no slower than any planner"
+            theirs = {name: times[index] for name, times in row.times.items() if times is not None}
+            lines.append(
+                [
+                    row.model if not index else "",
+                    f"{row.microbatch_size}" if not index else "",
+                    f"{row.num_devices}" if not index else "",
+                    f"{mini_batch}",
+                    *(found.cell(name, case) for name in "DPA"),
+                    *([smaller] if free else []),
+                    found.best,
+                    f"{found.ratio('D')}, {found.ratio('P')}",
+                    f"{ratio_of(theirs['D'], theirs['A']) if 'D' in theirs else row.failed}, "
+                    f"{ratio_of(theirs['P'], theirs['A'])}",
+                    min(theirs, key=lambda name: theirs[name]),
+                ]
+            )
+    header = ["model", "size", "devices", "mini-batch", "D: layers, ms", "P", "A", *(["A, any size"] if free else [])]
+    return markdown([*header, "best", "D/A, P/A", "paper", "best there"], lines)
+
+
+def of_any_size(case: Case, mini_batch: int) -> tuple[int, str]:
+    """AutoPipe's best plan when its micro-batches may be smaller, too: its time, and in words."""
+    sizes = [case.microbatch_size // 2**power for power in range(case.microbatch_size.bit_length())]
+    cases = [replace(case, microbatch_size=size) for size in sizes]
+    plans = [(autopipe(each, mini_batch), each) for each in cases]
+    times = [plan.iteration_ns(each, mini_batch // each.microbatch_size) for plan, each in plans]
+    best, (plan, each) = min(zip(times, plans, strict=True), key=lambda found: found[0])
+    return best, f"{plan.named(each)} of {each.microbatch_size}: {best / 1e6:,.0f}"
+
+
+def planned(row: Row, case: Case, mini_batch: int) -> dict[str, Stages]:
+    """What our planners find."""
+    return {name: planner(case, mini_batch) for name, planner in PLANNERS.items()}
+
+
+STATED = {"D": (2.73, 6.89), "P": (5.35, 12.7)}
+
+
+def balance(head: float | None) -> str:
+    """Fig. 13: the deviation of stage times on GPT-2 345M in micro-batches of 32, to AutoPipe's."""
+    lines = []
+    for row in ROWS[2:4]:
+        case = Case(row.model, row.microbatch_size, row.num_devices, head)
+        kinds = {
+            "as stated": as_stated(row, case, row.mini_batches[0]),
+            "ours": planned(row, case, row.mini_batches[0]),
+        }
+        for kind, plans in kinds.items():
+            ours = plans["A"].deviation(case)
+            for name in "DP":
+                ratio = plans[name].deviation(case) / ours
+                assert kind == "ours" or ratio >= STATED[name][0], "AutoPipe's cut is better balanced than in the paper"
+                lines.append(
+                    [
+                        f"{row.num_devices}",
+                        f"{name} {kind}",
+                        plans[name].named(case),
+                        f"{plans[name].deviation(case) / 1e6:.1f}",
+                        plans["A"].named(case),
+                        f"{ours / 1e6:.1f}",
+                        f"{ratio:.2f}",
+                        " to ".join(map(str, STATED[name])),
+                    ]
+                )
+    header = ["devices", "plan", "layers", "deviation, ms", "A", "deviation, ms", "ratio", "paper"]
+    return markdown(header, lines)
+
+
+def speedups(head: float | None) -> str:
+    """Fig. 10: even layers' time to that of AutoPipe's cut, and with leading micro-batches in halves."""
+    asked = (("gpt2-345m", 4, (2, 4, 8, 12)), ("gpt2-762m", 4, (2, 4, 9, 12)), ("bert-large", 16, (2, 4, 8, 12)))
+    lines = []
+    for name, size, depths in asked:
+        cells = []
+        for depth in depths:
+            case, count = Case(name, size, depth, head), 2 * depth
+            even = timeline(case.loads.stages(evenly(name, depth)), count).iteration_ns
+            stages = case.loads.stages(plan_chain(case.loads, depth, count).begins)
+            halved = sliced(stages, count, num_to_split(stages)).iteration_ns
+            cells.append(f"{even / timeline(stages, count).iteration_ns:.2f}, {even / halved:.2f}")
+        lines.append([name, f"{size}", *cells])
+    return markdown(["model", "size", "2 stages", "4", "8 (762M: 9)", "12"], lines)
+
+
+def memory(head: float | None) -> str:
+    """What the device that needs most needs: AutoPipe's cuts by depth, and the plans that the text tells of."""
+    lines = []
+    asked = [*ROWS[2:], *(replace(ROWS[2], model="gpt2-762m", microbatch_size=size, depths={}) for size in (24, 32))]
+    for row in asked:
+        case = Case(row.model, row.microbatch_size, row.num_devices, head)
+        mini_batch = 64 * row.microbatch_size
+        plans = [autopipe_as_stated(case, depth, mini_batch) for depth in (1, 2, 4)]
+        plans += [as_stated(row, case, mini_batch)[name] for name in "DP"] if row.depths else []
+        needs = [plan.needs(case, 64) for plan in plans]
+        cells = [f"{each / 1e9:.1f}{' (too much)' if each > MEMORY else ''}" for each in needs]
+        cells += ["-"] * (5 - len(cells))
+        lines.append([row.model, f"{row.microbatch_size}", f"{row.num_devices}", *cells])
+    return markdown(["model", "size", "devices", "whole model", "2 stages", "4 stages", "D", "P"], lines)
+
+
+def seconds(run: Callable[[], object], repeats: int) -> float:
+    """Median of some runs."""
+    taken = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - start)
+    return median(taken)
+
+
+def planning(head: float | None) -> str:
+    """Fig. 12: seconds to plan, and AutoPipe's search against all cuts into four stages."""
+    asked = {"gpt2-345m": 32, "gpt2-762m": 24, "gpt2-1.3b": 16, "bert-large": 16}
+    header = ["model", "blocks", "4 stages (schemes)", "all cuts (schemes)", "ratio", "A, 16 devices"]
+    lines = [planned_in(Case(name, size, 16, head)) for name, size in asked.items()]
+    return markdown([*header, "P", "P/A", "D", "D/A"], lines)
+
+
+def planned_in(case: Case) -> list[str]:
+    """Seconds of every planner; costs are known before."""
+    mini_batch = 16 * case.microbatch_size * case.num_devices
+    chain = plan_chain(case.loads, 4, 8)
+    every = [(0, *inner) for inner in combinations(range(1, case.loads.num_blocks), 3)]
+    one = seconds(lambda: plan_chain(case.loads, 4, 8), 15)
+    whole = seconds(lambda: [timeline(case.loads.stages(each), 8) for each in every], 1)
+    fits, questions = case.fits(mini_batch), [question(case, mini_batch, shared=shared) for shared in (False, True)]
+    count = mini_batch // case.microbatch_size
+    ours = seconds(lambda: plan_depths(case.loads, case.num_devices, count, fits, case.all_reduce), 15)
+    theirs = [seconds(partial(plan, asked), 5) for plan, asked in zip((piper, dapple), questions, strict=True)]
+    assert max(one, ours) < 0.1, "planning takes less than a tenth of a second"
+    return [
+        case.model,
+        f"{case.loads.num_blocks}",
+        f"{one * 1e3:.1f} ms ({chain.num_simulated})",
+        f"{whole:.1f} s ({len(every):,})",
+        f"{whole / one:,.0f}",
+        f"{ours * 1e3:.0f} ms",
+        *(cell for each in theirs for cell in (f"{each * 1e3:.0f} ms", f"{each / ours:.1f}")),
+    ]
+
+
+def most_held(ends: Mapping[Step, int], stage: int) -> int:
+    """Micro-batches that a stage holds at most, by the order of its actions."""
+    order = sorted((end, kind) for (kind, at, _), end in ends.items() if at == stage)
+    return max(accumulate(1 if kind == "F" else -1 for _, kind in order))
+
+
+def bytes_held(case: Case, begins: Cuts, ends: Mapping[Step, int]) -> int:
+    """Of the stage that needs most, when its actions run in this order."""
+    found = []
+    for stage, (begin, end) in enumerate(pairwise((*begins, case.loads.num_blocks))):
+        costs = case.costs(case.microbatch_size)[begin:end]
+        found.append(
+            sum(2 * each.parameter_bytes + each.optimizer_bytes for each in costs)
+            + most_held(ends, stage) * sum(each.activation_bytes for each in costs)
+            + max(each.workspace_bytes for each in costs)
+        )
+    return max(found)
+
+
+def startup(head: float | None) -> str:
+    """Fig. 14: startup of GPT-2 345M whole and in halves, for even layers and AutoPipe's cut, and the memory."""
+    lines = []
+    for depth, size in ((2, 4), (4, 4), (8, 4), (12, 4), (4, 8), (4, 16), (4, 24), (4, 32)):
+        case, count = Case("gpt2-345m", size, depth, head), 2 * depth
+        cells: list[str] = []
+        for begins in (evenly("gpt2-345m", depth), plan_chain(case.loads, depth, count).begins):
+            stages = case.loads.stages(begins)
+            before, after = timeline(stages, count), sliced(stages, count, num_to_split(stages))
+            memory = [bytes_held(case, begins, each.ends) for each in (before, after)]
+            assert memory[0] == memory[1], "halves hold no more"
+            assert abs(after.startup_ns / before.startup_ns - 0.5) < 1e-3, "halves start in half the time"
+            cells += [
+                f"{before.startup_ns / 1e6:.1f}",
+                f"{after.startup_ns / 1e6:.1f}",
+                f"{after.startup_ns / before.startup_ns:.3f}",
+                f"{memory[0] / 1e9:.2f}, {memory[1] / 1e9:.2f}",
+            ]
+        lines.append([f"{depth}", f"{size}", *cells])
+    header = ["startup, ms", "sliced", "ratio", "GB, sliced"]
+    return markdown(["stages", "size", *(f"even layers: {each}" for each in header), *header], lines)
+
+
+TABLES: dict[str, tuple[str, Callable[[float | None], str]]] = {
+    "schemes": ("Table II, 8 micro-batches of 4 on 4 devices", table_2),
+    "planners": ("Tables III and IV, what our planners find", lambda head: comparison(head, planned)),
+    "stated": ("Tables III and IV, the plans that the text tells of", lambda head: comparison(head, as_stated)),
+    "balance": ("Fig. 13, balance", balance),
+    "memory": (f"Memory, GB of {MEMORY / 1e9:g}", memory),
+    "speedups": ("Fig. 10, even layers to AutoPipe's planner, and with its slicer", speedups),
+    "planning": ("Fig. 12, planning time", planning),
+    "startup": ("Fig. 14, startup", startup),
+}
+
+
+def printed(names: Sequence[str], heads: Sequence[float | None]) -> Iterator[str]:
+    for name in names:
+        title, table = TABLES[name]
+        for head in heads:
+            worth = f"as estimated: {Case('gpt2-345m', 32, 4, None).head_layers():.2f} layers in GPT-2 345M"
+            yield f"{title}; head {f'of {head:g} layers' if head is not None else worth}\n\n{table(head)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(TABLES), help=f"some of {', '.join(TABLES)}")
+    parser.add_argument("--heads", default="1.75,estimated", help="what the head is worth in layers, or estimated")
+    options = parser.parse_args()
+    heads = [None if head == "estimated" else float(head) for head in options.heads.split(",")]
+    for text in printed(options.only.split(","), heads):
+        print(text, end="\n\n")
+    print(f"{machine()}.")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except InfeasibleError as error:
+        raise SystemExit(f"no plan: {error}") from None

@@ -1,0 +1,346 @@
+"""Plans of AutoPipe's models by three planners, and what they take: for the tables of ``autopipe.py``.
+
+AutoPipe (A) replicates the whole pipeline, each replica with micro-batches of its own. DAPPLE (D) lets the replicas of
+a stage share every micro-batch. Piper (P) lets them take whole micro-batches in turn. D and P cut between layers, A
+between half layers. All plans are simulated alike: 1F1B, transfers, and the gradients' all-reduce of each stage after
+its last backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import accumulate, pairwise
+from statistics import pstdev
+
+import numpy as np
+
+from pipeplan.costs import StageCosts, transfer_time
+from pipeplan.costs.collectives import Exchange, prices_in
+from pipeplan.costs.presets import device_preset
+from pipeplan.costs.testbeds import testbed
+from pipeplan.examples import model
+from pipeplan.model import Cluster
+from pipeplan.partition.autopipe import Cuts, Fitting, Loads, StageLoads, line_costs, plan_chain, plan_depths
+from pipeplan.partition.autopipe.simulator import Step
+from pipeplan.partition.published import Option, PublishedPlan, Question, dapple, piper
+from pipeplan.partition.published.dapple import latency
+
+__all__ = [
+    "LAYERS",
+    "MEMORY",
+    "PLANNERS",
+    "Case",
+    "Stages",
+    "autopipe",
+    "autopipe_as_stated",
+    "dapple_as_stated",
+    "piper_as_stated",
+    "question",
+]
+
+DEVICE = "rtx3090-24gb"
+MEMORY = device_preset(DEVICE).memory_bytes
+LAYERS = {"gpt2-345m": 24, "gpt2-762m": 36, "gpt2-1.3b": 24, "bert-large": 24}
+# Costs -------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def estimated(name: str, samples: int) -> tuple[StageCosts, ...]:
+    """[block] embedding, attention and FFN of every layer, head."""
+    return tuple(line_costs(model(name, device=DEVICE, microbatch_sizes=(samples,)), samples, recompute=True))
+
+
+@cache
+def cluster(num_devices: int) -> Cluster:
+    """Some of the paper's testbed."""
+    return testbed("autopipe", num_devices)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in micro-batches on some devices; ``head`` is what its head is worth in layers, None as estimated."""
+
+    model: str
+    microbatch_size: int
+    num_devices: int
+    head: float | None
+
+    def costs(self, samples: int) -> list[StageCosts]:
+        """[block] of so many samples."""
+        costs = list(estimated(self.model, samples))
+        if self.head is not None:
+            forward = round(self.head * sum(each.forward_ns for each in costs[1:3]))
+            backward = round(self.head * sum(each.backward_ns for each in costs[1:3]))
+            costs[-1] = replace(costs[-1], forward_ns=forward, backward_ns=backward)
+        return costs
+
+    @cached_property
+    def loads(self) -> Loads:
+        """Of a whole micro-batch."""
+        return Loads.of_costs(self.costs(self.microbatch_size), self.transfer_ns)
+
+    @cached_property
+    def layer_begins(self) -> list[int]:
+        """The first block of the embedding, of each layer and of the head."""
+        return [0, *range(1, 2 * LAYERS[self.model], 2), 2 * LAYERS[self.model] + 1]
+
+    @property
+    def transfer_ns(self) -> int:
+        """Of a micro-batch's activations over the slowest link between the devices."""
+        size = self.microbatch_size * estimated(self.model, 1)[1].activation_bytes  # with recomputation, its input
+        return sum(transfer_time(cluster(self.num_devices), 0, self.num_devices - 1, size))
+
+    def sync_ns(self, size: int, replicas: int) -> int:
+        """All-reduce of so many bytes of gradients."""
+        if replicas == 1:
+            return 0
+        return round(prices_in(cluster(self.num_devices))(Exchange("all_reduce", size), replicas))
+
+    @cached_property
+    def parameter_sums(self) -> list[int]:
+        """[block + 1] bytes of all blocks before."""
+        return list(accumulate((each.parameter_bytes for each in self.costs(1)), initial=0))
+
+    def parameters(self, begins: Cuts) -> list[int]:
+        """[stage] bytes."""
+        sums = self.parameter_sums
+        return [sums[end] - sums[begin] for begin, end in pairwise((*begins, len(sums) - 1))]
+
+    def all_reduce(self, begins: Cuts, replicas: int) -> int:
+        """Of the stage with most gradients, in ns."""
+        return max(self.sync_ns(size, replicas) for size in self.parameters(begins))
+
+    def fits(self, mini_batch: int) -> Fitting:
+        """Into the device's memory, as AutoPipe runs it."""
+        count = mini_batch // self.microbatch_size
+        return Fitting(self.costs(self.microbatch_size), MEMORY, count, num_devices=self.num_devices)
+
+    def head_layers(self) -> float:
+        """What the head takes, in layers."""
+        totals = [each.forward_ns + each.backward_ns for each in self.costs(self.microbatch_size)]
+        return totals[-1] / sum(totals[1:3])
+
+
+# Plans, simulated alike ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Where each stage begins and its replicas, which share every micro-batch or else take whole ones in turn.
+
+    In turn with as many replicas everywhere is AutoPipe's way: whole pipelines side by side.
+    """
+
+    begins: Cuts
+    replicas: tuple[int, ...]
+    shared: bool = False
+
+    def named(self, case: Case) -> str:
+        """Layers of each stage, times its replicas where there are several."""
+        ends = [0, *(begin - 1 for begin in self.begins[1:]), 2 * LAYERS[case.model]]
+        layers = [f"{(end - begin) / 2:g}" for begin, end in pairwise(ends)]
+        if len(set(self.replicas)) == 1:
+            return ", ".join(layers) + (f" (x {self.replicas[0]})" if self.replicas[0] > 1 else "")
+        return ", ".join(f"{each} x {count}" for each, count in zip(layers, self.replicas, strict=True))
+
+    def shares(self, case: Case) -> list[int]:
+        """[stage] samples of a micro-batch that one replica works on."""
+        return [-(-case.microbatch_size // count) if self.shared else case.microbatch_size for count in self.replicas]
+
+    def loads(self, case: Case) -> StageLoads:
+        """Of what one replica works on at a time."""
+        each = [Loads.of_costs(case.costs(share)).stages(self.begins) for share in self.shares(case)]
+        return StageLoads(
+            tuple(loads.forwards[stage] for stage, loads in enumerate(each)),
+            tuple(loads.backwards[stage] for stage, loads in enumerate(each)),
+            case.transfer_ns,
+        )
+
+    def deviation(self, case: Case) -> float:
+        """Standard deviation of how long a device of each stage works per micro-batch of the mini-batch, in ns."""
+        turns = [1 if self.shared else count for count in self.replicas]
+        return pstdev(total / count for total, count in zip(self.loads(case).totals, turns, strict=True))
+
+    def iteration_ns(self, case: Case, num_microbatches: int) -> int:
+        """Of 1F1B, until the last stage has summed its gradients."""
+        turns = (1,) * len(self.begins) if self.shared else self.replicas
+        ends = in_turn(self.loads(case), turns, num_microbatches)
+        sizes = case.parameters(self.begins)
+        return max(end + case.sync_ns(size, count) for end, size, count in zip(ends, sizes, self.replicas, strict=True))
+
+    def needs(self, case: Case, num_microbatches: int) -> int:
+        """Bytes on the device that needs most: a replica in turn holds its share of the micro-batches in flight."""
+        turns = (1,) * len(self.begins) if self.shared else self.replicas
+        found = []
+        for stage, (begin, end) in enumerate(pairwise((*self.begins, case.loads.num_blocks))):
+            costs = case.costs(self.shares(case)[stage])[begin:end]
+            held = min(in_flight(turns, stage), -(-num_microbatches // turns[stage]))
+            found.append(
+                sum(2 * each.parameter_bytes + each.optimizer_bytes for each in costs)
+                + held * sum(each.activation_bytes for each in costs)
+                + max(each.workspace_bytes for each in costs)
+            )
+        return max(found)
+
+
+def in_flight(replicas: Sequence[int], stage: int) -> int:
+    """Micro-batches that a replica starts before its first backward: what keeps it and all after it busy."""
+    return -(-sum(replicas[stage:]) // replicas[stage])
+
+
+def in_turn(loads: StageLoads, replicas: Sequence[int], num_microbatches: int) -> list[int]:
+    """[stage] the end of its last backward, when replicas take micro-batches in turn, each in the order of 1F1B."""
+    ends: dict[Step, int] = {}
+    waiting = {
+        (stage, turn): one_f_one_b(range(turn, num_microbatches, count), in_flight(replicas, stage))
+        for stage, count in enumerate(replicas)
+        for turn in range(count)
+    }
+    free = dict.fromkeys(waiting, 0)
+    while any(waiting.values()):
+        before = len(ends)
+        for device, order in waiting.items():
+            while order and (arrival := arrival_of(order[0], device[0], ends, loads)) is not None:
+                kind, index = order.pop(0)
+                lasts = (loads.forwards if kind == "F" else loads.backwards)[device[0]]
+                free[device] = ends[kind, device[0], index] = max(free[device], arrival) + lasts
+        assert len(ends) > before, "replicas wait for each other"
+    return [max(end for (at, _), end in free.items() if at == stage) for stage in range(len(replicas))]
+
+
+def one_f_one_b(indices: Sequence[int], held: int) -> list[tuple[str, int]]:
+    """So many forwards, then backwards and forwards in turn."""
+    first = min(held, len(indices))
+    order = [("F", index) for index in indices[:first]]
+    for place, index in enumerate(indices):
+        order.append(("B", index))
+        order += [("F", later) for later in indices[first + place : first + place + 1]]
+    return order
+
+
+def arrival_of(action: tuple[str, int], stage: int, ends: Mapping[Step, int], loads: StageLoads) -> int | None:
+    """When an action's input is there; None if it is not known yet."""
+    kind, index = action
+    source = (kind, stage - 1 if kind == "F" else stage + 1, index)
+    if not 0 <= source[1] < loads.num_stages:
+        return 0 if kind == "F" else ends.get(("F", stage, index))
+    return ends[source] + loads.transfer_ns if source in ends else None
+
+
+# Planners ----------------------------------------------------------------------------------------------------------
+
+
+def autopipe(case: Case, mini_batch: int) -> Stages:
+    """AutoPipe's planner, the depth included."""
+    count = mini_batch // case.microbatch_size
+    found = plan_depths(case.loads, case.num_devices, count, case.fits(mini_batch), case.all_reduce)
+    plan = Stages(found.begins, (found.replicas,) * found.num_stages)
+    assert plan.iteration_ns(case, count) <= found.iteration_ns, "it waits for the largest stage's gradients at the end"
+    return plan
+
+
+def question(case: Case, mini_batch: int, *, shared: bool) -> Question:
+    """What DAPPLE's and Piper's planners are asked: layers, and every number of replicas.
+
+    In turn a replica takes one of so many micro-batches, so a stage takes that part of the time per micro-batch, but
+    each replica holds whole ones.
+    """
+    size, devices = case.microbatch_size, case.num_devices
+    counts = range(1, (min(size, devices) if shared else devices) + 1)
+    costs = [case.costs(-(-size // count) if shared else size) for count in counts]
+    turns = np.array([1 if shared else count for count in counts])
+
+    def table(of: Callable[[StageCosts], int], join: np.ufunc) -> np.ndarray:
+        return join.reduceat(np.array([[of(each) for each in column] for column in costs]).T, case.layer_begins)
+
+    names = tuple(str(begin) for begin in case.layer_begins)
+    return Question(
+        names=names,
+        edges=tuple(pairwise(range(len(names)))),
+        num_devices=devices,
+        num_microbatches=mini_batch // size,
+        options=tuple(Option(count, recompute=True) for count in counts),
+        forwards=-(-table(lambda each: each.forward_ns, np.add) // turns),
+        backwards=-(-table(lambda each: each.backward_ns, np.add) // turns),
+        activations=table(lambda each: each.activation_bytes, np.add),
+        workspaces=table(lambda each: each.workspace_bytes, np.maximum),
+        parameters=table(lambda each: each.parameter_bytes, np.add)[:, 0],
+        statics=table(lambda each: 2 * each.parameter_bytes + each.optimizer_bytes, np.add)[:, 0],
+        memory_bytes=MEMORY,
+        all_reduce=case.sync_ns,
+    )
+
+
+def published(planner: Callable[[Question], PublishedPlan], *, shared: bool) -> Callable[[Case, int], Stages]:
+    """A published planner in the form of ours."""
+
+    def plan(case: Case, mini_batch: int) -> Stages:
+        found = planner(question(case, mini_batch, shared=shared))
+        return Stages(
+            tuple(int(stage.blocks[0]) for stage in found.stages),
+            tuple(stage.option.replicas for stage in found.stages),
+            shared,
+        )
+
+    return plan
+
+
+PLANNERS: dict[str, Callable[[Case, int], Stages]] = {
+    "D": published(dapple, shared=True),
+    "P": published(piper, shared=False),
+    "A": autopipe,
+}
+
+
+def dapple_as_stated(case: Case, mini_batch: int) -> Stages:
+    """Two stages, the first on one device (IV-D); of the cuts between layers that with DAPPLE's least latency.
+
+    Its planner takes it that a share of a micro-batch takes that share of the time. On four devices the text has 7
+    layers and 17 (IV-E1).
+    """
+    count, replicas = mini_batch // case.microbatch_size, (1, case.num_devices - 1)
+    if (case.model, case.microbatch_size, case.num_devices) == ("gpt2-345m", 32, 4):
+        return Stages((0, case.layer_begins[1 + 7]), replicas, shared=True)
+
+    def value(begin: int) -> int:
+        stages, sizes = case.loads.stages((0, begin)), case.parameters((0, begin))
+        return latency(
+            tuple(
+                (stages.forwards[at] // of, stages.backwards[at] // of, case.sync_ns(sizes[at], of))
+                for at, of in enumerate(replicas)
+            ),
+            count,
+        )
+
+    return Stages((0, min(case.layer_begins[2:], key=value)), replicas, shared=True)
+
+
+def piper_as_stated(case: Case, num_stages: int) -> Stages:
+    """So many stages (IV-D) with the least slowest one; the text says nothing about layers and replicas."""
+    bounds = [*case.layer_begins, case.loads.num_blocks]
+    sums = case.loads.totals
+
+    @cache
+    def best(first: int, stages: int, devices: int) -> tuple[float, tuple[tuple[int, int], ...]]:
+        last = len(bounds) - 1
+        if stages == 0:
+            return (0.0, ()) if first == last else (float("inf"), ())
+        found: list[tuple[float, tuple[tuple[int, int], ...]]] = []
+        for end in range(first + 1, last + 1):
+            for count in range(1, devices - stages + 2):
+                rest = best(end, stages - 1, devices - count)
+                time_ = (sums[bounds[end]] - sums[bounds[first]]) / count
+                found.append((max(time_, rest[0]), ((bounds[first], count), *rest[1])))
+        return min(found, default=(float("inf"), ()))
+
+    parts = best(0, num_stages, case.num_devices)[1]
+    return Stages(tuple(begin for begin, _ in parts), tuple(count for _, count in parts))
+
+
+def autopipe_as_stated(case: Case, num_stages: int, mini_batch: int) -> Stages:
+    """AutoPipe's cut for a depth (IV-D)."""
+    replicas = case.num_devices // num_stages
+    found = plan_chain(case.loads, num_stages, mini_batch // case.microbatch_size // replicas)
+    return Stages(found.begins, (replicas,) * num_stages)
