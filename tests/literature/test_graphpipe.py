@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from pipeplan.examples import model
-from pipeplan.partition.graphpipe import Choice, Load, Problem, partition, problems_of
+from pipeplan.partition.graphpipe import Choice, Load, Problem, Row, partition, problems_of
 from pipeplan.partition.graphpipe.result import GraphStage, StageGraph
 from pipeplan.partition.in_flight import KFKB, best_k, samples_in_flight
 from pipeplan.partition.series_parallel import topological_order
@@ -71,7 +71,8 @@ def test_two_forwards_and_two_backwards_in_turn_save_the_stage_before_a_micro_ba
 
 def case_study() -> tuple[dict[str, Load], list[tuple[str, str]]]:
     """Fig. 3.8: two branches of four times attention and two linear layers, then a concatenation; larger is better."""
-    loads, edges = {}, []
+    loads: dict[str, Load] = {}
+    edges: list[tuple[str, str]] = []
     for branch in "ab":
         names = [f"{branch}{index}.{layer}" for index in range(4) for layer in ("attention", "linear0", "linear1")]
         loads |= dict.fromkeys(names, Load((30, 40, 60), (1, 2, 4), (0, 0, 0)))
@@ -87,7 +88,7 @@ def test_the_case_study_less_depth_and_twice_the_micro_batch() -> None:
     """
     loads, edges = case_study()
     choices = tuple(Choice(size, 1, row) for row, size in enumerate((1, 2, 4)))
-    problem = Problem(loads, tuple(edges), 8, 32, (1, 2, 4), choices, memory_bytes=3 * 5 * 4)
+    problem = Problem(loads, tuple(edges), 8, 32, (Row(1), Row(2), Row(4)), choices, memory_bytes=3 * 5 * 4)
     graph = partition(problem).graph
     assert (len(graph.stages), graph.depth) == (8, 5)
     assert {stage.microbatch_size for stage in graph.stages} == {4}
@@ -127,7 +128,7 @@ def test_models_with_their_mini_batches_are_never_worse_than_in_a_line(name: str
 def test_what_is_wrong_with_stages_is_said() -> None:
     """C1 to C5, each broken once."""
     edges = [("a", "b"), ("b", "c")]
-    chosen = [(("a",), 2, 1), (("b",), 1, 1), (("c",), 2, 2)]
+    chosen = [(("a",), Choice(2, 1, 1)), (("b",), Choice(1, 1, 0)), (("c",), Choice(2, 2, 0))]
     good = StageGraph.of(chosen, edges, 8, 1)
     assert problems_of(good, edges) == ()
 

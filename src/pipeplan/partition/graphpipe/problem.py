@@ -1,8 +1,8 @@
 """What is asked: blocks with their loads, devices, a mini-batch, and the choices every stage has.
 
-A stage chooses a micro-batch size b and a number of replicas r that divides it; each replica works on b / r samples
-of every micro-batch. The time of a stage is that of one of its devices for the whole mini-batch of B samples, an
-integer number of ns; divided by B it is the paper's time per sample:
+A stage chooses a micro-batch size b, a number of replicas r that divides it, and whether it recomputes; each replica
+works on b / r samples of every micro-batch. The time of a stage is that of one of its devices for the whole mini-batch
+of B samples, an integer number of ns; divided by B it is the paper's time per sample:
 
     time = (B / b) * sum of (forward + backward) of b / r samples + all-reduce of the gradients over r devices
 
@@ -21,7 +21,10 @@ from pipeplan.costs import block_costs
 from pipeplan.errors import UsageError
 from pipeplan.model import Block, Profile
 
-__all__ = ["AllReduce", "Choice", "Load", "Problem", "free"]
+__all__ = ["UNLIMITED", "AllReduce", "Choice", "Load", "Problem", "Row", "free"]
+
+UNLIMITED = 1 << 60
+"""More micro-batches than there can be."""
 
 AllReduce = Callable[[int, int], int]
 """(bytes, replicas) -> ns; not less for more bytes."""
@@ -32,12 +35,20 @@ def free(size: int, replicas: int) -> int:
     return 0
 
 
+class Row(NamedTuple):
+    """What the entries of a load are for: samples on one replica, and whether activations are computed again."""
+
+    samples: int
+    recompute: bool = False
+
+
 class Choice(NamedTuple):
-    """A micro-batch size and replicas; ``row`` is the place of ``samples_each`` in every load's tuples."""
+    """How a stage runs; ``row`` is the place of (``samples_each``, ``recompute``) in every load's tuples."""
 
     microbatch_size: int
     replicas: int
     row: int
+    recompute: bool = False
 
     @property
     def samples_each(self) -> int:
@@ -49,8 +60,8 @@ class Choice(NamedTuple):
 class Load:
     """What blocks that run one after another cost on a device.
 
-    ``times`` in ns, ``activations`` and ``workspaces`` in bytes have one entry per number of samples that a replica
-    can have; ``parameter_bytes`` are what an all-reduce moves, ``static_bytes`` what is held all the time.
+    ``times`` in ns, ``activations`` and ``workspaces`` in bytes have one entry per row of the problem;
+    ``parameter_bytes`` are what an all-reduce moves, ``static_bytes`` what is held all the time.
     """
 
     times: tuple[int, ...]
@@ -68,20 +79,25 @@ class Load:
             self.static_bytes + other.static_bytes,
         )
 
+    def room(self, row: int, limit: int) -> int:
+        """Micro-batches of which so many bytes hold the activations; -1 if they do not even hold the rest."""
+        left, each = limit - self.static_bytes - self.workspaces[row], self.activations[row]
+        return -1 if left < 0 else left // each if each else UNLIMITED
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Blocks with their loads and edges, and what they may be put on.
 
-    ``samples`` are the numbers of samples a replica can have, ascending; each divides ``mini_batch``.
-    ``memory_bytes`` of every device; None is no limit.
+    ``rows`` are the numbers of samples that a replica can have, each of which divides ``mini_batch``, without and with
+    recomputation as far as stages may choose. ``memory_bytes`` of every device; None is no limit.
     """
 
     loads: Mapping[str, Load]
     edges: tuple[tuple[str, str], ...]
     num_devices: int
     mini_batch: int
-    samples: tuple[int, ...]
+    rows: tuple[Row, ...]
     choices: tuple[Choice, ...]
     memory_bytes: int | None = None
     all_reduce: AllReduce = free
@@ -95,10 +111,12 @@ class Problem:
         *,
         microbatch_sizes: Sequence[int] | None = None,
         memory_bytes: int | None = None,
-        recompute: bool = False,
+        recompute: bool | None = False,
         all_reduce: AllReduce = free,
     ) -> Problem:
         """The question about a profile; by default micro-batch sizes are the powers of two that divide the mini-batch.
+
+        With ``recompute`` None every stage chooses whether it recomputes.
 
         Raises:
             UsageError: sizes of which one does not divide the next, or the mini-batch; or none that the profile has
@@ -120,11 +138,16 @@ class Problem:
                 f"{num_devices} devices: the profile has costs for {low} to {high} samples per device; choose a "
                 f"--microbatch-size or --mini-batch of at least {low}, or more --devices"
             )
-        samples = tuple(sorted({size // replicas for size, replicas in pairs}))
-        choices = tuple(Choice(size, replicas, samples.index(size // replicas)) for size, replicas in pairs)
+        agains = (False, True) if recompute is None else (recompute,)
+        samples = sorted({size // replicas for size, replicas in pairs})
+        rows = tuple(Row(each, again) for again in agains for each in samples)
+        choices = tuple(
+            Choice(size, replicas, rows.index(Row(size // replicas, again)), again)
+            for again in agains
+            for size, replicas in pairs
+        )
         edges = tuple((edge.source, edge.target) for edge in profile.edges)
-        loads = _loads(profile, samples, recompute)
-        return cls(loads, edges, num_devices, mini_batch, samples, choices, memory_bytes, all_reduce)
+        return cls(_loads(profile, rows), edges, num_devices, mini_batch, rows, choices, memory_bytes, all_reduce)
 
     def all_reduce_is_free(self, choice: Choice) -> bool:
         """Whether no stage waits for gradients under this choice."""
@@ -144,9 +167,14 @@ class Problem:
         held = -(-in_flight // choice.microbatch_size) * load.activations[choice.row]
         return load.static_bytes + held + load.workspaces[choice.row]
 
+    def fits(self, load: Load, choice: Choice) -> bool:
+        """Whether a stage with this load has room for one micro-batch."""
+        limit = self.memory_bytes
+        return limit is None or self.memory_of(load, choice, choice.microbatch_size) <= limit
+
     def work(self, load: Load) -> int:
         """Least ns of all devices together for the mini-batch."""
-        return min(self.mini_batch // each * time for each, time in zip(self.samples, load.times, strict=True))
+        return min(self.mini_batch // row.samples * time for row, time in zip(self.rows, load.times, strict=True))
 
 
 def _checked_sizes(sizes: Sequence[int] | None, mini_batch: int) -> list[int]:
@@ -164,30 +192,30 @@ def _checked_sizes(sizes: Sequence[int] | None, mini_batch: int) -> list[int]:
     return ordered
 
 
-def _loads(profile: Profile, samples: Sequence[int], recompute: bool) -> dict[str, Load]:
+def _loads(profile: Profile, rows: Sequence[Row]) -> dict[str, Load]:
     per_sample: Counter[str] = Counter()
     fixed: Counter[str] = Counter()
     for edge in profile.edges:
         (fixed if edge.broadcast else per_sample)[edge.target] += edge.bytes_per_sample
     return {
-        block.id: _load(block, samples, recompute, [per_sample[block.id] * each + fixed[block.id] for each in samples])
+        block.id: _load(block, rows, [per_sample[block.id] * row.samples + fixed[block.id] for row in rows])
         for block in profile.blocks
     }
 
 
-def _load(block: Block, samples: Sequence[int], recompute: bool, inputs: Sequence[int]) -> Load:
-    rows = [
-        block_costs(block, each, recompute=recompute, input_bytes=size)
-        for each, size in zip(samples, inputs, strict=True)
+def _load(block: Block, rows: Sequence[Row], inputs: Sequence[int]) -> Load:
+    costs = [
+        block_costs(block, row.samples, recompute=row.recompute, input_bytes=size)
+        for row, size in zip(rows, inputs, strict=True)
     ]
     backwards = [
-        (row.input_grad_ns or 0) + (row.weight_grad_ns or 0) if row.backward_ns is None else row.backward_ns
-        for row in rows
+        (cost.input_grad_ns or 0) + (cost.weight_grad_ns or 0) if cost.backward_ns is None else cost.backward_ns
+        for cost in costs
     ]
     return Load(
-        tuple(row.forward_ns + backward for row, backward in zip(rows, backwards, strict=True)),
-        tuple(row.activation_bytes for row in rows),
-        tuple(row.workspace_bytes for row in rows),
+        tuple(cost.forward_ns + backward for cost, backward in zip(costs, backwards, strict=True)),
+        tuple(cost.activation_bytes for cost in costs),
+        tuple(cost.workspace_bytes for cost in costs),
         block.parameter_bytes,
         2 * block.parameter_bytes + block.optimizer_bytes,
     )

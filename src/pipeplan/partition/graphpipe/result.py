@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
+from pipeplan.partition.graphpipe.problem import Choice, Problem, Row
 from pipeplan.partition.in_flight import KFKB, samples_in_flight
 
-__all__ = ["GraphStage", "StageGraph", "problems_of"]
+__all__ = ["GraphStage", "StageGraph", "Staged", "problems_of"]
 
 Edges = Sequence[tuple[str, str]]
+
+Staged = tuple[tuple[str, ...], Choice]
+"""Blocks of a stage and how it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +31,7 @@ class GraphStage:
     microbatch_size: int
     in_flight: int
     k: int = 1
+    recompute: bool = False
 
     @property
     def replicas(self) -> int:
@@ -77,21 +84,32 @@ class StageGraph:
         return max(depths)
 
     @classmethod
-    def of(
-        cls, stages: Sequence[tuple[tuple[str, ...], int, int]], edges: Edges, mini_batch: int, bottleneck_ns: int
-    ) -> StageGraph:
-        """Stages of (blocks, micro-batch size, replicas), in topological order, with 1F1B.
+    def of(cls, stages: Sequence[Staged], edges: Edges, mini_batch: int, bottleneck_ns: int) -> StageGraph:
+        """Stages in topological order, with 1F1B.
 
         Devices are numbered in the order of stages; samples in flight follow from the stages after each.
         """
-        stage_of = {block: index for index, (blocks, _, _) in enumerate(stages) for block in blocks}
+        stage_of = {block: index for index, (blocks, _) in enumerate(stages) for block in blocks}
         crossing = tuple(sorted({(stage_of[a], stage_of[b]) for a, b in edges if stage_of[a] != stage_of[b]}))
-        in_flight = _in_flight([size for _, size, _ in stages], crossing, mini_batch)
+        in_flight = _in_flight([choice.microbatch_size for _, choice in stages], crossing, mini_batch)
         found, first = [], 0
-        for (blocks, size, replicas), held in zip(stages, in_flight, strict=True):
-            found.append(GraphStage(blocks, tuple(range(first, first + replicas)), size, held))
-            first += replicas
+        for (blocks, choice), held in zip(stages, in_flight, strict=True):
+            devices = tuple(range(first, first + choice.replicas))
+            found.append(GraphStage(blocks, devices, choice.microbatch_size, held, recompute=choice.recompute))
+            first += choice.replicas
         return cls(tuple(found), crossing, mini_batch, bottleneck_ns)
+
+    @staticmethod
+    def choice_of(problem: Problem, stage: GraphStage) -> Choice:
+        """How a stage runs, among the problem's choices."""
+        row = problem.rows.index(Row(stage.microbatch_size // stage.replicas, stage.recompute))
+        return Choice(stage.microbatch_size, stage.replicas, row, stage.recompute)
+
+    @classmethod
+    def memory_of(cls, problem: Problem, stage: GraphStage) -> int:
+        """Bytes on each device of a stage."""
+        load = reduce(add, (problem.loads[block] for block in stage.blocks))
+        return problem.memory_of(load, cls.choice_of(problem, stage), stage.in_flight)
 
 
 def _in_flight(sizes: Sequence[int], edges: Iterable[tuple[int, int]], mini_batch: int) -> list[int]:

@@ -10,20 +10,20 @@ from operator import add
 from typing import Literal
 
 from pipeplan.errors import InfeasibleError
+from pipeplan.partition.graphpipe.bounds import Bounds
+from pipeplan.partition.graphpipe.fronts import Entry, Trace
 from pipeplan.partition.graphpipe.grouping import grouped
-from pipeplan.partition.graphpipe.problem import Choice, Problem
-from pipeplan.partition.graphpipe.question import Entry, Question, Solution, Trace
-from pipeplan.partition.graphpipe.result import StageGraph
+from pipeplan.partition.graphpipe.problem import Load, Problem
+from pipeplan.partition.graphpipe.question import Question, Solution
+from pipeplan.partition.graphpipe.result import Staged, StageGraph
 from pipeplan.partition.graphpipe.shapes import Shapes
 from pipeplan.partition.series_parallel import Part, SeriesParallel, decompose, in_line, topological_order
 from pipeplan.units import format_bytes
 
 __all__ = ["Partition", "partition"]
 
-Chosen = tuple[tuple[str, ...], int, int]
-"""Of a stage: blocks, micro-batch size, replicas."""
-
-Staged = tuple[tuple[str, ...], Choice]
+_SLACK = 4
+"""Devices more than the bound that are tried first; then eight times as many, until all are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def partition(problem: Problem, *, grain: int = 0, tolerance: float = 0.0) -> Pa
     """
     weights = {block: problem.work(load) for block, load in problem.loads.items()}
     found = decompose(tuple(problem.loads), problem.edges, weights)
-    best: tuple[int, list[Chosen]] | None = None
+    best: tuple[int, list[Staged]] | None = None
     series_parallel: int | None = None
     for tree in _candidates(problem, found.tree):
         shapes = Shapes(problem, grouped(tree, weights, grain) if grain else tree)
@@ -75,32 +75,57 @@ def _candidates(problem: Problem, tree: Part) -> list[Part]:
     return [tree, *map(in_line, orders)]
 
 
-def _least(shapes: Shapes, below: int | None, tolerance: float) -> tuple[int, list[Chosen]] | None:
+def _least(shapes: Shapes, below: int | None, tolerance: float) -> tuple[int, list[Staged]] | None:
     """The least bottleneck (below a given one) and its stages; None if there is none.
 
-    From what all devices could do together upwards in growing steps, then by halves; what is found is as good as it
-    is, not as what was asked, so the end is exact.
+    From what the bounds allow upwards in growing steps, then by halves; what is found is as good as it is, not as
+    what was asked, so the end is exact.
     """
-    problem = shapes.problem
     most = _longest(shapes) if below is None else int((below - 1) / (1 + tolerance))
-    low, limited = -(-shapes[shapes.root].work // problem.num_devices), problem.memory_bytes is not None
-    best: tuple[int, list[Chosen]] | None = None
-    step = max(1, low // 64)
-    asked = most if below is not None else low
+    asked = low = _lowest(shapes, most, max(tolerance, 0.001) if shapes.needs.limited else tolerance)
+    best: tuple[int, list[Staged]] | None = None
+    step = max(1, low // 1024)
     while low <= most and (best is None or most - low >= tolerance * low):
-        solution = Question(shapes, asked, problem.num_devices, limited).answer()
+        solution = _answer(shapes, asked)
         if solution is not None:
             best = _read(shapes, solution)
             most = best[0] - 1
-        elif best is None and below is not None:
-            return None
         else:
             low = asked + 1
         asked, step = (min(low + step, most), 2 * step) if best is None else ((low + most) // 2, step)
-    if best is None or limited:
-        return best
-    solution = Question(shapes, best[0], problem.num_devices, True).answer()
-    return best if solution is None else _read(shapes, solution)
+    return best
+
+
+def _lowest(shapes: Shapes, most: int, tolerance: float) -> int:
+    """The least bottleneck that the bounds allow, or less by the tolerance; above ``most`` if that is too little."""
+    num_devices = shapes.problem.num_devices
+    low = -(-shapes[shapes.root].work // num_devices)
+    step = max(1, low // 64)
+    high = low
+    while high < most and Bounds(shapes, high).fewest() > num_devices:
+        low, high, step = high + 1, min(most, high + step), 2 * step
+    if Bounds(shapes, high).fewest() > num_devices:
+        return most + 1
+    while high - low > tolerance * low:
+        middle = (low + high) // 2
+        low, high = (low, middle) if Bounds(shapes, middle).fewest() <= num_devices else (middle + 1, high)
+    return low
+
+
+def _answer(shapes: Shapes, most_ns: int) -> Solution | None:
+    """Stages that take at most so long; few devices more than the bound are tried first, for that is quicker."""
+    bounds = Bounds(shapes, most_ns)
+    answers = (Question(bounds, budget).answer() for budget in _budgets(bounds.fewest(), shapes.problem.num_devices))
+    return next((answer for answer in answers if answer is not None), None)
+
+
+def _budgets(fewest: int, most: int) -> Iterator[int]:
+    slack = _SLACK
+    while fewest + slack < most:
+        yield fewest + slack
+        slack *= 8
+    if fewest <= most:
+        yield most
 
 
 def _longest(shapes: Shapes) -> int:
@@ -109,14 +134,16 @@ def _longest(shapes: Shapes) -> int:
     return max(shapes.problem.time_of(load, choice) for choice in shapes.problem.choices)
 
 
-def _read(shapes: Shapes, solution: Solution) -> tuple[int, list[Chosen]]:
+def _read(shapes: Shapes, solution: Solution) -> tuple[int, list[Staged]]:
     """A solution's bottleneck and stages, in topological order."""
     problem = shapes.problem
     stages = list(_stages(shapes, shapes.tree, solution.trace))
-    times = [
-        problem.time_of(reduce(add, (problem.loads[name] for name in blocks)), choice) for blocks, choice in stages
-    ]
-    return max(times), [(blocks, choice.microbatch_size, choice.replicas) for blocks, choice in stages]
+    times = [problem.time_of(_load(problem, blocks), choice) for blocks, choice in stages]
+    return max(times), stages
+
+
+def _load(problem: Problem, blocks: Sequence[str]) -> Load:
+    return reduce(add, (problem.loads[name] for name in blocks))
 
 
 def _stages(shapes: Shapes, part: Part, trace: Trace | None) -> Iterator[Staged]:
@@ -167,27 +194,42 @@ def _entries(trace: Trace | None) -> Iterator[Entry]:
 def _why(problem: Problem, tree: Part) -> str:
     """What would have to be different for anything to fit."""
     assert problem.memory_bytes is not None  # without a limit one block per stage, or all in one, is a solution
-    shapes = Shapes(problem, tree)
-    most = _longest(shapes)
-    many = Question(shapes, most, problem.num_devices * len(problem.loads), True).solutions()
-    devices = f"at least {min(each.devices for each in many)} devices of this size" if many else "no number of devices"
+    limit, needed = problem.memory_bytes, _enough(problem, tree)
+    many = replace(problem, num_devices=problem.num_devices * len(problem.loads))
+    shapes = Shapes(many, tree)
+    solution = _answer(shapes, _longest(shapes))
+    devices = f"{solution.devices} devices of this size" if solution is not None else "no number of devices"
     return (
-        f"no partition onto {problem.num_devices} devices of {format_bytes(problem.memory_bytes)} fits: "
-        f"{devices} would do, or {problem.num_devices} devices of {format_bytes(_enough(problem, tree, most))}; "
+        f"no partition onto {problem.num_devices} devices of {format_bytes(limit)} fits: "
+        f"{_tightest(replace(problem, memory_bytes=needed), tree, limit)}; {devices} would do, or "
+        f"{problem.num_devices} devices of {format_bytes(needed)}; "
         "raise --memory or --devices, or allow smaller micro-batches"
     )
 
 
-def _enough(problem: Problem, tree: Part, most: int) -> int:
+def _tightest(problem: Problem, tree: Part, limit: int) -> str:
+    """Which stage misses how much of ``limit`` in the partition that needs least."""
+    shapes = Shapes(problem, tree)
+    solution = _answer(shapes, _longest(shapes))
+    assert solution is not None
+    graph = StageGraph.of(_read(shapes, solution)[1], problem.edges, problem.mini_batch, 0)
+    stages = [(graph.memory_of(problem, stage), stage.blocks) for stage in graph.stages]
+    needed, blocks = max(stages, key=lambda stage: stage[0])
+    names = blocks[0] if len(blocks) == 1 else f"{blocks[0]} .. {blocks[-1]} ({len(blocks)} blocks)"
+    return f"at best the stage of {names} needs {needed} bytes, {needed - limit} too many"
+
+
+def _enough(problem: Problem, tree: Part) -> int:
     """Bytes per device that let something fit; with a hundredth less nothing does."""
     low, high = problem.memory_bytes or 1, 2 * (problem.memory_bytes or 1)
-    while not _fits(replace(problem, memory_bytes=high), tree, most):
+    while not _fits(replace(problem, memory_bytes=high), tree):
         low, high = high, 2 * high
     while high - low > max(1, low // 100):
         middle = (low + high) // 2
-        low, high = (low, middle) if _fits(replace(problem, memory_bytes=middle), tree, most) else (middle, high)
+        low, high = (low, middle) if _fits(replace(problem, memory_bytes=middle), tree) else (middle, high)
     return high
 
 
-def _fits(problem: Problem, tree: Part, most: int) -> bool:
-    return Question(Shapes(problem, tree), most, problem.num_devices, True).answer() is not None
+def _fits(problem: Problem, tree: Part) -> bool:
+    shapes = Shapes(problem, tree)
+    return _answer(shapes, _longest(shapes)) is not None

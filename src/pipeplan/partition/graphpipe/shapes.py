@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import accumulate, product
 from operator import add
 from typing import Literal, NamedTuple
 
-from pipeplan.partition.graphpipe.problem import Load, Problem
+import numpy as np
+
+from pipeplan.partition.graphpipe.needs import Integers, Needs
+from pipeplan.partition.graphpipe.problem import UNLIMITED, Load, Problem
 from pipeplan.partition.series_parallel import Part
 
 __all__ = ["MAX_GROUPS", "Group", "Run", "Shape", "Shapes", "Split"]
@@ -57,8 +60,7 @@ class Shape:
     ``children`` are shapes by number: in order for a series, sorted for parallel parts, itself for a block. Running
     sums over the children of a series or block: ``times`` and ``activations`` [samples][child + 1],
     ``parameters`` and ``statics`` [child + 1]; ``workspaces`` [power][samples][child] is the largest of 2 ** power
-    children from there on. ``work`` is the least ns of all devices for the mini-batch, ``works`` its running sum,
-    ``most_branch`` the most work of a branch of a child.
+    children from there on. ``work`` is the least ns of all devices for the mini-batch.
     """
 
     number: int
@@ -70,9 +72,7 @@ class Shape:
     activations: tuple[list[int], ...] = ()
     parameters: Sequence[int] = ()
     statics: Sequence[int] = ()
-    works: Sequence[int] = ()
     workspaces: tuple[tuple[list[int], ...], ...] = ()
-    most_branch: int = 0
 
     def run(self, begin: int, end: int, row: int) -> Run:
         """Sums over a run, for so many samples."""
@@ -88,13 +88,19 @@ class Shape:
 
 
 class Shapes:
-    """The shapes of a tree's parts; a tree that is not a series is looked at as a series of one."""
+    """The shapes of a tree's parts; a tree that is not a series is looked at as a series of one.
+
+    ``choices`` are those of the problem with which some block fits; ``needs`` are under these.
+    """
 
     def __init__(self, problem: Problem, tree: Part) -> None:
         self.problem, self.tree = problem, tree
         self.shapes: list[Shape] = []
         self.of: dict[Part, int] = {}
         self._known: dict[Hashable, int] = {}
+        self._beginnings: dict[int, tuple[int, int]] = {}
+        self._capacities: dict[int, list[list[Integers]]] = {}
+        self._longest: dict[tuple[int, int], Integers] = {}
         for part in tree.post_order():
             self.of[part] = self._number(part)
         if tree.kind == "parallel":
@@ -102,6 +108,9 @@ class Shapes:
         else:
             self.root = self.of[tree]
         self._splits: dict[int, tuple[Split, ...]] = {}
+        blocks = [shape.load for shape in self.shapes if shape.kind == "block"]
+        self.choices = tuple(each for each in problem.choices if any(problem.fits(block, each) for block in blocks))
+        self.needs = Needs(self.choices, problem.mini_batch, problem.memory_bytes is not None)
 
     def __getitem__(self, number: int) -> Shape:
         return self.shapes[number]
@@ -126,7 +135,41 @@ class Shapes:
     def beginning(self, number: int, count: int) -> int:
         """A series' first children."""
         children = self.shapes[number].children[:count]
-        return self._add(("series", children), "series", children)
+        found = self._add(("series", children), "series", children)
+        self._beginnings.setdefault(found, (number, count))
+        return found
+
+    def whole(self, number: int) -> tuple[int, int]:
+        """The series (or block) that a shape is the beginning of, often itself, and how many of its children it has."""
+        return self._beginnings.get(number, (number, len(self.shapes[number].children)))
+
+    def capacities(self, number: int, end: int) -> list[Integers]:
+        """[row][first child] micro-batches of which a run before ``end`` can hold the activations, ascending."""
+        if number not in self._capacities:
+            limit, shape = self.problem.memory_bytes, self.shapes[number]
+            assert limit is not None
+            self._capacities[number] = [_capacities(shape, each, limit) for each in range(1, len(shape.children) + 1)]
+        return self._capacities[number][end - 1]
+
+    def longest(self, number: int, end: int) -> Integers:
+        """[state, choice] first child of the longest run before ``end`` that fits before what needs that."""
+        if (number, end) not in self._longest:
+            self._longest[number, end] = self.fitting(number, end, self.needs.microbatches).astype(np.int32)
+        return self._longest[number, end]
+
+    def fitting(self, number: int, end: int, microbatches: Integers) -> Integers:
+        """As :meth:`longest`, for [need, choice] micro-batches in flight."""
+        first = np.zeros_like(microbatches)
+        if self.problem.memory_bytes is not None:
+            capacities = self.capacities(number, end)
+            for row, columns in self.columns:
+                first[:, columns] = np.searchsorted(capacities[row], microbatches[:, columns])
+        return first
+
+    @cached_property
+    def columns(self) -> list[tuple[int, Integers]]:
+        """(row, choices that have it)."""
+        return [(int(row), np.flatnonzero(self.needs.rows == row)) for row in np.unique(self.needs.rows)]
 
     def load(self, group: Group) -> Load:
         """The load of branches in one stage."""
@@ -160,8 +203,7 @@ class Shapes:
         work = sum(part.work for part in parts) if parts else self.problem.work(total)
         shape = Shape(number, kind, children or (number,), total, work)
         if kind != "parallel":
-            branches = [self.shapes[each].work for part in parts if part.kind == "parallel" for each in part.children]
-            shape = _with_sums(shape, parts or [shape], max(branches, default=0))
+            shape = _with_sums(shape, parts or [shape])
         self.shapes.append(shape)
         return number
 
@@ -195,7 +237,7 @@ class Shapes:
         return tuple(0 for _ in self.splits(number)[0][0])
 
 
-def _with_sums(shape: Shape, parts: Sequence[Shape], most_branch: int) -> Shape:
+def _with_sums(shape: Shape, parts: Sequence[Shape]) -> Shape:
     rows = range(len(shape.load.times))
     return replace(
         shape,
@@ -203,10 +245,19 @@ def _with_sums(shape: Shape, parts: Sequence[Shape], most_branch: int) -> Shape:
         activations=tuple([0, *accumulate(part.load.activations[row] for part in parts)] for row in rows),
         parameters=[0, *accumulate(part.load.parameter_bytes for part in parts)],
         statics=[0, *accumulate(part.load.static_bytes for part in parts)],
-        works=[0, *accumulate(part.work for part in parts)],
         workspaces=_range_maxima([[part.load.workspaces[row] for part in parts] for row in rows]),
-        most_branch=most_branch,
     )
+
+
+def _capacities(shape: Shape, end: int, limit: int) -> list[Integers]:
+    """[row][first child]; -1 where a run does not even fit without activations."""
+    room = limit - (shape.statics[end] - np.array(shape.statics[:end]))
+    found = []
+    for times, row in zip(shape.activations, shape.workspaces[0], strict=True):
+        left = room - np.maximum.accumulate(np.array(row[end - 1 :: -1] if end > 1 else row[:1]))[::-1]
+        held = times[end] - np.array(times[:end])
+        found.append(np.where(left < 0, -1, np.where(held > 0, left // np.maximum(held, 1), UNLIMITED)))
+    return found
 
 
 def _range_maxima(values: Sequence[list[int]]) -> tuple[tuple[list[int], ...], ...]:
