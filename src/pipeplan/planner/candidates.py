@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -19,8 +19,8 @@ from pipeplan.planner.request import Request
 
 __all__ = ["Candidate", "Found", "candidates"]
 
-MOST_PUBLISHED_DEVICES = 32
-"""Published planners are asked for up to so many devices; what they find there the others find too, or better."""
+MOST_PUBLISHED = {"PipeDream": 4_000, "DAPPLE": 500}
+"""Published planners are asked for up to so many blocks times devices; beyond that they take too long."""
 
 TOLERANCE = 0.01
 """By how much the stage graph's bottleneck may miss the least; schedules differ by more."""
@@ -39,6 +39,11 @@ class Candidate:
     source: str
     fallback: bool = False
 
+    @property
+    def key(self) -> Hashable:
+        """Equal for candidates that mean the same."""
+        return self.placement, self.batch, self.recompute
+
 
 Found = Candidate | InfeasibleError | UsageError
 """A placement, or why there is none."""
@@ -51,10 +56,12 @@ def candidates(request: Request) -> Iterator[Found]:
         return
     sliced = bool(request.options.num_parted)  # which is for one stage per device, all with one size
     strategies = [request.placement] if request.placement != "auto" else ["one-to-one"] if sliced else STRATEGIES
+    everything = request.placement == "auto" and not sliced
+    if everything:
+        yield from _graphs(request)
     for strategy in strategies:
         yield from _chains(request, strategy)
-    if request.placement == "auto" and not sliced:
-        yield from _graphs(request)
+    if everything:
         yield from _published(request)
 
 
@@ -215,15 +222,16 @@ def _open_sizes(request: Request) -> list[int]:
 
 
 def _published(request: Request) -> Iterator[Found]:
-    """PipeDream's and DAPPLE's stages, with the best size for each."""
-    if request.num_devices > MOST_PUBLISHED_DEVICES or request.options.replicas is not None:
+    """PipeDream's and DAPPLE's stages, for every size."""
+    if request.options.replicas is not None:
         return
-    for size in _open_sizes(request):
-        for planner in (pipedream, dapple):
-            yield _tried(_one_published, request, planner, size)
+    for name, planner in (("PipeDream", pipedream), ("DAPPLE", dapple)):
+        if request.num_devices * len(request.profile.blocks) <= MOST_PUBLISHED[name]:
+            for size in _open_sizes(request):
+                yield _tried(_one_published, request, name, planner, size)
 
 
-def _one_published(request: Request, planner: Callable[[Question], PublishedPlan], size: int) -> Candidate:
+def _one_published(request: Request, name: str, planner: Callable[[Question], PublishedPlan], size: int) -> Candidate:
     question = Question.of(
         request.profile,
         request.num_devices,
@@ -249,7 +257,7 @@ def _one_published(request: Request, planner: Callable[[Question], PublishedPlan
         ),
     )
     batch = Batch(request.batch.mini_batch // size, size)
-    return Candidate(placement, batch, False, "PipeDream" if planner is pipedream else "DAPPLE")
+    return Candidate(placement, batch, False, name)
 
 
 def _tried(make: Callable[..., Candidate], *arguments: object) -> Found:

@@ -41,15 +41,17 @@ class Result:
         period, period_bound_ns = predicted.period_ns, predicted.period_lower_bound_ns
         unroll, span = (repetend.unroll, repetend.span) if repetend is not None else (None, None)
         steady = predicted.bubble_rate_steady
-        problem = Problem.of(self.schedule.workload)
-        per_round = problem.microbatches_per_round
-        if pattern is not None and (period is None or pattern.period / per_round <= period):
+        problem = None if pattern is None else Problem.of(self.schedule.workload)
+        per_round = 1 if problem is None else problem.microbatches_per_round
+        if pattern is not None and problem is not None and (period is None or pattern.period / per_round <= period):
             period, period_bound_ns = (
                 number(each / per_round) for each in (pattern.period, self.schedule.period_bound_ns)
             )
             unroll, span = pattern.unroll * per_round, pattern.span * per_round
-            busy = sum(problem.work[: problem.num_devices])
-            steady = float(1 - Fraction(busy) / (pattern.period * len(self.plan.devices)))
+            workload = self.schedule.workload
+            work = [workload.work_of(x) * len(devices) for x, devices in enumerate(workload.resources)]
+            busy = Fraction(sum(work[: len(workload.operations)]), problem.num_microbatches)
+            steady = float(1 - busy / (pattern.period * len(self.plan.devices)))
         return {
             "name": self.plan.name,
             "status": self.status,

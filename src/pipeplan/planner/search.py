@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 from pipeplan import __version__
@@ -83,56 +83,56 @@ class _Search:
         self._partition_seconds = 0.0
 
     def run(self) -> Result:
-        """Look at all candidates, then search among the best."""
-        found = list(self._found())
-        try:
-            self._look(candidate for candidate in found if not candidate.fallback)
-            self._deepen()
-            if self._best is None:
-                self._look(candidate for candidate in found if candidate.fallback)
+        """Look at candidates, then search among the best; with what is only a fallback if there is nothing else."""
+        for fallback in (False, True):
+            try:
+                self._look(fallback=fallback)
                 self._deepen()
-        except KeyboardInterrupt:
-            if self._best is None:
-                raise
-            self._budget.interrupted = True
+            except KeyboardInterrupt:
+                if self._best is None:
+                    raise
+                self._budget.interrupted = True
+            if self._best is not None:
+                break
         return self._result()
 
     @property
     def _best(self) -> Trial | None:
-        """The trial with the shortest iteration, of equals the one with least memory."""
+        """The trial with the shortest iteration, of equals the one with fewest stages."""
         done = [trial for trial in self._trials if trial.best is not None]
         return min(done, key=_rank, default=None)
 
-    def _found(self) -> Iterable[Candidate]:
-        """Placements; what cannot be placed is noted."""
-        begun = time.monotonic()
+    def _look(self, *, fallback: bool) -> None:
+        """Take candidates as they come, until they have had their part of the time."""
+        found = candidates(self._request)
         seen = set()
-        for found in candidates(self._request):
-            if isinstance(found, PipeplanError):
-                self._failures.append(found)
-            elif (found.placement, found.batch, found.recompute) not in seen:
-                seen.add((found.placement, found.batch, found.recompute))
-                yield found
-        self._partition_seconds = time.monotonic() - begun
+        while not (self._looked_enough and self._best is not None):
+            begun = time.monotonic()
+            candidate = next(found, None)
+            self._partition_seconds += time.monotonic() - begun
+            if candidate is None:
+                return
+            if isinstance(candidate, PipeplanError):
+                self._failures.append(candidate)
+            elif candidate.fallback == fallback and candidate.key not in seen:
+                seen.add(candidate.key)
+                self._try(candidate)
 
-    def _look(self, found: Iterable[Candidate]) -> None:
-        trials = []
-        for candidate in found:
-            try:
-                trials.append(Trial.of(self._request, candidate))
-            except PipeplanError as error:
-                self._failures.append(error)
-        trials.sort(key=lambda trial: trial.bound_ns)
-        self._trials += trials
-        if len(trials) < 2 or self._request.options.scheduler != "auto":
+    def _try(self, candidate: Candidate) -> None:
+        """Known schedules alone, unless the candidate cannot be better, or must be searched in any case."""
+        try:
+            trial = Trial.of(self._request, candidate)
+        except PipeplanError as error:
+            self._failures.append(error)
             return
-        for trial in trials:
-            best = self._best
-            if best is not None and (self._hopeless(trial, best) or self._looked_enough):
-                continue
-            trial.look()
-            self._budget.charge(_SECONDS_PER_TASK * sum(map(_num_actions, trial.ways)))
-            self._report(trial)
+        best = self._best
+        self._trials.append(trial)
+        searched = isinstance(self._request.placement, Placement) or self._request.options.scheduler != "auto"
+        if searched or (best is not None and self._hopeless(trial, best)):
+            return
+        trial.look()
+        self._budget.charge(_SECONDS_PER_TASK * sum(map(_num_actions, trial.ways)))
+        self._report(trial)
 
     def _deepen(self) -> None:
         """Rounds in which fewer and fewer candidates get more and more time."""

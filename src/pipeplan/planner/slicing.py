@@ -99,6 +99,7 @@ def _tried(request: Request, trial: Trial, counts: Iterable[int], *, required: b
             makespan_ns=makespan,
             bound_ns=bound,
             scheduler=f"{whole.scheduler}+slices",
+            pattern=None,
         )
 
 

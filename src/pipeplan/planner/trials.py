@@ -10,10 +10,9 @@ from pipeplan.model import Profile
 from pipeplan.model.workload import Workload
 from pipeplan.planner.candidates import Candidate
 from pipeplan.planner.request import Options, Request
-from pipeplan.schedule.bounds import makespan_bound
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.search import Schedule, first_look, search_schedule
 from pipeplan.schedule.solver import Budget
+from pipeplan.simulate.bounds import makespan_bound
 from pipeplan.simulate.metrics import iteration_time, rates
 
 __all__ = ["Trial", "iteration_of", "workloads"]
@@ -44,14 +43,13 @@ class Trial:
 
     @classmethod
     def of(cls, request: Request, candidate: Candidate) -> Trial:
-        """The candidate's workloads and bounds.
+        """The candidate's workloads, with bounds from work and dependencies alone.
 
         Raises:
-            InfeasibleError: a device cannot run even one micro-batch.
             UsageError: split backward is asked for, and the profile has no costs for it.
         """
         ways = workloads(request, candidate)
-        return cls(candidate, ways, [makespan_bound(Problem.of(workload)) for workload in ways])
+        return cls(candidate, ways, list(map(makespan_bound, ways)))
 
     @property
     def bound_ns(self) -> int:

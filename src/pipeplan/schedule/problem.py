@@ -16,7 +16,7 @@ from functools import cached_property
 
 from pipeplan.errors import InfeasibleError
 from pipeplan.model.workload import Workload
-from pipeplan.schedule.expansion import Expansion
+from pipeplan.schedule.reduction import Reduction
 from pipeplan.units import format_bytes
 
 __all__ = ["Hold", "Problem"]
@@ -38,7 +38,7 @@ class Problem:
     ``durations`` [operation] ns; ``devices`` [operation] devices that run it together; ``acquire``, ``release``,
     ``workspace`` [operation] bytes on each of its devices; ``edges`` triples (source, target, lag in
     ns); ``capacity`` [device] bytes left beside parameters, gradients and optimizer, None without limit. Where
-    micro-batches are not all alike, ``workload`` is in rounds, and ``expansion`` says of what.
+    devices do the same, or micro-batches are not all alike, ``workload`` is what ``reduction`` made of the given one.
     """
 
     workload: Workload
@@ -49,19 +49,19 @@ class Problem:
     workspace: tuple[int, ...]
     edges: tuple[tuple[int, int, int], ...]
     capacity: tuple[int | None, ...]
-    expansion: Expansion | None = None
+    reduction: Reduction | None = None
 
     @classmethod
-    def of(cls, workload: Workload) -> Problem:
+    def of(cls, workload: Workload, *, require_room: bool = True) -> Problem:
         """The problem of a workload.
 
         Raises:
             InfeasibleError: a device cannot hold its parameters, gradients and optimizer state, or cannot run
-                a single micro-batch beside them.
+                a single micro-batch beside them; not without ``require_room``.
             UsageError: the workload has forwards in parts.
         """
-        expansion = None if workload.is_uniform else Expansion.of(workload)
-        workload = workload if expansion is None else expansion.rounds
+        reduction = Reduction.of(workload)
+        workload = workload if reduction is None else reduction.reduced
         rank = workload.rank
         none = (0,) * len(workload.transfers)
         problem = cls(
@@ -77,10 +77,11 @@ class Problem:
                 for index, device in enumerate(workload.devices)
             )
             + (None,) * len(workload.links),
-            expansion,
+            reduction,
         )
         assert all(rank(source) < rank(target) for source, target, _ in problem.edges)
-        problem._require_room()
+        if require_room:
+            problem._require_room()
         return problem
 
     @cached_property
@@ -101,7 +102,7 @@ class Problem:
     @property
     def microbatches_per_round(self) -> int:
         """The workload's own micro-batches in one of the problem's: 1 where all are alike."""
-        return 1 if self.expansion is None else self.expansion.microbatches_per_round
+        return 1 if self.reduction is None else self.reduction.microbatches_per_round
 
     @property
     def num_operations(self) -> int:
@@ -277,14 +278,22 @@ class Problem:
             static, memory = self.workload.static_bytes(device), self.workload.devices[device].memory_bytes
             if capacity < 0:
                 raise InfeasibleError(
-                    f"device {device} has {format_bytes(memory or 0)}, but parameters, gradients and optimizer state "
-                    f"take {format_bytes(static)}: {format_bytes(-capacity)} too much; raise --memory or --devices"
+                    f"{self._named(device)} has {format_bytes(memory or 0)}, but parameters, gradients and optimizer "
+                    f"state take {format_bytes(static)}: {format_bytes(-capacity)} too much; raise --memory or "
+                    "--devices"
                 )
             needed = self.needed_bytes(device)
             if needed > capacity:
                 raise InfeasibleError(
-                    f"device {device} has {format_bytes(memory or 0)}, of which parameters, gradients and optimizer "
-                    f"state take {format_bytes(static)}; one micro-batch needs {format_bytes(needed)} more, "
-                    f"{format_bytes(needed - capacity)} too much; raise --memory or --devices, or lower "
-                    "--microbatch-size"
+                    f"{self._named(device)} has {format_bytes(memory or 0)}, of which parameters, gradients and "
+                    f"optimizer state take {format_bytes(static)}; one micro-batch needs {format_bytes(needed)} more, "
+                    f"{format_bytes(needed - capacity)} too much; raise --memory to {format_bytes(static + needed)} "
+                    "or --devices, or lower --microbatch-size"
                 )
+
+    def _named(self, device: int) -> str:
+        """A device with its stages, as those who gave the workload know them."""
+        given = self.workload if self.reduction is None else self.reduction.workload
+        number = device if self.reduction is None else self.reduction.groups.index(device)
+        stages = [f"stage {index}" for index, stage in enumerate(given.stages) if number in stage.devices]
+        return f"device {number} ({', '.join(stages[:4])}{', ...' if len(stages) > 4 else ''})"

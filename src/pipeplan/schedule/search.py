@@ -6,9 +6,11 @@ bound, the budget is spent, or the user interrupts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from fractions import Fraction
 
-from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.errors import InfeasibleError, InvalidPlanError, UsageError
 from pipeplan.model.workload import Workload
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.completion import microbatch_by_microbatch
@@ -18,9 +20,10 @@ from pipeplan.schedule.solver import Budget
 from pipeplan.schedule.starts import CHEAP_TASKS, first_schedule, offer_classics, offer_insertion, offer_rules
 from pipeplan.schedule.state import Candidate, Progress, Schedule, State
 from pipeplan.schedule.steady import MOST_ADOPTED, adopt_repetitions, search_repetend, search_unrolled
+from pipeplan.simulate.bounds import makespan_bound
 from pipeplan.simulate.memory import overflow, peak_memory
 from pipeplan.simulate.repetend import extend, find_repetend
-from pipeplan.simulate.timing import earliest_starts, task_graph, with_links
+from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts, task_graph, with_links
 
 __all__ = ["Progress", "Schedule", "first_look", "search_schedule"]
 
@@ -53,25 +56,48 @@ def search_schedule(
 
 
 def first_look(workload: Workload) -> Schedule | None:
-    """The best of the known schedules that apply, without any search; None if none of them fits.
+    """The best of the known schedules that apply, without any search; None if none of them fits."""
+    problem = Problem.of(workload, require_room=False)
+    graph = task_graph(problem.workload)
+    best: Schedule | None = None
+    for name, orders in _known_orders(problem, graph):
+        found = _timed(problem, workload, orders, name)
+        if found is not None and (best is None or found.makespan_ns < best.makespan_ns):
+            best = found
+    return best
 
-    Raises:
-        InfeasibleError: a device's memory is too small.
-    """
-    problem = Problem.of(workload)
-    state = State.of(problem, Budget(0.0), None)
-    state.offer(state.candidate(microbatch_by_microbatch(problem), "sequential"))
-    offer_classics(state, automatic=False)
-    return None if state.best is None else _restored(problem, _result(state))
+
+def _known_orders(problem: Problem, graph: TaskGraph) -> Iterator[tuple[str, Orders]]:
+    """One micro-batch after another, and the classic schedules that are not made by trying rules."""
+    yield "sequential", microbatch_by_microbatch(problem)
+    for name, classic in CLASSIC.items():
+        if not classic.automatic and classic.applies(problem) is None:
+            yield name, classic.orders(problem, graph)
+
+
+def _timed(problem: Problem, workload: Workload, orders: Orders, scheduler: str) -> Schedule | None:
+    """The schedule of a problem's orders; None if they block each other or do not fit into memory."""
+    graph = task_graph(workload)
+    own = orders if problem.reduction is None else problem.reduction.from_reduced(orders)
+    try:
+        complete = with_links(graph, own)
+        starts = earliest_starts(graph, complete)
+    except InvalidPlanError:
+        return None
+    if overflow(graph, complete) is not None:
+        return None
+    makespan = max(map(sum, zip(starts, graph.durations, strict=True)))
+    bound = min(makespan, makespan_bound(workload))
+    return Schedule(workload, graph, complete, starts, makespan, bound, scheduler, None, Fraction(0), None, 0.0, False)
 
 
 def _restored(problem: Problem, found: Schedule) -> Schedule:
     """The schedule of the workload that was given, where it was searched in rounds; links carry what they can."""
-    if problem.expansion is None:
+    if problem.reduction is None:
         return found
-    workload = problem.expansion.workload
+    workload = problem.reduction.workload
     graph = task_graph(workload)
-    orders = with_links(graph, problem.expansion.from_rounds(found.orders))
+    orders = with_links(graph, problem.reduction.from_reduced(found.orders))
     starts = earliest_starts(graph, orders)
     makespan = max(map(sum, zip(starts, graph.durations, strict=True)))
     return replace(found, workload=workload, graph=graph, orders=orders, starts=starts, makespan_ns=makespan)

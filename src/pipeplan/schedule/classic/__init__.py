@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pipeplan.schedule.classic import chain, shared, v_shape, zero_bubble
-from pipeplan.schedule.classic.base import Classic, all_of, is_chain, is_split, scripted
+from pipeplan.schedule.classic.base import Classic, all_of, as_given, is_chain, is_split, one_stage_each, scripted
+from pipeplan.schedule.graph import best_kfkb_orders, greedy_orders
 
 __all__ = ["CLASSIC", "Classic"]
 
@@ -39,6 +40,8 @@ CLASSIC: dict[str, Classic] = {
     "dualpipe-v": Classic(all_of(_v_shape, v_shape.enough_for_dualpipe), scripted(v_shape.dualpipe_v)),
     "hanayo": Classic(_waves, v_shape.hanayo),
     "chimera": Classic(shared.needs_two_ways, shared.chimera_direct),
+    "kfkb": Classic(one_stage_each, as_given(best_kfkb_orders)),
+    "greedy": Classic(lambda problem: None, as_given(greedy_orders)),
     "1f1b+": Classic(shared.needs_shared, shared.one_forward_one_backward_plus),
 }
 """Every classic schedule by the name ``--scheduler`` takes."""

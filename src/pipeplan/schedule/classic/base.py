@@ -10,8 +10,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from pipeplan.model.workload import Workload
 from pipeplan.schedule.problem import Problem
-from pipeplan.simulate.timing import TaskGraph, earliest_starts, with_links
+from pipeplan.simulate import timing
+from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph, with_links
 
 __all__ = [
     "Classic",
@@ -19,11 +21,13 @@ __all__ = [
     "Script",
     "all_of",
     "alternating",
+    "as_given",
     "chains",
     "forwards",
     "is_chain",
     "is_split",
     "makespan",
+    "one_stage_each",
     "scripted",
     "sorted_by",
 ]
@@ -95,6 +99,25 @@ def is_split(problem: Problem) -> str | None:
     if all(len(operations) == 3 for operations in problem.stage_operations):
         return None
     return "it needs input and weight gradients apart (--split-backward)"
+
+
+def one_stage_each(problem: Problem) -> str | None:
+    """No device has two stages; micro-batches may have different sizes."""
+    workload = problem.workload if problem.reduction is None else problem.reduction.workload
+    devices = [device for stage in workload.stages for device in stage.devices]
+    return None if len(set(devices)) == len(devices) else "it needs one stage per device"
+
+
+def as_given(make: Callable[[Workload, TaskGraph], timing.Orders]) -> Callable[[Problem, TaskGraph], Orders]:
+    """Orders that are made for a workload as it is, with micro-batches of any sizes."""
+
+    def orders(problem: Problem, graph: TaskGraph) -> Orders:
+        if problem.reduction is None or problem.reduction.workload.is_uniform:
+            return [list(order) for order in make(problem.workload, graph)]
+        workload = problem.reduction.workload
+        return problem.reduction.to_reduced(make(workload, task_graph(workload)))
+
+    return orders
 
 
 def sorted_by(problem: Problem, key: Callable[[int, int], tuple[int, ...]]) -> Orders:
