@@ -13,14 +13,17 @@ from pipeplan.partition import STRATEGIES, can_spread, place
 from pipeplan.partition.autopipe import Fitting, Loads, plan_chain
 from pipeplan.partition.chain import Chain
 from pipeplan.partition.graphpipe import Problem, StageGraph, partition
-from pipeplan.partition.published import PublishedPlan, Question, dapple, pipedream
+from pipeplan.partition.published import PublishedPlan, Question, dapple, pipedream, piper
 from pipeplan.planner.batch import Batch
 from pipeplan.planner.request import Request
 
 __all__ = ["Candidate", "Found", "candidates"]
 
-MOST_PUBLISHED = {"PipeDream": 4_000, "DAPPLE": 500}
+MOST_PUBLISHED = {"PipeDream": 4_000, "DAPPLE": 500, "Piper": 500}
 """Published planners are asked for up to so many blocks times devices; beyond that they take too long."""
+
+MOST_DOWNSETS = 500
+"""Piper is asked where the graph has no more sets of blocks that may come before a cut."""
 
 TOLERANCE = 0.01
 """By how much the stage graph's bottleneck may miss the least; schedules differ by more."""
@@ -188,7 +191,7 @@ def _graph(request: Request, sizes: Sequence[int], chunks: int = 1) -> Candidate
         request.batch.mini_batch,
         microbatch_sizes=sizes,
         memory_bytes=None if memory is None else memory // chunks,
-        recompute=bool(request.options.recompute),
+        recompute=False if memory is None and request.options.recompute is None else request.options.recompute,
         all_reduce=lambda size, count: all_reduce_time(request.cluster, range(count), size),
     )
     found = partition(problem, tolerance=TOLERANCE).graph
@@ -206,6 +209,7 @@ def _placed_graph(graph: StageGraph, num_devices: int) -> Placement:
                 devices=tuple(sorted(device % num_devices for device in stage.devices)),
                 replicas=stage.replicas,
                 microbatch_size=stage.microbatch_size,
+                recompute=stage.recompute,
             )
             for stage in graph.stages
         ),
@@ -222,10 +226,11 @@ def _open_sizes(request: Request) -> list[int]:
 
 
 def _published(request: Request) -> Iterator[Found]:
-    """PipeDream's and DAPPLE's stages, for every size."""
+    """PipeDream's, DAPPLE's and Piper's stages, for every size."""
     if request.options.replicas is not None:
         return
-    for name, planner in (("PipeDream", pipedream), ("DAPPLE", dapple)):
+    planners = {"PipeDream": pipedream, "DAPPLE": dapple, "Piper": lambda question: piper(question, MOST_DOWNSETS)}
+    for name, planner in planners.items():
         if request.num_devices * len(request.profile.blocks) <= MOST_PUBLISHED[name]:
             for size in _open_sizes(request):
                 yield _tried(_one_published, request, name, planner, size)

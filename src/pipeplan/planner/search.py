@@ -19,9 +19,9 @@ from pipeplan.model.workload import Workload
 from pipeplan.planner.assembly import assemble
 from pipeplan.planner.batch import Batch
 from pipeplan.planner.candidates import Candidate, candidates
+from pipeplan.planner.refining import ease_recomputation, slice_forwards
 from pipeplan.planner.request import Options, Request
 from pipeplan.planner.result import Result
-from pipeplan.planner.slicing import slice_forwards
 from pipeplan.planner.trials import Trial
 from pipeplan.schedule.bounds import period_bound
 from pipeplan.schedule.problem import Problem
@@ -180,6 +180,7 @@ class _Search:
         if trial is None:
             raise _most_telling(self._failures)
         problem = Problem.of(trial.settled.workload)
+        ease_recomputation(self._request, trial)
         slice_forwards(self._request, trial)
         schedule = trial.settled
         plan = assemble(
@@ -216,7 +217,7 @@ def _most_telling(failures: Sequence[PipeplanError]) -> PipeplanError:
         lambda error: isinstance(error, SearchTimeoutError),
     )
     for is_kind in kinds:
-        for error in reversed(failures):
+        for error in failures:
             if is_kind(error):
                 return error
     return failures[0]

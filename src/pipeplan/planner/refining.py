@@ -1,0 +1,130 @@
+"""Changes to a placement that keep its schedule's orders, where they make the iteration shorter.
+
+Leading forwards in two parts (AutoPipe III-C), and stages that need not recompute after all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from pipeplan.errors import UsageError
+from pipeplan.model import PlacedStage, Placement
+from pipeplan.planner.request import Request
+from pipeplan.planner.trials import Trial, iteration_of, workloads
+from pipeplan.schedule.search import Schedule
+from pipeplan.simulate.bounds import makespan_bound
+from pipeplan.simulate.memory import fits
+from pipeplan.simulate.parts import in_parts
+from pipeplan.simulate.timing import earliest_starts, task_graph
+
+__all__ = ["ease_recomputation", "slice_forwards"]
+
+
+def ease_recomputation(request: Request, trial: Trial) -> None:
+    """Let stages keep their activations one after another, as far as the same orders still fit: longest first."""
+    if request.options.recompute is not None or trial.best is None:
+        return
+    stages = trial.best.workload.stages
+    time_of = {operation.stage: operation.duration_ns for operation in trial.best.workload.operations}
+    for index in sorted((i for i, stage in enumerate(stages) if stage.recompute), key=lambda i: -time_of[i]):
+        placement = _changed(trial.candidate.placement, {index: {"recompute": False}})
+        schedule = _retimed(request, trial, placement, "")
+        if schedule is not None and iteration_of(schedule) <= iteration_of(trial.best):
+            trial.candidate = replace(trial.candidate, placement=placement)
+            trial.best, trial.bounds = schedule, [schedule.bound_ns]
+
+
+def slice_forwards(request: Request, trial: Trial) -> None:
+    """Run leading forwards of the trial's best schedule in parts: of as many micro-batches as asked for, or as helps.
+
+    Micro-batch m of those in parts is so on all stages but the last m: there its forward is no warmup any more. On the
+    last of the others its parts are sent together. It is for one stage per device and one size of micro-batch.
+
+    Raises:
+        UsageError: so many are asked for, and the placement or the profile does not allow it.
+    """
+    wanted = request.options.num_parted
+    if wanted == 0 or trial.best is None:
+        return
+    reason = _reason_against_parts(trial.best)
+    if reason is not None:
+        if wanted is not None:
+            raise UsageError(f"--slices {wanted} does not apply: {reason}")
+        return
+    places = _places(trial.best)
+    depth, whole = 1 + max(places), trial.best
+    counts: Iterable[int] = (
+        [wanted] if wanted is not None else range(1, min(depth, whole.workload.num_microbatches) + 1)
+    )
+    for count in counts:
+        parts = {index: {"num_parted": min(count, depth - place)} for index, place in enumerate(places)}
+        try:
+            schedule = _retimed(request, trial, _changed(trial.candidate.placement, parts), "+slices", whole)
+        except UsageError:  # no costs for half the samples
+            if wanted is not None:
+                raise
+            return
+        if schedule is not None and (wanted is not None or iteration_of(schedule) < iteration_of(trial.best)):
+            trial.best, trial.bounds = replace(schedule, pattern=None), [schedule.bound_ns]
+
+
+def _retimed(
+    request: Request, trial: Trial, placement: Placement, mark: str, whole: Schedule | None = None
+) -> Schedule | None:
+    """The same orders on a changed placement; None if they do not fit there.
+
+    Raises:
+        UsageError: the profile has no costs for it.
+    """
+    base = whole or trial.best
+    assert base is not None
+    split = any(operation.kind == "I" for operation in base.workload.operations)
+    options = replace(request.options, split_backward=split)
+    (workload,) = workloads(replace(request, options=options), replace(trial.candidate, placement=placement))
+    graph = task_graph(workload)
+    orders = in_parts(base.orders, graph)
+    if not fits(graph, orders):
+        return None
+    starts = earliest_starts(graph, orders)
+    makespan = max(map(sum, zip(starts, graph.durations, strict=True)))
+    return replace(
+        base,
+        workload=workload,
+        graph=graph,
+        orders=orders,
+        starts=starts,
+        makespan_ns=makespan,
+        bound_ns=min(makespan, makespan_bound(workload)),
+        scheduler=base.scheduler + mark,
+    )
+
+
+def _changed(placement: Placement, changes: Mapping[int, Mapping[str, object]]) -> Placement:
+    stages: tuple[PlacedStage, ...] = tuple(
+        stage.model_copy(update=changes.get(index, {})) for index, stage in enumerate(placement.stages)
+    )
+    return placement.model_copy(update={"stages": stages})
+
+
+def _reason_against_parts(schedule: Schedule) -> str | None:
+    workload = schedule.workload
+    devices = [device for stage in workload.stages for device in stage.devices]
+    if len(set(devices)) < len(devices):
+        return "it needs one stage per device"
+    if not workload.is_uniform:
+        return "it needs one micro-batch size and one route"
+    if any(stage.microbatch_size % (2 * stage.replicas) for stage in workload.stages):
+        return f"micro-batches of {workload.microbatch_size} samples cannot be halved on every replica"
+    return None
+
+
+def _places(schedule: Schedule) -> list[int]:
+    """[stage] how many stages come before it, on the longest way."""
+    workload = schedule.workload
+    places = [0] * len(workload.stages)
+    for dependency in sorted(workload.dependencies, key=lambda each: int(each.source[:-1])):
+        source, target = int(dependency.source[:-1]), int(dependency.target[:-1])
+        if dependency.source[-1] == dependency.target[-1] == "F":
+            places[target] = max(places[target], places[source] + 1)
+    return places
