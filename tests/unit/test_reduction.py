@@ -1,0 +1,165 @@
+"""Workloads with replicas, routes and unequal micro-batches, reduced for a search and brought back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeplan.costs import build_workload
+from pipeplan.errors import UsageError
+from pipeplan.model import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
+from pipeplan.model.workload import Workload
+from pipeplan.schedule.bounds import makespan_bound
+from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.reduction import Reduction
+from pipeplan.schedule.search import first_look, search_schedule
+from pipeplan.schedule.solver import Budget
+from pipeplan.simulate.timing import earliest_starts, task_graph, with_links
+
+SIZES = (1, 2, 4)
+
+
+def profile_of(times: Sequence[int], edges: Sequence[tuple[int, int]]) -> Profile:
+    """Blocks whose forward takes ``times`` [block] per sample, backward 3 and 2 more, split."""
+    blocks = tuple(
+        Block(
+            id=f"b{index}",
+            operator="x",
+            parameter_bytes=100,
+            costs=tuple(
+                CostRow(
+                    microbatch_size=size,
+                    forward_ns=time * size,
+                    input_grad_ns=(time + 1) * size,
+                    weight_grad_ns=(time + 2) * size,
+                    activation_bytes=10 * size,
+                    weight_grad_bytes=12 * size,
+                )
+                for size in SIZES
+            ),
+        )
+        for index, time in enumerate(times)
+    )
+    joined = tuple(Edge(source=f"b{a}", target=f"b{b}", transfer_ns=3) for a, b in edges)
+    return Profile(name="p", source=Source(method="estimated"), blocks=blocks, edges=joined)
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    """Chains and joins of stages with sizes, replicas, devices (several stages on some) and routes of their own."""
+    count = draw(st.integers(1, 4))
+    joined = count > 2 and draw(st.booleans())
+    edges = [(i, count - 1 if joined else i + 1) for i in range(count - 1)]
+    profile = profile_of([draw(st.integers(1, 9)) for _ in range(count)], edges)
+    routes = draw(st.integers(1, 2))
+    stages = []
+    for route in range(routes):
+        for index in range(count):
+            size = draw(st.sampled_from(SIZES))
+            replicas = draw(st.sampled_from([each for each in (1, 2) if size % each == 0]))
+            devices = draw(st.lists(st.integers(0, 4), min_size=replicas, max_size=replicas, unique=True))
+            stages.append(
+                PlacedStage(
+                    blocks=(f"b{index}",),
+                    devices=tuple(devices),
+                    replicas=replicas,
+                    microbatch_size=size,
+                    route=route,
+                )
+            )
+    placement = Placement(strategy="drawn", num_devices=5, num_routes=routes, stages=tuple(stages))
+    return build_workload(
+        profile,
+        placement,
+        num_microbatches=4 * routes,
+        microbatch_size=1,
+        split_backward=draw(st.booleans()),
+    )
+
+
+@given(workloads())
+@settings(max_examples=60, deadline=None)
+def test_orders_mean_the_same_in_both(workload: Workload) -> None:
+    found = first_look(workload)
+    assert found is not None
+    reduction = Reduction.of(workload)
+    orders = found.orders[: len(workload.devices)]
+    if reduction is None:
+        return
+    reduced = reduction.to_reduced(orders)
+    assert reduction.from_reduced(reduced) == orders
+    graph = task_graph(reduction.reduced)
+    starts = earliest_starts(graph, with_links(graph, reduced))
+    assert max(map(sum, zip(starts, graph.durations, strict=True))) == found.makespan_ns
+    static = [workload.static_bytes(device) for device in range(len(workload.devices))]
+    assert static == [reduction.reduced.static_bytes(group) for group in reduction.groups]
+
+
+@given(workloads())
+@settings(max_examples=40, deadline=None)
+def test_bounds_are_below_every_schedule(workload: Workload) -> None:
+    found = search_schedule(workload, Budget(0.05))
+    assert makespan_bound(Problem.of(workload)) <= found.bound_ns <= found.makespan_ns
+
+
+def interleavings(counts: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Orders of (operation, number) that keep the numbers of an operation in order, given (operation, count)."""
+    letters = [operation for operation, count in counts for _ in range(count)]
+    for word in set(itertools.permutations(letters)):
+        next_ = dict.fromkeys(word, -1)
+        order = []
+        for operation in word:
+            next_[operation] += 1
+            order.append((operation, next_[operation]))
+        yield order
+
+
+def shortest(workload: Workload) -> int:
+    """The least makespan over all orders."""
+    graph = task_graph(workload)
+    per_device = []
+    for device in range(len(workload.devices)):
+        here = [x for x, devices in enumerate(workload.resources) if device in devices]
+        counts = [(x, len(workload.slots[x])) for x in here]
+        per_device.append([[graph.offsets[x] + m for x, m in order] for order in interleavings(counts)])
+    best = None
+    for orders in itertools.product(*per_device):
+        try:
+            starts = earliest_starts(graph, list(orders))
+        except Exception:  # actions that wait for each other
+            continue
+        makespan = max(map(sum, zip(starts, graph.durations, strict=True)))
+        best = makespan if best is None else min(best, makespan)
+    assert best is not None
+    return best
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (1, 1), (2, 2)])
+@pytest.mark.parametrize("times", [(3, 4), (5, 2)])
+@pytest.mark.parametrize("devices", [(0, 1), (0, 0)])
+def test_the_search_finds_the_shortest_of_all_orders(
+    sizes: tuple[int, int], times: tuple[int, int], devices: tuple[int, int]
+) -> None:
+    if devices == (0, 0) and sizes == (1, 1):
+        return  # too many orders
+    stages = tuple(
+        PlacedStage(blocks=(f"b{index}",), devices=(device,), microbatch_size=size)
+        for index, (device, size) in enumerate(zip(devices, sizes, strict=True))
+    )
+    placement = Placement(strategy="drawn", num_devices=max(devices) + 1, stages=stages)
+    workload = build_workload(profile_of(times, [(0, 1)]), placement, num_microbatches=2, microbatch_size=1)
+    found = search_schedule(workload, Budget(5.0))
+    assert found.optimal
+    assert found.makespan_ns == shortest(workload)
+
+
+def test_parts_are_not_searched() -> None:
+    stage = PlacedStage(blocks=("b0",), devices=(0,), num_parted=1)
+    placement = Placement(strategy="drawn", num_devices=1, stages=(stage,))
+    workload = build_workload(profile_of([3], []), placement, num_microbatches=2, microbatch_size=2)
+    with pytest.raises(UsageError, match="leave out num_parted"):
+        Problem.of(workload)
