@@ -1,13 +1,14 @@
 """Valid plans made by hand, with no planner: workloads, orders, and a plain replay of what they take.
 
 Written for tests of what reads plans. An *order* is, per device, the list of its compute actions as
-(operation id, micro-batch).
+(operation id, number): an operation's actions are numbered by their samples, which is by micro-batch unless some
+run in parts.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from pipeplan.costs import build_workload
@@ -37,6 +38,7 @@ from pipeplan.schedule.problem import Problem
 Entry = tuple[str, int]
 Orders = list[list[Entry]]
 Span = tuple[int, int]  # start, end
+Held = tuple[str, range]  # what stands behind stage and kind in the text, such as 3 or 0.1, and the samples
 
 
 # Workloads -----------------------------------------------------------------------------------------------------
@@ -138,6 +140,47 @@ def shared_workload(num_devices: int = 4, num_microbatches: int = 6, *, lag: int
     return chain_workload(num_devices, num_microbatches, devices=groups, lag=lag)
 
 
+# Samples -------------------------------------------------------------------------------------------------------
+
+
+def actions_of(workload: Workload, id_: str) -> list[Held]:
+    """The actions of an operation in the order of their numbers."""
+    stage = workload.stages[int(id_[:-1])]
+    count = workload.mini_batch // (stage.microbatch_size * workload.num_routes)
+    return _held(workload, stage, range(count), _num_parted(workload, id_))
+
+
+def messages_of(workload: Workload, dependency: Dependency, hop: Hop) -> list[Held]:
+    """The messages of a hop: one per micro-batch of its source that goes there, two where both ends run it in parts."""
+    source = workload.stages[int(dependency.source[:-1])]
+    parted = min(_num_parted(workload, id_) for id_ in (dependency.source, dependency.target))
+    count = workload.mini_batch // (source.microbatch_size * workload.num_routes)
+    going = [m for m in range(count) if hop.first <= m % hop.every < hop.first + hop.run]
+    return _held(workload, source, going, parted)
+
+
+def _held(workload: Workload, stage: Stage, microbatches: Iterable[int], num_parted: int) -> list[Held]:
+    size, found = stage.microbatch_size, []
+    for m in microbatches:
+        begin = (m * workload.num_routes + stage.route) * size
+        if m < num_parted:
+            found.append((f"{m}.0", range(begin, begin + size // 2)))
+            found.append((f"{m}.1", range(begin + size // 2, begin + size)))
+        else:
+            found.append((str(m), range(begin, begin + size)))
+    return found
+
+
+def holders_of(workload: Workload, id_: str) -> dict[int, int]:
+    """{sample: number of the operation's action that holds it}."""
+    return {sample: n for n, (_, samples) in enumerate(actions_of(workload, id_)) for sample in samples}
+
+
+def is_part(held: Held) -> bool:
+    """Whether it is a part of a micro-batch."""
+    return "." in held[0]
+
+
 # Orders --------------------------------------------------------------------------------------------------------
 
 
@@ -154,10 +197,9 @@ def serial_orders(workload: Workload) -> Orders:
 def _by_key(workload: Workload, key: Callable[[int, int], tuple[int, int]]) -> Orders:
     found: list[list[tuple[tuple[int, int], Entry]]] = [[] for _ in workload.devices]
     for position, operation in enumerate(workload.operations):
-        stage = workload.stages[operation.stage]
-        for m in range(workload.num_instances(operation)):
-            for device in stage.devices:
-                found[device].append((key(position, m * stage.microbatch_size), (operation.id, m)))
+        for number, (_, samples) in enumerate(actions_of(workload, operation.id)):
+            for device in workload.stages[operation.stage].devices:
+                found[device].append((key(position, samples[0]), (operation.id, number)))
     return [[entry for _, entry in sorted(order)] for order in found]
 
 
@@ -173,8 +215,14 @@ def one_f_one_b(workload: Workload) -> Orders:
             if m + ahead < number:
                 order.append((f"{s}F", m + ahead))
             order += [(f"{s}I", m), (f"{s}W", m)] if split else [(f"{s}B", m)]
-        orders.append(order)
+        orders.append([entry for id_, m in order for entry in _entries_of(workload, id_, m)])
     return orders
+
+
+def _entries_of(workload: Workload, id_: str, microbatch: int) -> list[Entry]:
+    """The actions that run a micro-batch, or its parts."""
+    names = [name for name, _ in actions_of(workload, id_)]
+    return [(id_, number) for number, name in enumerate(names) if name.split(".")[0] == str(microbatch)]
 
 
 def one_f_one_b_repetend(workload: Workload) -> dict[str, int]:
@@ -190,10 +238,7 @@ def one_f_one_b_repetend(workload: Workload) -> dict[str, int]:
 
 def replay(workload: Workload, orders: Orders) -> dict[Entry, Span]:
     """Start and end of every action: devices take their next action in turn, as soon as it can start."""
-    operations = {operation.id: operation for operation in workload.operations}
-    incoming: dict[str, list[Dependency]] = defaultdict(list)
-    for dependency in workload.dependencies:
-        incoming[dependency.target].append(dependency)
+    waits, durations = waits_of(workload), durations_of(workload)
     done: dict[Entry, Span] = {}
     at = [0] * len(orders)
     free = [0] * len(orders)
@@ -201,30 +246,41 @@ def replay(workload: Workload, orders: Orders) -> dict[Entry, Span]:
         before = len(done)
         for device, order in enumerate(orders):
             while at[device] < len(order):
-                id_, m = order[at[device]]
-                group = workload.stages[operations[id_].stage].devices
-                waits = _waits(workload, operations, incoming[id_], id_, m)
-                at_front = all(at[d] < len(orders[d]) and orders[d][at[d]] == (id_, m) for d in group)
-                if not at_front or any(entry not in done for entry, _ in waits):
+                entry = order[at[device]]
+                group = workload.stages[int(entry[0][:-1])].devices
+                at_front = all(at[d] < len(orders[d]) and orders[d][at[d]] == entry for d in group)
+                if not at_front or any(other not in done for other, _ in waits[entry]):
                     break
-                start = max([free[d] for d in group] + [done[entry][1] + lag for entry, lag in waits])
-                done[id_, m] = (start, start + operations[id_].duration_ns)
+                start = max([free[d] for d in group] + [done[other][1] + lag for other, lag in waits[entry]])
+                done[entry] = (start, start + durations[entry])
                 for d in group:
-                    free[d], at[d] = done[id_, m][1], at[d] + 1
+                    free[d], at[d] = done[entry][1], at[d] + 1
         assert len(done) > before, "the orders deadlock"
     return done
 
 
-def _waits(
-    workload: Workload, operations: Mapping[str, Operation], incoming: Sequence[Dependency], id_: str, m: int
-) -> list[tuple[Entry, int]]:
-    size = workload.stages[operations[id_].stage].microbatch_size
-    found = []
-    for dependency in incoming:
-        source_size = workload.stages[operations[dependency.source].stage].microbatch_size
-        held = {sample // source_size for sample in range(m * size, (m + 1) * size)}
-        found += [((dependency.source, n), dependency.lag_ns) for n in held]
+def waits_of(workload: Workload) -> dict[Entry, list[tuple[Entry, int]]]:
+    """{action: what it waits for, and for how long after its end}: all that holds a sample of it."""
+    found: dict[Entry, list[tuple[Entry, int]]] = defaultdict(list)
+    actions = {operation.id: actions_of(workload, operation.id) for operation in workload.operations}
+    for dependency in workload.dependencies:
+        part_ns = max((hop.part.duration_ns for hop in dependency.hops), default=0)
+        holder = holders_of(workload, dependency.source)
+        for number, action in enumerate(actions[dependency.target]):
+            for n in sorted({holder[sample] for sample in action[1] if sample in holder}):
+                both_parts = is_part(action) and is_part(actions[dependency.source][n])
+                lag = part_ns if both_parts else dependency.lag_ns
+                found[dependency.target, number].append(((dependency.source, n), lag))
     return found
+
+
+def durations_of(workload: Workload) -> dict[Entry, int]:
+    """{action: how long it takes, in ns}."""
+    return {
+        (operation.id, number): operation.part_ns or 0 if is_part(action) else operation.duration_ns
+        for operation in workload.operations
+        for number, action in enumerate(actions_of(workload, operation.id))
+    }
 
 
 def extended(workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int, copies: int) -> Orders:
@@ -232,13 +288,17 @@ def extended(workload: Workload, orders: Orders, first: Mapping[str, int], unrol
     found = []
     for order in orders:
         ids = {id_ for id_, _ in order}
-        begin = sum(first[id_] for id_ in ids)
+        begin = sum(first[id_] + _num_parted(workload, id_) for id_ in ids)
         end = begin + unroll * len(ids)
         longer = order[:begin]
         for k in range(copies + 1):
             longer += [(id_, m + k * unroll) for id_, m in order[begin:end]]
         found.append(longer + [(id_, m + copies * unroll) for id_, m in order[end:]])
     return found
+
+
+def _num_parted(workload: Workload, id_: str) -> int:
+    return workload.stages[int(id_[:-1])].num_parted if id_[-1] == "F" else 0
 
 
 def period_of(workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int = 1) -> int:
@@ -277,8 +337,12 @@ def plan_of(
     repetend = None
     if first is not None:
         repetend = Repetend(unroll=unroll, repetend_ns=period_of(workload, orders, first, unroll), first=dict(first))
-    work = [_work(workload, [(id_, 0) for id_ in {id_ for id_, _ in order}]) for order in orders]
-    busy = [_work(workload, order) for order in orders]
+    durations = durations_of(workload)
+    whole = {operation.id: operation.duration_ns for operation in workload.operations}
+    work = [sum(whole[id_] for id_ in {id_ for id_, _ in order}) for order in orders]
+    busy = [sum(durations[entry] for entry in order) for order in orders]
+    ends = [max((done[entry][1] for entry in order), default=0) for order in orders]
+    syncs = [sum(stage.sync_ns for stage in workload.stages if device in stage.devices) for device in range(len(ends))]
     spans = [_span([done[entry] for entry in order]) for order in orders]
     longest = max(range(len(spans)), key=lambda device: (spans[device], -device))
     num_devices = len(workload.devices)
@@ -287,12 +351,13 @@ def plan_of(
         placement=workload.placement,
         num_microbatches=workload.num_microbatches,
         microbatch_size=workload.microbatch_size,
+        num_routes=workload.num_routes,
         devices=workload.devices,
         stages=workload.stages,
         operations=workload.operations,
         dependencies=workload.dependencies,
         starts_ns={
-            operation.id: tuple(done[operation.id, m][0] for m in range(workload.num_instances(operation)))
+            operation.id: tuple(done[operation.id, n][0] for n in range(len(actions_of(workload, operation.id))))
             for operation in workload.operations
         },
         programs=lowered(workload, orders, done, full_names=full_names),
@@ -301,6 +366,7 @@ def plan_of(
             makespan_ns=makespan,
             lower_bound_ns=bound,
             gap=makespan / bound - 1,
+            iteration_ns=max(map(sum, zip(ends, syncs, strict=True))),
             period_ns=repetend.repetend_ns / unroll if repetend else None,
             period_lower_bound_ns=float(max(work)) if repetend else 0.0,
             bubble_rate=1 - sum(busy) / (num_devices * makespan),
@@ -316,8 +382,9 @@ def lowered(
     workload: Workload, orders: Orders, done: Mapping[Entry, Span], *, full_names: bool = False
 ) -> tuple[tuple[str, ...], ...]:
     """Programs: each message on both ends at the time its producer ends, before what starts then."""
+    actions = {operation.id: actions_of(workload, operation.id) for operation in workload.operations}
     events: list[list[tuple[int, int, int, str]]] = [
-        [(done[id_, m][0], 1, 0, f"{id_}{m}") for id_, m in order] for order in orders
+        [(done[id_, n][0], 1, 0, id_ + actions[id_][n][0]) for id_, n in order] for order in orders
     ]
     ends = [
         (int(dependency.source[:-1]), "F" if dependency.source[-1] == "F" else "B", int(dependency.target[:-1]), hop)
@@ -330,23 +397,18 @@ def lowered(
     for dependency in workload.dependencies:
         source, target = int(dependency.source[:-1]), int(dependency.target[:-1])
         payload = "F" if dependency.source[-1] == "F" else "B"
+        holder = holders_of(workload, dependency.source)
         for hop in dependency.hops:
             sends = full_names or senders[source, payload, hop.source_device] > 1
             receives = full_names or receivers[target, payload, hop.target_device] > 1
             to = f">{target}@{hop.target_device}" if sends else ""
             of = f">{source}@{hop.source_device}" if receives else ""
-            operation = next(operation for operation in workload.operations if operation.id == dependency.source)
-            for m in range(workload.num_instances(operation)):
-                end = done[dependency.source, m][1]
-                events[hop.source_device].append((end, 0, number, f"{source}SEND_{payload}{m}{to}"))
-                events[hop.target_device].append((end, 0, number, f"{target}RECV_{payload}{m}{of}"))
+            for message in messages_of(workload, dependency, hop):
+                end = max(done[dependency.source, holder[sample]][1] for sample in message[1])
+                events[hop.source_device].append((end, 0, number, f"{source}SEND_{payload}{message[0]}{to}"))
+                events[hop.target_device].append((end, 0, number, f"{target}RECV_{payload}{message[0]}{of}"))
                 number += 1
     return tuple(tuple(text for *_, text in sorted(device)) for device in events)
-
-
-def _work(workload: Workload, order: Sequence[Entry]) -> int:
-    durations = {operation.id: operation.duration_ns for operation in workload.operations}
-    return sum(durations[id_] for id_, _ in order)
 
 
 def _span(spans: Sequence[Span]) -> int:
@@ -356,9 +418,12 @@ def _span(spans: Sequence[Span]) -> int:
 def _memory(workload: Workload, device: int, order: Sequence[Entry]) -> DeviceMemory:
     operations = {operation.id: operation for operation in workload.operations}
     held, peak, parts = 0, 0, (0, 0)
-    for id_, _ in order:
+    for id_, number in order:
         operation = operations[id_]
-        held += operation.acquire_bytes
+        taken = operation.acquire_bytes
+        if number < 2 * _num_parted(workload, id_):  # half; the first part the larger one
+            taken = taken // 2 if number % 2 else -(-taken // 2)
+        held += taken
         if held + operation.workspace_bytes > peak:
             peak, parts = held + operation.workspace_bytes, (held, operation.workspace_bytes)
         held -= operation.release_bytes
