@@ -76,7 +76,10 @@ def _given(request: Request, placement: Placement) -> Iterator[Found]:
 def _chains(request: Request, strategy: str) -> Iterator[Found]:
     """A strategy with every number of replicas, size and recomputation that is open, cut in each way."""
     for replicas in _replicas(request):
-        for batch in _batches(request, replicas):
+        batches = list(_batches(request, replicas))
+        if not batches:
+            yield _no_size(request, replicas)
+        for batch in batches:
             for recompute in request.recomputes:
                 for spread in _spreads(request, strategy, replicas):
                     for source, cut in _cuts(request, strategy, replicas, batch, recompute, spread):
@@ -134,6 +137,16 @@ def _batches(request: Request, replicas: int) -> Iterator[Batch]:
     for size in sizes:
         if mini_batch % size == 0 and size % unit == 0 and low <= size // replicas <= high:
             yield Batch(mini_batch // size, size)
+
+
+def _no_size(request: Request, replicas: int) -> UsageError:
+    low, high = _profiled(request.profile)
+    return UsageError(
+        f"no micro-batch size of {', '.join(map(str, request.sizes))} suits {replicas} replicas: it must divide the "
+        f"mini-batch of {request.batch.mini_batch} and give each replica {low} to {high} samples"
+        f"{', an even number for --slices' if request.options.num_parted else ''}; choose another --microbatch-size, "
+        "--mini-batch or --replicas"
+    )
 
 
 def _profiled(profile: Profile) -> tuple[int, int]:
