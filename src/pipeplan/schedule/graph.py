@@ -1,0 +1,456 @@
+"""Schedules of stage graphs whose stages have micro-batch sizes of their own (GraphPipe, thesis 3.6 and 3.10).
+
+*kFkB*: how many forwards a stage starts with follows from the stages after it (Table 3.2); then k backwards and k
+forwards in turn. *Greedy* (3.10.1): backwards as soon as their gradients are there, and no more samples in flight than
+the iteration time needs. Algorithm 4 as printed falls short of its own Fig. 3.5; what is different here and why is said
+in ``docs/algorithms/graph-schedules.md``.
+
+Orders are those of the devices alone; links carry first come, first served. *Samples in flight* of a stage are those
+between the start of their forward and the end of their backward (of W, where it is split).
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+from pipeplan.errors import UsageError
+from pipeplan.model.workload import Workload
+from pipeplan.partition.graphpipe import GraphStage
+from pipeplan.partition.in_flight import KFKB, samples_in_flight
+from pipeplan.simulate.memory import fits
+from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts, with_links
+
+__all__ = ["best_kfkb_orders", "greedy_orders", "kfkb_orders", "least_ks", "samples_held"]
+
+
+def samples_held(graph: TaskGraph, orders: Orders) -> list[int]:
+    """[stage] the most samples in flight when devices run in this order."""
+    stages = _Stages(graph)
+    held, most = [0] * stages.count, [0] * stages.count
+    for device, order in enumerate(graph.on_devices(orders)):
+        for task in order:
+            stage = stages.of_task(task)
+            if device == graph.workload.stages[stage].devices[0]:
+                held[stage] += stages.taken[task]
+                most[stage] = max(most[stage], held[stage])
+                held[stage] -= stages.given[task]
+    return most
+
+
+# kFkB ----------------------------------------------------------------------------------------------------------
+
+
+def kfkb_orders(workload: Workload, graph: TaskGraph, k: int | Sequence[int] = 1) -> Orders:
+    """kFkB with the samples in flight of Table 3.2, rounded up to micro-batches; W follows its I at once.
+
+    ``k`` is that of all stages or [stage]. Equal to 1F1B on chains of one size. Table 3.2 lets some stages wait for
+    each other where neither ``k * microbatch_size`` divides the other's; then a stage starts with as many more as it
+    needs.
+
+    Raises:
+        UsageError: a device has several stages.
+    """
+    stages = _Stages(graph)
+    _require_one_stage_each(workload)
+    ks = [k] * stages.count if isinstance(k, int) else k
+    orders: list[list[int]] = [[] for _ in workload.devices]
+    for stage, word in enumerate(_words(stages, ks)):
+        order = list(stages.tasks(stage, word))
+        for device in workload.stages[stage].devices:
+            orders[device] += order
+    return orders
+
+
+def least_ks(graph: TaskGraph, choices: Sequence[int] = (1, 2, 4, 8)) -> list[int]:
+    """[stage] the k with which fewest samples are in flight (3.10.2); of equals what asks least of stages before it.
+
+    Of those the first of ``choices``, of which the first is always possible.
+    """
+    stages = _Stages(graph)
+    found = [choices[0]] * stages.count
+    held = [0] * stages.count
+    for stage in reversed(range(stages.count)):
+
+        def costs(k: int, stage: int = stage) -> tuple[int, int]:
+            own = stages.needed(stage, k, found, held)
+            flow = KFKB(k, stages.sizes[stage])
+            asked = (
+                min(samples_in_flight(KFKB(other, stages.sizes[before]), flow, own) for other in choices)
+                for before in stages.before[stage]
+            )
+            return own, max(asked, default=0)
+
+        possible = [k for k in choices if k <= stages.counts[stage]] or choices[:1]
+        found[stage] = min(possible, key=costs)
+        held[stage] = stages.needed(stage, found[stage], found, held)
+    return found
+
+
+def best_kfkb_orders(workload: Workload, graph: TaskGraph) -> Orders:
+    """The shortest kFkB that fits in memory: with one k for all stages, 1, 2, 4, ..., or with :func:`least_ks`.
+
+    Of equals the first; without memory for any, the one with :func:`least_ks`.
+
+    Raises:
+        UsageError: a device has several stages.
+    """
+    most = max(_Stages(graph).counts)
+    least = kfkb_orders(workload, graph, least_ks(graph))
+    tried = [least, *(kfkb_orders(workload, graph, 1 << power) for power in range(most.bit_length()))]
+    return min((orders for orders in tried if fits(graph, orders)), key=lambda o: _makespan(graph, o), default=least)
+
+
+def _makespan(graph: TaskGraph, orders: Orders) -> int:
+    starts = earliest_starts(graph, with_links(graph, orders))
+    return max(map(int.__add__, starts, graph.durations))
+
+
+def _require_one_stage_each(workload: Workload) -> None:
+    seen: dict[int, int] = {}
+    for index, stage in enumerate(workload.stages):
+        for device in stage.devices:
+            if device in seen:
+                raise UsageError(
+                    f"kFkB has one stage per device; device {device} has stages {seen[device]} and {index}; choose "
+                    "another --scheduler, or --placement one-to-one"
+                )
+            seen[device] = index
+
+
+def _words(stages: _Stages, ks: Sequence[int]) -> list[list[str]]:
+    """[stage] ``"F"`` and ``"B"`` in the order of its kFkB schedule."""
+    words: list[list[str]] = [[] for _ in ks]
+    held = [0] * stages.count
+    for stage in reversed(range(stages.count)):
+        size, samples = stages.sizes[stage], stages.counts[stage] * stages.sizes[stage]
+        needed = [size * _least_start(stages, stage, ks[stage], other, words[other]) for other in stages.after[stage]]
+        held[stage] = min(samples, max([stages.needed(stage, ks[stage], ks, held), *needed]))
+        own = GraphStage((), (), size, held[stage], ks[stage])
+        words[stage] = list(own.schedule(samples))
+    return words
+
+
+def _least_start(stages: _Stages, stage: int, k: int, after: int, word: Sequence[str]) -> int:
+    """Forwards a stage must start with, or its backwards would wait for ones that wait for its forwards.
+
+    Before its backward number j it has done k forwards more for every k backwards; ``word`` says how many the stage
+    after it runs before the backward whose gradients backward j waits for.
+    """
+    size, other = stages.sizes[stage], stages.sizes[after]
+    forwards = [index - count for count, index in enumerate(i for i, kind in enumerate(word) if kind == "B")]
+    return max(
+        -(-forwards[((j + 1) * size - 1) // other] * other // size) - j // k * k for j in range(stages.counts[stage])
+    )
+
+
+# Greedy --------------------------------------------------------------------------------------------------------
+
+
+def greedy_orders(workload: Workload, graph: TaskGraph) -> Orders:
+    """Backwards as soon as they can run, and as few samples in flight as the iteration time allows (3.10.1).
+
+    Stage after stage from the last to the first, the samples it may have in flight are lowered as far as the whole
+    iteration gets no longer. Each trial runs all devices in time, O(actions log actions), and ends as soon as it is
+    late; a stage needs about log(micro-batches) of them. Devices may have several stages and stages several devices; of
+    several actions that can run, that of the deeper stage goes first.
+    """
+    stages = _Stages(graph)
+    best = min((_Run(stages, rules) for rules in _first_rules(stages)), key=lambda run: (run.makespan, run.total_held))
+    for stage in reversed(range(stages.count)):
+        best = _tightened(stages, best, stage)
+    assert len(best.orders) == len(workload.devices)
+    return best.orders
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """When a stage may run a forward: if it then has at most so many samples in flight.
+
+    With ``forward_first`` a forward goes before a backward that could run as well.
+    """
+
+    samples: int
+    forward_first: bool = False
+
+
+def _first_rules(stages: _Stages) -> Iterator[list[_Rule]]:
+    """What 1F1B has in flight, some more of it, and everything."""
+    ones, held = [1] * stages.count, [0] * stages.count
+    for stage in reversed(range(stages.count)):
+        held[stage] = stages.needed(stage, 1, ones, held)
+    for quarters in (4, 5, 6, 8, 12):
+        yield [_Rule(samples * quarters // 4) for samples in held]
+    for forward_first in (False, True):
+        yield [_Rule(size * count, forward_first) for size, count in zip(stages.sizes, stages.counts, strict=True)]
+
+
+def _tightened(stages: _Stages, best: _Run, stage: int) -> _Run:
+    """As short a run with the fewest samples of a stage in flight; backwards first, if that is as short."""
+    found: dict[int, _Run] = {}
+
+    def is_as_short(count: int) -> bool:
+        for forward_first in (False, True):
+            rules = best.rules.copy()
+            rules[stage] = _Rule(count * stages.sizes[stage], forward_first)
+            run = _Run(stages, rules, best.makespan)
+            if run.makespan <= best.makespan:
+                found[count] = run
+                return True
+        return False
+
+    high, step = -(-best.most_held[stage] // stages.sizes[stage]), 1
+    if best.rules[stage].forward_first:
+        is_as_short(high)
+    while high > step and is_as_short(high - step):
+        high, step = high - step, 2 * step
+    lower = range(max(0, high - step) + 1, high)
+    at = bisect_left(lower, True, key=is_as_short)
+    return found.get(lower[at] if at < len(lower) else high, best)
+
+
+_NEVER = 2**62
+_END, _TRY = 0, 1
+
+
+class _Run:
+    """All devices in time. Whatever of its actions can run first by the rules, a device runs as soon as it is free.
+
+    ``orders`` of the devices; ``makespan`` in ns, very large where it would be over ``limit`` or where the rules leave
+    too few samples for a stage with larger micro-batches; ``most_held`` [stage] samples.
+    """
+
+    def __init__(self, stages: _Stages, rules: list[_Rule], limit: int = _NEVER) -> None:
+        graph = stages.graph
+        self.rules = rules
+        self.orders: list[list[int]] = [[] for _ in graph.workload.devices]
+        self.makespan = 0
+        self.most_held = [0] * stages.count
+        self._stages, self._graph, self._limit = stages, graph, limit
+        self._left = stages.work.copy()
+        self._held = [0] * stages.count
+        self._next = graph.offsets[:-1]
+        self._waiting = graph.num_predecessors.copy()
+        self._arrival = [0] * graph.num_tasks
+        self._free = [0] * graph.workload.num_resources
+        self._ranked = [sorted(operations, key=self._rank) for operations in stages.on_device]
+        self._events = [(0, _TRY, device) for device in range(len(self.orders))]
+        self._run()
+
+    @property
+    def total_held(self) -> int:
+        """Samples that all stages have in flight at most."""
+        return sum(self.most_held)
+
+    def _rank(self, operation: int) -> tuple[int, int, int]:
+        """Sort key of what goes first: backwards, forwards, weight gradients; then by depth."""
+        stage, kind = self._stages.stage_of[operation], self._stages.kinds[operation]
+        kind_rank = {"F": 0 if self.rules[stage].forward_first else 2, "W": 3}.get(kind, 1)
+        return kind_rank, -self._stages.depths[stage], operation
+
+    def _run(self) -> None:
+        done = 0
+        while self._events and self.makespan <= self._limit:
+            now, what, number = heapq.heappop(self._events)
+            if what == _END:
+                self._end(number, now)
+                done += 1
+            elif self._free[number] <= now:
+                self._choose(number, now)
+        if done < self._graph.num_actions:
+            self.makespan = _NEVER
+
+    def _choose(self, device: int, now: int) -> None:
+        """Start the first of a device's actions that can run; if its other devices are busy, wait for them."""
+        for operation in self._ranked[device]:
+            task = self._next[operation]
+            if task < self._graph.offsets[operation + 1] and self._can_run(task, operation, now):
+                devices = self._stages.devices[operation]
+                if all(self._free[other] <= now for other in devices):
+                    self._start(task, operation, devices, now)
+                return
+
+    def _can_run(self, task: int, operation: int, now: int) -> bool:
+        if self._waiting[task] or self._arrival[task] > now:
+            return False
+        stage, taken = self._stages.stage_of[operation], self._stages.taken[task]
+        return not taken or self._held[stage] + taken <= self.rules[stage].samples
+
+    def _start(self, task: int, operation: int, devices: Iterable[int], now: int) -> None:
+        end = now + self._graph.durations[task]
+        stage = self._stages.stage_of[operation]
+        self._next[operation] = task + 1
+        self._held[stage] += self._stages.taken[task]
+        self.most_held[stage] = max(self.most_held[stage], self._held[stage])
+        for device in devices:
+            self.makespan = max(self.makespan, now + self._left[device])
+            self._left[device] -= end - now
+            self._free[device] = end
+            self.orders[device].append(task)
+        heapq.heappush(self._events, (end, _END, task))
+
+    def _end(self, task: int, now: int) -> None:
+        operation = self._graph.operation_of[task]
+        self._held[self._stages.stage_of[operation]] -= self._stages.given[task]
+        for device in self._stages.devices[operation]:
+            heapq.heappush(self._events, (now, _TRY, device))
+        for other, lag in self._graph.successors[task]:
+            if other < self._graph.num_actions:
+                self._arrive(other, now + lag)
+            else:
+                self._carry(other, now)
+
+    def _arrive(self, task: int, time: int) -> None:
+        """One of the things an action waits for is there at ``time``."""
+        self._arrival[task] = max(self._arrival[task], time)
+        self._waiting[task] -= 1
+        if self._waiting[task] == 0:
+            for device in self._stages.devices[self._graph.operation_of[task]]:
+                heapq.heappush(self._events, (self._arrival[task], _TRY, device))
+
+    def _carry(self, message: int, made: int) -> None:
+        """A message takes its link when it is made, or when the link is free."""
+        (link,) = self._graph.devices_of(message)
+        self._free[link] = max(self._free[link], made) + self._graph.durations[message]
+        for other, lag in self._graph.successors[message]:
+            self._arrive(other, self._free[link] + lag)
+
+
+# Stages --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """What is said of the stages of a task graph, in samples and micro-batches."""
+
+    graph: TaskGraph
+
+    @property
+    def count(self) -> int:
+        """Number of stages."""
+        return len(self.graph.workload.stages)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """[stage] samples in a micro-batch."""
+        return [stage.microbatch_size for stage in self.graph.workload.stages]
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """[stage] micro-batches in an iteration."""
+        workload = self.graph.workload
+        return [workload.mini_batch // (size * workload.num_routes) for size in self.sizes]
+
+    @cached_property
+    def kinds(self) -> list[str]:
+        """[operation]"""
+        return [operation.kind for operation in self.graph.workload.operations]
+
+    @cached_property
+    def stage_of(self) -> list[int]:
+        """[operation]"""
+        return [operation.stage for operation in self.graph.workload.operations]
+
+    @cached_property
+    def devices(self) -> tuple[tuple[int, ...], ...]:
+        """[operation]"""
+        return self.graph.workload.resources[: len(self.kinds)]
+
+    @cached_property
+    def on_device(self) -> list[list[int]]:
+        """[device] its operations."""
+        devices = range(len(self.graph.workload.devices))
+        return [[x for x, there in enumerate(self.devices) if device in there] for device in devices]
+
+    @cached_property
+    def after(self) -> list[list[int]]:
+        """[stage] the stages its outputs go to."""
+        ends = ((d.source, d.target) for d in self.graph.workload.dependencies)
+        edges = [(int(source[:-1]), int(target[:-1])) for source, target in ends if source[-1] == target[-1] == "F"]
+        return [sorted({target for source, target in edges if source == stage}) for stage in range(self.count)]
+
+    @cached_property
+    def before(self) -> list[list[int]]:
+        """[stage] the stages its inputs come from."""
+        return [[other for other in range(self.count) if stage in self.after[other]] for stage in range(self.count)]
+
+    @cached_property
+    def depths(self) -> list[int]:
+        """[stage] stages before it on the longest way there."""
+        found = [0] * self.count
+        for stage in range(self.count):
+            for other in self.after[stage]:
+                found[other] = max(found[other], found[stage] + 1)
+        return found
+
+    @cached_property
+    def taken(self) -> list[int]:
+        """[action] samples that it brings into flight."""
+        return list(self._samples("F"))
+
+    @cached_property
+    def given(self) -> list[int]:
+        """[action] samples that are no longer in flight after it."""
+        return list(self._samples("BW"))
+
+    @cached_property
+    def work(self) -> list[int]:
+        """[device] ns from its first action to the end of the iteration, if it never waits."""
+        workload, tails = self.graph.workload, self._tails
+        return [
+            sum(workload.work_of(x) for x in there) + min((tails[x] for x in there), default=0)
+            for there in self.on_device
+        ]
+
+    @cached_property
+    def _tails(self) -> list[int]:
+        """[operation, message] ns that gradients take at least from its end to the first stage; 0 for a forward."""
+        workload = self.graph.workload
+        tails = [0] * len(workload.durations)
+        for source, target, lag in sorted(workload.edges, key=lambda edge: workload.rank(edge[0]), reverse=True):
+            if source >= len(self.kinds) or self.kinds[source] != "F":
+                tails[source] = max(tails[source], lag + workload.durations[target] + tails[target])
+        return tails
+
+    def _samples(self, kinds: str) -> Iterator[int]:
+        for kind, slots in zip(self.kinds, self.graph.workload.slots, strict=False):
+            for number in range(len(slots)):
+                begin, end = slots.samples(number)
+                yield end - begin if kind in kinds else 0
+
+    def of_task(self, task: int) -> int:
+        """The stage of an action."""
+        return self.stage_of[self.graph.operation_of[task]]
+
+    def needed(self, stage: int, k: int, ks: Sequence[int], held: Sequence[int]) -> int:
+        """Samples in flight of a stage by Table 3.2, given those of the stages after it."""
+        own = KFKB(k, self.sizes[stage])
+        after = ((KFKB(ks[other], self.sizes[other]), held[other]) for other in self.after[stage])
+        most = self.counts[stage] * self.sizes[stage]
+        return min(most, max((samples_in_flight(own, *flow) for flow in after), default=own.samples))
+
+    def tasks(self, stage: int, word: Iterable[str]) -> Iterator[int]:
+        """The actions of a stage in the order of ``"F"`` and ``"B"``, which mean whole micro-batches."""
+        forward = iter(self._by_microbatch(stage, "F"))
+        backwards = [
+            iter(self._by_microbatch(stage, kind)) for kind in "BIW" if self._operation(stage, kind) is not None
+        ]
+        for letter in word:
+            for tasks in [forward] if letter == "F" else backwards:
+                yield from next(tasks)
+
+    def _by_microbatch(self, stage: int, kind: str) -> list[list[int]]:
+        """[micro-batch] its actions of this kind: one, or two parts."""
+        operation = self._operation(stage, kind)
+        assert operation is not None, "a kind that the stage has"
+        slots, first = self.graph.workload.slots[operation], self.graph.offsets[operation]
+        numbers = groupby(range(len(slots)), key=lambda number: slots.name(number)[0])
+        return [[first + number for number in group] for _, group in numbers]
+
+    def _operation(self, stage: int, kind: str) -> int | None:
+        pairs = zip(self.stage_of, self.kinds, strict=True)
+        return next((x for x, pair in enumerate(pairs) if pair == (stage, kind)), None)
