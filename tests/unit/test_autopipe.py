@@ -183,6 +183,25 @@ def test_search_lies_between_the_best_cut_and_its_start(
 
 
 @settings(deadline=None)
+@given(BLOCKS, st.integers(2, 4), st.integers(1, 8), st.integers(2, 9))
+def test_no_single_border_can_be_moved_for_the_better(
+    blocks: list[tuple[int, int]], num_stages: int, num_microbatches: int, most: int
+) -> None:
+    """What the paper's search leaves is polished away, as far as it fits."""
+    assume(num_stages <= len(blocks) <= num_stages * most)
+    loads, count = loads_of(blocks), len(blocks)
+
+    def fits(stages: int, stage: int, begin: int, end: int) -> bool:
+        return end - begin <= most
+
+    found = plan_chain(loads, num_stages, num_microbatches, fits)
+    for each in cuts(count, num_stages):
+        moved = sum(abs(there - here) for there, here in zip(each, found.begins, strict=True))
+        if moved == 1 and max(end - begin for begin, end in pairwise((*each, count))) <= most:
+            assert timeline(loads.stages(each), num_microbatches).iteration_ns >= found.iteration_ns
+
+
+@settings(deadline=None)
 @given(BLOCKS, st.integers(2, 4), st.integers(1, 8), st.integers(1, 5))
 def test_search_keeps_to_what_fits(
     blocks: list[tuple[int, int]], num_stages: int, num_microbatches: int, most: int
