@@ -103,6 +103,15 @@ class Cluster(FileModel):
         """Memory of each device; None is no limit."""
         return tuple(kind.memory_bytes for kind in self.devices for _ in range(kind.count))
 
+    def first(self, num_devices: int) -> Cluster:
+        """The first so many devices alone, at least one, with the links between them."""
+        left, kinds = num_devices, []
+        for kind in self.devices:
+            if left > 0:
+                kinds.append(kind.model_copy(update={"count": min(kind.count, left)}))
+            left -= kind.count
+        return self.model_copy(update={"devices": tuple(kinds)})
+
     def level_between(self, source: int, target: int) -> LinkLevel | None:
         """The innermost level whose group holds both devices; None where links cost nothing."""
         for level in self.levels:

@@ -25,13 +25,15 @@ _FIRST_LOOK = 0.15
 class Trial:
     """A candidate, its workload for each way of running backward, and what is known of their schedules.
 
-    ``bounds`` [way] ns that no schedule's makespan is below; ``best`` the schedule with the shortest iteration.
+    ``bounds`` [way] ns that no schedule's makespan is below; ``best`` the schedule with the shortest iteration;
+    ``mapped`` whether its devices have been looked for on the cluster.
     """
 
     candidate: Candidate
     ways: list[Workload]
     bounds: list[int]
     best: Schedule | None = None
+    mapped: bool = False
     sync_ns: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,7 +93,7 @@ class Trial:
                 continue
             seconds = share.remaining * (_FIRST_LOOK if len(self.ways) > 1 else 1.0)
             try:
-                found[way] = _searched(request, workload, share, seconds)
+                found[way] = _searched(request, workload, share, seconds, self._known(workload))
             except (InfeasibleError, UsageError) as error:  # a classic schedule may apply to one way alone
                 failures.append(error)
                 continue
@@ -102,11 +104,16 @@ class Trial:
             return
         best = min(found, key=lambda way: found[way].makespan_ns)
         if len(self.ways) > 1 and not found[best].optimal and not share.expired:
-            self._learn(best, _searched(request, self.ways[best], share, share.remaining))
+            again = _searched(request, self.ways[best], share, share.remaining, found[best])
+            self._learn(best, again)
 
     def _hopeless(self, way: int) -> bool:
         """Whether this way of running backward cannot be better than what another one has found."""
         return self.best is not None and self.bounds[way] >= self.best.makespan_ns
+
+    def _known(self, workload: Workload) -> Schedule | None:
+        """The best schedule, if it is one of this workload."""
+        return self.best if self.best is not None and self.best.workload is workload else None
 
     def _learn(self, way: int, schedule: Schedule) -> None:
         self.bounds[way] = max(self.bounds[way], schedule.bound_ns)
@@ -131,8 +138,8 @@ def iteration_of(schedule: Schedule) -> int:
     return iteration_time(schedule.workload, rates(schedule.graph, schedule.orders, schedule.starts))
 
 
-def _searched(request: Request, workload: Workload, budget: Budget, seconds: float) -> Schedule:
-    """Search a workload's schedule with a part of the budget."""
+def _searched(request: Request, workload: Workload, budget: Budget, seconds: float, known: Schedule | None) -> Schedule:
+    """Search a workload's schedule with a part of the budget, from what is known on."""
     share = Budget(seconds, budget.seed, budget.deterministic, budget.workers)
     try:
         return search_schedule(
@@ -140,6 +147,7 @@ def _searched(request: Request, workload: Workload, budget: Budget, seconds: flo
             share,
             scheduler=request.options.scheduler,
             unroll=request.options.unroll,
+            known=known,
             progress=request.progress,
         )
     finally:

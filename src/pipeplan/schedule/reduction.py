@@ -23,7 +23,7 @@ from pipeplan.model.samples import Slots
 from pipeplan.model.workload import Workload
 from pipeplan.simulate.timing import Orders
 
-__all__ = ["Reduction"]
+__all__ = ["Reduction", "device_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Reduction:
         """
         if any(stage.num_parted for stage in workload.stages):
             raise UsageError("a schedule is searched for whole micro-batches; leave out num_parted of the stages")
-        groups = _groups(workload)
+        groups = device_groups(workload)
         num_groups = len(set(groups))
         folded = workload if num_groups == len(groups) else _folded(workload, groups)
         ones = (1,) * len(workload.operations)
@@ -88,7 +88,7 @@ class Reduction:
         ]
 
 
-def _groups(workload: Workload) -> tuple[int, ...]:
+def device_groups(workload: Workload) -> tuple[int, ...]:
     """[device] the number of its group: devices with the same stages have the same."""
     own: list[list[int]] = [[] for _ in workload.devices]
     for index, stage in enumerate(workload.stages):

@@ -34,12 +34,14 @@ def search_schedule(
     *,
     scheduler: str = "auto",
     unroll: int | None = None,
+    known: Schedule | None = None,
     progress: Progress | None = None,
 ) -> Schedule:
     """Search the best order of a workload's actions.
 
     ``scheduler`` is ``auto`` (everything), ``repetend`` (the best repetend, its warmup and cooldown as the pattern
-    leaves them and then improved) or the name of a classic schedule. ``unroll`` None lets the search choose.
+    leaves them and then improved) or the name of a classic schedule. ``unroll`` None lets the search choose. What is
+    found by ``auto`` is no longer than a ``known`` schedule of the same workload.
 
     Raises:
         InfeasibleError: a device's memory is too small, or the classic schedule asked for does not fit.
@@ -52,7 +54,12 @@ def search_schedule(
     if scheduler not in ("auto", "repetend"):
         raise UsageError(f"--scheduler {scheduler!r} is not known; choose from auto, repetend, {', '.join(CLASSIC)}")
     repeated = _repeated(problem, budget, scheduler, unroll, progress)
-    return _restored(problem, repeated or _searched(State.of(problem, budget, progress), scheduler, unroll))
+    state = State.of(problem, budget, progress)
+    if known is not None and scheduler == "auto":
+        orders = known.orders[: len(workload.devices)]
+        own = orders if problem.reduction is None else problem.reduction.to_reduced(orders)
+        state.offer(state.candidate(own, known.scheduler))
+    return _restored(problem, repeated or _searched(state, scheduler, unroll))
 
 
 def first_look(workload: Workload) -> Schedule | None:
@@ -71,8 +78,13 @@ def _known_orders(problem: Problem, graph: TaskGraph) -> Iterator[tuple[str, Ord
     """One micro-batch after another, and the classic schedules that are not made by trying rules."""
     yield "sequential", microbatch_by_microbatch(problem)
     for name, classic in CLASSIC.items():
-        if not classic.automatic and classic.applies(problem) is None:
+        slow = classic.automatic or (name == "greedy" and graph.num_tasks > _GREEDY_TASKS)
+        if not slow and classic.applies(problem) is None:
             yield name, classic.orders(problem, graph)
+
+
+_GREEDY_TASKS = 1_500
+"""Up to so many actions the greedy schedule is quick enough for a first look: it tries many limits."""
 
 
 def _timed(problem: Problem, workload: Workload, orders: Orders, scheduler: str) -> Schedule | None:
