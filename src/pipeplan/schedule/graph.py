@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -156,15 +156,18 @@ def greedy_orders(workload: Workload, graph: TaskGraph) -> Orders:
 
     Stage after stage from the last to the first, the samples it may have in flight are lowered as far as the whole
     iteration gets no longer. Each trial runs all devices in time, O(actions log actions), and ends as soon as it is
-    late; a stage needs about log(micro-batches) of them. Devices may have several stages and stages several devices; of
-    several actions that can run, that of the deeper stage goes first.
+    late; after ``_MOST_STARTS`` actions in all trials the stages that are left stay as they are. Devices may have
+    several stages and stages several devices; of several actions that can run, that of the deeper stage goes first.
     """
     stages = _Stages(graph)
-    best = min((_Run(stages, rules) for rules in _first_rules(stages)), key=lambda run: (run.makespan, run.total_held))
+    best = _first_run(stages)
     for stage in reversed(range(stages.count)):
         best = _tightened(stages, best, stage)
     assert len(best.orders) == len(workload.devices)
     return best.orders
+
+
+_MOST_STARTS = 500_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,39 +181,60 @@ class _Rule:
     forward_first: bool = False
 
 
-def _first_rules(stages: _Stages) -> Iterator[list[_Rule]]:
-    """What 1F1B has in flight, some more of it, and everything."""
+def _first_run(stages: _Stages) -> _Run:
+    """With any samples in flight, or as short with as many as 1F1B has, or somewhat more."""
+    most = [size * count for size, count in zip(stages.sizes, stages.counts, strict=True)]
+    unlimited = (_Run(stages, [_Rule(samples, first) for samples in most]) for first in (False, True))
+    best = min(unlimited, key=lambda run: run.makespan)
     ones, held = [1] * stages.count, [0] * stages.count
     for stage in reversed(range(stages.count)):
         held[stage] = stages.needed(stage, 1, ones, held)
     for quarters in (4, 5, 6, 8, 12):
-        yield [_Rule(samples * quarters // 4) for samples in held]
-    for forward_first in (False, True):
-        yield [_Rule(size * count, forward_first) for size, count in zip(stages.sizes, stages.counts, strict=True)]
+        run = _Run(stages, [_Rule(samples * quarters // 4) for samples in held], best.makespan)
+        if run.makespan <= best.makespan:
+            return run
+    return best
 
 
 def _tightened(stages: _Stages, best: _Run, stage: int) -> _Run:
     """As short a run with the fewest samples of a stage in flight; backwards first, if that is as short."""
     found: dict[int, _Run] = {}
+    size, most = stages.sizes[stage], best.most_held
+    guess = stages.needed(stage, 1, [1] * stages.count, most) // size
 
     def is_as_short(count: int) -> bool:
         for forward_first in (False, True):
+            if stages.num_starts > _MOST_STARTS:
+                return False
             rules = best.rules.copy()
-            rules[stage] = _Rule(count * stages.sizes[stage], forward_first)
+            rules[stage] = _Rule(count * size, forward_first)
             run = _Run(stages, rules, best.makespan)
             if run.makespan <= best.makespan:
                 found[count] = run
                 return True
         return False
 
-    high, step = -(-best.most_held[stage] // stages.sizes[stage]), 1
-    if best.rules[stage].forward_first:
+    high = -(-most[stage] // size)
+    least = _least(is_as_short, min(guess, high) - 1, high)
+    if least == high and best.rules[stage].forward_first:
         is_as_short(high)
-    while high > step and is_as_short(high - step):
-        high, step = high - step, 2 * step
-    lower = range(max(0, high - step) + 1, high)
-    at = bisect_left(lower, True, key=is_as_short)
-    return found.get(lower[at] if at < len(lower) else high, best)
+    return found.get(least, best)
+
+
+def _least(is_good: Callable[[int], bool], guess: int, high: int) -> int:
+    """The least number from 1 on that is good, looked for from ``guess`` on; ``high`` is good, as are all above one."""
+    low, step = 0, 1
+    if guess < 1 or not is_good(guess):
+        low = max(0, guess)
+        while low + step < high and not is_good(low + step):
+            low, step = low + step, 2 * step
+        high = min(high, low + step)
+    else:
+        high = guess
+        while high > step and is_good(high - step):
+            high, step = high - step, 2 * step
+        low = max(0, high - step)
+    return low + 1 + bisect_left(range(low + 1, high), True, key=is_good)
 
 
 _NEVER = 2**62
@@ -231,7 +255,6 @@ class _Run:
         self.makespan = 0
         self.most_held = [0] * stages.count
         self._stages, self._graph, self._limit = stages, graph, limit
-        self._left = stages.work.copy()
         self._held = [0] * stages.count
         self._next = graph.offsets[:-1]
         self._waiting = graph.num_predecessors.copy()
@@ -240,11 +263,6 @@ class _Run:
         self._ranked = [sorted(operations, key=self._rank) for operations in stages.on_device]
         self._events = [(0, _TRY, device) for device in range(len(self.orders))]
         self._run()
-
-    @property
-    def total_held(self) -> int:
-        """Samples that all stages have in flight at most."""
-        return sum(self.most_held)
 
     def _rank(self, operation: int) -> tuple[int, int, int]:
         """Sort key of what goes first: backwards, forwards, weight gradients; then by depth."""
@@ -261,6 +279,7 @@ class _Run:
                 done += 1
             elif self._free[number] <= now:
                 self._choose(number, now)
+        self._stages.num_starts += done
         if done < self._graph.num_actions:
             self.makespan = _NEVER
 
@@ -282,13 +301,12 @@ class _Run:
 
     def _start(self, task: int, operation: int, devices: Iterable[int], now: int) -> None:
         end = now + self._graph.durations[task]
+        self.makespan = max(self.makespan, now + self._stages.needs[task])
         stage = self._stages.stage_of[operation]
         self._next[operation] = task + 1
         self._held[stage] += self._stages.taken[task]
         self.most_held[stage] = max(self.most_held[stage], self._held[stage])
         for device in devices:
-            self.makespan = max(self.makespan, now + self._left[device])
-            self._left[device] -= end - now
             self._free[device] = end
             self.orders[device].append(task)
         heapq.heappush(self._events, (end, _END, task))
@@ -310,7 +328,8 @@ class _Run:
         self._waiting[task] -= 1
         if self._waiting[task] == 0:
             for device in self._stages.devices[self._graph.operation_of[task]]:
-                heapq.heappush(self._events, (self._arrival[task], _TRY, device))
+                if self._free[device] <= self._arrival[task]:
+                    heapq.heappush(self._events, (self._arrival[task], _TRY, device))
 
     def _carry(self, message: int, made: int) -> None:
         """A message takes its link when it is made, or when the link is free."""
@@ -323,11 +342,12 @@ class _Run:
 # Stages --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Stages:
-    """What is said of the stages of a task graph, in samples and micro-batches."""
+    """What is said of the stages of a task graph, in samples and micro-batches; and how many actions trials started."""
 
     graph: TaskGraph
+    num_starts: int = 0
 
     @property
     def count(self) -> int:
@@ -354,6 +374,11 @@ class _Stages:
     def stage_of(self) -> list[int]:
         """[operation]"""
         return [operation.stage for operation in self.graph.workload.operations]
+
+    @cached_property
+    def operation_of(self) -> dict[tuple[int, str], int]:
+        """{(stage, kind): operation}"""
+        return {pair: x for x, pair in enumerate(zip(self.stage_of, self.kinds, strict=True))}
 
     @cached_property
     def devices(self) -> tuple[tuple[int, ...], ...]:
@@ -398,23 +423,32 @@ class _Stages:
         return list(self._samples("BW"))
 
     @cached_property
-    def work(self) -> list[int]:
-        """[device] ns from its first action to the end of the iteration, if it never waits."""
-        workload, tails = self.graph.workload, self._tails
-        return [
-            sum(workload.work_of(x) for x in there) + min((tails[x] for x in there), default=0)
-            for there in self.on_device
-        ]
+    def needs(self) -> list[int]:
+        """[action, message] ns from its start to the end of the iteration, at the least.
 
-    @cached_property
-    def _tails(self) -> list[int]:
-        """[operation, message] ns that gradients take at least from its end to the first stage; 0 for a forward."""
-        workload = self.graph.workload
-        tails = [0] * len(workload.durations)
-        for source, target, lag in sorted(workload.edges, key=lambda edge: workload.rank(edge[0]), reverse=True):
-            if source >= len(self.kinds) or self.kinds[source] != "F":
-                tails[source] = max(tails[source], lag + workload.durations[target] + tails[target])
-        return tails
+        What its operation has left, what depends on it; and for a forward all that its stage has left, since that ends
+        with a backward (or I).
+        """
+        graph, workload = self.graph, self.graph.workload
+        needs = [0] * graph.num_tasks
+        for item in sorted(range(len(workload.durations)), key=workload.rank, reverse=True):
+            behind = left = 0
+            for task in reversed(range(*graph.offsets[item : item + 2])):
+                ways = [lag + needs[other] for other, lag in graph.successors[task]]
+                left += graph.durations[task]
+                needs[task] = graph.durations[task] + max([behind, *ways])
+                if item < len(self.kinds) and self.kinds[item] == "F":
+                    needs[task] = max(needs[task], left + self._backwards_left(item, task, needs))
+                behind = needs[task]
+        return needs
+
+    def _backwards_left(self, forward: int, task: int, needs: Sequence[int]) -> int:
+        """Ns of the backwards that come after a forward, and of the way of the last one's gradients."""
+        stage, graph = self.stage_of[forward], self.graph
+        backward = self.operation_of.get((stage, "B"), self.operation_of.get((stage, "I"), 0))
+        microbatch, _ = graph.workload.slots[forward].name(task - graph.offsets[forward])
+        last = graph.offsets[backward + 1] - 1
+        return (self.counts[stage] - microbatch - 1) * graph.durations[last] + needs[last]
 
     def _samples(self, kinds: str) -> Iterator[int]:
         for kind, slots in zip(self.kinds, self.graph.workload.slots, strict=False):
@@ -436,21 +470,14 @@ class _Stages:
     def tasks(self, stage: int, word: Iterable[str]) -> Iterator[int]:
         """The actions of a stage in the order of ``"F"`` and ``"B"``, which mean whole micro-batches."""
         forward = iter(self._by_microbatch(stage, "F"))
-        backwards = [
-            iter(self._by_microbatch(stage, kind)) for kind in "BIW" if self._operation(stage, kind) is not None
-        ]
+        backwards = [iter(self._by_microbatch(stage, kind)) for kind in "BIW" if (stage, kind) in self.operation_of]
         for letter in word:
             for tasks in [forward] if letter == "F" else backwards:
                 yield from next(tasks)
 
     def _by_microbatch(self, stage: int, kind: str) -> list[list[int]]:
         """[micro-batch] its actions of this kind: one, or two parts."""
-        operation = self._operation(stage, kind)
-        assert operation is not None, "a kind that the stage has"
+        operation = self.operation_of[stage, kind]
         slots, first = self.graph.workload.slots[operation], self.graph.offsets[operation]
         numbers = groupby(range(len(slots)), key=lambda number: slots.name(number)[0])
         return [[first + number for number in group] for _, group in numbers]
-
-    def _operation(self, stage: int, kind: str) -> int | None:
-        pairs = zip(self.stage_of, self.kinds, strict=True)
-        return next((x for x, pair in enumerate(pairs) if pair == (stage, kind)), None)
