@@ -36,6 +36,7 @@ class Bounds:
         self._parallels: dict[int, Integers] = {}
         self._lefts: dict[int, dict[Left, Integers]] = {}
         self._quick: dict[Group, list[int]] = {}
+        self._groups: dict[Group, Integers | None] = {}
         self._kept: dict[tuple[int, int, int, int, int, int], int] = {}
 
     def fewest(self) -> int:
@@ -157,14 +158,19 @@ class Bounds:
         """[state] devices for a group of branches; None if it cannot be one."""
         if len(group) == 1:
             return self.of(group[0])
-        quick = self.quick(group)
-        if not quick:
-            return None
-        devices = self._needs.replicas[quick] + np.zeros((self._needs.num_states, 1), dtype=np.int64)
-        fits = self.fitting(self.shapes.load(group), quick)
-        if fits is not None:
-            devices = np.where(self._needs.microbatches[:, quick] <= fits, devices, NEVER)
-        return np.asarray(devices.min(axis=1))
+        if group not in self._groups:
+            quick = self.quick(group)
+            self._groups[group] = self._together(self.shapes.load(group), quick) if quick else None
+        return self._groups[group]
+
+    def _together(self, load: Load, quick: list[int]) -> Integers:
+        """[state] devices for a stage with this load under one of some choices."""
+        devices = self._needs.replicas[quick]
+        fits = self.fitting(load, quick)
+        if fits is None:
+            return np.full(self._needs.num_states, devices.min())
+        least: Integers = np.where(self._needs.microbatches[:, quick] <= fits, devices, NEVER).min(axis=1)
+        return least
 
     def fitting(self, load: Load, choices: list[int]) -> Integers | None:
         """[choice] micro-batches for which a stage with this load has room; None for no limit."""

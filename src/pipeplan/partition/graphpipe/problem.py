@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from pipeplan.costs import block_costs
@@ -147,7 +148,8 @@ class Problem:
             for size, replicas in pairs
         )
         edges = tuple((edge.source, edge.target) for edge in profile.edges)
-        return cls(_loads(profile, rows), edges, num_devices, mini_batch, rows, choices, memory_bytes, all_reduce)
+        price = free if all_reduce is free else cache(all_reduce)
+        return cls(_loads(profile, rows), edges, num_devices, mini_batch, rows, choices, memory_bytes, price)
 
     def all_reduce_is_free(self, choice: Choice) -> bool:
         """Whether no stage waits for gradients under this choice."""

@@ -82,7 +82,10 @@ def _least(shapes: Shapes, below: int | None, tolerance: float) -> tuple[int, li
     what was asked, so the end is exact.
     """
     most = _longest(shapes) if below is None else int((below - 1) / (1 + tolerance))
-    asked = low = _lowest(shapes, most, max(tolerance, 0.001) if shapes.needs.limited else tolerance)
+    low = _lowest(shapes.unlimited(), -(-shapes[shapes.root].work // shapes.problem.num_devices), most, tolerance)
+    if shapes.needs.limited:
+        low = _lowest(shapes, low, most, max(tolerance, 0.001))
+    asked = low
     best: tuple[int, list[Staged]] | None = None
     step = max(1, low // 1024)
     while low <= most and (best is None or most - low >= tolerance * low):
@@ -96,16 +99,14 @@ def _least(shapes: Shapes, below: int | None, tolerance: float) -> tuple[int, li
     return best
 
 
-def _lowest(shapes: Shapes, most: int, tolerance: float) -> int:
-    """The least bottleneck that the bounds allow, or less by the tolerance; above ``most`` if that is too little."""
+def _lowest(shapes: Shapes, low: int, most: int, tolerance: float) -> int:
+    """The least bottleneck from ``low`` on that the bounds allow, or less by the tolerance; above ``most`` if none."""
     num_devices = shapes.problem.num_devices
-    low = -(-shapes[shapes.root].work // num_devices)
-    step = max(1, low // 64)
-    high = low
-    while high < most and Bounds(shapes, high).fewest() > num_devices:
+    step, high = max(1, low // 64), min(low, most)
+    while Bounds(shapes, high).fewest() > num_devices:
+        if high == most:
+            return most + 1
         low, high, step = high + 1, min(most, high + step), 2 * step
-    if Bounds(shapes, high).fewest() > num_devices:
-        return most + 1
     while high - low > tolerance * low:
         middle = (low + high) // 2
         low, high = (low, middle) if Bounds(shapes, middle).fewest() <= num_devices else (middle + 1, high)

@@ -101,6 +101,7 @@ class Shapes:
         self._beginnings: dict[int, tuple[int, int]] = {}
         self._capacities: dict[int, list[list[Integers]]] = {}
         self._longest: dict[tuple[int, int], Integers] = {}
+        self._loads: dict[Group, Load] = {}
         for part in tree.post_order():
             self.of[part] = self._number(part)
         if tree.kind == "parallel":
@@ -111,6 +112,10 @@ class Shapes:
         blocks = [shape.load for shape in self.shapes if shape.kind == "block"]
         self.choices = tuple(each for each in problem.choices if any(problem.fits(block, each) for block in blocks))
         self.needs = Needs(self.choices, problem.mini_batch, problem.memory_bytes is not None)
+
+    def unlimited(self) -> Shapes:
+        """The same with as much memory as anything takes: a bound that is quick to find."""
+        return Shapes(replace(self.problem, memory_bytes=None), self.tree) if self.needs.limited else self
 
     def __getitem__(self, number: int) -> Shape:
         return self.shapes[number]
@@ -173,7 +178,9 @@ class Shapes:
 
     def load(self, group: Group) -> Load:
         """The load of branches in one stage."""
-        return reduce(add, (self.shapes[branch].load for branch in group))
+        if group not in self._loads:
+            self._loads[group] = reduce(add, (self.shapes[branch].load for branch in group))
+        return self._loads[group]
 
     def work(self, group: Group) -> int:
         """The least work of branches."""
