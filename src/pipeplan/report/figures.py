@@ -24,6 +24,7 @@ def figures(simulation: Simulation) -> dict[str, object]:
         "num_microbatches": simulation.workload.num_microbatches,
         "microbatch_size": simulation.workload.microbatch_size,
         "makespan_ns": rates.makespan_ns,
+        "iteration_ns": simulation.iteration_ns,
         "lower_bound_ns": simulation.lower_bound_ns,
         "gap": simulation.gap,
         "period_ns": simulation.period_ns,

@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from pipeplan.model import Plan
+from pipeplan.model import Plan, Stage
 from pipeplan.units import format_bytes, format_ns
 
 __all__ = ["bottleneck", "print_stages"]
@@ -33,10 +33,11 @@ def bottleneck(plan: Plan) -> str:
 
     No schedule takes less time per micro-batch than this device's work.
     """
-    work = [0] * len(plan.devices)
-    for stage, time in zip(plan.stages, _stage_work(plan), strict=True):
-        for device in stage.devices:
-            work[device] += time
+    totals = [0] * len(plan.devices)
+    for operation in plan.operations:
+        for device in plan.devices_of(operation.id):
+            totals[device] += operation.duration_ns * plan.slots(operation.id).count
+    work = [total / plan.num_microbatches for total in totals]
     device = work.index(max(work))
     stages = [index for index, stage in enumerate(plan.stages) if device in stage.devices]
     name = "stage" if len(stages) == 1 else "stages"
@@ -62,6 +63,9 @@ def _table(plan: Plan) -> Table:
     table.add_column("blocks", overflow="fold")
     table.add_column("work", justify="right")
     table.add_column("parameters", justify="right")
+    ways = [_way(plan, stage) for stage in plan.stages]
+    if any(ways):
+        table.add_column("runs with", overflow="fold")
     rows = [
         (
             str(index),
@@ -69,15 +73,29 @@ def _table(plan: Plan) -> Table:
             _shortened(stage.blocks),
             format_ns(work),
             format_bytes(stage.parameter_bytes),
+            *([way] if any(ways) else []),
         )
-        for index, (stage, work) in enumerate(zip(plan.stages, _stage_work(plan), strict=True))
+        for index, (stage, work, way) in enumerate(zip(plan.stages, _stage_work(plan), ways, strict=True))
     ]
     if len(rows) > _MAX_STAGES:
         half = _MAX_STAGES // 2
-        rows = [*rows[:half], ("...",) * 5, *rows[-half:]]
+        rows = [*rows[:half], ("...",) * len(rows[0]), *rows[-half:]]
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _way(plan: Plan, stage: Stage) -> str:
+    """What is special about how a stage runs, in words."""
+    words = [
+        (stage.shards > 1, f"{stage.shards} shards"),
+        (stage.replicas > 1, f"{stage.replicas} replicas"),
+        (stage.microbatch_size != plan.microbatch_size, f"micro-batches of {stage.microbatch_size}"),
+        (stage.recompute, "recomputation"),
+        (plan.num_routes > 1, f"route {stage.route}"),
+        (stage.num_parted > 0, f"{stage.num_parted} in halves"),
+    ]
+    return ", ".join(word for applies, word in words if applies)
 
 
 def _shortened(names: Sequence[str]) -> str:

@@ -77,6 +77,8 @@ def _figures(simulation: Simulation) -> Table:
     rates, repetend = simulation.rates, simulation.repetend
     table = Table.grid(padding=(0, 2))
     table.add_row("makespan", format_ns(rates.makespan_ns))
+    if simulation.iteration_ns > rates.makespan_ns:
+        table.add_row("iteration", f"{format_ns(simulation.iteration_ns)}, gradients summed over replicas")
     gap = "proved optimal" if simulation.gap == 0 else f"gap {simulation.gap:.2%}"
     table.add_row("lower bound", f"{format_ns(simulation.lower_bound_ns)}, {gap}")
     if repetend is None:

@@ -11,7 +11,7 @@ from pipeplan.model.workload import Workload
 from pipeplan.simulate.bounds import makespan_bound
 from pipeplan.simulate.critical_path import CriticalStep, critical_path
 from pipeplan.simulate.memory import Overflow, overflow, peak_memory
-from pipeplan.simulate.metrics import Rates, in_flight, rates
+from pipeplan.simulate.metrics import Rates, in_flight, iteration_time, rates
 from pipeplan.simulate.orders import orders_of
 from pipeplan.simulate.parts import has_parts, in_parts, parts_before, whole, with_parts
 from pipeplan.simulate.repetend import copy_ranges, extend, repetend_rate, work_bound
@@ -54,6 +54,11 @@ class Simulation:
     period_ns: float | None
     bubble_rate_steady: float | None
     as_planned: bool
+
+    @property
+    def iteration_ns(self) -> int:
+        """The makespan, and after it the time to sum gradients over replicas."""
+        return iteration_time(self.workload, self.rates)
 
     @property
     def gap(self) -> float:
