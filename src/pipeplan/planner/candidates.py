@@ -208,7 +208,9 @@ def _graph(request: Request, sizes: Sequence[int], chunks: int = 1) -> Candidate
         all_reduce=lambda size, count: all_reduce_time(request.cluster, range(count), size),
     )
     found = partition(problem, tolerance=TOLERANCE).graph
-    return Candidate(_placed_graph(found, request.num_devices), request.batch, False, "GraphPipe")
+    size = max(stage.microbatch_size for stage in found.stages)
+    batch = Batch(request.batch.mini_batch // size, size)
+    return Candidate(_placed_graph(found, request.num_devices), batch, False, "GraphPipe")
 
 
 def _placed_graph(graph: StageGraph, num_devices: int) -> Placement:

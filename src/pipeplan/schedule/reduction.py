@@ -3,9 +3,9 @@
 Devices that run the same stages do the same at the same time: each such *group* is one device to a search. Its memory
 is the least of its devices', and of the messages between two groups only the slowest counts.
 
-A *round* is the least number of samples after which all stages begin a micro-batch together again. What a stage runs
-in a round becomes as many stages as it has micro-batches there, on the same devices, so that rounds are to a search
-what micro-batches of one size are. Parameters are held by the first of them. Messages take their time but no link.
+A *round* is the least number of samples, whole micro-batches of the plan, after which all stages begin one together.
+What a stage runs in a round becomes as many stages as it has micro-batches there, on the same devices, so that rounds
+are to a search what micro-batches of one size are. Parameters are held by the first of them. Messages take their time but no link.
 
 Nothing is taken away that a schedule could use, so what is proved about the reduced workload holds for the workload.
 """
@@ -57,7 +57,7 @@ class Reduction:
         if workload.is_uniform:
             firsts = tuple(range(len(ones) + 1))
             return None if folded is workload else cls(workload, folded, groups, ones, firsts)
-        round_size = math.lcm(*(slots.stride for slots in workload.slots))
+        round_size = math.lcm(workload.microbatch_size, *(slots.stride for slots in workload.slots))
         copies = tuple(round_size // slots.stride for slots in workload.slots[: len(ones)])
         expanded = _in_rounds(folded, round_size)
         return cls(workload, expanded, groups, copies, tuple(accumulate(copies, initial=0)))
