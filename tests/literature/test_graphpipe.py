@@ -7,11 +7,17 @@ from itertools import product
 
 import pytest
 
+from pipeplan.costs import build_workload
+from pipeplan.errors import InfeasibleError
 from pipeplan.examples import model
+from pipeplan.model import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
 from pipeplan.partition.graphpipe import Choice, Load, Problem, Row, partition, problems_of
 from pipeplan.partition.graphpipe.result import GraphStage, StageGraph
 from pipeplan.partition.in_flight import KFKB, best_k, samples_in_flight
+from pipeplan.partition.published import Question, pipedream, piper
 from pipeplan.partition.series_parallel import topological_order
+from pipeplan.schedule.graph import kfkb_orders
+from pipeplan.simulate.timing import earliest_starts, task_graph
 
 SIZES = (1, 2, 4, 8)
 
@@ -101,8 +107,99 @@ def test_the_case_study_less_depth_and_twice_the_micro_batch() -> None:
     assert (graph.bottleneck_ns, line.bottleneck_ns) == (32 // 4 * 180, 32 // 2 * 120)
 
 
+def case_study_profile(in_line: bool) -> Profile:
+    """The same as a profile: micro-batches of 4 take a sixth less per sample than those of 2."""
+    loads, edges = case_study()
+    order = topological_order(tuple(loads), edges)
+    pairs = [*edges, *zip(order, order[1:], strict=False)] if in_line else edges
+    rows = tuple(
+        CostRow(microbatch_size=size, forward_ns=time, backward_ns=2 * time, activation_bytes=size)
+        for size, time in ((1, 60), (2, 90), (4, 150))
+    )
+    empty = tuple(row.model_copy(update={"forward_ns": 0, "backward_ns": 0, "activation_bytes": 0}) for row in rows)
+    return Profile(
+        name="case study",
+        source=Source(method="estimated"),
+        blocks=tuple(Block(id=id_, operator="layer", costs=empty if id_ == "concatenation" else rows) for id_ in loads),
+        edges=tuple(Edge(source=source, target=target) for source, target in dict.fromkeys(pairs)),
+    )
+
+
+def simulated_ns(profile: Profile, graph: StageGraph) -> int:
+    """An iteration with 1F1B and without time for messages."""
+    placement = Placement(
+        strategy="stage graph",
+        num_devices=graph.num_devices,
+        stages=tuple(
+            PlacedStage(
+                blocks=stage.blocks,
+                devices=stage.devices,
+                replicas=stage.replicas,
+                microbatch_size=stage.microbatch_size,
+            )
+            for stage in graph.stages
+        ),
+    )
+    workload = build_workload(profile, placement, num_microbatches=graph.mini_batch, microbatch_size=1)
+    tasks = task_graph(workload)
+    starts = earliest_starts(tasks, kfkb_orders(workload, tasks))
+    return max(map(sum, zip(starts, tasks.durations, strict=True)))
+
+
+def test_the_case_study_gains_by_parallel_branches_and_by_larger_micro_batches() -> None:
+    """3.7.4: 20 % more throughput, about 10 % from the shorter pipeline and 10 % from micro-batches of 4 for 2."""
+    profile, chain = case_study_profile(in_line=False), case_study_profile(in_line=True)
+    room = 3 * 5 * 4  # for 5 micro-batches of 4 samples of a stage's three layers
+
+    def stages(of: Profile, *sizes: int) -> StageGraph:
+        return partition(Problem.of(of, 8, 64, microbatch_sizes=sizes, memory_bytes=room)).graph
+
+    line, same, graph = stages(chain, 2), stages(profile, 2), stages(profile, 1, 2, 4)
+    assert [each.depth for each in (line, same, graph)] == [8, 5, 5]
+    assert {stage.microbatch_size for stage in graph.stages} == {4}
+    assert {stage.replicas for stage in stages(chain, 4).stages} == {2}  # in a line only halves of 4 samples fit
+    times = [simulated_ns(of, each) for of, each in ((chain, line), (profile, same), (profile, graph))]
+    parallel, larger = (before / after - 1 for before, after in zip(times, times[1:], strict=False))
+    assert 0.05 < parallel < 0.15
+    assert 0.02 < larger < 0.15
+
+
 @pytest.mark.parametrize("name", ["mmt-2", "dlrm-8", "candle-uno-8"])
-@pytest.mark.parametrize(("devices", "times"), [(4, 1), (8, 2), (16, 4), (32, 8)])
+@pytest.mark.parametrize("devices", [4, 8])
+def test_no_stage_is_slower_than_the_slowest_of_pipedream_and_piper(name: str, devices: int) -> None:
+    """With any size of theirs; Piper on the model with two branches, on the others it does not finish (3.7.2)."""
+    mini_batch = devices // 4 * {"mmt-2": 64, "dlrm-8": 256, "candle-uno-8": 4096}[name]
+    profile, memory = model(name, device="v100-16gb"), 16 * 10**9
+    problem = Problem.of(profile, devices, mini_batch, memory_bytes=memory, all_reduce=reduced_ns)
+    ours = partition(problem).graph.bottleneck_ns
+    for size in sorted({choice.microbatch_size for choice in problem.choices}):
+        question = Question.of(profile, devices, mini_batch, size, memory_bytes=memory, all_reduce=reduced_ns)
+        for planner in (pipedream, piper)[: 2 if name == "mmt-2" and size == devices else 1]:
+            try:
+                assert ours <= planner(question).value_ns
+            except InfeasibleError:
+                continue
+
+
+def reduced_ns(size: int, replicas: int) -> int:
+    """A ring over 12.5 GB/s."""
+    return 2 * (replicas - 1) * (size * 2 // (25 * replicas))
+
+
+def test_each_stage_chooses_whether_it_recomputes() -> None:
+    """Only the first of two stages holds two micro-batches, so with room for one and a half only it recomputes."""
+    loads = {name: Load((10, 14), (100, 10), (0, 0)) for name in "ab"}
+    rows, choices = (Row(1), Row(1, True)), (Choice(1, 1, 0), Choice(1, 1, 1, True))
+    problem = Problem(loads, (("a", "b"),), 2, 4, rows, choices, memory_bytes=150)
+    graph = partition(problem).graph
+    assert [stage.recompute for stage in graph.stages] == [True, False]
+    assert graph.bottleneck_ns == 4 * 14
+    with pytest.raises(InfeasibleError, match=r"needs 200 bytes, 50 too many; .* or 2 devices of 200B"):
+        partition(replace(problem, choices=choices[:1]))
+
+
+@pytest.mark.parametrize("name", ["mmt-2", "dlrm-8", "candle-uno-8"])
+@pytest.mark.parametrize(("devices", "times"), [(4, 1), (16, 4), (32, 8)])
 def test_models_with_their_mini_batches_are_never_worse_than_in_a_line(name: str, devices: int, times: int) -> None:
     """3.10.3, with gradients reduced over 12.5 GB/s. Lines only help by stages over several branches."""
     mini_batch = times * {"mmt-2": 64, "dlrm-8": 256, "candle-uno-8": 4096}[name]
@@ -112,7 +209,7 @@ def test_models_with_their_mini_batches_are_never_worse_than_in_a_line(name: str
         devices,
         mini_batch,
         memory_bytes=16 * 2**30,
-        all_reduce=lambda size, replicas: 2 * (replicas - 1) * (size * 2 // (25 * replicas)),
+        all_reduce=reduced_ns,
     )
     found = partition(problem)
     assert problems_of(found.graph, problem.edges) == ()
