@@ -1,0 +1,103 @@
+"""Plans of the automatic search on random graphs, clusters and memory: they pass the check and say what they take."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from pipeplan.check import check
+from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.model import (
+    Block,
+    Cluster,
+    CostRow,
+    DeviceKind,
+    Edge,
+    LinkLevel,
+    Plan,
+    Profile,
+    Source,
+    parse,
+    to_json,
+)
+from pipeplan.partition import STRATEGIES
+from pipeplan.planner import Batch, Options, search_plan
+from pipeplan.simulate.simulation import simulate
+
+SOURCE = Source(method="estimated")
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    """Random graphs of blocks with costs for 1 to 4 samples."""
+    count = draw(st.integers(1, 7))
+    blocks = []
+    for index in range(count):
+        forward, backward, held = (draw(st.integers(1, 9)) for _ in range(3))
+        rows = tuple(
+            CostRow(
+                microbatch_size=size,
+                forward_ns=forward * size + 1,
+                backward_ns=backward * size + 1,
+                activation_bytes=held * size,
+                workspace_bytes=size,
+            )
+            for size in (1, 2, 4)
+        )
+        blocks.append(Block(id=f"b{index}", operator="x", parameter_bytes=draw(st.integers(0, 9)), costs=rows))
+    edges = tuple(
+        Edge(source=f"b{source}", target=f"b{target}", bytes_per_sample=draw(st.integers(0, 9)))
+        for target in range(1, count)
+        for source in range(target)
+        if source == target - 1 or draw(st.integers(0, 3)) == 0
+    )
+    return Profile(name="random", source=SOURCE, blocks=tuple(blocks), edges=edges)
+
+
+def cluster_of(num_devices: int, bandwidth: int) -> Cluster:
+    """Nodes of two devices."""
+    levels = [LinkLevel(name="node", group_size=2, latency_ns=1, bandwidth_bytes_per_s=10**10)]
+    if num_devices > 2:
+        levels.append(LinkLevel(name="all", group_size=4, latency_ns=2, bandwidth_bytes_per_s=bandwidth))
+    return Cluster(
+        name="two by two",
+        source=SOURCE,
+        devices=(DeviceKind(name="device", count=num_devices),),
+        levels=tuple(levels),
+    )
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(
+    profiles(),
+    st.integers(1, 4),
+    st.none() | st.sampled_from([10**9, 10**10]),
+    st.none() | st.integers(40, 200),
+    st.sampled_from(["auto", "auto", *STRATEGIES]),
+)
+def test_they_pass_the_check(
+    profile: Profile, num_devices: int, bandwidth: int | None, memory: int | None, placement: str
+) -> None:
+    cluster = None if bandwidth is None else cluster_of(num_devices, bandwidth)
+    try:
+        result = search_plan(
+            profile,
+            placement,
+            Batch(4, 4),
+            Options(time_limit=0.3),
+            num_devices=num_devices,
+            cluster=cluster,
+            memory_bytes=memory,
+            sizes=(1, 2, 4),
+        )
+    except (InfeasibleError, UsageError):
+        assume(False)
+    plan = result.plan
+    report = check(plan, profile, cluster if memory is None else None)
+    assert report.valid, report.problems
+    found = simulate(plan)
+    assert (found.rates.makespan_ns, found.iteration_ns) == (plan.predicted.makespan_ns, plan.predicted.iteration_ns)
+    assert plan.predicted.lower_bound_ns <= plan.predicted.makespan_ns
+    assert plan.mini_batch == 16
+    assert memory is None or all(each.peak_bytes <= memory for each in plan.predicted.memory)
+    assert parse(to_json(plan), Plan) == plan
