@@ -311,13 +311,14 @@ def seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def seconds_in_turn(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Medians of runs that take turns, so that what else the machine does meets all of them."""
+    """Medians, of the processor's time, of runs that take turns: other programs on the machine count as little as can
+    be."""
     taken: list[list[float]] = [[] for _ in runs]
     for _ in range(repeats):
         for run, times in zip(runs, taken, strict=True):
-            start = time.perf_counter()
+            start = time.process_time()
             run()
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
     return [median(times) for times in taken]
 
 

@@ -223,6 +223,8 @@ def plan_depths(
         share = num_microbatches // replicas
         if best is not None and share * balance.longest[stages - 1][loads.num_blocks] >= best.iteration_ns:
             continue  # its longest stage alone takes as long
+        if isinstance(fits, Fitting) and not fits.any_cut(stages):
+            continue
         try:
             found = _summed(_planned(loads, stages, share, fits, balance), replicas, all_reduce)
         except InfeasibleError:
