@@ -82,6 +82,18 @@ def branches() -> Model:
     )
 
 
+def chain() -> Model:
+    """Five blocks one after another, then a loss; the first and the last block share a weight."""
+    names = [f"b{index}" for index in range(5)]
+    blocks = [
+        BlockSpec(name, "mix", lambda: Mix(1), sources=(names[i - 1],) if i else (), samples=() if i else ("x",))
+        for i, name in enumerate(names)
+    ]
+    loss = BlockSpec("end", "loss", SquaredError, sources=("b4",), samples=("targets",), loss=True)
+    tied = ((("b0", "layers.0.weight"), ("b4", "layers.0.weight")),)
+    return Model("chain", (*blocks, loss), vectors, lambda batch: batch["targets"].numel(), tied=tied)
+
+
 def breaking(act: Callable[[], None], at: int = 5) -> Model:
     """A chain of four blocks and a loss, the third of which breaks."""
     names = ["b0", "b1", "b2", "b3"]

@@ -5,16 +5,29 @@ Times in these plans are made up; orders are greedy, so that micro-batches inter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
-from helpers import Orders, plan_of
+from helpers import Entry, Orders, durations_of, plan_of, waits_of
 from torch import nn
 
 from pipeplan.costs import build_workload
 from pipeplan.model import Block, CostRow, Edge, PlacedStage, Placement, Plan, Profile, Source
 from pipeplan.model.workload import Workload
+from pipeplan.runtime.launch import watch_local
 from pipeplan.runtime.model import Model
+from pipeplan.runtime.options import RunOptions
+
+RANK = (sys.executable, str(Path(__file__).parent / "runtime_rank.py"))
+TOLERANCE = 1e-9
+
+Case = tuple[Plan, RunOptions]
+Reports = dict[str, dict[int, Mapping[str, Any]]]
+"""[case][rank] what a real process reports."""
 
 PLACEMENTS = {
     "one-to-one": [0, 1, 2, 3],
@@ -53,12 +66,37 @@ def model_plan(
     ids = [block.id for block in model.blocks]
     bounds = [round(stage * len(ids) / len(devices)) for stage in range(len(devices) + 1)]
     groups = cuts or [ids[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
+    stages = [PlacedStage(blocks=tuple(blocks), devices=(d,)) for blocks, d in zip(groups, devices, strict=True)]
+    return placed_plan(
+        model,
+        stages,
+        num_microbatches=num_microbatches,
+        microbatch_size=microbatch_size,
+        split=split,
+        recompute=recompute,
+        full_names=full_names,
+        orders=orders,
+    )
+
+
+def placed_plan(
+    model: Model,
+    stages: Sequence[PlacedStage],
+    *,
+    num_microbatches: int = 6,
+    microbatch_size: int = 2,
+    num_routes: int = 1,
+    split: bool = False,
+    recompute: bool = False,
+    full_names: bool = False,
+    orders: Callable[[Workload], Orders] | None = None,
+) -> Plan:
+    """A plan with these stages; they may have micro-batch sizes, replicas, routes and parts of their own."""
     placement = Placement(
         strategy="by-hand",
-        num_devices=max(devices) + 1,
-        stages=tuple(
-            PlacedStage(blocks=tuple(blocks), devices=(device,)) for blocks, device in zip(groups, devices, strict=True)
-        ),
+        num_devices=max(device for stage in stages for device in stage.devices) + 1,
+        num_routes=num_routes,
+        stages=tuple(stages),
     )
     workload = build_workload(
         profile_of(model),
@@ -73,23 +111,26 @@ def model_plan(
 
 def greedy_orders(workload: Workload) -> Orders:
     """Every device takes, of what can start, backward first, then forward, then weight gradients."""
-    operations = {operation.id: operation for operation in workload.operations}
-    waiting = {(id_, m) for id_ in operations for m in range(workload.num_microbatches)}
-    ends: dict[tuple[str, int], int] = {}
+    waits, durations = waits_of(workload), durations_of(workload)
+    waiting = set(durations)
+    ends: dict[Entry, int] = {}
     free = [0] * len(workload.devices)
     orders: Orders = [[] for _ in workload.devices]
     while waiting:
         choices = []
-        for id_, m in waiting:
-            needed = [(d.source, m, d.lag_ns) for d in workload.dependencies if d.target == id_]
-            if all((source, m) in ends for source, m, _ in needed):
-                device = workload.stages[operations[id_].stage].devices[0]
-                start = max([free[device], *(ends[source, m] + lag for source, m, lag in needed)])
-                choices.append((start, "BIFW".index(id_[-1]), m, -operations[id_].stage, id_, device))
-        start, _, m, _, id_, device = min(choices)
-        waiting.remove((id_, m))
-        ends[id_, m] = free[device] = start + operations[id_].duration_ns
-        orders[device].append((id_, m))
+        for id_, number in waiting:
+            needed = waits.get((id_, number), [])
+            if all(other in ends for other, _ in needed):
+                stage = int(id_[:-1])
+                group = workload.stages[stage].devices
+                start = max([free[device] for device in group] + [ends[other] + lag for other, lag in needed])
+                choices.append((start, "BIFW".index(id_[-1]), number, -stage, id_, group))
+        start, _, number, _, id_, group = min(choices)
+        waiting.remove((id_, number))
+        ends[id_, number] = start + durations[id_, number]
+        for device in group:
+            free[device] = ends[id_, number]
+            orders[device].append((id_, number))
     return orders
 
 
@@ -130,3 +171,43 @@ class Unsplit:
         loss.backward()
         self.optimizer.step()
         return float(loss.detach())
+
+
+def four_devices(plan: Plan) -> Plan:
+    """The same plan with devices that have nothing to do, so that all cases share one process group."""
+    idle = 4 - len(plan.devices)
+    memory = plan.predicted.memory + (plan.predicted.memory[0],) * idle
+    return plan.model_copy(
+        update={
+            "devices": plan.devices + (plan.devices[0],) * idle,
+            "programs": plan.programs + ((),) * idle,
+            "predicted": plan.predicted.model_copy(update={"memory": memory}),
+        }
+    )
+
+
+def reports_of(cases: Mapping[str, Case]) -> Reports:
+    """What 4 real processes report of all cases, for which they are started once."""
+    found: Reports = defaultdict(dict)
+
+    def listen(rank: int, report: Mapping[str, Any]) -> None:
+        found[report["name"]][rank] = report
+
+    job = {
+        name: {"plan": plan.model_dump_json(), "options": options.as_json()} for name, (plan, options) in cases.items()
+    }
+    watch_local([()] * 4, {"cases": job}, RunOptions("gpt2-tiny"), listen, RANK)
+    return found
+
+
+def assert_as_unsplit(model: Model, options: RunOptions, ranks: Mapping[int, Mapping[str, Any]]) -> None:
+    """All ranks know the same losses, and nothing of any rank is farther than rounding from an unsplit run."""
+    assert sorted(ranks) == [0, 1, 2, 3]
+    for rank, report in ranks.items():
+        assert report["losses"] == ranks[0]["losses"], f"rank {rank} knows other losses"
+        for what, distance in report["distances"].items():
+            assert distance < TOLERANCE, f"rank {rank}: {what} is {distance} off"
+    compared = {parameter for report in ranks.values() for parameter in report["parameters"]}
+    whole = {f"{block.id}.{p}" for block in model.blocks for p, _ in block.build().named_parameters()}
+    assert compared == whole
+    assert len(set(ranks[0]["losses"])) == options.num_steps

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
-from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import runtime_models
 from helpers import gpipe_orders
-from runtime_plans import PLACEMENTS, model_plan
+from runtime_plans import PLACEMENTS, Case, Reports, assert_as_unsplit, four_devices, model_plan, reports_of
 
-from pipeplan.model import Plan
-from pipeplan.runtime.launch import watch_local
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.options import RunOptions
-
-RANK = (sys.executable, str(Path(__file__).parents[1] / "runtime_rank.py"))
-TOLERANCE = 1e-9
 
 BRANCH_CUTS = [("a",), ("left",), ("right", "right2"), ("join",), ("side", "end")]
 BRANCH_DEVICES = {"apart": [0, 1, 2, 3, 1], "two on a device": [0, 1, 0, 2, 2], "one device": [0, 0, 0, 0, 0]}
 
 
 @functools.cache
-def cases() -> dict[str, tuple[Plan, RunOptions]]:
+def cases() -> dict[str, Case]:
     """Plans that train, and how."""
     options = RunOptions("gpt2-tiny", num_steps=3, dtype="float64", learning_rate=1e-2, weight_decay=0.1, seed=3)
     tiny, branches, found = load_model("gpt2-tiny"), runtime_models.branches(), {}
@@ -46,62 +36,28 @@ def cases() -> dict[str, tuple[Plan, RunOptions]]:
     return found
 
 
-def refused() -> dict[str, tuple[Plan, RunOptions]]:
+def refused() -> dict[str, Case]:
     """Runs that must not start."""
     options = RunOptions("breaking", dtype="float64")
     plan = model_plan(runtime_models.breaking(lambda: None), [0, 1, 2, 3])
     return {"refused options": (plan, options), "refused tensors": (plan, options)}
 
 
-def four_devices(plan: Plan) -> Plan:
-    """The same plan with devices that have nothing to do, so that all cases share one process group."""
-    idle = 4 - len(plan.devices)
-    memory = plan.predicted.memory + (plan.predicted.memory[0],) * idle
-    return plan.model_copy(
-        update={
-            "devices": plan.devices + (plan.devices[0],) * idle,
-            "programs": plan.programs + ((),) * idle,
-            "predicted": plan.predicted.model_copy(update={"memory": memory}),
-        }
-    )
-
-
 @pytest.fixture(scope="module")
-def reports() -> dict[str, dict[int, Mapping[str, Any]]]:
+def reports() -> Reports:
     """[case][rank] what 4 real processes report, started once for all cases."""
-    found: dict[str, dict[int, Mapping[str, Any]]] = defaultdict(dict)
-
-    def listen(rank: int, report: Mapping[str, Any]) -> None:
-        found[report["name"]][rank] = report
-
-    job = {
-        name: {"plan": plan.model_dump_json(), "options": options.as_json()}
-        for name, (plan, options) in {**cases(), **refused()}.items()
-    }
-    watch_local([()] * 4, {"cases": job}, RunOptions("gpt2-tiny"), listen, RANK)
-    return found
+    return reports_of({**cases(), **refused()})
 
 
 @pytest.mark.parametrize("name", list(cases()))
-def test_equals_an_unsplit_run(name: str, reports: dict[str, dict[int, Mapping[str, Any]]]) -> None:
+def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
     plan, options = cases()[name]
-    ranks = reports[name]
-    assert sorted(ranks) == [0, 1, 2, 3]
-    for rank, report in ranks.items():
-        assert report["losses"] == ranks[0]["losses"], f"rank {rank} knows other losses"
-        for what, distance in report["distances"].items():
-            assert distance < TOLERANCE, f"rank {rank}: {what} is {distance} off"
     model = runtime_models.branches() if options.model == "branches" else load_model(options.model)
-    compared = {parameter for report in ranks.values() for parameter in report["parameters"]}
-    whole = {f"{block.id}.{p}" for block in model.blocks for p, _ in block.build().named_parameters()}
-    assert compared == whole
-    assert len(set(ranks[0]["losses"])) == options.num_steps
+    assert_as_unsplit(model, options, reports[name])
     assert plan.mini_batch >= 12
 
 
-def test_tied_parameters_stand_on_different_ranks_somewhere(
-    reports: dict[str, dict[int, Mapping[str, Any]]],
-) -> None:
+def test_tied_parameters_stand_on_different_ranks_somewhere(reports: Reports) -> None:
     """Otherwise nothing above would have summed gradients between ranks."""
     holders = {
         rank
@@ -113,7 +69,7 @@ def test_tied_parameters_stand_on_different_ranks_somewhere(
     assert any({"embedding.token.weight", "head.output.weight"} <= parameters for parameters in in_v_shape)
 
 
-def test_ranks_that_differ_all_refuse_alike(reports: dict[str, dict[int, Mapping[str, Any]]]) -> None:
+def test_ranks_that_differ_all_refuse_alike(reports: Reports) -> None:
     options = {report["refused"] for report in reports["refused options"].values()}
     assert options == {"rank 2 was started with seed 1, rank 0 with 0; start all ranks alike"}
     (tensors,) = {report["refused"] for report in reports["refused tensors"].values()}

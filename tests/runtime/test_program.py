@@ -88,12 +88,6 @@ def test_refuses_stages_on_several_devices() -> None:
         require_runnable(plan_of(workload, gpipe_orders(workload)))
 
 
-def test_refuses_unequal_microbatches() -> None:
-    workload = chain_workload(2, 4, sizes=[1, 2])
-    with pytest.raises(UsageError, match=r"stages\[1\] has micro-batches of 2 samples and the plan of 1"):
-        require_runnable(plan_of(workload, gpipe_orders(workload)))
-
-
 def test_a_backward_dependency_alone_is_refused() -> None:
     plan = chain()
     odd = Dependency(source="2I", target="0I")

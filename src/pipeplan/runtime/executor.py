@@ -1,7 +1,7 @@
 """One rank's interpreter: runs its program action by action, in exactly the plan's order.
 
-A compute action waits for the messages it needs and for no others. What a stage makes is kept for the SEND that
-follows in the program, or handed over at once where the next stage stands on the same device.
+A compute action waits for the messages it needs and for no others. What a stage makes is kept by sample for the
+SENDs that follow in the program, and for the next stage where that stands on the same device.
 """
 
 from __future__ import annotations
@@ -9,28 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from pipeplan.runtime.clock import Clock, Mark
 from pipeplan.runtime.failures import Cause, RankError
-from pipeplan.runtime.messages import Channels, TensorSpec, TransferError
-from pipeplan.runtime.program import Instruction, Message, Program, StagePart
+from pipeplan.runtime.messages import Channels, TransferError
+from pipeplan.runtime.program import Instruction, Message, Numbers, Program, StagePart
 from pipeplan.runtime.progress import Phase, Progress
+from pipeplan.runtime.rows import Made, Rows, TensorSpec
 from pipeplan.runtime.stages import Samples, StageError, StageRunner
 
 __all__ = ["Executor", "Span"]
 
 Span = tuple[int, Mark, Mark]
 """Program counter, start and end of an action. A SEND's is its posting; a RECV's is how long it was waited for."""
-
-
-@dataclass(slots=True)
-class _Made:
-    """Tensors that wait for their SEND, and when they are ready (on NCCL)."""
-
-    tensors: list[Tensor]
-    at: torch.cuda.Event | None
 
 
 @dataclass(slots=True)
@@ -52,10 +44,11 @@ class Executor:
     specs: Mapping[str, TensorSpec]
     progress: Progress
     clock: Clock
-    _kept: dict[tuple[Message, int], list[Tensor]] = field(default_factory=dict)
-    _made: dict[tuple[Message, int], _Made] = field(default_factory=dict)
-    _posted: dict[tuple[Message, int], int] = field(default_factory=dict)
+    _rows: Rows = field(init=False)
     _spans: list[Span] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._rows = Rows(self.program.tensors, self.specs)
 
     def run(self, samples: Samples) -> list[Span]:
         """Run the program on one mini-batch; gradients add up in the parameters. Returns when actions ran.
@@ -74,8 +67,7 @@ class Executor:
                 where = self.progress.describe()
                 raise RankError(Cause.RAISED, f"rank {self.program.rank} failed {where}: {error}") from error
         self._finish_sends()
-        assert not self._kept, "every tensor handed over has its consumer in the program"
-        assert not self._made, "every message made has its SEND in the program"
+        assert self._rows.empty, "every row made or sent is sent on or used in the program"
         assert all(stage.idle for stage in self.stages.values()), "every F has its B, or I and W, in the program"
         return self._spans
 
@@ -96,63 +88,65 @@ class Executor:
 
     def _transfer(self, instruction: Instruction, message: Message) -> None:
         """SEND what its producer made, or post a RECV; neither waits for the other side."""
-        microbatch = instruction.action.microbatch
+        (samples,) = instruction.samples
         if instruction.action.kind.startswith("RECV"):
-            self.channels.receive(message, microbatch)
-            self._posted[message, microbatch] = instruction.counter
+            self.channels.receive(instruction)
+            self._rows.put(message, samples, lambda: self._awaited(instruction))
             return
         self.progress.begin(Phase.WAITING, instruction.counter, instruction.peer)  # for room, if ever
         start = self.clock.mark()
-        made = self._made.pop((message, microbatch))
-        self.channels.send(message, microbatch, made.tensors, made.at)
+        made = self._rows.take(message, samples)
+        ready = [tensor.contiguous() for tensor in made.tensors]
+        as_made = made.at is not None and all(tensor.is_contiguous() for tensor in made.tensors)
+        self.channels.send(instruction, ready, made.at if as_made else self.channels.moment())
         self._spans.append((instruction.counter, start, self.clock.mark()))
 
     def _forward(self, instruction: Instruction, part: StagePart, samples: Samples) -> None:
-        microbatch = instruction.action.microbatch
+        (own,) = instruction.samples
         received: dict[str, Tensor] = {}
         for source, names in part.inputs.items():
-            tensors = self._take(Message("F", source, part.index), microbatch)
-            received |= dict(zip(names, tensors, strict=True))
+            made = self._rows.take(Message("F", source, part.index), own)
+            received |= dict(zip(names, made.tensors, strict=True))
         self.progress.begin(Phase.RUNNING, instruction.counter)
         start = self.clock.mark()
-        outputs = self.stages[part.index].forward(microbatch, received, samples)
-        self._require_declared(outputs)
+        outputs = self.stages[part.index].forward(own, received, samples)
+        self._require_declared(outputs, len(own))
         self._spans.append((instruction.counter, start, self.clock.mark()))
         for target, names in part.outputs.items():
-            self._hand_over(Message("F", part.index, target), microbatch, [outputs[name] for name in names])
+            self._keep(Message("F", part.index, target), own, [outputs[name] for name in names])
 
     def _backward(self, instruction: Instruction, part: StagePart) -> None:
         """B or I: the same, except that with I the stage keeps its weight gradients for W."""
-        microbatch = instruction.action.microbatch
-        gradients: list[tuple[str, Tensor]] = []
-        for target, names in part.outputs.items():
-            if target in part.awaits:
-                tensors = self._take(Message("B", target, part.index), microbatch)
-                gradients += zip(names, tensors, strict=True)
+        gradients = {own: self._gradients(part, own) for own in instruction.samples}
         self.progress.begin(Phase.RUNNING, instruction.counter)
         start = self.clock.mark()
-        made = self.stages[part.index].backward(microbatch, gradients)
+        made = self.stages[part.index].backward(instruction.action.microbatch, gradients)
         self._spans.append((instruction.counter, start, self.clock.mark()))
         for source, names in part.inputs.items():
             if source in part.returns:
-                self._hand_over(Message("B", part.index, source), microbatch, [made[name] for name in names])
+                for own in instruction.samples:
+                    self._keep(Message("B", part.index, source), own, [made[own][name] for name in names])
 
-    def _hand_over(self, message: Message, microbatch: int, tensors: list[Tensor]) -> None:
-        if self.program.device_of[message.source] == self.program.device_of[message.target]:
-            self._kept[message, microbatch] = tensors
-        else:
-            self._made[message, microbatch] = _Made(tensors, self.channels.moment())
+    def _gradients(self, part: StagePart, own: Numbers) -> list[tuple[str, Tensor]]:
+        """Of the outputs for these samples, by block; a block whose output goes to several stages has several."""
+        found: list[tuple[str, Tensor]] = []
+        for target, names in part.outputs.items():
+            if target in part.awaits:
+                found += zip(names, self._rows.take(Message("B", target, part.index), own).tensors, strict=True)
+        return found
 
-    def _take(self, message: Message, microbatch: int) -> list[Tensor]:
-        """A message's tensors: handed over on this device, or awaited from another."""
-        if (message, microbatch) in self._kept:
-            return self._kept.pop((message, microbatch))
-        counter = self._posted.pop((message, microbatch))
-        self.progress.begin(Phase.WAITING, counter, self.program.device_of[message.source])
+    def _keep(self, message: Message, samples: Numbers, tensors: list[Tensor]) -> None:
+        """Keep what was made for the SENDs, and for this rank's own actions, that take it."""
+        made = Made(tensors, self.channels.moment())
+        self._rows.put(message, samples, lambda: made)
+
+    def _awaited(self, instruction: Instruction) -> Made:
+        """A message's tensors, waited for."""
+        self.progress.begin(Phase.WAITING, instruction.counter, instruction.peer)
         start = self.clock.mark()
-        tensors = self.channels.take(message, microbatch)
-        self._spans.append((counter, start, self.clock.mark()))
-        return tensors
+        tensors = self.channels.take(instruction)
+        self._spans.append((instruction.counter, start, self.clock.mark()))
+        return Made(tensors)
 
     def _finish_sends(self) -> None:
         """Wait until all peers have taken what was sent to them."""
@@ -163,12 +157,13 @@ class Executor:
             except TransferError as error:
                 raise self._transfer_failed(error) from error
 
-    def _require_declared(self, outputs: Mapping[str, Tensor]) -> None:
+    def _require_declared(self, outputs: Mapping[str, Tensor], num_samples: int) -> None:
         """Receivers have made room for what the model declares; anything else would end in the transport."""
         for name, tensor in outputs.items():
-            found = TensorSpec(tuple(tensor.shape), tensor.dtype)
-            if found != self.specs[name]:
-                raise StageError(f"block {name!r} made {found}, and the model declares {self.specs[name]}")
+            found = TensorSpec(tuple(tensor.shape), tensor.dtype, None).text(num_samples)
+            if found != self.specs[name].text(num_samples):
+                declared = self.specs[name].text(num_samples)
+                raise StageError(f"block {name!r} made {found}, and the model declares {declared}")
 
     def _transfer_failed(self, error: TransferError) -> RankError:
         told = "got nothing from" if error.cause is Cause.TIMEOUT else "lost"

@@ -1,4 +1,4 @@
-"""Tensors between ranks: non-blocking, addressed by message and micro-batch, never waited for too early.
+"""Tensors between ranks: non-blocking, addressed by message and micro-batch or part, never waited for too early.
 
 On gloo all messages share one group and have a tag each. NCCL ignores tags and matches first in, first out, so
 there every directed edge has a group of two ranks of its own; sends run on a side stream that waits only for
@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeplan.runtime.failures import Cause, cause_of
-from pipeplan.runtime.program import Message, Program
+from pipeplan.runtime.program import Instruction, Program
+from pipeplan.runtime.rows import TensorSpec
 
-__all__ = ["Channels", "TensorSpec", "TransferError", "edges_of"]
+__all__ = ["Channels", "TransferError", "edges_of"]
 
 _MAX_UNFINISHED_SENDS = 8
 """Per edge; gloo cannot say whether a send has ended, so the oldest is waited for when there are more."""
@@ -36,17 +37,6 @@ class TransferError(RuntimeError):
         super().__init__(message)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Shape (of one micro-batch) and number format of a block's output; its gradient has the same."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
-
-
 @dataclass(slots=True)
 class _Sent:
     """A message under way: its works, and the tensors that must live as long."""
@@ -57,11 +47,10 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Awaited:
-    """A posted receive: its works, the buffers they fill, and where these come from."""
+    """A posted receive: its works, and the buffers they fill."""
 
     works: list[dist.Work]
     buffers: list[Tensor]
-    peer: int
 
 
 def edges_of(programs: Iterable[Program]) -> tuple[tuple[int, int], ...]:
@@ -98,7 +87,7 @@ class Channels:
         self._staged = device.type == "cuda" and not self._nccl
         self._groups = _groups(edges, transport, timeout)
         self._sent: dict[int, deque[_Sent]] = {}
-        self._awaited: dict[tuple[Message, int], _Awaited] = {}
+        self._awaited: dict[int, _Awaited] = {}
         self._index = {message: index for index, message in enumerate(sorted(program.tensors))}
         self._width = max((len(names) for names in program.tensors.values()), default=1)
         # torch leaves the constructors of its CUDA classes untyped
@@ -106,49 +95,50 @@ class Channels:
         self._inbound = torch.cuda.Stream(device) if self._nccl else None  # type: ignore[no-untyped-call]
         self._warm_up(edges)
 
-    def send(self, message: Message, microbatch: int, tensors: Sequence[Tensor], made: torch.cuda.Event | None) -> None:
-        """Start sending; ``made`` is when the tensors are ready, on NCCL.
+    def send(self, instruction: Instruction, tensors: Sequence[Tensor], made: torch.cuda.Event | None) -> None:
+        """Start sending; ``made`` is when the tensors, which are contiguous, are ready, on NCCL.
 
         Raises:
             TransferError: the peer is gone, or did not take earlier messages in time.
         """
-        peer = self._program.device_of[message.target]
+        peer = instruction.peer
         queue = self._sent.setdefault(peer, deque())
         self._reap(queue, peer)
-        ready = [self._outgoing(tensor) for tensor in tensors]
+        ready = [tensor.cpu() if self._staged else tensor for tensor in tensors]
         if self._outbound is not None and made is not None:
             self._outbound.wait_event(made)
         with _on(self._outbound), self._told(peer):
             works = [
                 _started(dist.isend(tensor, peer, self._group(self._program.rank, peer), tag))
-                for tensor, tag in zip(ready, self._tags(message, microbatch), strict=False)
+                for tensor, tag in zip(ready, self._tags(instruction), strict=False)
             ]
         queue.append(_Sent(works, ready))
 
-    def receive(self, message: Message, microbatch: int) -> None:
+    def receive(self, instruction: Instruction) -> None:
         """Post the receives of a message into fresh buffers; :meth:`take` waits for them.
 
         Raises:
             TransferError: the peer is gone.
         """
-        peer = self._program.device_of[message.source]
+        peer, message, (samples,) = instruction.peer, instruction.message, instruction.samples
+        assert message is not None
         with _on(self._inbound), self._told(peer):
-            buffers = [self._buffer(name) for name in self._program.tensors[message]]
+            buffers = [self._buffer(name, len(samples)) for name in self._program.tensors[message]]
             works = [
                 _started(dist.irecv(buffer, peer, self._group(peer, self._program.rank), tag))
-                for buffer, tag in zip(buffers, self._tags(message, microbatch), strict=False)
+                for buffer, tag in zip(buffers, self._tags(instruction), strict=False)
             ]
-        self._awaited[message, microbatch] = _Awaited(works, buffers, peer)
+        self._awaited[instruction.counter] = _Awaited(works, buffers)
 
-    def take(self, message: Message, microbatch: int) -> list[Tensor]:
+    def take(self, instruction: Instruction) -> list[Tensor]:
         """The tensors of a posted message, waited for.
 
         Raises:
             TransferError: they did not come in time, or the peer is gone.
         """
-        awaited = self._awaited.pop((message, microbatch))
+        awaited = self._awaited.pop(instruction.counter)
         for work in awaited.works:
-            self._wait(work, awaited.peer)
+            self._wait(work, instruction.peer)
         return [self._incoming(buffer) for buffer in awaited.buffers]
 
     def moment(self) -> torch.cuda.Event | None:
@@ -207,20 +197,20 @@ class Channels:
             cause, text = cause_of(error)
             raise TransferError(cause, peer, text) from error
 
-    def _tags(self, message: Message, microbatch: int) -> range:
+    def _tags(self, instruction: Instruction) -> range:
         """One tag per tensor, unlike all others of a step; steps are kept apart by their end."""
-        first = 1 + (self._index[message] * self._program.num_microbatches + microbatch) * self._width
+        action, message = instruction.action, instruction.message
+        assert message is not None
+        number = 2 * action.microbatch + (action.part or 0)  # of fewer than two per sample
+        first = 1 + (self._index[message] * 2 * self._program.mini_batch + number) * self._width
         return range(first, first + self._width)
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
         return self._groups.get((source, target))
 
-    def _outgoing(self, tensor: Tensor) -> Tensor:
-        return tensor.cpu().contiguous() if self._staged else tensor.contiguous()
-
-    def _buffer(self, name: str) -> Tensor:
+    def _buffer(self, name: str, num_samples: int) -> Tensor:
         spec = self._specs[name]
-        return torch.empty(spec.shape, dtype=spec.dtype, device="cpu" if self._staged else self._device)
+        return torch.empty(spec.of(num_samples), dtype=spec.dtype, device="cpu" if self._staged else self._device)
 
     def _incoming(self, buffer: Tensor) -> Tensor:
         if self._staged:

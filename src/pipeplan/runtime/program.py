@@ -1,4 +1,4 @@
-"""From a plan and a model's graph to what one rank does: its instructions, and which tensors travel.
+"""From a plan and a model's graph to what one rank does: its instructions, and which tensors and samples travel.
 
 Nothing here needs torch. Blocks are matched by name; a plan whose stages exchange something else than the
 model's edges say is refused before anything starts.
@@ -6,19 +6,25 @@ model's edges say is refused before anything starts.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeplan.errors import UsageError
-from pipeplan.model import Action, Plan, payload_of
+from pipeplan.model import Action, Plan, Stage, payload_of
+from pipeplan.model.plan import slots_of
+from pipeplan.model.samples import replica_samples
 
-__all__ = ["Instruction", "Message", "Program", "StagePart", "programs_of", "require_runnable"]
+__all__ = ["Instruction", "Message", "Numbers", "Program", "StagePart", "programs_of", "require_runnable"]
+
+Numbers = tuple[int, ...]
+"""Samples of the mini-batch by number, ascending: row i of a tensor is that of the i-th."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Message:
-    """What goes from one stage to another, once per micro-batch: outputs (``F``) or their gradients (``B``)."""
+    """What goes from one stage to another, micro-batch by micro-batch: outputs (``F``) or their gradients (``B``)."""
 
     payload: str
     source: int
@@ -27,10 +33,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One entry of a rank's program. Transfers have the message and the rank at its other end."""
+    """One entry of a rank's program. Transfers have the message and the rank at its other end.
+
+    ``samples`` are those that this rank computes on, or that are sent. A backward has those of each of its forwards,
+    one after another: two where the micro-batch's forward ran in parts.
+    """
 
     counter: int
     action: Action
+    samples: tuple[Numbers, ...]
     message: Message | None = None
     peer: int = -1
 
@@ -58,19 +69,20 @@ class StagePart:
 class Program:
     """Everything a rank needs of the plan.
 
-    ``device_of`` [stage] is the rank a stage stands on, ``stage_of`` [block] the stage of any block; ``tensors``
-    names the blocks whose outputs, or gradients of outputs, a message carries, in order.
+    ``ranks_of`` [block] are the ranks that have the block, ascending; ``tensors`` names the blocks whose outputs, or
+    gradients of outputs, a message carries, in order. ``is_cut`` is whether tensors are put together from others'
+    rows anywhere in the plan: with micro-batches of several sizes, in parts, or of replicas.
     """
 
     rank: int
-    num_microbatches: int
+    mini_batch: int
     microbatch_size: int
     texts: tuple[str, ...]
     instructions: tuple[Instruction, ...]
     stages: Mapping[int, StagePart]
-    device_of: tuple[int, ...]
-    stage_of: Mapping[str, int]
+    ranks_of: Mapping[str, tuple[int, ...]]
     tensors: Mapping[Message, tuple[str, ...]]
+    is_cut: bool
 
     @property
     def remote(self) -> tuple[tuple[Message, int, int], ...]:
@@ -78,8 +90,9 @@ class Program:
         found = set()
         for instruction in self.instructions:
             if instruction.message is not None:
-                ends = (self.device_of[instruction.message.source], self.device_of[instruction.message.target])
-                found.add((instruction.message, *ends))
+                ends = (self.rank, instruction.peer)
+                sends = instruction.action.kind.startswith("SEND")
+                found.add((instruction.message, *(ends if sends else reversed(ends))))
         return tuple(sorted(found))
 
 
@@ -87,19 +100,14 @@ def require_runnable(plan: Plan) -> None:
     """Refuse plans whose form this executor does not run yet.
 
     Raises:
-        UsageError: a stage on several devices, or stages with unequal micro-batch sizes.
+        UsageError: a stage whose blocks are split over several devices.
     """
     for index, stage in enumerate(plan.stages):
-        if len(stage.devices) > 1:
+        if stage.shards > 1:
             raise UsageError(
                 f"stages[{index}] stands on {len(stage.devices)} devices ({stage.shards} shards x {stage.replicas} "
-                "replicas); run executes stages of one device each: search with --placement one-to-one, circular or "
-                "v-shape"
-            )
-        if stage.microbatch_size != plan.microbatch_size:
-            raise UsageError(
-                f"stages[{index}] has micro-batches of {stage.microbatch_size} samples and the plan of "
-                f"{plan.microbatch_size}; run executes plans with one size: search with --microbatch-size"
+                "replicas); run executes stages whose blocks are whole on each device: search with --placement "
+                "one-to-one, circular, v-shape or bidirectional"
             )
 
 
@@ -119,9 +127,10 @@ def programs_of(plan: Plan, blocks: Sequence[str], edges: Sequence[tuple[str, st
     crossings = _crossings(plan, edges, model)
     gradients = _gradients(plan, crossings)
     _require_same_edges(plan, crossings, model)
+    shares = _Shares(plan)
     tensors = {Message("F", source, target): names for (source, target), names in crossings.items()}
     tensors |= {Message("B", target, source): crossings[source, target] for source, target in gradients}
-    return tuple(_program(plan, rank, crossings, gradients, tensors) for rank in range(len(plan.devices)))
+    return tuple(_program(plan, rank, crossings, gradients, tensors, shares) for rank in range(len(plan.devices)))
 
 
 def _require_same_blocks(plan: Plan, blocks: Sequence[str], model: str) -> None:
@@ -143,20 +152,20 @@ def _require_same_blocks(plan: Plan, blocks: Sequence[str], model: str) -> None:
 
 def _crossings(plan: Plan, edges: Sequence[tuple[str, str]], model: str) -> dict[tuple[int, int], tuple[str, ...]]:
     """For each pair of stages, the blocks of the first whose outputs the second takes."""
-    stage_of = {block: index for index, stage in enumerate(plan.stages) for block in stage.blocks}
-    place = {block: index for stage in plan.stages for index, block in enumerate(stage.blocks)}
+    stage_of = {(stage.route, block): index for index, stage in enumerate(plan.stages) for block in stage.blocks}
     found: dict[tuple[int, int], list[str]] = defaultdict(list)
-    for source, target in edges:
-        pair = (stage_of[source], stage_of[target])
+    for (source, target), route in itertools.product(edges, range(plan.num_routes)):
+        pair = (stage_of[route, source], stage_of[route, target])
+        blocks = plan.stages[pair[0]].blocks
         if pair[0] != pair[1]:
             if source not in found[pair]:
                 found[pair].append(source)
-        elif place[source] > place[target]:
+        elif blocks.index(source) > blocks.index(target):
             raise UsageError(
                 f"stages[{pair[0]}] of the plan runs block {target!r} before {source!r}, whose output model {model!r} "
                 "gives it"
             )
-    return {pair: tuple(sorted(names, key=place.__getitem__)) for pair, names in sorted(found.items())}
+    return {pair: tuple(sorted(names, key=plan.stages[pair[0]].blocks.index)) for pair, names in sorted(found.items())}
 
 
 def _gradients(plan: Plan, crossings: Collection[tuple[int, int]]) -> set[tuple[int, int]]:
@@ -199,14 +208,14 @@ def _program(
     crossings: Mapping[tuple[int, int], tuple[str, ...]],
     gradients: Collection[tuple[int, int]],
     tensors: Mapping[Message, tuple[str, ...]],
+    shares: _Shares,
 ) -> Program:
-    device_of = tuple(stage.devices[0] for stage in plan.stages)
     split = {operation.stage for operation in plan.operations if operation.kind == "I"}
     texts = plan.programs[rank]
-    resolver = _Resolver(plan, rank)
+    resolver = _Resolver(plan, rank, shares)
     return Program(
         rank=rank,
-        num_microbatches=plan.num_microbatches,
+        mini_batch=plan.mini_batch,
         microbatch_size=plan.microbatch_size,
         texts=texts,
         instructions=tuple(resolver.instruction(counter, Action.parse(text)) for counter, text in enumerate(texts)),
@@ -222,18 +231,82 @@ def _program(
                 awaits=frozenset(target for source, target in gradients if source == index),
             )
             for index, stage in enumerate(plan.stages)
-            if device_of[index] == rank
+            if rank in stage.devices
         },
-        device_of=device_of,
-        stage_of={block: index for index, stage in enumerate(plan.stages) for block in stage.blocks},
+        ranks_of=_ranks_of(plan),
         tensors=tensors,
+        is_cut=any(stage.replicas > 1 or stage.num_parted for stage in plan.stages)
+        or len({stage.microbatch_size for stage in plan.stages}) > 1,
     )
 
 
-class _Resolver:
-    """Finds which message a SEND or a RECV of one rank means."""
+def _ranks_of(plan: Plan) -> dict[str, tuple[int, ...]]:
+    found: dict[str, set[int]] = defaultdict(set)
+    for stage in plan.stages:
+        for block in stage.blocks:
+            found[block] |= set(stage.devices)
+    return {block: tuple(sorted(ranks)) for block, ranks in found.items()}
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+
+class _Shares:
+    """Which samples each rank works on, and which it sends."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._num_parted = max(stage.num_parted for stage in plan.stages)
+        self._all: dict[tuple[int, int], frozenset[int]] = {}
+
+    def forwards(self, stage: int, rank: int, microbatch: int, part: int | None = None) -> tuple[Numbers, ...]:
+        """A rank's samples of a micro-batch, or of a part of it: those of each of the forwards that ran it."""
+        parted = part is None and microbatch < self._plan.stages[stage].num_parted
+        parts = (0, 1) if parted else (part,)
+        return tuple(self.of(stage, rank, microbatch, each) for each in parts)
+
+    def of(self, stage: int, rank: int, microbatch: int, part: int | None) -> Numbers:
+        """The samples of an action that a rank works on, or of a whole micro-batch that may have run in parts."""
+        group = self._plan.stages[stage]
+        begin, end = self._samples(group, microbatch, part)
+        replica = group.devices.index(rank)
+        if part is None and microbatch < self._num_parted:
+            order = _half_by_half(begin, end)
+            begin, end = replica_samples((0, len(order)), group.replicas, replica)
+            return tuple(sorted(order[begin:end]))
+        return tuple(range(*replica_samples((begin, end), group.replicas, replica)))
+
+    def sent(self, message: Message, ranks: tuple[int, int], microbatch: int, part: int | None) -> Numbers:
+        """What a source rank has made of its stage's micro-batch or part, and the target rank works on."""
+        needed = self._all_of(message.target, ranks[1])
+        return tuple(sample for sample in self.of(message.source, ranks[0], microbatch, part) if sample in needed)
+
+    def _all_of(self, stage: int, rank: int) -> frozenset[int]:
+        """All samples of the mini-batch that a rank works on for a stage."""
+        if (stage, rank) not in self._all:
+            count = len(slots_of(self._plan.stages[stage], "B", self._plan.mini_batch, self._plan.num_routes))
+            found = (sample for m in range(count) for sample in self.of(stage, rank, m, None))
+            self._all[stage, rank] = frozenset(found)
+        return self._all[stage, rank]
+
+    def _samples(self, stage: Stage, microbatch: int, part: int | None) -> tuple[int, int]:
+        slots = slots_of(stage, "B" if part is None else "F", self._plan.mini_batch, self._plan.num_routes)
+        number = slots.number(microbatch, part)
+        assert number is not None, "check accepts only actions that exist"
+        return slots.samples(number)
+
+
+def _half_by_half(begin: int, end: int) -> Numbers:
+    """Samples of a micro-batch that some stage runs in parts, so ordered that neighbours are from both halves.
+
+    Replicas share a whole micro-batch in this order: each then has its share of either half, in every stage.
+    """
+    middle = (begin + end) // 2
+    return tuple(itertools.chain.from_iterable(zip(range(begin, middle), range(middle, end), strict=True)))
+
+
+class _Resolver:
+    """Finds which samples an action of one rank is about, and which message a SEND or a RECV means."""
+
+    def __init__(self, plan: Plan, rank: int, shares: _Shares) -> None:
+        self._rank, self._shares = rank, shares
         self._sent: dict[tuple[int, str], list[tuple[Message, int]]] = defaultdict(list)
         self._received: dict[tuple[int, str], list[tuple[Message, int]]] = defaultdict(list)
         for dependency in plan.dependencies:
@@ -246,9 +319,10 @@ class _Resolver:
                     self._received[message.target, payload].append((message, hop.source_device))
 
     def instruction(self, counter: int, action: Action) -> Instruction:
-        """The action with its message and peer."""
+        """The action with its samples, message and peer."""
         if action.is_compute:
-            return Instruction(counter, action)
+            samples = self._shares.forwards(action.stage, self._rank, action.microbatch, action.part)
+            return Instruction(counter, action, samples)
         if action.kind.startswith("SEND"):
             candidates = self._sent[action.stage, action.payload]
             fitting = [(m, peer) for m, peer in candidates if action.peer_stage in (None, m.target)]
@@ -257,4 +331,7 @@ class _Resolver:
             fitting = [(m, peer) for m, peer in candidates if action.peer_stage in (None, m.source)]
         fitting = [(m, peer) for m, peer in fitting if action.peer_device in (None, peer)]
         assert len(fitting) == 1, f"check accepts only transfers that mean one message, not {action}"
-        return Instruction(counter, action, *fitting[0])
+        ((message, peer),) = fitting
+        ranks = (self._rank, peer) if action.kind.startswith("SEND") else (peer, self._rank)
+        sent = self._shares.sent(message, ranks, action.microbatch, action.part)
+        return Instruction(counter, action, (sent,), message, peer)

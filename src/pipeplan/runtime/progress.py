@@ -46,7 +46,7 @@ _OUTSIDE = {
     Phase.LOADING: "while building its blocks",
     Phase.CONNECTING: "while connecting to the other ranks",
     Phase.SAMPLING: "in step {step}, before its program: making its samples",
-    Phase.REDUCING: "in step {step}, behind its program: summing gradients of tied parameters",
+    Phase.REDUCING: "in step {step}, behind its program: summing gradients of parameters that others hold, too",
     Phase.UPDATING: "in step {step}, behind its program: optimizer step",
     Phase.REPORTING: "in step {step}, behind its program: reporting the loss",
     Phase.DONE: "behind its last step",

@@ -1,7 +1,8 @@
 """A stage's blocks on its rank: forward, backward and weight gradients of one micro-batch at a time.
 
 Autograd runs inside a stage only. What enters is a detached leaf, what leaves is detached, and gradients cross in
-messages; so every stage keeps its own graph per micro-batch and lets go of it when the plan says so.
+messages; so every stage keeps a graph of its own per forward and lets go of it when the plan says so. A micro-batch
+that ran forward in parts has two graphs for its one backward.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeplan.runtime.model import BlockSpec
 from pipeplan.runtime.modules import WeightGradQueue
-from pipeplan.runtime.program import StagePart
+from pipeplan.runtime.program import Numbers, StagePart
 
 __all__ = ["Samples", "StageError", "StageRunner"]
 
@@ -31,25 +32,25 @@ class StageError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """A mini-batch, of which blocks take the rows of one micro-batch.
+    """A mini-batch, of which blocks take the rows of some samples.
 
     ``tensors`` [name] has samples in its first dimension. ``num_predictions`` is that of the whole mini-batch:
     losses are sums, and with this one scale gradients only add.
     """
 
     tensors: Mapping[str, Tensor]
-    microbatch_size: int
     num_predictions: int
 
-    def rows(self, name: str, microbatch: int) -> Tensor:
-        """The samples of one micro-batch."""
-        first = microbatch * self.microbatch_size
-        return self.tensors[name][first : first + self.microbatch_size]
+    def rows(self, name: str, samples: Numbers) -> Tensor:
+        """The rows of these samples."""
+        if samples[-1] - samples[0] + 1 == len(samples):
+            return self.tensors[name][samples[0] : samples[-1] + 1]
+        return self.tensors[name][list(samples)]
 
 
 @dataclass(slots=True)
 class _Held:
-    """What a micro-batch keeps from F to B, or to I.
+    """What a forward keeps for B, or for I.
 
     Of an output that needs a gradient only its place in the graph: the tensor itself is the receiver's.
     """
@@ -61,7 +62,7 @@ class _Held:
 
 @dataclass(slots=True)
 class StageRunner:
-    """One stage: its blocks, and the graphs of the micro-batches in flight.
+    """One stage: its blocks, and the graphs of its forwards that await their backward.
 
     Args:
         part: what the plan says of the stage.
@@ -73,11 +74,11 @@ class StageRunner:
     modules: Mapping[str, nn.Module]
     specs: Mapping[str, BlockSpec]
     loss: Tensor | None = None
-    _held: dict[int, _Held] = field(default_factory=dict)
+    _held: dict[Numbers, _Held] = field(default_factory=dict)
     _queues: dict[int, WeightGradQueue] = field(default_factory=dict)
 
-    def forward(self, microbatch: int, received: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
-        """Run the blocks on one micro-batch; what leaves the stage is returned detached, by block.
+    def forward(self, own: Numbers, received: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
+        """Run the blocks on this rank's samples of a micro-batch or part; what leaves is returned detached, by block.
 
         Raises:
             StageError: a block raised something, or makes what needs a gradient that the plan does not bring.
@@ -86,35 +87,37 @@ class StageRunner:
         leaves = {name: _leaf(tensor, name in returned) for name, tensor in received.items()}
         values = dict(leaves)
         for block in self.part.blocks:
-            values[block] = self._call(block, values, microbatch, samples)
+            values[block] = self._call(block, values, own, samples)
         outputs = {name: values[name] for names in self.part.outputs.values() for name in names}
         self._require_way_back(outputs)
         losses = [values[block] / samples.num_predictions for block in self.part.blocks if self.specs[block].loss]
         loss = torch.stack(losses).sum() if losses else None
         self._add_loss(loss)
         ends = {name: get_gradient_edge(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
-        self._held[microbatch] = _Held(leaves, ends, loss)
+        self._held[own] = _Held(leaves, ends, loss)
         return {name: tensor.detach() for name, tensor in outputs.items()}
 
-    def backward(self, microbatch: int, gradients: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Gradients of the received tensors, by block; those of parameters add up, or wait for W where split.
+    def backward(
+        self, microbatch: int, gradients: Mapping[Numbers, Sequence[tuple[str, Tensor]]]
+    ) -> dict[Numbers, dict[str, Tensor]]:
+        """Gradients of what each forward received, by block; those of parameters add up, or wait for W where split.
 
         Args:
-            microbatch: its forward has run, and what that held is let go of.
-            gradients: of the stage's outputs, by block; a block whose output goes to several stages has several.
+            microbatch: its forwards have run, and what they held is let go of.
+            gradients: of the outputs of each of the forwards, known by its samples; by block, of which one whose
+                output goes to several stages has several.
 
         Raises:
             StageError: autograd raised something.
         """
-        held = self._held.pop(microbatch)
-        roots: list[_Root] = [(held.outputs[name], given) for name, given in gradients if name in held.outputs]
-        if held.loss is not None and held.loss.requires_grad:
-            roots.append((get_gradient_edge(held.loss), torch.ones_like(held.loss)))
+        helds = {own: self._held.pop(own) for own in gradients}
+        roots = [root for own, held in helds.items() for root in _roots(held, gradients[own])]
         try:
             self._differentiate(microbatch, roots)
         except Exception as error:
             raise StageError(f"backward of its blocks {_range(self.part.blocks)}: {_reason(error)}") from error
-        return {name: _gradient(held.inputs[name]) for name in self._returned()}
+        returned = self._returned()
+        return {own: {name: _gradient(held.inputs[name]) for name in returned} for own, held in helds.items()}
 
     def weight_gradients(self, microbatch: int) -> None:
         """Work through what I left: the weight gradients of one micro-batch.
@@ -145,10 +148,10 @@ class StageRunner:
         """Blocks to whose stages the plan brings gradients back."""
         return {name for source in self.part.returns for name in self.part.inputs[source]}
 
-    def _call(self, block: str, values: Mapping[str, Tensor], microbatch: int, samples: Samples) -> Tensor:
+    def _call(self, block: str, values: Mapping[str, Tensor], own: Numbers, samples: Samples) -> Tensor:
         spec, module = self.specs[block], self.modules[block]
         arguments = [values[source] for source, _ in spec.inputs]
-        arguments += [samples.rows(name, microbatch) for name in spec.samples]
+        arguments += [samples.rows(name, own) for name in spec.samples]
         try:
             made = self._recomputed(module, arguments) if self.part.recompute else module(*arguments)
         except Exception as error:
@@ -184,6 +187,14 @@ def _leaf(tensor: Tensor, with_gradient: bool) -> Tensor:
     """A tensor that starts a graph of its own; two stages may get the same one."""
     leaf = tensor.detach()
     return leaf.requires_grad_() if with_gradient and leaf.is_floating_point() else leaf
+
+
+def _roots(held: _Held, gradients: Sequence[tuple[str, Tensor]]) -> list[_Root]:
+    """Where a forward's backward begins: at its outputs and its loss."""
+    roots: list[_Root] = [(held.outputs[name], given) for name, given in gradients if name in held.outputs]
+    if held.loss is not None and held.loss.requires_grad:
+        roots.append((get_gradient_edge(held.loss), torch.ones_like(held.loss)))
+    return roots
 
 
 def _gradient(leaf: Tensor) -> Tensor:

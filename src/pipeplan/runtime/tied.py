@@ -1,12 +1,14 @@
-"""Parameters that several blocks share, such as GPT-2's token embedding and head, wherever the blocks stand.
+"""Parameters that exist more than once: in blocks that share one, in replicas of a stage, on several routes.
 
-On one rank the blocks get one and the same parameter, so their gradients add by themselves. Between ranks every
-holder has a copy of equal value; after a step's programs their gradients are summed, and all make the same update.
+On one rank blocks that share a parameter, such as GPT-2's token embedding and head, get one and the same, so their
+gradients add by themselves. Between ranks every holder has a copy of equal value; after a step's programs the copies'
+gradients are summed, each rank's once, and all make the same update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -15,18 +17,28 @@ from torch import nn
 
 from pipeplan.errors import UsageError
 
-__all__ = ["TiedParameters"]
+__all__ = ["SharedParameters"]
 
 Holder = tuple[str, str]
 """A block and the name of its parameter."""
 
+Ranks = tuple[int, ...]
 
-class TiedParameters:
-    """The tied parameters of one rank.
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Parameters that the same ranks have copies of, in the same order on each, and the group of these ranks."""
+
+    parameters: list[nn.Parameter]
+    group: dist.ProcessGroup
+
+
+class SharedParameters:
+    """The parameters of one rank that others have copies of, or that blocks share.
 
     Args:
         ties: groups of holders, in the same order on every rank.
-        rank_of: rank of every block.
+        ranks_of: ranks of every block, ascending; blocks in the same order on every rank.
         modules: this rank's blocks; their tied parameters are made one.
         rank: this rank.
         transport: ``gloo`` or ``nccl``; groups of ranks are made here, which is a collective of all.
@@ -36,23 +48,24 @@ class TiedParameters:
     def __init__(
         self,
         ties: Sequence[Sequence[Holder]],
-        rank_of: Mapping[str, int],
+        ranks_of: Mapping[str, Ranks],
         modules: Mapping[str, nn.Module],
         rank: int,
         transport: str,
         timeout: timedelta,
     ) -> None:
-        self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
-        for holders in ties:
-            parameter = _made_one([holder for holder in holders if holder[0] in modules], modules)
-            ranks = sorted({rank_of[block] for block, _ in holders})
-            if len(ranks) == 1:
-                continue
-            group = dist.new_group(ranks, timeout=timeout, backend=transport)
-            if rank in ranks:
-                assert parameter is not None
-                assert isinstance(group, dist.ProcessGroup)
-                self._shared.append((parameter, group))
+        tied = [_made_one([holder for holder in holders if holder[0] in modules], modules) for holders in ties]
+        ranks = [tuple(sorted({r for block, _ in holders for r in ranks_of[block]})) for holders in ties]
+        found: dict[Ranks, list[nn.Parameter]] = {group: [] for group in (*ranks, *ranks_of.values()) if len(group) > 1}
+        for group, parameter in zip(ranks, tied, strict=True):
+            if parameter is not None and group in found:
+                found[group].append(parameter)
+        seen = {id(parameter) for parameter in tied}
+        for block, group in ranks_of.items():
+            if block in modules and group in found:
+                found[group] += [each for each in modules[block].parameters() if id(each) not in seen]
+        groups = {group: dist.new_group(list(group), timeout=timeout, backend=transport) for group in sorted(found)}
+        self._shared = [_Shared(found[group], _joined(made)) for group, made in groups.items() if rank in group]
 
     @property
     def across_ranks(self) -> bool:
@@ -60,15 +73,44 @@ class TiedParameters:
         return bool(self._shared)
 
     def sum_gradients(self) -> None:
-        """Sum the gradients of each shared parameter over its holders. Raises RuntimeError as the transport does."""
-        for parameter, group in self._shared:
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-            dist.all_reduce(gradient, group=group)
-            parameter.grad = gradient
+        """Sum the gradients of each shared parameter over its copies; one that no rank has stays absent.
+
+        Raises:
+            RuntimeError: as the transport does.
+        """
+        for shared in self._shared:
+            _sum(shared)
 
     def close(self) -> None:
         """Drop the groups, which must not outlive the process group."""
         self._shared.clear()
+
+
+def _sum(shared: _Shared) -> None:
+    """Where one rank has a gradient all have to sum it, so they first tell each other."""
+    trained = [parameter for parameter in shared.parameters if parameter.requires_grad]
+    if not trained:
+        return
+    present = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
+    present = present.to(trained[0].device)
+    dist.all_reduce(present, dist.ReduceOp.MAX, group=shared.group)
+    wanted = [parameter for parameter, anywhere in zip(trained, present.tolist(), strict=True) if anywhere]
+    for parameter in wanted:
+        given = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = given.contiguous()
+    _wait(dist.all_reduce(parameter.grad, group=shared.group, async_op=True) for parameter in wanted)
+
+
+def _wait(works: Iterable[dist.Work | None]) -> None:
+    """Start all before the first is waited for."""
+    for work in list(works):
+        assert work is not None, "this rank is a member of the group"
+        work.wait()
+
+
+def _joined(made: dist.ProcessGroup | int | None) -> dist.ProcessGroup:
+    assert isinstance(made, dist.ProcessGroup), "this rank is a member of the group"
+    return made
 
 
 def _made_one(holders: Sequence[Holder], modules: Mapping[str, nn.Module]) -> nn.Parameter | None:

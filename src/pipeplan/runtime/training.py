@@ -20,17 +20,18 @@ from pipeplan.runtime.clock import Clock, Mark, offset_ns
 from pipeplan.runtime.executor import Executor, Span
 from pipeplan.runtime.failures import lost_others
 from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.messages import Channels, TensorSpec, edges_of
+from pipeplan.runtime.messages import Channels, edges_of
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.options import RunOptions, RunResult, StepResult
 from pipeplan.runtime.program import Program, programs_of, require_runnable
 from pipeplan.runtime.progress import Phase, Progress
+from pipeplan.runtime.rows import TensorSpec
 from pipeplan.runtime.stages import Samples, StageRunner
-from pipeplan.runtime.tied import TiedParameters
+from pipeplan.runtime.tied import SharedParameters
 
 __all__ = ["Trainer", "train"]
 
-_NO_SAMPLES = Samples({}, 1, 1)
+_NO_SAMPLES = Samples({}, 1)
 
 TimedAction = tuple[int, int, int]
 """Program counter, start and end in ns from the step's beginning."""
@@ -90,7 +91,7 @@ class Trainer:
         with lost_others(self.progress):
             _require_agreement(self.rank, plan, model, options, self.program, specs)
             self._all = dist.new_group(timeout=timeout, backend="gloo")
-            self.tied = self._tie(timeout)
+            self.shared = self._share(timeout)
             channels = Channels(self.program, edges_of(programs), specs, self.device, options.transport, timeout)
             self.clock = Clock(self.device, offset_ns(self.rank, len(programs)))
         self.stages = {index: self._stage(index) for index in self.program.stages}
@@ -98,7 +99,7 @@ class Trainer:
         self.optimizer = self._optimizer()
 
     def step(self, step: int, *, update: bool = True) -> tuple[StepResult, list[TimedAction]]:
-        """Train on mini-batch number ``step``: run the program, sum tied gradients, step the optimizer.
+        """Train on mini-batch number ``step``: run the program, sum gradients of copies, step the optimizer.
 
         Without ``update`` gradients add up and parameters stay. Collective; returns the step's result, the same
         on all ranks, and when this rank's actions ran.
@@ -147,16 +148,16 @@ class Trainer:
     def close(self) -> None:
         """Drop works and groups; what outlives the process group may die with it at exit."""
         self.executor.channels.close()
-        self.tied.close()
+        self.shared.close()
         self._all = None
 
     def _build(self, dtype: torch.dtype) -> dict[str, nn.Module]:
-        blocks = [block for part in self.program.stages.values() for block in part.blocks]
+        blocks = dict.fromkeys(block for part in self.program.stages.values() for block in part.blocks)
         return {block: self.model.build(block, self.options.seed, dtype=dtype, device=self.device) for block in blocks}
 
-    def _tie(self, timeout: timedelta) -> TiedParameters:
-        rank_of = {block: self.program.device_of[stage] for block, stage in self.program.stage_of.items()}
-        return TiedParameters(self.model.tied, rank_of, self.modules, self.rank, self.options.transport, timeout)
+    def _share(self, timeout: timedelta) -> SharedParameters:
+        ties, ranks_of = self.model.tied, self.program.ranks_of
+        return SharedParameters(ties, ranks_of, self.modules, self.rank, self.options.transport, timeout)
 
     def _stage(self, index: int) -> StageRunner:
         part = self.program.stages[index]
@@ -176,15 +177,10 @@ class Trainer:
         wanted = {name for spec in specs for name in spec.samples}
         if not wanted and not any(spec.loss for spec in specs):
             return _NO_SAMPLES
-        size = self.program.microbatch_size
         dtype: torch.dtype = getattr(torch, self.options.dtype)
-        batch = self.model.mini_batch(
-            self.program.num_microbatches * size, step, self.options.seed, dtype=dtype, device=self.device
-        )
+        batch = self.model.mini_batch(self.program.mini_batch, step, self.options.seed, dtype=dtype, device=self.device)
         return Samples(
-            {name: tensor for name, tensor in batch.items() if name in wanted},
-            size,
-            self.model.predictions(batch),
+            {name: tensor for name, tensor in batch.items() if name in wanted}, self.model.predictions(batch)
         )
 
     def _begin_together(self) -> tuple[int, tuple[Mark, int]]:
@@ -197,10 +193,10 @@ class Trainer:
         return int(begin.item()), anchor
 
     def _reduce(self) -> None:
-        if self.tied.across_ranks:
+        if self.shared.across_ranks:
             self.progress.begin(Phase.REDUCING)
             with lost_others(self.progress):
-                self.tied.sum_gradients()
+                self.shared.sum_gradients()
 
     def _resolve(self, spans: list[Span], anchor: tuple[Mark, int], begin_ns: int) -> list[TimedAction]:
         if self.device.type == "cuda":
@@ -248,10 +244,25 @@ def rank_device(options: RunOptions) -> torch.device:
 
 
 def _travelling(program: Program, model: Model, dtype: torch.dtype) -> dict[str, TensorSpec]:
-    """Shape and format of every block output that leaves its stage, for one micro-batch."""
+    """Shape and format of every block output that leaves its stage.
+
+    Raises:
+        UsageError: an output of one size for any samples leaves a stage whose samples are not the next one's.
+    """
     names = {name for names in program.tensors.values() for name in names}
-    declared = model.output_specs(program.microbatch_size, dtype)
-    return {name: TensorSpec(*declared[name]) for name in sorted(names)}
+    size = program.microbatch_size
+    once, twice = (model.output_specs(samples, dtype) for samples in (size, 2 * size))
+    found = {
+        name: TensorSpec.between(name, once[name][0], twice[name][0], size, once[name][1]) for name in sorted(names)
+    }
+    for name, spec in found.items():
+        if program.is_cut and spec.axis is None:
+            raise UsageError(
+                f"block {name!r} of model {model.name!r} makes {spec.text(size)} of any number of samples; it can go "
+                "from stage to stage only in plans with one micro-batch size, no replicas and no parts: search with "
+                "--microbatch-size and --replicas 1"
+            )
+    return found
 
 
 def _require_agreement(
@@ -262,7 +273,9 @@ def _require_agreement(
     Transports do not compare what they carry: a wrong size ends the process, a wrong format goes unnoticed.
     """
     carried = {
-        f"{message.payload} {message.source} {message.target}": [f"{n} {specs[n]}" for n in program.tensors[message]]
+        f"{message.payload} {message.source} {message.target}": [
+            f"{name} {specs[name].text(program.microbatch_size)}" for name in program.tensors[message]
+        ]
         for message, _, _ in program.remote
     }
     own = {"plan": sha256_of(plan), "model": model.name, **options.as_json()}

@@ -1,0 +1,116 @@
+"""Random models under random plans give the losses and gradients of an unsplit run.
+
+Stages have micro-batch sizes, replicas, routes and parts of their own, on devices that may be shared. All ranks run in
+this process; messages match first in, first out.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import gpipe_orders
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from runtime_models import Mix, SquaredError, vectors
+from runtime_plans import Unsplit, greedy_orders, placed_plan
+from runtime_threads import run_in_threads
+
+from pipeplan.model import PlacedStage, Plan
+from pipeplan.runtime.model import BlockSpec, Model
+
+MINI_BATCH = 8
+TOLERANCE = 1e-12
+SEED = 5
+
+
+def model_of(sources: list[list[int]]) -> Model:
+    """Blocks that mix the outputs of others, [block] those of ``sources``, or samples; then a loss of all ends."""
+    ends = sorted(set(range(len(sources))) - {source for taken in sources for source in taken})
+    blocks = [_mixing(f"b{index}", [f"b{source}" for source in taken]) for index, taken in enumerate(sources)]
+    blocks.append(_mixing("join", [f"b{end}" for end in ends]))
+    blocks.append(BlockSpec("end", "loss", SquaredError, ("join",), ("targets",), loss=True))
+    return Model("random", tuple(blocks), vectors, lambda batch: batch["targets"].numel())
+
+
+def _mixing(id_: str, sources: list[str]) -> BlockSpec:
+    samples = () if sources else ("x",)
+    return BlockSpec(id_, "mix", lambda: Mix(len(sources) or 1), tuple(sources), samples)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Model:
+    """Two to five blocks, each of which takes the outputs of up to two before it."""
+    count = draw(st.integers(2, 5))
+    return model_of(
+        [
+            sorted(draw(st.sets(st.integers(0, index - 1), min_size=min(index, draw(st.integers(0, 1))), max_size=2)))
+            if index
+            else []
+            for index in range(count)
+        ]
+    )
+
+
+@st.composite
+def cuts(draw: st.DrawFn, model: Model) -> list[tuple[str, ...]]:
+    """The blocks in order, cut somewhere."""
+    ids = [block.id for block in model.blocks]
+    bounds = sorted(draw(st.sets(st.integers(1, len(ids) - 1), max_size=4)))
+    return [tuple(ids[a:b]) for a, b in zip([0, *bounds], [*bounds, len(ids)], strict=True)]
+
+
+@st.composite
+def placed(draw: st.DrawFn, blocks: tuple[str, ...], route: int, sizes: list[int], parts: bool) -> PlacedStage:
+    """A stage with one or two replicas on some of three devices."""
+    size = draw(st.sampled_from(sizes))
+    replicas = draw(st.sampled_from([1, 2])) if size > 1 else 1
+    halves = parts and size % (2 * replicas) == 0
+    return PlacedStage(
+        blocks=blocks,
+        devices=tuple(draw(st.permutations(range(3)))[:replicas]),
+        replicas=replicas,
+        microbatch_size=size,
+        recompute=draw(st.booleans()),
+        route=route,
+        num_parted=draw(st.integers(0, 2)) if halves else 0,
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Model, Plan]:
+    """Of one size with parts or on two routes, or of any sizes."""
+    model = draw(models())
+    form = draw(st.sampled_from(["parts", "sizes", "routes"]))
+    sizes = [1, 2, 4] if form == "sizes" else [draw(st.sampled_from([2, 4]))]
+    num_routes = 2 if form == "routes" else 1
+    stages = [
+        draw(placed(blocks, route, sizes, form == "parts"))
+        for route in range(num_routes)
+        for blocks in draw(cuts(model))
+    ]
+    plan = placed_plan(
+        model,
+        stages,
+        num_microbatches=MINI_BATCH // sizes[0],
+        microbatch_size=sizes[0],
+        num_routes=num_routes,
+        split=draw(st.booleans()),
+        orders=draw(st.sampled_from([greedy_orders, gpipe_orders])),
+    )
+    return model, plan
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plans())
+def test_any_plan_gives_the_gradients_of_an_unsplit_run(case: tuple[Model, Plan]) -> None:
+    model, plan = case
+    outcome = run_in_threads(plan, model, SEED)
+    unsplit = Unsplit(model, SEED, torch.float64, 1e-3, 0.0)
+    assert outcome.loss == pytest.approx(unsplit.step(0, plan.mini_batch), abs=TOLERANCE)
+    whole = unsplit.parameters()
+    assert set(outcome.gradients) == set(whole)
+    for name, gradient in outcome.gradients.items():
+        expected = whole[name].grad
+        assert gradient is not None
+        assert expected is not None
+        assert float((gradient - expected).abs().max()) < TOLERANCE, name

@@ -1,0 +1,151 @@
+"""All ranks of a plan in one process: a thread each, of which only one runs at a time, and messages in memory."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from pipeplan.model import Plan
+from pipeplan.runtime.clock import Clock
+from pipeplan.runtime.executor import Executor
+from pipeplan.runtime.failures import Cause
+from pipeplan.runtime.messages import TransferError
+from pipeplan.runtime.model import Model
+from pipeplan.runtime.program import Instruction, Program, programs_of, require_runnable
+from pipeplan.runtime.progress import Board, Progress
+from pipeplan.runtime.rows import TensorSpec
+from pipeplan.runtime.stages import Samples, StageRunner
+
+CPU = torch.device("cpu")
+PATIENCE_S = 20.0
+
+
+@dataclass
+class Mail:
+    """What is under way: [source, target] what was sent, in order. The lock is the turn to run."""
+
+    turn: threading.Condition = field(default_factory=threading.Condition)
+    sent: dict[tuple[int, int], list[tuple[str, Sequence[Tensor]]]] = field(default_factory=lambda: defaultdict(list))
+
+
+class MailChannels:
+    """As :class:`~pipeplan.runtime.messages.Channels`; a pair's k-th receive gets its k-th message, as with NCCL."""
+
+    def __init__(self, program: Program, specs: dict[str, TensorSpec], mail: Mail) -> None:
+        self._program, self._specs, self._mail = program, specs, mail
+        self._posted: dict[int, int] = defaultdict(int)
+        self._place: dict[int, int] = {}
+
+    def send(self, instruction: Instruction, tensors: Sequence[Tensor], made: object) -> None:
+        """Put into the mail; whoever waits may look."""
+        assert made is None
+        assert all(tensor.is_contiguous() for tensor in tensors)
+        self._mail.sent[self._program.rank, instruction.peer].append((_label(instruction), tensors))
+        self._mail.turn.notify_all()
+
+    def receive(self, instruction: Instruction) -> None:
+        """Know which of the peer's messages it is."""
+        self._place[instruction.counter] = self._posted[instruction.peer]
+        self._posted[instruction.peer] += 1
+
+    def take(self, instruction: Instruction) -> list[Tensor]:
+        """Wait, and let others run; what comes must be what the program means, in shape, too."""
+        sent, place = self._mail.sent[instruction.peer, self._program.rank], self._place.pop(instruction.counter)
+        if not self._mail.turn.wait_for(lambda: len(sent) > place, PATIENCE_S):
+            raise TransferError(Cause.TIMEOUT, instruction.peer, "nothing came")
+        label, tensors = sent[place]
+        assert label == _label(instruction)
+        names = self._program.tensors[instruction.message]
+        expected = [self._specs[name].of(len(instruction.samples[0])) for name in names]
+        assert [tuple(tensor.shape) for tensor in tensors] == expected
+        return list(tensors)
+
+    def moment(self) -> None:
+        """No streams here."""
+
+    def unfinished(self) -> list[int]:
+        """Mail needs nobody to wait."""
+        assert not self._place, "every message of a program has a consumer in it"
+        return []
+
+
+def _label(instruction: Instruction) -> str:
+    """What both ends call a message."""
+    action = instruction.action
+    return f"{instruction.message} {action.microbatch} {action.part} {instruction.samples}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one mini-batch: the loss, and the gradient of every parameter, summed over its copies."""
+
+    loss: float
+    gradients: dict[str, Tensor | None]
+
+
+def run_in_threads(plan: Plan, model: Model, seed: int) -> Outcome:
+    """Run every rank's program once, in fp64."""
+    require_runnable(plan)
+    programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
+    specs = {
+        name: TensorSpec(shape, dtype) for name, (shape, dtype) in model.output_specs(1, torch.float64).items() if shape
+    }
+    batch = model.mini_batch(plan.mini_batch, 0, seed, dtype=torch.float64)
+    samples, mail = Samples(batch, model.predictions(batch)), Mail()
+    ranks = [_Rank(program, model, specs, mail, seed) for program in programs]
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        for future in [pool.submit(rank.run, samples) for rank in ranks]:
+            future.result()
+    return Outcome(sum(rank.loss() for rank in ranks), _summed([rank.modules for rank in ranks]))
+
+
+class _Rank:
+    def __init__(self, program: Program, model: Model, specs: dict[str, TensorSpec], mail: Mail, seed: int) -> None:
+        blocks = {block for part in program.stages.values() for block in part.blocks}
+        self.modules = {block: model.build(block, seed, dtype=torch.float64) for block in sorted(blocks)}
+        stages = {
+            index: StageRunner(
+                part, {b: self.modules[b] for b in part.blocks}, {b: model.block(b) for b in part.blocks}
+            )
+            for index, part in program.stages.items()
+        }
+        progress = Progress(_board(), 0, program.texts)
+        channels = MailChannels(program, specs, mail)
+        self._mail = mail
+        self._executor = Executor(program, stages, channels, specs, progress, Clock(CPU))
+
+    def run(self, samples: Samples) -> None:
+        """One mini-batch; gradients are left in the parameters."""
+        with self._mail.turn:
+            spans = self._executor.run(samples)
+        counters = [counter for counter, _, _ in spans]
+        assert sorted(counters) == list(range(len(self._executor.program.instructions)))
+
+    def loss(self) -> float:
+        """This rank's part of the loss."""
+        losses = [stage.take_loss() for stage in self._executor.stages.values()]
+        return sum(float(loss) for loss in losses if loss is not None)
+
+
+def _summed(ranks: Sequence[dict[str, nn.Module]]) -> dict[str, Tensor | None]:
+    found: dict[str, Tensor | None] = {}
+    for modules in ranks:
+        for block, module in modules.items():
+            for name, parameter in module.named_parameters():
+                key, given = f"{block}.{name}", parameter.grad
+                known = found.get(key)
+                found[key] = given if known is None or given is None else known + given
+    return found
+
+
+def _board() -> Board:
+    with tempfile.TemporaryFile() as file:
+        file.truncate(Board.size(1))
+        return Board(file.fileno(), 1)
