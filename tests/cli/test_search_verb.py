@@ -220,3 +220,32 @@ def test_a_plan_states_the_overhead_of_splitting(tmp_path: Path) -> None:
     assert not check(damaged, read_profile(str(profile))).valid
     again = pipeplan("simulate", plan, "--profile", profile, "--json")
     assert json.loads(again.stdout)["makespan_ns"] == written.predicted.makespan_ns
+
+
+def test_stages_can_be_edited_by_hand(chain: Path, tmp_path: Path) -> None:
+    first = ("search", chain, "--devices", 3, "--replicas", 1, "--mini-batch", 12, "--time-limit", "2s", "--json")
+    done = pipeplan(*first, "--placement-output", tmp_path / "stages.json", "-o", tmp_path / "first.json")
+    assert done.returncode == 0, done.stderr
+    stages = json.loads((tmp_path / "stages.json").read_text())
+    assert stages["kind"] == "placement"
+    last = stages["stages"][-1]
+    moved = stages["stages"][-2]["blocks"].pop()
+    last["blocks"].insert(0, moved)
+    (tmp_path / "stages.json").write_text(json.dumps(stages))
+    edited = ("--placement", tmp_path / "stages.json", "--mini-batch", 12, "--time-limit", "2s", "--json")
+    done = pipeplan("search", chain, *edited, "-o", tmp_path / "second.json")
+    assert done.returncode == 0, done.stderr
+    plans = [read_plan(str(tmp_path / name)) for name in ("first.json", "second.json")]
+    assert plans[1].stages[-1].blocks == (moved, *plans[0].stages[-1].blocks)
+    assert plans[1].mini_batch == 12
+    assert check(plans[1], read_profile(str(chain))).valid
+
+
+def test_flags_that_contradict_the_devices(chain: Path) -> None:
+    done = pipeplan("search", chain, "--devices", 4, "--placement", "one-to-one", "--replicas", 3)
+    assert done.returncode == 2
+    assert "3" in done.stderr
+    assert "--replicas" in done.stderr
+    done = pipeplan("search", chain, "--devices", 4, "--placement", "one-to-one", "--spread", "yes")
+    assert done.returncode == 2
+    assert "no shared blocks" in done.stderr

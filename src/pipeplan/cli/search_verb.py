@@ -16,14 +16,17 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
-@click.command("search", short_help="Search a schedule for a profile and write the plan.")
+@click.command("search", short_help="Search the best plan for a profile and write it.")
 @planning_options
 @click.option(
     "--scheduler", default="auto", show_default=True, metavar="NAME", help="auto, repetend, or a classic schedule."
 )
 @click.option("-o", "--output", metavar="FILE", help="Where to write the plan; - for stdout.")
-def command(scheduler: str, output: str | None, as_json: bool, **flags: Any) -> None:
-    """Search the best schedule for PROFILE and write the plan.
+@click.option(
+    "--placement-output", metavar="FILE", help="Where to write the stages alone, to edit and give to --placement."
+)
+def command(scheduler: str, output: str | None, placement_output: str | None, as_json: bool, **flags: Any) -> None:
+    """Search the best plan for PROFILE: stages, replicas, micro-batch sizes, schedule; or what flags leave open.
 
     The search always has a valid plan and improves it until it is proved optimal, the time limit passes, or
     Ctrl-C; the best plan is written in every case.
@@ -51,6 +54,8 @@ def command(scheduler: str, output: str | None, as_json: bool, **flags: Any) -> 
         )
     if output is not None:
         write_file(result.plan, output)
+    if placement_output is not None:
+        write_file(result.plan.placed, placement_output)
     _print(result, output, as_json)
 
 
