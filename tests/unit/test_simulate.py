@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import random
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 
 import pytest
 from helpers import (
     Entry,
+    Placed,
+    actions_of,
     chain_plan,
     chain_profile,
     chain_workload,
@@ -18,7 +20,9 @@ from helpers import (
     one_f_one_b,
     one_f_one_b_repetend,
     period_of,
+    placed,
     plan_of,
+    random_orders,
     replay,
     serial_orders,
     shared_workload,
@@ -55,7 +59,7 @@ from pipeplan.simulate.repetend import (
     work_bound,
 )
 from pipeplan.simulate.simulation import simulate
-from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph
+from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph, with_links
 
 NamedOrders = list[list[Entry]]
 
@@ -175,31 +179,17 @@ def workloads(draw: st.DrawFn, unequal: bool = True) -> Workload:
     )
 
 
-def random_orders(graph: TaskGraph, seed: int) -> list[list[int]]:
-    """Orders in which devices follow one random order of all actions that respects the dependencies."""
-    choose = random.Random(seed)
-    waiting = list(graph.num_predecessors)
-    ready = [task for task, count in enumerate(waiting) if count == 0]
-    orders: list[list[int]] = [[] for _ in graph.workload.devices]
-    while ready:
-        task = ready.pop(choose.randrange(len(ready)))
-        for device in graph.devices_of(task):
-            orders[device].append(task)
-        for other, _ in graph.successors[task]:
-            waiting[other] -= 1
-            if waiting[other] == 0:
-                ready.append(other)
-    return orders
-
-
 SEEDS = st.integers(0, 2**20)
 
 
 # ---------------------------------------------------------------- timing
 
 
-@given(workloads(), SEEDS)
-@settings(max_examples=80, deadline=None)
+ALL_KINDS = workloads() | placed().map(lambda drawn: drawn.workload)
+
+
+@given(ALL_KINDS, SEEDS)
+@settings(max_examples=120, deadline=None)
 def test_starts_are_those_of_a_naive_replay(workload: Workload, seed: int) -> None:
     graph = task_graph(workload)
     orders = random_orders(graph, seed)
@@ -236,6 +226,14 @@ def test_orders_of_a_plan_are_its_compute_actions() -> None:
 # ---------------------------------------------------------------- memory
 
 
+def taken_by(workload: Workload, entry: Entry) -> int:
+    """What an action takes at its start: two parts take in turn what the whole would, the first more."""
+    operation = next(operation for operation in workload.operations if operation.id == entry[0])
+    name, _ = actions_of(workload, entry[0])[entry[1]]
+    larger = (operation.acquire_bytes + 1) // 2
+    return {"0": larger, "1": operation.acquire_bytes - larger}.get(name.partition(".")[2], operation.acquire_bytes)
+
+
 def naive_levels(workload: Workload, device: int, order: list[Entry], done: dict[Entry, tuple[int, int]]) -> list[int]:
     """Bytes a device holds at the start of each of its actions, read off the timeline."""
     operations = {operation.id: operation for operation in workload.operations}
@@ -246,15 +244,15 @@ def naive_levels(workload: Workload, device: int, order: list[Entry], done: dict
         ended = [entry for entry in order if done[entry][1] <= now]
         levels.append(
             workload.static_bytes(device)
-            + sum(operations[entry[0]].acquire_bytes for entry in begun)
+            + sum(taken_by(workload, entry) for entry in begun)
             - sum(operations[entry[0]].release_bytes for entry in ended)
             + operations[id_].workspace_bytes
         )
     return levels
 
 
-@given(workloads(), SEEDS)
-@settings(max_examples=60, deadline=None)
+@given(ALL_KINDS, SEEDS)
+@settings(max_examples=80, deadline=None)
 def test_peak_memory_is_the_highest_moment_of_the_timeline(workload: Workload, seed: int) -> None:
     graph = task_graph(workload)
     orders = random_orders(graph, seed)
@@ -363,14 +361,65 @@ def test_in_flight_with_unequal_sizes_counts_in_the_smaller_size() -> None:
     assert in_flight(graph, tasks) == (4, 2)
 
 
+@given(ALL_KINDS, SEEDS)
+@settings(max_examples=60, deadline=None)
+def test_in_flight_is_what_samples_are_held_for(workload: Workload, seed: int) -> None:
+    """Half-samples that a device holds bytes for, in units of the largest pieces all its stages' actions consist of."""
+    graph = task_graph(workload)
+    orders = random_orders(graph, seed)
+    for device, (order, found) in enumerate(zip(named(graph, orders), in_flight(graph, orders), strict=True)):
+        sizes = [stage.microbatch_size for stage in workload.stages if device in stage.devices]
+        held: dict[int, int] = dict.fromkeys(range(workload.mini_batch), 0)
+        most = 0
+        for entry in order:
+            operation = next(each for each in workload.operations if each.id == entry[0])
+            for sample in actions_of(workload, entry[0])[entry[1]][1]:
+                held[sample] += operation.acquire_bytes
+            most = max(most, sum(number > 0 for number in held.values()))
+            for sample in actions_of(workload, entry[0])[entry[1]][1]:
+                held[sample] -= operation.release_bytes
+        assert found == -(-most // math.gcd(*sizes)) if sizes else found == 0
+
+
+# ---------------------------------------------------------------- links with parts and patterns
+
+
+@given(placed(links=True), SEEDS)
+@settings(max_examples=60, deadline=None)
+def test_messages_wait_for_what_they_carry_and_for_their_link(drawn: Placed, seed: int) -> None:
+    """Each message once, in the order in which all that it carries is made; one at a time; actions wait for it."""
+    workload, graph = drawn.workload, task_graph(drawn.workload)
+    orders = with_links(graph, random_orders(graph, seed))
+    starts = earliest_starts(graph, orders)
+    assert len(graph.durations) == len(starts) == graph.num_tasks
+    samples = [
+        range(*workload.slots[item].samples(task - graph.offsets[item])) for task, item in enumerate(graph.operation_of)
+    ]
+    for order in orders[len(workload.devices) :]:
+        made = []
+        for task in order:
+            transfer = workload.transfers[graph.operation_of[task] - len(workload.operations)]
+            ends = [*range(*graph.offsets[transfer.source : transfer.source + 2])]
+            made.append(max(starts[n] + graph.durations[n] for n in ends if set(samples[n]) & set(samples[task])))
+            assert starts[task] >= made[-1]
+            parts = len(samples[task]) < workload.stages[workload.operations[transfer.source].stage].microbatch_size
+            assert graph.durations[task] == (transfer.hop.part if parts else transfer.hop).occupancy_ns
+            for n in range(*graph.offsets[transfer.target : transfer.target + 2]):
+                if set(samples[n]) & set(samples[task]):
+                    assert starts[n] >= starts[task] + graph.durations[task] + transfer.hop.latency_ns
+        assert made == sorted(made)
+        for one, other in zip(order, order[1:], strict=False):
+            assert starts[other] >= starts[one] + graph.durations[one]
+
+
 # ---------------------------------------------------------------- critical path
 
 
-@given(workloads(), SEEDS)
-@settings(max_examples=60, deadline=None)
+@given(ALL_KINDS | placed(links=True).map(lambda drawn: drawn.workload), SEEDS)
+@settings(max_examples=90, deadline=None)
 def test_the_critical_path_is_gapless_from_zero_to_the_makespan(workload: Workload, seed: int) -> None:
     graph = task_graph(workload)
-    orders = random_orders(graph, seed)
+    orders = with_links(graph, random_orders(graph, seed))
     starts = earliest_starts(graph, orders)
     path = critical_path(graph, orders, starts)
     assert path[0].reason == "start"
@@ -379,7 +428,7 @@ def test_the_critical_path_is_gapless_from_zero_to_the_makespan(workload: Worklo
     for index, step in enumerate(path):
         assert starts[step.task] == now + step.lag_ns
         now = starts[step.task] + graph.durations[step.task]
-        if step.reason == "device":
+        if step.reason in ("device", "link"):
             before = path[index - 1].task
             assert any((before, step.task) in zip(order, order[1:], strict=False) for order in orders)
         elif step.reason != "start":

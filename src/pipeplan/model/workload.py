@@ -178,7 +178,7 @@ class Workload:
     def work_of(self, item: int) -> int:
         """Ns that all actions, or messages, of an item take."""
         slots = self.slots[item]
-        whole = (slots.count - slots.num_parted) * self.durations[item]
+        whole = (len(slots) - 2 * slots.num_parted) * self.durations[item]
         return whole + 2 * slots.num_parted * self.part_durations[item]
 
     @cached_property
@@ -197,7 +197,8 @@ class Workload:
         """What waits for what: (item, item, lag in ns). A transfer stands between the operations at its ends."""
         found: list[tuple[int, int, int]] = []
         for source, target, dependency in self._ends:
-            free = [hop.duration_ns for hop in self._free_hops(dependency)]
+            alike = all(hop.run == hop.every for hop in dependency.hops)  # else some pairs have no message between them
+            free = [hop.duration_ns for hop in (self._free_hops(dependency) if alike else dependency.hops)]
             if free or not dependency.hops:
                 found.append((source, target, max(free, default=0)))
         for item, transfer in enumerate(self.transfers, len(self.operations)):

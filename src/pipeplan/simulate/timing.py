@@ -70,7 +70,7 @@ def task_graph(workload: Workload) -> TaskGraph:
     operation_of = [item for item, count in enumerate(counts) for _ in range(count)]
     durations: list[int] = []
     for slots, whole, part in zip(workload.slots, workload.durations, workload.part_durations, strict=True):
-        durations += [part] * (2 * slots.num_parted) + [whole] * (slots.count - slots.num_parted)
+        durations += [part] * (2 * slots.num_parted) + [whole] * (len(slots) - 2 * slots.num_parted)
     successors: list[list[tuple[int, int]]] = [[] for _ in durations]
     num_predecessors = [0] * len(durations)
     for source, target, lag in workload.edges:
@@ -177,10 +177,12 @@ class _FirstCome:
             heapq.heappush(self._ends, (self._starts[task] + self._graph.durations[task], task))
 
     def _carry(self, message: int, made: int) -> None:
-        """Messages come here in the order in which they are made."""
+        """Part after part of what a message carries is made; messages come here in the order in which all of it is."""
+        self._waiting[message] -= 1
+        if self._waiting[message]:
+            return
         link = self._graph.devices_of(message)[0] - len(self._graph.workload.devices)
         self._links[link].append(message)
-        self._waiting[message] = 0
         self._free[link] = max(self._free[link], made) + self._graph.durations[message]
         for other, lag in self._graph.successors[message]:
             self._arrive(other, self._free[link] + lag)
