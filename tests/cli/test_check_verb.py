@@ -96,6 +96,7 @@ def test_json_of_a_valid_plan(run: Check, plan_path: str) -> None:
         "num_actions": 64,
         "num_transfers": 48,
         "makespan_ns": 330,
+        "iteration_ns": 330,
         "bubble_rate_steady": 0.0,
         "period_ns": 30.0,
         "peak_memory_bytes": [4000, 3000, 2000, 1000],

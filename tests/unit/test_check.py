@@ -25,12 +25,15 @@ from helpers import (
 )
 
 from pipeplan.check import RULES, Report, check
+from pipeplan.costs import build_workload
 from pipeplan.errors import InvalidPlanError
 from pipeplan.model import (
     Action,
     Cluster,
     DeviceKind,
     LinkLevel,
+    PlacedStage,
+    Placement,
     Plan,
     Profile,
     Provenance,
@@ -567,18 +570,18 @@ def test_costs_between_two_profiled_sizes() -> None:
 
 
 def test_shards_split_parameters_and_replicas_split_samples() -> None:
-    workload = chain_workload(4, 4, devices=[(0, 1), (2, 3)], sizes=[2, 2], parameter_bytes=4)
-    stages = (
-        workload.stages[0].model_copy(update={"optimizer_bytes": 7}),
-        workload.stages[1].model_copy(
-            update={"shards": 1, "replicas": 2, "parameter_bytes": 7, "gradient_bytes": 7, "optimizer_bytes": 14}
-        ),
-    )
-    workload = replace(workload, stages=stages)
-    plan = plan_of(workload, gpipe_orders(workload))
     data = json.loads(to_json(chain_profile(2, parameter_bytes=7, placed=False)))
     data["blocks"][0]["costs"][0] |= {"shards": 2, "microbatch_size": 2}
-    assert check(plan, parse(json.dumps(data), Profile)).problems == ()
+    profile = parse(json.dumps(data), Profile)
+    stages = (
+        PlacedStage(blocks=("block0",), devices=(0, 1), shards=2),
+        PlacedStage(blocks=("block1",), devices=(2, 3), replicas=2),
+    )
+    placement = Placement(strategy="x", num_devices=4, stages=stages)
+    workload = build_workload(profile, placement, num_microbatches=4, microbatch_size=2)
+    assert [stage.parameter_bytes for stage in workload.stages] == [4, 7]
+    plan = plan_of(workload, gpipe_orders(workload))
+    assert check(plan, profile).problems == ()
     data["blocks"][1]["costs"][0] |= {"microbatch_size": 2}
     assert [p.place for p in check(plan, parse(json.dumps(data), Profile)).problems] == ["stages[1]"]
 

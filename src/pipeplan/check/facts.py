@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from pipeplan.model import Plan
+from pipeplan.model import Dependency, Hop, Plan
+from pipeplan.model.samples import Slots
 
 __all__ = ["Facts", "Wait"]
 
-Wait = tuple[int, int, int]
-"""What an operation waits for: (operation, lag in ns, number of the dependency)."""
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What an operation waits for: another, ``lag_ns`` after its end; ``part_ns`` from a part of one to one's part.
+
+    ``dependency`` is the number of the dependency that says so.
+    """
+
+    source: int
+    lag_ns: int
+    part_ns: int
+    dependency: int
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Operations are numbered as in the plan; lists are [operation].
+    """Operations are numbered as in the plan, and the actions of each by their samples; lists are [operation].
 
-    ``groups`` are ``devices`` as sets; ``counts`` is how many actions an operation has, ``sizes`` the samples in each.
+    ``groups`` are ``devices`` as sets; ``slots`` say which samples each action holds, ``counts`` how many there are.
+    ``durations`` are of whole micro-batches, ``part_durations`` of the parts of those that run in two.
     """
 
     plan: Plan
@@ -25,8 +38,9 @@ class Facts:
     devices: list[tuple[int, ...]]
     groups: list[frozenset[int]]
     durations: list[int]
+    part_durations: list[int]
+    slots: list[Slots]
     counts: list[int]
-    sizes: list[int]
     starts: list[tuple[int, ...]]
     waits: list[list[Wait]]
 
@@ -35,8 +49,8 @@ class Facts:
         """Number the operations of a plan."""
         ids = [operation.id for operation in plan.operations]
         position = {id_: index for index, id_ in enumerate(ids)}
-        counts = [plan.num_instances(id_) for id_ in ids]
         groups = [frozenset(stage.devices) for stage in plan.stages]
+        slots = [plan.slots(id_) for id_ in ids]
         return cls(
             plan=plan,
             ids=ids,
@@ -44,8 +58,9 @@ class Facts:
             devices=[plan.devices_of(id_) for id_ in ids],
             groups=[groups[operation.stage] for operation in plan.operations],
             durations=[operation.duration_ns for operation in plan.operations],
-            counts=counts,
-            sizes=[plan.stage_of(id_).microbatch_size for id_ in ids],
+            part_durations=[operation.part_ns or 0 for operation in plan.operations],
+            slots=slots,
+            counts=[len(each) for each in slots],
             starts=[plan.starts_ns[id_] for id_ in ids],
             waits=_waits(plan, position),
         )
@@ -55,36 +70,80 @@ class Facts:
         """Number of compute actions; one of several devices counts once."""
         return sum(self.counts)
 
-    def label(self, operation: int, microbatch: int) -> str:
+    def label(self, operation: int, number: int) -> str:
         """The action's text: ``2F0``."""
-        return f"{self.ids[operation]}{microbatch}"
+        return f"{self.ids[operation]}{self.slots[operation].text(number)}"
 
-    def end(self, operation: int, microbatch: int) -> int:
+    def is_part(self, operation: int, number: int) -> bool:
+        """Whether an action runs one of two parts of a micro-batch."""
+        return number < 2 * self.slots[operation].num_parted
+
+    def duration(self, operation: int, number: int) -> int:
+        """How long an action takes, in ns."""
+        return (self.part_durations if self.is_part(operation, number) else self.durations)[operation]
+
+    def end(self, operation: int, number: int) -> int:
         """When an action ends, in ns."""
-        return self.starts[operation][microbatch] + self.durations[operation]
+        return self.starts[operation][number] + self.duration(operation, number)
 
-    def sharing(self, operation: int, microbatch: int, other: int) -> range:
-        """Micro-batches of another operation that hold samples of this action's micro-batch."""
-        size, other_size = self.sizes[operation], self.sizes[other]
-        return range(microbatch * size // other_size, -(-(microbatch + 1) * size // other_size))
+    def acquired(self, operation: int, number: int) -> int:
+        """Bytes an action takes at its start: of two parts each a half, the first the larger one."""
+        taken = self.plan.operations[operation].acquire_bytes
+        if not self.is_part(operation, number):
+            return taken
+        return taken // 2 if number % 2 else -(-taken // 2)
+
+    def sharing(self, operation: int, number: int, other: int) -> range:
+        """The actions of another operation that hold samples of this action."""
+        own, others = self.slots[operation], self.slots[other]
+        return range(number, number + 1) if own == others else others.sharing(own.samples(number))
+
+    def inputs(self, operation: int, number: int) -> Iterator[tuple[Wait, int, int]]:
+        """What an action waits for: (wait, action of its source, ns between that one's end and this one's start)."""
+        part = self.is_part(operation, number)
+        for wait in self.waits[operation]:
+            for n in self.sharing(operation, number, wait.source):
+                yield wait, n, wait.part_ns if part and self.is_part(wait.source, n) else wait.lag_ns
+
+    def messages(self, dependency: Dependency, hop: Hop) -> Slots:
+        """The messages of a hop: one per micro-batch of its source that goes there, two where both ends have parts."""
+        source, target = (self.slots[self.position[id_]] for id_ in (dependency.source, dependency.target))
+        parted = min(source.num_parted, target.num_parted)
+        return replace(source, num_parted=parted, every=hop.every, run=hop.run, first=hop.first)
 
     def busy(self) -> list[int]:
         """Time that each device computes in one iteration [device], in ns."""
-        busy = [0] * len(self.plan.devices)
-        for devices, duration, count in zip(self.devices, self.durations, self.counts, strict=True):
+        return self._per_device([self._work(operation) for operation in range(len(self.ids))])
+
+    def busy_whole(self) -> list[int]:
+        """The same, if all micro-batches ran whole."""
+        return self._per_device(
+            [duration * slots.count for duration, slots in zip(self.durations, self.slots, strict=True)]
+        )
+
+    def _work(self, operation: int) -> int:
+        slots = self.slots[operation]
+        whole = (len(slots) - 2 * slots.num_parted) * self.durations[operation]
+        return whole + 2 * slots.num_parted * self.part_durations[operation]
+
+    def _per_device(self, times: Sequence[int]) -> list[int]:
+        """The sum of operations' times on each device."""
+        total = [0] * len(self.plan.devices)
+        for devices, time in zip(self.devices, times, strict=True):
             for device in devices:
-                busy[device] += duration * count
-        return busy
+                total[device] += time
+        return total
 
 
 def _waits(plan: Plan, position: dict[str, int]) -> list[list[Wait]]:
     """Of dependencies that stand there twice (which is refused) only the slower counts."""
-    slowest: dict[tuple[int, int], tuple[int, int]] = {}
+    slowest: dict[tuple[int, int], Wait] = {}
     for number, dependency in enumerate(plan.dependencies):
         pair = position[dependency.target], position[dependency.source]
-        if pair not in slowest or slowest[pair][0] < dependency.lag_ns:
-            slowest[pair] = dependency.lag_ns, number
+        if pair not in slowest or slowest[pair].lag_ns < dependency.lag_ns:
+            part_ns = max((hop.part.duration_ns for hop in dependency.hops), default=0)
+            slowest[pair] = Wait(pair[1], dependency.lag_ns, part_ns, number)
     waits: list[list[Wait]] = [[] for _ in position]
-    for (target, source), (lag, number) in slowest.items():
-        waits[target].append((source, lag, number))
+    for (target, _), wait in slowest.items():
+        waits[target].append(wait)
     return waits

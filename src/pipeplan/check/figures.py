@@ -22,15 +22,16 @@ def figures_of(facts: Facts, copy_ns: Fraction | None, peaks: tuple[int, ...]) -
     unroll = plan.repetend.unroll if plan.repetend is not None else 1
     steady = None
     if copy_ns is not None:
-        per_copy = Fraction(sum(busy) * unroll, plan.num_microbatches)
+        per_copy = Fraction(sum(facts.busy_whole()) * unroll, plan.num_microbatches)
         steady = float(1 - per_copy / (len(busy) * copy_ns))
     return Figures(
         num_devices=len(plan.devices),
         num_actions=facts.num_actions,
         num_transfers=sum(
-            len(dependency.hops) * facts.counts[facts.position[dependency.source]] for dependency in plan.dependencies
+            len(facts.messages(dependency, hop)) for dependency in plan.dependencies for hop in dependency.hops
         ),
         makespan_ns=makespan,
+        iteration_ns=_iteration(facts),
         bubble_rate=float(1 - Fraction(sum(busy), len(busy) * makespan)),
         bubble_rate_span=_bubble_rate_span(facts, busy),
         bubble_rate_steady=steady,
@@ -40,7 +41,20 @@ def figures_of(facts: Facts, copy_ns: Fraction | None, peaks: tuple[int, ...]) -
 
 
 def _last_end(facts: Facts, operation: int) -> int:
-    return max(facts.starts[operation]) + facts.durations[operation]
+    return max(facts.end(operation, number) for number in range(facts.counts[operation]))
+
+
+def _iteration(facts: Facts) -> int:
+    """When each device has ended its last action and then summed the gradients of its stages, in ns."""
+    ends, syncs = [0] * len(facts.plan.devices), [0] * len(facts.plan.devices)
+    for operation, devices in enumerate(facts.devices):
+        end = _last_end(facts, operation)
+        for device in devices:
+            ends[device] = max(ends[device], end)
+    for stage in facts.plan.stages:
+        for device in stage.devices:
+            syncs[device] += stage.sync_ns
+    return max(map(sum, zip(ends, syncs, strict=True)))
 
 
 def _bubble_rate_span(facts: Facts, busy: list[int]) -> float:
@@ -58,9 +72,11 @@ def _bubble_rate_span(facts: Facts, busy: list[int]) -> float:
 
 
 def check_figures(facts: Facts, figures: Figures, findings: Findings) -> None:
-    """Makespan, bound and gap, bubble rates, period (design section 2), as stated."""
+    """Makespan, iteration, bound and gap, bubble rates, period (design section 2), as stated."""
     predicted = facts.plan.predicted
     _compare("makespan_ns", predicted.makespan_ns, figures.makespan_ns, findings)
+    if predicted.iteration_ns:  # older plans do not say it
+        _compare("iteration_ns", predicted.iteration_ns, figures.iteration_ns, findings)
     _compare("bubble_rate", predicted.bubble_rate, figures.bubble_rate, findings)
     _compare("bubble_rate_span", predicted.bubble_rate_span, figures.bubble_rate_span, findings)
     bound = predicted.lower_bound_ns
@@ -83,7 +99,7 @@ def _check_period(facts: Facts, figures: Figures, findings: Findings) -> None:
     _compare("period_ns", predicted.period_ns, repetend.period_ns, findings)
     if figures.bubble_rate_steady is not None:
         _compare("bubble_rate_steady", predicted.bubble_rate_steady, figures.bubble_rate_steady, findings)
-    work = max(facts.busy()) / facts.plan.num_microbatches
+    work = max(facts.busy_whole()) / facts.plan.num_microbatches
     if repetend.period_ns < work * (1 - TOLERANCE):
         text = f"is {repetend.period_ns:.9g} ns per micro-batch, less than the busiest device's work of {work:.9g} ns"
         findings.add("figures", "repetend.repetend_ns", text)

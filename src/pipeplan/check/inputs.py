@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 
+from pipeplan.check.deliveries import deliveries_of, replicas_of, shares_evenly
 from pipeplan.check.report import Findings
 from pipeplan.costs import block_costs, transfer_time
+from pipeplan.costs.collectives import all_reduce_time
 from pipeplan.errors import UsageError
 from pipeplan.model import Block, Cluster, CostRow, Dependency, Edge, Hop, Operation, Plan, Profile, Stage, sha256_of
 
@@ -24,12 +27,22 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
     if not _has_its_blocks(plan, profile, findings):
         return
     for number, stage in enumerate(plan.stages):
-        rows = _rows(number, stage, profile, findings)
+        rows = _rows(number, stage, stage.microbatch_size // stage.replicas, profile, findings)
         if rows:
             _check_stage(number, stage, profile, findings)
             own = [operation for operation in plan.operations if operation.stage == number]
             _check_operations(own, rows, _held_by_others(stage, profile), plan.split_overhead_ns, findings)
+            for operation in own:
+                if operation.part_ns is not None:
+                    _check_part(number, stage, operation, profile, findings)
     _check_dependencies(plan, profile, cluster, findings)
+    if _knows_links(plan, cluster):
+        _check_syncs(plan, cluster, findings)
+
+
+def _knows_links(plan: Plan, cluster: Cluster | None) -> bool:
+    """Whether times of messages can be told: without the plan's cluster they cannot."""
+    return cluster is not None or not plan.provenance.cluster_sha256
 
 
 def check_cluster(plan: Plan, cluster: Cluster, peaks: Sequence[int], findings: Findings) -> None:
@@ -61,15 +74,18 @@ def _has_its_blocks(plan: Plan, profile: Profile, findings: Findings) -> bool:
                 findings.add("profile", f"stages[{number}].blocks[{index}]", f"{block!r} is not in the profile")
     for block in sorted(known - planned):
         findings.add("profile", "stages", f"block {block!r} of the profile is in none")
-    return known == planned
+    by_route: dict[int, set[str]] = defaultdict(set)
+    for stage in plan.stages:
+        by_route[stage.route].update(stage.blocks)
+    return all(blocks == known for blocks in by_route.values())
 
 
-def _rows(number: int, stage: Stage, profile: Profile, findings: Findings) -> list[CostRow]:
-    """Costs of the stage's blocks on each of its devices; empty, with a problem noted, if the profile lacks some."""
-    samples, rest = divmod(stage.microbatch_size, stage.replicas)
-    if rest:
-        text = f"{stage.microbatch_size} is not a multiple of its {stage.replicas} replicas, which split the samples"
-        findings.add("profile", f"stages[{number}].microbatch_size", text)
+def _rows(number: int, stage: Stage, samples: int, profile: Profile, findings: Findings) -> list[CostRow]:
+    """Costs of the stage's blocks on each device for so many samples there.
+
+    Empty, with a problem noted, if the profile lacks some.
+    """
+    if not shares_evenly(stage):  # which is refused whatever the profile
         return []
     by_id = {block.id: block for block in profile.blocks}
     inputs: dict[str, int] = defaultdict(int)
@@ -110,6 +126,26 @@ def _check_stage(number: int, stage: Stage, profile: Profile, findings: Findings
         "optimizer_bytes": sum(-(-block.optimizer_bytes // stage.shards) for block in blocks),
     }
     _compare(f"stages[{number}]", stage, expected, findings)
+
+
+def _check_part(number: int, stage: Stage, forward: Operation, profile: Profile, findings: Findings) -> None:
+    """One of two parts of a micro-batch takes what the profile says of half the samples."""
+    rows = _rows(number, stage, stage.microbatch_size // stage.replicas // 2, profile, findings)
+    if rows:
+        expected = {"part_ns": max(1, sum(row.forward_ns for row in rows))}
+        _compare(f"operations[{forward.id}]", forward, expected, findings)
+
+
+def _check_syncs(plan: Plan, cluster: Cluster | None, findings: Findings) -> None:
+    """Gradients are summed over all devices that hold a part of the same blocks, shard by shard."""
+    devices_of: dict[str, set[int]] = defaultdict(set)
+    for stage in plan.stages:
+        for block in stage.blocks:
+            devices_of[block].update(stage.devices)
+    for number, stage in enumerate(plan.stages):
+        devices = sorted(set().union(*(devices_of[block] for block in stage.blocks)))
+        expected = {"sync_ns": all_reduce_time(cluster, devices[:: stage.shards], stage.gradient_bytes)}
+        _compare(f"stages[{number}]", stage, expected, findings)
 
 
 def _check_operations(
@@ -176,12 +212,12 @@ def _check_dependencies(plan: Plan, profile: Profile, cluster: Cluster | None, f
 
 def _expected(plan: Plan, profile: Profile) -> _EdgesByPair:
     """Dependencies between stages, each with the edges behind it."""
-    stage_of = {block: number for number, stage in enumerate(plan.stages) for block in stage.blocks}
+    stage_of = {(stage.route, block): n for n, stage in enumerate(plan.stages) for block in stage.blocks}
     split = {operation.stage for operation in plan.operations if operation.kind == "I"}
     found: _EdgesByPair = defaultdict(list)
     sent: set[tuple[object, ...]] = set()  # a tensor goes to a stage once
-    for edge in profile.edges:
-        source, target = stage_of[edge.source], stage_of[edge.target]
+    for route, edge in itertools.product(sorted({route for route, _ in stage_of}), profile.edges):
+        source, target = stage_of[route, edge.source], stage_of[route, edge.target]
         if source == target:
             continue
         pairs = [(f"{source}F", f"{target}F")]
@@ -215,16 +251,16 @@ def _check_hops(
     cluster: Cluster | None,
     findings: Findings,
 ) -> None:
-    """Bytes of the sender's micro-batch; a fixed time goes before the cluster's and occupies no link."""
-    stages = plan.stage_of(dependency.source), plan.stage_of(dependency.target)
-    if max(stage.replicas for stage in stages) > 1:  # replicas send slices, and how they are cut is not in the plan
+    """Bytes of the samples it carries at most; a fixed time goes before the cluster's and occupies no link."""
+    source, target = plan.stage_of(dependency.source), plan.stage_of(dependency.target)
+    if not (source.route == target.route and shares_evenly(source) and shares_evenly(target)):
         return
-    samples = stages[0].microbatch_size
-    size = sum(_tensor_bytes(edge, samples) for edge in edges)
+    carried, makers = deliveries_of(source, target), replicas_of(source)
     for index, hop in enumerate(dependency.hops):
         place = f"dependencies[{number}].hops[{index}]"
-        expected = {"bytes": size}
-        if cluster is not None or not plan.provenance.cluster_sha256:
+        samples = max(carried.get((hop.target_device, makers[hop.source_device]), {}).values(), default=0)
+        expected = {"bytes": sum(_tensor_bytes(edge, samples) for edge in edges)}
+        if _knows_links(plan, cluster):
             expected |= _times(hop, edges, samples, cluster)
         _compare(place, hop, expected, findings)
 

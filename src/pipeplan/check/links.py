@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeplan.check.facts import Facts
 from pipeplan.check.programs import Messages, Programs
 from pipeplan.check.report import Findings
+from pipeplan.model import Hop
 
 __all__ = ["Links", "check_links"]
 
 Sent = tuple[int, int]
-"""A message: the number of its hop, and a micro-batch of its source."""
+"""A message: the number of its hop, and its own among those of the hop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,38 +47,50 @@ class Links:
     def _send(self, facts: Facts, device: int, entries: list[Sent]) -> None:
         """Take the SENDs of one device."""
         free: defaultdict[int, int] = defaultdict(int)
-        for entry, m in entries:
+        for entry, message in entries:
             number = entry - len(facts.ids)
             if number not in self.ends or self.messages.hops[number][3].source_device != device:
                 continue
-            hop = self.messages.hops[number][3]
-            self.orders[device, hop.target_device].append((number, m))
-            self.begins[number, m] = max(free[hop.target_device], facts.end(self.ends[number][0], m))
-            free[hop.target_device] = self.begins[number, m] + hop.occupancy_ns
+            hop = self.hop(number, message)
+            self.orders[device, hop.target_device].append((number, message))
+            self.begins[number, message] = max(free[hop.target_device], self.made(facts, number, message))
+            free[hop.target_device] = self.begins[number, message] + hop.occupancy_ns
 
-    def arrival(self, number: int, microbatch: int) -> int:
+    def hop(self, number: int, message: int) -> Hop:
+        """What a message takes, as a hop: a part of a micro-batch occupies the link half as long."""
+        hop = self.messages.hops[number][3]
+        return hop.part if message < 2 * self.messages.slots[number].num_parted else hop
+
+    def made(self, facts: Facts, number: int, message: int) -> int:
+        """When everything that a message carries is made, in ns."""
+        source = self.ends[number][0]
+        samples = self.messages.slots[number].samples(message)
+        return max(facts.end(source, n) for n in facts.slots[source].sharing(samples))
+
+    def arrival(self, number: int, message: int) -> int:
         """When a message is there, in ns."""
-        return self.begins[number, microbatch] + self.messages.hops[number][3].duration_ns
+        return self.begins[number, message] + self.hop(number, message).duration_ns
 
-    def last_arrival(self, facts: Facts, target: int, microbatch: int) -> int:
+    def incoming(self, facts: Facts, target: int, action: int) -> Iterator[Sent]:
+        """The messages that come to an action over these links."""
+        samples = facts.slots[target].samples(action)
+        for number in self.hops[target]:
+            for message in self.messages.slots[number].sharing(samples):
+                yield number, message
+
+    def last_arrival(self, facts: Facts, target: int, action: int) -> int:
         """When everything is there that comes to an action over these links, in ns; 0 if nothing does."""
-        return max(
-            (
-                self.arrival(number, m)
-                for number in self.hops[target]
-                for m in facts.sharing(target, microbatch, self.ends[number][0])
-            ),
-            default=0,
-        )
+        return max((self.arrival(*sent) for sent in self.incoming(facts, target, action)), default=0)
 
     def copy(self, link: tuple[int, int], begins: list[int], unroll: int) -> dict[Sent, int] | None:
         """The link's part of a repetend that has its operations from micro-batches ``begins`` [operation] on.
 
         That is a contiguous run of its messages, in which each hop occurs ``unroll`` times; the last such run
-        in which no message is before what makes it, or behind what waits for it. {(hop, m): micro-batch m's
-        number in the run, by hop}, in order; None if there is none.
+        in which no message is before what makes it, or behind what waits for it. {(hop, micro-batch): the
+        micro-batch's number in the run, by hop}, in order; None if there is none.
         """
-        order = self.orders[link]
+        named = [(number, self.messages.slots[number].name(message)) for number, message in self.orders[link]]
+        order = [(number, microbatch) for number, (microbatch, part) in named if part != 1]  # parts are before it
         low = {number: begins[self.ends[number][1]] for number, _ in order}
         high = {number: begins[self.ends[number][0]] for number, _ in order}
         for at in reversed(range(sum(low.values()), sum(high.values()) + 1)):
@@ -96,16 +110,14 @@ def check_links(facts: Facts, links: Links, findings: Findings) -> None:
 
     Whether it would be there over a free link is another rule's (inputs).
     """
-    for target, numbers in enumerate(links.hops):
-        for number in numbers:
-            source = links.ends[number][0]
-            hop = links.messages.hops[number][3]
-            for m, start in enumerate(facts.starts[target]):
-                for n in facts.sharing(target, m, source):
-                    if facts.end(source, n) + hop.duration_ns <= start < links.arrival(number, n):
-                        text = (
-                            f"starts at {start} ns, but {links.messages.text(number, n, send=True)} gets the link from "
-                            f"device {hop.source_device} to {hop.target_device} at {links.begins[number, n]} ns, after "
-                            f"others, and arrives at {links.arrival(number, n)} ns ({links.messages.place(number)})"
-                        )
-                        findings.add("links", f"starts_ns[{facts.ids[target]}][{m}]", text)
+    for target, starts in enumerate(facts.starts if links.ends else []):
+        for action, start in enumerate(starts):
+            for sent in links.incoming(facts, target, action):
+                number, hop = sent[0], links.hop(*sent)
+                if links.made(facts, *sent) + hop.duration_ns <= start < links.arrival(*sent):
+                    text = (
+                        f"starts at {start} ns, but {links.messages.text(*sent, send=True)} gets the link from "
+                        f"device {hop.source_device} to {hop.target_device} at {links.begins[sent]} ns, after "
+                        f"others, and arrives at {links.arrival(*sent)} ns ({links.messages.place(number)})"
+                    )
+                    findings.add("links", f"starts_ns[{facts.ids[target]}][{action}]", text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeplan.check.facts import Facts
-from pipeplan.check.programs import Programs
+from pipeplan.check.programs import Entry, Programs
 from pipeplan.check.report import Findings
 from pipeplan.model import DeviceMemory
 
@@ -13,9 +13,9 @@ __all__ = ["check_memory"]
 def check_memory(facts: Facts, programs: Programs, findings: Findings) -> tuple[int, ...]:
     """Every device stays within its memory and its predicted parts are right; returns the peaks [device] in bytes.
 
-    An action takes ``acquire_bytes`` at its start and gives ``release_bytes`` back at its end; workspace is held
-    while it runs. A device runs one action at a time, so all follows from its order. Call it with complete
-    programs only.
+    An action takes ``acquire_bytes`` at its start and gives ``release_bytes`` back at its end, a part of a forward
+    takes half; workspace is held while it runs. A device runs one action at a time, so all follows from its order.
+    Call it with complete programs only.
     """
     static = _static(facts)
     peaks: list[int] = []
@@ -56,16 +56,13 @@ def _static(facts: Facts) -> list[tuple[int, int, int]]:
     return static
 
 
-def _levels(facts: Facts, entries: list[tuple[int, int]]) -> list[int]:
+def _levels(facts: Facts, entries: list[Entry]) -> list[int]:
     """Activations and workspace while each action runs [action], in bytes."""
-    effects = [
-        (operation.acquire_bytes, operation.release_bytes, operation.workspace_bytes)
-        for operation in facts.plan.operations
-    ]
+    effects = [(operation.release_bytes, operation.workspace_bytes) for operation in facts.plan.operations]
     held, levels = 0, []
-    for operation, _ in entries:
-        acquire, release, workspace = effects[operation]
-        held += acquire
+    for operation, number in entries:
+        release, workspace = effects[operation]
+        held += facts.acquired(operation, number)
         levels.append(held + workspace)
         held -= release
     return levels

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from pipeplan.check.facts import Facts
 from pipeplan.check.report import Findings
 from pipeplan.model import Action, Dependency, Hop, payload_of
+from pipeplan.model.samples import Slots
 
-__all__ = ["Messages", "Programs", "check_messages", "read_programs"]
+__all__ = ["Entry", "Messages", "Programs", "check_messages", "read_programs"]
 
 Entry = tuple[int, int]
-"""An operation, or a message behind all operations, and a micro-batch."""
+"""An operation, or a hop behind all operations, and the number of one of its actions or messages."""
 
 _AMBIGUOUS = -1
 
@@ -22,11 +23,12 @@ _AMBIGUOUS = -1
 class Messages:
     """The hops of all dependencies in a row, and what a transfer's text may call them.
 
-    ``sends`` and ``receives`` map (stage, payload, device, other stage or None, other device or None) to the number
-    of the only hop that fits, or to -1 where several do.
+    ``slots`` [hop] say which samples each message is about. ``sends`` and ``receives`` map (stage, payload, device,
+    other stage or None, other device or None) to the number of the only hop that fits, or to -1 where several do.
     """
 
     hops: list[tuple[int, int, Dependency, Hop]]
+    slots: list[Slots]
     sends: dict[tuple[int, str, int, int | None, int | None], int]
     receives: dict[tuple[int, str, int, int | None, int | None], int]
 
@@ -49,16 +51,18 @@ class Messages:
                             key = (stage, payload, device, said_stage, said_device)
                             names[key] = _AMBIGUOUS if key in names else len(hops)
                 hops.append((number, index, dependency, hop))
-        return cls(hops, sends, receives)
+        slots = [facts.messages(dependency, hop) for _, _, dependency, hop in hops]
+        return cls(hops, slots, sends, receives)
 
-    def text(self, number: int, microbatch: int, *, send: bool) -> str:
+    def text(self, number: int, message: int, *, send: bool) -> str:
         """The transfer's full text."""
         _, _, dependency, hop = self.hops[number]
+        microbatch, part = self.slots[number].name(message)
         source, target = int(dependency.source[:-1]), int(dependency.target[:-1])
         payload = payload_of(dependency.source[-1])
         if send:
-            return str(Action(source, f"SEND_{payload}", microbatch, target, hop.target_device))
-        return str(Action(target, f"RECV_{payload}", microbatch, source, hop.source_device))
+            return str(Action(source, f"SEND_{payload}", microbatch, target, hop.target_device, part))
+        return str(Action(target, f"RECV_{payload}", microbatch, source, hop.source_device, part))
 
     def place(self, number: int) -> str:
         """Where the hop stands in the file."""
@@ -118,11 +122,13 @@ class _Reader:
         if isinstance(found, str):
             self.findings.add(rule, self._place(index, text), found)
             return
-        number, count = found
-        entry = (number, action.microbatch)
-        if action.microbatch >= count:
-            self.findings.add(rule, self._place(index, text), f"there are only {count} micro-batches")
-        elif entry in self.where:
+        number, slots = found
+        place = slots.number(action.microbatch, action.part)
+        if place is None:
+            self.findings.add(rule, self._place(index, text), _not_there(action, slots))
+            return
+        entry = (number, place)
+        if entry in self.where:
             first = self._place(self.where[entry], self.facts.plan.programs[self.device][self.where[entry]])
             self.findings.add(rule, self._place(index, text), f"is already there as {first}")
         else:
@@ -131,17 +137,17 @@ class _Reader:
     def _place(self, index: int, text: str) -> str:
         return f"programs[{self.device}][{index}] ({text})"
 
-    def _operation(self, action: Action) -> tuple[int, int] | str:
-        """Number and count of a compute action's operation, or what is wrong."""
+    def _operation(self, action: Action) -> tuple[int, Slots] | str:
+        """Number and actions of a compute action's operation, or what is wrong."""
         number = self.facts.position.get(action.operation)
         if number is None:
             return f"{action.operation} is not an operation of the plan"
         if self.device not in self.facts.groups[number]:
             return f"stage {action.stage} stands on devices {list(self.facts.devices[number])}, not here"
-        return number, self.facts.counts[number]
+        return number, self.facts.slots[number]
 
-    def _message(self, action: Action) -> tuple[int, int] | str:
-        """Number and count of a transfer's message, or what is wrong."""
+    def _message(self, action: Action) -> tuple[int, Slots] | str:
+        """Number and messages of a transfer's hop, or what is wrong."""
         assert self.messages is not None
         names = self.messages.sends if action.kind.startswith("SEND") else self.messages.receives
         key = (action.stage, action.payload, self.device, action.peer_stage, action.peer_device)
@@ -150,8 +156,18 @@ class _Reader:
             return "no dependency has such a hop from or to this device"
         if number == _AMBIGUOUS:
             return "several hops fit; name the stage and the device on the other end, as 1SEND_F0>3@2"
-        source = self.facts.position[self.messages.hops[number][2].source]
-        return len(self.facts.ids) + number, self.facts.counts[source]
+        return len(self.facts.ids) + number, self.messages.slots[number]
+
+
+def _not_there(action: Action, slots: Slots) -> str:
+    """Why an operation has no such action, or a hop no such message."""
+    if action.microbatch >= slots.count:
+        return f"there are only {slots.count} micro-batches"
+    if slots.every > 1 and not slots.first <= action.microbatch % slots.every < slots.first + slots.run:
+        return f"of every {slots.every} micro-batches only {slots.run} go there, from number {slots.first} on"
+    if action.microbatch < slots.num_parted:
+        return f"the micro-batch runs in two parts, {action.microbatch}.0 and {action.microbatch}.1"
+    return f"the micro-batch is not in parts here; the first {slots.num_parted} are"
 
 
 def _require_all_actions(facts: Facts, programs: Programs, findings: Findings) -> None:
@@ -168,8 +184,8 @@ def _require_all_actions(facts: Facts, programs: Programs, findings: Findings) -
 def _require_all_messages(facts: Facts, messages: Messages, programs: Programs, findings: Findings) -> None:
     base = len(facts.ids)
     present = Counter((device, number) for device, entries in enumerate(programs.entries) for number, _ in entries)
-    for number, (_, _, dependency, hop) in enumerate(messages.hops):
-        count = facts.counts[facts.position[dependency.source]]
+    for number, (*_, hop) in enumerate(messages.hops):
+        count = len(messages.slots[number])
         for device, send in ((hop.source_device, True), (hop.target_device, False)):
             missing = count - present[device, base + number]
             if missing:
@@ -197,13 +213,15 @@ def _check_sides(facts: Facts, messages: Messages, programs: Programs, findings:
     for number, (_, _, dependency, hop) in enumerate(messages.hops):
         source, target = facts.position[dependency.source], facts.position[dependency.target]
         sender, receiver = programs.where[hop.source_device], programs.where[hop.target_device]
-        for m in range(facts.counts[source]):
-            if sender[base + number, m] < sender[source, m]:
-                place = _place(facts, hop.source_device, sender[base + number, m])
-                text = f"sends what {facts.label(source, m)} makes only afterwards, at [{sender[source, m]}]"
-                findings.add("transfer-order", place, text)
-            received = receiver[base + number, m]
-            for n in facts.sharing(source, m, target):
+        for message in range(len(messages.slots[number])):
+            samples = messages.slots[number].samples(message)
+            sent, received = sender[base + number, message], receiver[base + number, message]
+            for n in facts.slots[source].sharing(samples):
+                if sent < sender[source, n]:
+                    place = _place(facts, hop.source_device, sent)
+                    text = f"sends what {facts.label(source, n)} makes only afterwards, at [{sender[source, n]}]"
+                    findings.add("transfer-order", place, text)
+            for n in facts.slots[target].sharing(samples):
                 if receiver[target, n] < received:
                     place = _place(facts, hop.target_device, received)
                     text = f"{facts.label(target, n)} needs it before, at [{receiver[target, n]}]"

@@ -67,7 +67,10 @@ def check_repetend(facts: Facts, programs: Programs, links: Links | None, findin
 
 
 def _cannot_repeat(facts: Facts, repetend: Repetend, findings: Findings) -> bool:
-    """Micro-batches of one size, enough of them, and no copy that waits for a later one."""
+    """Micro-batches of one size on one route, enough of them, none in parts, and no copy that waits for a later one."""
+    if facts.plan.num_routes > 1:
+        text = f"are {facts.plan.num_routes}; only plans with one route have a repetend"
+        findings.add("repetend", "num_routes", text)
     for number, stage in enumerate(facts.plan.stages):
         if stage.microbatch_size != facts.plan.microbatch_size:
             text = (
@@ -78,6 +81,10 @@ def _cannot_repeat(facts: Facts, repetend: Repetend, findings: Findings) -> bool
     for id_, begin in repetend.first.items():
         if begin + repetend.unroll > facts.plan.num_microbatches:
             text = f"micro-batches {begin} to {begin + repetend.unroll - 1} are more than there are"
+            findings.add("repetend", f"repetend.first[{id_}]", text)
+        parted = facts.slots[facts.position[id_]].num_parted
+        if begin < parted:
+            text = f"is {begin}, but micro-batches up to {parted - 1} run in parts; a repetend is of whole ones"
             findings.add("repetend", f"repetend.first[{id_}]", text)
     for number, dependency in enumerate(facts.plan.dependencies):
         source, target = repetend.first[dependency.source], repetend.first[dependency.target]
@@ -97,20 +104,21 @@ def _copy_order(
     entries = programs.compute[device]
     first = [repetend.first[id_] for id_ in facts.ids]
     own = {operation for operation, _ in entries}
-    begin = sum(first[operation] for operation in own)
+    begin = sum(first[operation] + facts.slots[operation].num_parted for operation in own)
     end = begin + repetend.unroll * len(own)
-    for index, (operation, m) in enumerate(entries):
+    for index, (operation, number) in enumerate(entries):
+        m, _ = facts.slots[operation].name(number)
         part = "before" if m < first[operation] else "in" if m < first[operation] + repetend.unroll else "behind"
         stands = "before" if index < begin else "in" if index < end else "behind"
         if part != stands:
-            at = programs.where[device][operation, m]
+            at = programs.where[device][operation, number]
             text = (
                 f"stands {stands} the device's repetend, compute actions {begin} to {end - 1}, but belongs {part} it: "
                 f"{facts.ids[operation]} has its micro-batches from {first[operation]} on"
             )
-            findings.add("repetend", f"programs[{device}][{at}] ({facts.label(operation, m)})", text)
+            findings.add("repetend", f"programs[{device}][{at}] ({facts.label(operation, number)})", text)
             return []
-    return [(operation, m - first[operation]) for operation, m in entries[begin:end]]
+    return [(operation, facts.slots[operation].name(n)[0] - first[operation]) for operation, n in entries[begin:end]]
 
 
 def _copy(facts: Facts, repetend: Repetend, orders: list[list[tuple[int, int]]]) -> _Copy:
@@ -122,12 +130,14 @@ def _copy(facts: Facts, repetend: Repetend, orders: list[list[tuple[int, int]]])
         for before, after in zip(tasks, [*tasks[1:], tasks[0]], strict=True):
             edges.append((before, after, facts.durations[before // unroll], int(after == tasks[0])))
     for target, waits in enumerate(facts.waits):
-        for source, lag, _ in waits:
+        for wait in waits:
+            source, time = wait.source, facts.durations[wait.source] + wait.lag_ns
             for u in range(unroll):
                 # micro-batch first[target] + u is the source's u' in an earlier copy, or in this one
                 back, other = divmod(first[target] + u - first[source], unroll)
-                edges.append((source * unroll + other, target * unroll + u, facts.durations[source] + lag, -back))
-    starts = [facts.starts[operation][first[operation] + u] for operation in range(len(first)) for u in range(unroll)]
+                edges.append((source * unroll + other, target * unroll + u, time, -back))
+    begins = [begin + slots.num_parted for begin, slots in zip(first, facts.slots, strict=True)]
+    starts = [starts[begin + u] for starts, begin in zip(facts.starts, begins, strict=True) for u in range(unroll)]
     busy = [sum(facts.durations[operation] for operation, _ in order) for order in orders]
     return _Copy(edges, starts, max(busy))
 
@@ -149,7 +159,7 @@ def _add_link(facts: Facts, repetend: Repetend, links: Links, run: dict[Sent, in
     """The messages of a link as tasks: after what makes each, after each other, and before what waits for each."""
     unroll = repetend.unroll
     tasks = dict(zip(run, range(len(copy.starts), len(copy.starts) + len(run)), strict=True))
-    copy.starts.extend(links.begins[sent] for sent in run)
+    copy.starts.extend(links.begins[number, m + links.messages.slots[number].num_parted] for number, m in run)
     for number, m in run:
         hop = links.messages.hops[number][3]
         source, target = links.ends[number]

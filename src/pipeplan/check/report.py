@@ -39,15 +39,16 @@ class Problem:
 class Figures:
     """What the plan comes to by its stated start times and programs; times in ns, sizes in bytes.
 
-    Rates are those of design section 2. ``period_ns`` (per micro-batch, when the repetend is repeated without
-    end) and ``bubble_rate_steady`` are None without a valid repetend, ``peak_memory_bytes`` [device] is empty
-    where the programs lack actions.
+    Rates are those of design section 2; ``iteration_ns`` is the makespan, and then gradients summed. ``period_ns``
+    (per micro-batch, when the repetend is repeated without end) and ``bubble_rate_steady`` are None without a valid
+    repetend, ``peak_memory_bytes`` [device] is empty where the programs lack actions.
     """
 
     num_devices: int
     num_actions: int
     num_transfers: int
     makespan_ns: int
+    iteration_ns: int
     bubble_rate: float
     bubble_rate_span: float
     bubble_rate_steady: float | None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+
+from pipeplan.check.deliveries import deliveries_of, goes_with, period_of, replicas_of, shares_evenly
 from pipeplan.check.report import Findings
 from pipeplan.model import Dependency, Operation, Plan, payload_of
 
@@ -10,6 +13,9 @@ __all__ = ["check_structure"]
 _FULL, _SPLIT = {"F", "B"}, {"F", "I", "W"}
 _FEEDS = {"F": "F", "B": "BI", "I": "BI", "W": ""}
 """Kind -> the kinds of other stages that hand something to it."""
+
+_Seen = dict[tuple[int, str, int, int, int], str]
+"""{(source stage, payload, target stage, source device, target device): place of the hop}."""
 
 
 def check_structure(plan: Plan, findings: Findings) -> None:
@@ -25,9 +31,15 @@ def check_structure(plan: Plan, findings: Findings) -> None:
         else:
             _check_own_order(stage, operations, pairs, findings)
             _check_balance(stage, operations, findings)
+    _check_shares(plan, findings)
     _check_blocks(plan, findings)
+    _check_dependencies(plan, findings)
+
+
+def _check_dependencies(plan: Plan, findings: Findings) -> None:
+    """None twice, each between operations that go together, its hops bringing what is needed."""
     seen: dict[tuple[str, str], int] = {}
-    messages: dict[tuple[int, str, int, int, int], str] = {}
+    messages: _Seen = {}
     for number, dependency in enumerate(plan.dependencies):
         pair = dependency.source, dependency.target
         if pair in seen:
@@ -35,19 +47,42 @@ def check_structure(plan: Plan, findings: Findings) -> None:
             findings.add("dependencies", f"dependencies[{number}]", text)
             continue
         seen[pair] = number
-        _check_dependency(number, *pair, findings)
-        _check_hops(plan, number, dependency, messages, findings)
+        _check_dependency(plan, number, *pair, findings)
+        if dependency.source[-1] != "W":  # refused already; it has nothing to send
+            _check_ends(number, dependency, messages, findings)
+            _check_deliveries(plan, number, dependency, findings)
+
+
+def _check_shares(plan: Plan, findings: Findings) -> None:
+    """Replicas share each micro-batch's samples evenly."""
+    for number, stage in enumerate(plan.stages):
+        if not shares_evenly(stage):
+            text = f"is {stage.microbatch_size}, which its {stage.replicas} replicas cannot share evenly"
+            findings.add("stages", f"stages[{number}].microbatch_size", text)
 
 
 def _check_blocks(plan: Plan, findings: Findings) -> None:
-    """Every block is in one stage, once."""
-    seen: dict[str, int] = {}
+    """Every block is in one stage of each route, once."""
+    seen: dict[tuple[int, str], int] = {}
     for number, stage in enumerate(plan.stages):
         for index, block in enumerate(stage.blocks):
-            if block in seen:
+            key = stage.route, block
+            if key in seen:
                 place = f"stages[{number}].blocks[{index}]"
-                findings.add("stages", place, f"block {block!r} is already in stages[{seen[block]}]")
-            seen[block] = number
+                findings.add("stages", place, f"block {block!r} is already in stages[{seen[key]}]")
+            seen[key] = number
+    _check_routes(plan, set(seen), findings)
+
+
+def _check_routes(plan: Plan, placed: set[tuple[int, str]], findings: Findings) -> None:
+    """All routes have the same blocks; ``placed`` are the pairs of route and block."""
+    routes = {route for route, _ in placed}
+    unused = next((route for route in range(plan.num_routes) if route not in routes), None)
+    if unused is not None:
+        findings.add("stages", "num_routes", f"is {plan.num_routes}, but no stage is on route {unused}")
+    for route, block in sorted(set(itertools.product(routes, {block for _, block in placed})) - placed):
+        text = f"block {block!r} is in no stage of route {route}; every route has all blocks"
+        findings.add("stages", "stages", text)
 
 
 def _check_own_order(
@@ -79,12 +114,16 @@ def _check_balance(stage: int, operations: dict[str, Operation], findings: Findi
         findings.add("balance", f"stages[{stage}]", text)
 
 
-def _check_dependency(number: int, source: str, target: str, findings: Findings) -> None:
-    """Outputs feed forwards, gradients feed backwards."""
+def _check_dependency(plan: Plan, number: int, source: str, target: str, findings: Findings) -> None:
+    """Outputs feed forwards, gradients feed backwards, between stages of one route."""
     if source[:-1] == target[:-1]:
         allowed = source[-1] + target[-1] in ("FB", "FI", "IW")
     else:
         allowed = source[-1] in _FEEDS[target[-1]]
+    routes = [plan.stage_of(id_).route for id_ in (source, target)]
+    if routes[0] != routes[1]:
+        text = f"{source} -> {target} joins route {routes[0]} to route {routes[1]}, which have no sample in common"
+        findings.add("dependencies", f"dependencies[{number}]", text)
     if not allowed:
         text = (
             f"{source} -> {target} makes no sense: F waits for F, B and I wait for their stage's F and for B or I "
@@ -93,23 +132,8 @@ def _check_dependency(number: int, source: str, target: str, findings: Findings)
         findings.add("dependencies", f"dependencies[{number}]", text)
 
 
-def _check_hops(
-    plan: Plan,
-    number: int,
-    dependency: Dependency,
-    messages: dict[tuple[int, str, int, int, int], str],
-    findings: Findings,
-) -> None:
-    """Every target device holds what it needs or gets it by a hop, and no two messages look the same."""
-    sources, targets = plan.devices_of(dependency.source), plan.devices_of(dependency.target)
-    reached = {hop.target_device for hop in dependency.hops}
-    for device in sorted(set(targets) - set(sources) - reached):
-        text = (
-            f"{dependency.target} runs on device {device}, where {dependency.source} does not; a hop to it is missing"
-        )
-        findings.add("hops", f"dependencies[{number}].hops", text)
-    if dependency.source[-1] == "W":  # refused above; it has nothing to send
-        return
+def _check_ends(number: int, dependency: Dependency, messages: _Seen, findings: Findings) -> None:
+    """No hop goes nowhere, and no two of the plan have the same ends, so that messages can be told apart."""
     payload = payload_of(dependency.source[-1])
     ends = int(dependency.source[:-1]), payload, int(dependency.target[:-1])
     for index, hop in enumerate(dependency.hops):
@@ -121,3 +145,31 @@ def _check_hops(
             text = f"sends {payload} of stage {ends[0]} to stage {ends[2]} on the same devices as {messages[key]}"
             findings.add("hops", place, text)
         messages[key] = place
+
+
+def _check_deliveries(plan: Plan, number: int, dependency: Dependency, findings: Findings) -> None:
+    """Every device of the target gets just the samples it works on and did not make itself, each from one device."""
+    source, target = plan.stage_of(dependency.source), plan.stage_of(dependency.target)
+    if source.route != target.route or not (shares_evenly(source) and shares_evenly(target)):
+        return
+    needed, period, makers = deliveries_of(source, target), period_of(source, target), replicas_of(source)
+    brought: dict[tuple[int, int], str] = {}
+    for index, hop in enumerate(dependency.hops):
+        place = f"dependencies[{number}].hops[{index}]"
+        key = hop.target_device, makers[hop.source_device]
+        if key in brought:
+            text = f"brings device {hop.target_device} what {brought[key]} brings it"
+        elif key not in needed:
+            text = f"brings device {hop.target_device} nothing that it works on and did not make itself"
+        elif not goes_with(hop, needed[key], period):
+            shown = ", ".join(map(str, sorted(needed[key])[:8])) + (", ..." if len(needed[key]) > 8 else "")
+            text = f"must go with micro-batches {shown} of every {period}, whose samples device {key[0]} works on"
+        else:
+            text = ""
+        if text:
+            findings.add("hops", place, text)
+        brought.setdefault(key, place)
+    for device, replica in sorted(set(needed) - set(brought)):
+        devices = " or ".join(map(str, source.devices[replica * source.shards : (replica + 1) * source.shards]))
+        text = f"{dependency.target} on device {device} works on samples made on device {devices}; a hop is missing"
+        findings.add("hops", f"dependencies[{number}].hops", text)

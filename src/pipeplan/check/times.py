@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeplan.check.facts import Facts
 from pipeplan.check.links import Links
-from pipeplan.check.programs import Programs
+from pipeplan.check.programs import Entry, Programs
 from pipeplan.check.report import Findings
 
 __all__ = ["check_inputs", "check_timeline"]
@@ -13,28 +13,21 @@ __all__ = ["check_inputs", "check_timeline"]
 def check_inputs(facts: Facts, findings: Findings) -> None:
     """Every action starts when all actions that hold its samples have ended and their slowest hop has arrived.
 
-    ``start(target) >= end(source) + lag`` for each dependency; with micro-batches of unequal sizes for every
-    micro-batch of the source that shares samples with the target's.
+    ``start(target) >= end(source) + lag`` for each dependency, and each action of the source that shares samples.
     """
-    for target, waits in enumerate(facts.waits):
-        for source, lag, number in waits:
-            delay = facts.durations[source] + lag
-            starts = facts.starts[source]
-            equal = facts.sizes[source] == facts.sizes[target]
-            for m, start in enumerate(facts.starts[target]):
-                for n in (m,) if equal else facts.sharing(target, m, source):
-                    if start < starts[n] + delay:
-                        _add_too_early(facts, findings, (target, m), (source, n), lag, number)
+    for target, starts in enumerate(facts.starts):
+        for number, start in enumerate(starts):
+            for wait, n, lag in facts.inputs(target, number):
+                if start < facts.end(wait.source, n) + lag:
+                    _add_too_early(facts, findings, (target, number), (wait.source, n), lag, wait.dependency)
 
 
-def _add_too_early(
-    facts: Facts, findings: Findings, target: tuple[int, int], source: tuple[int, int], lag: int, number: int
-) -> None:
+def _add_too_early(facts: Facts, findings: Findings, target: Entry, source: Entry, lag: int, dependency: int) -> None:
     end = facts.end(*source)
     travels = f" and takes {lag} ns to arrive" if lag else ""
     text = (
         f"starts at {facts.starts[target[0]][target[1]]} ns, but {facts.label(*source)} ends at {end} ns{travels}: "
-        f"not before {end + lag} ns (dependencies[{number}])"
+        f"not before {end + lag} ns (dependencies[{dependency}])"
     )
     findings.add("inputs", _place(facts, *target), text)
 
@@ -46,10 +39,10 @@ def check_timeline(facts: Facts, programs: Programs, links: Links | None, findin
     times are unique, so replaying the programs gives just these. Call it with complete programs only; without
     ``links`` the last is passed over where messages occupy links.
     """
-    free: dict[tuple[int, int], int] = {}  # when the devices of an action have ended what they run before
+    free: dict[Entry, int] = {}  # when the devices of an action have ended what they run before
     for device, entries in enumerate(programs.compute):
         _check_device(facts, device, entries, findings)
-        before: tuple[int, int] | None = None
+        before: Entry | None = None
         for entry in entries:
             ready = 0 if before is None else facts.end(*before)
             free[entry] = max(free.get(entry, 0), ready)
@@ -59,7 +52,7 @@ def check_timeline(facts: Facts, programs: Programs, links: Links | None, findin
         _check_earliest(facts, free, links, findings)
 
 
-def _check_device(facts: Facts, device: int, entries: list[tuple[int, int]], findings: Findings) -> None:
+def _check_device(facts: Facts, device: int, entries: list[Entry], findings: Findings) -> None:
     """Starts in the order of the program, and no action before the one that started before it has ended."""
     for before, after in zip(entries, entries[1:], strict=False):
         first, second = facts.starts[before[0]][before[1]], facts.starts[after[0]][after[1]]
@@ -77,17 +70,18 @@ def _check_device(facts: Facts, device: int, entries: list[tuple[int, int]], fin
             findings.add("exclusive", _place(facts, *after), text)
 
 
-def _check_earliest(facts: Facts, free: dict[tuple[int, int], int], links: Links | None, findings: Findings) -> None:
+def _check_earliest(facts: Facts, free: dict[Entry, int], links: Links | None, findings: Findings) -> None:
     for target, starts in enumerate(facts.starts):
-        for m, start in enumerate(starts):
-            ready = free[target, m] if links is None else max(free[target, m], links.last_arrival(facts, target, m))
-            for source, lag, _ in facts.waits[target]:
-                last = facts.sharing(target, m, source)
-                ready = max(ready, max(facts.end(source, n) for n in last) + lag)
+        for number, start in enumerate(starts):
+            ready = free[target, number]
+            if links is not None:
+                ready = max(ready, links.last_arrival(facts, target, number))
+            for wait, n, lag in facts.inputs(target, number):
+                ready = max(ready, facts.end(wait.source, n) + lag)
             if start != ready:
                 text = f"starts at {start} ns, but its devices are free and its inputs are there at {ready} ns"
-                findings.add("earliest", _place(facts, target, m), text)
+                findings.add("earliest", _place(facts, target, number), text)
 
 
-def _place(facts: Facts, operation: int, microbatch: int) -> str:
-    return f"starts_ns[{facts.ids[operation]}][{microbatch}]"
+def _place(facts: Facts, operation: int, number: int) -> str:
+    return f"starts_ns[{facts.ids[operation]}][{number}]"
