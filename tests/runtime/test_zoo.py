@@ -287,7 +287,7 @@ def test_a_factory_of_the_working_directory(working_directory: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gpt2-tiny-too", r"neither in the zoo \(gpt2-tiny, gpt2-124m, gpt2-345m\), nor a Hugging Face"),
+        ("gpt2-tiny-too", r"neither in the zoo \(gpt2-tiny, gpt2-124m, gpt2-345m, mmt-tiny\), nor a Hugging Face"),
         ("", "neither in the zoo"),
         ("no_such_module_at_all:f", "cannot be imported: ModuleNotFoundError"),
         ("my_models_here:nothing", "cannot be imported: AttributeError"),
@@ -311,6 +311,45 @@ def test_sequences() -> None:
             load_model("gpt2-tiny", sequence=length)
     with pytest.raises(UsageError, match="--sequence is for models of the zoo"):
         load_model("os:getcwd", sequence=5)
+
+
+# The multi-modal transformer -------------------------------------------------------------------------------------
+
+
+def test_towers_meet_in_the_concatenation_alone() -> None:
+    model = load_model("mmt-tiny")
+    assert len(model.blocks) == 2 * 5 + 2
+    into = [source for source, target in model.edges if target == "concatenation"]
+    assert into == ["tower0.layer1.ffn", "tower1.layer1.ffn"]
+    across = [(a, b) for a, b in model.edges if a.startswith("tower0") and b.startswith("tower1")]
+    assert across == []
+
+
+def test_towers_see_all_tokens_and_learn() -> None:
+    """A change in the last patch reaches the first token, as attention is not causal; the loss falls."""
+    model = load_model("mmt-tiny")
+    modules = {b.id: model.build(b.id, 0) for b in model.blocks}
+    first = modules["tower0.layer0.attention"]
+    x = torch.randn(1, 16, 32, requires_grad=True)
+    first(x)[0, 0].sum().backward()
+    assert float(x.grad[0, -1].abs().max()) > 0
+    optimizer = torch.optim.AdamW([p for module in modules.values() for p in module.parameters()], lr=1e-2)
+    losses = []
+    for step in range(20):
+        loss = loss_of(model, modules, model.batch(16, step, 0))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+
+
+def test_samples_of_patches_do_not_depend_on_their_number() -> None:
+    model = load_model("mmt-tiny", sequence=5)
+    few, many = model.batch(2, 3, 1), model.batch(5, 3, 1)
+    assert few["patches1"].shape == (2, 5, 12)
+    assert all(torch.equal(few[name], many[name][:2]) for name in few)
+    assert not torch.equal(few["patches0"], few["patches1"])
 
 
 # Models that do not fit ------------------------------------------------------------------------------------------

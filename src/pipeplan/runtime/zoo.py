@@ -3,6 +3,9 @@
 GPT-2 (Radford et al. 2019): learned positions, pre-LayerNorm, GELU with the tanh approximation, causal attention,
 and an output layer that shares the token embedding. Half a transformer layer is a block. No dropout. Split over
 devices as in Megatron-LM (Shoeybi et al. 2019).
+
+A multi-modal transformer (the form of GraphPipe's MMT, section 3.10.3): a tower of layers for each kind of input, their
+outputs concatenated per token, and a linear head.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch import Tensor, nn
 from pipeplan.errors import UsageError
 from pipeplan.runtime.model import BlockSpec, Collective, Model
 
-__all__ = ["ZOO", "GPTSize", "gpt", "token_batch", "zoo_model"]
+__all__ = ["ZOO", "GPTSize", "TowersSize", "gpt", "token_batch", "towers", "zoo_model"]
 
 
 _FLOAT32_BYTES = 4
@@ -44,10 +47,32 @@ class GPTSize:
     tied: bool = True
 
 
-ZOO: dict[str, GPTSize] = {
+@dataclass(frozen=True, slots=True)
+class TowersSize:
+    """Dimensions of a multi-modal transformer: towers of equal layers, whose tokens are patches of numbers.
+
+    ``positions`` and ``sequence`` are as those of a GPT-2 model.
+    """
+
+    towers: int
+    layers: int
+    hidden: int
+    heads: int
+    patch: int
+    positions: int
+    sequence: int
+
+    @property
+    def tower(self) -> GPTSize:
+        """The layers of one tower."""
+        return GPTSize(self.layers, self.hidden, self.heads, positions=self.positions, sequence=self.sequence)
+
+
+ZOO: dict[str, GPTSize | TowersSize] = {
     "gpt2-tiny": GPTSize(layers=4, hidden=32, heads=2, vocabulary=64, positions=16, sequence=16),
     "gpt2-124m": GPTSize(layers=12, hidden=768, heads=12),
     "gpt2-345m": GPTSize(layers=24, hidden=1024, heads=16),
+    "mmt-tiny": TowersSize(towers=2, layers=2, hidden=32, heads=2, patch=12, positions=16, sequence=16),
 }
 """Models by name."""
 
@@ -70,13 +95,14 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with its LayerNorm and residual: [samples, sequence, hidden] to the same.
+    """Self-attention, causal or not, with its LayerNorm and residual: [samples, sequence, hidden] to the same.
 
     Of one device among several it has a share of the heads; what they project is to be summed over the devices.
     """
 
-    def __init__(self, size: GPTSize, num_devices: int = 1) -> None:
+    def __init__(self, size: GPTSize, num_devices: int = 1, *, causal: bool = True) -> None:
         super().__init__()
+        self.causal = causal
         self.heads, width = size.heads // num_devices, size.hidden // num_devices
         self.norm = nn.LayerNorm(size.hidden)
         self.qkv = _linear(size.hidden, 3 * width)
@@ -87,7 +113,7 @@ class Attention(nn.Module):
         samples, sequence, _ = x.shape
         qkv = self.qkv(self.norm(x)).view(samples, sequence, 3, self.heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         result: Tensor = x + self.project(mixed.transpose(1, 2).reshape(samples, sequence, -1))
         return result
 
@@ -160,6 +186,41 @@ class HeadShare(Head):
         return result
 
 
+class Patches(nn.Module):
+    """Linear embedding of patches with learned positions: [samples, sequence, patch] to [samples, sequence, hidden]."""
+
+    def __init__(self, size: TowersSize) -> None:
+        super().__init__()
+        self.embed = _linear(size.patch, size.hidden)
+        self.position = nn.Parameter(torch.empty(size.positions, size.hidden))
+        nn.init.normal_(self.position, std=0.02)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """[samples, sequence, patch] to [samples, sequence, hidden]."""
+        result: Tensor = self.embed(patches) + self.position[: patches.shape[1]]
+        return result
+
+
+class Concatenation(nn.Module):
+    """The towers' outputs side by side for every token: [samples, sequence, towers x hidden]."""
+
+    def forward(self, *outputs: Tensor) -> Tensor:
+        """[samples, sequence, hidden] each to [samples, sequence, towers x hidden]."""
+        return torch.cat(outputs, dim=-1)
+
+
+class ValueHead(nn.Module):
+    """A number for every token by a linear layer, and the sum of their squared errors."""
+
+    def __init__(self, size: TowersSize) -> None:
+        super().__init__()
+        self.output = _linear(size.towers * size.hidden, 1)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """[samples, sequence, towers x hidden] and targets [samples, sequence] to a scalar."""
+        return F.mse_loss(self.output(x).squeeze(-1), targets, reduction="sum")
+
+
 def gpt(name: str, size: GPTSize) -> Model:
     """A GPT-2 of the given size: embedding, then attention and feed-forward of each layer, then head with loss."""
     return replace(_gpt(name, size, 1), sharded=partial(_share, name, size))
@@ -196,6 +257,49 @@ def _gpt(name: str, size: GPTSize, num_devices: int) -> Model:
     )
 
 
+def towers(name: str, size: TowersSize) -> Model:
+    """A multi-modal transformer: towers side by side, their outputs concatenated, then head with loss."""
+    sizes = {"sequence": size.sequence, "hidden": size.hidden}
+    ends = [_tower(size, index, sizes) for index in range(size.towers)]
+    joined = BlockSpec(
+        "concatenation", "concatenation", Concatenation, tuple(blocks[-1].id for blocks in ends), dimensions=sizes
+    )
+    head = BlockSpec("head", "head", partial(ValueHead, size), (joined.id,), ("targets",), loss=True, dimensions=sizes)
+    return Model(
+        name,
+        (*(block for blocks in ends for block in blocks), joined, head),
+        partial(_patch_batch, size),
+        lambda batch: batch["targets"].numel(),
+    )
+
+
+def _tower(size: TowersSize, index: int, sizes: dict[str, int]) -> list[BlockSpec]:
+    embedding = partial(Patches, size)
+    samples = (f"patches{index}",)
+    dimensions = sizes | {"patch": size.patch}
+    blocks = [BlockSpec(f"tower{index}.embedding", "patches", embedding, samples=samples, dimensions=dimensions)]
+    halves: list[tuple[str, Callable[[], nn.Module], dict[str, int]]] = [
+        ("attention", partial(Attention, size.tower, causal=False), {"heads": size.heads}),
+        ("ffn", partial(FeedForward, size.tower), {"ffn": 4 * size.hidden}),
+    ]
+    for layer in range(size.layers):
+        for operator, build, split in halves:
+            id_ = f"tower{index}.layer{layer}.{operator}"
+            blocks.append(BlockSpec(id_, operator, build, (blocks[-1].id,), dimensions=sizes | split))
+    return blocks
+
+
+def _patch_batch(size: TowersSize, num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
+    """Random patches for each tower, and for every token the mean of the towers' patches there.
+
+    Sample i of a step is the same however many samples are asked for.
+    """
+    shape = (size.towers, size.sequence, size.patch)
+    patches = torch.stack([torch.randn(shape, generator=_of_sample(seed, step, i)) for i in range(num_samples)])
+    named = {f"patches{index}": patches[:, index].contiguous() for index in range(size.towers)}
+    return {**named, "targets": patches.mean(dim=(1, 3))}
+
+
 def zoo_model(name: str, *, sequence: int | None = None) -> Model:
     """A model of the zoo, with shorter sequences if asked; its parameters are the same for all lengths.
 
@@ -205,7 +309,8 @@ def zoo_model(name: str, *, sequence: int | None = None) -> Model:
     size = ZOO[name]
     if sequence is not None and not 1 <= sequence <= size.positions:
         raise UsageError(f"--sequence {sequence}: {name} takes sequences of 1 to {size.positions}")
-    return gpt(name, size if sequence is None else replace(size, sequence=sequence))
+    size = size if sequence is None else replace(size, sequence=sequence)
+    return gpt(name, size) if isinstance(size, GPTSize) else towers(name, size)
 
 
 def _block(
@@ -248,12 +353,17 @@ def token_batch(vocabulary: int, sequence: int, num_samples: int, step: int, see
     """
     rows = []
     for sample in range(num_samples):
-        generator = torch.Generator().manual_seed(((seed * 1_000_003 + step) * 1_000_003 + sample) % 2**63)
+        generator = _of_sample(seed, step, sample)
         start = torch.randint(vocabulary, (1,), generator=generator)
         stride = torch.randint(1, 8, (1,), generator=generator)
         rows.append((start + stride * torch.arange(sequence + 1)) % vocabulary)
     text = torch.stack(rows)
     return {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
+
+
+def _of_sample(seed: int, step: int, sample: int) -> torch.Generator:
+    """Random numbers of one sample alone."""
+    return torch.Generator().manual_seed(((seed * 1_000_003 + step) * 1_000_003 + sample) % 2**63)
 
 
 def _linear(inputs: int, outputs: int, std: float = 0.02) -> nn.Linear:
