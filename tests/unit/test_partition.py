@@ -378,3 +378,74 @@ def test_many_blocks_on_many_devices_are_quick(strategy: str) -> None:
     placed = place(profile_of(times), strategy, 16, microbatch_size=1, memory_bytes=[10**9] * 16)
     assert perf_counter() - started < 20
     assert max(device_loads(times, begins_of(placed), devices)) <= sum(times) / 16 + max(times)
+
+
+# ---------------------------------------------------------------- routes, replicas, shared blocks
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 50), min_size=4, max_size=12),
+    st.sampled_from(list(STRATEGIES)),
+    st.sampled_from([(2, 1), (4, 2), (2, 2), (6, 3)]),
+)
+def test_every_route_has_every_block_once_and_groups_are_neighbours(
+    times: list[int], strategy: str, sizes: tuple[int, int]
+) -> None:
+    num_devices, replicas = sizes
+    profile = profile_of(times)
+    placed = place(profile, strategy, num_devices, microbatch_size=replicas, replicas=replicas)
+    profile.check_placement(placed)
+    assert placed.num_routes == (2 if strategy == "bidirectional" else 1)
+    for route in range(placed.num_routes):
+        stages = [stage for stage in placed.stages if stage.route == route]
+        assert [block for stage in stages for block in stage.blocks] == [block.id for block in profile.blocks]
+    assert {stage.replicas for stage in placed.stages} == {replicas}
+    groups = {stage.devices for stage in placed.stages}
+    assert all(group == tuple(range(group[0], group[0] + replicas)) for group in groups)
+    assert sorted(device for group in groups for device in group) == list(range(num_devices))
+
+
+def test_bidirectional_leaves_each_route_its_part_of_the_memory() -> None:
+    profile = profile_of([1] * 4, parameters=[10, 10, 10, 10])
+    placed = place(profile, "bidirectional", 2, microbatch_size=1, memory_bytes=[80, 80])
+    assert [stage.devices for stage in placed.stages] == [(0,), (1,), (1,), (0,)]
+    with pytest.raises(InfeasibleError):
+        place(profile, "bidirectional", 2, microbatch_size=1, memory_bytes=[79, 79])
+    place(profile, "one-to-one", 2, microbatch_size=1, memory_bytes=[40, 40])
+
+
+def shared_profile(shared: Sequence[int], count: int = 8) -> Profile:
+    """A chain of blocks, those of ``shared`` with costs for two devices as well."""
+    profile = profile_of([2] * count)
+    blocks = [
+        block.model_copy(
+            update={
+                "shared": index in shared,
+                "costs": (*block.costs, *(row.model_copy(update={"shards": 2}) for row in block.costs)),
+            }
+        )
+        for index, block in enumerate(profile.blocks)
+    ]
+    return profile.model_copy(update={"blocks": tuple(blocks)})
+
+
+@pytest.mark.parametrize("shared", [(0,), (0, 7), (3,), (0, 4), (7,)])
+def test_shared_blocks_stand_on_all_devices(shared: tuple[int, ...]) -> None:
+    profile = shared_profile(shared)
+    placed = place(profile, "one-to-one", 2, microbatch_size=1, spread=True)
+    profile.check_placement(placed)
+    wide = [stage for stage in placed.stages if stage.devices == (0, 1)]
+    assert [stage.blocks for stage in wide] == [(f"b{index}",) for index in shared]
+    assert {stage.shards for stage in wide} == {2}
+    assert len(placed.stages) == 2 + len(shared)
+
+
+def test_no_stage_goes_around_a_shared_block() -> None:
+    """Of two stages one ends where the shared block is, however unequal that makes them."""
+    placed = place(shared_profile((2,)), "one-to-one", 2, microbatch_size=1, spread=True)
+    assert placed.stages[0].blocks == ("b0", "b1")
+    with pytest.raises(UsageError, match="between the shared blocks"):
+        place(shared_profile((2, 4)), "one-to-one", 2, microbatch_size=1, spread=True)
+    with pytest.raises(UsageError, match="one route without replicas"):
+        place(shared_profile((0,)), "bidirectional", 2, microbatch_size=1, spread=True)
