@@ -7,6 +7,7 @@ takes no time.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from helpers import chain_workload
@@ -23,11 +24,13 @@ from stage_graphs import (
 )
 
 from pipeplan.errors import UsageError
+from pipeplan.model import Device
 from pipeplan.model.workload import Workload
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.graph import best_kfkb_orders, greedy_orders, kfkb_orders, least_ks, samples_held
 from pipeplan.schedule.problem import Problem
-from pipeplan.simulate.timing import earliest_starts, task_graph
+from pipeplan.simulate.memory import fits
+from pipeplan.simulate.timing import earliest_starts, task_graph, with_links
 
 CHAIN, FORK, JOIN, DIAMOND, UNEVEN = (
     ((0, 1), (1, 2), (2, 3)),
@@ -116,11 +119,17 @@ def test_greedy_has_fewer_in_flight_before_a_stage_of_smaller_micro_batches() ->
 
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
-    """Devices with several stages, stages on several devices, some backwards split."""
+    """Devices with several stages, stages on several devices, some backwards split, links that may be busy."""
     case = draw(graphs(most_stages=5, mini_batches=(4, 8)))
     groups = st.sampled_from([(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)])
     devices = draw(st.lists(groups, min_size=len(case.sizes), max_size=len(case.sizes)))
-    return case.workload(devices, split=draw(st.sets(st.integers(0, len(case.sizes) - 1))))
+    workload = case.workload(devices, split=draw(st.sets(st.integers(0, len(case.sizes) - 1))))
+    occupied = {"occupancy_ns": draw(st.sampled_from([0, 1, 4]))}
+    dependencies = (
+        each.model_copy(update={"hops": tuple(hop.model_copy(update=occupied) for hop in each.hops)})
+        for each in workload.dependencies
+    )
+    return replace(workload, dependencies=tuple(dependencies))
 
 
 @given(workloads())
@@ -130,7 +139,7 @@ def test_greedy_runs_everything_on_any_placement(workload: Workload) -> None:
     orders = greedy_orders(workload, graph)
     for device, order in enumerate(orders):
         assert sorted(order) == [task for task in range(graph.num_actions) if device in graph.devices_of(task)]
-    starts = earliest_starts(graph, orders)
+    starts = earliest_starts(graph, with_links(graph, orders))
     lags = sum(dependency.lag_ns for dependency in workload.dependencies) * workload.mini_batch
     assert max(map(int.__add__, starts, graph.durations)) <= sum(graph.durations) + lags
     held = samples_held(graph, orders)
@@ -198,6 +207,27 @@ def test_larger_k_hides_messages_where_memory_has_room() -> None:
     assert best is not None
     assert best < ones
     assert best >= best_of_all(StageGraph.balanced((1, 1), ((0, 1),), 4, 2, 2, lag=4))[0]
+
+
+def test_greedy_is_as_quick_as_memory_allows() -> None:
+    """Messages that take long want more in flight than there is room for."""
+    workload = StageGraph.balanced((1, 1), ((0, 1),), 8, 2, 2, lag=4).workload()
+    free = greedy_orders(workload, task_graph(workload))
+    small = replace(workload, devices=tuple(Device(memory_bytes=3) for _ in workload.devices))
+    graph = task_graph(small)
+    orders = greedy_orders(small, graph)
+    assert fits(graph, orders)
+    assert not fits(graph, free)
+    assert samples_held(graph, orders) == [3, 1]
+    none = replace(workload, devices=tuple(Device(memory_bytes=0) for _ in workload.devices))
+    assert samples_held(graph, greedy_orders(none, task_graph(none))) == [1, 1]
+
+
+def test_memory_is_not_looked_at_where_nothing_could_run() -> None:
+    """The second stage needs four samples of the first one, which has room for two."""
+    workload = StageGraph.balanced((1, 4), ((0, 1),), 8).workload()
+    small = replace(workload, devices=tuple(Device(memory_bytes=2) for _ in workload.devices))
+    assert greedy_orders(small, task_graph(small)) == greedy_orders(workload, task_graph(workload))
 
 
 def test_kfkb_is_for_one_stage_per_device() -> None:

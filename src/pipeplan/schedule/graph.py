@@ -127,7 +127,7 @@ def _words(stages: _Stages, ks: Sequence[int]) -> list[list[str]]:
     words: list[list[str]] = [[] for _ in ks]
     held = [0] * stages.count
     for stage in reversed(range(stages.count)):
-        size, samples = stages.sizes[stage], stages.counts[stage] * stages.sizes[stage]
+        size, samples = stages.sizes[stage], stages.totals[stage]
         needed = [size * _least_start(stages, stage, ks[stage], other, words[other]) for other in stages.after[stage]]
         held[stage] = min(samples, max([stages.needed(stage, ks[stage], ks, held), *needed]))
         own = GraphStage((), (), size, held[stage], ks[stage])
@@ -154,6 +154,7 @@ def _least_start(stages: _Stages, stage: int, k: int, after: int, word: Sequence
 def greedy_orders(workload: Workload, graph: TaskGraph) -> Orders:
     """Backwards as soon as they can run, and as few samples in flight as the iteration time allows (3.10.1).
 
+    The iteration time is the least that is found with what fits in memory, where devices have one stage each.
     Stage after stage from the last to the first, the samples it may have in flight are lowered as far as the whole
     iteration gets no longer. Each trial runs all devices in time, O(actions log actions), and ends as soon as it is
     late; after ``_MOST_STARTS`` actions in all trials the stages that are left stay as they are. Devices may have
@@ -182,18 +183,26 @@ class _Rule:
 
 
 def _first_run(stages: _Stages) -> _Run:
-    """With any samples in flight, or as short with as many as 1F1B has, or somewhat more."""
-    most = [size * count for size, count in zip(stages.sizes, stages.counts, strict=True)]
-    unlimited = (_Run(stages, [_Rule(samples, first) for samples in most]) for first in (False, True))
-    best = min(unlimited, key=lambda run: run.makespan)
+    """With as many samples in flight as there is room for, or as short with as many as 1F1B has, or somewhat more.
+
+    Where that leaves too few for a stage with larger micro-batches, memory is not looked at.
+    """
+    best = min((_fullest(stages, stages.room, first) for first in (False, True)), key=lambda run: run.makespan)
+    if best.makespan == _NEVER:
+        best = min((_fullest(stages, stages.totals, first) for first in (False, True)), key=lambda run: run.makespan)
     ones, held = [1] * stages.count, [0] * stages.count
     for stage in reversed(range(stages.count)):
         held[stage] = stages.needed(stage, 1, ones, held)
     for quarters in (4, 5, 6, 8, 12):
-        run = _Run(stages, [_Rule(samples * quarters // 4) for samples in held], best.makespan)
+        some = [min(rule.samples, samples * quarters // 4) for rule, samples in zip(best.rules, held, strict=True)]
+        run = _Run(stages, list(map(_Rule, some)), best.makespan)
         if run.makespan <= best.makespan:
             return run
     return best
+
+
+def _fullest(stages: _Stages, samples: Sequence[int], forward_first: bool) -> _Run:
+    return _Run(stages, [_Rule(most, forward_first) for most in samples])
 
 
 def _tightened(stages: _Stages, best: _Run, stage: int) -> _Run:
@@ -413,6 +422,25 @@ class _Stages:
         return found
 
     @cached_property
+    def totals(self) -> list[int]:
+        """[stage] samples in an iteration."""
+        return [size * count for size, count in zip(self.sizes, self.counts, strict=True)]
+
+    @cached_property
+    def room(self) -> list[int]:
+        """[stage] samples that its devices could hold the activations of if they held no other stage's."""
+        return [min(total, self._room(stage)) for stage, total in enumerate(self.totals)]
+
+    def _room(self, stage: int) -> int:
+        workload = self.graph.workload
+        own = [operation for operation in workload.operations if operation.stage == stage]
+        each = sum(operation.acquire_bytes for operation in own)
+        workspace = max(operation.workspace_bytes for operation in own)
+        limits = ((device, workload.devices[device].memory_bytes) for device in workload.stages[stage].devices)
+        left = (memory - workload.static_bytes(device) - workspace for device, memory in limits if memory is not None)
+        return max(1, min(left, default=_NEVER) // max(1, each)) * self.sizes[stage]
+
+    @cached_property
     def taken(self) -> list[int]:
         """[action] samples that it brings into flight."""
         return list(self._samples("F"))
@@ -464,8 +492,7 @@ class _Stages:
         """Samples in flight of a stage by Table 3.2, given those of the stages after it."""
         own = KFKB(k, self.sizes[stage])
         after = ((KFKB(ks[other], self.sizes[other]), held[other]) for other in self.after[stage])
-        most = self.counts[stage] * self.sizes[stage]
-        return min(most, max((samples_in_flight(own, *flow) for flow in after), default=own.samples))
+        return min(self.totals[stage], max((samples_in_flight(own, *flow) for flow in after), default=own.samples))
 
     def tasks(self, stage: int, word: Iterable[str]) -> Iterator[int]:
         """The actions of a stage in the order of ``"F"`` and ``"B"``, which mean whole micro-batches."""
