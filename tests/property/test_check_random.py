@@ -10,12 +10,16 @@ from itertools import pairwise
 import networkx as nx
 from helpers import (
     Orders,
+    Placed,
+    actions_of,
     chain_workload,
     extended,
     gpipe_orders,
     one_f_one_b,
     one_f_one_b_repetend,
+    placed,
     plan_of,
+    random_orders,
     replay,
     serial_orders,
     shared_workload,
@@ -26,6 +30,8 @@ from hypothesis import strategies as st
 from pipeplan.check import check
 from pipeplan.model import Action, Plan, Repetend
 from pipeplan.model.workload import Workload
+from pipeplan.planner.assembly import assemble
+from pipeplan.simulate.timing import task_graph
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -97,6 +103,80 @@ def test_time_of_a_repetition_is_that_of_many(workload: Workload, unroll: int) -
             found.append(repetend_ns)
     exact = report.figures.period_ns * unroll
     assert found == ([round(exact)] if abs(exact - round(exact)) < 1e-9 else [])
+
+
+@st.composite
+def assembled(draw: st.DrawFn, links: bool = True) -> tuple[Plan, Placed]:
+    """Plans of several routes, sizes, replicas or parts in any order that works, and what they are made from."""
+    drawn = draw(placed(links=links and draw(st.booleans())))
+    graph = task_graph(drawn.workload)
+    orders = random_orders(graph, draw(st.integers(0, 2**20)))
+    return assemble(graph, orders, 1, Fraction(0), "random"), drawn
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(assembled())
+def test_plans_of_all_kinds_of_stages_are_valid(case: tuple[Plan, Placed]) -> None:
+    plan, drawn = case
+    report = check(plan, drawn.profile, drawn.cluster)
+    assert report.problems == ()
+    assert report.figures.iteration_ns == plan.predicted.iteration_ns >= plan.predicted.makespan_ns
+
+
+@SETTINGS
+@given(assembled(links=False), st.booleans())
+def test_plans_of_all_kinds_made_by_hand_are_the_same(case: tuple[Plan, Placed], full_names: bool) -> None:
+    plan, drawn = case
+    numbers = {
+        operation.id + name: (operation.id, number)
+        for operation in plan.operations
+        for number, (name, _) in enumerate(actions_of(drawn.workload, operation.id))
+    }
+    orders = [[numbers[text] for text in program if text in numbers] for program in plan.programs]
+    by_hand = plan_of(drawn.workload, orders, full_names=full_names, lower_bound_ns=1)
+    assert check(by_hand, drawn.profile).problems == ()
+    assert by_hand.starts_ns == plan.starts_ns
+    assert by_hand.predicted.memory == plan.predicted.memory
+    assert by_hand.predicted.iteration_ns == plan.predicted.iteration_ns
+
+
+@SETTINGS
+@given(assembled(), st.sampled_from(["every", "source_device", "target_device", "gone", "twice"]), st.data())
+def test_no_other_messages_are_accepted(case: tuple[Plan, Placed], what: str, data: st.DataObject) -> None:
+    """A hop that brings samples elsewhere, from elsewhere, of other micro-batches, not at all, or again."""
+    plan, _ = case
+    joined = [number for number, dependency in enumerate(plan.dependencies) if dependency.hops]
+    assume(joined)
+    number = data.draw(st.sampled_from(joined))
+    dependency = plan.dependencies[number]
+    hops = list(dependency.hops)
+    index = data.draw(st.integers(0, len(hops) - 1))
+    hop = hops.pop(index)
+    if what == "every":
+        hops.append(hop.model_copy(update={"every": hop.every + 1}))
+    elif what == "twice":
+        hops += [hop, hop]
+    elif what != "gone":
+        id_ = dependency.source if what == "source_device" else dependency.target
+        others = [device for device in plan.devices_of(id_) if device != getattr(hop, what)]
+        assume(others and plan.stage_of(id_).shards == 1)
+        hops.append(hop.model_copy(update={what: data.draw(st.sampled_from(others))}))
+    dependencies = list(plan.dependencies)
+    dependencies[number] = dependency.model_copy(update={"hops": tuple(hops)})
+    problems = check(plan.model_copy(update={"dependencies": tuple(dependencies)})).problems
+    assert any(problem.rule == "hops" and f"dependencies[{number}]" in problem.place for problem in problems)
+
+
+@SETTINGS
+@given(assembled(), st.integers(-9, 9).filter(bool), st.data())
+def test_no_other_start_of_any_kind_is_accepted(case: tuple[Plan, Placed], ns: int, data: st.DataObject) -> None:
+    plan, _ = case
+    id_ = data.draw(st.sampled_from(sorted(plan.starts_ns)))
+    starts = list(plan.starts_ns[id_])
+    number = data.draw(st.integers(0, len(starts) - 1))
+    assume(starts[number] + ns >= 0)
+    starts[number] += ns
+    assert not check(plan.model_copy(update={"starts_ns": {**plan.starts_ns, id_: tuple(starts)}})).valid
 
 
 def workload_times(workload: Workload) -> list[int]:

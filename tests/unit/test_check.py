@@ -42,6 +42,7 @@ from pipeplan.model import (
     sha256_of,
     to_json,
 )
+from pipeplan.model.workload import Workload
 
 Data = dict[str, Any]
 
@@ -93,8 +94,64 @@ def far() -> Plan:
     return plan_of(workload, gpipe_orders(workload))
 
 
+def sized_profile(num_blocks: int) -> Profile:
+    """A chain whose blocks take 10 ns and 6 ns more for each sample, and twice that backward."""
+    data = json.loads(to_json(chain_profile(num_blocks, parameter_bytes=50, placed=False)))
+    for block in data["blocks"]:
+        (row,) = block["costs"]
+        block["costs"] = [
+            row
+            | {"microbatch_size": n, "forward_ns": 10 + 6 * n, "backward_ns": 20 + 12 * n, "activation_bytes": 7 * n}
+            for n in (1, 2, 4)
+        ]
+    return parse(json.dumps(data), Profile)
+
+
+def placed_on(*stages: Data, num_routes: int = 1, microbatch_size: int = 2, cluster: Cluster | None = None) -> Workload:
+    """Four micro-batches on stages with one block each, ``block`` if they say so."""
+    routes = [stage.get("route", 0) for stage in stages]
+    placement = Placement(
+        strategy="x",
+        num_devices=1 + max(device for stage in stages for device in stage["devices"]),
+        num_routes=num_routes,
+        stages=tuple(
+            PlacedStage(blocks=(f"block{routes[:index].count(route)}",), **stage)
+            for index, (route, stage) in enumerate(zip(routes, stages, strict=True))
+        ),
+    )
+    return build_workload(
+        sized_profile(routes.count(0)), placement, num_microbatches=4, microbatch_size=microbatch_size, cluster=cluster
+    )
+
+
+def sliced() -> Plan:
+    """1F1B with forwards in parts; micro-batch 1 is made in parts by stage 0, sent whole, and run whole by stage 1."""
+    workload = placed_on(*({"devices": (s,), "num_parted": 2 - s} for s in range(3)))
+    return plan_of(workload, one_f_one_b(workload), first=one_f_one_b_repetend(workload))
+
+
+def replicated() -> Plan:
+    """Stages with replicas and unequal micro-batches: device 0 makes for itself half of what stage 1 works on."""
+    workload = placed_on(
+        {"devices": (0,), "microbatch_size": 2},
+        {"devices": (0, 1), "replicas": 2, "microbatch_size": 4},
+        {"devices": (3, 2), "replicas": 2, "microbatch_size": 2},
+        {"devices": (1,), "microbatch_size": 1},
+    )
+    return plan_of(workload, gpipe_orders(workload))
+
+
+def bidirectional() -> Plan:
+    """Two stages on two devices, and their copies the other way round; summing gradients takes 25 ns."""
+    stages = ({"devices": (0,)}, {"devices": (1,)}, {"devices": (1,), "route": 1}, {"devices": (0,), "route": 1})
+    workload = placed_on(*stages, num_routes=2, microbatch_size=1)
+    syncing = tuple(stage.model_copy(update={"sync_ns": 25}) for stage in workload.stages)
+    return plan_of(replace(workload, stages=syncing), gpipe_orders(workload))
+
+
 BASES: dict[str, Callable[[], Plan]] = {
-    base.__name__: base for base in (chain, split, shared, unequal, spare, alternating, far)
+    base.__name__: base
+    for base in (chain, split, shared, unequal, spare, alternating, far, sliced, replicated, bidirectional)
 }
 
 
@@ -275,6 +332,32 @@ def exchange_sides(data: Data) -> None:
     program[first], program[second] = program[second], program[first]
 
 
+def unequal_routes(data: Data) -> None:
+    """The first stage's micro-batches are half as large, and twice as many."""
+    data["microbatch_size"], data["num_microbatches"] = 2, 2
+    for stage in data["stages"]:
+        stage["microbatch_size"] = 2
+    data["starts_ns"] = {id_: starts[:1] for id_, starts in data["starts_ns"].items()}
+    data["stages"][0]["microbatch_size"] = 1
+    for id_ in ("0F", "0B"):
+        data["starts_ns"][id_] *= 2
+
+
+def more_routes(data: Data) -> None:
+    """Four routes, of which two have no stages."""
+    data["num_routes"] = 4
+    data["starts_ns"] = {id_: starts[:1] for id_, starts in data["starts_ns"].items()}
+
+
+def replicas_without_samples(data: Data) -> None:
+    """Three replicas for one sample."""
+    data["stages"][0].update(shards=1, replicas=3)
+
+
+def repeats(data: Data) -> None:
+    data["repetend"] = {"unroll": 1, "repetend_ns": 99, "first": dict.fromkeys(data["starts_ns"], 0)}
+
+
 EXTRA_HOP = {"source_device": 0, "target_device": 1, "bytes": 1}
 SELF_HOP = {"source_device": 1, "target_device": 1}
 
@@ -373,7 +456,7 @@ DAMAGES: list[tuple[str, str, Callable[[Data], None], str, str]] = [
     (
         "a repetend of unequal micro-batches",
         "unequal",
-        lambda d: d.update(repetend={"unroll": 1, "repetend_ns": 99, "first": dict.fromkeys(d["starts_ns"], 0)}),
+        repeats,
         "repetend",
         "stages[0].microbatch_size",
     ),
@@ -396,6 +479,59 @@ DAMAGES: list[tuple[str, str, Callable[[Data], None], str, str]] = [
         ".hops[",
     ),
     ("a hop twice", "chain", hops("0F", "1F", lambda h: h.append(EXTRA_HOP)), "hops", ".hops[1]"),
+    ("a part left out", "sliced", drop(0, "0F0.1"), "actions", "programs[0]"),
+    ("a whole micro-batch instead of its parts", "sliced", write(0, "0F0.0", "0F0"), "actions", "] (0F0)"),
+    ("a part of a whole micro-batch", "sliced", write(1, "1F1", "1F1.0"), "actions", "] (1F1.0)"),
+    ("a backward in parts", "sliced", write(1, "1B0", "1B0.0"), "actions", "] (1B0.0)"),
+    ("a part twice", "sliced", write(0, "0F0.1", "0F0.0"), "actions", "] (0F0.0)"),
+    ("a message of a part left out", "sliced", drop(0, "0SEND_F0.1"), "transfers", "programs[0]"),
+    ("parts sent apart to who runs them together", "sliced", write(0, "0SEND_F1", "0SEND_F1.0"), "transfers", "F1.0)"),
+    ("parts sent before the second is made", "sliced", move(0, "0SEND_F1", "0F1.1"), "transfer-order", "(0SEND_F1)"),
+    ("a part sent before it is made", "sliced", move(0, "0SEND_F0.1", "0F0.1"), "transfer-order", "(0SEND_F0.1)"),
+    ("a part received after it is run", "sliced", swap(1, "1RECV_F0.1", "1F0.1"), "transfer-order", "(1RECV_F0.1)"),
+    ("a part that starts early", "sliced", shift("1F", 0, -1), "inputs", "starts_ns[1F][0]"),
+    ("a whole that starts after one part alone", "sliced", shift("1F", 2, -1), "inputs", "starts_ns[1F][2]"),
+    ("parts that take longer", "sliced", operation("0F", part_ns=17), "inputs", "starts_ns[1F][0]"),
+    ("parts that take less", "sliced", operation("0F", part_ns=15), "earliest", "starts_ns[0F][1]"),
+    (
+        "parts that occupy their link",
+        "sliced",
+        hops("0F", "1F", lambda h: h[0].update(latency_ns=0, occupancy_ns=6)),
+        "inputs",
+        "starts_ns[1F][2]",
+    ),
+    ("memory for half the parts", "sliced", put("predicted.memory.0.peak_bytes", 203), "figures", "[0].peak_bytes"),
+    ("a repetend with parts in it", "sliced", put("repetend.first.0F", 1), "repetend", "first[0F]"),
+    ("replicas without samples", "shared", replicas_without_samples, "stages", "stages[0].microbatch_size"),
+    ("an iteration without its end", "bidirectional", put("predicted.iteration_ns", 1), "figures", "iteration_ns"),
+    ("gradients summed for longer", "bidirectional", put("stages.0.sync_ns", 26), "figures", "iteration_ns"),
+    ("other micro-batches", "replicated", hops("0F", "1F", lambda h: h[0].update(first=0)), "hops", "hops[0]"),
+    ("all micro-batches", "replicated", hops("0F", "1F", lambda h: h[0].update(run=2, first=0)), "hops", "hops[0]"),
+    ("another period", "replicated", hops("0F", "1F", lambda h: h[0].update(every=4)), "hops", "hops[0]"),
+    (
+        "samples from a replica that does not make them",
+        "replicated",
+        hops("2F", "3F", lambda h: h[0].update(source_device=2)),
+        "hops",
+        "].hops",
+    ),
+    ("a replica's samples left out", "replicated", hops("2F", "3F", lambda h: h.pop()), "hops", "dependencies["),
+    (
+        "what a device has itself",
+        "replicated",
+        hops("0F", "1F", lambda h: h.append({"source_device": 0, "target_device": 0})),
+        "hops",
+        ".hops[1]",
+    ),
+    ("a SEND of what does not go there", "replicated", write(0, "0SEND_F1", "0SEND_F0"), "transfers", "(0SEND_F0)"),
+    ("a SEND of a replica's half left out", "replicated", drop(3, "2SEND_F0"), "transfers", "programs[3]"),
+    ("a start before a replica's half is there", "replicated", shift("2F", 0, -1), "inputs", "starts_ns[2F][0]"),
+    ("a block on another route", "bidirectional", put("stages.0.route", 1), "stages", "stages[2].blocks[0]"),
+    ("a block that one route lacks", "bidirectional", put("stages.3.blocks", ["block7"]), "stages", "stages"),
+    ("a route from nowhere", "bidirectional", more_routes, "stages", "num_routes"),
+    ("routes of unequal micro-batches", "bidirectional", unequal_routes, "stages", "stages[1].microbatch_size"),
+    ("a way from route to route", "bidirectional", depend("0F", "3F"), "dependencies", "dependencies["),
+    ("a repetend over routes", "bidirectional", repeats, "repetend", "num_routes"),
 ]
 
 
@@ -586,6 +722,28 @@ def test_shards_split_parameters_and_replicas_split_samples() -> None:
     assert [p.place for p in check(plan, parse(json.dumps(data), Profile)).problems] == ["stages[1]"]
 
 
+def test_parts_cost_what_half_the_samples_cost() -> None:
+    profile = sized_profile(3)
+    assert check(base("sliced"), profile).problems == ()
+    data = json.loads(to_json(profile))
+    data["blocks"][1]["costs"][0]["forward_ns"] = 17
+    places = [problem.place for problem in check(base("sliced"), parse(json.dumps(data), Profile)).problems]
+    assert places == ["operations[1F].part_ns"]
+
+
+def test_messages_have_the_bytes_of_the_samples_they_carry() -> None:
+    """64 bytes for each sample; device 0 makes half of a micro-batch of 4 for device 1, in one micro-batch of 2."""
+    plan, profile = base("replicated"), sized_profile(4)
+    assert check(plan, profile).problems == ()
+    number = [(each.source, each.target) for each in plan.dependencies].index(("0F", "1F"))
+    (hop,) = plan.dependencies[number].hops
+    assert (hop.every, hop.run, hop.first, hop.bytes) == (2, 1, 1, 128)
+    data = json.loads(to_json(plan))
+    data["dependencies"][number]["hops"][0]["bytes"] = 256
+    places = [problem.place for problem in check(parse(json.dumps(data), Plan), profile).problems]
+    assert places == [f"dependencies[{number}].hops[0].bytes"]
+
+
 # Against the cluster -------------------------------------------------------------------------------------------
 
 
@@ -637,6 +795,21 @@ def test_a_plan_made_without_cluster_says_its_transfer_times_itself() -> None:
     alone = plan.model_copy(update={"provenance": Provenance()})
     places = [(problem.rule, problem.place) for problem in check(alone, profile).problems]
     assert ("profile", "dependencies[4].hops[0].occupancy_ns") in places
+
+
+def test_summing_gradients_takes_what_the_cluster_says() -> None:
+    """Over both devices of each block: 2 steps of 3 ns and 25 bytes at 16 per ns."""
+    stages = ({"devices": (0,)}, {"devices": (1,)}, {"devices": (1,), "route": 1}, {"devices": (0,), "route": 1})
+    workload = placed_on(*stages, num_routes=2, microbatch_size=1, cluster=cluster())
+    plan = plan_of(workload, gpipe_orders(workload))
+    profile = sized_profile(2)
+    assert [stage.sync_ns for stage in plan.stages] == [9] * 4
+    assert check(plan, profile, cluster()).problems == ()
+    found = {problem.place for problem in check(plan, profile, cluster(latency_ns=4)).problems}
+    assert {f"stages[{number}].sync_ns" for number in range(4)} <= found
+    alone = plan.model_copy(update={"provenance": Provenance(cluster_sha256="0" * 64)})
+    assert check(alone, profile).problems == ()
+    assert {f"stages[{number}].sync_ns" for number in range(4)} <= {p.place for p in check(plan, profile).problems}
 
 
 # Size ----------------------------------------------------------------------------------------------------------

@@ -75,7 +75,12 @@ def _check_blocks(plan: Plan, findings: Findings) -> None:
 
 
 def _check_routes(plan: Plan, placed: set[tuple[int, str]], findings: Findings) -> None:
-    """All routes have the same blocks; ``placed`` are the pairs of route and block."""
+    """All routes have the same blocks and one micro-batch size; ``placed`` are the pairs of route and block."""
+    size = plan.stages[0].microbatch_size
+    for number, stage in enumerate(plan.stages):
+        if plan.num_routes > 1 and stage.microbatch_size != size:
+            text = f"is {stage.microbatch_size}, that of stages[0] {size}; with several routes all must have one"
+            findings.add("stages", f"stages[{number}].microbatch_size", text)
     routes = {route for route, _ in placed}
     unused = next((route for route in range(plan.num_routes) if route not in routes), None)
     if unused is not None:
@@ -150,7 +155,8 @@ def _check_ends(number: int, dependency: Dependency, messages: _Seen, findings: 
 def _check_deliveries(plan: Plan, number: int, dependency: Dependency, findings: Findings) -> None:
     """Every device of the target gets just the samples it works on and did not make itself, each from one device."""
     source, target = plan.stage_of(dependency.source), plan.stage_of(dependency.target)
-    if source.route != target.route or not (shares_evenly(source) and shares_evenly(target)):
+    same_samples = source.microbatch_size == target.microbatch_size or plan.num_routes == 1
+    if source.route != target.route or not (same_samples and shares_evenly(source) and shares_evenly(target)):
         return
     needed, period, makers = deliveries_of(source, target), period_of(source, target), replicas_of(source)
     brought: dict[tuple[int, int], str] = {}

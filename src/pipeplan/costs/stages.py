@@ -141,6 +141,7 @@ def build_workload(
     placed = [_settled(stage, microbatch_size, recompute) for stage in placement.stages]
     for stage in placed:
         _require_shared_out(stage, mini_batch, placement.num_routes)
+    _require_one_size(placed, placement.num_routes)
     costs = [
         stage_costs(
             profile,
@@ -202,6 +203,16 @@ def _require_shared_out(stage: Stage, mini_batch: int, num_routes: int) -> None:
         raise UsageError(
             f"a mini-batch of {mini_batch} samples cannot be cut into micro-batches of {size}{routes}; choose a "
             f"--mini-batch that is a multiple of {size * num_routes}"
+        )
+
+
+def _require_one_size(stages: Sequence[Stage], num_routes: int) -> None:
+    """Micro-batches take routes in turn, so that only those of one size hold the same samples on all stages."""
+    sizes = sorted({stage.microbatch_size for stage in stages})
+    if num_routes > 1 and len(sizes) > 1:
+        raise UsageError(
+            f"a placement with {num_routes} routes needs one micro-batch size for all stages, not {sizes[0]} and "
+            f"{sizes[-1]}; leave microbatch_size out of its stages"
         )
 
 
