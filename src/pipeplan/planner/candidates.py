@@ -191,8 +191,19 @@ def _graphs(request: Request) -> Iterator[Found]:
     choices = [open_sizes, *([size] for size in open_sizes if len(open_sizes) > 1)]
     for sizes in choices:
         yield _tried(_graph, request, sizes)
-    if len(choices[0]) > 0 and request.chunks is not None:
-        yield _tried(_graph, request, open_sizes, request.chunks)
+    if request.chunks is not None or _branches(request.profile):
+        for sizes in choices:
+            yield _tried(_graph, request, sizes, request.chunks or _CHUNKS)
+
+
+_CHUNKS = 2
+"""Stages per device that are tried for graphs with branches where nothing is said; chains have strategies for that."""
+
+
+def _branches(profile: Profile) -> bool:
+    """Whether some block feeds several others, or none but the last does."""
+    sources = [edge.source for edge in profile.edges]
+    return len(set(sources)) < max(len(sources), len(profile.blocks) - 1)
 
 
 def _graph(request: Request, sizes: Sequence[int], chunks: int = 1) -> Candidate:
@@ -208,6 +219,8 @@ def _graph(request: Request, sizes: Sequence[int], chunks: int = 1) -> Candidate
         all_reduce=lambda size, count: all_reduce_time(request.cluster, range(count), size),
     )
     found = partition(problem, tolerance=TOLERANCE).graph
+    if max(stage.replicas for stage in found.stages) > request.num_devices:
+        raise UsageError(f"a stage with more replicas than the {request.num_devices} devices cannot go round them")
     size = max(stage.microbatch_size for stage in found.stages)
     batch = Batch(request.batch.mini_batch // size, size)
     return Candidate(_placed_graph(found, request.num_devices), batch, False, "GraphPipe")
