@@ -33,8 +33,8 @@ def resolve_batch(
 ) -> Batch:
     """The mini-batch from any two of its numbers, the rest by default.
 
-    Default size: 1 for a profile with a placement, else the largest size all blocks were profiled with. Default
-    number: four micro-batches per device.
+    Default size: 1 for a profile with a placement, else the largest size all blocks were profiled with, of those that
+    divide a given mini-batch where any does. Default number: four micro-batches per device.
 
     Raises:
         UsageError: the three contradict each other or do not divide.
@@ -52,7 +52,8 @@ def resolve_batch(
         sizes = profile.microbatch_sizes
         if profile.placement is None and not sizes:
             raise UsageError("the blocks share no profiled micro-batch size; say one with --microbatch-size")
-        microbatch_size = 1 if profile.placement is not None else sizes[-1]
+        dividing = [size for size in sizes if mini_batch is not None and mini_batch % size == 0]
+        microbatch_size = 1 if profile.placement is not None else (dividing or sizes)[-1]
     if num_microbatches is None:
         if mini_batch is None:
             num_microbatches = 4 * num_devices

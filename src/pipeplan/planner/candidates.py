@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 
 from pipeplan.costs.collectives import all_reduce_time
 from pipeplan.errors import InfeasibleError, UsageError
@@ -62,8 +62,7 @@ def candidates(request: Request) -> Iterator[Found]:
     everything = request.placement == "auto" and not sliced
     if everything:
         yield from _graphs(request)
-    for strategy in strategies:
-        yield from _chains(request, strategy)
+    yield from _chains(request, strategies)
     if everything:
         yield from _published(request)
 
@@ -73,14 +72,17 @@ def _given(request: Request, placement: Placement) -> Iterator[Found]:
         yield Candidate(placement, request.batch, recompute, "given", _is_fallback(request, recompute))
 
 
-def _chains(request: Request, strategy: str) -> Iterator[Found]:
-    """A strategy with every number of replicas, size and recomputation that is open, cut in each way."""
+def _chains(request: Request, strategies: Iterable[str]) -> Iterator[Found]:
+    """Strategies with every number of replicas, size and recomputation that is open, cut in each way.
+
+    All strategies come early: there may not be time for all candidates.
+    """
     for replicas in _replicas(request):
         batches = list(_batches(request, replicas))
         if not batches:
             yield _no_size(request, replicas)
         for batch in batches:
-            for recompute in request.recomputes:
+            for recompute, strategy in product(request.recomputes, strategies):
                 for spread in _spreads(request, strategy, replicas):
                     for source, cut in _cuts(request, strategy, replicas, batch, recompute, spread):
                         yield _tried(_chain, request, strategy, replicas, batch, recompute, spread, source, cut)

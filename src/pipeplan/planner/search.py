@@ -19,6 +19,7 @@ from pipeplan.model.workload import Workload
 from pipeplan.planner.assembly import assemble
 from pipeplan.planner.batch import Batch
 from pipeplan.planner.candidates import Candidate, candidates
+from pipeplan.planner.mapping import on_cluster
 from pipeplan.planner.refining import ease_recomputation, slice_forwards
 from pipeplan.planner.request import Options, Request
 from pipeplan.planner.result import Result
@@ -33,7 +34,7 @@ __all__ = ["search_plan"]
 _ROUNDS = ((8, 0.4), (3, 0.5), (1, 1.0))
 """In each round so many of the best candidates share this part of the time that is left."""
 
-_LOOKING = 0.4
+_LOOKING = 0.5
 """The part of the time after which no more candidates are looked at, once there is a plan."""
 
 _SECONDS_PER_TASK = 5e-5
@@ -143,7 +144,21 @@ class _Search:
                 best = self._best
                 if best is not None and (self._hopeless(trial, best) or self._budget.expired):
                     continue
-                self._search(trial, seconds / len(live))
+                self._search(self._on_cluster(trial), seconds / len(live))
+
+    def _on_cluster(self, trial: Trial) -> Trial:
+        """The trial with its devices near each other that talk much, if that is no worse; once for each."""
+        candidate = None if trial.mapped else on_cluster(self._request, trial.candidate)
+        trial.mapped = True
+        if candidate is None:
+            return trial
+        other = Trial.of(self._request, candidate)
+        other.mapped = True
+        other.look()
+        if trial.value_ns is not None and (other.value_ns is None or other.value_ns > trial.value_ns):
+            return trial
+        self._trials[self._trials.index(trial)] = other
+        return other
 
     def _search(self, trial: Trial, seconds: float) -> None:
         try:
