@@ -1,0 +1,66 @@
+"""A placement's devices chosen among a cluster's, so that what talks much is near."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from pipeplan.costs import build_workload
+from pipeplan.errors import PipeplanError
+from pipeplan.model import Placement
+from pipeplan.partition.mapping import mapped
+from pipeplan.planner.candidates import Candidate
+from pipeplan.planner.request import Request
+from pipeplan.schedule.reduction import device_groups
+
+__all__ = ["on_cluster"]
+
+
+def on_cluster(request: Request, candidate: Candidate) -> Candidate | None:
+    """The candidate with its groups of devices where the cluster's links are least busy.
+
+    Devices with the same stages are a group and stay one. None where that changes nothing: a placement that was given,
+    or a cluster whose devices are all equally near.
+    """
+    cluster = request.cluster
+    if cluster is None or len(cluster.levels) < 2 or isinstance(request.placement, Placement):
+        return None
+    workload = build_workload(
+        request.profile,
+        candidate.placement,
+        num_microbatches=candidate.batch.num_microbatches,
+        microbatch_size=candidate.batch.microbatch_size,
+        recompute=candidate.recompute,
+    )
+    group_of = device_groups(workload)
+    sizes = Counter(group_of)
+    traffic: Counter[tuple[int, int]] = Counter()
+    for dependency in workload.dependencies:
+        for hop in dependency.hops:
+            ends = group_of[hop.source_device], group_of[hop.target_device]
+            if ends[0] != ends[1]:
+                traffic[ends] += hop.bytes * len(workload.messages(dependency, hop))
+    sync = [0] * len(sizes)
+    for stage in workload.stages:
+        if stage.replicas > 1:
+            sync[group_of[stage.devices[0]]] += stage.gradient_bytes
+    static = [workload.static_bytes(group_of.index(group)) for group in range(len(sizes))]
+    try:
+        found = mapped(
+            [sizes[group] for group in range(len(sizes))],
+            traffic,
+            cluster.first(request.num_devices),
+            sync=sync,
+            needs=static,
+        )
+    except PipeplanError:  # what does not fit is said where it is searched
+        return None
+    places = [iter(devices) for devices in found]
+    device_of = [next(places[group]) for group in group_of]
+    if device_of == list(range(len(device_of))):
+        return None
+    stages = tuple(
+        stage.model_copy(update={"devices": tuple(device_of[device] for device in stage.devices)})
+        for stage in candidate.placement.stages
+    )
+    return replace(candidate, placement=candidate.placement.model_copy(update={"stages": stages}))
