@@ -151,6 +151,8 @@ WHERE = {
     "hanayo": ["zbv", "zbv split", "waves", "waves split"],
     "1f1b+": ["m", "mllm", "nn"],
     "chimera": ["x", "x split"],
+    "kfkb": ["v", "v split"],
+    "greedy": [*SHAPES, "v split", "circular split", "zbv split", "x split", "waves", "waves split"],
 }
 """The cases each is for: a shape of the literature, or two waves (four chunks); whole backward or split."""
 
