@@ -8,10 +8,13 @@ from dataclasses import replace
 import pytest
 from runtime_plans import Case, Reports, assert_as_unsplit, placed_plan, reports_of
 
+from pipeplan.check import check
 from pipeplan.model import PlacedStage
+from pipeplan.report.trace import predicted_trace
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.options import RunOptions
+from pipeplan.simulate.simulation import simulate
 
 BRANCHES, CHAIN, TINY = "runtime_models:branches", "runtime_models:chain", "gpt2-tiny"
 CUTS = {
@@ -93,6 +96,14 @@ def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
     _, options = cases()[name]
     model: Model = load_model(options.model)
     assert_as_unsplit(model, options, reports[name])
+
+
+@pytest.mark.parametrize("name", list(cases()))
+def test_check_accepts_it_and_its_trace_has_all_of_the_programs(name: str) -> None:
+    plan, _ = cases()[name]
+    check(plan).require(name)
+    found = sorted(event["name"] for event in predicted_trace(simulate(plan)).events() if event["ph"] == "X")
+    assert found == sorted(text for program in plan.programs for text in program)
 
 
 def test_parameters_have_copies(reports: Reports) -> None:

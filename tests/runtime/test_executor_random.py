@@ -15,6 +15,7 @@ from runtime_models import Mix, SquaredError, vectors
 from runtime_plans import Unsplit, greedy_orders, placed_plan
 from runtime_threads import run_in_threads
 
+from pipeplan.check import check
 from pipeplan.model import PlacedStage, Plan
 from pipeplan.runtime.model import BlockSpec, Model
 
@@ -100,10 +101,11 @@ def plans(draw: st.DrawFn) -> tuple[Model, Plan]:
     return model, plan
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plans())
 def test_any_plan_gives_the_gradients_of_an_unsplit_run(case: tuple[Model, Plan]) -> None:
     model, plan = case
+    check(plan).require("plan")
     outcome = run_in_threads(plan, model, SEED)
     unsplit = Unsplit(model, SEED, torch.float64, 1e-3, 0.0)
     assert outcome.loss == pytest.approx(unsplit.step(0, plan.mini_batch), abs=TOLERANCE)

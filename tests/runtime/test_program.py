@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from helpers import chain_workload, gpipe_orders, plan_of, shared_workload
 
+from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
-from pipeplan.model import Dependency, Plan
-from pipeplan.runtime.program import Message, programs_of, require_runnable
+from pipeplan.model import Block, CostRow, Dependency, Edge, PlacedStage, Placement, Plan, Profile, Source
+from pipeplan.runtime.program import Message, Numbers, Program, programs_of, require_runnable
 
 BLOCKS = ["block0", "block1", "block2"]
 EDGES = [("block0", "block1"), ("block1", "block2")]
@@ -93,3 +94,79 @@ def test_a_backward_dependency_alone_is_refused() -> None:
     odd = Dependency(source="2I", target="0I")
     with pytest.raises(UsageError, match="the plan makes 0I wait for 2I"):
         programs_of(plan.model_copy(update={"dependencies": (*plan.dependencies, odd)}), BLOCKS, EDGES, "m")
+
+
+# Samples ---------------------------------------------------------------------------------------------------------
+
+
+def placed(*stages: PlacedStage, size: int = 4) -> tuple[Program, ...]:
+    """Programs of a chain of two blocks on these stages, for a mini-batch of 8 samples."""
+    rows = tuple(CostRow(microbatch_size=n, forward_ns=10, backward_ns=20) for n in (1, 2, 4))
+    profile = Profile(
+        name="pair",
+        source=Source(method="literature"),
+        blocks=tuple(Block(id=block, operator="linear", costs=rows) for block in BLOCKS[:2]),
+        edges=(Edge(source="block0", target="block1", bytes_per_sample=8),),
+    )
+    devices = 1 + max(device for stage in stages for device in stage.devices)
+    routes = 1 + max(stage.route for stage in stages)
+    placement = Placement(strategy="by-hand", num_devices=devices, num_routes=routes, stages=stages)
+    workload = build_workload(profile, placement, num_microbatches=8 // size, microbatch_size=size)
+    return programs_of(plan_of(workload, gpipe_orders(workload)), BLOCKS[:2], EDGES[:1], "m")
+
+
+def samples_of(program: Program) -> dict[str, tuple[Numbers, ...]]:
+    return {text: i.samples for text, i in zip(program.texts, program.instructions, strict=True)}
+
+
+def first(*devices: int, **more: int) -> PlacedStage:
+    return PlacedStage(blocks=("block0",), devices=devices, replicas=len(devices), **more)
+
+
+def second(*devices: int, **more: int) -> PlacedStage:
+    return PlacedStage(blocks=("block1",), devices=devices, replicas=len(devices), **more)
+
+
+def test_messages_carry_what_the_target_works_on() -> None:
+    """One device with micro-batches of 4 sends to two replicas, which share micro-batches of 2."""
+    source, even, odd = map(samples_of, placed(first(0), second(1, 2, microbatch_size=2)))
+    assert source["0F1"] == ((4, 5, 6, 7),)
+    assert source["0SEND_F1>1@2"] == odd["1RECV_F1"] == ((5, 7),)
+    assert even["1F3"] == ((6,),)
+    assert even["1SEND_B3"] == source["0RECV_B3>1@1"] == ((6,),)
+
+
+def test_a_device_of_both_groups_keeps_its_own_samples() -> None:
+    both, other = map(samples_of, placed(first(0, 1), second(0)))
+    assert other["0SEND_F0"] == both["1RECV_F0"] == ((2, 3),)
+    assert not any("SEND_F" in text for text in both)
+    assert both["1F0"] == ((0, 1, 2, 3),)
+
+
+def test_replicas_share_each_part_and_so_the_micro_batch() -> None:
+    """Both stages run the first micro-batch in parts, or the second not: then it gets its halves' shares at once."""
+    for parted in (1, 0):
+        programs = placed(first(0, 1, num_parted=1), second(2, 3, num_parted=parted))
+        left, _, onto, _ = map(samples_of, programs)
+        assert left["0F0.0"] == ((0,),)
+        assert left["0F0.1"] == ((2,),)
+        assert left["0B0"] == ((0,), (2,))
+        assert left["0F1"] == ((4, 5),)
+        assert onto["1B0"] == (((0,), (2,)) if parted else ((0, 2),))
+        assert left["0SEND_F0.1" if parted else "0SEND_F0"] == (((2,),) if parted else ((0, 2),))
+        assert onto["1SEND_B0"] == left["0RECV_B0"] == ((0, 2),)
+
+
+def test_routes_take_turns() -> None:
+    stages = [first(0), second(1), first(1, route=1), second(0, route=1)]
+    programs = placed(*stages, size=2)
+    down = samples_of(programs[0])
+    assert down["0F1"] == ((4, 5),)
+    assert down["3F1"] == ((6, 7),)
+    assert programs[0].ranks_of == {"block0": (0, 1), "block1": (0, 1)}
+    assert {message for message, _, _ in programs[0].remote} == {
+        Message("F", 0, 1),
+        Message("F", 2, 3),
+        Message("B", 1, 0),
+        Message("B", 3, 2),
+    }
