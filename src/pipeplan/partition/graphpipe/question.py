@@ -187,7 +187,9 @@ class Question:
             for left, groups in self._shapes.splits(number):
                 most = self._most(fewest[left], after)
                 fronts[left] = Front.best(
-                    self._together(fronts[rest], self._group(group, after), group, most) for rest, group in groups
+                    self._together(fronts[rest], self._group(group, after), group, most)
+                    for rest, group in groups
+                    if len(group) == 1 or self._bounds.quick(group)
                 )
             self._solved[key] = fronts[left]
         return self._solved[key]

@@ -21,7 +21,7 @@ from pipeplan.partition.series_parallel import Part
 
 __all__ = ["MAX_GROUPS", "Group", "Run", "Shape", "Shapes", "Split"]
 
-MAX_GROUPS = 1_000
+MAX_GROUPS = 3_000
 """Ways to take a group of branches from those that are left, over all that can be left, of a parallel part; beyond
 that groups are of neighbours in order of their work."""
 
