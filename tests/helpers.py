@@ -392,6 +392,29 @@ def placed(draw: st.DrawFn, *, links: bool = False, parts: bool | None = None) -
     return Placed(profile, cluster, workload)
 
 
+@st.composite
+def placed_chains(draw: st.DrawFn) -> Placed:
+    """Stages one behind the other on a device each, fewer in parts from stage to stage, over links that may be busy."""
+    depth = draw(st.integers(2, 4))
+    blocks = tuple(_drawn_block(draw, index) for index in range(depth))
+    edges = tuple(
+        Edge(source=f"block{a}", target=f"block{b}", bytes_per_sample=draw(st.sampled_from([5, 20])))
+        for b in range(depth)
+        for a in range(b)
+        if a == b - 1 or draw(st.booleans())
+    )
+    stages = tuple(
+        PlacedStage(blocks=(block.id,), devices=(s,), num_parted=draw(st.integers(0, depth - 1 - s)))
+        for s, block in enumerate(blocks)
+    )
+    profile = Profile(name="drawn", source=Source(method="literature"), blocks=blocks, edges=edges)
+    placement = Placement(strategy="one-to-one", num_devices=depth, stages=stages)
+    cluster = _drawn_cluster(draw)
+    number = draw(st.integers(depth + 1, 9))
+    workload = build_workload(profile, placement, num_microbatches=number, microbatch_size=2, cluster=cluster)
+    return Placed(profile, cluster, workload)
+
+
 def _drawn_block(draw: st.DrawFn, index: int) -> Block:
     """Costs that are not proportional to the samples."""
     number = st.integers(1, 9)

@@ -18,6 +18,7 @@ from helpers import (
     one_f_one_b,
     one_f_one_b_repetend,
     placed,
+    placed_chains,
     plan_of,
     random_orders,
     replay,
@@ -121,6 +122,26 @@ def test_plans_of_all_kinds_of_stages_are_valid(case: tuple[Plan, Placed]) -> No
     report = check(plan, drawn.profile, drawn.cluster)
     assert report.problems == ()
     assert report.figures.iteration_ns == plan.predicted.iteration_ns >= plan.predicted.makespan_ns
+
+
+@st.composite
+def sliced(draw: st.DrawFn) -> tuple[Plan, Placed]:
+    """1F1B on a chain with some more edges, leading forwards in parts, over links that are busy at times."""
+    drawn = draw(placed_chains())
+    graph = task_graph(drawn.workload)
+    position = {operation.id: index for index, operation in enumerate(drawn.workload.operations)}
+    orders = [[graph.offsets[position[id_]] + m for id_, m in order] for order in one_f_one_b(drawn.workload)]
+    return assemble(graph, orders, 1, Fraction(0), "1f1b"), drawn
+
+
+@SETTINGS
+@given(sliced())
+def test_repetends_behind_parts_and_over_busy_links_are_valid(case: tuple[Plan, Placed]) -> None:
+    plan, drawn = case
+    assert check(plan, drawn.profile, drawn.cluster).problems == ()
+    if plan.repetend is not None:
+        repetend = plan.repetend.model_copy(update={"repetend_ns": plan.repetend.repetend_ns + 1})
+        assert not check(plan.model_copy(update={"repetend": repetend})).valid
 
 
 @SETTINGS

@@ -94,9 +94,9 @@ def far() -> Plan:
     return plan_of(workload, gpipe_orders(workload))
 
 
-def sized_profile(num_blocks: int) -> Profile:
+def sized_profile(num_blocks: int, lag: int = 0) -> Profile:
     """A chain whose blocks take 10 ns and 6 ns more for each sample, and twice that backward."""
-    data = json.loads(to_json(chain_profile(num_blocks, parameter_bytes=50, placed=False)))
+    data = json.loads(to_json(chain_profile(num_blocks, lag=lag, parameter_bytes=50, placed=False)))
     for block in data["blocks"]:
         (row,) = block["costs"]
         block["costs"] = [
@@ -107,7 +107,9 @@ def sized_profile(num_blocks: int) -> Profile:
     return parse(json.dumps(data), Profile)
 
 
-def placed_on(*stages: Data, num_routes: int = 1, microbatch_size: int = 2, cluster: Cluster | None = None) -> Workload:
+def placed_on(
+    *stages: Data, num_routes: int = 1, microbatch_size: int = 2, lag: int = 0, cluster: Cluster | None = None
+) -> Workload:
     """Four micro-batches on stages with one block each, ``block`` if they say so."""
     routes = [stage.get("route", 0) for stage in stages]
     placement = Placement(
@@ -120,7 +122,11 @@ def placed_on(*stages: Data, num_routes: int = 1, microbatch_size: int = 2, clus
         ),
     )
     return build_workload(
-        sized_profile(routes.count(0)), placement, num_microbatches=4, microbatch_size=microbatch_size, cluster=cluster
+        sized_profile(routes.count(0), lag),
+        placement,
+        num_microbatches=4,
+        microbatch_size=microbatch_size,
+        cluster=cluster,
     )
 
 
@@ -128,6 +134,12 @@ def sliced() -> Plan:
     """1F1B with forwards in parts; micro-batch 1 is made in parts by stage 0, sent whole, and run whole by stage 1."""
     workload = placed_on(*({"devices": (s,), "num_parted": 2 - s} for s in range(3)))
     return plan_of(workload, one_f_one_b(workload), first=one_f_one_b_repetend(workload))
+
+
+def far_sliced() -> Plan:
+    """Parts that are longer under way than it takes to make the next."""
+    workload = placed_on(*({"devices": (s,), "num_parted": 2} for s in range(2)), lag=25)
+    return plan_of(workload, gpipe_orders(workload))
 
 
 def replicated() -> Plan:
@@ -151,7 +163,7 @@ def bidirectional() -> Plan:
 
 BASES: dict[str, Callable[[], Plan]] = {
     base.__name__: base
-    for base in (chain, split, shared, unequal, spare, alternating, far, sliced, replicated, bidirectional)
+    for base in (chain, split, shared, unequal, spare, alternating, far, sliced, far_sliced, replicated, bidirectional)
 }
 
 
@@ -500,6 +512,13 @@ DAMAGES: list[tuple[str, str, Callable[[Data], None], str, str]] = [
         "inputs",
         "starts_ns[1F][2]",
     ),
+    (
+        "messages of parts that meet on a link",
+        "far_sliced",
+        hops("0F", "1F", lambda h: h[0].update(latency_ns=5, occupancy_ns=40)),
+        "links",
+        "starts_ns[1F][1]",
+    ),
     ("memory for half the parts", "sliced", put("predicted.memory.0.peak_bytes", 203), "figures", "[0].peak_bytes"),
     ("a repetend with parts in it", "sliced", put("repetend.first.0F", 1), "repetend", "first[0F]"),
     ("replicas without samples", "shared", replicas_without_samples, "stages", "stages[0].microbatch_size"),
@@ -508,6 +527,13 @@ DAMAGES: list[tuple[str, str, Callable[[Data], None], str, str]] = [
     ("other micro-batches", "replicated", hops("0F", "1F", lambda h: h[0].update(first=0)), "hops", "hops[0]"),
     ("all micro-batches", "replicated", hops("0F", "1F", lambda h: h[0].update(run=2, first=0)), "hops", "hops[0]"),
     ("another period", "replicated", hops("0F", "1F", lambda h: h[0].update(every=4)), "hops", "hops[0]"),
+    (
+        "the same way once for each half of the micro-batches",
+        "replicated",
+        hops("0F", "1F", lambda h: h.append(h[0] | {"first": 0})),
+        "hops",
+        ".hops[1]",
+    ),
     (
         "samples from a replica that does not make them",
         "replicated",
