@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 
 from pipeplan import __version__
@@ -18,7 +19,7 @@ from pipeplan.model import Cluster, Placement, Profile, Provenance, sha256_of
 from pipeplan.model.workload import Workload
 from pipeplan.planner.assembly import assemble
 from pipeplan.planner.batch import Batch
-from pipeplan.planner.candidates import Candidate, candidates
+from pipeplan.planner.candidates import Candidate, Found, candidates
 from pipeplan.planner.mapping import on_cluster
 from pipeplan.planner.refining import ease_recomputation, slice_forwards
 from pipeplan.planner.request import Options, Request
@@ -35,7 +36,10 @@ _ROUNDS = ((8, 0.4), (3, 0.5), (1, 1.0))
 """In each round so many of the best candidates share this part of the time that is left."""
 
 _LOOKING = 0.5
-"""The part of the time after which no more candidates are looked at, once there is a plan."""
+"""The part of the time that is left in which candidates are looked at, once there is a plan; then some are searched."""
+
+_LAST = 0.1
+"""With less than this part of the time left no more candidates are looked at."""
 
 _SECONDS_PER_TASK = 5e-5
 """What looking at a candidate costs per action where seconds are deterministic."""
@@ -79,16 +83,20 @@ class _Search:
 
     def __init__(self, request: Request, budget: Budget) -> None:
         self._request, self._budget = request, budget
+        self._without_links = replace(request, cluster=None)
         self._trials: list[Trial] = []
         self._failures: list[PipeplanError] = []
+        self._seen: set[Hashable] = set()
         self._partition_seconds = 0.0
 
     def run(self) -> Result:
-        """Look at candidates, then search among the best; with what is only a fallback if there is nothing else."""
+        """Look at candidates and search among the best, in turn, until all have been looked at or time is up.
+
+        What is only a fallback comes if there is nothing else.
+        """
         for fallback in (False, True):
             try:
-                self._look(fallback=fallback)
-                self._deepen()
+                self._alternate(candidates(self._request), fallback=fallback)
             except KeyboardInterrupt:
                 if self._best is None:
                     raise
@@ -97,36 +105,44 @@ class _Search:
                 break
         return self._result()
 
+    def _alternate(self, found: Iterator[Found], *, fallback: bool) -> None:
+        done = False
+        while not done:
+            done = self._look(found, fallback=fallback) or self._budget.remaining < _LAST * self._budget.seconds
+            self._deepen(_ROUNDS if done else _ROUNDS[:1])
+
     @property
     def _best(self) -> Trial | None:
         """The trial with the shortest iteration, of equals the one with fewest stages."""
         done = [trial for trial in self._trials if trial.best is not None]
         return min(done, key=_rank, default=None)
 
-    def _look(self, *, fallback: bool) -> None:
-        """Take candidates as they come, until they have had their part of the time."""
-        found = candidates(self._request)
-        seen = set()
-        while not (self._looked_enough and self._best is not None):
+    def _look(self, found: Iterator[Found], *, fallback: bool) -> bool:
+        """Take candidates as they come, until they have had their part of the time; whether that were all."""
+        until = self._budget.used + _LOOKING * self._budget.remaining
+        while self._best is None or (self._budget.used < until and not self._budget.interrupted):
             begun = time.monotonic()
             candidate = next(found, None)
             self._partition_seconds += time.monotonic() - begun
             if candidate is None:
-                return
+                return True
             if isinstance(candidate, PipeplanError):
                 self._failures.append(candidate)
-            elif candidate.fallback == fallback and candidate.key not in seen:
-                seen.add(candidate.key)
+            elif candidate.fallback == fallback and candidate.key not in self._seen:
+                self._seen.add(candidate.key)
                 self._try(candidate)
+        return False
 
     def _try(self, candidate: Candidate) -> None:
         """Known schedules alone, unless the candidate cannot be better, or must be searched in any case."""
+        best = self._best
         try:
-            trial = Trial.of(self._request, candidate)
+            if best is not None and self._hopeless(Trial.of(self._without_links, candidate), best):
+                return  # wherever its devices are
+            trial = Trial.of(self._request, on_cluster(self._request, candidate) or candidate)
         except PipeplanError as error:
             self._failures.append(error)
             return
-        best = self._best
         self._trials.append(trial)
         searched = isinstance(self._request.placement, Placement) or self._request.options.scheduler != "auto"
         if searched or (best is not None and self._hopeless(trial, best)):
@@ -135,30 +151,16 @@ class _Search:
         self._budget.charge(_SECONDS_PER_TASK * sum(map(_num_actions, trial.ways)))
         self._report(trial)
 
-    def _deepen(self) -> None:
+    def _deepen(self, rounds: Sequence[tuple[int, float]]) -> None:
         """Rounds in which fewer and fewer candidates get more and more time."""
-        for most, part in _ROUNDS:
+        for most, part in rounds:
             live = self._live()[:most]
             seconds = self._budget.remaining * (part if len(live) > 1 else 1.0)
             for trial in live:
                 best = self._best
                 if best is not None and (self._hopeless(trial, best) or self._budget.expired):
                     continue
-                self._search(self._on_cluster(trial), seconds / len(live))
-
-    def _on_cluster(self, trial: Trial) -> Trial:
-        """The trial with its devices near each other that talk much, if that is no worse; once for each."""
-        candidate = None if trial.mapped else on_cluster(self._request, trial.candidate)
-        trial.mapped = True
-        if candidate is None:
-            return trial
-        other = Trial.of(self._request, candidate)
-        other.mapped = True
-        other.look()
-        if trial.value_ns is not None and (other.value_ns is None or other.value_ns > trial.value_ns):
-            return trial
-        self._trials[self._trials.index(trial)] = other
-        return other
+                self._search(trial, seconds / len(live))
 
     def _search(self, trial: Trial, seconds: float) -> None:
         try:
@@ -178,10 +180,6 @@ class _Search:
         """Whether a trial cannot give a shorter iteration than the best known."""
         assert best.value_ns is not None
         return trial.bound_ns >= best.value_ns
-
-    @property
-    def _looked_enough(self) -> bool:
-        return self._budget.interrupted or self._budget.used > _LOOKING * self._budget.seconds
 
     def _report(self, trial: Trial) -> None:
         best = self._best

@@ -25,15 +25,13 @@ _FIRST_LOOK = 0.15
 class Trial:
     """A candidate, its workload for each way of running backward, and what is known of their schedules.
 
-    ``bounds`` [way] ns that no schedule's makespan is below; ``best`` the schedule with the shortest iteration;
-    ``mapped`` whether its devices have been looked for on the cluster.
+    ``bounds`` [way] ns that no schedule's makespan is below; ``best`` the schedule with the shortest iteration.
     """
 
     candidate: Candidate
     ways: list[Workload]
     bounds: list[int]
     best: Schedule | None = None
-    mapped: bool = False
     sync_ns: int = field(init=False)
 
     def __post_init__(self) -> None:
