@@ -82,11 +82,19 @@ def branches() -> Model:
     )
 
 
+class Spare(Mix):
+    """Has a parameter that nothing depends on: no gradient, and so no update."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.spare = nn.Parameter(torch.ones(2))
+
+
 def chain() -> Model:
     """Five blocks one after another, then a loss; the first and the last block share a weight."""
     names = [f"b{index}" for index in range(5)]
     blocks = [
-        BlockSpec(name, "mix", lambda: Mix(1), sources=(names[i - 1],) if i else (), samples=() if i else ("x",))
+        BlockSpec(name, "mix", Spare, sources=(names[i - 1],) if i else (), samples=() if i else ("x",))
         for i, name in enumerate(names)
     ]
     loss = BlockSpec("end", "loss", SquaredError, sources=("b4",), samples=("targets",), loss=True)

@@ -29,10 +29,14 @@ PATIENCE_S = 20.0
 
 @dataclass
 class Mail:
-    """What is under way: [source, target] what was sent, in order. The lock is the turn to run."""
+    """What is under way: [source, target] what was sent, in order. The lock is the turn to run.
+
+    ``failure`` is the first one of any rank; nobody waits any longer then.
+    """
 
     turn: threading.Condition = field(default_factory=threading.Condition)
     sent: dict[tuple[int, int], list[tuple[str, Sequence[Tensor]]]] = field(default_factory=lambda: defaultdict(list))
+    failure: BaseException | None = None
 
 
 class MailChannels:
@@ -58,7 +62,8 @@ class MailChannels:
     def take(self, instruction: Instruction) -> list[Tensor]:
         """Wait, and let others run; what comes must be what the program means, in shape, too."""
         sent, place = self._mail.sent[instruction.peer, self._program.rank], self._place.pop(instruction.counter)
-        if not self._mail.turn.wait_for(lambda: len(sent) > place, PATIENCE_S):
+        self._mail.turn.wait_for(lambda: len(sent) > place or self._mail.failure, PATIENCE_S)
+        if len(sent) <= place:
             raise TransferError(Cause.TIMEOUT, instruction.peer, "nothing came")
         label, tensors = sent[place]
         assert label == _label(instruction)
@@ -101,8 +106,10 @@ def run_in_threads(plan: Plan, model: Model, seed: int) -> Outcome:
     samples, mail = Samples(batch, model.predictions(batch)), Mail()
     ranks = [_Rank(program, model, specs, mail, seed) for program in programs]
     with ThreadPoolExecutor(len(ranks)) as pool:
-        for future in [pool.submit(rank.run, samples) for rank in ranks]:
-            future.result()
+        for rank in ranks:
+            pool.submit(rank.run, samples)
+    if mail.failure is not None:
+        raise mail.failure
     return Outcome(sum(rank.loss() for rank in ranks), _summed([rank.modules for rank in ranks]))
 
 
@@ -124,9 +131,12 @@ class _Rank:
     def run(self, samples: Samples) -> None:
         """One mini-batch; gradients are left in the parameters."""
         with self._mail.turn:
-            spans = self._executor.run(samples)
-        counters = [counter for counter, _, _ in spans]
-        assert sorted(counters) == list(range(len(self._executor.program.instructions)))
+            try:
+                counters = [counter for counter, _, _ in self._executor.run(samples)]
+                assert sorted(counters) == list(range(len(self._executor.program.instructions)))
+            except BaseException as error:
+                self._mail.failure = self._mail.failure or error
+                self._mail.turn.notify_all()
 
     def loss(self) -> float:
         """This rank's part of the loss."""

@@ -29,7 +29,7 @@ from pipeplan.runtime.rows import TensorSpec
 from pipeplan.runtime.stages import Samples, StageRunner
 from pipeplan.runtime.tied import SharedParameters
 
-__all__ = ["Trainer", "train"]
+__all__ = ["Trainer", "train", "travelling"]
 
 _NO_SAMPLES = Samples({}, 1)
 
@@ -84,7 +84,7 @@ class Trainer:
         self.program = programs[self.rank]
         self.device = rank_device(options)
         dtype: torch.dtype = getattr(torch, options.dtype)
-        specs = _travelling(self.program, model, dtype)
+        specs = travelling(self.program, model, dtype)
         self.modules = self._build(dtype)
         progress.begin(Phase.CONNECTING)
         timeout = timedelta(seconds=options.timeout_ns / 1e9)
@@ -243,7 +243,7 @@ def rank_device(options: RunOptions) -> torch.device:
     return device
 
 
-def _travelling(program: Program, model: Model, dtype: torch.dtype) -> dict[str, TensorSpec]:
+def travelling(program: Program, model: Model, dtype: torch.dtype) -> dict[str, TensorSpec]:
     """Shape and format of every block output that leaves its stage.
 
     Raises:

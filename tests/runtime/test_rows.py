@@ -1,0 +1,133 @@
+"""Rows by sample: shapes for any number of samples, cutting and joining, and outputs that cannot be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from runtime_models import Mix, SquaredError, vectors
+from runtime_plans import placed_plan
+from torch import Tensor, nn
+
+from pipeplan.errors import UsageError
+from pipeplan.model import PlacedStage, Plan
+from pipeplan.runtime.model import BlockSpec, Model
+from pipeplan.runtime.program import Message, programs_of
+from pipeplan.runtime.rows import Made, Rows, TensorSpec
+from pipeplan.runtime.training import travelling
+
+MESSAGE = Message("F", 0, 1)
+
+
+def rows_of(spec: TensorSpec) -> Rows:
+    return Rows({MESSAGE: ("a",)}, {"a": spec})
+
+
+@pytest.mark.parametrize(
+    ("once", "twice", "spec", "at_five"),
+    [
+        ((2, 7), (4, 7), TensorSpec((1, 7), torch.float32), (5, 7)),
+        ((6, 7), (12, 7), TensorSpec((3, 7), torch.float32), (15, 7)),  # tokens of all samples in one dimension
+        ((7, 2), (7, 4), TensorSpec((7, 1), torch.float32, 1), (7, 5)),
+        ((1, 7), (1, 7), TensorSpec((1, 7), torch.float32, None), (1, 7)),
+    ],
+)
+def test_shapes_of_two_numbers_of_samples_give_all(
+    once: tuple[int, ...], twice: tuple[int, ...], spec: TensorSpec, at_five: tuple[int, ...]
+) -> None:
+    found = TensorSpec.between("a", once, twice, 2, torch.float32)
+    assert found == spec
+    assert (found.of(2), found.of(4), found.of(5)) == (once, twice, at_five)
+
+
+@pytest.mark.parametrize(("once", "twice"), [((2, 2), (4, 4)), ((3, 7), (6, 7)), ((2, 7), (3, 7)), ((2,), (4, 1))])
+def test_outputs_that_grow_otherwise_are_refused(once: tuple[int, ...], twice: tuple[int, ...]) -> None:
+    with pytest.raises(UsageError, match=r"block 'a' makes \[.*\] of 2 samples and \[.*\] of 4; only outputs"):
+        TensorSpec.between("a", once, twice, 2, torch.float32)
+
+
+@given(st.lists(st.integers(0, 11), unique=True, min_size=1).map(sorted), st.integers(1, 4), st.integers(1, 5))
+def test_any_cut_of_any_pieces_has_the_rows_asked_for(wanted: list[int], width: int, taken: int) -> None:
+    """Pieces of ``width`` samples, also strided ones, taken ``taken`` at a time."""
+    rows = rows_of(TensorSpec((2, 3), torch.float32, 0))
+    pieces = [tuple(wanted[start::width]) for start in range(width) if wanted[start::width]]
+    for piece in pieces:
+        made = Made([torch.tensor(piece, dtype=torch.float32).repeat_interleave(2)[:, None].expand(-1, 3)])
+        rows.put(MESSAGE, piece, lambda made=made: made)  # type: ignore[misc]
+    for begin in range(0, len(wanted), taken):
+        samples = tuple(wanted[begin : begin + taken])
+        (found,) = rows.take(MESSAGE, samples).tensors
+        assert found.shape == (2 * len(samples), 3)
+        assert found[::2, 0].tolist() == list(samples)
+        assert rows.empty == (begin + taken >= len(wanted))
+
+
+def test_what_fits_is_passed_on_as_it_came_and_waited_for_once() -> None:
+    rows, asked = rows_of(TensorSpec((1, 3), torch.float32)), []
+    tensors = [torch.zeros(2, 3), torch.ones(2, 3)]
+
+    def arriving(number: int) -> Callable[[], Made]:
+        return lambda: asked.append(number) or Made([tensors[number]])
+
+    rows.put(MESSAGE, (0, 1), arriving(0))
+    rows.put(MESSAGE, (2, 3), arriving(1))
+    assert asked == []
+    assert rows.take(MESSAGE, (2, 3)).tensors[0] is tensors[1]
+    rows.take(MESSAGE, (0,))
+    rows.take(MESSAGE, (1,))
+    assert asked == [1, 0]
+
+
+# Models ----------------------------------------------------------------------------------------------------------
+
+
+class Constant(nn.Module):
+    """A row of numbers that is the same for all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.ones(1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.row * 2
+
+
+class Add(nn.Module):
+    """Adds the constant row."""
+
+    def forward(self, row: Tensor, x: Tensor) -> Tensor:
+        return row + x
+
+
+def constant_model() -> Model:
+    blocks = (
+        BlockSpec("row", "constant", Constant, samples=("x",)),
+        BlockSpec("add", "add", Add, sources=("row",), samples=("x",)),
+        BlockSpec("mix", "mix", lambda: Mix(1), sources=("add",)),
+        BlockSpec("end", "loss", SquaredError, sources=("mix",), samples=("targets",), loss=True),
+    )
+    return Model("constant", blocks, vectors, lambda batch: batch["targets"].numel())
+
+
+def two_stages(model: Model, size: int) -> Plan:
+    """The row alone with micro-batches of 2, the rest with those of ``size``."""
+    row, *others = (block.id for block in model.blocks)
+    stages = [
+        PlacedStage(blocks=(row,), devices=(0,)),
+        PlacedStage(blocks=tuple(others), devices=(1,), microbatch_size=size),
+    ]
+    return placed_plan(model, stages, num_microbatches=4)
+
+
+def test_outputs_of_one_size_go_only_to_the_same_samples() -> None:
+    model = constant_model()
+    for size in (2, 4):
+        program, _ = programs_of(two_stages(model, size), [b.id for b in model.blocks], model.edges, model.name)
+        if size == 2:
+            assert travelling(program, model, torch.float32) == {"row": TensorSpec((1, 8), torch.float32, None)}
+            continue
+        with pytest.raises(UsageError, match=r"block 'row' of model 'constant' makes float32\[1, 8\] of any number"):
+            travelling(program, model, torch.float32)
