@@ -7,10 +7,10 @@ run in parts.
 
 from __future__ import annotations
 
-import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from random import Random
 
 from hypothesis import strategies as st
 
@@ -210,9 +210,8 @@ def _by_key(workload: Workload, key: Callable[[int, int], tuple[int, int]]) -> O
     return [[entry for _, entry in sorted(order)] for order in found]
 
 
-def random_orders(graph: TaskGraph, seed: int) -> list[list[int]]:
-    """Orders in which devices follow one random order of all actions that respects the dependencies; no links."""
-    choose = random.Random(seed)
+def random_orders(graph: TaskGraph, choose: Random) -> list[list[int]]:
+    """Orders of devices and links that cannot block each other: tasks taken at random, after what they wait for."""
     waiting = list(graph.num_predecessors)
     ready = [task for task, count in enumerate(waiting) if count == 0]
     orders: list[list[int]] = [[] for _ in range(graph.workload.num_resources)]
@@ -224,7 +223,7 @@ def random_orders(graph: TaskGraph, seed: int) -> list[list[int]]:
             waiting[other] -= 1
             if waiting[other] == 0:
                 ready.append(other)
-    return orders[: len(graph.workload.devices)]
+    return orders
 
 
 def one_f_one_b(workload: Workload) -> Orders:

@@ -111,8 +111,9 @@ def assembled(draw: st.DrawFn, links: bool = True) -> tuple[Plan, Placed]:
     """Plans of several routes, sizes, replicas or parts in any order that works, and what they are made from."""
     drawn = draw(placed(links=links and draw(st.booleans())))
     graph = task_graph(drawn.workload)
-    orders = random_orders(graph, draw(st.integers(0, 2**20)))
-    return assemble(graph, orders, 1, Fraction(0), "random"), drawn
+    orders = random_orders(graph, random.Random(draw(st.integers(0, 2**20))))
+    first_come = draw(st.booleans())
+    return assemble(graph, graph.on_devices(orders) if first_come else orders, 1, Fraction(0), "random"), drawn
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from dataclasses import replace
 from random import Random
 
-from helpers import chain_workload
+from helpers import chain_workload, random_orders
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -49,22 +49,6 @@ def workloads(draw: st.DrawFn, *, equal: bool = False) -> Workload:
         for dependency in workload.dependencies
     ]
     return replace(workload, dependencies=tuple(dependencies))
-
-
-def random_orders(graph: TaskGraph, random: Random) -> list[list[int]]:
-    """Orders of devices and links that cannot block each other: tasks taken at random, after what they wait for."""
-    orders: list[list[int]] = [[] for _ in range(graph.workload.num_resources)]
-    waiting = list(graph.num_predecessors)
-    ready = [task for task, count in enumerate(waiting) if count == 0]
-    while ready:
-        task = ready.pop(random.randrange(len(ready)))
-        for resource in graph.devices_of(task):
-            orders[resource].append(task)
-        for other, _ in graph.successors[task]:
-            waiting[other] -= 1
-            if waiting[other] == 0:
-                ready.append(other)
-    return orders
 
 
 Name = tuple[str, str, int, int]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from random import Random
 
 import pytest
 from helpers import (
@@ -192,7 +193,7 @@ ALL_KINDS = workloads() | placed().map(lambda drawn: drawn.workload)
 @settings(max_examples=120, deadline=None)
 def test_starts_are_those_of_a_naive_replay(workload: Workload, seed: int) -> None:
     graph = task_graph(workload)
-    orders = random_orders(graph, seed)
+    orders = random_orders(graph, Random(seed))
     starts = earliest_starts(graph, orders)
     done = replay(workload, named(graph, orders))
     assert {entry_of(graph, task): start for task, start in enumerate(starts)} == {
@@ -255,7 +256,7 @@ def naive_levels(workload: Workload, device: int, order: list[Entry], done: dict
 @settings(max_examples=80, deadline=None)
 def test_peak_memory_is_the_highest_moment_of_the_timeline(workload: Workload, seed: int) -> None:
     graph = task_graph(workload)
-    orders = random_orders(graph, seed)
+    orders = random_orders(graph, Random(seed))
     order_names = named(graph, orders)
     done = replay(workload, order_names)
     for device, memory in enumerate(peak_memory(graph, orders)):
@@ -314,7 +315,7 @@ def test_fits_is_exact(memory_bytes: int | None, enough: bool) -> None:
 @settings(max_examples=60, deadline=None)
 def test_rates_follow_their_definitions(workload: Workload, seed: int) -> None:
     graph = task_graph(workload)
-    orders = random_orders(graph, seed)
+    orders = random_orders(graph, Random(seed))
     starts = earliest_starts(graph, orders)
     figures = rates(graph, orders, starts)
     done = replay(workload, named(graph, orders))
@@ -366,7 +367,7 @@ def test_in_flight_with_unequal_sizes_counts_in_the_smaller_size() -> None:
 def test_in_flight_is_what_samples_are_held_for(workload: Workload, seed: int) -> None:
     """Half-samples that a device holds bytes for, in units of the largest pieces all its stages' actions consist of."""
     graph = task_graph(workload)
-    orders = random_orders(graph, seed)
+    orders = random_orders(graph, Random(seed))
     for device, (order, found) in enumerate(zip(named(graph, orders), in_flight(graph, orders), strict=True)):
         sizes = [stage.microbatch_size for stage in workload.stages if device in stage.devices]
         held: dict[int, int] = dict.fromkeys(range(workload.mini_batch), 0)
@@ -389,7 +390,7 @@ def test_in_flight_is_what_samples_are_held_for(workload: Workload, seed: int) -
 def test_messages_wait_for_what_they_carry_and_for_their_link(drawn: Placed, seed: int) -> None:
     """Each message once, in the order in which all that it carries is made; one at a time; actions wait for it."""
     workload, graph = drawn.workload, task_graph(drawn.workload)
-    orders = with_links(graph, random_orders(graph, seed))
+    orders = with_links(graph, graph.on_devices(random_orders(graph, Random(seed))))
     starts = earliest_starts(graph, orders)
     assert len(graph.durations) == len(starts) == graph.num_tasks
     samples = [
@@ -419,7 +420,7 @@ def test_messages_wait_for_what_they_carry_and_for_their_link(drawn: Placed, see
 @settings(max_examples=90, deadline=None)
 def test_the_critical_path_is_gapless_from_zero_to_the_makespan(workload: Workload, seed: int) -> None:
     graph = task_graph(workload)
-    orders = with_links(graph, random_orders(graph, seed))
+    orders = random_orders(graph, Random(seed))
     starts = earliest_starts(graph, orders)
     path = critical_path(graph, orders, starts)
     assert path[0].reason == "start"
@@ -681,7 +682,7 @@ def test_memory_for_three_micro_batches_repeats_with_unroll_three() -> None:
 @settings(max_examples=40, deadline=None)
 def test_extending_a_found_repetend_adds_its_time_and_no_memory(workload: Workload, seed: int) -> None:
     graph = task_graph(workload)
-    orders = random_orders(graph, seed)
+    orders = random_orders(graph, Random(seed))
     repetend = find_repetend(graph, orders, earliest_starts(graph, orders))
     if repetend is None:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 
 from pipeplan.check.deliveries import deliveries_of, goes_with, period_of, replicas_of, shares_evenly
 from pipeplan.check.report import Findings
@@ -164,18 +165,20 @@ def _check_deliveries(plan: Plan, number: int, dependency: Dependency, findings:
         place = f"dependencies[{number}].hops[{index}]"
         key = hop.target_device, makers[hop.source_device]
         if key in brought:
-            text = f"brings device {hop.target_device} what {brought[key]} brings it"
+            findings.add("hops", place, f"brings device {hop.target_device} what {brought[key]} brings it")
         elif key not in needed:
             text = f"brings device {hop.target_device} nothing that it works on and did not make itself"
+            findings.add("hops", place, text)
         elif not goes_with(hop, needed[key], period):
-            shown = ", ".join(map(str, sorted(needed[key])[:8])) + (", ..." if len(needed[key]) > 8 else "")
-            text = f"must go with micro-batches {shown} of every {period}, whose samples device {key[0]} works on"
-        else:
-            text = ""
-        if text:
+            text = f"must go with micro-batches {_some(needed[key])} of every {period}, which device {key[0]} works on"
             findings.add("hops", place, text)
         brought.setdefault(key, place)
     for device, replica in sorted(set(needed) - set(brought)):
         devices = " or ".join(map(str, source.devices[replica * source.shards : (replica + 1) * source.shards]))
         text = f"{dependency.target} on device {device} works on samples made on device {devices}; a hop is missing"
         findings.add("hops", f"dependencies[{number}].hops", text)
+
+
+def _some(numbers: Collection[int]) -> str:
+    """The first of them, as text."""
+    return ", ".join([*map(str, sorted(numbers)[:8]), *(["..."] if len(numbers) > 8 else [])])
