@@ -104,7 +104,8 @@ def _lowest(shapes: Shapes, low: int, most: int, tolerance: float) -> int:
     num_devices = shapes.problem.num_devices
     step, high = max(1, low // 64), min(low, most)
     while Bounds(shapes, high).fewest() > num_devices:
-        if high == most:
+        far = low < 8 * step <= 2 * low  # once, before all that is left is tried in vain
+        if high == most or (far and Bounds(shapes, most).fewest() > num_devices):
             return most + 1
         low, high, step = high + 1, min(most, high + step), 2 * step
     while high - low > tolerance * low:
