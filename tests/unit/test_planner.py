@@ -34,9 +34,7 @@ def iteration(result: Result) -> int:
     return result.plan.predicted.iteration_ns
 
 
-@pytest.mark.parametrize(
-    ("name", "memory"), [("gpt2-124m-cpu", 3 * GB), ("gpt2-1.3b-a100-80gb", 24 * GB), ("mmt-v100-16gb", 4 * GB)]
-)
+@pytest.mark.parametrize(("name", "memory"), [("gpt2-1.3b-a100-80gb", 24 * GB), ("mmt-v100-16gb", 4 * GB)])
 def test_never_worse_than_a_strategy_forced_by_flags(name: str, memory: int) -> None:
     model, cluster = profile(name), cluster_of(4)
     batch = Batch(8, 4)
@@ -53,10 +51,10 @@ def test_never_worse_than_a_strategy_forced_by_flags(name: str, memory: int) -> 
     forced = [
         searched(strategy, replace(QUICK, replicas=replicas), sizes)
         for strategy in STRATEGIES
-        for replicas in (1, 2, 4)
+        for replicas in (1, 2)
         for sizes in ((2,), model.microbatch_sizes)
     ]
-    found = searched("auto", replace(QUICK, time_limit=10.0), model.microbatch_sizes)
+    found = searched("auto", replace(QUICK, time_limit=8.0), model.microbatch_sizes)
     assert found is not None
     assert found <= min(value for value in forced if value is not None)
     assert sum(value is not None for value in forced) >= 6
@@ -66,7 +64,8 @@ def test_what_is_said_where_nothing_fits_is_true() -> None:
     model = profile("mmt-v100-16gb")
 
     def search(num_devices: int, memory: int) -> Result:
-        return search_plan(model, "auto", Batch(4, 4), QUICK, num_devices=num_devices, memory_bytes=memory)
+        options = replace(QUICK, time_limit=0.2)
+        return search_plan(model, "auto", Batch(4, 4), options, num_devices=num_devices, memory_bytes=memory)
 
     with pytest.raises(InfeasibleError, match="too many") as told:
         search(2, GB)
