@@ -77,7 +77,7 @@ class Made:
     at: torch.cuda.Event | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Piece:
     """The tensors of a message for some samples; those on their way are waited for when they are first needed."""
 
@@ -92,6 +92,10 @@ class _Piece:
         return self.made
 
 
+_Place = tuple[_Piece, int]
+"""A sample's piece, and which of the piece's samples it is."""
+
+
 class Rows:
     """What one rank has made or been sent and not used yet. Each row is taken once.
 
@@ -102,17 +106,17 @@ class Rows:
 
     def __init__(self, tensors: Mapping[Message, tuple[str, ...]], specs: Mapping[str, TensorSpec]) -> None:
         self._specs = {message: [specs[name] for name in names] for message, names in tensors.items()}
-        self._pieces: dict[Message, dict[int, _Piece]] = defaultdict(dict)
+        self._pieces: dict[Message, dict[int, _Place]] = defaultdict(dict)
 
     def put(self, message: Message, samples: Numbers, arrive: Callable[[], Made]) -> None:
         """Keep what a message brings for these samples; ``arrive`` is called when some of it is taken first."""
         piece = _Piece(samples, arrive)
-        self._pieces[message].update(dict.fromkeys(samples, piece))
+        self._pieces[message].update((sample, (piece, place)) for place, sample in enumerate(samples))
 
     def take(self, message: Message, samples: Numbers) -> Made:
         """The tensors of a message for these samples: as they came where these are the same, else cut and joined."""
         pieces = self._pieces[message]
-        runs = list(_runs([(pieces.pop(sample), sample) for sample in samples]))
+        runs = list(_runs([pieces.pop(sample) for sample in samples]))
         if len(runs) == 1 and runs[0][0].samples == samples:
             return runs[0][0].here
         whole = [piece.here.tensors for piece, _, _ in runs]
@@ -133,16 +137,11 @@ def _joined(parts: list[Tensor], spec: TensorSpec) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=spec.axis or 0)
 
 
-def _runs(found: Sequence[tuple[_Piece, int]]) -> Iterator[tuple[_Piece, int, int]]:
-    """Neighbours among (piece, sample) that are neighbours in one piece, too: (piece, first, behind the last)."""
-    latest: tuple[_Piece, int, int] | None = None
-    for piece, sample in found:
-        place = piece.samples.index(sample)
-        if latest is not None and latest[0] is piece and latest[2] == place:
-            latest = (piece, latest[1], place + 1)
-            continue
-        if latest is not None:
-            yield latest
-        latest = (piece, place, place + 1)
-    if latest is not None:
-        yield latest
+def _runs(found: Sequence[_Place]) -> Iterator[tuple[_Piece, int, int]]:
+    """Neighbours that are neighbours in one piece, too: (piece, place of the first, behind that of the last)."""
+    begin = 0
+    for end in range(1, len(found) + 1):
+        piece, place = found[end - 1]
+        if end == len(found) or found[end] != (piece, place + 1):
+            yield piece, found[begin][1], place + 1
+            begin = end
