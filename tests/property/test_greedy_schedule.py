@@ -103,6 +103,13 @@ def test_greedy_is_best_whatever_part_of_the_time_forwards_take(case: StageGraph
     require_best(case)
 
 
+@pytest.mark.slow
+@given(graphs(balanced=True, most_stages=5, mini_batches=(2, 4)))
+@settings(max_examples=1000, deadline=None)
+def test_greedy_is_best_on_a_thousand_graphs(case: StageGraph) -> None:
+    require_best(case)
+
+
 @given(graphs(most_stages=3, mini_batches=(4,)))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_greedy_is_near_the_best_for_any_times(case: StageGraph) -> None:
