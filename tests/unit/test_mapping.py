@@ -18,6 +18,9 @@ from pipeplan.costs.links import transfer_time
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source
 from pipeplan.partition.mapping import LinkTime, link_time, mapped
+from pipeplan.partition.mapping.links import Links
+from pipeplan.partition.mapping.rooms import Rooms
+from pipeplan.partition.mapping.search import Search
 
 Devices = tuple[int, ...]
 Memory = tuple[tuple[int, int | None], ...]  # (devices, bytes of each)
@@ -189,7 +192,7 @@ def test_is_nearly_always_as_good_as_every_assignment() -> None:
     assert max(losses, default=0) <= 0.25
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1_000, 10**9), st.integers(8, 24))
 def test_what_holds_for_all(seed: int, most_devices: int) -> None:
     question = random_question(seed, most_devices=most_devices)
@@ -205,7 +208,7 @@ def test_what_holds_for_all(seed: int, most_devices: int) -> None:
     assert question.fits(devices)
     assert question.told(devices) == Reference(question).time(devices)
     if question.fits(question.in_order()):
-        assert question.told(devices) <= question.told(question.in_order())
+        assert devices == question.in_order() or question.told(devices) < question.told(question.in_order())
     assert question.answer() == devices
 
 
@@ -311,6 +314,26 @@ def test_a_long_chain_is_found_again_after_shuffling() -> None:
     planted = large((4,) * 256, chain, 100 * MEGABYTE)
     question = replace(planted, traffic=shuffled)
     assert question.told(question.answer()).total_ns <= 1.02 * planted.told(planted.in_order()).total_ns
+
+
+def test_large_groups_that_sum_nothing_are_dealt_to_the_nodes_in_turn() -> None:
+    """Both stages are on all nodes anyway: then devices that share samples are in one."""
+    question = large((512, 512), {(0, 1): 1_000 * MEGABYTE, (1, 0): 1_000 * MEGABYTE}, 0)
+    first, second = question.answer()
+    assert all(one // 8 == other // 8 for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("groups", [(146,) * 7, (4,) * 200, (1,) * 600 + (300,)])
+def test_a_search_ends_when_its_work_is_done(groups: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeplan.partition.mapping.search.MOST_WORK", 20_000)
+    draw = Random(0)
+    traffic = {(draw.randrange(len(groups)), draw.randrange(len(groups))): MEGABYTE for _ in groups}
+    question = large(groups, traffic, MEGABYTE)
+    links = Links.of(question.groups, question.traffic, question.cluster, question.sync)
+    search = Search(links, Rooms.of(question.groups, [0] * len(groups), question.cluster))
+    devices = search.best()
+    assert search.left > -sum(links.work)
+    assert question.told(devices) <= question.told(question.in_order())
 
 
 def two_nodes() -> Cluster:

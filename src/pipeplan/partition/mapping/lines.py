@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -18,15 +19,18 @@ __all__ = ["Devices", "lines"]
 
 Devices = tuple[int, ...]
 
+Way = Callable[[Sequence[int], Sequence[int]], list[Devices]]
+"""The devices of groups of so many, in order, out of those that are free, in order."""
+
 
 def lines(links: Links, rooms: Rooms) -> set[tuple[Devices, ...]]:
-    """Groups along the devices in each order, and simply one after another where they have memory so."""
-    plain, followed = range(len(rooms.groups)), _followed(links, len(rooms.groups))
+    """Groups along the devices in several orders and ways, and simply one after another where they have memory so."""
+    plain, followed = list(range(len(rooms.groups))), _followed(links, len(rooms.groups))
     orders = [plain, followed, _gathered(links, rooms)]
     orders += [_halved(order, _graph(links), rooms, links.sizes) for order in (plain, followed)]
-    found = {_line(order, rooms, links.sizes, whole=whole) for order in orders for whole in (False, True)}
-    ends = accumulate(rooms.groups)
-    naive = tuple(tuple(range(end - count, end)) for count, end in zip(rooms.groups, ends, strict=True))
+    ways: list[Way] = [_close, partial(_whole, links.sizes), _dealt]
+    found = {_line(order, rooms, way) for order in orders for way in ways}
+    naive = tuple(_close(rooms.groups, range(len(rooms.memory))))
     return found | {naive} if all(rooms.fits(g, device) for g, own in enumerate(naive) for device in own) else found
 
 
@@ -87,25 +91,19 @@ def _halved(order: Sequence[int], graph: nx.Graph, rooms: Rooms, sizes: Sequence
     return [group for part in parts for group in _halved(part, graph, rooms, sizes)]
 
 
-def _line(order: Iterable[int], rooms: Rooms, sizes: Sequence[int], *, whole: bool) -> tuple[Devices, ...]:
-    """Groups in order on the devices in order; those that fewest devices have memory for go first.
-
-    With ``whole`` devices are left out, as far as there are enough, where a group would be in more units than it must.
-    """
+def _line(order: Sequence[int], rooms: Rooms, way: Way) -> tuple[Devices, ...]:
+    """Groups in order on the devices in order; those that fewest devices have memory for go first."""
     found: list[Devices] = [()] * len(rooms.groups)
     taken: set[int] = set()
     for members in _by_choice(order, rooms):
-        open_ = [d for d in range(len(rooms.memory)) if d not in taken and rooms.fits(members[0], d)]
-        spare, place = len(open_) - sum(rooms.groups[group] for group in members), 0
-        for group in members:
-            begin = _begin(open_, place, rooms.groups[group], spare, sizes) if whole else place
-            spare, place = spare - (begin - place), begin + rooms.groups[group]
-            found[group] = tuple(open_[begin:place])
-            taken.update(found[group])
+        free = [d for d in range(len(rooms.memory)) if d not in taken and rooms.fits(members[0], d)]
+        for group, own in zip(members, way([rooms.groups[group] for group in members], free), strict=True):
+            found[group] = own
+            taken.update(own)
     return tuple(found)
 
 
-def _by_choice(order: Iterable[int], rooms: Rooms) -> list[list[int]]:
+def _by_choice(order: Sequence[int], rooms: Rooms) -> list[list[int]]:
     """Groups by the devices that have memory for them, fewest first: so nobody takes what others must have."""
     memory, members = sorted(rooms.memory), defaultdict[int, list[int]](list)
     for group in order:
@@ -113,11 +111,36 @@ def _by_choice(order: Iterable[int], rooms: Rooms) -> list[list[int]]:
     return [members[count] for count in sorted(members, reverse=True)]
 
 
-def _begin(open_: Sequence[int], place: int, count: int, spare: int, sizes: Sequence[int]) -> int:
+def _close(counts: Sequence[int], free: Sequence[int]) -> list[Devices]:
+    """One after another."""
+    return [tuple(free[end - count : end]) for count, end in zip(counts, accumulate(counts), strict=True)]
+
+
+def _dealt(counts: Sequence[int], free: Sequence[int]) -> list[Devices]:
+    """In turn, so that devices with the same samples are neighbours."""
+    turns = sorted(((2 * i + 1) / count, group) for group, count in enumerate(counts) for i in range(count))
+    found: list[list[int]] = [[] for _ in counts]
+    for (_, group), device in zip(turns, free, strict=False):
+        found[group].append(device)
+    return [tuple(own) for own in found]
+
+
+def _whole(sizes: Sequence[int], counts: Sequence[int], free: Sequence[int]) -> list[Devices]:
+    """One after another, with devices left out, as far as there are enough, where a group is in fewer units then."""
+    found: list[Devices] = []
+    spare, place = len(free) - sum(counts), 0
+    for count in counts:
+        begin = _begin(free, place, count, spare, sizes)
+        spare, place = spare - (begin - place), begin + count
+        found.append(tuple(free[begin:place]))
+    return found
+
+
+def _begin(free: Sequence[int], place: int, count: int, spare: int, sizes: Sequence[int]) -> int:
     """Where ``count`` devices are in the fewest units, outer units first, with at most ``spare`` left out before."""
 
     def units(begin: int) -> tuple[int, ...]:
-        return (*(open_[begin + count - 1] // size - open_[begin] // size for size in reversed(sizes)), begin)
+        return (*(free[begin + count - 1] // size - free[begin] // size for size in reversed(sizes)), begin)
 
-    nexts = (bisect_left(open_, (open_[place] // size + 1) * size, place) for size in sizes)
+    nexts = (bisect_left(free, (free[place] // size + 1) * size, place) for size in sizes)
     return min((place, *(begin for begin in nexts if begin <= place + spare)), key=units)

@@ -1,10 +1,10 @@
-"""Which devices of a cluster each stage group stands on, so that links are busy for little time (:class:`LinkTime`).
+"""Which devices of a cluster each stage group stands on, so that links are busy for little time (LinkTime).
 
-Groups are put along the devices in several orders, none in more units (such as nodes) than it must be where there are
-devices to leave out. The two best layouts are then made better by exchanges. An exchange swaps two equally long runs of
-devices with all that stands on them: single devices, whole groups, whole units; each group looks around those it talks
-to. Where no exchange helps any more, a few random ones are made and followed, and kept if that leads to something
-better (iterated local search). ``docs/algorithms/mapping.md`` has the reasons and how good it is.
+Groups are put along the devices in several orders and ways. The two best layouts are then made better by exchanges. An
+exchange swaps two equally long runs of devices with all that stands on them: single devices, whole groups, whole units
+such as nodes; each group looks around those it talks to. Where no exchange helps any more, a few random ones are made
+and followed, and kept if that leads to something better (iterated local search). ``docs/algorithms/mapping.md`` has the
+reasons, and how good it is.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def mapped(
     ``groups[g]`` is the number of devices of group g; ``traffic[g, h]`` the bytes per iteration that g sends h, split
     evenly over the pairs of devices that share samples (device i of n works on the i-th n-th of them); ``sync[g]`` the
     bytes that are all-reduced inside g; ``needs[g]`` the bytes that each of its devices must hold. The result is never
-    worse than the groups one after another on devices 0, 1, 2 ..., where memory allows that, and the same question has
-    the same answer.
+    worse than the groups one after another on devices 0, 1, 2 ..., where memory allows that, and is this where nothing
+    better is found. The same question has the same answer.
 
     Raises:
         UsageError: the lists do not fit together.
@@ -80,9 +80,9 @@ class Search:
     def best(self) -> tuple[Devices, ...]:
         """The devices of the best layout found."""
         layouts = [Layout(self.links, self.rooms, line) for line in lines(self.links, self.rooms)]
-        starts = sorted(layouts, key=lambda layout: (layout.time, layout.devices))
-        found = [self._followed(self._descended(start, range(len(start.devices)))) for start in starts[:NUM_STARTS]]
-        return _tidy(min(found, key=lambda layout: layout.time))
+        starts = sorted(layouts, key=lambda layout: (layout.time, layout.devices))[:NUM_STARTS]
+        found = [self._followed(self._descended(start.copy(), range(len(start.devices)))) for start in starts]
+        return _tidy(min([starts[0], *found], key=lambda layout: layout.time))
 
     def _ended(self, layout: Layout) -> bool:
         return self.left <= 0 or layout.time.total_ns <= self.least
@@ -123,12 +123,17 @@ class Search:
 
     def _best_change(self, layout: Layout, group: int) -> Change | None:
         """Of the exchanges that a group looks at the best, None where none helps."""
-        best, time = None, layout.time
-        for exchange in dict.fromkeys(exchanges(layout, group)):
+        best, time, seen = None, layout.time, set[tuple[int, int, int]]()
+        for exchange in exchanges(layout, group):
+            if exchange in seen:
+                continue
+            seen.add(exchange)
             change = layout.change(exchange)
-            self.left -= 1 + (sum(self.links.work[each] for each in change.devices) if change is not None else 0)
+            self.left -= 1 if change is None else sum(self.links.work[each] for each in change.devices)
             if change is not None and change.total <= time.total_ns and layout.time_after(change) < time:
                 best, time = change, layout.time_after(change)
+            if self.left <= 0:
+                break
         return best
 
 
