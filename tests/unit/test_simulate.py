@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from random import Random
 
@@ -37,6 +38,7 @@ from pipeplan.model import (
     Dependency,
     Device,
     DeviceKind,
+    Hop,
     LinkLevel,
     Operation,
     Plan,
@@ -411,6 +413,27 @@ def test_messages_wait_for_what_they_carry_and_for_their_link(drawn: Placed, see
         assert made == sorted(made)
         for one, other in zip(order, order[1:], strict=False):
             assert starts[other] >= starts[one] + graph.durations[one]
+
+
+def test_an_action_waits_for_what_comes_to_it_over_no_message() -> None:
+    """Device 0 makes for itself what its replica of stage 1 works on; only the other replica's half is sent."""
+    workload = chain_workload(2, 4, devices=[(0,), (0, 1)], sizes=[2, 4])
+    sent = Hop(source_device=0, target_device=1, every=2, run=1, first=1, latency_ns=3, occupancy_ns=50)
+    replicas = workload.stages[1].model_copy(update={"shards": 1, "replicas": 2})
+    dependencies = tuple(
+        each.model_copy(update={"hops": (sent,)}) if (each.source, each.target) == ("0F", "1F") else each
+        for each in workload.dependencies
+    )
+    workload = replace(workload, stages=(workload.stages[0], replicas), dependencies=dependencies)
+    assert workload.links == ((0, 1),)
+    graph = task_graph(workload)
+    number = {graph.label(task): task for task in range(graph.num_tasks)}
+    orders = [[number[text] for text in order.split()] for order in ("0F1 1F0 0F0 1B0 0B0 0B1", "1F0 1B0")]
+    with pytest.raises(InvalidPlanError, match="wait for each other"):
+        with_links(graph, orders)
+    orders[0][:3] = [number[text] for text in ("0F1", "0F0", "1F0")]
+    starts = earliest_starts(graph, with_links(graph, orders))
+    assert starts[number["1F0"]] == 20 + 53  # as long after every micro-batch as the slowest hop takes
 
 
 # ---------------------------------------------------------------- critical path
