@@ -184,8 +184,10 @@ def _better(rows: Sequence[Row]) -> list[Row]:
 
 
 def _row(name: str, problem: Problem, recompute: bool, bound_ns: int) -> Row:
-    graph = task_graph(problem.workload)
-    orders = with_links(graph, CLASSIC[name].orders(problem, graph))
+    made = CLASSIC[name].orders(problem, task_graph(problem.workload))
+    given = problem.workload if problem.reduction is None else problem.reduction.workload
+    graph = task_graph(given)
+    orders = with_links(graph, made if problem.reduction is None else problem.reduction.from_reduced(made))
     starts = earliest_starts(graph, orders)
     figures, over = rates(graph, orders, starts), overflow(graph, orders)
     return Row(

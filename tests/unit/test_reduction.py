@@ -56,10 +56,11 @@ def workloads(draw: st.DrawFn) -> Workload:
     edges = [(i, count - 1 if joined else i + 1) for i in range(count - 1)]
     profile = profile_of([draw(st.integers(1, 9)) for _ in range(count)], edges)
     routes = draw(st.integers(1, 2))
+    common = draw(st.sampled_from(SIZES))  # several routes have one size
     stages = []
     for route in range(routes):
         for index in range(count):
-            size = draw(st.sampled_from(SIZES))
+            size = common if routes > 1 else draw(st.sampled_from(SIZES))
             replicas = draw(st.sampled_from([each for each in (1, 2) if size % each == 0]))
             devices = draw(st.lists(st.integers(0, 4), min_size=replicas, max_size=replicas, unique=True))
             stages.append(
@@ -76,7 +77,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         profile,
         placement,
         num_microbatches=4 * routes,
-        microbatch_size=1,
+        microbatch_size=common if routes > 1 else 1,
         split_backward=draw(st.booleans()),
     )
 
