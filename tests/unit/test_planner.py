@@ -156,3 +156,23 @@ def test_shared_blocks_are_spread_where_they_can_be() -> None:
     assert check(spread, model).valid
     with pytest.raises(UsageError, match="no shared blocks"):
         search_plan(profile("gpt2-124m-cpu"), "one-to-one", Batch(8, 1), replace(QUICK, spread=True), num_devices=4)
+
+
+def test_a_placement_that_runs_a_block_before_its_input_is_refused() -> None:
+    model = profile("gpt2-124m-cpu")
+    plan = search_plan(model, "one-to-one", Batch(4, 1), QUICK, num_devices=2).plan
+    first = plan.stages[0]
+    turned = first.model_copy(update={"blocks": first.blocks[::-1]})
+    with pytest.raises(ValueError, match=r"stages\[0\] runs block 'layer0.attention' before 'embedding'"):
+        model.check_placement(plan.placed.model_copy(update={"stages": (turned, *plan.placed.stages[1:])}))
+    report = check(plan.model_copy(update={"stages": (turned, *plan.stages[1:])}), model)
+    assert any("runs before 'embedding', which it needs" in problem.message for problem in report.problems)
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.01])
+def test_no_time_still_gives_a_plan(limit: float) -> None:
+    options = Options(time_limit=limit)
+    found = search_plan(
+        profile("gpt2-124m-cpu"), "auto", Batch(4, 4), options, num_devices=4, memory_bytes=3 * GB, sizes=(1, 2, 4)
+    )
+    assert iteration(found) > 0

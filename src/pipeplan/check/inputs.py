@@ -26,6 +26,7 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
     _check_fingerprint("profile", sha256_of(profile), plan.provenance.profile_sha256, findings)
     if not _has_its_blocks(plan, profile, findings):
         return
+    _check_block_order(plan, profile, findings)
     for number, stage in enumerate(plan.stages):
         rows = _rows(number, stage, stage.microbatch_size // stage.replicas, profile, findings)
         if rows:
@@ -78,6 +79,17 @@ def _has_its_blocks(plan: Plan, profile: Profile, findings: Findings) -> bool:
     for stage in plan.stages:
         by_route[stage.route].update(stage.blocks)
     return all(blocks == known for blocks in by_route.values())
+
+
+def _check_block_order(plan: Plan, profile: Profile, findings: Findings) -> None:
+    """In a stage a block stands behind those whose outputs it takes."""
+    for number, stage in enumerate(plan.stages):
+        place_of = {block: index for index, block in enumerate(stage.blocks)}
+        for edge in profile.edges:
+            source, target = place_of.get(edge.source), place_of.get(edge.target)
+            if source is not None and target is not None and source > target:
+                text = f"{edge.target!r} runs before {edge.source!r}, which it needs"
+                findings.add("profile", f"stages[{number}].blocks[{target}]", text)
 
 
 def _rows(number: int, stage: Stage, samples: int, profile: Profile, findings: Findings) -> list[CostRow]:

@@ -130,6 +130,7 @@ def read_asked(flags: dict[str, Any], scheduler: str = "auto") -> Asked:
         mini_batch=flags["mini_batch"],
         microbatch_size=flags["microbatch_size"],
         num_microbatches=flags["microbatches"],
+        placement=placement,
     )
     fixed = flags["microbatch_size"] is not None or flags["microbatches"] is not None
     sizes = (batch.microbatch_size,) if fixed else profile.microbatch_sizes

@@ -180,7 +180,14 @@ class Profile(FileModel):
             missing = [block.id for block in self.blocks if block.id not in stage_of]
             if missing:
                 raise ValueError(f"placement leaves out block {missing[0]!r} ({len(missing)} in all)")
+            order_of = {block: index for _, stage in on_route for index, block in enumerate(stage.blocks)}
             for edge in self.edges:
+                same = stage_of[edge.source] == stage_of[edge.target]
+                if same and order_of[edge.source] > order_of[edge.target]:
+                    raise ValueError(
+                        f"placement.stages[{stage_of[edge.source]}] runs block {edge.target!r} before {edge.source!r}, "
+                        "which it needs"
+                    )
                 if stage_of[edge.source] > stage_of[edge.target]:
                     raise ValueError(
                         f"placement puts {edge.source!r} in stage {stage_of[edge.source]}, after stage "

@@ -87,7 +87,7 @@ def place(
         )
     missing = chain.missing(begins)
     if any(missing):
-        raise _too_big(chain, begins, order, missing.index(max(missing)))
+        raise _too_big(chain, begins, order, missing.index(max(missing)), len(routes))
     stages = [
         PlacedStage(
             blocks=tuple(order[begin:end]),
@@ -216,7 +216,9 @@ def _cut(chain: Chain, allowed: Callable[[int, int], bool]) -> tuple[int, ...]:
     return begins
 
 
-def _too_big(chain: Chain, begins: Sequence[int], order: Sequence[str], device: int) -> InfeasibleError:
+def _too_big(
+    chain: Chain, begins: Sequence[int], order: Sequence[str], device: int, num_routes: int
+) -> InfeasibleError:
     """The error for the device that misses most."""
     stages = [stage for stage, where in enumerate(chain.devices) if where == device]
     held = [
@@ -227,7 +229,8 @@ def _too_big(chain: Chain, begins: Sequence[int], order: Sequence[str], device: 
     limit, needed = chain.memory[device] or 0, chain.bytes_of(chain.ranges_on(device, begins))
     return InfeasibleError(
         f"no cut into {chain.num_stages} stages was found that fits; in the one that comes nearest, device {device} "
-        f"has {format_bytes(limit)} and needs {format_bytes(needed)} for {', '.join(held)}: "
+        f"has {format_bytes(limit)}{f' for each of {num_routes} routes' if num_routes > 1 else ''} and needs "
+        f"{format_bytes(needed)} for {', '.join(held)}: "
         f"{format_bytes(needed - limit)} too much, with parameters, gradients, optimizer state, workspace and the "
         "activations of a single micro-batch; raise --memory or --devices, or lower --microbatch-size"
     )

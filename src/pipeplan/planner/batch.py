@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeplan.errors import UsageError
-from pipeplan.model import Profile
+from pipeplan.model import Placement, Profile
 
 __all__ = ["Batch", "resolve_batch"]
 
@@ -30,11 +30,13 @@ def resolve_batch(
     mini_batch: int | None = None,
     microbatch_size: int | None = None,
     num_microbatches: int | None = None,
+    placement: Placement | str = "auto",
 ) -> Batch:
     """The mini-batch from any two of its numbers, the rest by default.
 
     Default size: 1 for a profile with a placement, else the largest size all blocks were profiled with, of those that
-    divide a given mini-batch where any does. Default number: four micro-batches per device.
+    divide a given mini-batch where any does; where all stages of a given placement say one size, that. Default number:
+    four micro-batches per device.
 
     Raises:
         UsageError: the three contradict each other or do not divide.
@@ -46,6 +48,9 @@ def resolve_batch(
                 f"{microbatch_size} = {microbatch_size * num_microbatches}; leave one of them out"
             )
         return Batch(num_microbatches, microbatch_size)
+    stated = {stage.microbatch_size for stage in placement.stages} if isinstance(placement, Placement) else set()
+    if microbatch_size is None and num_microbatches is None and len(stated) == 1:
+        microbatch_size = stated.pop()
     if microbatch_size is None and mini_batch is not None and num_microbatches is not None:
         return Batch(num_microbatches, _divided(mini_batch, num_microbatches, "--microbatches"))
     if microbatch_size is None:

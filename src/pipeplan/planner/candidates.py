@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, product
 
 from pipeplan.costs.collectives import all_reduce_time
-from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.model import PlacedStage, Placement, Profile
 from pipeplan.partition import STRATEGIES, can_spread, place
 from pipeplan.partition.autopipe import Fitting, Loads, plan_chain
@@ -24,6 +25,9 @@ MOST_PUBLISHED = {"PipeDream": 4_000, "DAPPLE": 500, "Piper": 500}
 
 MOST_DOWNSETS = 500
 """Piper is asked where the graph has no more sets of blocks that may come before a cut."""
+
+PARTITIONING = 0.15
+"""The part of the time, at least a second, that one stage graph may take."""
 
 TOLERANCE = 0.01
 """By how much the stage graph's bottleneck may miss the least; schedules differ by more."""
@@ -48,7 +52,7 @@ class Candidate:
         return self.placement, self.batch, self.recompute
 
 
-Found = Candidate | InfeasibleError | UsageError
+Found = Candidate | InfeasibleError | SearchTimeoutError | UsageError
 """A placement, or why there is none."""
 
 
@@ -118,8 +122,8 @@ def _chain(
 
 
 def _is_fallback(request: Request, recompute: bool) -> bool:
-    """Recomputing where it was not asked for; with all placements open it is a choice like others."""
-    return recompute and request.options.recompute is None and request.placement != "auto"
+    """Recomputing on stages that were given, where it was not asked for; otherwise it is a choice like others."""
+    return recompute and request.options.recompute is None and isinstance(request.placement, Placement)
 
 
 def _replicas(request: Request) -> Sequence[int]:
@@ -170,7 +174,7 @@ def _cuts(
 ) -> Iterator[tuple[str, Callable[[Chain], tuple[int, ...]] | None]]:
     """The balanced cut, and AutoPipe's where that is for: one stage per device."""
     yield "balanced", None
-    if strategy != "one-to-one" or spread or request.placement != "auto":
+    if strategy != "one-to-one" or spread:
         return
     stages = request.num_devices // replicas
     if not 1 < stages <= len(request.profile.blocks):
@@ -220,6 +224,8 @@ def _graph(request: Request, sizes: Sequence[int], chunks: int = 1) -> Candidate
         recompute=False if memory is None and request.options.recompute is None else request.options.recompute,
         all_reduce=lambda size, count: all_reduce_time(request.cluster, range(count), size),
     )
+    if not request.options.deterministic:
+        problem = replace(problem, deadline=time.monotonic() + max(1.0, PARTITIONING * request.options.time_limit))
     found = partition(problem, tolerance=TOLERANCE).graph
     if max(stage.replicas for stage in found.stages) > request.num_devices:
         raise UsageError(f"a stage with more replicas than the {request.num_devices} devices cannot go round them")
@@ -298,5 +304,5 @@ def _one_published(request: Request, name: str, planner: Callable[[Question], Pu
 def _tried(make: Callable[..., Candidate], *arguments: object) -> Found:
     try:
         return make(*arguments)
-    except (InfeasibleError, UsageError) as error:
+    except (InfeasibleError, SearchTimeoutError, UsageError) as error:
         return error

@@ -5,14 +5,16 @@ Leading forwards in two parts (AutoPipe III-C), and stages that need not recompu
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from pipeplan.errors import UsageError
+from pipeplan.errors import PipeplanError, UsageError
 from pipeplan.model import PlacedStage, Placement
 from pipeplan.planner.request import Request
 from pipeplan.planner.trials import Trial, iteration_of, workloads
 from pipeplan.schedule.search import Schedule
+from pipeplan.schedule.solver import Budget
 from pipeplan.simulate.bounds import makespan_bound
 from pipeplan.simulate.memory import fits
 from pipeplan.simulate.parts import in_parts
@@ -21,18 +23,30 @@ from pipeplan.simulate.timing import earliest_starts, task_graph
 __all__ = ["ease_recomputation", "slice_forwards"]
 
 
-def ease_recomputation(request: Request, trial: Trial) -> None:
-    """Let stages keep their activations one after another, as far as the same orders still fit: longest first."""
+def ease_recomputation(request: Request, trial: Trial, budget: Budget) -> None:
+    """Let stages keep their activations one after another, as far as the same orders still fit: longest first.
+
+    What known schedules, and a search in the time that is left, make of the eased stages counts too.
+    """
     if request.options.recompute is not None or trial.best is None:
         return
     stages = trial.best.workload.stages
     time_of = {operation.stage: operation.duration_ns for operation in trial.best.workload.operations}
+    eased = False
     for index in sorted((i for i, stage in enumerate(stages) if stage.recompute), key=lambda i: -time_of[i]):
         placement = _changed(trial.candidate.placement, {index: {"recompute": False}})
         schedule = _retimed(request, trial, placement, "")
         if schedule is not None and iteration_of(schedule) <= iteration_of(trial.best):
             trial.candidate = replace(trial.candidate, placement=placement)
             trial.best, trial.bounds = schedule, [schedule.bound_ns]
+            eased = True
+    if eased:
+        trial.begin_again(request)
+        if request.options.scheduler == "auto":
+            trial.look(thorough=True)
+        if not budget.expired:
+            with contextlib.suppress(PipeplanError):  # there is a schedule
+                trial.search(request, budget, budget.remaining)
 
 
 def slice_forwards(request: Request, trial: Trial) -> None:

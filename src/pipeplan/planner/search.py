@@ -108,7 +108,7 @@ class _Search:
     def _alternate(self, found: Iterator[Found], *, fallback: bool) -> None:
         done = False
         while not done:
-            done = self._look(found, fallback=fallback) or self._budget.remaining < _LAST * self._budget.seconds
+            done = self._look(found, fallback=fallback) or self._budget.remaining <= _LAST * self._budget.seconds
             self._deepen(_ROUNDS if done else _ROUNDS[:1])
 
     @property
@@ -174,7 +174,7 @@ class _Search:
         """Trials that may become the best, the most promising first."""
         best = self._best
         live = [trial for trial in self._trials if best is None or not self._hopeless(trial, best)]
-        return sorted(live, key=lambda trial: (trial.best is None, trial.value_ns or trial.bound_ns, trial.bound_ns))
+        return sorted(live, key=lambda trial: (trial.best is None, (trial.value_ns or 0) + trial.bound_ns))
 
     def _hopeless(self, trial: Trial, best: Trial) -> bool:
         """Whether a trial cannot give a shorter iteration than the best known."""
@@ -192,8 +192,8 @@ class _Search:
         trial = self._best
         if trial is None:
             raise _most_telling(self._failures)
+        ease_recomputation(self._request, trial, self._budget)
         problem = Problem.of(trial.settled.workload)
-        ease_recomputation(self._request, trial)
         slice_forwards(self._request, trial)
         schedule = trial.settled
         plan = assemble(

@@ -61,10 +61,17 @@ class Trial:
         """The shortest iteration found; None before any."""
         return None if self.best is None else iteration_of(self.best)
 
-    def look(self) -> None:
+    def begin_again(self, request: Request) -> None:
+        """The candidate has changed and its best schedule is one of the changed workload: take that one for a way."""
+        assert self.best is not None
+        ways = workloads(request, self.candidate)
+        self.ways = [self.best.workload if way == self.best.workload else way for way in ways]
+        self.bounds = list(map(makespan_bound, self.ways))
+
+    def look(self, *, thorough: bool = False) -> None:
         """Known schedules alone, which takes no solver."""
         for workload in self.ways:
-            self._offer(first_look(workload))
+            self._offer(first_look(workload, thorough=thorough))
 
     def search(self, request: Request, budget: Budget, seconds: float) -> None:
         """Search for so long, over the ways of running backward.

@@ -5,7 +5,8 @@ is the least of its devices', and of the messages between two groups only the sl
 
 A *round* is the least number of samples, whole micro-batches of the plan, after which all stages begin one together.
 What a stage runs in a round becomes as many stages as it has micro-batches there, on the same devices, so that rounds
-are to a search what micro-batches of one size are. Parameters are held by the first of them. Messages take their time but no link.
+are to a search what micro-batches of one size are. Parameters are held by the first of them. Messages take their time
+but no link.
 
 Nothing is taken away that a schedule could use, so what is proved about the reduced workload holds for the workload.
 """

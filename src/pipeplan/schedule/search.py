@@ -62,24 +62,27 @@ def search_schedule(
     return _restored(problem, repeated or _searched(state, scheduler, unroll))
 
 
-def first_look(workload: Workload) -> Schedule | None:
-    """The best of the known schedules that apply, without any search; None if none of them fits."""
+def first_look(workload: Workload, *, thorough: bool = False) -> Schedule | None:
+    """The best of the known schedules that apply, without any search; None if none of them fits.
+
+    A ``thorough`` look has those that are made by trying rules, too, where there are few actions.
+    """
     problem = Problem.of(workload, require_room=False)
     graph = task_graph(problem.workload)
     best: Schedule | None = None
-    for name, orders in _known_orders(problem, graph):
+    for name, orders in _known_orders(problem, graph, thorough and graph.num_tasks <= CHEAP_TASKS):
         found = _timed(problem, workload, orders, name)
         if found is not None and (best is None or found.makespan_ns < best.makespan_ns):
             best = found
     return best
 
 
-def _known_orders(problem: Problem, graph: TaskGraph) -> Iterator[tuple[str, Orders]]:
-    """One micro-batch after another, and the classic schedules that are not made by trying rules."""
+def _known_orders(problem: Problem, graph: TaskGraph, thorough: bool) -> Iterator[tuple[str, Orders]]:
+    """One micro-batch after another, and the classic schedules; those that are slow to make only if ``thorough``."""
     yield "sequential", microbatch_by_microbatch(problem)
     for name, classic in CLASSIC.items():
         slow = classic.automatic or (name == "greedy" and graph.num_tasks > _GREEDY_TASKS)
-        if not slow and classic.applies(problem) is None:
+        if (thorough or not slow) and classic.applies(problem) is None:
             yield name, classic.orders(problem, graph)
 
 

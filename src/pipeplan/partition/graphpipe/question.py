@@ -78,6 +78,7 @@ class Question:
             waiting: list[list[Candidates]] = [[] for _ in range(count + 1)]
             front = Front.start(after)
             for end in range(count, 0, -1):
+                self._shapes.problem.require_time()
                 front = Front.best(waiting[end]) if end < count else front
                 waiting[end] = []
                 for begin, more in self._extended(shape, end, front, most):

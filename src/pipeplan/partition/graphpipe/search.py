@@ -9,7 +9,7 @@ from functools import reduce
 from operator import add
 from typing import Literal
 
-from pipeplan.errors import InfeasibleError
+from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.partition.graphpipe.bounds import Bounds
 from pipeplan.partition.graphpipe.fronts import Entry, Trace
 from pipeplan.partition.graphpipe.grouping import grouped
@@ -62,7 +62,7 @@ def partition(problem: Problem, *, grain: int = 0, tolerance: float = 0.0) -> Pa
             series_parallel = better[0]
         best = better or best
     if best is None:
-        raise InfeasibleError(_why(problem, found.tree))
+        raise InfeasibleError(_told(problem, found.tree))
     graph = StageGraph.of(best[1], problem.edges, problem.mini_batch, best[0])
     return Partition(graph, found, "series-parallel" if best[0] == series_parallel else "line", series_parallel)
 
@@ -89,7 +89,12 @@ def _least(shapes: Shapes, below: int | None, tolerance: float) -> tuple[int, li
     best: tuple[int, list[Staged]] | None = None
     step = max(1, low // 1024)
     while low <= most and (best is None or most - low >= tolerance * low):
-        solution = _answer(shapes, asked)
+        try:
+            solution = _answer(shapes, asked)
+        except SearchTimeoutError:
+            if best is None:
+                raise
+            return best
         if solution is not None:
             best = _read(shapes, solution)
             most = best[0] - 1
@@ -193,6 +198,18 @@ def _entries(trace: Trace | None) -> Iterator[Entry]:
         trace = trace.rest
 
 
+def _told(problem: Problem, tree: Part) -> str:
+    """Why nothing fits, as far as there is time to find out."""
+    assert problem.memory_bytes is not None  # without a limit one block per stage, or all in one, is a solution
+    try:
+        return _why(problem, tree)
+    except SearchTimeoutError:
+        return (
+            f"no partition onto {problem.num_devices} devices of {format_bytes(problem.memory_bytes)} fits; "
+            "raise --memory or --devices, or allow smaller micro-batches; with more --time-limit it is said how far"
+        )
+
+
 def _why(problem: Problem, tree: Part) -> str:
     """What would have to be different for anything to fit."""
     assert problem.memory_bytes is not None  # without a limit one block per stage, or all in one, is a solution
@@ -200,11 +217,14 @@ def _why(problem: Problem, tree: Part) -> str:
     many = replace(problem, num_devices=problem.num_devices * len(problem.loads))
     shapes = Shapes(many, tree)
     solution = _answer(shapes, _longest(shapes))
-    devices = f"{solution.devices} devices of this size" if solution is not None else "no number of devices"
+    enough = f"{problem.num_devices} devices of {format_bytes(needed)} would do"
+    if solution is None:
+        enough += ", and with this size no number of devices"
+    else:
+        enough = f"{solution.devices} devices of this size would do, or {enough.removesuffix(' would do')}"
     return (
         f"no partition onto {problem.num_devices} devices of {format_bytes(limit)} fits: "
-        f"{_tightest(replace(problem, memory_bytes=needed), tree, limit)}; {devices} would do, or "
-        f"{problem.num_devices} devices of {format_bytes(needed)}; "
+        f"{_tightest(replace(problem, memory_bytes=needed), tree, limit)}; {enough}; "
         "raise --memory or --devices, or allow smaller micro-batches"
     )
 
