@@ -51,7 +51,7 @@ def chains(draw: st.DrawFn, placements: tuple[str, ...] = ("one", "circular", "v
     if spare is None:
         return free
     return Problem.of(
-        with_devices_memory(workload, max(free.needed_bytes(device) for device in range(num_devices)) + spare)
+        with_devices_memory(workload, max(free.needed_bytes(device) for device in range(free.num_devices)) + spare)
     )
 
 

@@ -254,6 +254,10 @@ class Problem:
             paths.append(ends)
         return paths
 
+    def number_of(self, device: int) -> int:
+        """What stands here for a device of the workload as it was given."""
+        return device if self.reduction is None else self.reduction.groups[device]
+
     def needed_bytes(self, device: int) -> int:
         """What the device must hold at some moment of every schedule, beside its static memory.
 
