@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import problems
 
+from pipeplan.examples import ShapeCosts, shape
+from pipeplan.planner import Batch, Options, search_plan
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.recurrence import Recurrence, memory_recurrences
 from pipeplan.simulate.memory import overflow
@@ -82,3 +84,13 @@ def test_a_forward_waits_for_the_backward_that_makes_room(room: int) -> None:
 
 def test_no_memory_limit_no_rule() -> None:
     assert memory_recurrences(Problem.of(chain_workload(3, 6))) == []
+
+
+def test_room_for_very_many_micro_batches_and_long_times_do_not_overflow() -> None:
+    """Gigabytes for a few bytes each: distances in the billions, times in 10^13 ns."""
+    costs = ShapeCosts(forward_ns=10**13 + 1, backward_ns=3 * 10**13 + 7, activation_bytes=10)
+    profile = shape("v", 4, costs=costs)
+    assert profile.placement is not None
+    options = Options(scheduler="repetend", time_limit=3.0)
+    found = search_plan(profile, profile.placement, Batch(16, 1), options, memory_bytes=20 * 10**9)
+    assert found.plan.predicted.makespan_ns == (16 + 3) * (4 * 10**13 + 8)

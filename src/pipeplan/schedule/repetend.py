@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LeastPeriod", "Pattern", "least_period", "sequential_time", "shortest_way_through", "solve_pattern"]
 
+_FARTHEST = 1_000
+"""Micro-batches apart beyond which it tells a pattern nothing that one comes after another; times that far overflow."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
@@ -168,10 +171,15 @@ class _Constraints:
                 self._model.add(v.absolute[i, 0] + v.period >= v.absolute[i, v.unroll - 1] + v.durations[i])
 
     def recurrences(self) -> None:
-        """What memory says about order: ``a_x >= a_z + t_z - q T`` for (z, m - distance) before (x, m)."""
+        """What memory says about order: ``a_x >= a_z + t_z - q T`` for (z, m - distance) before (x, m).
+
+        Memory has constraints of its own; these only help.
+        """
         v = self._variables
         for recurrence in memory_recurrences(self._problem):
             z, x = recurrence.source, recurrence.target
+            if recurrence.distance > _FARTHEST:
+                continue
             for u in range(v.unroll):
                 back, other = divmod(u - recurrence.distance, v.unroll)
                 self._model.add(v.absolute[x, u] >= v.absolute[z, other] + v.durations[z] + back * v.period)
