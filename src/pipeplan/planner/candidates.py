@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from itertools import accumulate, chain, islice, product
 
 from pipeplan.costs.collectives import all_reduce_time
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
@@ -64,11 +64,18 @@ def candidates(request: Request) -> Iterator[Found]:
     sliced = bool(request.options.num_parted)  # which is for one stage per device, all with one size
     strategies = [request.placement] if request.placement != "auto" else ["one-to-one"] if sliced else STRATEGIES
     everything = request.placement == "auto" and not sliced
+    chains = _chains(request, strategies)
     if everything:
-        yield from _graphs(request)
-    yield from _chains(request, strategies)
-    if everything:
-        yield from _published(request)
+        graphs = chain(_graphs(request), _published(request))
+        yield from islice(graphs, 1)
+        for graph in graphs:
+            yield from islice(chains, _CHAINS_PER_GRAPH)
+            yield graph
+    yield from chains
+
+
+_CHAINS_PER_GRAPH = 8
+"""Stage graphs take longer to find, so they come between the chains: there may not be time for all candidates."""
 
 
 def _given(request: Request, placement: Placement) -> Iterator[Found]:
