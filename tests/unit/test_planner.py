@@ -86,12 +86,11 @@ def test_replicas_can_be_fixed() -> None:
         search_plan(model, "one-to-one", Batch(8, 3), replace(QUICK, replicas=3), num_devices=4)
 
 
-def test_without_prices_copies_of_the_whole_model_are_best() -> None:
-    """Summing gradients costs nothing without a cluster, and one stage has no bubbles."""
+def test_without_prices_no_device_waits() -> None:
+    """Summing gradients costs nothing without a cluster, and copies of the whole model have no bubbles."""
     found = search_plan(profile("gpt2-124m-cpu"), "auto", Batch(8, 4), QUICK, num_devices=4, sizes=(1, 2, 4))
-    assert len(found.plan.stages) == 1
-    assert found.plan.stages[0].replicas == 4
     assert found.plan.predicted.bubble_rate == 0
+    assert found.status == "optimal"
 
 
 def test_slices_halve_the_startup_and_take_no_memory() -> None:
