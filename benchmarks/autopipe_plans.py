@@ -19,7 +19,7 @@ import numpy as np
 from pipeplan.costs import StageCosts, transfer_time
 from pipeplan.costs.collectives import Exchange, prices_in
 from pipeplan.costs.presets import device_preset
-from pipeplan.costs.testbeds import testbed
+from pipeplan.costs.testbeds import cluster_of_paper
 from pipeplan.examples import model
 from pipeplan.model import Cluster
 from pipeplan.partition.autopipe import Cuts, Fitting, Loads, StageLoads, line_costs, plan_chain, plan_depths
@@ -55,7 +55,7 @@ def estimated(name: str, samples: int) -> tuple[StageCosts, ...]:
 @cache
 def cluster(num_devices: int) -> Cluster:
     """Some of the paper's testbed."""
-    return testbed("autopipe", num_devices)
+    return cluster_of_paper("autopipe", num_devices)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from tables import machine, markdown, note
 
 from pipeplan.costs import build_workload
 from pipeplan.costs.collectives import all_reduce_time
-from pipeplan.costs.testbeds import testbed
+from pipeplan.costs.testbeds import cluster_of_paper
 from pipeplan.examples import model
 from pipeplan.model import Block, Cluster, CostRow, Edge, PlacedStage, Placement, Profile, Source
 from pipeplan.model.workload import Workload
@@ -140,7 +140,7 @@ def rows(devices: Sequence[int]) -> Iterator[list[str]]:
         profile = model(name, device="v100-16gb")
         for count in devices:
             note(f"{name} on {count} devices")
-            cluster = testbed("graphpipe", count)
+            cluster = cluster_of_paper("graphpipe", count)
             yield row(f"{name} on {count}", *planned(profile, count, each * count, 16 << 30, cluster, None))
 
 

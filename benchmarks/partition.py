@@ -27,7 +27,7 @@ from tables import machine, markdown, note
 from pipeplan.costs import build_workload
 from pipeplan.costs.collectives import all_reduce_time
 from pipeplan.costs.presets import device_preset
-from pipeplan.costs.testbeds import testbed
+from pipeplan.costs.testbeds import cluster_of_paper
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import model
 from pipeplan.examples.layout import Layout
@@ -59,7 +59,7 @@ Found = TypeVar("Found")
 
 @cache
 def links() -> Cluster:
-    return testbed("graphpipe")
+    return cluster_of_paper("graphpipe")
 
 
 @cache
@@ -197,7 +197,7 @@ def iteration_ns(task: Task, plan: Stages, in_line: bool, links: bool) -> int:
         first += replicas
     profile = _in_line(task.profile, stages) if in_line else task.profile
     placement = Placement(strategy="stage graph", num_devices=first, stages=tuple(stages))
-    cluster = testbed("graphpipe", first) if links else None
+    cluster = cluster_of_paper("graphpipe", first) if links else None
     workload = build_workload(profile, placement, num_microbatches=task.mini_batch, microbatch_size=1, cluster=cluster)
     graph = task_graph(workload)
     starts = earliest_starts(graph, with_links(graph, kfkb_orders(workload, graph)))

@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from pipeplan.costs.testbeds import testbed
+from pipeplan.costs.testbeds import cluster_of_paper
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model import read_profile
 from pipeplan.partition import STRATEGIES
@@ -42,7 +42,7 @@ def searched(name: str, placement: str, devices: int, limit: float, replicas: in
             Batch(8 * devices, sizes[-1]),
             Options(time_limit=limit, replicas=replicas),
             num_devices=devices,
-            cluster=testbed("graphpipe", devices),
+            cluster=cluster_of_paper("graphpipe", devices),
             memory_bytes=MEMORY[name],
             sizes=sizes,
         )

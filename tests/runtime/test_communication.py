@@ -13,7 +13,7 @@ import link_rank
 import pytest
 
 from pipeplan.costs.links import transfer_time
-from pipeplan.costs.testbeds import testbed as cluster_of
+from pipeplan.costs.testbeds import cluster_of_paper as cluster_of
 from pipeplan.errors import ExecutionError, UsageError
 from pipeplan.model import (
     Cluster,

@@ -27,7 +27,7 @@ def profile(name: str) -> Profile:
 
 
 def cluster_of(num_devices: int) -> Cluster:
-    return testbeds.testbed("graphpipe", num_devices)
+    return testbeds.cluster_of_paper("graphpipe", num_devices)
 
 
 def iteration(result: Result) -> int:

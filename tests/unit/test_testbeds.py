@@ -6,7 +6,7 @@ import pytest
 
 from pipeplan.costs.links import transfer_time
 from pipeplan.costs.testbeds import TESTBEDS
-from pipeplan.costs.testbeds import testbed as cluster_of
+from pipeplan.costs.testbeds import cluster_of_paper as cluster_of
 from pipeplan.errors import UsageError
 from pipeplan.examples import model
 from pipeplan.model import Cluster, parse, to_json

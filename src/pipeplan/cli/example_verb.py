@@ -78,7 +78,7 @@ def command(
 
     Testbeds: testbed-{tessel,graphpipe,flexpipe,autopipe,tensoropt} are clusters; --devices cuts or extends them.
     """
-    from pipeplan.costs.testbeds import TESTBEDS, testbed
+    from pipeplan.costs.testbeds import TESTBEDS, cluster_of_paper
     from pipeplan.errors import UsageError
     from pipeplan.examples import MODELS, SHAPES, ShapeCosts, model, shape
     from pipeplan.model import read_cluster, write_file
@@ -91,7 +91,7 @@ def command(
     _refuse_others(ctx, name, "testbeds" if name in testbeds else "models" if name in MODELS else "shapes")
     if name in testbeds:
         asked = devices if ctx.get_parameter_source("devices") is ParameterSource.COMMANDLINE else None
-        write_file(testbed(name.removeprefix("testbed-"), asked), output)
+        write_file(cluster_of_paper(name.removeprefix("testbed-"), asked), output)
         return
     if name in MODELS:
         profile = model(

@@ -11,13 +11,13 @@ from importlib.resources import files
 from pipeplan.errors import UsageError
 from pipeplan.model import Cluster, parse
 
-__all__ = ["TESTBEDS", "testbed"]
+__all__ = ["TESTBEDS", "cluster_of_paper"]
 
 TESTBEDS = ("tessel", "graphpipe", "flexpipe", "autopipe", "tensoropt")
 """Every testbed by name."""
 
 
-def testbed(name: str, num_devices: int | None = None) -> Cluster:  # noqa: PT028  (no test, whatever its name)
+def cluster_of_paper(name: str, num_devices: int | None = None) -> Cluster:
     """The cluster of a paper; with ``num_devices`` nodes are left out or added, and the last one may be partly used.
 
     Raises:

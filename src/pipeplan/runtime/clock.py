@@ -30,8 +30,7 @@ class Clock:
         """Now, on the stream that computes."""
         if self.device.type != "cuda":
             return time.monotonic_ns()
-        # torch leaves the constructors of its CUDA classes untyped
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has it without types
         event.record(torch.cuda.current_stream(self.device))
         return event
 

@@ -220,11 +220,11 @@ def _fake(model: Model, sizes: Sequence[int], dtype: torch.dtype, mode: FakeTens
     return _FakeModel(model.name, model.blocks, batch, model.predictions, model.tied, model.sharded)
 
 
-class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has its constructors without types
     """Notes every operator's work, and the bytes in use, while phases run."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # the same
         self.usage: dict[str, Usage] = {}
         self.kernels: dict[str, list[Kernel]] = {}
         self._phase: list[Kernel] | None = None

@@ -149,8 +149,7 @@ class _Ranks:
 
     def _unnamed_file(self, content: bytes) -> IO[bytes]:
         """A file without a name, to be inherited: nothing is left behind whoever dies first."""
-        # the exit stack closes it; the rule sees only the with statement
-        file = self.stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        file = self.stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  (the exit stack closes it)
         file.write(content)
         file.flush()
         return file

@@ -90,7 +90,7 @@ class CapturedBlock(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CapturedBlock:
         """Moved or converted, constants are made anew: they may depend on the format."""
         self._kept_for = None
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has it without types
         return self
 
     @property

@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import getitem
 from typing import Any
 
 import torch
@@ -196,7 +197,9 @@ class _Reader:
 
     def _returned(self, node: fx.Node, found: dict[fx.Node, Any]) -> Operation:
         mutated = len(self.program.graph_signature.buffers_to_mutate)
-        outputs = [self.changes.newest(found[each]) for each in node.args[0][mutated:] if isinstance(each, fx.Node)]  # type: ignore[index,union-attr]
+        (returned,) = node.args
+        assert isinstance(returned, (list, tuple)), "a graph returns a sequence"
+        outputs = [self.changes.newest(found[each]) for each in returned[mutated:] if isinstance(each, fx.Node)]
         tensors = [each for each in outputs if isinstance(each, Operation) and isinstance(each.value, Tensor)]
         if len(tensors) != 1:
             raise UsageError(
@@ -212,10 +215,10 @@ class _Reader:
             return
         elif target in _REGIONS:
             self._inline(node, found, _REGIONS[target])
-        elif target in _PASSED or (target == "detach_" and found[node.args[0]].kind == "constant"):  # type: ignore[index]
-            found[node] = found[node.args[0]]  # type: ignore[index]
-        elif target == "getitem" and isinstance(found[node.args[0]], list):  # type: ignore[index]
-            found[node] = found[node.args[0]][node.args[1]]  # type: ignore[index]
+        elif target in _PASSED or (target == "detach_" and found[_node(node.args[0])].kind == "constant"):
+            found[node] = found[_node(node.args[0])]
+        elif target == "getitem" and isinstance(found[_node(node.args[0])], list):
+            found[node] = getitem(found[_node(node.args[0])], node.args[1])
         else:
             found[node] = self._call(node, found, turns)
 
@@ -250,8 +253,8 @@ class _Reader:
         if autocast and node.args[2]:
             raise UsageError(f"model {self.name!r} uses autocast inside; leave it to --dtype")
         position = 4 if autocast else 1
-        inner: fx.GraphModule = found[node.args[position]]  # type: ignore[index]
-        outer = (found[each] for each in node.args[position + 1 :])  # type: ignore[index]
+        inner: fx.GraphModule = found[_node(node.args[position])]
+        outer = (found[_node(each)] for each in node.args[position + 1 :])
         known: dict[fx.Node, Any] = {}
         for each in inner.graph.nodes:
             if each.op == "placeholder":
@@ -369,3 +372,9 @@ class _Merge:
             f"model {self.name!r} cannot be captured: {op.target} in module {op.path or 'at the top'!r} takes {one!r} "
             f"for {_SAMPLES[0]} samples and {other!r} for {_SAMPLES[1]}, not a multiple of them; {_REMEDY}"
         )
+
+
+def _node(argument: object) -> fx.Node:
+    """An argument that is the result of another node, as what is passed on, and to regions, always is."""
+    assert isinstance(argument, fx.Node)
+    return argument

@@ -117,7 +117,8 @@ def _resize(layer: nn.Module) -> None:
     elif isinstance(layer, nn.Linear):
         layer.out_features, layer.in_features = weight.shape
     else:  # GPT-2's, the other way round
-        layer.nx, layer.nf = weight.shape  # type: ignore[assignment]
+        for name, size in zip(("nx", "nf"), weight.shape, strict=True):
+            setattr(layer, name, size)
 
 
 def _count_anew(module: nn.Module, num_devices: int) -> None:
