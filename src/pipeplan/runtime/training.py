@@ -16,8 +16,7 @@ from torch import nn
 from pipeplan import __version__
 from pipeplan.errors import UsageError
 from pipeplan.model import Plan, sha256_of
-from pipeplan.runtime.clock import Clock, Mark, offset_ns
-from pipeplan.runtime.executor import Executor, Span
+from pipeplan.runtime.executor import Executor
 from pipeplan.runtime.failures import lost_others
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.messages import Channels, edges_of
@@ -28,13 +27,11 @@ from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.rows import TensorSpec
 from pipeplan.runtime.stages import Samples, StageRunner
 from pipeplan.runtime.tied import SharedParameters
+from pipeplan.runtime.together import TimedAction, Together, extent
 
 __all__ = ["Trainer", "train", "travelling"]
 
 _NO_SAMPLES = Samples({}, 1)
-
-TimedAction = tuple[int, int, int]
-"""Program counter, start and end in ns from the step's beginning."""
 
 
 def train(plan: Plan, options: RunOptions, progress: Progress, on_step: Callable[[StepResult], None]) -> RunResult:
@@ -52,9 +49,9 @@ def train(plan: Plan, options: RunOptions, progress: Progress, on_step: Callable
         result, actions = trainer.step(step)
         steps.append(result)
         if options.trace:
-            timeline.append(tuple(tuple(told) for told in trainer.everyones(actions)))
+            timeline.append(tuple(tuple(told) for told in trainer.together.everyones(actions)))
         on_step(result)
-    peaks = trainer.everyones(trainer.peak_memory_bytes())
+    peaks = trainer.together.everyones(trainer.peak_memory_bytes())
     trainer.close()
     progress.begin(Phase.DONE)
     return RunResult(tuple(steps), tuple(peaks), _versions(options), tuple(timeline))
@@ -90,12 +87,11 @@ class Trainer:
         timeout = timedelta(seconds=options.timeout_ns / 1e9)
         with lost_others(self.progress):
             _require_agreement(self.rank, plan, model, options, self.program, specs)
-            self._all = dist.new_group(timeout=timeout, backend="gloo")
+            self.together = Together(self.device, progress, timeout)
             self.shared = self._share(timeout)
             channels = Channels(self.program, edges_of(programs), specs, self.device, options.transport, timeout)
-            self.clock = Clock(self.device, offset_ns(self.rank, len(programs)))
         self.stages = {index: self._stage(index) for index in self.program.stages}
-        self.executor = Executor(self.program, self.stages, channels, specs, progress, self.clock)
+        self.executor = Executor(self.program, self.stages, channels, specs, progress, self.together.clock)
         self.optimizer = self._optimizer()
 
     def step(self, step: int, *, update: bool = True) -> tuple[StepResult, list[TimedAction]]:
@@ -112,14 +108,14 @@ class Trainer:
         samples = self._samples(step)
         for parameter in self.parameters().values():
             parameter.grad = None
-        begin_ns, anchor = self._begin_together()
+        beginning = self.together.begin()
         spans = self.executor.run(samples)
         self._reduce()
         self.progress.begin(Phase.UPDATING)
         if update and self.optimizer is not None:
             self.optimizer.step()
-        actions = self._resolve(spans, anchor, begin_ns)
-        return self._report(step, actions, self._now(begin_ns)), actions
+        actions = self.together.resolve(spans, beginning)
+        return self._report(step, actions, self.together.passed_ns(beginning)), actions
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters as ``block.name``; tied ones under each of their names."""
@@ -128,13 +124,6 @@ class Trainer:
             for block, module in self.modules.items()
             for name, parameter in module.named_parameters(remove_duplicate=False)
         }
-
-    def everyones(self, value: Any) -> list[Any]:
-        """What all ranks pass to this call, by rank."""
-        told: list[Any] = [None] * dist.get_world_size()
-        with lost_others(self.progress):
-            dist.all_gather_object(told, value, group=self._all)
-        return told
 
     def peak_memory_bytes(self) -> int:
         """What the allocator held at most (CUDA), or the most resident memory of this process (CPU)."""
@@ -149,7 +138,7 @@ class Trainer:
         """Drop works and groups; what outlives the process group may die with it at exit."""
         self.executor.channels.close()
         self.shared.close()
-        self._all = None
+        self.together.close()
 
     def _build(self, dtype: torch.dtype) -> dict[str, nn.Module]:
         blocks = dict.fromkeys(block for part in self.program.stages.values() for block in part.blocks)
@@ -183,46 +172,23 @@ class Trainer:
             {name: tensor for name, tensor in batch.items() if name in wanted}, self.model.predictions(batch)
         )
 
-    def _begin_together(self) -> tuple[int, tuple[Mark, int]]:
-        """Wait until all ranks are ready: when the last one was, which times are counted from, and an anchor."""
-        self.progress.begin(Phase.REPORTING)
-        anchor = self.clock.anchor()
-        begin = torch.tensor([anchor[1] - self.clock.offset_ns])
-        with lost_others(self.progress):
-            dist.all_reduce(begin, dist.ReduceOp.MAX, group=self._all)
-        return int(begin.item()), anchor
-
     def _reduce(self) -> None:
         if self.shared.across_ranks:
             self.progress.begin(Phase.REDUCING)
             with lost_others(self.progress):
                 self.shared.sum_gradients()
 
-    def _resolve(self, spans: list[Span], anchor: tuple[Mark, int], begin_ns: int) -> list[TimedAction]:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        resolve = self.clock.resolve
-        timed = [
-            (counter, resolve(start, anchor) - begin_ns, resolve(end, anchor) - begin_ns)
-            for counter, start, end in spans
-        ]
-        return sorted(timed, key=lambda action: action[1:])
-
-    def _now(self, begin_ns: int) -> int:
-        return self.clock.anchor()[1] - self.clock.offset_ns - begin_ns
-
     def _report(self, step: int, actions: list[TimedAction], updated_ns: int) -> StepResult:
         """Losses added up over the ranks; the iteration from the first compute action's start to the last's end."""
         losses = [loss for loss in (stage.take_loss() for stage in self.stages.values()) if loss is not None]
         loss = float(sum(loss.double() for loss in losses))
-        computed = [(s, e) for counter, s, e in actions if self.program.instructions[counter].action.is_compute]
-        first, last = min((s for s, _ in computed), default=None), max((e for _, e in computed), default=None)
+        computed = extent([each for each in actions if self.program.instructions[each[0]].action.is_compute])
         self.progress.begin(Phase.REPORTING)
-        told = self.everyones((loss, first, last, updated_ns))
-        firsts = [told_first for _, told_first, _, _ in told if told_first is not None]
-        lasts = [told_last for _, _, told_last, _ in told if told_last is not None]
-        updates = [end - (told_last or end) for _, _, told_last, end in told]
-        return StepResult(step, sum(entry[0] for entry in told), max(lasts) - min(firsts), max(updates))
+        told = self.together.everyones((loss, computed, updated_ns))
+        extents = [each for _, each, _ in told if each is not None]
+        updates = [end - (each[1] if each is not None else end) for _, each, end in told]
+        iteration_ns = max(last for _, last in extents) - min(first for first, _ in extents)
+        return StepResult(step, sum(entry[0] for entry in told), iteration_ns, max(updates))
 
 
 def rank_device(options: RunOptions) -> torch.device:

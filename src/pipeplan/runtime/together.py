@@ -1,0 +1,89 @@
+"""All ranks of a run: one clock, mini-batches that begin together, and what the ranks tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipeplan.runtime.clock import Clock, Mark, offset_ns
+from pipeplan.runtime.executor import Span
+from pipeplan.runtime.failures import lost_others
+from pipeplan.runtime.progress import Phase, Progress
+
+__all__ = ["Beginning", "TimedAction", "Together", "extent"]
+
+TimedAction = tuple[int, int, int]
+"""Program counter, start and end in ns from the step's beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """When a mini-batch began, in ns of the common clock, and this rank's anchor for its marks."""
+
+    at_ns: int
+    anchor: tuple[Mark, int]
+
+
+class Together:
+    """One rank's connection with all others, beside the messages of its program.
+
+    Construction is collective, and so are ``everyones`` and ``begin``.
+
+    Args:
+        device: what computes; its clock takes the times.
+        progress: this rank's record.
+        timeout: longest wait for the others.
+
+    Raises:
+        RankError: another rank is gone, or did not come in time.
+    """
+
+    def __init__(self, device: torch.device, progress: Progress, timeout: timedelta) -> None:
+        self._progress = progress
+        with lost_others(progress):
+            self._group = dist.new_group(timeout=timeout, backend="gloo")
+            self.clock = Clock(device, offset_ns(progress.rank, dist.get_world_size()))
+
+    def everyones(self, value: Any) -> list[Any]:
+        """What all ranks pass to this call, by rank."""
+        told: list[Any] = [None] * dist.get_world_size()
+        with lost_others(self._progress):
+            dist.all_gather_object(told, value, group=self._group)
+        return told
+
+    def begin(self) -> Beginning:
+        """Wait until all ranks are ready; times are counted from when the last one was."""
+        self._progress.begin(Phase.REPORTING)
+        anchor = self.clock.anchor()
+        begin = torch.tensor([anchor[1] - self.clock.offset_ns])
+        with lost_others(self._progress):
+            dist.all_reduce(begin, dist.ReduceOp.MAX, group=self._group)
+        return Beginning(int(begin.item()), anchor)
+
+    def resolve(self, spans: Iterable[Span], since: Beginning) -> list[TimedAction]:
+        """When actions ran, in order of time."""
+        if self.clock.device.type == "cuda":
+            torch.cuda.synchronize(self.clock.device)
+        timed = [(counter, self._ns(start, since), self._ns(end, since)) for counter, start, end in spans]
+        return sorted(timed, key=lambda action: action[1:])
+
+    def passed_ns(self, since: Beginning) -> int:
+        """Time until now, when everything given to the device has ended."""
+        return self.clock.anchor()[1] - self.clock.offset_ns - since.at_ns
+
+    def _ns(self, mark: Mark, since: Beginning) -> int:
+        return self.clock.resolve(mark, since.anchor) - since.at_ns
+
+    def close(self) -> None:
+        """Drop the group, which must not outlive the process group."""
+        self._group = None
+
+
+def extent(actions: Sequence[TimedAction]) -> tuple[int, int] | None:
+    """First start and last end; None of nothing."""
+    return (min(start for _, start, _ in actions), max(end for *_, end in actions)) if actions else None
