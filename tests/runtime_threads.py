@@ -5,9 +5,10 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,24 +19,29 @@ from pipeplan.runtime.executor import Executor
 from pipeplan.runtime.failures import Cause
 from pipeplan.runtime.messages import TransferError
 from pipeplan.runtime.model import Model
+from pipeplan.runtime.modules import WeightGradQueue
 from pipeplan.runtime.program import Instruction, Program, programs_of, require_runnable
 from pipeplan.runtime.progress import Board, Progress
 from pipeplan.runtime.rows import TensorSpec
+from pipeplan.runtime.shards import Shards
 from pipeplan.runtime.stages import Samples, StageRunner
 
 CPU = torch.device("cpu")
 PATIENCE_S = 20.0
 
+Result = TypeVar("Result")
+
 
 @dataclass
 class Mail:
-    """What is under way: [source, target] what was sent, in order. The lock is the turn to run.
+    """What is under way: [source, target] what was sent, in order; [meeting] who brought what. The lock is the turn.
 
     ``failure`` is the first one of any rank; nobody waits any longer then.
     """
 
     turn: threading.Condition = field(default_factory=threading.Condition)
     sent: dict[tuple[int, int], list[tuple[str, Sequence[Tensor]]]] = field(default_factory=lambda: defaultdict(list))
+    met: dict[object, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
     failure: BaseException | None = None
 
 
@@ -93,6 +99,47 @@ class Outcome:
 
     loss: float
     gradients: dict[str, Tensor | None]
+
+
+class Meeting:
+    """Collectives of threads, one of which runs at a time; ``members`` of them meet under one ``name``."""
+
+    def __init__(self, mail: Mail, name: object, members: int, index: int) -> None:
+        self._mail, self._name, self._members, self._index = mail, name, members, index
+        self._calls = 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Over all members."""
+        return torch.stack(self.gather(tensor)).sum(0)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Wait for all members' k-th call."""
+        here = self._mail.met[self._name, self._calls]
+        self._calls += 1
+        here[self._index] = tensor.detach().clone()
+        self._mail.turn.notify_all()
+        active, WeightGradQueue._active = WeightGradQueue._active, None  # a process has one; here each thread's turn
+        self._mail.turn.wait_for(lambda: len(here) == self._members or self._mail.failure, PATIENCE_S)
+        WeightGradQueue._active = active
+        assert len(here) == self._members, f"only {sorted(here)} of {self._members} came to {self._name}"
+        return [here[index] for index in range(self._members)]
+
+
+def together(count: int, work: Callable[[Shards], Result]) -> list[Result]:
+    """What each of so many devices makes that split something."""
+    mail = Mail()
+
+    def one(index: int) -> Result:
+        with mail.turn:
+            try:
+                return work(Shards(count, index, Meeting(mail, "all", count, index)))
+            except BaseException as error:
+                mail.failure = mail.failure or error
+                mail.turn.notify_all()
+                raise
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(one, range(count)))
 
 
 def run_in_threads(plan: Plan, model: Model, seed: int) -> Outcome:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.modules import defer_weight_gradients
+from pipeplan.runtime.shards import Shards, Split, share_of
 
 __all__ = ["Batch", "BlockSpec", "Collective", "Model", "Output", "Rehearsed", "outputs_of"]
 
@@ -47,7 +48,7 @@ class BlockSpec:
     block returns a scalar: the sum of the losses of all its predictions, which the caller scales. ``build`` makes
     its module, with random parameters from torch's generator. ``operator``, ``dimensions`` and ``shared`` (spread
     over all devices by placements that know shared blocks) go into the profile. ``collectives`` are of a block that
-    is one device's share of a larger one.
+    is one device's share of a larger one. ``split`` says how a stage of several devices runs it; None if only whole.
     """
 
     id: str
@@ -59,6 +60,7 @@ class BlockSpec:
     dimensions: Mapping[str, int] = field(default_factory=dict)
     shared: bool = False
     collectives: tuple[Collective, ...] = ()
+    split: Split | None = None
 
     @property
     def inputs(self) -> tuple[tuple[str, int], ...]:
@@ -127,13 +129,51 @@ class Model:
 
         Parameters are made in float32 on the CPU and then converted, so that all dtypes and devices agree.
         """
+        return defer_weight_gradients(self._whole(id_, seed).to(device=device, dtype=dtype))
+
+    def build_share(
+        self,
+        id_: str,
+        seed: int,
+        shards: Shards,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> nn.Module:
+        """As :meth:`build`, for one of the devices that split the block: with parts of the same parameters.
+
+        Raises:
+            UsageError: the block cannot be split over so many devices.
+        """
+        whole = self._whole(id_, seed)
+        module = whole if shards.count == 1 else self._share(id_, whole, shards)
+        return defer_weight_gradients(module.to(device=device, dtype=dtype))
+
+    def _whole(self, id_: str, seed: int) -> nn.Module:
         module = _seeded(self.block(id_), seed)
         for (first, first_parameter), *others in self.tied:
             for block, parameter in others:
                 if block == id_:
                     holder = module if first == id_ else _seeded(self.block(first), seed)
                     _copy_parameter(holder, first_parameter, module, parameter)
-        return defer_weight_gradients(module.to(device=device, dtype=dtype))
+        return module
+
+    def require_splittable(self, id_: str, count: int) -> None:
+        """Check that a block can be split over so many devices, without making its parameters. Raises UsageError."""
+        with torch.device("meta"):
+            whole = self.block(id_).build()
+            for index in range(count):
+                self._share(id_, whole, Shards(count, index))
+
+    def _share(self, id_: str, whole: nn.Module, shards: Shards) -> nn.Module:
+        where = f"block {id_!r} of model {self.name!r} cannot be split over {shards.count} devices: "
+        split = self.block(id_).split
+        if split is None:
+            raise UsageError(f"{where}it does not say how (BlockSpec.split)")
+        try:
+            return share_of(whole, split, shards)
+        except UsageError as error:
+            raise UsageError(where + str(error)) from None
 
     def mini_batch(
         self,

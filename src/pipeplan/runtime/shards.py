@@ -1,0 +1,273 @@
+"""Blocks split over devices: which part of each parameter a device has, and what the devices tell each other.
+
+What enters a split block, and what leaves it, is whole on each of its devices, and so are the gradients of both.
+Between, each device works on its share, as in Megatron-LM (Shoeybi et al. 2019): :meth:`Shards.shared` stands where a
+whole tensor enters split work, and its gradient is the sum of the shares'; :meth:`Shards.summed` where split work
+makes parts of a sum, :meth:`Shards.gathered` where it makes slices. Loss over a split vocabulary is that of Megatron,
+with one exchange of a few numbers per token instead of three (:func:`cross_entropy`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pipeplan.errors import UsageError
+from pipeplan.runtime.modules import embedding, linear
+
+__all__ = ["WHOLE", "Collectives", "Cut", "RowLinear", "Shards", "Split", "WordEmbedding", "cross_entropy", "share_of"]
+
+
+class Collectives(Protocol):
+    """What the devices that split a block can do together; all of them call the same in the same order."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the devices, as a tensor of its own."""
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all devices, of one shape, in the order of their shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """One device by itself, for measuring a share: nothing comes from others."""
+
+    count: int
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor] * self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The place of one device among ``count`` that split a block: it has share number ``index``.
+
+    Without ``collectives`` it works by itself, as if the others added nothing; so shares are measured.
+    """
+
+    count: int = 1
+    index: int = 0
+    collectives: Collectives | None = None
+
+    def range(self, total: int) -> tuple[int, int]:
+        """This device's of so many rows: first, and behind the last. Shares differ by one at most."""
+        each, more = divmod(total, self.count)
+        begin = self.index * each + min(self.index, more)
+        return begin, begin + each + (self.index < more)
+
+    def shared(self, whole: Tensor) -> Tensor:
+        """A whole tensor on its way into split work: its gradient is the sum of what the devices find."""
+        return whole if self.count == 1 else _shared(whole, self._together)
+
+    def summed(self, part: Tensor) -> Tensor:
+        """The sum of the devices' parts, whole on each of them."""
+        return part if self.count == 1 else _summed(part, self._together)
+
+    def gathered(self, share: Tensor, dimension: int = -1) -> Tensor:
+        """The devices' slices side by side, whole on each of them; all are of one size."""
+        return share if self.count == 1 else _gathered(share, self._together, self.index, dimension)
+
+    @property
+    def _together(self) -> Collectives:
+        return self.collectives or _Alone(self.count)
+
+
+WHOLE = Shards()
+"""A device that has all of a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a parameter is split: along ``dimension``, in each of ``parts`` equal parts of it by itself.
+
+    The weight of a layer that makes query, key and value has three parts. Shares are equal, except where ``even`` is
+    False: those of a table of words differ by one row at most.
+    """
+
+    dimension: int = 0
+    parts: int = 1
+    even: bool = True
+
+    def cut(self, whole: Tensor, count: int, index: int) -> Tensor:
+        """One of ``count`` shares. Raises UsageError where they would not be equal and must be."""
+        size = whole.shape[self.dimension]
+        if size % self.parts or (self.even and size // self.parts % count) or size // self.parts < count:
+            of = f" in each of {self.parts} parts" if self.parts > 1 else ""
+            raise UsageError(
+                f"shape {list(whole.shape)} has {size // self.parts}{of} along dimension {self.dimension}, which "
+                f"{count} devices cannot share{' evenly' if self.even else ''}"
+            )
+        begin, end = Shards(count, index).range(size // self.parts)
+        pieces = [part.narrow(self.dimension, begin, end - begin) for part in self._parts(whole)]
+        return torch.cat(pieces, self.dimension) if len(pieces) > 1 else pieces[0]
+
+    def join(self, shares: Sequence[Tensor]) -> Tensor:
+        """The whole from all shares, in order: the inverse of :meth:`cut`."""
+        parts = [torch.cat(list(each), self.dimension) for each in zip(*map(self._parts, shares), strict=True)]
+        return torch.cat(parts, self.dimension) if len(parts) > 1 else parts[0]
+
+    def _parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return tensor.chunk(self.parts, self.dimension)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a block is split over devices.
+
+    ``build(shards)`` makes the module of one device. It is called with the same inputs as the whole block and returns
+    the same outputs, whole on every device. Its parameters have the whole block's names; ``cuts`` says of which it has
+    shares. All others are whole on every device, and so must be their gradients. Values are copied from the whole
+    block.
+    """
+
+    build: Callable[[Shards], nn.Module]
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+
+    def cut(self, name: str, whole: Tensor, shards: Shards) -> Tensor:
+        """What a device has of a parameter."""
+        return self.cuts[name].cut(whole, shards.count, shards.index) if name in self.cuts else whole
+
+
+def share_of(whole: nn.Module, split: Split, shards: Shards) -> nn.Module:
+    """The module of one device, with its part of the whole block's parameters.
+
+    Raises:
+        UsageError: a parameter cannot be split so, or the module's parameters are not as ``cuts`` says.
+    """
+    made = split.build(shards)
+    names = {name for name, _ in whole.named_parameters()}
+    if unlike := names ^ {name for name, _ in made.named_parameters()}:
+        raise UsageError(f"its share has other parameters than the whole block, such as {min(unlike)!r}")
+    for name, parameter in made.named_parameters():
+        try:
+            value = split.cut(name, whole.get_parameter(name).detach(), shards)
+        except UsageError as error:
+            raise UsageError(f"parameter {name!r} of {error}") from None
+        if value.shape != parameter.shape:
+            raise UsageError(
+                f"parameter {name!r} of a share has shape {list(parameter.shape)}, and its cut is {list(value.shape)}"
+            )
+        with torch.no_grad():
+            parameter.copy_(value)
+    return made
+
+
+class RowLinear(nn.Module):
+    """A linear layer split by its inputs: [..., inputs of this device] to [..., outputs], summed over the devices.
+
+    The weight [outputs, inputs of this device] is cut along dimension 1; the bias is whole.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, inputs: int, outputs: int, shards: Shards = WHOLE, *, bias: bool = True) -> None:
+        super().__init__()
+        begin, end = shards.range(inputs)
+        made = nn.Linear(end - begin, outputs, bias=bias)
+        self.shards, self.weight = shards, made.weight
+        self.register_parameter("bias", made.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., inputs of this device] to [..., outputs]."""
+        if self.shards.count == 1:
+            return linear(input, self.weight, self.bias)
+        result = self.shards.summed(linear(input, self.weight))
+        return result if self.bias is None else result + self.bias
+
+    @property
+    def deferred_weights(self) -> tuple[Tensor, ...]:
+        """Weights whose gradients can wait for W."""
+        return (self.weight,)
+
+
+class WordEmbedding(nn.Module):
+    """A table of words split by its rows: indices [...] to [..., width].
+
+    The weight [words of this device, width] is ``Cut(0, even=False)``.
+    """
+
+    def __init__(self, words: int, width: int, shards: Shards = WHOLE, *, std: float = 0.02) -> None:
+        super().__init__()
+        self.shards, (self.begin, self.end) = shards, shards.range(words)
+        self.weight = nn.Parameter(torch.empty(self.end - self.begin, width))
+        nn.init.normal_(self.weight, std=std)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """[...] to [..., width]; words of other devices come with the sum."""
+        if self.shards.count == 1:
+            return embedding(indices, self.weight)
+        elsewhere = (indices < self.begin) | (indices >= self.end)
+        found = embedding((indices - self.begin).masked_fill(elsewhere, 0), self.weight)
+        return self.shards.summed(found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+
+    @property
+    def deferred_weights(self) -> tuple[Tensor, ...]:
+        """Weights whose gradients can wait for W."""
+        return (self.weight,)
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, words: int, shards: Shards = WHOLE, *, ignore_index: int = -100
+) -> Tensor:
+    """The loss of every token, as ``F.cross_entropy`` without reduction, from the logits of this device's words.
+
+    The devices exchange two numbers per token: the logarithm of the sum of exponentials, which stands for the largest
+    logit and the sum of the shifted exponentials, and the target's logit.
+
+    Args:
+        logits: [..., words of this device].
+        targets: [...] indices of words; where they are ``ignore_index`` the loss is 0.
+        words: of all devices.
+        shards: this device's place; ``shards.shared`` is where the logits' input comes from.
+    """
+    begin, end = shards.range(words)
+    elsewhere = (targets < begin) | (targets >= end)
+    wanted = logits.gather(-1, (targets - begin).masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1)
+    own = torch.stack((logits.logsumexp(-1), wanted.masked_fill(elsewhere, 0.0)))
+    sums, found = shards.gathered(own.unsqueeze(1), 1).unbind()
+    return (sums.logsumexp(0) - found.sum(0)).masked_fill(targets == ignore_index, 0.0)
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, together: Collectives) -> Tensor:
+        ctx.together = together
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        together: Collectives = ctx.together
+        return together.sum(gradients[0]), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, together: Collectives) -> Tensor:
+        return together.sum(part)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, together: Collectives, index: int, dimension: int) -> Tensor:
+        ctx.place = dimension, index * share.shape[dimension], share.shape[dimension]
+        return torch.cat(together.gather(share), dimension)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0].narrow(*ctx.place), None, None, None
+
+
+_shared: Callable[..., Tensor] = _Shared.apply
+_summed: Callable[..., Tensor] = _Summed.apply
+_gathered: Callable[..., Tensor] = _Gathered.apply
