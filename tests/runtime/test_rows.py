@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given
@@ -54,31 +52,32 @@ def test_any_cut_of_any_pieces_has_the_rows_asked_for(wanted: list[int], width: 
     """Pieces of ``width`` samples, also strided ones, taken ``taken`` at a time."""
     rows = rows_of(TensorSpec((2, 3), torch.float32, 0))
     pieces = [tuple(wanted[start::width]) for start in range(width) if wanted[start::width]]
+    slots = {}
     for piece in pieces:
-        made = Made([torch.tensor(piece, dtype=torch.float32).repeat_interleave(2)[:, None].expand(-1, 3)])
-        rows.put(MESSAGE, piece, lambda made=made: made)  # type: ignore[misc]
+        tensor = torch.tensor(piece, dtype=torch.float32).repeat_interleave(2)[:, None].expand(-1, 3)
+        slots[rows.put(MESSAGE, piece)] = Made([tensor])
+    assert rows.num_slots == len(pieces)
+    takings = []
     for begin in range(0, len(wanted), taken):
         samples = tuple(wanted[begin : begin + taken])
-        (found,) = rows.take(MESSAGE, samples).tensors
+        takings.append(rows.take(MESSAGE, samples))
+        (found,) = takings[-1].of(slots.__getitem__).tensors
         assert found.shape == (2 * len(samples), 3)
         assert found[::2, 0].tolist() == list(samples)
         assert rows.empty == (begin + taken >= len(wanted))
+    assert sorted(slot for taking in takings for slot in taking.frees) == list(range(len(pieces)))
+    for number, taking in enumerate(takings):
+        later = {slot for other in takings[number + 1 :] for slot, _, _ in other.runs}
+        assert not later & set(taking.frees), "what is let go of is not needed afterwards"
 
 
-def test_what_fits_is_passed_on_as_it_came_and_waited_for_once() -> None:
-    rows, asked = rows_of(TensorSpec((1, 3), torch.float32)), []
-    tensors = [torch.zeros(2, 3), torch.ones(2, 3)]
-
-    def arriving(number: int) -> Callable[[], Made]:
-        return lambda: asked.append(number) or Made([tensors[number]])
-
-    rows.put(MESSAGE, (0, 1), arriving(0))
-    rows.put(MESSAGE, (2, 3), arriving(1))
-    assert asked == []
-    assert rows.take(MESSAGE, (2, 3)).tensors[0] is tensors[1]
-    rows.take(MESSAGE, (0,))
-    rows.take(MESSAGE, (1,))
-    assert asked == [1, 0]
+def test_what_fits_is_passed_on_as_it_is() -> None:
+    rows, tensors = rows_of(TensorSpec((1, 3), torch.float32)), [torch.zeros(2, 3), torch.ones(2, 3)]
+    slots = {rows.put(MESSAGE, samples): Made([tensors[n]]) for n, samples in enumerate([(0, 1), (2, 3)])}
+    whole, first, second = (rows.take(MESSAGE, samples) for samples in [(2, 3), (0,), (1,)])
+    assert whole.of(slots.__getitem__).tensors[0] is tensors[1]
+    assert [taking.is_whole for taking in (whole, first, second)] == [True, False, False]
+    assert [taking.frees for taking in (whole, first, second)] == [[1], [], [0]]
 
 
 # Models ----------------------------------------------------------------------------------------------------------

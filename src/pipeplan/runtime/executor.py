@@ -1,14 +1,16 @@
 """One rank's interpreter: runs its program action by action, in exactly the plan's order.
 
-A compute action waits for the messages it needs and for no others. What a stage makes is kept by sample for the
-SENDs that follow in the program, and for the next stage where that stands on the same device.
+A compute action waits for the messages it needs and for no others. What a stage makes is kept for the SENDs that
+follow in the program, and for the next stage where that stands on the same device. Where everything is kept and what
+every action takes is found when the executor is made, so that a step looks nothing up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from pipeplan.runtime.clock import Clock, Mark
@@ -16,13 +18,16 @@ from pipeplan.runtime.failures import Cause, RankError
 from pipeplan.runtime.messages import Channels, TransferError
 from pipeplan.runtime.program import Instruction, Message, Numbers, Program, StagePart
 from pipeplan.runtime.progress import Phase, Progress
-from pipeplan.runtime.rows import Made, Rows, TensorSpec
+from pipeplan.runtime.rows import Made, Rows, Taking, TensorSpec
 from pipeplan.runtime.stages import Samples, StageError, StageRunner
 
 __all__ = ["Executor", "Span"]
 
 Span = tuple[int, Mark, Mark]
 """Program counter, start and end of an action. A SEND's is its posting; a RECV's is how long it was waited for."""
+
+_Names = tuple[str, ...]
+_Step = Callable[[Samples], None]
 
 
 @dataclass(slots=True)
@@ -44,11 +49,16 @@ class Executor:
     specs: Mapping[str, TensorSpec]
     progress: Progress
     clock: Clock
-    _rows: Rows = field(init=False)
+    _steps: list[_Step] = field(init=False)
+    _slots: list[Made | None] = field(init=False)
+    _posted: dict[int, Instruction] = field(default_factory=dict)
     _spans: list[Span] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._rows = Rows(self.program.tensors, self.specs)
+        rows = Rows(self.program.tensors, self.specs)
+        self._steps = [self._step(instruction, rows) for instruction in self.program.instructions]
+        assert rows.empty, "every row made or sent is sent on or used in the program"
+        self._slots = [None] * rows.num_slots
 
     def run(self, samples: Samples) -> list[Span]:
         """Run the program on one mini-batch; gradients add up in the parameters. Returns when actions ran.
@@ -57,88 +67,134 @@ class Executor:
             RankError: an action failed; the text names rank, action and program counter.
         """
         self._spans = []
-        for instruction in self.program.instructions:
-            self.progress.begin(Phase.RUNNING, instruction.counter)
-            try:
-                self._execute(instruction, samples)
-            except TransferError as error:
-                raise self._transfer_failed(error) from error
-            except StageError as error:
-                where = self.progress.describe()
-                raise RankError(Cause.RAISED, f"rank {self.program.rank} failed {where}: {error}") from error
-        self._finish_sends()
-        assert self._rows.empty, "every row made or sent is sent on or used in the program"
+        try:
+            for step in self._steps:
+                step(samples)
+            self._finish_sends()
+        except TransferError as error:
+            raise self._transfer_failed(error) from error
+        except StageError as error:
+            where = self.progress.describe()
+            raise RankError(Cause.RAISED, f"rank {self.program.rank} failed {where}: {error}") from error
         assert all(stage.idle for stage in self.stages.values()), "every F has its B, or I and W, in the program"
         return self._spans
 
-    def _execute(self, instruction: Instruction, samples: Samples) -> None:
+    # What an action does is put together before anything runs
+
+    def _step(self, instruction: Instruction, rows: Rows) -> _Step:
         action, message = instruction.action, instruction.message
         if message is not None:
-            self._transfer(instruction, message)
-            return
-        part = self.stages[action.stage].part
-        if action.kind == "F":
-            self._forward(instruction, part, samples)
-        elif action.kind in "BI":
-            self._backward(instruction, part)
-        else:
-            start = self.clock.mark()
-            self.stages[action.stage].weight_gradients(action.microbatch)
-            self._spans.append((instruction.counter, start, self.clock.mark()))
+            return self._transfer(instruction, message, rows)
+        stage = self.stages[action.stage]
+        make = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weight_gradients}
+        return make[action.kind](instruction, stage, rows)
 
-    def _transfer(self, instruction: Instruction, message: Message) -> None:
+    def _transfer(self, instruction: Instruction, message: Message, rows: Rows) -> _Step:
         """SEND what its producer made, or post a RECV; neither waits for the other side."""
-        (samples,) = instruction.samples
+        (own,) = instruction.samples
         if instruction.action.kind.startswith("RECV"):
-            self.channels.receive(instruction)
-            self._rows.put(message, samples, lambda: self._awaited(instruction))
-            return
+            self._posted[rows.put(message, own)] = instruction
+            return lambda _: self._receive(instruction)
+        taking = rows.take(message, own)
+        return lambda _: self._send(instruction, taking)
+
+    def _forward(self, instruction: Instruction, stage: StageRunner, rows: Rows) -> _Step:
+        (own,) = instruction.samples
+        part, counter = stage.part, instruction.counter
+        takings = [(names, rows.take(Message("F", source, part.index), own)) for source, names in part.inputs.items()]
+        keepings = [(names, rows.put(Message("F", part.index, target), own)) for target, names in part.outputs.items()]
+        declared = [(name, torch.Size(self.specs[name].of(len(own)))) for names, _ in keepings for name in names]
+
+        def run(samples: Samples) -> None:
+            self.progress.begin(Phase.RUNNING, counter)
+            received = dict(self._named(takings, counter))
+            start = self.clock.mark()
+            outputs = stage.forward(own, received, samples)
+            self._require_declared(outputs, declared)
+            self._spans.append((counter, start, self.clock.mark()))
+            self._keep(keepings, outputs)
+
+        return run
+
+    def _backward(self, instruction: Instruction, stage: StageRunner, rows: Rows) -> _Step:
+        """B or I: the same, except that with I the stage keeps its weight gradients for W."""
+        counter, microbatch = instruction.counter, instruction.action.microbatch
+        takings = {own: self._awaited_by(stage.part, own, rows) for own in instruction.samples}
+        keepings = {own: self._returned_by(stage.part, own, rows) for own in instruction.samples}
+
+        def run(samples: Samples) -> None:
+            self.progress.begin(Phase.RUNNING, counter)
+            gradients = {own: self._named(each, counter) for own, each in takings.items()}
+            start = self.clock.mark()
+            made = stage.backward(microbatch, gradients)
+            self._spans.append((counter, start, self.clock.mark()))
+            for own, keeping in keepings.items():
+                self._keep(keeping, made[own])
+
+        return run
+
+    def _weight_gradients(self, instruction: Instruction, stage: StageRunner, rows: Rows) -> _Step:
+        counter, microbatch = instruction.counter, instruction.action.microbatch
+
+        def run(samples: Samples) -> None:
+            self.progress.begin(Phase.RUNNING, counter)
+            start = self.clock.mark()
+            stage.weight_gradients(microbatch)
+            self._spans.append((counter, start, self.clock.mark()))
+
+        return run
+
+    def _awaited_by(self, part: StagePart, own: Numbers, rows: Rows) -> list[tuple[_Names, Taking]]:
+        """Gradients of the outputs for these samples; a block whose output goes to several stages has several."""
+        return [
+            (names, rows.take(Message("B", target, part.index), own))
+            for target, names in part.outputs.items()
+            if target in part.awaits
+        ]
+
+    def _returned_by(self, part: StagePart, own: Numbers, rows: Rows) -> list[tuple[_Names, int]]:
+        """Gradients of the inputs for these samples, and where they are kept."""
+        return [
+            (names, rows.put(Message("B", part.index, source), own))
+            for source, names in part.inputs.items()
+            if source in part.returns
+        ]
+
+    # What actions do while the program runs
+
+    def _receive(self, instruction: Instruction) -> None:
+        self.progress.begin(Phase.RUNNING, instruction.counter)
+        self.channels.receive(instruction)
+
+    def _send(self, instruction: Instruction, taking: Taking) -> None:
         self.progress.begin(Phase.WAITING, instruction.counter, instruction.peer)  # for room, if ever
         start = self.clock.mark()
-        made = self._rows.take(message, samples)
+        made = self._made(taking, instruction.counter)
         ready = [tensor.contiguous() for tensor in made.tensors]
         as_made = made.at is not None and all(tensor.is_contiguous() for tensor in made.tensors)
         self.channels.send(instruction, ready, made.at if as_made else self.channels.moment())
         self._spans.append((instruction.counter, start, self.clock.mark()))
 
-    def _forward(self, instruction: Instruction, part: StagePart, samples: Samples) -> None:
-        (own,) = instruction.samples
-        received: dict[str, Tensor] = {}
-        for source, names in part.inputs.items():
-            made = self._rows.take(Message("F", source, part.index), own)
-            received |= dict(zip(names, made.tensors, strict=True))
-        self.progress.begin(Phase.RUNNING, instruction.counter)
-        start = self.clock.mark()
-        outputs = self.stages[part.index].forward(own, received, samples)
-        self._require_declared(outputs, len(own))
-        self._spans.append((instruction.counter, start, self.clock.mark()))
-        for target, names in part.outputs.items():
-            self._keep(Message("F", part.index, target), own, [outputs[name] for name in names])
+    def _named(self, takings: Sequence[tuple[_Names, Taking]], counter: int) -> list[tuple[str, Tensor]]:
+        """The tensors of several messages, by block."""
+        return [
+            pair for names, taking in takings for pair in zip(names, self._made(taking, counter).tensors, strict=True)
+        ]
 
-    def _backward(self, instruction: Instruction, part: StagePart) -> None:
-        """B or I: the same, except that with I the stage keeps its weight gradients for W."""
-        gradients = {own: self._gradients(part, own) for own in instruction.samples}
-        self.progress.begin(Phase.RUNNING, instruction.counter)
-        start = self.clock.mark()
-        made = self.stages[part.index].backward(instruction.action.microbatch, gradients)
-        self._spans.append((instruction.counter, start, self.clock.mark()))
-        for source, names in part.inputs.items():
-            if source in part.returns:
-                for own in instruction.samples:
-                    self._keep(Message("B", part.index, source), own, [made[own][name] for name in names])
-
-    def _gradients(self, part: StagePart, own: Numbers) -> list[tuple[str, Tensor]]:
-        """Of the outputs for these samples, by block; a block whose output goes to several stages has several."""
-        found: list[tuple[str, Tensor]] = []
-        for target, names in part.outputs.items():
-            if target in part.awaits:
-                found += zip(names, self._rows.take(Message("B", target, part.index), own).tensors, strict=True)
+    def _made(self, taking: Taking, counter: int) -> Made:
+        """What an action takes; the last one to take something lets go of it."""
+        found = taking.of(lambda slot: self._here(slot, counter))
+        for slot in taking.frees:
+            self._slots[slot] = None
         return found
 
-    def _keep(self, message: Message, samples: Numbers, tensors: list[Tensor]) -> None:
-        """Keep what was made for the SENDs, and for this rank's own actions, that take it."""
-        made = Made(tensors, self.channels.moment())
-        self._rows.put(message, samples, lambda: made)
+    def _here(self, slot: int, counter: int) -> Made:
+        """What is in a slot; a message is waited for when it is first needed."""
+        made = self._slots[slot]
+        if made is None:
+            made = self._slots[slot] = self._awaited(self._posted[slot])
+            self.progress.begin(Phase.RUNNING, counter)
+        return made
 
     def _awaited(self, instruction: Instruction) -> Made:
         """A message's tensors, waited for."""
@@ -148,22 +204,27 @@ class Executor:
         self._spans.append((instruction.counter, start, self.clock.mark()))
         return Made(tensors)
 
+    def _keep(self, keepings: Sequence[tuple[_Names, int]], made: Mapping[str, Tensor]) -> None:
+        """Keep what was made for the SENDs, and for this rank's own actions, that take it."""
+        if keepings:
+            at = self.channels.moment()
+            for names, slot in keepings:
+                self._slots[slot] = Made([made[name] for name in names], at)
+
     def _finish_sends(self) -> None:
         """Wait until all peers have taken what was sent to them."""
         for peer in self.channels.unfinished():
             self.progress.begin(Phase.WAITING, len(self.program.instructions) - 1, peer)
-            try:
-                self.channels.finish(peer)
-            except TransferError as error:
-                raise self._transfer_failed(error) from error
+            self.channels.finish(peer)
 
-    def _require_declared(self, outputs: Mapping[str, Tensor], num_samples: int) -> None:
+    def _require_declared(self, outputs: Mapping[str, Tensor], declared: Sequence[tuple[str, torch.Size]]) -> None:
         """Receivers have made room for what the model declares; anything else would end in the transport."""
-        for name, tensor in outputs.items():
-            found = TensorSpec(tuple(tensor.shape), tensor.dtype, None).text(num_samples)
-            if found != self.specs[name].text(num_samples):
-                declared = self.specs[name].text(num_samples)
-                raise StageError(f"block {name!r} made {found}, and the model declares {declared}")
+        for name, shape in declared:
+            tensor, spec = outputs[name], self.specs[name]
+            if tensor.shape != shape or tensor.dtype != spec.dtype:
+                found = TensorSpec(tuple(tensor.shape), tensor.dtype, None).text(0)
+                wanted = TensorSpec(tuple(shape), spec.dtype, None).text(0)
+                raise StageError(f"block {name!r} made {found}, and the model declares {wanted}")
 
     def _transfer_failed(self, error: TransferError) -> RankError:
         told = "got nothing from" if error.cause is Cause.TIMEOUT else "lost"

@@ -1,14 +1,14 @@
 """Rows of tensors by sample: what one stage makes for some samples, another takes for others.
 
 Stages may have micro-batches of different sizes, in parts, or shared by replicas. So tensors between stages are
-addressed by message and sample, and are cut and joined only where one action's samples are not another's.
+addressed by message and sample, and are cut and joined only where one action's samples are not another's. Which
+tensors an action takes follows from the program alone, and is looked up before anything runs.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from pipeplan.errors import UsageError
 from pipeplan.runtime.program import Message, Numbers
 
-__all__ = ["Made", "Rows", "TensorSpec"]
+__all__ = ["Made", "Rows", "Taking", "TensorSpec"]
 
 Shape = tuple[int, ...]
 
@@ -77,27 +77,40 @@ class Made:
     at: torch.cuda.Event | None = None
 
 
-@dataclass(slots=True, eq=False)
-class _Piece:
-    """The tensors of a message for some samples; those on their way are waited for when they are first needed."""
-
-    samples: Numbers
-    arrive: Callable[[], Made]
-    made: Made | None = None
-
-    @property
-    def here(self) -> Made:
-        if self.made is None:
-            self.made = self.arrive()
-        return self.made
+_Run = tuple[int, int, int]
+"""A slot, the place of its first row that is taken, and that behind the last."""
 
 
-_Place = tuple[_Piece, int]
-"""A sample's piece, and which of the piece's samples it is."""
+@dataclass(slots=True)
+class Taking:
+    """Where an action finds the tensors of a message.
+
+    ``is_whole`` is whether it takes what is in one slot as it is, ``frees`` are the slots of which nothing is needed
+    afterwards.
+    """
+
+    specs: Sequence[TensorSpec]
+    runs: tuple[_Run, ...]
+    is_whole: bool
+    frees: list[int] = field(default_factory=list)
+
+    def of(self, here: Callable[[int], Made]) -> Made:
+        """The tensors: as they are in their slot, else cut and joined. ``here`` gives what is in a slot."""
+        if self.is_whole:
+            return here(self.runs[0][0])
+        whole = [here(slot).tensors for slot, _, _ in self.runs]
+        return Made(
+            [
+                _joined([spec.rows(whole[r][number], begin, end) for r, (_, begin, end) in enumerate(self.runs)], spec)
+                for number, spec in enumerate(self.specs)
+            ]
+        )
 
 
 class Rows:
-    """What one rank has made or been sent and not used yet. Each row is taken once.
+    """Where the rows are that one rank makes or is sent and has not used yet, in the order of its program.
+
+    Whatever is made or sent has a slot of its own; a row of it is taken once.
 
     Args:
         tensors: the blocks whose outputs, or gradients, a message carries.
@@ -105,43 +118,50 @@ class Rows:
     """
 
     def __init__(self, tensors: Mapping[Message, tuple[str, ...]], specs: Mapping[str, TensorSpec]) -> None:
-        self._specs = {message: [specs[name] for name in names] for message, names in tensors.items()}
-        self._pieces: dict[Message, dict[int, _Place]] = defaultdict(dict)
+        self._specs = {message: tuple(specs[name] for name in names) for message, names in tensors.items()}
+        self._places: dict[tuple[Message, int], tuple[int, int]] = {}
+        self._sizes: list[int] = []
+        self._last: dict[int, Taking] = {}
 
-    def put(self, message: Message, samples: Numbers, arrive: Callable[[], Made]) -> None:
-        """Keep what a message brings for these samples; ``arrive`` is called when some of it is taken first."""
-        piece = _Piece(samples, arrive)
-        self._pieces[message].update((sample, (piece, place)) for place, sample in enumerate(samples))
+    @property
+    def num_slots(self) -> int:
+        """How many things have been put."""
+        return len(self._sizes)
 
-    def take(self, message: Message, samples: Numbers) -> Made:
-        """The tensors of a message for these samples: as they came where these are the same, else cut and joined."""
-        pieces = self._pieces[message]
-        runs = list(_runs([pieces.pop(sample) for sample in samples]))
-        if len(runs) == 1 and runs[0][0].samples == samples:
-            return runs[0][0].here
-        whole = [piece.here.tensors for piece, _, _ in runs]
-        return Made(
-            [
-                _joined([spec.rows(whole[r][number], begin, end) for r, (_, begin, end) in enumerate(runs)], spec)
-                for number, spec in enumerate(self._specs[message])
-            ]
-        )
+    def put(self, message: Message, samples: Numbers) -> int:
+        """The slot for what a message brings for these samples."""
+        slot = self.num_slots
+        self._sizes.append(len(samples))
+        self._places.update({(message, sample): (slot, place) for place, sample in enumerate(samples)})
+        return slot
+
+    def take(self, message: Message, samples: Numbers) -> Taking:
+        """How to get at the tensors of a message for these samples."""
+        runs = tuple(_runs([self._places.pop((message, sample)) for sample in samples]))
+        is_whole = len(runs) == 1 and runs[0][1:] == (0, self._sizes[runs[0][0]])
+        taking = Taking(self._specs[message], runs, is_whole)
+        for slot in dict.fromkeys(slot for slot, _, _ in runs):
+            if slot in self._last:
+                self._last[slot].frees.remove(slot)
+            self._last[slot] = taking
+            taking.frees.append(slot)
+        return taking
 
     @property
     def empty(self) -> bool:
         """Whether every row has been taken."""
-        return not any(self._pieces.values())
+        return not self._places
 
 
 def _joined(parts: list[Tensor], spec: TensorSpec) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=spec.axis or 0)
 
 
-def _runs(found: Sequence[_Place]) -> Iterator[tuple[_Piece, int, int]]:
-    """Neighbours that are neighbours in one piece, too: (piece, place of the first, behind that of the last)."""
+def _runs(found: Sequence[tuple[int, int]]) -> Iterator[_Run]:
+    """Neighbours that are neighbours in one slot, too."""
     begin = 0
     for end in range(1, len(found) + 1):
-        piece, place = found[end - 1]
-        if end == len(found) or found[end] != (piece, place + 1):
-            yield piece, found[begin][1], place + 1
+        slot, place = found[end - 1]
+        if end == len(found) or found[end] != (slot, place + 1):
+            yield slot, found[begin][1], place + 1
             begin = end

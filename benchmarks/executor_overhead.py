@@ -1,0 +1,388 @@
+"""What the executor costs: beside torch's own pipeline runtime, and per action.
+
+    pip install 'pipeplan[torch]'
+    python benchmarks/executor_overhead.py              # prints the tables of docs/benchmarks.md; takes some minutes
+    python benchmarks/executor_overhead.py --steps 10 --widths 64,256
+
+*Beside torch*: a chain of transformer-like layers as a v-shape zero-bubble schedule (ZB-V), 2 processes with one thread
+each on gloo. In the same processes, with the same weights and samples, steps of pipeplan and of torch's
+``ScheduleZBVZeroBubble`` take turns; which of the two goes first changes with every pair. A step is the program alone:
+no optimizer, no making of samples; it ends when the slower process has ended. Gradients are compared first.
+
+*Per action*: from one action's beginning to the next one's, the median over many steps of one plan. In *interpreter*
+stages and transport do nothing; in *stages* blocks are a multiplication of one number by another, so that what is
+left is mostly torch's autograd; in *gloo* such tensors really travel, and a time is how long posting one took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tables import machine, markdown, note
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from pipeplan.costs import build_workload
+from pipeplan.examples import ShapeCosts, shape
+from pipeplan.model import Plan, parse
+from pipeplan.planner.assembly import assemble
+from pipeplan.runtime.clock import Clock
+from pipeplan.runtime.executor import Executor
+from pipeplan.runtime.launch import watch_local
+from pipeplan.runtime.model import BlockSpec, Model
+from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.program import Instruction, Numbers, StagePart, programs_of
+from pipeplan.runtime.progress import Board, Phase, Progress
+from pipeplan.runtime.rows import TensorSpec
+from pipeplan.runtime.stages import Samples
+from pipeplan.runtime.training import Trainer, travelling
+from pipeplan.runtime.worker import Link
+from pipeplan.runtime.worker import main as be_rank
+from pipeplan.schedule.bounds import makespan_bound, period_bound
+from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.problem import Problem
+from pipeplan.simulate.timing import task_graph
+
+AS_RANK = "--as-rank"
+NUM_RANKS, NUM_STAGES = 2, 4
+KINDS = ("F", "B", "I", "W", "SEND", "RECV")
+TIMEOUT_NS = 60 * 10**9
+
+
+def zb_v(num_microbatches: int, *, split: bool = True) -> Plan:
+    """Two devices, two stages each, down and up; whole backwards in GPipe's order where they are not split."""
+    costs = ShapeCosts(input_grad_ns=10**6, weight_grad_ns=10**6) if split else ShapeCosts()
+    profile = shape("zbv", NUM_RANKS, costs=costs)
+    assert profile.placement is not None
+    workload = build_workload(
+        profile, profile.placement, num_microbatches=num_microbatches, microbatch_size=1, split_backward=split
+    )
+    problem, graph = Problem.of(workload), task_graph(workload)
+    orders = CLASSIC["zb-v" if split else "gpipe"].orders(problem, graph)
+    return assemble(graph, orders, makespan_bound(problem), period_bound(problem), "benchmark")
+
+
+class Layer(nn.Module):
+    """A feed-forward layer around a skip."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return result
+
+
+class Product(nn.Module):
+    """As little as a block can do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x)
+        return result
+
+
+class Ending(nn.Module):
+    """Layers, then a loss."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(self.layers(x), targets, reduction="sum")
+
+
+def chain(width: int, length: int, layers: int) -> Model:
+    """Four blocks, one per stage of the plan; a sample is ``length`` vectors of ``width``, width 1 does nothing."""
+
+    def stage() -> nn.Module:
+        return Product() if width == 1 else nn.Sequential(*(Layer(width) for _ in range(layers)))
+
+    def batch(num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed + step)
+        both = torch.randn(2, num_samples, length, width, generator=generator)
+        return {"x": both[0], "targets": both[1]}
+
+    names = [f"layer{index}" for index in range(NUM_STAGES)]
+    blocks = [
+        BlockSpec(name, "layer", stage, sources=tuple(names[max(i - 1, 0) : i]), samples=() if i else ("x",))
+        for i, name in enumerate(names)
+    ]
+    blocks[-1] = BlockSpec(
+        names[-1], "layer", lambda: Ending(stage()), sources=tuple(names[-2:-1]), samples=("targets",), loss=True
+    )
+    return Model("chain", tuple(blocks), batch, lambda made: made["targets"].numel())
+
+
+# Beside torch ----------------------------------------------------------------------------------------------------
+
+
+def beside_torch(plan: Plan, job: Mapping[str, Any], link: Link) -> dict[str, Any]:
+    """Times of steps in ns: how long each took on the rank that took longest."""
+    model = chain(job["width"], job["length"], job["layers"])
+    trainer = Trainer(plan, model, RunOptions("chain", num_threads=1, timeout_ns=TIMEOUT_NS), link.progress)
+    batch = model.mini_batch(plan.mini_batch, 0, 0)
+    samples = Samples(batch, model.predictions(batch))
+    theirs = schedule_of_torch(trainer, samples.num_predictions, plan.num_microbatches)
+
+    def ours_once() -> None:
+        trainer.executor.run(samples)
+        for stage in trainer.stages.values():
+            stage.take_loss()
+
+    def theirs_once() -> None:
+        arguments = (batch["x"],) if link.rank == 0 else ()
+        targets = {"target": batch["targets"], "losses": []} if link.rank == 0 else {}
+        theirs.step(*arguments, **targets, return_outputs=False)
+
+    steps = {"pipeplan": ours_once, "torch": theirs_once}
+    for run in steps.values():
+        run()
+    difference = differences(trainer, theirs)
+    found: dict[str, list[int]] = {name: [] for name in steps}
+    for number in range(job["warmup"] + job["steps"]):
+        for name in sorted(steps, reverse=bool(number % 2)):
+            found[name].append(slowest(steps[name]))
+    trainer.close()
+    return {name: times[job["warmup"] :] for name, times in found.items()} | {"difference": difference}
+
+
+def schedule_of_torch(trainer: Trainer, num_predictions: int, num_microbatches: int) -> Any:
+    """torch's ZB-V over copies of the trainer's blocks."""
+
+    def loss(made: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(made, targets, reduction="sum") / num_predictions
+
+    stages = []
+    for index, runner in sorted(trainer.stages.items()):
+        (name,) = runner.part.blocks
+        module = runner.specs[name].build()
+        module.load_state_dict(trainer.modules[name].state_dict())
+        plain = module.layers if isinstance(module, Ending) else module
+        stages.append(PipelineStage(plain, index, NUM_STAGES, torch.device("cpu")))
+    return schedules.ScheduleZBVZeroBubble(stages, num_microbatches, loss, scale_grads=False)
+
+
+def differences(trainer: Trainer, theirs: Any) -> float:
+    """The largest difference of two gradients, as a share of the largest gradient."""
+    found, largest = 0.0, 0.0
+    for index, stage in zip(sorted(trainer.stages), theirs._stages, strict=True):
+        (name,) = trainer.stages[index].part.blocks
+        for ours, other in zip(trainer.modules[name].parameters(), stage.submod.parameters(), strict=True):
+            assert ours.grad is not None
+            found = max(found, float((ours.grad - other.grad).abs().max()))
+            largest = max(largest, float(ours.grad.abs().max()))
+    return found / largest
+
+
+def slowest(run: Any) -> int:
+    """How long it takes until the last rank has done it, from when all are ready."""
+    dist.barrier()
+    begin = time.monotonic_ns()
+    run()
+    took = torch.tensor([time.monotonic_ns() - begin])
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return int(took.item())
+
+
+# Per action ------------------------------------------------------------------------------------------------------
+
+
+class Watch(Progress):
+    """Notes when each action began, besides what it is for."""
+
+    def __init__(self, board: Board, rank: int, program: Sequence[str]) -> None:
+        self.begun: dict[int, int] = {}
+        super().__init__(board, rank, program)
+
+    def begin(self, phase: Phase, counter: int = -1, peer: int = -1) -> None:
+        """The first note of an action is its beginning."""
+        super().begin(phase, counter, peer)
+        self.begun.setdefault(counter, time.perf_counter_ns())
+
+
+class NoStage:
+    """A stage that computes nothing: what it makes was made before."""
+
+    def __init__(self, part: StagePart, specs: Mapping[str, TensorSpec]) -> None:
+        self.part, self.idle = part, True
+        self.tensors = {name: torch.zeros(spec.of(1), dtype=spec.dtype) for name, spec in specs.items()}
+
+    def forward(self, own: Numbers, received: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
+        """The tensors."""
+        return self.tensors
+
+    def backward(self, microbatch: int, gradients: Mapping[Numbers, Any]) -> dict[Numbers, dict[str, Tensor]]:
+        """The tensors again."""
+        return dict.fromkeys(gradients, self.tensors)
+
+    def weight_gradients(self, microbatch: int) -> None:
+        """Nothing waits."""
+
+
+class NoTransport:
+    """Channels to nobody: every message is there when it is asked for."""
+
+    def __init__(self, program: Any, specs: Mapping[str, TensorSpec]) -> None:
+        self.tensors = {
+            message: [torch.zeros(specs[name].of(1), dtype=specs[name].dtype) for name in names]
+            for message, names in program.tensors.items()
+        }
+
+    def send(self, instruction: Instruction, tensors: Sequence[Tensor], made: object) -> None:
+        """Forget them."""
+
+    def receive(self, instruction: Instruction) -> None:
+        """It is here."""
+
+    def take(self, instruction: Instruction) -> list[Tensor]:
+        """What was made before."""
+        return self.tensors[instruction.message]
+
+    def moment(self) -> None:
+        """No streams here."""
+
+    def unfinished(self) -> list[int]:
+        """Nothing is under way."""
+        return []
+
+
+def per_action(plan: Plan, job: Mapping[str, Any], link: Link) -> dict[str, dict[str, list[int]]]:
+    """[what is measured][kind of action] times in ns of this rank's actions."""
+    model = chain(1, 1, 1)
+    program = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)[link.rank]
+    specs = travelling(program, model, torch.float32)
+    trainer = Trainer(plan, model, RunOptions("chain", num_threads=1, timeout_ns=TIMEOUT_NS), link.progress)
+    batch = model.mini_batch(plan.mini_batch, 0, 0)
+    samples = Samples(batch, model.predictions(batch))
+    none: Any = {index: NoStage(part, specs) for index, part in program.stages.items()}
+    nobody: Any = NoTransport(program, specs)
+    kept = trainer.executor.channels
+    found = {}
+    for what, stages, channels in (
+        ("interpreter", none, nobody),
+        ("gloo", none, kept),
+        ("stages", trainer.stages, kept),
+    ):
+        with tempfile.TemporaryFile() as file:
+            file.truncate(Board.size(NUM_RANKS))
+            watch = Watch(Board(file.fileno(), NUM_RANKS), link.rank, program.texts)
+        executor = Executor(program, stages, channels, specs, watch, Clock(torch.device("cpu")))
+        found[what] = timed_actions(executor, watch, samples, job["steps"])
+    trainer.close()
+    return found
+
+
+def timed_actions(executor: Executor, watch: Watch, samples: Samples, steps: int) -> dict[str, list[int]]:
+    """[kind] from the beginning of an action to the next one's, of all but the last of each step."""
+    instructions = executor.program.instructions
+    times: dict[str, list[int]] = defaultdict(list)
+    for _ in range(steps):
+        dist.barrier()
+        watch.begun.clear()
+        executor.run(samples)
+        for instruction in instructions[:-1]:
+            kind = instruction.action.kind.partition("_")[0]
+            begun = watch.begun
+            times[kind].append(begun[instruction.counter + 1] - begun[instruction.counter])
+    return times
+
+
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def as_rank(job: Mapping[str, Any], link: Link) -> None:
+    """The work of one process."""
+    torch.set_num_threads(1)
+    plan = parse(job["plan"], Plan)
+    work = {"torch": beside_torch, "actions": per_action}[job["what"]]
+    told = work(plan, job, link)
+    if link.rank == 0:
+        link.report({"event": "told", "told": told})
+
+
+def told_by(plan: Plan, job: Mapping[str, Any]) -> dict[str, Any]:
+    """What rank 0 of two processes reports."""
+    found: list[dict[str, Any]] = []
+    watch_local(
+        plan.programs,
+        {"plan": plan.model_dump_json(), **job},
+        RunOptions("chain", timeout_ns=TIMEOUT_NS),
+        lambda rank, report: found.append(report["told"]),
+        (sys.executable, __file__, AS_RANK),
+    )
+    return found[0]
+
+
+def row_beside_torch(width: int, options: argparse.Namespace) -> list[str]:
+    """Medians, and the median of the ratios of neighbours."""
+    job = {"what": "torch", "width": width, **{key: getattr(options, key) for key in ("length", "layers", "steps")}}
+    told = told_by(zb_v(options.microbatches), job | {"warmup": options.warmup})
+    ratios = [ours / theirs for ours, theirs in zip(told["pipeplan"], told["torch"], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    cells = [str(width), *(f"{statistics.median(told[name]) / 1e6:.2f}" for name in ("pipeplan", "torch"))]
+    cells += [f"{middle:.3f}", f"{low:.3f} to {high:.3f}", f"{told['difference']:.0e}"]
+    note(" ".join(cells))
+    return cells
+
+
+def rows_per_action(options: argparse.Namespace) -> list[list[str]]:
+    """Medians in us; whole backwards and split ones are of two plans."""
+    times: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for split in (True, False):
+        plan = zb_v(options.microbatches, split=split)
+        told = told_by(plan, {"what": "actions", "steps": 2 * options.steps})
+        for what, kinds in told.items():
+            for kind, found in kinds.items():
+                times[what][kind] += found
+    shown = {"interpreter": KINDS, "stages": KINDS[:4], "gloo": KINDS[4:]}
+    return [
+        [what, *(f"{statistics.median(times[what][kind]) / 1e3:.1f}" if kind in kinds else "" for kind in KINDS)]
+        for what, kinds in shown.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", default="64,256,512", help="of the layers; 64 is all overhead")
+    parser.add_argument("--length", type=int, default=64, help="vectors per micro-batch")
+    parser.add_argument("--layers", type=int, default=2, help="per stage, of which each process has two")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="one object instead of tables")
+    options = parser.parse_args()
+    beside = [row_beside_torch(int(width), options) for width in options.widths.split(",") if width]
+    actions = rows_per_action(options)
+    if options.json:
+        print(json.dumps({"beside torch": beside, "per action": actions}))
+        return
+    header = ["width", "pipeplan, ms a step", "torch", "median ratio", "middle half", "gradients differ by"]
+    print(markdown(header, beside))
+    print(f"\n{markdown(['us per action', *KINDS], actions)}")
+    print(f"\n{machine()}, torch {version('torch')}.")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == [AS_RANK]:
+        be_rank(as_rank)
+    else:
+        main()
