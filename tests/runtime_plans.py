@@ -138,7 +138,7 @@ class Unsplit:
     """Training without a plan: all blocks in one process, the whole mini-batch at once, torch's own backward."""
 
     def __init__(self, model: Model, seed: int, dtype: torch.dtype, learning_rate: float, weight_decay: float) -> None:
-        self.model, self.seed = model, seed
+        self.model, self.seed, self.dtype = model, seed, dtype
         self.modules = {block.id: model.build(block.id, seed, dtype=dtype) for block in model.blocks}
         for (first, first_name), *others in model.tied:
             for block, name in others:
@@ -158,7 +158,7 @@ class Unsplit:
 
     def step(self, step: int, num_samples: int) -> float:
         """Forward, backward and update on one mini-batch; its mean loss."""
-        batch = self.model.batch(num_samples, step, self.seed)
+        batch = self.model.mini_batch(num_samples, step, self.seed, dtype=self.dtype)
         values: dict[str, torch.Tensor] = {}
         losses = []
         for block in self.model.blocks:

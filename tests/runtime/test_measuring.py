@@ -26,7 +26,9 @@ from pipeplan.runtime.modules import WeightGradQueue, defer_weight_gradients
 from pipeplan.runtime.partial import Partial, RowKey
 from pipeplan.runtime.profiler import profile_model
 from pipeplan.runtime.survey import survey
-from pipeplan.runtime.zoo import ZOO, Attention, FeedForward, GPTSize, Head, HeadShare, gpt
+from pipeplan.runtime.zoo import ZOO
+from pipeplan.runtime.zoo.gpt import GPTSize, Head, HeadShare, gpt
+from pipeplan.runtime.zoo.layers import Attention, FeedForward
 
 WIDTH = 8
 FLOAT = 4
@@ -365,8 +367,8 @@ def test_edges_of_a_share_are_those_of_the_whole() -> None:
 
 @pytest.mark.parametrize("half", [Attention, FeedForward])
 def test_outputs_of_shares_add_up(half: Callable[..., nn.Module]) -> None:
-    whole, x = half(TINY).double(), torch.randn(2, 16, 32, dtype=torch.float64)
-    made = [half(TINY, 2).double() for _ in range(2)]
+    whole, x = half(TINY.stack).double(), torch.randn(2, 16, 32, dtype=torch.float64)
+    made = [half(TINY.stack, 2).double() for _ in range(2)]
     with torch.no_grad():
         for rank, share in enumerate(made):
             for name, parameter in share.named_parameters():

@@ -56,9 +56,11 @@ __all__ = ["command"]
 def command(ctx: click.Context, /, **_: Any) -> None:
     """Measure MODEL block by block: times of forward and backward, and what memory they hold.
 
-    MODEL is a name of the zoo (gpt2-tiny, gpt2-124m, gpt2-345m, mmt-tiny), a Hugging Face configuration (a config.json
-    or 'LlamaConfig(num_hidden_layers=4)'), or pkg.mod:factory, a function that returns a model or a module with example
-    inputs. Use a quiet machine: every number is a median, and the profile says how far the runs behind it lie apart.
+    MODEL is a name of the zoo (gpt2-tiny, gpt2-124m, tessel-mt5-tiny, mmt and others: docs/models.md), a Hugging Face
+    configuration (a config.json or 'LlamaConfig(num_hidden_layers=4)'), or pkg.mod:factory, a function that returns a
+    model or a module with example inputs. Use a quiet machine: every number is a median, and the profile says how far
+    the runs behind it lie apart.
+
     What was measured before an interruption is kept, and the same command goes on with it.
 
     --estimate runs nothing and takes the rates of a --device such as a100-80gb. --communication measures links and

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
+from pipeplan.runtime.batches import batch_like
 from pipeplan.runtime.capture.blocks import Recipe, recipe_of
 from pipeplan.runtime.capture.grouping import Group, group_operations, taken_by
 from pipeplan.runtime.capture.naming import block_ids, dimensions_of, operator_of
@@ -55,7 +55,7 @@ def capture(
     return Model(
         name,
         blocks,
-        batch or partial(_random_batch, {key: value.detach() for key, value in inputs.items()}),
+        batch or partial(batch_like, {key: value.detach() for key, value in inputs.items()}),
         predictions or (lambda given: next(iter(given.values())).shape[0]),
         tied=_tied(blocks, recipes, traced),
     )
@@ -117,26 +117,6 @@ def _tied(
         for own, name in recipe.parameters.items():
             holders.setdefault(id(traced.tensors[name]), []).append((block.id, own))
     return tuple(tuple(group) for group in holders.values() if len({id_ for id_, _ in group}) > 1)
-
-
-def _random_batch(examples: Mapping[str, Tensor], num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
-    """Numbers like those of the examples: integers of the same range, normal numbers otherwise."""
-    found: dict[str, list[Tensor]] = {key: [] for key in examples}
-    for sample in range(num_samples):
-        generator = torch.Generator().manual_seed(((seed * 1_000_003 + step) * 1_000_003 + sample) % 2**63)
-        for key, example in examples.items():
-            found[key].append(_random_like(example, generator))
-    return {key: torch.stack(rows) for key, rows in found.items()}
-
-
-def _random_like(example: Tensor, generator: torch.Generator) -> Tensor:
-    shape = example.shape[1:]
-    if example.is_floating_point():
-        return torch.randn(shape, generator=generator, dtype=torch.float32).to(example.dtype)
-    if example.is_meta or example.numel() == 0:
-        return torch.zeros(shape, dtype=example.dtype)
-    low, high = int(example.min()), int(example.max())
-    return torch.randint(low, high + 1, shape, generator=generator).to(example.dtype)
 
 
 def replay(model: Model, modules: Mapping[str, nn.Module], batch: Batch) -> Tensor:

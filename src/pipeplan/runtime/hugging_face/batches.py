@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeplan.runtime.zoo import token_batch
+from pipeplan.runtime.batches import stacked, token_batch
 
 __all__ = ["Contents", "batch_of"]
 
@@ -84,8 +84,4 @@ def _special(contents: Contents) -> int:
 
 def _images(shape: tuple[int, int, int], num_samples: int, step: int, seed: int) -> Tensor:
     """[num_samples, channels, height, width], standard normal."""
-    found = []
-    for sample in range(num_samples):
-        generator = torch.Generator().manual_seed(((seed * 1_000_003 + step) * 1_000_003 + sample) % 2**63)
-        found.append(torch.randn(shape, generator=generator))
-    return torch.stack(found)
+    return stacked(lambda generator: {"": torch.randn(shape, generator=generator)}, num_samples, step, seed)[""]

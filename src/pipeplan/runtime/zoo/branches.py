@@ -1,0 +1,158 @@
+"""Models with branches side by side, of the form and the sizes of GraphPipe's (section 3.10.3).
+
+MMT: branches of transformer layers, one for each kind of input. DLRM: branches of linear layers for dense features and
+tables for sparse ones. CANDLE-Uno: branches of linear layers. All are concatenated before what follows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Generator, Tensor, nn
+
+from pipeplan.runtime.batches import stacked
+from pipeplan.runtime.model import BlockSpec, Model
+from pipeplan.runtime.zoo.layers import Stack, layers
+from pipeplan.runtime.zoo.parts import concatenation, num_targets, patches, perceptron, value_head
+
+__all__ = ["MultiModalSize", "RecommendationSize", "ResponseSize"]
+
+
+@dataclass(frozen=True, slots=True)
+class MultiModalSize:
+    """Dimensions of an MMT: branches of equal layers, whose tokens are patches of ``patch`` numbers."""
+
+    branches: int = 4
+    layers: int = 8
+    hidden: int = 1024
+    heads: int = 16
+    patch: int = 1024
+    sequence: int = 256
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence."""
+        return self.sequence
+
+    @property
+    def stack(self) -> Stack:
+        """The layers of a branch."""
+        return Stack(self.layers, self.hidden, self.heads, self.sequence)
+
+    def model(self, name: str) -> Model:
+        """Branches, their outputs concatenated for every token, and a number per token with its loss."""
+        branches = [self._branch(f"branch{index}", f"patches{index}") for index in range(self.branches)]
+        joined = concatenation("concatenation", {each[-1].id: self.sequence * self.hidden for each in branches})
+        head = value_head(joined.id, self.branches * self.hidden)
+        blocks = (*(block for branch in branches for block in branch), joined, head)
+        return Model(name, blocks, partial(stacked, self._sample), num_targets)
+
+    def _branch(self, id_: str, sample: str) -> list[BlockSpec]:
+        first = patches(f"{id_}.embedding", self.stack, self.patch, sample)
+        return [first, *layers(f"{id_}.layer", self.stack, (first.id,))]
+
+    def _sample(self, generator: Generator) -> dict[str, Tensor]:
+        """Random patches for each branch, and for every token their scaled sum."""
+        made = torch.randn(self.branches, self.sequence, self.patch, generator=generator)
+        named = {f"patches{index}": each for index, each in enumerate(made)}
+        return {**named, "targets": made.sum(dim=(0, 2)) / math.sqrt(self.branches * self.patch)}
+
+
+@dataclass(frozen=True, slots=True)
+class RecommendationSize:
+    """Dimensions of a DLRM: as many branches of dense as of sparse features.
+
+    A dense branch has ``layers`` linear layers of ``hidden`` numbers, as many as its features; so have the layers after
+    the interaction. A sparse one takes ``lookups`` rows of ``width`` numbers from a table of ``vocabulary``.
+    """
+
+    branches: int = 7
+    layers: int = 4
+    hidden: int = 4096
+    lookups: int = 100
+    vocabulary: int = 1_000_000
+    width: int = 64
+
+    @property
+    def longest(self) -> int:
+        """Samples are no sequences."""
+        return 0
+
+    def model(self, name: str) -> Model:
+        """Dense branches, then tables, their outputs concatenated, then layers and a number per sample."""
+        dense = [
+            perceptron(f"dense{index}.layer", self.layers, self.hidden, self.hidden, samples=(f"dense{index}",))
+            for index in range(self.branches)
+        ]
+        tables = [self._table(index) for index in range(self.branches)]
+        numbers = {branch[-1].id: self.hidden for branch in dense}
+        numbers |= {table.id: self.lookups * self.width for table in tables}
+        joined = concatenation("interaction", numbers)
+        top = perceptron("top.layer", self.layers, sum(numbers.values()), self.hidden, sources=(joined.id,))
+        head = value_head(top[-1].id, self.hidden)
+        blocks = (*(block for branch in dense for block in branch), *tables, joined, *top, head)
+        return Model(name, blocks, partial(stacked, self._sample), num_targets)
+
+    def _table(self, index: int) -> BlockSpec:
+        return BlockSpec(
+            f"sparse{index}.embedding",
+            "embedding",
+            partial(Rows, self.vocabulary, self.width),
+            samples=(f"sparse{index}",),
+            dimensions={"lookups": self.lookups, "hidden": self.width, "vocabulary": self.vocabulary},
+        )
+
+    def _sample(self, generator: Generator) -> dict[str, Tensor]:
+        """Random features; the target is a sum of one dense feature of every branch."""
+        dense = torch.randn(self.branches, self.hidden, generator=generator)
+        sparse = torch.randint(self.vocabulary, (self.branches, self.lookups), generator=generator)
+        named = {f"dense{index}": each for index, each in enumerate(dense)}
+        named |= {f"sparse{index}": each for index, each in enumerate(sparse)}
+        return {**named, "targets": dense[:, 0].sum() / math.sqrt(self.branches)}
+
+
+class Rows(nn.Module):
+    """Rows of a table side by side: indices [samples, lookups] to [samples, lookups x width]."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocabulary, width)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """[samples, lookups] to [samples, lookups x width]."""
+        result: Tensor = self.table(indices).flatten(1)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseSize:
+    """Dimensions of a CANDLE-Uno: branches of ``layers`` linear layers of ``hidden`` numbers, as many as features."""
+
+    branches: int = 7
+    layers: int = 4
+    hidden: int = 4096
+
+    @property
+    def longest(self) -> int:
+        """Samples are no sequences."""
+        return 0
+
+    def model(self, name: str) -> Model:
+        """Branches, their outputs concatenated, and a number per sample with its loss."""
+        branches = [
+            perceptron(f"branch{index}.layer", self.layers, self.hidden, self.hidden, samples=(f"features{index}",))
+            for index in range(self.branches)
+        ]
+        joined = concatenation("concatenation", {branch[-1].id: self.hidden for branch in branches})
+        head = value_head(joined.id, self.branches * self.hidden)
+        blocks = (*(block for branch in branches for block in branch), joined, head)
+        return Model(name, blocks, partial(stacked, self._sample), num_targets)
+
+    def _sample(self, generator: Generator) -> dict[str, Tensor]:
+        """Random features; the target is a sum of one feature of every branch."""
+        made = torch.randn(self.branches, self.hidden, generator=generator)
+        named = {f"features{index}": each for index, each in enumerate(made)}
+        return {**named, "targets": made[:, 0].sum() / math.sqrt(self.branches)}

@@ -1,0 +1,109 @@
+"""Flava as Tessel has it (section VI-D): a tower for text, one for images, a cross-encoder over the tokens of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from pipeplan.runtime.batches import stacked
+from pipeplan.runtime.model import BlockSpec, Model
+from pipeplan.runtime.zoo.gpt import GPTSize, words
+from pipeplan.runtime.zoo.layers import Attention, Stack, layers, linear
+from pipeplan.runtime.zoo.parts import num_targets, patches
+
+__all__ = ["CaptionsSize"]
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionsSize:
+    """Dimensions: each of the three encoders has ``layers`` of the same size.
+
+    Texts have ``sequence`` words, at most ``positions``; images ``tokens`` patches of ``patch`` numbers.
+    """
+
+    layers: int = 24
+    hidden: int = 4096
+    heads: int = 32
+    vocabulary: int = 30_522
+    positions: int = 77
+    sequence: int = 77
+    tokens: int = 197
+    patch: int = 768
+
+    @property
+    def longest(self) -> int:
+        """The longest text."""
+        return self.positions
+
+    @property
+    def text(self) -> GPTSize:
+        """The tower for text; it is read with a causal mask."""
+        return GPTSize(self.layers, self.hidden, self.heads, self.vocabulary, self.positions, self.sequence)
+
+    @property
+    def image(self) -> Stack:
+        """The tower for images."""
+        return Stack(self.layers, self.hidden, self.heads, self.tokens)
+
+    @property
+    def cross(self) -> Stack:
+        """The cross-encoder."""
+        return replace(self.image, sequence=self.sequence + self.tokens)
+
+    def model(self, name: str) -> Model:
+        """Both towers, the cross-encoder on all devices, and a class per sample with its loss."""
+        first, second = (
+            words(self.text, "text.embedding"),
+            patches("image.embedding", self.image, self.patch, "patches"),
+        )
+        text = [first, *layers("text.layer", self.text.stack, (first.id,))]
+        image = [second, *layers("image.layer", self.image, (second.id,))]
+        meeting, *cross = layers("cross.layer", self.cross, (text[-1].id, image[-1].id), shared=True)
+        meeting = replace(meeting, build=partial(Meeting, self.cross))
+        blocks = (*text, *image, meeting, *cross, self._pool(cross[-1].id))
+        return Model(name, blocks, partial(stacked, self._sample), num_targets)
+
+    def _pool(self, source: str) -> BlockSpec:
+        return BlockSpec(
+            "cross.pool",
+            "pool",
+            partial(Pool, self.cross),
+            (source,),
+            ("targets",),
+            loss=True,
+            dimensions=self.cross.sizes | {"outputs": self.hidden},
+            shared=True,
+        )
+
+    def _sample(self, generator: Generator) -> dict[str, Tensor]:
+        """Random words and patches; the class is told by the first word."""
+        text = torch.randint(self.vocabulary, (self.sequence,), generator=generator)
+        noise = torch.randn(self.tokens, self.patch, generator=generator)
+        return {"tokens": text, "patches": noise, "targets": text[0] % self.hidden}
+
+
+class Meeting(Attention):
+    """Attention over the tokens of several towers, one after another."""
+
+    def forward(self, *towers: Tensor) -> Tensor:
+        """[samples, tokens, hidden] each to [samples, all tokens, hidden]."""
+        return super().forward(torch.cat(towers, dim=1))
+
+
+class Pool(nn.Module):
+    """Final norm, the first token by a linear layer to as many classes, and the sum of the samples' cross-entropies."""
+
+    def __init__(self, stack: Stack) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(stack.hidden)
+        self.output = linear(stack.hidden, stack.hidden)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """[samples, tokens, hidden] and classes [samples] to a scalar, in float32 at least."""
+        logits = self.output(self.norm(x)[:, 0])
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, targets, reduction="sum")
