@@ -5,6 +5,7 @@ Times in these plans are made up; orders are greedy, so that micro-batches inter
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,23 @@ from pipeplan.runtime.options import RunOptions
 
 RANK = (sys.executable, str(Path(__file__).parent / "runtime_rank.py"))
 TOLERANCE = 1e-9
+
+TRAINING = RunOptions(
+    "gpt2-tiny",
+    num_steps=3,
+    dtype="float64",
+    learning_rate=1e-2,
+    weight_decay=0.1,
+    seed=3,
+    lr_schedule="cosine",
+    warmup_steps=1,
+    lr_steps=5,
+    clip_norm=0.1,
+)
+"""How plans are trained beside an unsplit run: clipped AdamW steps, whose learning rate changes."""
+
+RATES = [1.0, 1.0, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2]
+"""What TRAINING multiplies the learning rate by, step by step: one of warmup, then half a cosine over four."""
 
 Case = tuple[Plan, RunOptions]
 Reports = dict[str, dict[int, Mapping[str, Any]]]
@@ -137,16 +155,17 @@ def greedy_orders(workload: Workload) -> Orders:
 class Unsplit:
     """Training without a plan: all blocks in one process, the whole mini-batch at once, torch's own backward."""
 
-    def __init__(self, model: Model, seed: int, dtype: torch.dtype, learning_rate: float, weight_decay: float) -> None:
-        self.model, self.seed, self.dtype = model, seed, dtype
-        self.modules = {block.id: model.build(block.id, seed, dtype=dtype) for block in model.blocks}
+    def __init__(self, model: Model, options: RunOptions) -> None:
+        self.model, self.options, self.norm = model, options, 0.0
+        self.dtype: torch.dtype = getattr(torch, options.dtype)
+        self.modules = {block.id: model.build(block.id, options.seed, dtype=self.dtype) for block in model.blocks}
         for (first, first_name), *others in model.tied:
             for block, name in others:
                 path, _, leaf = name.rpartition(".")
                 shared = self.modules[first].get_parameter(first_name)
                 setattr(self.modules[block].get_submodule(path), leaf, shared)
-        unique = list(dict.fromkeys(self.parameters().values()))
-        self.optimizer = torch.optim.AdamW(unique, lr=learning_rate, weight_decay=weight_decay)
+        self.unique = list(dict.fromkeys(self.parameters().values()))
+        self.optimizer = torch.optim.AdamW(self.unique, lr=options.learning_rate, weight_decay=options.weight_decay)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """As ``block.name``; tied ones under each of their names."""
@@ -157,8 +176,8 @@ class Unsplit:
         }
 
     def step(self, step: int, num_samples: int) -> float:
-        """Forward, backward and update on one mini-batch; its mean loss."""
-        batch = self.model.mini_batch(num_samples, step, self.seed, dtype=self.dtype)
+        """Forward, backward, clipping and update on one mini-batch; its mean loss."""
+        batch = self.model.mini_batch(num_samples, step, self.options.seed, dtype=self.dtype)
         values: dict[str, torch.Tensor] = {}
         losses = []
         for block in self.model.blocks:
@@ -169,6 +188,9 @@ class Unsplit:
         self.optimizer.zero_grad()
         loss = torch.stack(losses).sum() / self.model.predictions(batch)
         loss.backward()
+        self.norm = float(nn.utils.clip_grad_norm_(self.unique, self.options.clip_norm or math.inf))
+        rate = 1.0 if self.options.lr_schedule == "constant" else RATES[step]
+        self.optimizer.param_groups[0]["lr"] = self.options.learning_rate * rate
         self.optimizer.step()
         return float(loss.detach())
 
@@ -210,4 +232,5 @@ def assert_as_unsplit(model: Model, options: RunOptions, ranks: Mapping[int, Map
     compared = {parameter for report in ranks.values() for parameter in report["parameters"]}
     whole = {f"{block.id}.{p}" for block in model.blocks for p, _ in block.build().named_parameters()}
     assert compared == whole
+    assert min(ranks[0]["norms"]) > (options.clip_norm or 0), "gradients are clipped"
     assert len(set(ranks[0]["losses"])) == options.num_steps

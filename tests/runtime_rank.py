@@ -48,20 +48,22 @@ def run_case(name: str, plan: Plan, options: RunOptions, link: Link) -> dict[str
 def train_both(plan: Plan, model: Model, options: RunOptions, link: Link) -> dict[str, Any]:
     """Largest distances over steps; what is compared on this rank is its own part of the model."""
     trainer = Trainer(plan, model, options, link.progress)
-    unsplit = Unsplit(model, options.seed, getattr(torch, options.dtype), options.learning_rate, options.weight_decay)
-    losses, distances = [], {"loss": 0.0, "gradient": 0.0, "parameter": 0.0}
+    unsplit = Unsplit(model, options)
+    losses, norms, distances = [], [], {"loss": 0.0, "norm": 0.0, "gradient": 0.0, "parameter": 0.0}
     for step in range(options.num_steps):
         result, _ = trainer.step(step)
         expected = unsplit.step(step, plan.mini_batch)
         losses.append(result.loss)
+        norms.append(result.grad_norm)
         distances["loss"] = max(distances["loss"], abs(result.loss - expected))
+        distances["norm"] = max(distances["norm"], abs((result.grad_norm or 0.0) - unsplit.norm))
         for name, parameter in trainer.parameters().items():
             whole = unsplit.parameters()[name]
             distances["gradient"] = max(distances["gradient"], _distance(parameter.grad, whole.grad))
             distances["parameter"] = max(distances["parameter"], _distance(parameter, whole))
     names = sorted(trainer.parameters())
     trainer.close()
-    return {"losses": losses, "distances": distances, "parameters": names}
+    return {"losses": losses, "norms": norms, "distances": distances, "parameters": names}
 
 
 def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import runtime_models
 from helpers import gpipe_orders
-from runtime_plans import PLACEMENTS, Case, Reports, assert_as_unsplit, four_devices, model_plan, reports_of
+from runtime_plans import PLACEMENTS, TRAINING, Case, Reports, assert_as_unsplit, four_devices, model_plan, reports_of
 
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.options import RunOptions
@@ -21,7 +21,7 @@ BRANCH_DEVICES = {"apart": [0, 1, 2, 3, 1], "two on a device": [0, 1, 0, 2, 2], 
 @functools.cache
 def cases() -> dict[str, Case]:
     """Plans that train, and how."""
-    options = RunOptions("gpt2-tiny", num_steps=3, dtype="float64", learning_rate=1e-2, weight_decay=0.1, seed=3)
+    options = TRAINING
     tiny, branches, found = load_model("gpt2-tiny"), runtime_models.branches(), {}
     for split in (False, True):
         kind = "split" if split else "full"

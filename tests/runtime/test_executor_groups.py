@@ -6,14 +6,13 @@ import functools
 from dataclasses import replace
 
 import pytest
-from runtime_plans import Case, Reports, assert_as_unsplit, placed_plan, reports_of
+from runtime_plans import TRAINING, Case, Reports, assert_as_unsplit, placed_plan, reports_of
 
 from pipeplan.check import check
 from pipeplan.model import PlacedStage
 from pipeplan.report.trace import predicted_trace
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import Model
-from pipeplan.runtime.options import RunOptions
 from pipeplan.simulate.simulation import simulate
 
 BRANCHES, CHAIN, TINY = "runtime_models:branches", "runtime_models:chain", "gpt2-tiny"
@@ -47,7 +46,7 @@ PARTS: dict[str, tuple[list[tuple[int, ...]], list[int]]] = {
 @functools.cache
 def cases() -> dict[str, Case]:
     """Plans with full and split backward, and how they train."""
-    options = RunOptions(TINY, num_steps=3, dtype="float64", learning_rate=1e-2, weight_decay=0.1, seed=3)
+    options = replace(TRAINING, model=TINY)
     found: dict[str, Case] = {}
     for split in (False, True):
         kind = "split" if split else "full"

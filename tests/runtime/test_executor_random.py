@@ -6,13 +6,15 @@ this process; messages match first in, first out.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
-import torch
 from helpers import gpipe_orders
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runtime_models import Mix, SquaredError, vectors
-from runtime_plans import Unsplit, greedy_orders, placed_plan
+from runtime_plans import TRAINING, Unsplit, greedy_orders, placed_plan
 from runtime_threads import run_in_threads
 
 from pipeplan.check import check
@@ -107,7 +109,7 @@ def test_any_plan_gives_the_gradients_of_an_unsplit_run(case: tuple[Model, Plan]
     model, plan = case
     check(plan).require("plan")
     outcome = run_in_threads(plan, model, SEED)
-    unsplit = Unsplit(model, SEED, torch.float64, 1e-3, 0.0)
+    unsplit = Unsplit(model, replace(TRAINING, seed=SEED, clip_norm=math.inf))
     assert outcome.loss == pytest.approx(unsplit.step(0, plan.mini_batch), abs=TOLERANCE)
     whole = unsplit.parameters()
     assert set(outcome.gradients) == set(whole)

@@ -18,6 +18,7 @@ from pipeplan.examples import model as paper_model
 from pipeplan.planner import Batch, Options, search_plan
 from pipeplan.runtime.estimator import estimate_model
 from pipeplan.runtime.loading import load_model
+from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.zoo import ZOO
 
 TINY = ["gpt2-tiny", "tessel-gpt-tiny", "tessel-mt5-tiny", "tessel-flava-tiny", "mmt-tiny", "dlrm-tiny"]
@@ -187,7 +188,7 @@ def candle_uno(own: Written, batch: Weights) -> Tensor:
 def test_blocks_compute_the_model(name: str, heads: int, written: Callable[[Written, Weights], Tensor]) -> None:
     """Against the model written a second time, in float64, with biases and norms that count."""
     torch.manual_seed(0)
-    unsplit = Unsplit(load_model(name), 7, torch.float64, 0.0, 0.0)
+    unsplit = Unsplit(load_model(name), RunOptions(name, seed=7, dtype="float64", learning_rate=0.0, weight_decay=0.0))
     for parameter in dict.fromkeys(unsplit.parameters().values()):
         parameter.data += 0.1 * torch.randn_like(parameter)
     weights: dict[str, Weights] = {
@@ -206,7 +207,7 @@ def _plain(key: str) -> str:
 @pytest.mark.parametrize("name", TINY)
 def test_models_learn(name: str) -> None:
     """The same samples again and again."""
-    unsplit = Unsplit(load_model(name), 0, torch.float32, 1e-2, 0.0)
+    unsplit = Unsplit(load_model(name), RunOptions(name, learning_rate=1e-2, weight_decay=0.0))
     losses = [unsplit.step(0, 8) for _ in range(30)]
     assert losses[-1] < 0.7 * losses[0]
 
@@ -231,7 +232,7 @@ def test_a_searched_plan_trains_as_an_unsplit_run(name: str) -> None:
     plan = search_plan(profile, "one-to-one", Batch(2, 2), Options(time_limit=0.5), num_devices=3).plan
     assert len(plan.stages) >= 2
     outcome = run_in_threads(plan, model, 3)
-    unsplit = Unsplit(model, 3, torch.float64, 1e-3, 0.0)
+    unsplit = Unsplit(model, RunOptions(model.name, seed=3, dtype="float64", learning_rate=1e-3, weight_decay=0.0))
     assert outcome.loss == pytest.approx(unsplit.step(0, plan.mini_batch), rel=1e-12)
     summed = dict(outcome.gradients)
     for (block, parameter), *others in model.tied:

@@ -8,10 +8,11 @@ import signal
 import statistics
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from pipeplan.cli.training_options import training_options
 from pipeplan.cli.types import DURATION
 from pipeplan.errors import UsageError
 
@@ -32,8 +33,7 @@ _LEAST_TIMEOUT_NS = 1_000_000
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Mini-batches to train on.")
 @click.option("--local", is_flag=True, help="Start one process per device here; otherwise torchrun has done so.")
 @click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0, show_default=True)
-@click.option("--lr", type=click.FloatRange(min=0), default=1e-3, show_default=True, help="AdamW's learning rate.")
-@click.option("--weight-decay", type=click.FloatRange(min=0), default=0.01, show_default=True)
+@training_options
 @click.option("--dtype", type=click.Choice(["float32", "float64", "bfloat16"]), default="float32", show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option(
@@ -53,14 +53,13 @@ def command(
     steps: int,
     local: bool,
     seed: int,
-    lr: float,
-    weight_decay: float,
     dtype: str,
     device: str,
     backend: str,
     timeout: int,
     trace_path: str | None,
     as_json: bool,
+    **training: Any,
 ) -> None:
     """Train with PLAN, one process per device, and print the loss of every step.
 
@@ -79,13 +78,12 @@ def command(
         sequence=sequence,
         num_steps=steps,
         seed=seed,
-        learning_rate=lr,
-        weight_decay=weight_decay,
         dtype=dtype,
         device=device,
         backend=backend,
         timeout_ns=timeout,
         trace=trace_path is not None,
+        **training,
     )
     on_step = _ignore if as_json else _print_step
     plans: list[Plan] = []
@@ -158,7 +156,8 @@ def _run_as_rank(
 def _print_step(result: StepResult) -> None:
     from pipeplan.units import format_ns
 
-    click.echo(f"step {result.step}  loss {result.loss:.4f}  iteration {format_ns(result.iteration_ns)}")
+    norm = "" if result.grad_norm is None else f"  gradients {result.grad_norm:.4g}"
+    click.echo(f"step {result.step}  loss {result.loss:.4f}{norm}  iteration {format_ns(result.iteration_ns)}")
 
 
 def _ignore(result: StepResult) -> None:

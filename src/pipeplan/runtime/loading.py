@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
+from pipeplan.runtime.importing import made_by
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.zoo import ZOO, zoo_model
 
@@ -64,12 +62,7 @@ def load_model(
 
 
 def _made_by(name: str, grain: Grain | None) -> Model:
-    try:
-        made = _imported(name)()
-    except UsageError:
-        raise
-    except Exception as error:
-        raise UsageError(f"model {name!r}: the factory failed: {type(error).__name__}: {error}") from error
+    made = made_by(name, "model")
     if isinstance(made, Model):
         _refuse_grain(name, grain)
         return made
@@ -110,17 +103,3 @@ def _with_shared(model: Model, patterns: Sequence[str]) -> Model:
         marked |= found
     blocks = tuple(replace(block, shared=True) if block.id in marked else block for block in model.blocks)
     return replace(model, blocks=blocks) if marked else model
-
-
-def _imported(path: str) -> Callable[[], object]:
-    """What ``pkg.mod:factory`` names; modules of the working directory are found as ``python -m`` finds them."""
-    module_name, _, attribute = path.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        factory: object = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # whatever the module raises while it is imported
-        raise UsageError(f"model {path!r} cannot be imported: {type(error).__name__}: {error}") from error
-    if not callable(factory):
-        raise UsageError(f"model {path!r} is a {type(factory).__name__}, not a function that returns a Model")
-    return factory

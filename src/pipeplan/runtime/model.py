@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.modules import defer_weight_gradients
+from pipeplan.runtime.precision import Autocast, Pretending, called
 from pipeplan.runtime.shards import Shards, Split, share_of
 
 __all__ = ["Batch", "BlockSpec", "Collective", "Model", "Output", "Rehearsed", "outputs_of"]
@@ -200,15 +201,19 @@ class Model:
             for name, tensor in made.items()
         }
 
-    def rehearse(self, num_samples: int, dtype: torch.dtype = torch.float32) -> Iterator[Rehearsed]:
+    def rehearse(
+        self, num_samples: int, dtype: torch.dtype = torch.float32, autocast: Autocast | None = None
+    ) -> Iterator[Rehearsed]:
         """Run all blocks in order on the meta device: shapes, formats and who needs gradients, without computing.
 
-        Gradients are needed where a parameter is among what a value was made from.
+        Gradients are needed where a parameter is among what a value was made from. With ``autocast`` blocks run
+        under it, and what they make says that it is on its device.
 
         Raises:
             UsageError: a block cannot be built or called this way; the text names it.
         """
         batch = self.mini_batch(num_samples, 0, 0, dtype=dtype, device="meta")
+        call = called if autocast is None else Pretending(autocast)
         values: dict[str, tuple[Tensor, ...]] = {}
         for block in self.blocks:
             try:
@@ -216,7 +221,7 @@ class Model:
                 with torch.device("meta"):
                     module = block.build().to("meta", dtype)
                 with torch.enable_grad():
-                    made = module(*inputs, *(batch[name] for name in block.samples))
+                    made = call(module, (*inputs, *(batch[name] for name in block.samples)))
             except Exception as error:
                 raise UsageError(
                     f"model {self.name!r}: block {block.id!r} cannot be built and called on the meta device, which "
@@ -232,7 +237,7 @@ class Model:
             values[block.id] = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs)
 
     def output_specs(
-        self, num_samples: int, dtype: torch.dtype = torch.float32
+        self, num_samples: int, dtype: torch.dtype = torch.float32, autocast: Autocast | None = None
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every block's output for a micro-batch, found without computing (meta device).
 
@@ -240,7 +245,7 @@ class Model:
             UsageError: as :meth:`rehearse`, or a block returns several tensors, which plans do not carry.
         """
         found = {}
-        for step in self.rehearse(num_samples, dtype):
+        for step in self.rehearse(num_samples, dtype, autocast):
             if len(step.outputs) != 1:
                 raise UsageError(
                     f"model {self.name!r}: block {step.spec.id!r} returns {len(step.outputs)} tensors; "

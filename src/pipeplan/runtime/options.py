@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["RunOptions", "RunResult", "StepResult"]
+__all__ = ["LR_SCHEDULES", "OPTIMIZERS", "RunOptions", "RunResult", "StepResult"]
+
+OPTIMIZERS = {"adamw": "torch.optim:AdamW", "adam": "torch.optim:Adam", "sgd": "torch.optim:SGD"}
+"""Optimizers by name."""
+
+LR_SCHEDULES = ("constant", "cosine", "linear")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,14 +21,26 @@ class RunOptions:
     ``backend`` is ``gloo``, ``nccl`` or ``auto``: NCCL for CUDA devices, gloo otherwise. ``timeout_ns`` bounds
     every single wait: for a message, a sum over ranks, and for an action to end. ``trace`` keeps the times of
     all actions of all steps. ``num_threads`` for CPU operators, 0 to leave it as it is.
+
+    ``optimizer`` is one of ``OPTIMIZERS`` or ``pkg.mod:factory``, a function of parameters that returns one;
+    ``learning_rate`` and ``weight_decay`` are handed to it where they are given. ``lr_schedule`` is one of
+    ``LR_SCHEDULES`` or ``pkg.mod:factory``, a function of an optimizer; ``lr_steps`` is how many steps it spans, all
+    if None. ``clip_norm`` is the largest norm of all gradients together, ``autocast`` the format that operators
+    compute in, each None to leave it out.
     """
 
     model: str
     sequence: int | None = None
     num_steps: int = 10
     seed: int = 0
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.01
+    optimizer: str = "adamw"
+    learning_rate: float | None = None
+    weight_decay: float | None = None
+    lr_schedule: str = "constant"
+    warmup_steps: int = 0
+    lr_steps: int | None = None
+    clip_norm: float | None = None
+    autocast: str | None = None
     dtype: str = "float32"
     device: str = "cpu"
     backend: str = "auto"
@@ -38,6 +55,11 @@ class RunOptions:
             return self.backend
         return "nccl" if self.device == "cuda" else "gloo"
 
+    @property
+    def schedule_steps(self) -> int:
+        """Steps that the learning-rate schedule spans."""
+        return self.num_steps if self.lr_steps is None else self.lr_steps
+
     def as_json(self) -> dict[str, Any]:
         """Plain values; ``RunOptions(**...)`` reads them back."""
         return asdict(self)
@@ -48,12 +70,14 @@ class StepResult:
     """One mini-batch: mean loss per prediction before the update, and the time from the first action to the last.
 
     ``update_ns`` is the longest time a rank took from its last action until its parameters were stepped.
+    ``grad_norm`` is the norm of all gradients before they were clipped, None where they are not.
     """
 
     step: int
     loss: float
     iteration_ns: int
     update_ns: int
+    grad_norm: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; ``StepResult(**...)`` reads them back."""

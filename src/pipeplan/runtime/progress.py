@@ -33,6 +33,7 @@ class Phase(IntEnum):
     REPORTING = 8
     DONE = 9
     SAMPLING = 10
+    CLIPPING = 11
 
     @property
     def waits(self) -> bool:
@@ -47,6 +48,7 @@ _OUTSIDE = {
     Phase.CONNECTING: "while connecting to the other ranks",
     Phase.SAMPLING: "in step {step}, before its program: making its samples",
     Phase.REDUCING: "in step {step}, behind its program: summing gradients of parameters that others hold, too",
+    Phase.CLIPPING: "in step {step}, behind its program: adding up the norm of all gradients",
     Phase.UPDATING: "in step {step}, behind its program: optimizer step",
     Phase.REPORTING: "in step {step}, behind its program: reporting the loss",
     Phase.DONE: "behind its last step",

@@ -8,6 +8,7 @@ that ran forward in parts has two graphs for its one backward.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeplan.runtime.model import BlockSpec
 from pipeplan.runtime.modules import WeightGradQueue
+from pipeplan.runtime.precision import Autocast, precise
 from pipeplan.runtime.program import Numbers, StagePart
 
 __all__ = ["Samples", "StageError", "StageRunner"]
@@ -68,11 +70,13 @@ class StageRunner:
         part: what the plan says of the stage.
         modules: its blocks by name.
         specs: what the model says of each of them.
+        autocast: what blocks run under, if anything; losses are added up outside of it.
     """
 
     part: StagePart
     modules: Mapping[str, nn.Module]
     specs: Mapping[str, BlockSpec]
+    autocast: Autocast | None = None
     loss: Tensor | None = None
     _held: dict[Numbers, _Held] = field(default_factory=dict)
     _queues: dict[int, WeightGradQueue] = field(default_factory=dict)
@@ -90,7 +94,8 @@ class StageRunner:
             values[block] = self._call(block, values, own, samples)
         outputs = {name: values[name] for names in self.part.outputs.values() for name in names}
         self._require_way_back(outputs)
-        losses = [values[block] / samples.num_predictions for block in self.part.blocks if self.specs[block].loss]
+        own_losses = [precise(values[block]) for block in self.part.blocks if self.specs[block].loss]
+        losses = [loss / samples.num_predictions for loss in own_losses]
         loss = torch.stack(losses).sum() if losses else None
         self._add_loss(loss)
         ends = {name: get_gradient_edge(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
@@ -153,7 +158,8 @@ class StageRunner:
         arguments = [values[source] for source, _ in spec.inputs]
         arguments += [samples.rows(name, own) for name in spec.samples]
         try:
-            made = self._recomputed(module, arguments) if self.part.recompute else module(*arguments)
+            with self.autocast() if self.autocast is not None else nullcontext():
+                made = self._recomputed(module, arguments) if self.part.recompute else module(*arguments)
         except Exception as error:
             raise StageError(f"block {block!r}: {_reason(error)}") from error
         if not isinstance(made, Tensor):
@@ -161,7 +167,7 @@ class StageRunner:
         return made
 
     def _recomputed(self, module: nn.Module, arguments: Sequence[Tensor]) -> object:
-        """Run a block and keep its inputs alone; backward runs it again."""
+        """Run a block and keep its inputs alone; backward runs it again, with the same autocast and random numbers."""
         return checkpoint(module, *arguments, use_reentrant=False)
 
     def _differentiate(self, microbatch: int, roots: Sequence[_Root]) -> None:

@@ -66,11 +66,16 @@ class SharedParameters:
                 found[group] += [each for each in modules[block].parameters() if id(each) not in seen]
         groups = {group: dist.new_group(list(group), timeout=timeout, backend=transport) for group in sorted(found)}
         self._shared = [_Shared(found[group], _joined(made)) for group, made in groups.items() if rank in group]
+        self._elsewhere = {id(each) for group in found if rank in group[1:] for each in found[group]}
 
     @property
     def across_ranks(self) -> bool:
         """Whether this rank shares a parameter with another."""
         return bool(self._shared)
+
+    def counted(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of this rank's parameters that are this rank's to count or to store: of copies, the first rank's."""
+        return [parameter for parameter in parameters if id(parameter) not in self._elsewhere]
 
     def sum_gradients(self) -> None:
         """Sum the gradients of each shared parameter over its copies; one that no rank has stays absent.

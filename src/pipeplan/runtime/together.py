@@ -32,7 +32,7 @@ class Beginning:
 class Together:
     """One rank's connection with all others, beside the messages of its program.
 
-    Construction is collective, and so are ``everyones`` and ``begin``.
+    Construction is collective, and so are ``everyones``, ``sum`` and ``begin``.
 
     Args:
         device: what computes; its clock takes the times.
@@ -55,6 +55,13 @@ class Together:
         with lost_others(self._progress):
             dist.all_gather_object(told, value, group=self._group)
         return told
+
+    def sum(self, number: float) -> float:
+        """The sum of what all ranks pass to this call, the same on each."""
+        total = torch.tensor([number], dtype=torch.float64)
+        with lost_others(self._progress):
+            dist.all_reduce(total, group=self._group)
+        return float(total.item())
 
     def begin(self) -> Beginning:
         """Wait until all ranks are ready; times are counted from when the last one was."""

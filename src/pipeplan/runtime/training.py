@@ -21,7 +21,9 @@ from pipeplan.runtime.failures import lost_others
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.messages import Channels, edges_of
 from pipeplan.runtime.model import Model
+from pipeplan.runtime.optimizing import Updater, clip_gradients
 from pipeplan.runtime.options import RunOptions, RunResult, StepResult
+from pipeplan.runtime.precision import Autocast, autocast_of
 from pipeplan.runtime.program import Program, programs_of, require_runnable
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.rows import TensorSpec
@@ -81,7 +83,8 @@ class Trainer:
         self.program = programs[self.rank]
         self.device = rank_device(options)
         dtype: torch.dtype = getattr(torch, options.dtype)
-        specs = travelling(self.program, model, dtype)
+        self.autocast = autocast_of(options)
+        specs = travelling(self.program, model, dtype, self.autocast)
         self.modules = self._build(dtype)
         progress.begin(Phase.CONNECTING)
         timeout = timedelta(seconds=options.timeout_ns / 1e9)
@@ -92,7 +95,7 @@ class Trainer:
             channels = Channels(self.program, edges_of(programs), specs, self.device, options.transport, timeout)
         self.stages = {index: self._stage(index) for index in self.program.stages}
         self.executor = Executor(self.program, self.stages, channels, specs, progress, self.together.clock)
-        self.optimizer = self._optimizer()
+        self.updater = Updater(self.unique_parameters(), options)
 
     def step(self, step: int, *, update: bool = True) -> tuple[StepResult, list[TimedAction]]:
         """Train on mini-batch number ``step``: run the program, sum gradients of copies, step the optimizer.
@@ -111,11 +114,12 @@ class Trainer:
         beginning = self.together.begin()
         spans = self.executor.run(samples)
         self._reduce()
+        norm = self._clip()
         self.progress.begin(Phase.UPDATING)
-        if update and self.optimizer is not None:
-            self.optimizer.step()
+        if update:
+            self.updater.step()
         actions = self.together.resolve(spans, beginning)
-        return self._report(step, actions, self.together.passed_ns(beginning)), actions
+        return self._report(step, actions, self.together.passed_ns(beginning), norm), actions
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters as ``block.name``; tied ones under each of their names."""
@@ -124,6 +128,10 @@ class Trainer:
             for block, module in self.modules.items()
             for name, parameter in module.named_parameters(remove_duplicate=False)
         }
+
+    def unique_parameters(self) -> list[nn.Parameter]:
+        """This rank's parameters, each once."""
+        return list(dict.fromkeys(self.parameters().values()))
 
     def peak_memory_bytes(self) -> int:
         """What the allocator held at most (CUDA), or the most resident memory of this process (CPU)."""
@@ -151,14 +159,8 @@ class Trainer:
     def _stage(self, index: int) -> StageRunner:
         part = self.program.stages[index]
         specs = {block: self.model.block(block) for block in part.blocks}
-        return StageRunner(part, {block: self.modules[block] for block in part.blocks}, specs)
-
-    def _optimizer(self) -> torch.optim.Optimizer | None:
-        """AdamW over this rank's parameters, each once; None if it has none."""
-        unique = list(dict.fromkeys(self.parameters().values()))
-        if not unique:
-            return None
-        return torch.optim.AdamW(unique, lr=self.options.learning_rate, weight_decay=self.options.weight_decay)
+        modules = {block: self.modules[block] for block in part.blocks}
+        return StageRunner(part, modules, specs, self.autocast)
 
     def _samples(self, step: int) -> Samples:
         """The mini-batch, if a block of this rank takes samples or computes the loss."""
@@ -178,7 +180,15 @@ class Trainer:
             with lost_others(self.progress):
                 self.shared.sum_gradients()
 
-    def _report(self, step: int, actions: list[TimedAction], updated_ns: int) -> StepResult:
+    def _clip(self) -> float | None:
+        """The norm of all gradients, if they are clipped."""
+        if self.options.clip_norm is None:
+            return None
+        self.progress.begin(Phase.CLIPPING)
+        own = self.unique_parameters()
+        return clip_gradients(own, self.shared.counted(own), self.options.clip_norm, self.together.sum)
+
+    def _report(self, step: int, actions: list[TimedAction], updated_ns: int, norm: float | None) -> StepResult:
         """Losses added up over the ranks; the iteration from the first compute action's start to the last's end."""
         losses = [loss for loss in (stage.take_loss() for stage in self.stages.values()) if loss is not None]
         loss = float(sum(loss.double() for loss in losses))
@@ -188,7 +198,7 @@ class Trainer:
         extents = [each for _, each, _ in told if each is not None]
         updates = [end - (each[1] if each is not None else end) for _, each, end in told]
         iteration_ns = max(last for _, last in extents) - min(first for first, _ in extents)
-        return StepResult(step, sum(entry[0] for entry in told), iteration_ns, max(updates))
+        return StepResult(step, sum(entry[0] for entry in told), iteration_ns, max(updates), norm)
 
 
 def rank_device(options: RunOptions) -> torch.device:
@@ -209,7 +219,9 @@ def rank_device(options: RunOptions) -> torch.device:
     return device
 
 
-def travelling(program: Program, model: Model, dtype: torch.dtype) -> dict[str, TensorSpec]:
+def travelling(
+    program: Program, model: Model, dtype: torch.dtype, autocast: Autocast | None = None
+) -> dict[str, TensorSpec]:
     """Shape and format of every block output that leaves its stage.
 
     Raises:
@@ -217,7 +229,7 @@ def travelling(program: Program, model: Model, dtype: torch.dtype) -> dict[str, 
     """
     names = {name for names in program.tensors.values() for name in names}
     size = program.microbatch_size
-    once, twice = (model.output_specs(samples, dtype) for samples in (size, 2 * size))
+    once, twice = (model.output_specs(samples, dtype, autocast) for samples in (size, 2 * size))
     found = {
         name: TensorSpec.between(name, once[name][0], twice[name][0], size, once[name][1]) for name in sorted(names)
     }

@@ -1,0 +1,51 @@
+"""The flags of ``pipeplan run`` that say how a model is trained; each has the name of a field of ``RunOptions``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import click
+
+__all__ = ["training_options"]
+
+_Command = TypeVar("_Command", bound=Callable[..., object])
+
+_OPTIONS = (
+    click.option(
+        "--optimizer",
+        default="adamw",
+        show_default=True,
+        metavar="adamw|adam|sgd|pkg.mod:factory",
+        help="One of torch's, or a function of the parameters that returns one.",
+    ),
+    click.option("--lr", "learning_rate", type=click.FloatRange(min=0), help="[default: the optimizer's, 0.001]"),
+    click.option("--weight-decay", type=click.FloatRange(min=0), help="[default: the optimizer's, 0.01 of adamw]"),
+    click.option(
+        "--lr-schedule",
+        default="constant",
+        show_default=True,
+        metavar="constant|cosine|linear|pkg.mod:factory",
+        help="How the learning rate goes on, or a function of the optimizer that returns a torch LRScheduler.",
+    ),
+    click.option(
+        "--warmup-steps", type=click.IntRange(min=0), default=0, show_default=True, help="The learning rate grows."
+    ),
+    click.option("--lr-steps", type=click.IntRange(min=1), help="Steps of the schedule.  [default: --steps]"),
+    click.option(
+        "--clip-norm",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="X",
+        help="Largest norm of all gradients together; inf to have it reported alone.",
+    ),
+    click.option(
+        "--autocast", type=click.Choice(["bfloat16"]), help="Compute in it, with parameters and optimizer in float32."
+    ),
+)
+
+
+def training_options(command: _Command) -> _Command:
+    """Give a command the flags of training."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command

@@ -1,0 +1,50 @@
+"""What ``pkg.mod:name`` on a command line means. Names come from whoever starts the command, never from a file."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from pipeplan.errors import UsageError
+
+__all__ = ["imported", "made_by"]
+
+
+def imported(path: str, what: str) -> Callable[..., Any]:
+    """The function or class that ``path`` names; modules of the working directory are found, as by ``python -m``.
+
+    Args:
+        path: ``pkg.mod:name``.
+        what: what it is for, which errors begin with: ``model``, ``--optimizer``.
+
+    Raises:
+        UsageError: it cannot be imported, or cannot be called.
+    """
+    module_name, _, attribute = path.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: object = getattr(importlib.import_module(module_name), attribute)
+    except Exception as error:  # whatever the module raises while it is imported
+        raise UsageError(f"{what} {path!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise UsageError(f"{what} {path!r} is a {type(found).__name__}, not a function")
+    return found
+
+
+def made_by(path: str, what: str, *arguments: Any, **options: Any) -> Any:
+    """What the function that ``path`` names returns.
+
+    Raises:
+        UsageError: as :func:`imported`, or the function failed.
+    """
+    factory = imported(path, what)
+    try:
+        return factory(*arguments, **options)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{what} {path!r}: the factory failed: {type(error).__name__}: {error}") from error
