@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import runtime_models
@@ -34,7 +35,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A word in the environment of everything a test starts; at the end nothing that has it may live."""
     word = uuid.uuid4().hex
     monkeypatch.setenv(MARK, word)
-    monkeypatch.setenv("PYTHONPATH", TESTS)
+    monkeypatch.setenv("PYTHONPATH", TESTS, prepend=os.pathsep)
     yield word
     assert started(word) == [], "processes are left over"
 
@@ -168,6 +169,23 @@ def test_in_a_circle_the_culprit_has_stood_still_for_longest(board: Board) -> No
         board.write(rank, Phase.WAITING, 0, 0, peer)
         time.sleep(0.001)
     assert [board.culprit(rank) for rank in (3, 2)] == [1, 1]
+
+
+def test_a_stopped_process_is_the_culprit_wherever_it_stands(board: Board) -> None:
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        for rank in range(4):
+            board.write(rank, Phase.REPORTING, 0, -1, -1)
+        with patch("os.getpid", lambda: sleeper.pid):
+            board.sign(2)
+        assert board.stopped == []
+        sleeper.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
+        assert board.stopped == [2]
+        assert {board.culprit(rank) for rank in range(4)} == {2}
+    finally:
+        sleeper.kill()
+        sleeper.wait()
 
 
 def test_where_all_are_awaited_the_culprit_is_the_one_that_works(board: Board) -> None:

@@ -29,7 +29,7 @@ from pipeplan.runtime.progress import Board, Phase
 
 __all__ = ["WORKER", "run_local", "start_timeout_ns", "watch_local"]
 
-WORKER = (sys.executable, "-m", "pipeplan.runtime.worker")
+WORKER = (sys.executable, "-m", "pipeplan.runtime.start")
 """The command of a rank."""
 
 _START_TIMEOUT_NS = 180_000_000_000

@@ -7,14 +7,16 @@ a rank was that cannot say it any more, because it was killed or hangs.
 from __future__ import annotations
 
 import mmap
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 
 __all__ = ["Board", "Phase", "Position", "Progress"]
 
-_FIELDS = 5  # phase, step, counter, peer, since_ns
+_FIELDS = 6  # phase, step, counter, peer, since_ns, process
 _CELL_BYTES = 8
 _READ_TRIES = 16
 
@@ -107,17 +109,29 @@ class Board:
         first = rank * _FIELDS
         found: list[int] = []
         for _ in range(_READ_TRIES):  # the rank writes cell by cell and never waits: two equal looks are one state
-            before, found = found, self._cells[first : first + _FIELDS].tolist()
+            before, found = found, self._cells[first : first + _FIELDS - 1].tolist()
             if found == before:
                 break
         return Position(Phase(found[0]), *found[1:])
 
+    def sign(self, rank: int) -> None:
+        """Note which process the rank is."""
+        self._cells[rank * _FIELDS + 5] = os.getpid()
+
+    @property
+    def stopped(self) -> list[int]:
+        """Ranks of this machine whose processes are stopped."""
+        return [rank for rank in range(self.num_ranks) if _is_stopped(self._cells[rank * _FIELDS + 5])]
+
     def culprit(self, rank: int) -> int:
         """The rank that holds up ``rank``: whom it waits for, and so on, up to one that does not wait.
 
-        Where the chain ends at a rank that waits for all, or in a circle, it is the rank that has stood still
-        for longest: first among those that wait for nobody, then among all of the chain.
+        A stopped process comes before all. Where the chain ends at a rank that waits for all, or in a circle, it is
+        the rank that has stood still for longest: first among those that wait for nobody, then among all of the chain.
         """
+        stopped = self.stopped
+        if stopped:
+            return min(stopped, key=lambda other: self.read(other).since_ns)
         chain = [rank]
         position = self.read(rank)
         while position.phase is Phase.WAITING and position.peer not in (-1, *chain):
@@ -141,6 +155,7 @@ class Progress:
         self.rank = rank
         self.program = program
         self.step = 0
+        board.sign(rank)
         self.begin(Phase.STARTING)
 
     def begin(self, phase: Phase, counter: int = -1, peer: int = -1) -> None:
@@ -150,3 +165,12 @@ class Progress:
     def describe(self) -> str:
         """Where the rank is, in words."""
         return self.board.read(self.rank).describe(self.program)
+
+
+def _is_stopped(process: int) -> bool:
+    """Whether a process exists and is stopped, as by SIGSTOP; where the system does not say so it is not."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace").rpartition(") ")[2][:1]
+    except OSError:
+        return False
+    return state in ("T", "t")

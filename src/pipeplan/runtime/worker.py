@@ -6,13 +6,10 @@ Whatever happens here ends in a report that names rank and action, and in an exi
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
-import signal
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -32,14 +29,13 @@ from pipeplan.runtime.failures import Cause, Failure, RankError, lost_others, ve
 from pipeplan.runtime.launch import start_timeout_ns
 from pipeplan.runtime.options import RunOptions, RunResult, StepResult
 from pipeplan.runtime.progress import Board, Phase, Progress
+from pipeplan.runtime.start import take_identity
 from pipeplan.runtime.training import train
 
 __all__ = ["Link", "Started", "main", "run_under_torchrun", "under_torchrun"]
 
 Result = TypeVar("Result")
 
-_LIFELINE = 0  # standard input: ends with the parent
-_PR_SET_PDEATHSIG = 1
 _INTERRUPTED = 130
 
 
@@ -63,14 +59,16 @@ class Started:
     group: Callable[[], contextlib.AbstractContextManager[None]]
 
 
-def main(work: Callable[[Mapping[str, Any], Link], None] | None = None) -> None:
+def main(
+    work: Callable[[Mapping[str, Any], Link], None] | None = None, identity: Mapping[str, Any] | None = None
+) -> None:
     """Be a rank that :mod:`pipeplan.runtime.launch` has started; ends the process.
 
     Args:
         work: does the job inside a process group; by default it trains.
+        identity: who this rank is, where that has been read already.
     """
-    identity = json.loads(sys.stdin.buffer.readline())
-    _die_with_parent(identity["parent"])
+    identity = identity or take_identity()
     job = json.loads(_content(identity["job"]))
     rank, world_size = identity["rank"], identity["world_size"]
     reports = os.fdopen(identity["reports"], "w", buffering=1)
@@ -230,21 +228,6 @@ def _say_once(failure: Failure, store: Store, board: Board, programs: list[tuple
         if store.add("pipeplan/failures", 1) > 1:
             return
     sys.stderr.write(f"{failure.details}pipeplan: {verdict([failure], {}, board, programs, timeout_ns)}\n")
-
-
-def _die_with_parent(parent: int) -> None:
-    """End this process when its parent ends, however that ends."""
-    if sys.platform == "linux":  # also where this process is stopped, or hangs in compiled code
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    def wait() -> None:
-        while os.read(_LIFELINE, 1):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True, name="lifeline").start()
 
 
 def _content(descriptor: int) -> bytes:

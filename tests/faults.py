@@ -1,0 +1,203 @@
+"""Runs in which one rank is made to fail at one place, and whether they end as they should.
+
+Also the rank itself: started as a program it does what its environment says when it begins what it says there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipeplan.errors import PipeplanError
+from pipeplan.model import Plan
+from pipeplan.runtime import launch
+from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.progress import Phase, Progress
+from pipeplan.runtime.start import take_identity
+
+__all__ = ["BEFORE_STEPS", "HANGS", "KINDS", "Ending", "Fault", "left_over", "run_with"]
+
+FAULT, MARK = "PIPEPLAN_TEST_FAULT", "PIPEPLAN_TEST_MARK"
+RANK = (sys.executable, __file__)
+NUM_STEPS = 3
+START_TIMEOUT_NS = 60 * 10**9
+"""For runs that hang before their first step; others have all the time that starting may take."""
+BEFORE_STEPS = (Phase.STARTING.name, Phase.LOADING.name, Phase.CONNECTING.name)
+SOON_S = 12.0
+"""Behind the failure, or the timeout: some seconds on a machine that does other things, too."""
+
+KINDS = {
+    "killed": r"rank {rank} was killed \(SIGKILL\) {where}",
+    "ended": r"rank {rank} ended with exit code 3 {where}",
+    "raised": r"rank {rank} failed {where}: .*boom",
+    "stopped": r"rank {rank} hangs {where}; .*raise --timeout",
+    "endless": r"rank {rank} hangs {where}; .*raise --timeout",
+    "other options": r"rank {rank} was started with seed 1, rank 0 with 0",
+    "other plan": r"rank {rank} was started with plan '\w+', rank 0 with '\w+'",
+}
+"""What can happen to a rank, and how the one message begins then."""
+
+HANGS = ("stopped", "endless")
+DIFFERENCES = ("other options", "other plan")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens on which rank when it begins a phase, in a step (the first in which it does), at an action or -1.
+
+    One that starts with other options, or another plan, is found out while connecting.
+    """
+
+    kind: str
+    rank: int
+    phase: str = Phase.RUNNING.name
+    step: int = 0
+    counter: int = -1
+
+    @property
+    def hangs_before_steps(self) -> bool:
+        """Whether the run never comes to its first step, and nothing says why before a timeout."""
+        return self.kind in HANGS and self.phase in BEFORE_STEPS
+
+    @property
+    def expected_s(self) -> float:
+        """Longest time from when it happens until the run has ended, at a timeout of 2 s."""
+        if self.kind not in HANGS:
+            return SOON_S
+        return SOON_S + (START_TIMEOUT_NS / 1e9 if self.hangs_before_steps else 2.0)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended: the error (None if it ended well), seconds since the failure, whether the message is right."""
+
+    error: PipeplanError | None
+    seconds: float
+    expected: str
+    is_right: bool
+    left: list[int]
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether the message names rank, action and cause, and no process is left."""
+        return self.is_right and not self.left
+
+
+def left_over(word: str) -> list[int]:
+    """Living processes with the mark in their environment, but not this one."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"{MARK}={word}".encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:  # it ended meanwhile, or is not ours
+            continue
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def run_with(fault: Fault, plan: Plan, options: RunOptions) -> Ending:
+    """Run a plan with a fault in it, with a timeout of 2 s."""
+    options = replace(options, timeout_ns=2 * 10**9, num_steps=NUM_STEPS, num_threads=1)
+    word = uuid.uuid4().hex
+    job = {"plan": plan.model_dump_json(), "options": options.as_json()}
+    error: PipeplanError | None = None
+    with tempfile.NamedTemporaryFile("r") as told:
+        os.environ |= {MARK: word, FAULT: json.dumps({**asdict(fault), "told": told.name})}
+        try:
+            shorten_start(fault)
+            launch.watch_local(plan.programs, job, options, lambda rank, report: None, RANK)
+        except PipeplanError as caught:
+            error = caught
+        ended = time.monotonic()
+        happened = json.loads(told.read() or "{}")
+    expected = KINDS[fault.kind].format(rank=fault.rank, where=re.escape(happened.get("where", "")))
+    return Ending(
+        error, ended - happened.get("at", ended), expected, bool(re.match(expected, str(error))), left_over(word)
+    )
+
+
+def shorten_start(fault: Fault) -> None:
+    """In this process."""
+    if fault.hangs_before_steps:
+        launch._START_TIMEOUT_NS = START_TIMEOUT_NS
+
+
+# In the rank -----------------------------------------------------------------------------------------------------
+
+
+def _raise() -> None:
+    raise ValueError("boom")
+
+
+def _forever() -> None:
+    while True:
+        time.sleep(1)
+
+
+ACTS: Mapping[str, Callable[[], None]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "ended": lambda: os._exit(3),
+    "raised": _raise,
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "endless": _forever,
+}
+
+
+def arm(fault: Fault, told: str) -> None:
+    """Let the fault happen, once, when its rank begins what it says."""
+    begin, done = Progress.begin, []
+
+    def begin_or_fail(self: Progress, phase: Phase, counter: int = -1, peer: int = -1) -> None:
+        begin(self, phase, counter, peer)
+        place = counter == fault.counter if fault.counter >= 0 else phase.name == fault.phase
+        step = getattr(self, "step", 0)
+        if not done and self.rank == fault.rank and place and step >= fault.step:
+            done.append(True)
+            Path(told).write_text(json.dumps({"where": self.describe(), "at": time.monotonic()}))
+            ACTS[fault.kind]()
+
+    Progress.begin = begin_or_fail  # type: ignore[method-assign]  # the only way in without a hook in the product
+
+
+def other(job: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The job of a rank that was started otherwise."""
+    changed = dict(job)
+    if kind == "other options":
+        changed["options"] = {**job["options"], "seed": 1}
+    elif kind == "other plan":
+        changed["plan"] = json.dumps({**json.loads(job["plan"]), "name": "another"})
+    return changed
+
+
+def main() -> None:
+    """Be a rank that fails."""
+    identity = take_identity()
+    wanted = json.loads(os.environ[FAULT])
+    told = wanted.pop("told")
+    fault = Fault(**wanted)
+    shorten_start(fault)
+    if fault.kind in ACTS:
+        arm(fault, told)
+    from pipeplan.runtime import worker
+
+    def work(job: Mapping[str, Any], link: worker.Link) -> None:
+        if link.rank == fault.rank and fault.kind in DIFFERENCES:
+            Path(told).write_text(json.dumps({"where": "", "at": time.monotonic()}))
+            job = other(job, fault.kind)
+        worker._train_job(job, link)
+
+    worker.main(work, identity)
+
+
+if __name__ == "__main__":
+    main()
