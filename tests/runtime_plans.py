@@ -208,7 +208,7 @@ def four_devices(plan: Plan) -> Plan:
     )
 
 
-def reports_of(cases: Mapping[str, Case]) -> Reports:
+def reports_of(cases: Mapping[str, Case], command: Sequence[str] = RANK) -> Reports:
     """What 4 real processes report of all cases, for which they are started once."""
     found: Reports = defaultdict(dict)
 
@@ -218,7 +218,7 @@ def reports_of(cases: Mapping[str, Case]) -> Reports:
     job = {
         name: {"plan": plan.model_dump_json(), "options": options.as_json()} for name, (plan, options) in cases.items()
     }
-    watch_local([()] * 4, {"cases": job}, RunOptions("gpt2-tiny"), listen, RANK)
+    watch_local([()] * 4, {"cases": job}, RunOptions("gpt2-tiny"), listen, command)
     return found
 
 

@@ -84,7 +84,13 @@ def test_refuses_values_that_make_no_sense(wrong: list[str], told: str, tmp_path
 def test_refuses_wrong_options(wrong: list[str], tmp_path: Path) -> None:
     path = written(chain_plan(), tmp_path)
     assert CliRunner().invoke(command, [path, "--model", "gpt2-tiny", "--local", *wrong]).exit_code == 2
-    assert CliRunner().invoke(command, [path, "--local"]).exit_code == 2
+
+
+@needs_torch
+@pytest.mark.parametrize("given", [[], ["--model", "gpt2-tiny", "--emulate"]])
+def test_trains_a_model_or_emulates_without_one(given: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"give --model to train, or --emulate"):
+        run(written(chain_plan(), tmp_path), "--local", *given)
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +142,25 @@ def test_local_prints_one_object(local: tuple[dict[str, Any], str, Path]) -> Non
     assert min(summary["peak_memory_bytes"]) > 10_000_000
     assert (summary["backend"], summary["device"], summary["dtype"]) == ("gloo", "cpu", "float64")
     assert {"pipeplan", "python", "torch"} <= set(summary["versions"])
+
+
+@needs_torch
+@pytest.mark.parametrize("blocking", [[], ["--blocking"]])
+def test_emulates_without_a_model(blocking: list[str], tmp_path: Path) -> None:
+    shared = shared_workload(2, 2, lag=1000)
+    path, trace = written(plan_of(shared, gpipe_orders(shared)), tmp_path), tmp_path / "trace.json"
+    arguments = [path, "--emulate", "--steps", "2", "--local", "--json", "--trace", str(trace), *blocking]
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeplan", "run", *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    summary = json.loads(done.stdout)
+    assert summary["blocking"] == bool(blocking)
+    times = [step["iteration_ns"] for step in summary["steps"]]
+    assert min(times) >= summary["predicted_iteration_ns"] > 0
+    assert summary["iteration_ns"] == pytest.approx(sum(times) / 2, abs=1)
+    measured = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X" and e["pid"] == 2]
+    assert len(measured) == 2 * sum(map(len, Plan.model_validate_json(Path(path).read_text()).programs))
 
 
 @needs_torch

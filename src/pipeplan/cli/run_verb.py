@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import statistics
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from pipeplan.cli.training_options import training_options
-from pipeplan.cli.types import DURATION
+from pipeplan.cli.types import BYTES, DURATION
 from pipeplan.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,7 +29,16 @@ _LEAST_TIMEOUT_NS = 1_000_000
 
 @click.command("run", short_help="Run a plan on torch.distributed.")
 @click.argument("plan_path", metavar="PLAN")
-@click.option("--model", required=True, metavar="NAME|pkg.mod:factory", help="A model of the zoo, or your own.")
+@click.option("--model", metavar="NAME|pkg.mod:factory", help="A model of the zoo, or your own.")
+@click.option("--emulate", is_flag=True, help="Rehearse without a model: actions only take their predicted time.")
+@click.option("--blocking", is_flag=True, help="For comparison: every transfer holds up the devices at its two ends.")
+@click.option(
+    "--message-limit",
+    type=BYTES,
+    default="1MiB",
+    show_default=True,
+    help="With --emulate, largest message; others have the plan's bytes.",
+)
 @click.option("--sequence", type=click.IntRange(min=1), help="Shorter sequences for a model of the zoo.")
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Mini-batches to train on.")
 @click.option("--local", is_flag=True, help="Start one process per device here; otherwise torchrun has done so.")
@@ -48,7 +58,10 @@ _LEAST_TIMEOUT_NS = 1_000_000
 @click.option("--json", "as_json", is_flag=True, help="Print losses and times as one JSON object.")
 def command(
     plan_path: str,
-    model: str,
+    model: str | None,
+    emulate: bool,
+    blocking: bool,
+    message_limit: int,
     sequence: int | None,
     steps: int,
     local: bool,
@@ -64,17 +77,20 @@ def command(
     """Train with PLAN, one process per device, and print the loss of every step.
 
     Start it under torchrun (torchrun --nproc-per-node 4 -m pipeplan run PLAN ...), or give --local. The model
-    comes from here, never from the plan; its blocks must have the plan's names.
+    comes from here, never from the plan; its blocks must have the plan's names. With --emulate no model is trained
+    and options of models and training do nothing: actions wait for as long as PLAN says.
     """
     from pipeplan.runtime.options import RunOptions
 
     _require_torch()
+    if (model is None) != emulate:
+        raise UsageError("give --model to train, or --emulate to rehearse without a model: one of the two")
     if trace_path == "-":
         raise UsageError("--trace - would mix with the losses on stdout; give a file")
     if timeout < _LEAST_TIMEOUT_NS:
         raise UsageError(f"--timeout {timeout}ns is too short to wait for anything; give at least 1ms")
     options = RunOptions(
-        model=model,
+        model=model or "",
         sequence=sequence,
         num_steps=steps,
         seed=seed,
@@ -83,13 +99,16 @@ def command(
         backend=backend,
         timeout_ns=timeout,
         trace=trace_path is not None,
+        blocking=blocking,
+        emulate=emulate,
+        message_limit_bytes=message_limit,
         **training,
     )
     on_step = _ignore if as_json else _print_step
     plans: list[Plan] = []
 
     def read() -> Plan:
-        plans.append(_runnable_plan(plan_path))
+        plans.append(_runnable_plan(plan_path, emulate))
         return plans[-1]
 
     result = _run_here(read, options, on_step) if local else _run_as_rank(read, options, on_step)
@@ -98,7 +117,8 @@ def command(
     if trace_path is not None:
         _write_trace(plans[-1], result, trace_path)
     if as_json:
-        click.echo(json.dumps(_summary(plans[-1], options, result)))
+        summary = _rehearsed if emulate else _trained
+        click.echo(json.dumps(summary(plans[-1], options, result)))
 
 
 def _require_torch() -> None:
@@ -108,8 +128,8 @@ def _require_torch() -> None:
         raise UsageError("run needs torch, which is not installed: pip install 'pipeplan[torch]'")
 
 
-def _runnable_plan(path: str) -> Plan:
-    """The plan of a file, verified.
+def _runnable_plan(path: str, emulate: bool) -> Plan:
+    """The plan of a file, verified; every such plan can be emulated.
 
     Raises:
         FileError: the file cannot be read.
@@ -122,7 +142,8 @@ def _runnable_plan(path: str) -> Plan:
 
     plan = read_plan(path)
     check(plan).require(path)
-    require_runnable(plan)
+    if not emulate:
+        require_runnable(plan)
     return plan
 
 
@@ -156,8 +177,9 @@ def _run_as_rank(
 def _print_step(result: StepResult) -> None:
     from pipeplan.units import format_ns
 
+    loss = "" if math.isnan(result.loss) else f"  loss {result.loss:.4f}"
     norm = "" if result.grad_norm is None else f"  gradients {result.grad_norm:.4g}"
-    click.echo(f"step {result.step}  loss {result.loss:.4f}{norm}  iteration {format_ns(result.iteration_ns)}")
+    click.echo(f"step {result.step}{loss}{norm}  iteration {format_ns(result.iteration_ns)}")
 
 
 def _ignore(result: StepResult) -> None:
@@ -169,8 +191,28 @@ def _as_interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _summary(plan: Plan, options: RunOptions, result: RunResult) -> dict[str, object]:
-    """The object of ``--json``; ``iteration_ns`` is the median over the steps."""
+def _rehearsed(plan: Plan, options: RunOptions, result: RunResult) -> dict[str, object]:
+    """The object of ``--emulate --json``."""
+    return {
+        "plan": plan.name,
+        "num_ranks": len(plan.devices),
+        "blocking": options.blocking,
+        **_times(plan, result),
+        "steps": [{"step": step.step, "iteration_ns": step.iteration_ns} for step in result.steps],
+        "versions": dict(result.versions),
+    }
+
+
+def _times(plan: Plan, result: RunResult) -> dict[str, object]:
+    """``iteration_ns`` is the median over the steps."""
+    return {
+        "iteration_ns": round(statistics.median(step.iteration_ns for step in result.steps)),
+        "predicted_iteration_ns": plan.predicted.makespan_ns,
+    }
+
+
+def _trained(plan: Plan, options: RunOptions, result: RunResult) -> dict[str, object]:
+    """The object of ``--json`` of training."""
     return {
         "plan": plan.name,
         "model": options.model,
@@ -179,8 +221,7 @@ def _summary(plan: Plan, options: RunOptions, result: RunResult) -> dict[str, ob
         "dtype": options.dtype,
         "backend": options.transport,
         "num_microbatches": plan.num_microbatches,
-        "iteration_ns": round(statistics.median(step.iteration_ns for step in result.steps)),
-        "predicted_iteration_ns": plan.predicted.makespan_ns,
+        **_times(plan, result),
         "steps": [step.as_json() for step in result.steps],
         "peak_memory_bytes": list(result.peak_memory_bytes),
         "predicted_peak_memory_bytes": [memory.peak_bytes for memory in plan.predicted.memory],

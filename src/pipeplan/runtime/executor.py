@@ -19,7 +19,7 @@ from pipeplan.runtime.messages import Channels, TransferError
 from pipeplan.runtime.program import Instruction, Message, Numbers, Program, StagePart
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.rows import Made, Rows, Taking, TensorSpec
-from pipeplan.runtime.stages import Samples, StageError, StageRunner
+from pipeplan.runtime.stages import Runner, Samples, StageError
 
 __all__ = ["Executor", "Span"]
 
@@ -36,28 +36,33 @@ class Executor:
 
     Args:
         program: what to run.
-        stages: the rank's stages by index.
+        stages: what runs the rank's stages, by index.
         channels: this rank's ends of the messages.
         specs: shape and format of the block outputs that leave their stage.
         progress: told about every action before it begins.
         clock: takes the times.
+        blocking: every SEND and RECV waits until its message is there, as without transfers beside computing
+            (Tessel IV-D, Fig. 7a): for comparison.
     """
 
     program: Program
-    stages: Mapping[int, StageRunner]
+    stages: Mapping[int, Runner]
     channels: Channels
     specs: Mapping[str, TensorSpec]
     progress: Progress
     clock: Clock
+    blocking: bool = False
     _steps: list[_Step] = field(init=False)
     _slots: list[Made | None] = field(init=False)
+    _taken: frozenset[int] = field(init=False)
     _posted: dict[int, Instruction] = field(default_factory=dict)
     _spans: list[Span] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         rows = Rows(self.program.tensors, self.specs)
         self._steps = [self._step(instruction, rows) for instruction in self.program.instructions]
-        assert rows.empty, "every row made or sent is sent on or used in the program"
+        self._taken = rows.taken
+        assert self._taken.issuperset(self._posted), "every message is used in the program"
         self._slots = [None] * rows.num_slots
 
     def run(self, samples: Samples) -> list[Span]:
@@ -90,15 +95,16 @@ class Executor:
         return make[action.kind](instruction, stage, rows)
 
     def _transfer(self, instruction: Instruction, message: Message, rows: Rows) -> _Step:
-        """SEND what its producer made, or post a RECV; neither waits for the other side."""
+        """SEND what its producer made, or post a RECV; neither waits for the other side unless it is blocking."""
         (own,) = instruction.samples
         if instruction.action.kind.startswith("RECV"):
-            self._posted[rows.put(message, own)] = instruction
-            return lambda _: self._receive(instruction)
+            slot = rows.put(message, own)
+            self._posted[slot] = instruction
+            return lambda _: self._receive(instruction, slot)
         taking = rows.take(message, own)
         return lambda _: self._send(instruction, taking)
 
-    def _forward(self, instruction: Instruction, stage: StageRunner, rows: Rows) -> _Step:
+    def _forward(self, instruction: Instruction, stage: Runner, rows: Rows) -> _Step:
         (own,) = instruction.samples
         part, counter = stage.part, instruction.counter
         takings = [(names, rows.take(Message("F", source, part.index), own)) for source, names in part.inputs.items()]
@@ -116,7 +122,7 @@ class Executor:
 
         return run
 
-    def _backward(self, instruction: Instruction, stage: StageRunner, rows: Rows) -> _Step:
+    def _backward(self, instruction: Instruction, stage: Runner, rows: Rows) -> _Step:
         """B or I: the same, except that with I the stage keeps its weight gradients for W."""
         counter, microbatch = instruction.counter, instruction.action.microbatch
         takings = {own: self._awaited_by(stage.part, own, rows) for own in instruction.samples}
@@ -133,7 +139,7 @@ class Executor:
 
         return run
 
-    def _weight_gradients(self, instruction: Instruction, stage: StageRunner, rows: Rows) -> _Step:
+    def _weight_gradients(self, instruction: Instruction, stage: Runner, rows: Rows) -> _Step:
         counter, microbatch = instruction.counter, instruction.action.microbatch
 
         def run(samples: Samples) -> None:
@@ -162,9 +168,11 @@ class Executor:
 
     # What actions do while the program runs
 
-    def _receive(self, instruction: Instruction) -> None:
+    def _receive(self, instruction: Instruction, slot: int) -> None:
         self.progress.begin(Phase.RUNNING, instruction.counter)
         self.channels.receive(instruction)
+        if self.blocking:
+            self._slots[slot] = self._awaited(instruction)
 
     def _send(self, instruction: Instruction, taking: Taking) -> None:
         self.progress.begin(Phase.WAITING, instruction.counter, instruction.peer)  # for room, if ever
@@ -173,6 +181,8 @@ class Executor:
         ready = [tensor.contiguous() for tensor in made.tensors]
         as_made = made.at is not None and all(tensor.is_contiguous() for tensor in made.tensors)
         self.channels.send(instruction, ready, made.at if as_made else self.channels.moment())
+        if self.blocking:
+            self.channels.deliver(instruction)
         self._spans.append((instruction.counter, start, self.clock.mark()))
 
     def _named(self, takings: Sequence[tuple[_Names, Taking]], counter: int) -> list[tuple[str, Tensor]]:
@@ -209,7 +219,8 @@ class Executor:
         if keepings:
             at = self.channels.moment()
             for names, slot in keepings:
-                self._slots[slot] = Made([made[name] for name in names], at)
+                if slot in self._taken:
+                    self._slots[slot] = Made([made[name] for name in names], at)
 
     def _finish_sends(self) -> None:
         """Wait until all peers have taken what was sent to them."""

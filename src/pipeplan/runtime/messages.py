@@ -150,6 +150,14 @@ class Channels:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
+    def deliver(self, instruction: Instruction) -> None:
+        """Wait until the peer has the message that was just sent; a peer takes none before it has posted its RECV.
+
+        Raises:
+            TransferError: the peer did not take it in time, or is gone.
+        """
+        self.finish(instruction.peer)
+
     def unfinished(self) -> list[int]:
         """Peers with sends that may not have ended."""
         assert not self._awaited, "every message of a program has a consumer in it"

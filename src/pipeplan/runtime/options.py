@@ -20,7 +20,9 @@ class RunOptions:
 
     ``backend`` is ``gloo``, ``nccl`` or ``auto``: NCCL for CUDA devices, gloo otherwise. ``timeout_ns`` bounds
     every single wait: for a message, a sum over ranks, and for an action to end. ``trace`` keeps the times of
-    all actions of all steps. ``num_threads`` for CPU operators, 0 to leave it as it is.
+    all actions of all steps. ``num_threads`` for CPU operators, 0 to leave it as it is. ``blocking`` transfers hold
+    up their devices. ``emulate`` needs no model: actions wait for as long as the plan says; messages then have the
+    plan's bytes, up to ``message_limit_bytes``.
 
     ``optimizer`` is one of ``OPTIMIZERS`` or ``pkg.mod:factory``, a function of parameters that returns one;
     ``learning_rate`` and ``weight_decay`` are handed to it where they are given. ``lr_schedule`` is one of
@@ -47,6 +49,9 @@ class RunOptions:
     timeout_ns: int = 60_000_000_000
     trace: bool = False
     num_threads: int = 0
+    blocking: bool = False
+    emulate: bool = False
+    message_limit_bytes: int = 1 << 20
 
     @property
     def transport(self) -> str:
@@ -70,7 +75,8 @@ class StepResult:
     """One mini-batch: mean loss per prediction before the update, and the time from the first action to the last.
 
     ``update_ns`` is the longest time a rank took from its last action until its parameters were stepped.
-    ``grad_norm`` is the norm of all gradients before they were clipped, None where they are not.
+    ``grad_norm`` is the norm of all gradients before they were clipped, None where they are not. Where no model was
+    trained the loss is not a number.
     """
 
     step: int

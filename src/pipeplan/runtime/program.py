@@ -16,7 +16,16 @@ from pipeplan.model import Action, Plan, Stage, payload_of
 from pipeplan.model.plan import slots_of
 from pipeplan.model.samples import replica_samples
 
-__all__ = ["Instruction", "Message", "Numbers", "Program", "StagePart", "programs_of", "require_runnable"]
+__all__ = [
+    "Instruction",
+    "Message",
+    "Numbers",
+    "Program",
+    "StagePart",
+    "planned_programs",
+    "programs_of",
+    "require_runnable",
+]
 
 Numbers = tuple[int, ...]
 """Samples of the mini-batch by number, ascending: row i of a tensor is that of the i-th."""
@@ -127,6 +136,33 @@ def programs_of(plan: Plan, blocks: Sequence[str], edges: Sequence[tuple[str, st
     crossings = _crossings(plan, edges, model)
     gradients = _gradients(plan, crossings)
     _require_same_edges(plan, crossings, model)
+    return _programs(plan, crossings, gradients)
+
+
+def planned_programs(plan: Plan) -> tuple[Program, ...]:
+    """The program of every rank where no model is known: a stage gives each other one tensor, named ``0>1``.
+
+    Args:
+        plan: a plan that ``check`` accepts.
+
+    Raises:
+        UsageError: gradients come from a stage to which no outputs go.
+    """
+    pairs = [(d.source[-1], int(d.source[:-1]), int(d.target[:-1])) for d in plan.dependencies]
+    forward = {(source, target) for kind, source, target in pairs if kind == "F" and source != target}
+    crossings = {(source, target): (f"{source}>{target}",) for source, target in sorted(forward)}
+    for kind, source, target in pairs:
+        if kind != "F" and source != target and (target, source) not in crossings:
+            raise UsageError(
+                f"the plan makes the backward of stage {target} wait for that of stage {source}, but no forward of "
+                f"stage {source} waits for one of stage {target}: there is nothing to have a gradient"
+            )
+    return _programs(plan, crossings, _gradients(plan, crossings))
+
+
+def _programs(
+    plan: Plan, crossings: Mapping[tuple[int, int], tuple[str, ...]], gradients: Collection[tuple[int, int]]
+) -> tuple[Program, ...]:
     shares = _Shares(plan)
     tensors = {Message("F", source, target): names for (source, target), names in crossings.items()}
     tensors |= {Message("B", target, source): crossings[source, target] for source, target in gradients}
@@ -266,7 +302,7 @@ class _Shares:
         """The samples of an action that a rank works on, or of a whole micro-batch that may have run in parts."""
         group = self._plan.stages[stage]
         begin, end = self._samples(group, microbatch, part)
-        replica = group.devices.index(rank)
+        replica = group.devices.index(rank) // group.shards
         if part is None and microbatch < self._num_parted:
             order = _half_by_half(begin, end)
             begin, end = replica_samples((0, len(order)), group.replicas, replica)

@@ -110,7 +110,8 @@ class Taking:
 class Rows:
     """Where the rows are that one rank makes or is sent and has not used yet, in the order of its program.
 
-    Whatever is made or sent has a slot of its own; a row of it is taken once.
+    Whatever is made or sent has a slot of its own. Of ranks that split a block all make its output, and one sends it:
+    then what the others make is taken by nobody, or it is taken several times.
 
     Args:
         tensors: the blocks whose outputs, or gradients, a message carries.
@@ -137,7 +138,7 @@ class Rows:
 
     def take(self, message: Message, samples: Numbers) -> Taking:
         """How to get at the tensors of a message for these samples."""
-        runs = tuple(_runs([self._places.pop((message, sample)) for sample in samples]))
+        runs = tuple(_runs([self._places[message, sample] for sample in samples]))
         is_whole = len(runs) == 1 and runs[0][1:] == (0, self._sizes[runs[0][0]])
         taking = Taking(self._specs[message], runs, is_whole)
         for slot in dict.fromkeys(slot for slot, _, _ in runs):
@@ -148,9 +149,9 @@ class Rows:
         return taking
 
     @property
-    def empty(self) -> bool:
-        """Whether every row has been taken."""
-        return not self._places
+    def taken(self) -> frozenset[int]:
+        """Slots of which something is taken."""
+        return frozenset(self._last)
 
 
 def _joined(parts: list[Tensor], spec: TensorSpec) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from pipeplan.runtime.modules import WeightGradQueue
 from pipeplan.runtime.precision import Autocast, precise
 from pipeplan.runtime.program import Numbers, StagePart
 
-__all__ = ["Samples", "StageError", "StageRunner"]
+__all__ = ["Runner", "Samples", "StageError", "StageRunner"]
 
 
 _Root = tuple[GradientEdge, Tensor]
@@ -48,6 +49,27 @@ class Samples:
         if samples[-1] - samples[0] + 1 == len(samples):
             return self.tensors[name][samples[0] : samples[-1] + 1]
         return self.tensors[name][list(samples)]
+
+
+class Runner(Protocol):
+    """What an executor asks of a stage; :class:`StageRunner` says what each of these does."""
+
+    part: StagePart
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits for an action that has still to come."""
+
+    def forward(self, own: Numbers, received: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
+        """F."""
+
+    def backward(
+        self, microbatch: int, gradients: Mapping[Numbers, Sequence[tuple[str, Tensor]]]
+    ) -> dict[Numbers, dict[str, Tensor]]:
+        """B, or I where the stage's backward is split."""
+
+    def weight_gradients(self, microbatch: int) -> None:
+        """W."""
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeplan.errors import UsageError
 from pipeplan.runtime.clock import Clock, Mark, offset_ns
 from pipeplan.runtime.executor import Span
 from pipeplan.runtime.failures import lost_others
 from pipeplan.runtime.progress import Phase, Progress
 
-__all__ = ["Beginning", "TimedAction", "Together", "extent"]
+__all__ = ["Beginning", "TimedAction", "Together", "extent", "iteration_of", "require_alike"]
 
 TimedAction = tuple[int, int, int]
 """Program counter, start and end in ns from the step's beginning."""
@@ -94,3 +95,23 @@ class Together:
 def extent(actions: Sequence[TimedAction]) -> tuple[int, int] | None:
     """First start and last end; None of nothing."""
     return (min(start for _, start, _ in actions), max(end for *_, end in actions)) if actions else None
+
+
+def iteration_of(extents: Iterable[tuple[int, int] | None]) -> int:
+    """Ns from the first start to the last end, of the :func:`extent` of each rank's compute actions."""
+    found = [each for each in extents if each is not None]
+    return max(last for _, last in found) - min(first for first, _ in found)
+
+
+def require_alike(told: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse ranks that were started with different things; ``told`` [rank] is what each was started with.
+
+    Raises:
+        UsageError: two differ; the same error on every rank.
+    """
+    for other, said in enumerate(told):
+        for key, value in told[0].items():
+            if said[key] != value:
+                raise UsageError(
+                    f"rank {other} was started with {key} {said[key]!r}, rank 0 with {value!r}; start all ranks alike"
+                )

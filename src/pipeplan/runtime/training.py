@@ -29,7 +29,7 @@ from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.rows import TensorSpec
 from pipeplan.runtime.stages import Samples, StageRunner
 from pipeplan.runtime.tied import SharedParameters
-from pipeplan.runtime.together import TimedAction, Together, extent
+from pipeplan.runtime.together import TimedAction, Together, extent, iteration_of, require_alike
 
 __all__ = ["Trainer", "train", "travelling"]
 
@@ -94,7 +94,9 @@ class Trainer:
             self.shared = self._share(timeout)
             channels = Channels(self.program, edges_of(programs), specs, self.device, options.transport, timeout)
         self.stages = {index: self._stage(index) for index in self.program.stages}
-        self.executor = Executor(self.program, self.stages, channels, specs, progress, self.together.clock)
+        self.executor = Executor(
+            self.program, self.stages, channels, specs, progress, self.together.clock, options.blocking
+        )
         self.updater = Updater(self.unique_parameters(), options)
 
     def step(self, step: int, *, update: bool = True) -> tuple[StepResult, list[TimedAction]]:
@@ -195,9 +197,8 @@ class Trainer:
         computed = extent([each for each in actions if self.program.instructions[each[0]].action.is_compute])
         self.progress.begin(Phase.REPORTING)
         told = self.together.everyones((loss, computed, updated_ns))
-        extents = [each for _, each, _ in told if each is not None]
         updates = [end - (each[1] if each is not None else end) for _, each, end in told]
-        iteration_ns = max(last for _, last in extents) - min(first for first, _ in extents)
+        iteration_ns = iteration_of(each for _, each, _ in told)
         return StepResult(step, sum(entry[0] for entry in told), iteration_ns, max(updates), norm)
 
 
@@ -256,15 +257,10 @@ def _require_agreement(
         ]
         for message, _, _ in program.remote
     }
-    own = {"plan": sha256_of(plan), "model": model.name, **options.as_json()}
+    own = {"plan": sha256_of(plan), **options.as_json(), "model": model.name}
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (own, carried))
-    for other, (said, _) in enumerate(told):
-        for key, value in told[0][0].items():
-            if said[key] != value:
-                raise UsageError(
-                    f"rank {other} was started with {key} {said[key]!r}, rank 0 with {value!r}; start all ranks alike"
-                )
+    require_alike([said for said, _ in told])
     ends: dict[str, tuple[int, list[str]]] = {}
     for other, (_, messages) in enumerate(told):
         for message, tensors in messages.items():

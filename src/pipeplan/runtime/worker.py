@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipeplan.errors import PipeplanError, UsageError
 from pipeplan.model import Plan, parse
+from pipeplan.runtime.emulation import rehearse
 from pipeplan.runtime.failures import Cause, Failure, RankError, lost_others, verdict
 from pipeplan.runtime.launch import start_timeout_ns
 from pipeplan.runtime.options import RunOptions, RunResult, StepResult
@@ -111,7 +112,7 @@ def run_under_torchrun(
         started.programs[:] = plan.programs
         progress.program = plan.programs[progress.rank]
         with started.group():
-            return train(plan, options, progress, on_step if progress.rank == 0 else _ignore)
+            return _work_of(options)(plan, options, progress, on_step if progress.rank == 0 else _ignore)
 
     result = under_torchrun(work, options.timeout_ns)
     return result if os.environ["RANK"] == "0" else None
@@ -148,7 +149,7 @@ def failure_of(error: BaseException, progress: Progress) -> Failure:
 
 
 def _train_job(job: Mapping[str, Any], link: Link) -> None:
-    """The job of ``run --local``: train, and let rank 0 report."""
+    """The job of ``run --local``: train or rehearse, and let rank 0 report."""
     plan = parse(job["plan"], Plan)
     link.progress.program = plan.programs[link.rank]
 
@@ -156,9 +157,14 @@ def _train_job(job: Mapping[str, Any], link: Link) -> None:
         if link.rank == 0:
             link.report({"event": "step", "step": step.as_json()})
 
-    result = train(plan, RunOptions(**job["options"]), link.progress, on_step)
+    options = RunOptions(**job["options"])
+    result = _work_of(options)(plan, options, link.progress, on_step)
     if link.rank == 0:
         link.report({"event": "result", "result": result.as_json()})
+
+
+def _work_of(options: RunOptions) -> Callable[[Plan, RunOptions, Progress, Callable[[StepResult], None]], RunResult]:
+    return rehearse if options.emulate else train
 
 
 @contextlib.contextmanager

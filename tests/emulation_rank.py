@@ -1,0 +1,30 @@
+"""A rank of the emulation's tests: rehearses many plans in one process group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipeplan.model import Plan, parse
+from pipeplan.runtime.emulation import rehearse
+from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.worker import Link, main
+
+
+def rehearse_all(job: Mapping[str, Any], link: Link) -> None:
+    """Report, per case, when everything ran."""
+    torch.set_num_threads(1)
+    for name, case in job["cases"].items():
+        plan = parse(case["plan"], Plan)
+        link.progress.program = plan.programs[link.rank]
+        result = rehearse(plan, RunOptions(**case["options"]), link.progress, lambda step: None)
+        if link.rank == 0:
+            link.report({"event": "case", "name": name, "result": result.as_json()})
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    main(rehearse_all)
