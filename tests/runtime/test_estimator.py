@@ -198,7 +198,8 @@ def test_one_measured_size_tells_the_others(name: str) -> None:
     for size in (1, 4):
         assert total(told, size) == pytest.approx(total(measured, size), rel=0.15)
     for field in ("activation_bytes", "weight_grad_bytes"):
-        assert bytes_of(told, field) == bytes_of(measured, field)
+        # when the shipped ones were measured, the samples of a batch of one had a word behind them
+        assert bytes_of(told, field) == pytest.approx(bytes_of(measured, field), abs=8)
     assert "micro-batch sizes [2]" in told.source.notes
 
 

@@ -25,9 +25,10 @@ from pipeplan.runtime.model import BlockSpec, Collective, Model
 from pipeplan.runtime.modules import WeightGradQueue, defer_weight_gradients
 from pipeplan.runtime.partial import Partial, RowKey
 from pipeplan.runtime.profiler import profile_model
+from pipeplan.runtime.shards import Shards
 from pipeplan.runtime.survey import survey
 from pipeplan.runtime.zoo import ZOO
-from pipeplan.runtime.zoo.gpt import GPTSize, Head, HeadShare, gpt
+from pipeplan.runtime.zoo.gpt import GPTSize, gpt
 from pipeplan.runtime.zoo.layers import Attention, FeedForward
 
 WIDTH = 8
@@ -368,7 +369,7 @@ def test_edges_of_a_share_are_those_of_the_whole() -> None:
 @pytest.mark.parametrize("half", [Attention, FeedForward])
 def test_outputs_of_shares_add_up(half: Callable[..., nn.Module]) -> None:
     whole, x = half(TINY.stack).double(), torch.randn(2, 16, 32, dtype=torch.float64)
-    made = [half(TINY.stack, 2).double() for _ in range(2)]
+    made = [half(TINY.stack, Shards(2, rank)).double() for rank in range(2)]
     with torch.no_grad():
         for rank, share in enumerate(made):
             for name, parameter in share.named_parameters():
@@ -386,17 +387,9 @@ def _part(whole: Tensor, name: str, rank: int) -> Tensor:
     return whole.chunk(2, dim=1)[rank] if name == "project.weight" else whole
 
 
-def test_the_loss_of_all_words() -> None:
-    """With all words on one device a share is the whole."""
-    whole, share = Head(TINY).double(), HeadShare(TINY, 1).double()
-    share.load_state_dict(whole.state_dict())
-    x, targets = torch.randn(2, 16, 32, dtype=torch.float64), torch.randint(64, (2, 16))
-    torch.testing.assert_close(share(x, targets), whole(x, targets))
-
-
 @pytest.mark.parametrize("size", [TINY, GPTSize(layers=1, hidden=9, heads=3)])
 def test_heads_that_cannot_be_split(size: GPTSize) -> None:
-    with pytest.raises(UsageError, match=r"odd has \d heads, which cannot be split over 5 devices"):
+    with pytest.raises(UsageError, match=r"it has \d heads, which 5 devices cannot share evenly"):
         split(gpt("odd", size), 5)
 
 

@@ -9,16 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from runtime_plans import Unsplit
-from runtime_threads import run_in_threads
-from torch import Tensor
+from runtime_threads import run_in_threads, together
+from torch import Tensor, nn
 
 from pipeplan.costs.presets import device_preset
+from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS
 from pipeplan.examples import model as paper_model
 from pipeplan.planner import Batch, Options, search_plan
 from pipeplan.runtime.estimator import estimate_model
 from pipeplan.runtime.loading import load_model
+from pipeplan.runtime.model import Model, Rehearsed
 from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.shards import Shards
 from pipeplan.runtime.zoo import ZOO
 
 TINY = ["gpt2-tiny", "tessel-gpt-tiny", "tessel-mt5-tiny", "tessel-flava-tiny", "mmt-tiny", "dlrm-tiny"]
@@ -67,6 +70,7 @@ def test_tensors_between_blocks_are_those_of_the_examples(name: str) -> None:
 # What blocks compute ----------------------------------------------------------------------------------------------
 
 Weights = dict[str, Tensor]
+Run = tuple[Tensor, list[Tensor | None], dict[str, Tensor | None]]
 
 
 class Written:
@@ -113,7 +117,7 @@ class Written:
 
     def perceptron(self, x: Tensor, prefix: str) -> Tensor:
         for layer in range(2):
-            x = self.line(x, f"{prefix}{layer}", "0").relu()
+            x = self.line(x, f"{prefix}{layer}", "layer").relu()
         return x
 
     def value(self, x: Tensor, batch: Weights) -> Tensor:
@@ -202,6 +206,48 @@ def test_blocks_compute_the_model(name: str, heads: int, written: Callable[[Writ
 def _plain(key: str) -> str:
     """A parameter's name without that of the part that a decoder's block wraps."""
     return key.removeprefix("part.")
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("name", ["tessel-gpt-tiny", "tessel-mt5-tiny", "tessel-flava-tiny", "dlrm-tiny", "mmt-tiny"])
+def test_blocks_split_over_devices_compute_the_same(name: str, count: int) -> None:
+    model = load_model(name)
+    steps = [step for step in model.rehearse(3, torch.float64) if not step.spec.dimensions.get("heads", count) % count]
+    assert len(steps) > len(model.blocks) / 3
+    for step in steps:
+        require_equal_shares(model, step, count)
+
+
+def require_equal_shares(model: Model, step: Rehearsed, count: int) -> None:
+    """Outputs and the gradients of all inputs and parameters, which are put together from the shares."""
+    batch = model.mini_batch(3, 0, 0, dtype=torch.float64)
+    inputs = [torch.randn(tensor.shape, dtype=torch.float64) for tensor in step.inputs]
+    given = (inputs, [batch[key] for key in step.spec.samples], torch.randn(step.outputs[0].shape, dtype=torch.float64))
+    id_, split = step.spec.id, step.spec.split
+    assert split is not None, id_
+    output, to_inputs, to_parameters = run_alone(model.build(id_, 1, dtype=torch.float64), *given)
+    shares = together(count, lambda shards: run_alone(model.build_share(id_, 1, shards, dtype=torch.float64), *given))
+    for made, returned, _ in shares:
+        torch.testing.assert_close(made, output, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(returned, to_inputs, rtol=1e-10, atol=1e-10)
+    for key, whole in to_parameters.items():
+        parts = [found[key] for _, _, found in shares]
+        for joined in [split.cuts[key].join(parts)] if key in split.cuts else parts:
+            torch.testing.assert_close(joined, whole, rtol=1e-10, atol=1e-10)
+
+
+def run_alone(module: nn.Module, inputs: list[Tensor], samples: list[Tensor], weight: Tensor) -> Run:
+    """The output, and the gradients that a gradient ``weight`` of it makes."""
+    leaves = [each.clone().requires_grad_() for each in inputs]
+    made = module(*leaves, *samples)
+    (made * weight).sum().backward()
+    return made.detach(), [leaf.grad for leaf in leaves], {key: p.grad for key, p in module.named_parameters()}
+
+
+def test_heads_that_devices_cannot_share() -> None:
+    model = load_model("gpt2-tiny")
+    with pytest.raises(UsageError, match=r"layer0.attention.*over 4 devices: it has 2 heads, which 4 devices cannot"):
+        model.build_share("layer0.attention", 0, Shards(4))
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -7,7 +7,7 @@ tables for sparse ones. CANDLE-Uno: branches of linear layers. All are concatena
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,8 +15,10 @@ from torch import Generator, Tensor, nn
 
 from pipeplan.runtime.batches import stacked
 from pipeplan.runtime.model import BlockSpec, Model
+from pipeplan.runtime.shards import WHOLE, Shards, Split, WordEmbedding
 from pipeplan.runtime.zoo.layers import Stack, layers
 from pipeplan.runtime.zoo.parts import concatenation, num_targets, patches, perceptron, value_head
+from pipeplan.runtime.zoo.splitting import WORDS, exchanged
 
 __all__ = ["MultiModalSize", "RecommendationSize", "ResponseSize"]
 
@@ -44,15 +46,18 @@ class MultiModalSize:
 
     def model(self, name: str) -> Model:
         """Branches, their outputs concatenated for every token, and a number per token with its loss."""
-        branches = [self._branch(f"branch{index}", f"patches{index}") for index in range(self.branches)]
+        return replace(self._model(name, WHOLE), sharded=lambda count: self._model(name, Shards(count)))
+
+    def _model(self, name: str, shards: Shards) -> Model:
+        branches = [self._branch(f"branch{index}", f"patches{index}", shards) for index in range(self.branches)]
         joined = concatenation("concatenation", {each[-1].id: self.sequence * self.hidden for each in branches})
         head = value_head(joined.id, self.branches * self.hidden)
         blocks = (*(block for branch in branches for block in branch), joined, head)
         return Model(name, blocks, partial(stacked, self._sample), num_targets)
 
-    def _branch(self, id_: str, sample: str) -> list[BlockSpec]:
-        first = patches(f"{id_}.embedding", self.stack, self.patch, sample)
-        return [first, *layers(f"{id_}.layer", self.stack, (first.id,))]
+    def _branch(self, id_: str, sample: str, shards: Shards) -> list[BlockSpec]:
+        first = patches(f"{id_}.embedding", self.stack, self.patch, sample, shards)
+        return [first, *layers(f"{id_}.layer", self.stack, (first.id,), shards=shards)]
 
     def _sample(self, generator: Generator) -> dict[str, Tensor]:
         """Random patches for each branch, and for every token their scaled sum."""
@@ -83,26 +88,32 @@ class RecommendationSize:
 
     def model(self, name: str) -> Model:
         """Dense branches, then tables, their outputs concatenated, then layers and a number per sample."""
+        return replace(self._model(name, WHOLE), sharded=lambda count: self._model(name, Shards(count)))
+
+    def _model(self, name: str, shards: Shards) -> Model:
         dense = [
-            perceptron(f"dense{index}.layer", self.layers, self.hidden, self.hidden, samples=(f"dense{index}",))
+            perceptron(f"dense{index}.layer", self.layers, self.hidden, self.hidden, shards, samples=(f"dense{index}",))
             for index in range(self.branches)
         ]
-        tables = [self._table(index) for index in range(self.branches)]
+        tables = [self._table(index, shards) for index in range(self.branches)]
         numbers = {branch[-1].id: self.hidden for branch in dense}
         numbers |= {table.id: self.lookups * self.width for table in tables}
         joined = concatenation("interaction", numbers)
-        top = perceptron("top.layer", self.layers, sum(numbers.values()), self.hidden, sources=(joined.id,))
+        top = perceptron("top.layer", self.layers, sum(numbers.values()), self.hidden, shards, sources=(joined.id,))
         head = value_head(top[-1].id, self.hidden)
         blocks = (*(block for branch in dense for block in branch), *tables, joined, *top, head)
         return Model(name, blocks, partial(stacked, self._sample), num_targets)
 
-    def _table(self, index: int) -> BlockSpec:
+    def _table(self, index: int, shards: Shards) -> BlockSpec:
+        begin, end = shards.range(self.vocabulary)
         return BlockSpec(
             f"sparse{index}.embedding",
             "embedding",
-            partial(Rows, self.vocabulary, self.width),
+            partial(Rows, self.vocabulary, self.width, shards),
             samples=(f"sparse{index}",),
-            dimensions={"lookups": self.lookups, "hidden": self.width, "vocabulary": self.vocabulary},
+            dimensions={"lookups": self.lookups, "hidden": self.width, "vocabulary": end - begin},
+            collectives=exchanged(shards, ("all_reduce", "F", self.lookups * self.width)),
+            split=Split(partial(Rows, self.vocabulary, self.width), {"table.weight": WORDS}),
         )
 
     def _sample(self, generator: Generator) -> dict[str, Tensor]:
@@ -117,9 +128,9 @@ class RecommendationSize:
 class Rows(nn.Module):
     """Rows of a table side by side: indices [samples, lookups] to [samples, lookups x width]."""
 
-    def __init__(self, vocabulary: int, width: int) -> None:
+    def __init__(self, vocabulary: int, width: int, shards: Shards = WHOLE) -> None:
         super().__init__()
-        self.table = nn.Embedding(vocabulary, width)
+        self.table = WordEmbedding(vocabulary, width, shards, std=1.0)
 
     def forward(self, indices: Tensor) -> Tensor:
         """[samples, lookups] to [samples, lookups x width]."""
@@ -142,8 +153,13 @@ class ResponseSize:
 
     def model(self, name: str) -> Model:
         """Branches, their outputs concatenated, and a number per sample with its loss."""
+        return replace(self._model(name, WHOLE), sharded=lambda count: self._model(name, Shards(count)))
+
+    def _model(self, name: str, shards: Shards) -> Model:
         branches = [
-            perceptron(f"branch{index}.layer", self.layers, self.hidden, self.hidden, samples=(f"features{index}",))
+            perceptron(
+                f"branch{index}.layer", self.layers, self.hidden, self.hidden, shards, samples=(f"features{index}",)
+            )
             for index in range(self.branches)
         ]
         joined = concatenation("concatenation", {branch[-1].id: self.hidden for branch in branches})

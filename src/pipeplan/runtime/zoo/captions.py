@@ -6,14 +6,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from pipeplan.runtime.batches import stacked
 from pipeplan.runtime.model import BlockSpec, Model
+from pipeplan.runtime.shards import WHOLE, Shards, Split
 from pipeplan.runtime.zoo.gpt import GPTSize, words
 from pipeplan.runtime.zoo.layers import Attention, Stack, layers, linear
 from pipeplan.runtime.zoo.parts import num_targets, patches
+from pipeplan.runtime.zoo.splitting import WORDS, exchanged, summed_loss, words_told
 
 __all__ = ["CaptionsSize"]
 
@@ -56,27 +57,31 @@ class CaptionsSize:
 
     def model(self, name: str) -> Model:
         """Both towers, the cross-encoder on all devices, and a class per sample with its loss."""
-        first, second = (
-            words(self.text, "text.embedding"),
-            patches("image.embedding", self.image, self.patch, "patches"),
-        )
-        text = [first, *layers("text.layer", self.text.stack, (first.id,))]
-        image = [second, *layers("image.layer", self.image, (second.id,))]
-        meeting, *cross = layers("cross.layer", self.cross, (text[-1].id, image[-1].id), shared=True)
-        meeting = replace(meeting, build=partial(Meeting, self.cross))
-        blocks = (*text, *image, meeting, *cross, self._pool(cross[-1].id))
+        return replace(self._model(name, WHOLE), sharded=lambda count: self._model(name, Shards(count)))
+
+    def _model(self, name: str, shards: Shards) -> Model:
+        first = words(self.text, "text.embedding", shards)
+        text = [first, *layers("text.layer", self.text.stack, (first.id,), shards=shards)]
+        second = patches("image.embedding", self.image, self.patch, "patches", shards)
+        image = [second, *layers("image.layer", self.image, (second.id,), shards=shards)]
+        ends = (text[-1].id, image[-1].id)
+        cross = layers("cross.layer", self.cross, ends, shards=shards, shared=True, first=Meeting)
+        blocks = (*text, *image, *cross, self._pool(cross[-1].id, shards))
         return Model(name, blocks, partial(stacked, self._sample), num_targets)
 
-    def _pool(self, source: str) -> BlockSpec:
+    def _pool(self, source: str, shards: Shards) -> BlockSpec:
+        begin, end = shards.range(self.hidden)
         return BlockSpec(
             "cross.pool",
             "pool",
-            partial(Pool, self.cross),
+            partial(Pool, self.cross, shards),
             (source,),
             ("targets",),
             loss=True,
-            dimensions=self.cross.sizes | {"outputs": self.hidden},
+            dimensions=self.cross.sizes | {"outputs": end - begin},
             shared=True,
+            collectives=exchanged(shards, words_told(shards, 1), ("all_reduce", "I", self.hidden)),
+            split=Split(partial(Pool, self.cross), {"output.weight": WORDS, "output.bias": WORDS}),
         )
 
     def _sample(self, generator: Generator) -> dict[str, Tensor]:
@@ -97,13 +102,14 @@ class Meeting(Attention):
 class Pool(nn.Module):
     """Final norm, the first token by a linear layer to as many classes, and the sum of the samples' cross-entropies."""
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Stack, shards: Shards = WHOLE) -> None:
         super().__init__()
+        begin, end = shards.range(stack.hidden)
+        self.classes, self.shards = stack.hidden, shards
         self.norm = nn.LayerNorm(stack.hidden)
-        self.output = linear(stack.hidden, stack.hidden)
+        self.output = linear(stack.hidden, end - begin)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         """[samples, tokens, hidden] and classes [samples] to a scalar, in float32 at least."""
-        logits = self.output(self.norm(x)[:, 0])
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, targets, reduction="sum")
+        logits = self.output(self.shards.shared(self.norm(x)[:, 0]))
+        return summed_loss(logits, targets, self.classes, self.shards)

@@ -10,18 +10,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.model import BlockSpec, Collective
+from pipeplan.runtime.model import BlockSpec
+from pipeplan.runtime.shards import WHOLE, Cut, RowLinear, Shards, Split
+from pipeplan.runtime.zoo.splitting import columns, exchanged
 
-__all__ = ["Attention", "FeedForward", "Stack", "layers", "linear", "positions_of", "require_divisible", "sums"]
+__all__ = ["Attention", "FeedForward", "Stack", "halves", "layers", "linear", "positions_of", "row_linear"]
 
-_FLOAT32_BYTES = 4
 _LONGEST_WAVE = 10_000
 
 
@@ -41,84 +41,106 @@ class Stack:
         """The dimensions that all its blocks have."""
         return {"sequence": self.sequence, "hidden": self.hidden}
 
+    @property
+    def numbers(self) -> int:
+        """Of the tensor between two blocks, for one sample."""
+        return self.sequence * self.hidden
+
+    def heads_of(self, shards: Shards) -> int:
+        """One device's heads. Raises UsageError where they cannot be shared evenly."""
+        if self.heads % shards.count:
+            raise UsageError(f"it has {self.heads} heads, which {shards.count} devices cannot share evenly")
+        return self.heads // shards.count
+
 
 class Attention(nn.Module):
     """Self-attention, causal or not, with its LayerNorm and residual: [samples, sequence, hidden] to the same.
 
-    Of one device among several it has a share of the heads; what they project is to be summed over the devices.
+    One device among several has a share of the heads.
     """
 
-    def __init__(self, stack: Stack, num_devices: int = 1) -> None:
+    def __init__(self, stack: Stack, shards: Shards = WHOLE) -> None:
         super().__init__()
-        self.causal = stack.causal
-        self.heads, width = stack.heads // num_devices, stack.hidden // num_devices
+        self.causal, self.shards = stack.causal, shards
+        self.heads = stack.heads_of(shards)
         self.norm = nn.LayerNorm(stack.hidden, bias=stack.biased)
-        self.qkv = linear(stack.hidden, 3 * width, biased=stack.biased)
-        self.project = linear(width, stack.hidden, std=_last_std(stack), biased=stack.biased)
+        self.qkv = linear(stack.hidden, 3 * stack.hidden // shards.count, biased=stack.biased)
+        self.project = row_linear(stack.hidden, stack, shards)
 
     def forward(self, x: Tensor) -> Tensor:
         """[samples, sequence, hidden] to the same."""
         samples, sequence, _ = x.shape
-        qkv = self.qkv(self.norm(x)).view(samples, sequence, 3, self.heads, -1)
+        qkv = self.qkv(self.shards.shared(self.norm(x))).view(samples, sequence, 3, self.heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         result: Tensor = x + self.project(mixed.transpose(1, 2).reshape(samples, sequence, -1))
         return result
 
+    @staticmethod
+    def cuts(stack: Stack) -> dict[str, Cut]:
+        """How parameters are split."""
+        return {**columns("qkv", parts=3, biased=stack.biased), "project.weight": Cut(1)}
+
 
 class FeedForward(nn.Module):
     """Two-layer perceptron of width 4 x hidden, or one device's share of that, with its LayerNorm and residual."""
 
-    def __init__(self, stack: Stack, num_devices: int = 1) -> None:
+    def __init__(self, stack: Stack, shards: Shards = WHOLE) -> None:
         super().__init__()
-        width = 4 * stack.hidden // num_devices
+        begin, end = shards.range(4 * stack.hidden)
+        self.shards = shards
         self.norm = nn.LayerNorm(stack.hidden, bias=stack.biased)
-        self.expand = linear(stack.hidden, width, biased=stack.biased)
-        self.project = linear(width, stack.hidden, std=_last_std(stack), biased=stack.biased)
+        self.expand = linear(stack.hidden, end - begin, biased=stack.biased)
+        self.project = row_linear(4 * stack.hidden, stack, shards)
 
     def forward(self, x: Tensor) -> Tensor:
         """[samples, sequence, hidden] to the same."""
-        result: Tensor = x + self.project(F.gelu(self.expand(self.norm(x)), approximate="tanh"))
+        wide = self.expand(self.shards.shared(self.norm(x)))
+        result: Tensor = x + self.project(F.gelu(wide, approximate="tanh"))
         return result
+
+    @staticmethod
+    def cuts(stack: Stack) -> dict[str, Cut]:
+        """How parameters are split."""
+        return {**columns("expand", biased=stack.biased), "project.weight": Cut(1)}
+
+
+def halves(stack: Stack, shards: Shards) -> dict[str, dict[str, int]]:
+    """The operators of a layer's halves, and the dimensions each can be split along, or one device's share of them."""
+    begin, end = shards.range(4 * stack.hidden)
+    return {"attention": {"heads": stack.heads_of(shards)}, "ffn": {"ffn": end - begin}}
 
 
 def layers(
-    prefix: str, stack: Stack, sources: Sequence[str], *, num_devices: int = 1, shared: bool = False
+    prefix: str,
+    stack: Stack,
+    sources: Sequence[str],
+    *,
+    shards: Shards = WHOLE,
+    shared: bool = False,
+    first: type[Attention] = Attention,
 ) -> list[BlockSpec]:
-    """The halves of all layers, one after another, the first fed by ``sources``; or one device's shares of them."""
+    """The halves of all layers, one after another, or one device's shares of them.
+
+    ``sources`` feed the ``first`` attention.
+    """
     blocks: list[BlockSpec] = []
-    feeds = tuple(sources)
     for layer in range(stack.layers):
-        for operator, half, split in (("attention", Attention, "heads"), ("ffn", FeedForward, "ffn")):
-            count = stack.heads if split == "heads" else 4 * stack.hidden
+        for operator, split in halves(stack, shards).items():
+            attention = Attention if blocks else first
+            half = attention if operator == "attention" else FeedForward
             block = BlockSpec(
                 f"{prefix}{layer}.{operator}",
                 operator,
-                partial(half, stack, num_devices),
-                feeds,
-                dimensions=stack.sizes | {split: count // num_devices},
+                partial(half, stack, shards),
+                (blocks[-1].id,) if blocks else tuple(sources),
+                dimensions=stack.sizes | split,
                 shared=shared,
-                collectives=sums(stack, num_devices, "F", "I"),
+                collectives=exchanged(shards, ("all_reduce", "F", stack.numbers), ("all_reduce", "I", stack.numbers)),
+                split=Split(partial(half, stack), half.cuts(stack)),
             )
             blocks.append(block)
-            feeds = (block.id,)
     return blocks
-
-
-def sums(stack: Stack, num_devices: int, *phases: Literal["F", "I"]) -> tuple[Collective, ...]:
-    """What the shares of a block sum up, as in Megatron-LM: outputs after F, input gradients after I."""
-    size = _FLOAT32_BYTES * stack.sequence * stack.hidden
-    return tuple(Collective("all_reduce", phase, size) for phase in phases) if num_devices > 1 else ()
-
-
-def require_divisible(name: str, stack: Stack, num_devices: int) -> None:
-    """Refuse so many devices for a stack. Raises UsageError."""
-    for what, count in (("heads", stack.heads), ("hidden", stack.hidden)):
-        if count % num_devices:
-            raise UsageError(
-                f"{name} has {count} {what}, which cannot be split over {num_devices} devices; "
-                "choose a number that divides them"
-            )
 
 
 def linear(inputs: int, outputs: int, *, std: float = 0.02, biased: bool = True) -> nn.Linear:
@@ -137,6 +159,10 @@ def positions_of(sequence: int, hidden: int) -> Tensor:
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :hidden]
 
 
-def _last_std(stack: Stack) -> float:
-    """Of a half's last weights: smaller the more halves add to the residual."""
-    return 0.02 / math.sqrt(2 * stack.layers)
+def row_linear(inputs: int, stack: Stack, shards: Shards) -> RowLinear:
+    """The last layer of a half, split by its inputs; its weights are the smaller, the more halves the residual adds."""
+    layer = RowLinear(inputs, stack.hidden, shards, bias=stack.biased)
+    nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * stack.layers))
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return layer

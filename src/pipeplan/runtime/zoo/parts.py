@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeplan.runtime.model import Batch, BlockSpec
+from pipeplan.runtime.shards import WHOLE, Shards, Split
 from pipeplan.runtime.zoo.layers import Stack, linear, positions_of
+from pipeplan.runtime.zoo.splitting import columns, exchanged, replicated
 
 __all__ = ["concatenation", "num_targets", "patches", "perceptron", "value_head"]
 
@@ -20,15 +22,28 @@ class Patches(nn.Module):
 
     positions: Tensor
 
-    def __init__(self, stack: Stack, patch: int) -> None:
+    def __init__(self, stack: Stack, patch: int, shards: Shards = WHOLE) -> None:
         super().__init__()
-        self.embed = linear(patch, stack.hidden)
+        self.shards = shards
+        self.embed = linear(patch, stack.hidden // shards.count)
         self.register_buffer("positions", positions_of(stack.sequence, stack.hidden), persistent=False)
 
     def forward(self, patches: Tensor) -> Tensor:
         """[samples, sequence, patch] to [samples, sequence, hidden]."""
-        result: Tensor = self.embed(patches) + self.positions
-        return result
+        return self.shards.gathered(self.embed(patches)) + self.positions
+
+
+class Dense(nn.Module):
+    """A linear layer with a ReLU, split by its outputs."""
+
+    def __init__(self, inputs: int, outputs: int, shards: Shards = WHOLE) -> None:
+        super().__init__()
+        self.shards = shards
+        self.layer = nn.Linear(inputs, outputs // shards.count)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[samples, inputs] to [samples, outputs]."""
+        return self.shards.gathered(F.relu(self.layer(self.shards.shared(x))))
 
 
 class Concatenation(nn.Module):
@@ -53,45 +68,69 @@ class ValueHead(nn.Module):
         return F.mse_loss(found.to(wide), targets.to(wide), reduction="sum")
 
 
-def patches(id_: str, stack: Stack, patch: int, sample: str) -> BlockSpec:
+def patches(id_: str, stack: Stack, patch: int, sample: str, shards: Shards) -> BlockSpec:
     """The embedding of a batch's patches."""
-    sizes = stack.sizes | {"patch": patch}
-    return BlockSpec(id_, "patch-embedding", partial(Patches, stack, patch), samples=(sample,), dimensions=sizes)
+    return BlockSpec(
+        id_,
+        "patch-embedding",
+        partial(Patches, stack, patch, shards),
+        samples=(sample,),
+        dimensions=stack.sizes | {"patch": patch},
+        collectives=exchanged(shards, ("all_gather", "F", stack.numbers)),
+        split=Split(partial(Patches, stack, patch), columns("embed")),
+    )
 
 
 def perceptron(
-    prefix: str, layers: int, inputs: int, outputs: int, *, sources: Sequence[str] = (), samples: Sequence[str] = ()
+    prefix: str,
+    layers: int,
+    inputs: int,
+    outputs: int,
+    shards: Shards,
+    *,
+    sources: Sequence[str] = (),
+    samples: Sequence[str] = (),
 ) -> list[BlockSpec]:
     """Linear layers with a ReLU each, a block apiece; the first takes ``inputs`` numbers of sources or samples."""
     blocks: list[BlockSpec] = []
     for layer in range(layers):
         taken = outputs if layer else inputs
-        blocks.append(
-            BlockSpec(
-                f"{prefix}{layer}",
-                "linear",
-                partial(_dense, taken, outputs),
-                sources=(blocks[-1].id,) if layer else tuple(sources),
-                samples=() if layer else tuple(samples),
-                dimensions={"inputs": taken, "outputs": outputs},
-            )
+        feeds = (blocks[-1].id,) if layer else tuple(sources)
+        returned = exchanged(shards, ("all_reduce", "I", taken)) if feeds else ()
+        block = BlockSpec(
+            f"{prefix}{layer}",
+            "linear",
+            partial(Dense, taken, outputs, shards),
+            feeds,
+            () if layer else tuple(samples),
+            dimensions={"inputs": taken, "outputs": outputs // shards.count},
+            collectives=(*exchanged(shards, ("all_gather", "F", outputs)), *returned),
+            split=Split(partial(Dense, taken, outputs), columns("layer")),
         )
+        blocks.append(block)
     return blocks
-
-
-def _dense(inputs: int, outputs: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(inputs, outputs), nn.ReLU())
 
 
 def concatenation(id_: str, numbers: Mapping[str, int]) -> BlockSpec:
     """Joins blocks that give so many numbers per sample."""
-    return BlockSpec(id_, "concatenation", Concatenation, tuple(numbers), dimensions={"outputs": sum(numbers.values())})
+    sizes = {"outputs": sum(numbers.values())}
+    split = replicated(Concatenation)
+    return BlockSpec(id_, "concatenation", Concatenation, tuple(numbers), dimensions=sizes, split=split)
 
 
 def value_head(source: str, width: int) -> BlockSpec:
     """A number for every row of a block's output, against ``targets``."""
-    sizes = {"inputs": width, "outputs": 1}
-    return BlockSpec("head", "head", partial(ValueHead, width), (source,), ("targets",), loss=True, dimensions=sizes)
+    build = partial(ValueHead, width)
+    return BlockSpec(
+        "head",
+        "head",
+        build,
+        (source,),
+        ("targets",),
+        loss=True,
+        dimensions={"inputs": width, "outputs": 1},
+        split=replicated(build),
+    )
 
 
 def num_targets(batch: Batch) -> int:

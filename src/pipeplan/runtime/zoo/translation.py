@@ -7,7 +7,7 @@ a layer. Positions have no parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.batches import token_batch
 from pipeplan.runtime.model import BlockSpec, Model
-from pipeplan.runtime.zoo.layers import Attention, FeedForward, Stack, layers, linear, positions_of
+from pipeplan.runtime.shards import WHOLE, Cut, Shards, Split, WordEmbedding
+from pipeplan.runtime.zoo.layers import Attention, FeedForward, Stack, halves, layers, linear, positions_of, row_linear
 from pipeplan.runtime.zoo.parts import num_targets
+from pipeplan.runtime.zoo.splitting import WORDS, columns, exchanged, replicated, summed_loss, words_told
 
 __all__ = ["TranslationSize"]
 
@@ -53,36 +55,49 @@ class TranslationSize:
 
     def model(self, name: str) -> Model:
         """Encoder, then decoder, then head with loss."""
-        source = self._words("encoder.embedding", "tokens")
-        encoder = layers("encoder.layer", self.stack, (source.id,))
-        encoded = BlockSpec(
-            "encoder.norm", "norm", partial(_norm, self.stack), (encoder[-1].id,), dimensions=self.stack.sizes
-        )
-        target = self._words("decoder.embedding", "decoder_tokens")
-        decoder = _decoder(replace(self.stack, causal=True), (target.id, encoded.id))
-        blocks = (source, *encoder, encoded, target, *decoder, self._head(decoder[-1].id))
+        return replace(self._model(name, WHOLE), sharded=lambda count: self._model(name, Shards(count)))
+
+    def _model(self, name: str, shards: Shards) -> Model:
+        source = self._words("encoder.embedding", "tokens", shards)
+        encoder = layers("encoder.layer", self.stack, (source.id,), shards=shards)
+        norm = partial(_norm, self.stack)
+        sizes, last = self.stack.sizes, encoder[-1].id
+        encoded = BlockSpec("encoder.norm", "norm", norm, (last,), dimensions=sizes, split=replicated(norm))
+        target = self._words("decoder.embedding", "decoder_tokens", shards)
+        decoder = _decoder(replace(self.stack, causal=True), (target.id, encoded.id), shards)
+        blocks = (source, *encoder, encoded, target, *decoder, self._head(decoder[-1].id, shards))
         table = [(source.id, "token.weight"), (target.id, "token.weight"), ("head", "output.weight")]
         return Model(name, blocks, self._batch, num_targets, tied=(tuple(table),))
 
-    def _words(self, id_: str, sample: str) -> BlockSpec:
-        build = partial(Words, self.stack, self.vocabulary)
-        return BlockSpec(id_, "embedding", build, (), (sample,), dimensions=self._sizes, shared=self.shared)
+    def _words(self, id_: str, sample: str, shards: Shards) -> BlockSpec:
+        return BlockSpec(
+            id_,
+            "embedding",
+            partial(Words, self.stack, self.vocabulary, shards),
+            samples=(sample,),
+            dimensions=self._sizes(shards),
+            shared=self.shared,
+            collectives=exchanged(shards, ("all_reduce", "F", self.stack.numbers)),
+            split=Split(partial(Words, self.stack, self.vocabulary), {"token.weight": WORDS}),
+        )
 
-    def _head(self, source: str) -> BlockSpec:
+    def _head(self, source: str, shards: Shards) -> BlockSpec:
         return BlockSpec(
             "head",
             "head",
-            partial(Prediction, self.stack, self.vocabulary),
+            partial(Prediction, self.stack, self.vocabulary, shards),
             (source,),
             ("targets",),
             loss=True,
-            dimensions=self._sizes,
+            dimensions=self._sizes(shards),
             shared=self.shared,
+            collectives=exchanged(shards, words_told(shards, self.sequence), ("all_reduce", "I", self.stack.numbers)),
+            split=Split(partial(Prediction, self.stack, self.vocabulary), {"output.weight": WORDS}),
         )
 
-    @property
-    def _sizes(self) -> dict[str, int]:
-        return self.stack.sizes | {"vocabulary": self.vocabulary}
+    def _sizes(self, shards: Shards) -> dict[str, int]:
+        begin, end = shards.range(self.vocabulary)
+        return self.stack.sizes | {"vocabulary": end - begin}
 
     def _batch(self, num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
         """A text that counts up, whose translation is the same text one word on."""
@@ -95,11 +110,10 @@ class Words(nn.Module):
 
     positions: Tensor
 
-    def __init__(self, stack: Stack, vocabulary: int) -> None:
+    def __init__(self, stack: Stack, vocabulary: int, shards: Shards = WHOLE) -> None:
         super().__init__()
-        self.token = nn.Embedding(vocabulary, stack.hidden)
         self.scale = math.sqrt(stack.hidden)
-        nn.init.normal_(self.token.weight, std=1 / self.scale)
+        self.token = WordEmbedding(vocabulary, stack.hidden, shards, std=1 / self.scale)
         self.register_buffer("positions", positions_of(stack.sequence, stack.hidden), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -111,37 +125,49 @@ class Words(nn.Module):
 class CrossAttention(nn.Module):
     """Attention to what was encoded, with its norm and residual."""
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Stack, shards: Shards = WHOLE) -> None:
         super().__init__()
-        self.heads = stack.heads
+        own = stack.hidden // shards.count
+        self.heads, self.shards = stack.heads_of(shards), shards
         self.norm = nn.LayerNorm(stack.hidden, bias=stack.biased)
-        self.query = linear(stack.hidden, stack.hidden, biased=stack.biased)
-        self.memory = linear(stack.hidden, 2 * stack.hidden, biased=stack.biased)
-        self.project = linear(stack.hidden, stack.hidden, biased=stack.biased)
+        self.query = linear(stack.hidden, own, biased=stack.biased)
+        self.memory = linear(stack.hidden, 2 * own, biased=stack.biased)
+        self.project = row_linear(stack.hidden, stack, shards)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         """[samples, sequence, hidden] and [samples, words of the encoder, hidden] to the first's shape."""
-        query = self.query(self.norm(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        both = self.memory(memory).unflatten(-1, (2, self.heads, -1))
+        query = self.query(self.shards.shared(self.norm(x))).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        both = self.memory(self.shards.shared(memory)).unflatten(-1, (2, self.heads, -1))
         key, value = both.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value)
         result: Tensor = x + self.project(mixed.transpose(1, 2).flatten(2))
         return result
 
+    @staticmethod
+    def cuts(stack: Stack) -> dict[str, Cut]:
+        """How parameters are split."""
+        both = columns("query", biased=stack.biased) | columns("memory", parts=2, biased=stack.biased)
+        return {**both, "project.weight": Cut(1)}
+
 
 class Prediction(nn.Module):
     """Final norm, output layer (shares the table of words) and the sum of the words' cross-entropies."""
 
-    def __init__(self, stack: Stack, vocabulary: int) -> None:
+    def __init__(self, stack: Stack, vocabulary: int, shards: Shards = WHOLE) -> None:
         super().__init__()
+        begin, end = shards.range(vocabulary)
+        self.vocabulary, self.shards = vocabulary, shards
         self.norm = _norm(stack)
-        self.output = linear(stack.hidden, vocabulary, biased=False)
+        self.output = linear(stack.hidden, end - begin, biased=False)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         """[samples, sequence, hidden] and targets [samples, sequence] to a scalar, in float32 at least."""
-        logits = self.output(self.norm(x))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # a sum of thousands needs the digits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        logits = self.output(self.shards.shared(self.norm(x)))
+        return summed_loss(logits, targets, self.vocabulary, self.shards)
+
+
+_Part = type[Attention] | type[CrossAttention] | type[FeedForward]
+_PARTS: dict[str, _Part] = {"attention": Attention, "cross-attention": CrossAttention, "ffn": FeedForward}
 
 
 class Beside(nn.Module):
@@ -151,10 +177,10 @@ class Beside(nn.Module):
     sends its output once, to the decoder's first block. ``last`` hands on the decoder's words alone.
     """
 
-    def __init__(self, part: nn.Module, words: int, last: bool) -> None:
+    def __init__(self, part: _Part, stack: Stack, last: bool, shards: Shards = WHOLE) -> None:
         super().__init__()
-        self.part, self.words, self.last = part, words, last
-        self.takes_memory = isinstance(part, CrossAttention)
+        self.part, self.words, self.last = part(stack, shards), stack.sequence, last
+        self.takes_memory = part is CrossAttention
 
     def forward(self, *given: Tensor) -> Tensor:
         """The decoder's words and the encoder's, in two tensors or in one."""
@@ -163,31 +189,37 @@ class Beside(nn.Module):
         return made if self.last else torch.cat([made, memory], dim=1)
 
 
-def _decoder(stack: Stack, sources: Sequence[str]) -> list[BlockSpec]:
+def _decoder(stack: Stack, sources: Sequence[str], shards: Shards) -> list[BlockSpec]:
     """Layers of three parts. From the last attention to the encoder's words on, these travel no further."""
     blocks: list[BlockSpec] = []
-    feeds = tuple(sources)
-    memory = {"heads": stack.heads, "memory": stack.sequence}
-    parts = (("attention", Attention), ("cross-attention", CrossAttention), ("ffn", FeedForward))
-    splits = {"attention": {"heads": stack.heads}, "cross-attention": memory, "ffn": {"ffn": 4 * stack.hidden}}
+    own = halves(stack, shards)
+    sizes = {"attention": own["attention"], "cross-attention": {**own["attention"], "memory": stack.sequence}}
+    returned = {"cross-attention": exchanged(shards, ("all_reduce", "I", stack.numbers))}
+    both = exchanged(shards, ("all_reduce", "F", stack.numbers), ("all_reduce", "I", stack.numbers))
     for layer in range(stack.layers):
-        for operator, part in parts:
-            last = layer == stack.layers - 1 and operator != "attention"
-            alone = last and operator == "ffn"
+        for operator, split in (sizes | {"ffn": own["ffn"]}).items():
+            build, cuts = _part(operator, stack, layer)
             block = BlockSpec(
                 f"decoder.layer{layer}.{operator}",
                 operator,
-                partial(part, stack) if alone else partial(_beside, part, stack, last),
-                feeds,
-                dimensions=stack.sizes | splits[operator],
+                partial(build, shards),
+                (blocks[-1].id,) if blocks else tuple(sources),
+                dimensions=stack.sizes | split,
+                collectives=both + returned.get(operator, ()),
+                split=Split(build, cuts),
             )
             blocks.append(block)
-            feeds = (block.id,)
     return blocks
 
 
-def _beside(part: type[nn.Module], stack: Stack, last: bool) -> nn.Module:
-    return Beside(part(stack), stack.sequence, last)
+def _part(operator: str, stack: Stack, layer: int) -> tuple[Callable[[Shards], nn.Module], dict[str, Cut]]:
+    """What makes a part of a layer, and how its parameters are split."""
+    part = _PARTS[operator]
+    last = layer == stack.layers - 1
+    if last and operator == "ffn":
+        return partial(part, stack), part.cuts(stack)
+    build = partial(Beside, part, stack, last and operator != "attention")
+    return build, {f"part.{name}": cut for name, cut in part.cuts(stack).items()}
 
 
 def _norm(stack: Stack) -> nn.LayerNorm:
