@@ -61,9 +61,9 @@ def train_both(plan: Plan, model: Model, options: RunOptions, link: Link) -> dic
             whole = unsplit.parameters()[name]
             distances["gradient"] = max(distances["gradient"], _distance(parameter.grad, whole.grad))
             distances["parameter"] = max(distances["parameter"], _distance(parameter, whole))
-    names = sorted(trainer.parameters())
+    names, num_buffers = sorted(trainer.parameters()), trainer.executor.channels.buffers.num_made
     trainer.close()
-    return {"losses": losses, "norms": norms, "distances": distances, "parameters": names}
+    return {"losses": losses, "norms": norms, "distances": distances, "parameters": names, "num_buffers": num_buffers}
 
 
 def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:

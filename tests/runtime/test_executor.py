@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ import runtime_models
 from helpers import gpipe_orders
 from runtime_plans import PLACEMENTS, TRAINING, Case, Reports, assert_as_unsplit, four_devices, model_plan, reports_of
 
+from pipeplan.model import Action
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.options import RunOptions
 
@@ -67,6 +69,21 @@ def test_tied_parameters_stand_on_different_ranks_somewhere(reports: Reports) ->
     assert holders == {0, 3}
     in_v_shape = [set(report["parameters"]) for report in reports["v-shape full"].values()]
     assert any({"embedding.token.weight", "head.output.weight"} <= parameters for parameters in in_v_shape)
+
+
+@pytest.mark.parametrize("name", ["one-to-one full", "one-to-one split", "circular split", "v-shape full"])
+def test_no_more_buffers_than_messages_whose_action_is_not_over(name: str, reports: Reports) -> None:
+    """Over all steps; a message is needed from its RECV to the B, or W, of its stage and micro-batch."""
+    plan, _ = cases()[name]
+    for rank, program in enumerate(plan.programs):
+        held, most = Counter[tuple[int, int]](), 0
+        for action in map(Action.parse, program):
+            place = (action.stage, action.microbatch)
+            held[place] += action.kind.startswith("RECV")
+            most = max(most, held.total())
+            if action.kind in "BW":
+                held[place] = 0
+        assert 0 < reports[name][rank]["num_buffers"] <= most < len(program)
 
 
 def test_ranks_that_differ_all_refuse_alike(reports: Reports) -> None:

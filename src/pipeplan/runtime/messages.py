@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeplan.runtime.buffers import Buffers
 from pipeplan.runtime.failures import Cause, cause_of
 from pipeplan.runtime.program import Instruction, Program
 from pipeplan.runtime.rows import TensorSpec
@@ -88,6 +89,7 @@ class Channels:
         self._groups = _groups(edges, transport, timeout)
         self._sent: dict[int, deque[_Sent]] = {}
         self._awaited: dict[int, _Awaited] = {}
+        self.buffers = Buffers()
         self._index = {message: index for index, message in enumerate(sorted(program.tensors))}
         self._width = max((len(names) for names in program.tensors.values()), default=1)
         # torch leaves the constructors of its CUDA classes untyped
@@ -115,7 +117,7 @@ class Channels:
         queue.append(_Sent(works, ready))
 
     def receive(self, instruction: Instruction) -> None:
-        """Post the receives of a message into fresh buffers; :meth:`take` waits for them.
+        """Post the receives of a message into buffers that nobody uses; :meth:`take` waits for them.
 
         Raises:
             TransferError: the peer is gone.
@@ -217,8 +219,11 @@ class Channels:
         return self._groups.get((source, target))
 
     def _buffer(self, name: str, num_samples: int) -> Tensor:
+        """On NCCL torch's allocator reuses the memory of GPUs; ours does on hosts."""
         spec = self._specs[name]
-        return torch.empty(spec.of(num_samples), dtype=spec.dtype, device="cpu" if self._staged else self._device)
+        if self._nccl:
+            return torch.empty(spec.of(num_samples), dtype=spec.dtype, device=self._device)
+        return self.buffers.lend(spec.of(num_samples), spec.dtype)
 
     def _incoming(self, buffer: Tensor) -> Tensor:
         if self._staged:
