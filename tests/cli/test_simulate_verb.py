@@ -12,7 +12,7 @@ import pytest
 from helpers import chain_plan, chain_profile
 
 from pipeplan.cli.main import main
-from pipeplan.model import Cluster, DeviceKind, LinkLevel, Source, write_file
+from pipeplan.model import Cluster, DeviceKind, LinkLevel, Source, sha256_of, write_file
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 KEYS = [
@@ -104,6 +104,24 @@ def test_svg_and_trace_are_written_beside_the_report(run: Command, plan: Path, t
     assert len(list(ElementTree.parse(svg).getroot().iter("{http://www.w3.org/2000/svg}g"))) == 4
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert len(events) == 4 * 16 + 2 * 6 * 8
+
+
+def test_measured_shows_what_a_run_of_the_plan_took(run: Command, tmp_path: Path) -> None:
+    planned = chain_plan(2, 4, forward=2_000_000, backward=4_000_000, lag=500_000)
+    plan, trace = tmp_path / "plan.json", tmp_path / "run.trace"
+    write_file(planned, str(plan))
+    text = (GOLDEN / "measured_chain.trace.json").read_text(encoding="utf-8")
+    trace.write_text(text.replace("PLAN_SHA256", sha256_of(planned)), encoding="utf-8")
+    done = run(plan, "--measured", trace)
+    assert done.code == 0
+    assert "rehearsed in 2 steps; the first one, which warms up, is left out" in done.out
+    found = json.loads(run(plan, "--measured", trace, "--json").out)
+    assert found["measured"]["predicted_iteration_ns"] == found["makespan_ns"]
+    assert found["measured"]["iteration_ns"] > found["makespan_ns"]
+    write_file(chain_plan(2, 4), str(plan))
+    done = run(plan, "--measured", trace)
+    assert (done.code, done.out) == (2, "")
+    assert "the trace is of another plan, 'chain'" in done.err
 
 
 def test_one_output_goes_to_stdout_alone(run: Command, plan: Path) -> None:

@@ -115,7 +115,7 @@ def command(
     if result is None:  # not rank 0
         return
     if trace_path is not None:
-        _write_trace(plans[-1], result, trace_path)
+        _write_trace(plans[-1], options, result, trace_path)
     if as_json:
         summary = _rehearsed if emulate else _trained
         click.echo(json.dumps(summary(plans[-1], options, result)))
@@ -229,12 +229,12 @@ def _trained(plan: Plan, options: RunOptions, result: RunResult) -> dict[str, ob
     }
 
 
-def _write_trace(plan: Plan, result: RunResult, path: str) -> None:
+def _write_trace(plan: Plan, options: RunOptions, result: RunResult, path: str) -> None:
     """Predicted and measured, step after step; in each both begin at the same moment.
 
     A measured SEND lasts as long as posting it took, a RECV as long as its consumer waited for it.
     """
-    from pipeplan.model import write_text
+    from pipeplan.model import sha256_of, write_text
     from pipeplan.model.trace import Trace, trace_json
     from pipeplan.report.trace import predicted_trace
     from pipeplan.simulate.simulation import simulate
@@ -250,7 +250,15 @@ def _write_trace(plan: Plan, result: RunResult, path: str) -> None:
         events += [_later(event, begin_ns, step) for event in predicted if event["ph"] == "X"]
         last = max((end for actions in ranks for *_, end in actions), default=0)
         begin_ns += max(last, plan.predicted.makespan_ns) * 21 // 20
-    about = {"plan": plan.name, "steps": len(result.steps), "makespan_ns": plan.predicted.makespan_ns}
+    about = {
+        "plan": plan.name,
+        "plan_sha256": sha256_of(plan),
+        "model": options.model or None,
+        "emulated": options.emulate,
+        "blocking": options.blocking,
+        "steps": len(result.steps),
+        "makespan_ns": plan.predicted.makespan_ns,
+    }
     write_text(trace_json([*events, *measured.events()], about), path)
 
 

@@ -23,6 +23,12 @@ __all__ = ["command"]
 )
 @click.option("--profile", "profile_path", metavar="FILE", help="Take times and sizes from this profile.")
 @click.option("--cluster", "cluster_path", metavar="FILE", help="Take devices and links from this cluster.")
+@click.option(
+    "--measured",
+    "measured_path",
+    metavar="TRACE",
+    help="Compare with what a run of PLAN measured, as run --trace wrote it.",
+)
 @click.option("--svg", "svg_path", metavar="FILE", help="Write the timeline as SVG; - for stdout.")
 @click.option("--trace", "trace_path", metavar="FILE", help="Write the timeline for Perfetto; - for stdout.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object instead of tables.")
@@ -31,6 +37,7 @@ def command(
     microbatches: int | None,
     profile_path: str | None,
     cluster_path: str | None,
+    measured_path: str | None,
     svg_path: str | None,
     trace_path: str | None,
     as_json: bool,
@@ -38,12 +45,14 @@ def command(
     """Replay PLAN: when every action runs if each starts as soon as it can.
 
     Prints the makespan, the three bubble rates, busy, idle and memory of each device, a timeline and the critical
-    path. PLAN may be - for stdin.
+    path; with --measured what actions, devices and the iteration were predicted to take, and what they took. PLAN may
+    be - for stdin.
     """
     from pipeplan.model import read_cluster, read_plan, read_profile, write_text
     from pipeplan.simulate.simulation import simulate
 
-    _require_one_of_each("read from stdin", {"PLAN": plan_path, "--profile": profile_path, "--cluster": cluster_path})
+    inputs = {"PLAN": plan_path, "--profile": profile_path, "--cluster": cluster_path, "--measured": measured_path}
+    _require_one_of_each("read from stdin", inputs)
     _require_one_of_each(
         "print to stdout", {"--json": "-" if as_json else None, "--svg": svg_path, "--trace": trace_path}
     )
@@ -63,7 +72,7 @@ def command(
         write_text(trace_text(simulation), trace_path)
     _warn(simulation)
     if "-" not in (svg_path, trace_path):
-        _print(simulation, as_json)
+        _print(simulation, as_json, measured_path)
 
 
 def _require_one_of_each(what: str, paths: dict[str, str | None]) -> None:
@@ -88,12 +97,27 @@ def _warn(simulation: Simulation) -> None:
         )
 
 
-def _print(simulation: Simulation, as_json: bool) -> None:
-    if as_json:
+def _print(simulation: Simulation, as_json: bool, measured_path: str | None) -> None:
+    if measured_path is not None:
+        _print_compared(simulation, as_json, measured_path)
+    elif as_json:
         from pipeplan.report.figures import figures
 
         click.echo(json.dumps(figures(simulation)))
-        return
-    from pipeplan.report.terminal import print_simulation
+    else:
+        from pipeplan.report.terminal import print_simulation
 
-    print_simulation(simulation, sys.stdout)
+        print_simulation(simulation, sys.stdout)
+
+
+def _print_compared(simulation: Simulation, as_json: bool, path: str) -> None:
+    from pipeplan.model.measured import read_trace
+    from pipeplan.report.figures import figures
+    from pipeplan.report.measured import measured_figures, print_comparison
+    from pipeplan.simulate.measured import compared
+
+    comparison = compared(simulation, read_trace(path, len(simulation.plan.devices)))
+    if as_json:
+        click.echo(json.dumps({**figures(simulation), "measured": measured_figures(comparison)}))
+    else:
+        print_comparison(simulation, comparison, sys.stdout)

@@ -28,6 +28,7 @@ from pipeplan.model.profile import Profile
 __all__ = [
     "FORMATS",
     "parse",
+    "read_bytes",
     "read_cluster",
     "read_placement",
     "read_plan",
@@ -140,10 +141,11 @@ def sha256_of(model: FileModel) -> str:
 
 
 def _read(path: str, model: type[Model]) -> Model:
-    return parse(_read_bytes(path), model, "<stdin>" if path == "-" else path)
+    return parse(read_bytes(path), model, "<stdin>" if path == "-" else path)
 
 
-def _read_bytes(path: str) -> bytes:
+def read_bytes(path: str) -> bytes:
+    """All of a file, which may not be larger than :data:`MAX_FILE_BYTES`; ``-`` is stdin. Raises FileError."""
     try:
         if path == "-":
             return sys.stdin.buffer.read(MAX_FILE_BYTES)

@@ -15,13 +15,14 @@ from typing import Literal
 
 from pipeplan.model.action import Action
 
-__all__ = ["Trace", "TraceEvent", "trace_event", "trace_json"]
+__all__ = ["MEASURED_PROCESS_ID", "Trace", "TraceEvent", "trace_event", "trace_json"]
 
 Process = Literal["predicted", "measured"]
 TraceEvent = dict[str, object]
 """One event of the format: a plain dictionary, ready for JSON."""
 
-_PROCESS_IDS: dict[str, int] = {"predicted": 1, "measured": 2}
+MEASURED_PROCESS_ID = 2
+_PROCESS_IDS: dict[str, int] = {"predicted": 1, "measured": MEASURED_PROCESS_ID}
 _TRACKS = 1000
 """Track ids per device: compute is 0, communication from 1 on."""
 

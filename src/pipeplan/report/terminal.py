@@ -18,7 +18,7 @@ from pipeplan.report.timeline import Cell, Window, device_row, repetend_time_ran
 from pipeplan.simulate.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
 
-__all__ = ["KIND_NAMES", "print_simulation", "report"]
+__all__ = ["KIND_NAMES", "console_for", "print_simulation", "report", "shown_rows"]
 
 KIND_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
@@ -41,11 +41,17 @@ def print_simulation(simulation: Simulation, file: TextIO | None = None, width: 
 
     ``width`` is in columns; without it, the terminal's, or 120 where there is none.
     """
+    console = console_for(file, width)
+    for part in report(simulation, console.width, ascii_only=console.options.ascii_only):
+        console.print(part)
+
+
+def console_for(file: TextIO | None, width: int | None) -> Console:
+    """Where reports go, as :func:`print_simulation` says."""
     console = Console(file=file, highlight=False, soft_wrap=False)
     if width is not None or not console.is_terminal:
         console = Console(file=file, highlight=False, width=width or _PLAIN_WIDTH)
-    for part in report(simulation, console.width, ascii_only=console.options.ascii_only):
-        console.print(part)
+    return console
 
 
 def report(simulation: Simulation, width: int, *, ascii_only: bool = False) -> list[RenderableType]:
@@ -100,7 +106,7 @@ _Column = tuple[str, list[str]]
 
 def _devices(simulation: Simulation, width: int) -> list[Table]:
     """One table of times and memory; where it is too wide, memory apart, and that in as many tables as it takes."""
-    rows = _shown_rows(len(simulation.orders), _MAX_ROWS)
+    rows = shown_rows(len(simulation.orders), _MAX_ROWS)
     times, memory = _time_columns(simulation), _memory_columns(simulation)
     name: _Column = ("device", [str(device) for device in range(len(simulation.orders))])
     groups = [[*times, *memory]]
@@ -161,7 +167,7 @@ def _table(columns: Sequence[_Column], rows: Sequence[int | None]) -> Table:
     return table
 
 
-def _shown_rows(count: int, most: int) -> list[int | None]:
+def shown_rows(count: int, most: int) -> list[int | None]:
     """All devices, or the first and the last with None for those between."""
     if count <= most:
         return list(range(count))
@@ -175,7 +181,7 @@ def _timeline(simulation: Simulation, width: int, marks: str) -> Text:
     parts = windows(simulation, max(20, width - label - 2))
     text = Text(no_wrap=True, overflow="ignore")
     text.append(_ruler(simulation, parts, label) + "\n", style="dim")
-    for device in _shown_rows(len(simulation.orders), _MAX_TIMELINE_ROWS):
+    for device in shown_rows(len(simulation.orders), _MAX_TIMELINE_ROWS):
         if device is None:
             text.append(f"{'...':>{label}}\n")
             continue
