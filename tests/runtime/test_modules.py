@@ -13,13 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pipeplan.runtime.model import BlockSpec
 from pipeplan.runtime.modules import (
     DeferredEmbedding,
     DeferredLinear,
     WeightGradQueue,
     defer_weight_gradients,
+    warn_if_few_can_wait,
     warn_if_nothing_waits,
 )
+from pipeplan.runtime.program import StagePart
+from pipeplan.runtime.stages import Samples, StageRunner
 
 WIDTH = 6
 
@@ -343,6 +347,39 @@ def test_compiled_unknowingly() -> None:
     assert module.weight.grad is not None
     with pytest.warns(UserWarning, match="block 'a' has deferred no weight gradient"):
         warn_if_nothing_waits(queue, module, "block 'a'")
+
+
+def test_a_stage_compiled_unknowingly_says_so() -> None:
+    """Gradients are right all the same."""
+    module = defer_weight_gradients(nn.Linear(WIDTH, WIDTH))
+    part = StagePart(0, ("a", "b"), False, True, {}, {1: ("b",)}, frozenset(), frozenset({1}))
+    specs = {"a": BlockSpec("a", "linear", nn.Identity, samples=("x",)), "b": BlockSpec("b", "x", nn.Tanh, ("a",))}
+    stage = StageRunner(part, {"a": torch.compile(module, backend="eager"), "b": nn.Tanh()}, specs)
+    x = torch.randn(3, WIDTH)
+    made = stage.forward((0, 1, 2), {}, Samples({"x": x}, 1))
+    with pytest.warns(UserWarning, match=r"stage 0 \(blocks 'a' to 'b'\) has deferred no weight gradient"):
+        stage.backward(0, {(0, 1, 2): [("b", torch.ones_like(made["b"]))]})
+    stage.weight_gradients(0)
+    expected = (1 - made["b"] ** 2).t() @ x
+    torch.testing.assert_close(module.weight.grad, expected)
+
+
+class Raw(nn.Module):
+    """Multiplies by a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.after = nn.Parameter(torch.ones(WIDTH, WIDTH)), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(x @ self.weight)
+
+
+def test_a_module_that_can_defer_little_says_how_little() -> None:
+    with pytest.warns(UserWarning, match=r"^stage 2 cannot split .* of 36 of its 48 weights are computed with I"):
+        warn_if_few_can_wait(defer_weight_gradients(Raw()), "stage 2")
+    for fitting in (Raw().after, Tied(), Checkpointed(), nn.LayerNorm(WIDTH), frozen(Raw(), "weight"), nn.Tanh()):
+        warn_if_few_can_wait(defer_weight_gradients(fitting), "stage 2")
 
 
 def test_nothing_to_defer_is_no_cause_to_warn() -> None:

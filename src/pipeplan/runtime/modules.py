@@ -30,6 +30,7 @@ __all__ = [
     "defer_weight_gradients",
     "embedding",
     "linear",
+    "warn_if_few_can_wait",
     "warn_if_nothing_waits",
 ]
 
@@ -115,6 +116,23 @@ def defer_weight_gradients(module: nn.Module) -> nn.Module:
         elif type(child) is nn.Embedding and _is_plain(child):
             child.__class__ = DeferredEmbedding
     return module
+
+
+def warn_if_few_can_wait(module: nn.Module, name: str) -> None:
+    """Warn if of a module whose backward a plan splits most weight gradients cannot be deferred.
+
+    Parameters of one dimension, as of normalisations, do not count: their gradients are by-products of I.
+    """
+    trained = {id(each): each.numel() for each in module.parameters() if each.requires_grad and each.ndim > 1}
+    can_wait = {id(weight) for child in module.modules() for weight in _deferrable(child)}
+    total, waiting = sum(trained.values()), sum(trained[each] for each in can_wait & trained.keys())
+    if 2 * waiting < total:
+        warnings.warn(
+            f"{name} cannot split most of its backward: the gradients of {total - waiting:,} of its {total:,} weights "
+            "are computed with I instead of W, which then takes longer than in a plan that thinks otherwise; use "
+            "nn.Linear and nn.Embedding, leave torch.compile out, or search with --split-backward no",
+            stacklevel=2,
+        )
 
 
 def warn_if_nothing_waits(queue: WeightGradQueue, module: nn.Module, name: str) -> None:

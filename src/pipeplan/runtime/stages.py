@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from pipeplan.runtime.model import BlockSpec
-from pipeplan.runtime.modules import WeightGradQueue
+from pipeplan.runtime.modules import WeightGradQueue, warn_if_nothing_waits
 from pipeplan.runtime.precision import Autocast, precise
 from pipeplan.runtime.program import Numbers, StagePart
 
@@ -199,6 +199,13 @@ class StageRunner:
         queue = self._queues[microbatch] = WeightGradQueue()
         with queue:
             _backward(roots)
+        if roots and not queue:
+            warn_if_nothing_waits(queue, nn.ModuleList(self.modules.values()), self.name)
+
+    @property
+    def name(self) -> str:
+        """For warnings."""
+        return f"stage {self.part.index} (blocks {_range(self.part.blocks)})"
 
     def _require_way_back(self, outputs: Mapping[str, Tensor]) -> None:
         """A tensor that needs a gradient must not leave for a stage from which the plan brings none back."""

@@ -21,6 +21,7 @@ from pipeplan.runtime.failures import lost_others
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.messages import Channels, edges_of
 from pipeplan.runtime.model import Model
+from pipeplan.runtime.modules import warn_if_few_can_wait
 from pipeplan.runtime.optimizing import Updater, clip_gradients
 from pipeplan.runtime.options import RunOptions, RunResult, StepResult
 from pipeplan.runtime.precision import Autocast, autocast_of
@@ -162,7 +163,10 @@ class Trainer:
         part = self.program.stages[index]
         specs = {block: self.model.block(block) for block in part.blocks}
         modules = {block: self.modules[block] for block in part.blocks}
-        return StageRunner(part, modules, specs, self.autocast)
+        stage = StageRunner(part, modules, specs, self.autocast)
+        if part.split:
+            warn_if_few_can_wait(nn.ModuleList(modules.values()), stage.name)
+        return stage
 
     def _samples(self, step: int) -> Samples:
         """The mini-batch, if a block of this rank takes samples or computes the loss."""
