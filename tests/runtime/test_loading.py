@@ -95,7 +95,7 @@ def test_shared_blocks() -> None:
         (
             "models_to_load:alone",
             {},
-            "returned Sum; return a pipeplan.runtime.model.Model, or a module and its example",
+            "returned, Sum; give a pipeplan.runtime.model.Model, or a module and its example",
         ),
         ("models_to_load:nothing", {}, "cannot be imported: AttributeError"),
         ("PerceiverConfig()", {}, "PerceiverConfig"),

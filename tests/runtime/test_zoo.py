@@ -297,8 +297,8 @@ def test_a_factory_of_the_working_directory(working_directory: Path) -> None:
         ("my_broken_module:f", "cannot be imported: ModuleNotFoundError: No module named 'nothing_of_that_name'"),
         (":f", "cannot be imported: ValueError"),
         ("my_models_here:fails", "the factory failed: KeyError: 'weights'"),
-        ("my_models_here:number", "is a int, not a function"),
-        ("os:getcwd", "returned str; return a pipeplan.runtime.model.Model, or a module"),
+        ("my_models_here:number", "is, or returned, int; give"),
+        ("os:getcwd", "returned, str; give a pipeplan.runtime.model.Model, or a module"),
     ],
 )
 @pytest.mark.usefixtures("working_directory")

@@ -9,7 +9,7 @@ import signal
 import statistics
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import click
 
@@ -39,7 +39,8 @@ _LEAST_TIMEOUT_NS = 1_000_000
     show_default=True,
     help="With --emulate, largest message; others have the plan's bytes.",
 )
-@click.option("--sequence", type=click.IntRange(min=1), help="Shorter sequences for a model of the zoo.")
+@click.option("--sequence", type=click.IntRange(min=1), help="Length of sequences, for the zoo and configurations.")
+@click.option("--grain", type=click.Choice(["layer", "half", "operator"]), help="Blocks, as the profile has them.")
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Mini-batches to train on.")
 @click.option("--local", is_flag=True, help="Start one process per device here; otherwise torchrun has done so.")
 @click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0, show_default=True)
@@ -63,6 +64,7 @@ def command(
     blocking: bool,
     message_limit: int,
     sequence: int | None,
+    grain: Literal["layer", "half", "operator"] | None,
     steps: int,
     local: bool,
     seed: int,
@@ -92,6 +94,7 @@ def command(
     options = RunOptions(
         model=model or "",
         sequence=sequence,
+        grain=grain,
         num_steps=steps,
         seed=seed,
         dtype=dtype,

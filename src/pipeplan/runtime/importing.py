@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 from pipeplan.errors import UsageError
 
-__all__ = ["imported", "made_by"]
+__all__ = ["imported", "made_by", "value_of"]
 
 
 def imported(path: str, what: str) -> Callable[..., Any]:
@@ -23,16 +24,26 @@ def imported(path: str, what: str) -> Callable[..., Any]:
     Raises:
         UsageError: it cannot be imported, or cannot be called.
     """
+    found = _found(path, what)
+    if not callable(found):
+        raise UsageError(f"{what} {path!r} is a {type(found).__name__}, not a function")
+    return found
+
+
+def value_of(path: str, what: str) -> object:
+    """What ``path`` names or, of a function, what it returns. Raises UsageError as :func:`made_by`."""
+    found = _found(path, what)
+    return _called(found, path, what) if inspect.isroutine(found) or inspect.isclass(found) else found
+
+
+def _found(path: str, what: str) -> object:
     module_name, _, attribute = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: object = getattr(importlib.import_module(module_name), attribute)
+        return getattr(importlib.import_module(module_name), attribute)
     except Exception as error:  # whatever the module raises while it is imported
         raise UsageError(f"{what} {path!r} cannot be imported: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise UsageError(f"{what} {path!r} is a {type(found).__name__}, not a function")
-    return found
 
 
 def made_by(path: str, what: str, *arguments: Any, **options: Any) -> Any:
@@ -41,7 +52,10 @@ def made_by(path: str, what: str, *arguments: Any, **options: Any) -> Any:
     Raises:
         UsageError: as :func:`imported`, or the function failed.
     """
-    factory = imported(path, what)
+    return _called(imported(path, what), path, what, *arguments, **options)
+
+
+def _called(factory: Callable[..., Any], path: str, what: str, *arguments: Any, **options: Any) -> Any:
     try:
         return factory(*arguments, **options)
     except UsageError:

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.importing import made_by
+from pipeplan.runtime.importing import value_of
 from pipeplan.runtime.model import Model
+from pipeplan.runtime.sequential import is_plain, sequential_model
 from pipeplan.runtime.zoo import ZOO, zoo_model
 
 __all__ = ["Grain", "load_model"]
@@ -29,17 +31,20 @@ def load_model(
     grain: Grain | None = None,
     shared: Sequence[str] = (),
     meta: bool = False,
+    seed: int = 0,
 ) -> Model:
     """The model that a name means.
 
     Args:
         name: one of the zoo; a Hugging Face configuration, as the path of a ``config.json`` or as text such as
-            ``LlamaConfig(num_hidden_layers=4)``; or ``pkg.mod:factory``, a function without arguments that returns a
-            Model, or a module and its example inputs, which are then captured.
+            ``LlamaConfig(num_hidden_layers=4)``; or ``pkg.mod:name``, which is, or is a function without arguments that
+            returns: a Model; an ``nn.Sequential``, an example input, and for training targets and maybe a loss; or any
+            module and its example inputs, which is then captured.
         sequence: length of the sequences, for the zoo and for configurations.
         grain: what a block is of a captured model; half a layer without it.
         shared: blocks that placements may spread over all devices, by id or operator, with ``*``.
         meta: parameters without data where possible, for models that are only looked at.
+        seed: of the parameters that a function makes; those of the zoo are made later, block by block.
 
     Raises:
         UsageError: an unknown name, an option that does not apply, or a model that cannot be made or captured.
@@ -50,7 +55,9 @@ def load_model(
     if name.endswith(".json") or _CONFIGURATION.fullmatch(name):
         from pipeplan.runtime.hugging_face import load_configuration
 
-        return _with_shared(load_configuration(name, sequence=sequence, grain=grain or "half", meta=meta), shared)
+        return _with_shared(
+            load_configuration(name, sequence=sequence, grain=grain or "half", meta=meta, seed=seed), shared
+        )
     if ":" not in name:
         raise UsageError(
             f"model {name!r} is neither in the zoo ({', '.join(ZOO)}), nor a Hugging Face config.json or "
@@ -58,23 +65,49 @@ def load_model(
         )
     if sequence is not None:
         raise UsageError(f"--sequence is for models of the zoo and configurations; {name} makes its own")
-    return _with_shared(_made_by(name, grain), shared)
+    return _with_shared(_made_by(name, grain, seed), shared)
 
 
-def _made_by(name: str, grain: Grain | None) -> Model:
-    made = made_by(name, "model")
-    if isinstance(made, Model):
-        _refuse_grain(name, grain)
-        return made
+def _made_by(name: str, grain: Grain | None, seed: int) -> Model:
+    """The model that an import path means; its random parameters are the seed's, the same on every rank."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = value_of(name, "model")
+    short = name.partition(":")[2]
     match made:
+        case Model():
+            _refuse_grain(name, grain)
+            return made
+        case (nn.Sequential() as chain, Tensor() as input, *rest) if grain is None and is_plain(chain):
+            return _chained(name, short, chain, input, rest)
         case (nn.Module() as module, Mapping() as inputs):
-            return _captured(module, inputs, name.partition(":")[2], grain)
+            return _captured(module, inputs, short, grain)
         case (nn.Module() as module, Tensor() as input):
-            return _captured(module, {"input": input}, name.partition(":")[2], grain)
+            return _captured(module, {"input": input}, short, grain)
     raise UsageError(
-        f"model {name!r} returned {type(made).__name__}; return a pipeplan.runtime.model.Model, or a module and its "
-        "example inputs: a tensor, or tensors by the names of the arguments, with samples in the first dimension"
+        f"model {name!r} is, or returned, {_told(made)}; give a pipeplan.runtime.model.Model, or a module and its "
+        "example inputs: a tensor, or tensors by the names of the arguments, with samples in the first dimension; with "
+        "an nn.Sequential also targets, to train it"
     )
+
+
+def _chained(path: str, name: str, chain: nn.Sequential, input: Tensor, rest: Sequence[object]) -> Model:
+    match rest:
+        case []:
+            return sequential_model(name, chain, input)
+        case [Tensor() as targets]:
+            return sequential_model(name, chain, input, targets)
+        case [Tensor() as targets, loss] if callable(loss):
+            return sequential_model(name, chain, input, targets, loss)
+    raise UsageError(
+        f"model {path!r}: beside an nn.Sequential and its input stands {_told(tuple(rest))}; give targets as a tensor, "
+        "then maybe a loss, a function of output and targets"
+    )
+
+
+def _told(made: object) -> str:
+    """Types, for errors."""
+    return f"({', '.join(map(_told, made))})" if isinstance(made, tuple) else type(made).__name__
 
 
 def _captured(module: nn.Module, inputs: Mapping[str, Tensor], name: str, grain: Grain | None) -> Model:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 __all__ = ["LR_SCHEDULES", "OPTIMIZERS", "RunOptions", "RunResult", "StepResult"]
 
@@ -16,7 +16,8 @@ LR_SCHEDULES = ("constant", "cosine", "linear")
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How to run a plan. ``model`` is a name of the zoo, shortened to ``sequence`` if given, or ``pkg.mod:factory``.
+    """How to run a plan. ``model`` is a name of the zoo, shortened to ``sequence`` if given, a configuration, or
+    ``pkg.mod:factory``; ``grain`` is what a block of a captured model is.
 
     ``backend`` is ``gloo``, ``nccl`` or ``auto``: NCCL for CUDA devices, gloo otherwise. ``timeout_ns`` bounds
     every single wait: for a message, a sum over ranks, and for an action to end. ``trace`` keeps the times of
@@ -33,6 +34,7 @@ class RunOptions:
 
     model: str
     sequence: int | None = None
+    grain: Literal["layer", "half", "operator"] | None = None
     num_steps: int = 10
     seed: int = 0
     optimizer: str = "adamw"

@@ -46,7 +46,7 @@ def train(plan: Plan, options: RunOptions, progress: Progress, on_step: Callable
         UsageError: the plan, the model and the options do not fit together; the same on every rank.
         RankError: an action failed.
     """
-    trainer = Trainer(plan, load_model(options.model, sequence=options.sequence), options, progress)
+    trainer = Trainer(plan, model_of(options), options, progress)
     steps, timeline = [], []
     for step in range(options.num_steps):
         result, actions = trainer.step(step)
@@ -58,6 +58,17 @@ def train(plan: Plan, options: RunOptions, progress: Progress, on_step: Callable
     trainer.close()
     progress.begin(Phase.DONE)
     return RunResult(tuple(steps), tuple(peaks), _versions(options), tuple(timeline))
+
+
+def model_of(options: RunOptions) -> Model:
+    """The model to train. Raises UsageError where it has no loss."""
+    model = load_model(options.model, sequence=options.sequence, grain=options.grain, seed=options.seed)
+    if not any(block.loss for block in model.blocks):
+        raise UsageError(
+            f"model {options.model!r} has no loss to train with: of an nn.Sequential give targets beside the input; "
+            "any other module must return the sum of its losses (docs/executor.md)"
+        )
+    return model
 
 
 class Trainer:

@@ -48,8 +48,8 @@ class Whole:
     loss: bool = True
 
 
-def load(text_or_path: str, *, sequence: int | None = None, meta: bool = False) -> Whole:
-    """The model of a Hugging Face configuration. Nothing is downloaded; parameters are random, always the same.
+def load(text_or_path: str, *, sequence: int | None = None, meta: bool = False, seed: int = 0) -> Whole:
+    """The model of a Hugging Face configuration. Nothing is downloaded; parameters are random.
 
     Args:
         text_or_path: path of a ``config.json``, or text such as ``LlamaConfig(hidden_size=512)``: arguments that are
@@ -57,6 +57,7 @@ def load(text_or_path: str, *, sequence: int | None = None, meta: bool = False) 
         sequence: tokens per text; without it 1024 for causal models, 512 for BERT and T5, 77 for texts of images, or
             the configuration's maximum if that is shorter.
         meta: parameters have shapes but no data.
+        seed: of the parameters.
 
     Raises:
         UsageError: no such file, an unknown family, a mistaken argument or a sequence too long.
@@ -66,7 +67,7 @@ def load(text_or_path: str, *, sequence: int | None = None, meta: bool = False) 
     with _quiet():
         config = _configuration(family, keywords, strict, text_or_path)
         length = _sequence(family, config, sequence, text_or_path)
-        module = _module(family, config, text_or_path, meta)
+        module = _module(family, config, text_or_path, meta, seed)
     name = f"{config.model_type}-{_signature(module)}"
     ways = split_weights(module, _plan(family, config))
     return _whole(name, family, config, module, length, ways)
@@ -122,12 +123,12 @@ def _sequence(family: Family, config: Any, asked: int | None, where: str) -> int
     return asked
 
 
-def _module(family: Family, config: Any, where: str, meta: bool) -> nn.Module:
-    """The wrapped model with the same random numbers every time, in evaluation mode, where dropout does nothing."""
+def _module(family: Family, config: Any, where: str, meta: bool, seed: int) -> nn.Module:
+    """The wrapped model with the same random numbers for a seed, in evaluation mode, where dropout does nothing."""
     functions.register()
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta" if meta else "cpu"):
-            torch.manual_seed(0)
+            torch.manual_seed(seed)
             made = getattr(_transformers(), family.model)(config)
             return family.module(made, config).eval()
     except Exception as error:  # whatever transformers makes of a configuration that does not fit together
