@@ -156,7 +156,7 @@ class Unsplit:
     """Training without a plan: all blocks in one process, the whole mini-batch at once, torch's own backward."""
 
     def __init__(self, model: Model, options: RunOptions) -> None:
-        self.model, self.options, self.norm = model, options, 0.0
+        self.model, self.options, self.norm, self.num_steps = model, options, 0.0, 0
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         self.modules = {block.id: model.build(block.id, options.seed, dtype=self.dtype) for block in model.blocks}
         for (first, first_name), *others in model.tied:
@@ -192,6 +192,7 @@ class Unsplit:
         rate = 1.0 if self.options.lr_schedule == "constant" else RATES[step]
         self.optimizer.param_groups[0]["lr"] = self.options.learning_rate * rate
         self.optimizer.step()
+        self.num_steps = step + 1
         return float(loss.detach())
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import click
 
-from pipeplan.cli.training_options import training_options
+from pipeplan.cli.training_options import require_consistent, training_options
 from pipeplan.cli.types import BYTES, DURATION
-from pipeplan.errors import UsageError
+from pipeplan.errors import ExecutionError, UsageError
 
 if TYPE_CHECKING:
     from pipeplan.model import Plan
@@ -91,6 +91,7 @@ def command(
         raise UsageError("--trace - would mix with the losses on stdout; give a file")
     if timeout < _LEAST_TIMEOUT_NS:
         raise UsageError(f"--timeout {timeout}ns is too short to wait for anything; give at least 1ms")
+    require_consistent(training)
     options = RunOptions(
         model=model or "",
         sequence=sequence,
@@ -160,7 +161,22 @@ def _run_here(read: Callable[[], Plan], options: RunOptions, on_step: Callable[[
     if "OMP_NUM_THREADS" not in os.environ:
         options = replace(options, num_threads=max(1, (os.cpu_count() or 1) // len(plan.devices)))
     signal.signal(signal.SIGTERM, _as_interrupt)
-    return run_local(plan, options, on_step)
+    try:
+        return run_local(plan, options, on_step)
+    except (KeyboardInterrupt, ExecutionError):
+        _say_where_to_resume(options)
+        raise
+
+
+def _say_where_to_resume(options: RunOptions) -> None:
+    """What a run that did not end well leaves to go on from, on standard error."""
+    from pipeplan.runtime.checkpoint_files import CheckpointFolder
+
+    if options.checkpoint is None:
+        return
+    whole = CheckpointFolder(options.checkpoint).whole()
+    last = f"step {whole[-1]}: give --resume to go on from there" if whole else "none yet"
+    click.echo(f"last whole checkpoint in {options.checkpoint}: {last}", err=True)
 
 
 def _run_as_rank(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import click
 
-__all__ = ["training_options"]
+from pipeplan.errors import UsageError
+
+__all__ = ["require_consistent", "training_options"]
 
 _Command = TypeVar("_Command", bound=Callable[..., object])
 
@@ -41,6 +43,12 @@ _OPTIONS = (
     click.option(
         "--autocast", type=click.Choice(["bfloat16"]), help="Compute in it, with parameters and optimizer in float32."
     ),
+    click.option("--checkpoint", metavar="DIR", help="Write checkpoints, which any plan of the model goes on from."),
+    click.option(
+        "--checkpoint-every", type=click.IntRange(min=1), metavar="K", help="Every K steps.  [default: at the end]"
+    ),
+    click.option("--keep-checkpoints", type=click.IntRange(min=1), default=2, show_default=True),
+    click.option("--resume", is_flag=True, help="Go on from the last checkpoint; --steps counts those before it, too."),
 )
 
 
@@ -49,3 +57,10 @@ def training_options(command: _Command) -> _Command:
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
+
+
+def require_consistent(training: Mapping[str, Any]) -> None:
+    """Refuse flags that mean nothing without another. Raises UsageError."""
+    for name in ("resume", "checkpoint_every"):
+        if training[name] and training["checkpoint"] is None:
+            raise UsageError(f"--{name.replace('_', '-')} needs --checkpoint DIR, the folder of checkpoints")

@@ -254,7 +254,7 @@ class _Ranks:
         for rank in set(range(len(self.ranks))) - self.done:
             position = self.board.read(rank)
             allowed = self.timeout_ns + (_LATE_NS if position.phase.waits else 0)
-            if position.phase in (Phase.STARTING, Phase.LOADING, Phase.CONNECTING):
+            if position.phase.takes_long:
                 allowed = start_timeout_ns(self.timeout_ns) + _LATE_NS
             if now - position.since_ns > allowed:
                 self.failures.append(Failure(rank, Cause.TIMEOUT, ""))

@@ -30,6 +30,10 @@ class RunOptions:
     ``LR_SCHEDULES`` or ``pkg.mod:factory``, a function of an optimizer; ``lr_steps`` is how many steps it spans, all
     if None. ``clip_norm`` is the largest norm of all gradients together, ``autocast`` the format that operators
     compute in, each None to leave it out.
+
+    ``checkpoint`` is the folder of checkpoints, written every ``checkpoint_every`` steps and behind the last one;
+    ``keep_checkpoints`` of them are left there. ``resume`` goes on from the last: ``num_steps`` counts from the
+    training's beginning.
     """
 
     model: str
@@ -45,6 +49,10 @@ class RunOptions:
     lr_steps: int | None = None
     clip_norm: float | None = None
     autocast: str | None = None
+    checkpoint: str | None = None
+    checkpoint_every: int | None = None
+    keep_checkpoints: int = 2
+    resume: bool = False
     dtype: str = "float32"
     device: str = "cpu"
     backend: str = "auto"
@@ -66,6 +74,30 @@ class RunOptions:
     def schedule_steps(self) -> int:
         """Steps that the learning-rate schedule spans."""
         return self.num_steps if self.lr_steps is None else self.lr_steps
+
+    def saves_behind(self, step: int) -> bool:
+        """Whether a checkpoint is written behind a step."""
+        if self.checkpoint is None:
+            return False
+        every = self.checkpoint_every or self.num_steps
+        return (step + 1) % every == 0 or step + 1 == self.num_steps
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What a training is, by the flags that say so, as far as these options do: all that its losses depend on."""
+        spans = self.schedule_steps if self.lr_schedule in ("cosine", "linear") else None
+        return {
+            "--dtype": self.dtype,
+            "--seed": self.seed,
+            "--optimizer": self.optimizer,
+            "--lr": self.learning_rate,
+            "--weight-decay": self.weight_decay,
+            "--lr-schedule": self.lr_schedule,
+            "--warmup-steps": self.warmup_steps,
+            "--lr-steps": spans,
+            "--clip-norm": self.clip_norm,
+            "--autocast": self.autocast,
+        }
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; ``RunOptions(**...)`` reads them back."""

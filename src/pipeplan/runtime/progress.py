@@ -36,11 +36,18 @@ class Phase(IntEnum):
     DONE = 9
     SAMPLING = 10
     CLIPPING = 11
+    RESUMING = 12
+    SAVING = 13
 
     @property
     def waits(self) -> bool:
         """Whether the rank can only go on when others do, or is not to be seen from here."""
         return self not in (Phase.STARTING, Phase.LOADING, Phase.SAMPLING, Phase.RUNNING, Phase.UPDATING)
+
+    @property
+    def takes_long(self) -> bool:
+        """Whether it may take longer than the longest wait while steps run."""
+        return self in (Phase.STARTING, Phase.LOADING, Phase.CONNECTING, Phase.RESUMING, Phase.SAVING)
 
 
 _OUTSIDE = {
@@ -51,6 +58,8 @@ _OUTSIDE = {
     Phase.SAMPLING: "in step {step}, before its program: making its samples",
     Phase.REDUCING: "in step {step}, behind its program: summing gradients of parameters that others hold, too",
     Phase.CLIPPING: "in step {step}, behind its program: adding up the norm of all gradients",
+    Phase.RESUMING: "before its first step: looking for a checkpoint to go on from",
+    Phase.SAVING: "behind step {step}: writing a checkpoint",
     Phase.UPDATING: "in step {step}, behind its program: optimizer step",
     Phase.REPORTING: "in step {step}, behind its program: reporting the loss",
     Phase.DONE: "behind its last step",

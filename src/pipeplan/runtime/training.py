@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from pipeplan import __version__
 from pipeplan.errors import UsageError
 from pipeplan.model import Plan, sha256_of
+from pipeplan.runtime.checkpoint_files import CheckpointFolder
+from pipeplan.runtime.checkpoints import Checkpoints, Held
 from pipeplan.runtime.executor import Executor
 from pipeplan.runtime.failures import lost_others
 from pipeplan.runtime.loading import load_model
@@ -48,12 +50,14 @@ def train(plan: Plan, options: RunOptions, progress: Progress, on_step: Callable
     """
     trainer = Trainer(plan, model_of(options), options, progress)
     steps, timeline = [], []
-    for step in range(options.num_steps):
+    for step in range(trainer.resume(), options.num_steps):
         result, actions = trainer.step(step)
         steps.append(result)
         if options.trace:
             timeline.append(tuple(tuple(told) for told in trainer.together.everyones(actions)))
         on_step(result)
+        if options.saves_behind(step):
+            trainer.save()
     peaks = trainer.together.everyones(trainer.peak_memory_bytes())
     trainer.close()
     progress.begin(Phase.DONE)
@@ -110,6 +114,7 @@ class Trainer:
             self.program, self.stages, channels, specs, progress, self.together.clock, options.blocking
         )
         self.updater = Updater(self.unique_parameters(), options)
+        self.checkpoints = self._checkpoints()
 
     def step(self, step: int, *, update: bool = True) -> tuple[StepResult, list[TimedAction]]:
         """Train on mini-batch number ``step``: run the program, sum gradients of copies, step the optimizer.
@@ -134,6 +139,27 @@ class Trainer:
             self.updater.step()
         actions = self.together.resolve(spans, beginning)
         return self._report(step, actions, self.together.passed_ns(beginning), norm), actions
+
+    def resume(self) -> int:
+        """Go on from the last checkpoint if that is asked for. Collective; returns the number of steps done.
+
+        Raises:
+            UsageError: there is none, it does not fit, or nothing is left to do.
+        """
+        if self.checkpoints is None:
+            return 0
+        done = self.checkpoints.begin(self.options.resume)
+        if done >= self.options.num_steps:
+            raise UsageError(
+                f"--steps {self.options.num_steps}: {self.options.checkpoint} has {done} steps behind it, which "
+                f"--steps counts, too; give more"
+            )
+        return done
+
+    def save(self) -> None:
+        """Write a checkpoint behind the last step. Collective. Raises RankError."""
+        assert self.checkpoints is not None, "options name a folder"
+        self.checkpoints.save(self.progress.step + 1)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters as ``block.name``; tied ones under each of their names."""
@@ -165,6 +191,34 @@ class Trainer:
     def _build(self, dtype: torch.dtype) -> dict[str, nn.Module]:
         blocks = dict.fromkeys(block for part in self.program.stages.values() for block in part.blocks)
         return {block: self.model.build(block, self.options.seed, dtype=dtype, device=self.device) for block in blocks}
+
+    def _checkpoints(self) -> Checkpoints | None:
+        options = self.options
+        if options.checkpoint is None:
+            return None
+        identity = {"--model": self.model.name, "--mini-batch": self.program.mini_batch, **options.identity}
+        held = Held(self._named_once(), self._buffers(), self.updater, identity)
+        folder = CheckpointFolder(options.checkpoint, options.keep_checkpoints)
+        return Checkpoints(folder, held, self.together, self.progress)
+
+    def _named_once(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters by ``block.name``, tied ones by the first of the names they have in the model."""
+        first = {holder: group[0] for group in self.model.tied for holder in group}
+        holders = {
+            (block, name): parameter
+            for block, module in self.modules.items()
+            for name, parameter in module.named_parameters()
+        }
+        return {".".join(first.get(holder, holder)): parameter for holder, parameter in holders.items()}
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """This rank's buffers that outlive the process, by ``block.name``."""
+        return {
+            f"{block}.{name}": tensor
+            for block, module in self.modules.items()
+            for name, tensor in module.state_dict().items()
+            if name not in dict(module.named_parameters(remove_duplicate=False))
+        }
 
     def _share(self, timeout: timedelta) -> SharedParameters:
         ties, ranks_of = self.model.tied, self.program.ranks_of
