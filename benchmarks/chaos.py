@@ -67,6 +67,8 @@ def drawn(rng: random.Random, plan: Plan) -> Fault:
         phase = rng.choice(OWN_WORK if kind == "endless" else OWN_WORK + WITH_OTHERS)
         if kind in HANGS and phase in BEFORE_STEPS and rng.random() < 0.7:
             phase = "UPDATING"  # those take a minute each
+        if kind == "raised" and phase == "STARTING":
+            phase = "LOADING"  # before it has its pipe to report on, a process that raises just ends
         return Fault(kind, rank, phase, 0 if phase in BEFORE_STEPS else step)
     program = plan.programs[rank]
     counters = [c for c, text in enumerate(program) if kind != "endless" or not ("SEND" in text or "RECV" in text)]

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -169,3 +170,17 @@ def odd(rank: int) -> Model:
         for block in model.blocks
     ]
     return Model("odd", tuple(blocks), vectors, model.predictions)
+
+
+def unlike(rank: int, *, wider: bool) -> Model:
+    """The chain; on rank 2 a block starts with other numbers, or is wider inside."""
+
+    def build() -> nn.Module:
+        module = Spare()
+        if rank == 2:
+            module.spare.data = torch.ones(3) if wider else torch.zeros(2)
+        return module
+
+    model = chain()
+    blocks = [replace(block, build=build) if block.id == "b2" else block for block in model.blocks]
+    return replace(model, blocks=tuple(blocks))

@@ -35,7 +35,7 @@ def run_case(name: str, plan: Plan, options: RunOptions, link: Link) -> dict[str
     """What a case is for: ranks that do not agree must all refuse alike; others train."""
     if name.startswith("refused"):
         seed = options.seed + (link.rank == 2 and "options" in name)
-        model = runtime_models.odd(link.rank) if "tensors" in name else runtime_models.breaking(lambda: None)
+        model = refused_model(name, link.rank)
         try:
             Trainer(plan, model, replace(options, seed=seed), link.progress)
         except UsageError as error:
@@ -43,6 +43,15 @@ def run_case(name: str, plan: Plan, options: RunOptions, link: Link) -> dict[str
         return {"refused": None}
     model = runtime_models.branches() if options.model == "branches" else load_model(options.model)
     return train_both(plan, model, options, link)
+
+
+def refused_model(name: str, rank: int) -> Model:
+    """A model that is not the same on all ranks, unless the options differ."""
+    if "tensors" in name:
+        return runtime_models.odd(rank)
+    if "parameters" in name:
+        return runtime_models.unlike(rank, wider="shapes" in name)
+    return runtime_models.breaking(lambda: None)
 
 
 def train_both(plan: Plan, model: Model, options: RunOptions, link: Link) -> dict[str, Any]:

@@ -10,9 +10,19 @@ from dataclasses import replace
 import pytest
 import runtime_models
 from helpers import gpipe_orders
-from runtime_plans import PLACEMENTS, TRAINING, Case, Reports, assert_as_unsplit, four_devices, model_plan, reports_of
+from runtime_plans import (
+    PLACEMENTS,
+    TRAINING,
+    Case,
+    Reports,
+    assert_as_unsplit,
+    four_devices,
+    model_plan,
+    placed_plan,
+    reports_of,
+)
 
-from pipeplan.model import Action
+from pipeplan.model import Action, PlacedStage
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.options import RunOptions
 
@@ -42,7 +52,20 @@ def refused() -> dict[str, Case]:
     """Runs that must not start."""
     options = RunOptions("breaking", dtype="float64")
     plan = model_plan(runtime_models.breaking(lambda: None), [0, 1, 2, 3])
-    return {"refused options": (plan, options), "refused tensors": (plan, options)}
+    model = runtime_models.chain()
+    names = [block.id for block in model.blocks]
+    stages = [
+        PlacedStage(blocks=tuple(names[:2]), devices=(0,)),
+        PlacedStage(blocks=tuple(names[2:4]), devices=(1, 2), replicas=2),
+        PlacedStage(blocks=tuple(names[4:]), devices=(3,)),
+    ]
+    replicas = placed_plan(model, stages, num_microbatches=4)
+    return {
+        "refused options": (plan, options),
+        "refused tensors": (plan, options),
+        "refused shapes of parameters": (replicas, options),
+        "refused parameters": (replicas, options),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +116,8 @@ def test_ranks_that_differ_all_refuse_alike(reports: Reports) -> None:
     assert re.match(r"ranks (0 and 1|1 and 2) expect different (outputs|gradients) between stages", tensors)
     assert "b1 float64[2, 8]" in tensors
     assert "b1 float16[2, 8]" in tensors
+    (shapes,) = {report["refused"] for report in reports["refused shapes of parameters"].values()}
+    told = r"ranks 1 and 2 do not start with the same parameters: b2.spare is float64\[2\] .* is float64\[3\] .*"
+    assert re.match(told, shapes)
+    (values,) = {report["refused"] for report in reports["refused parameters"].values()}
+    assert re.match(told.replace("3", "2"), values)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import zip_longest
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -17,10 +19,13 @@ from torch import nn
 
 from pipeplan.errors import UsageError
 
-__all__ = ["SharedParameters"]
+__all__ = ["SharedParameters", "require_equal_copies"]
 
 Holder = tuple[str, str]
 """A block and the name of its parameter."""
+
+Copy = tuple[str, str]
+"""A parameter as ``block.name``, and what is the same of all its copies."""
 
 Ranks = tuple[int, ...]
 
@@ -29,6 +34,7 @@ Ranks = tuple[int, ...]
 class _Shared:
     """Parameters that the same ranks have copies of, in the same order on each, and the group of these ranks."""
 
+    ranks: Ranks
     parameters: list[nn.Parameter]
     group: dist.ProcessGroup
 
@@ -65,7 +71,10 @@ class SharedParameters:
             if block in modules and group in found:
                 found[group] += [each for each in modules[block].parameters() if id(each) not in seen]
         groups = {group: dist.new_group(list(group), timeout=timeout, backend=transport) for group in sorted(found)}
-        self._shared = [_Shared(found[group], _joined(made)) for group, made in groups.items() if rank in group]
+        self._shared = [_Shared(group, found[group], _joined(made)) for group, made in groups.items() if rank in group]
+        self._names = {
+            id(each): f"{block}.{name}" for block, module in modules.items() for name, each in module.named_parameters()
+        }
         self._elsewhere = {id(each) for group in found if rank in group[1:] for each in found[group]}
 
     @property
@@ -76,6 +85,13 @@ class SharedParameters:
     def counted(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those of this rank's parameters that are this rank's to count or to store: of copies, the first rank's."""
         return [parameter for parameter in parameters if id(parameter) not in self._elsewhere]
+
+    def copies(self) -> dict[Ranks, list[Copy]]:
+        """What this rank's copies are like, for :func:`require_equal_copies`, by the ranks that have some, too."""
+        return {
+            shared.ranks: [(self._names[id(each)], _fingerprint(each)) for each in shared.parameters]
+            for shared in self._shared
+        }
 
     def sum_gradients(self) -> None:
         """Sum the gradients of each shared parameter over its copies; one that no rank has stays absent.
@@ -89,6 +105,32 @@ class SharedParameters:
     def close(self) -> None:
         """Drop the groups, which must not outlive the process group."""
         self._shared.clear()
+
+
+def require_equal_copies(told: Sequence[Mapping[Ranks, Sequence[Copy]]]) -> None:
+    """Refuse models that are not the same on all ranks: their copies would stay different, or not fit each other.
+
+    Args:
+        told: [rank] what its copies are like.
+
+    Raises:
+        UsageError: two copies differ; the same error on every rank.
+    """
+    for rank, copies in enumerate(told):
+        for ranks, own in copies.items():
+            for (name, found), (first, expected) in zip_longest(own, told[ranks[0]][ranks], fillvalue=("", "nothing")):
+                if found != expected:
+                    raise UsageError(
+                        f"ranks {ranks[0]} and {rank} do not start with the same parameters: {first or 'beyond them'} "
+                        f"is {expected} and {name or 'beyond them'} is {found}; the model must be the same on all "
+                        "ranks, and take random numbers from torch's default generator alone"
+                    )
+
+
+def _fingerprint(parameter: nn.Parameter) -> str:
+    """Format, shape, and a checksum of the values."""
+    values = parameter.detach().reshape(-1).cpu().view(torch.uint8).numpy()
+    return f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)} with checksum {crc32(values.data):08x}"
 
 
 def _sum(shared: _Shared) -> None:

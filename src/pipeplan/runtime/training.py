@@ -31,7 +31,7 @@ from pipeplan.runtime.program import Program, programs_of, require_runnable
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.rows import TensorSpec
 from pipeplan.runtime.stages import Samples, StageRunner
-from pipeplan.runtime.tied import SharedParameters
+from pipeplan.runtime.tied import SharedParameters, require_equal_copies
 from pipeplan.runtime.together import TimedAction, Together, extent, iteration_of, require_alike
 
 __all__ = ["Trainer", "train", "travelling"]
@@ -108,6 +108,7 @@ class Trainer:
             _require_agreement(self.rank, plan, model, options, self.program, specs)
             self.together = Together(self.device, progress, timeout)
             self.shared = self._share(timeout)
+            require_equal_copies(self.together.everyones(self.shared.copies()))
             channels = Channels(self.program, edges_of(programs), specs, self.device, options.transport, timeout)
         self.stages = {index: self._stage(index) for index in self.program.stages}
         self.executor = Executor(
