@@ -63,16 +63,23 @@ def test_never_worse_than_a_strategy_forced_by_flags(name: str, memory: int) -> 
 def test_what_is_said_where_nothing_fits_is_true() -> None:
     model = profile("mmt-v100-16gb")
 
-    def search(num_devices: int, memory: int) -> Result:
-        options = replace(QUICK, time_limit=0.2)
-        return search_plan(model, "auto", Batch(4, 4), options, num_devices=num_devices, memory_bytes=memory)
+    def search(num_devices: int, memory: int, placement: str, limit: float = 0.2) -> Result:
+        options = replace(QUICK, time_limit=limit)
+        return search_plan(model, placement, Batch(4, 4), options, num_devices=num_devices, memory_bytes=memory)
 
-    with pytest.raises(InfeasibleError, match="too many") as told:
-        search(2, GB)
-    said = re.search(r"([0-9]+) devices of this size would do, or 2 devices of ([0-9.]+ ?[kMGT]?i?B)", str(told.value))
-    assert said is not None, str(told.value)
-    assert iteration(search(2, parse_bytes(said[2]))) > 0
-    assert iteration(search(int(said[1]), GB)) > 0
+    least, fewest = {}, {}
+    for placement in ("auto", *STRATEGIES):
+        with pytest.raises(InfeasibleError, match="too much") as told:
+            search(2, GB, placement, 120.0)
+        said = re.search(r"([0-9]+) devices of this size would do, or 2 of ([0-9.]+ ?[kMGT]?i?B)", str(told.value))
+        assert said is not None, str(told.value)
+        fewest[placement], least[placement] = int(said[1]), parse_bytes(said[2])
+        assert iteration(search(2, least[placement], placement)) > 0
+        assert iteration(search(fewest[placement], GB, placement)) > 0
+        with pytest.raises(InfeasibleError):
+            search(2, int(least[placement] * 0.95), placement)
+    assert least["auto"] <= 1.01 * min(least.values())
+    assert fewest["auto"] == min(fewest.values())
 
 
 def test_replicas_can_be_fixed() -> None:

@@ -41,12 +41,13 @@ def least_busiest(chain: Chain, below: int) -> tuple[int, ...] | None:
     for device in range(num_devices):
         following: Layer = {}
         for state, (value, _) in layers[-1].items():
-            for left, load in _takes(chain, sides, device, state, below):
+            for left, load, taken in _takes(chain, sides, device, state, below):
                 steps += 1
-                if left not in following or max(value, load) < following[left][0]:
-                    following[left] = (max(value, load), state)
                 if steps > MAX_STEPS:
                     return None
+                better = left not in following or max(value, load) < following[left][0]
+                if better and chain.fits(device, taken):
+                    following[left] = (max(value, load), state)
         layers.append(following)
     return _traced(sides, layers)
 
@@ -65,16 +66,18 @@ def _starts(num_blocks: int, junctions: int) -> Iterator[State]:
         yield tuple(zip((0, *cuts), (*cuts, num_blocks), strict=True))
 
 
-def _takes(chain: Chain, sides: Sequence[int], device: int, state: State, below: int) -> Iterator[tuple[State, int]]:
-    """(what is left, ns of work) for every choice of the device's stages that fits and leaves the others enough."""
+def _takes(
+    chain: Chain, sides: Sequence[int], device: int, state: State, below: int
+) -> Iterator[tuple[State, int, list[Range]]]:
+    """(what is left, ns of work, blocks) for every choice of the device's stages that leaves the others enough."""
     after = len(chain.memory) - 1 - device
     must = sum(chain.time(begin, end) for begin, end in state) - after * (below - 1)
     for left, load in _bites(chain, sides, after, state, must, below - 1):
         taken: list[Range] = []
         for (begin, end), (low, high), ends in zip(state, left, sides, strict=True):
             taken += [(begin, low), (high, end)][:ends]
-        if chain.fits(device, taken) and (after or all(low == high for low, high in left)):
-            yield left, load
+        if after or all(low == high for low, high in left):
+            yield left, load, taken
 
 
 def _bites(

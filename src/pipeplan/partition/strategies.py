@@ -77,8 +77,8 @@ def place(
     _require_blocks(profile, strategy, num_devices, replicas, order, routes)
     costs = [stage_costs(profile, [block], microbatch_size // replicas, recompute=recompute) for block in order]
     everywhere = [stage_costs(profile, [block], microbatch_size, num_devices, recompute=recompute) for block in shared]
-    memory = _limits(memory_bytes or [None] * num_devices, replicas, len(routes), everywhere)
-    chain = Chain.of(costs, routes[0], memory)
+    limits = _limits(memory_bytes or [None] * num_devices, replicas, everywhere)
+    chain = Chain.of(costs, routes[0], [None if limit is None else limit // len(routes) for limit in limits])
     allowed = _not_around(profile, order, shared)
     begins = _cut(chain, allowed) if cut is None else cut(chain)
     if not all(allowed(*each) for each in chain.ranges(begins)):
@@ -86,7 +86,7 @@ def place(
             f"{len(routes[0])} stages between the shared blocks of {profile.name!r} were not found; leave out --spread"
         )
     missing = chain.missing(begins)
-    if any(missing):
+    if any(missing) and any(_missing(chain, begins, routes, limits)):
         raise _too_big(chain, begins, order, missing.index(max(missing)), len(routes))
     stages = [
         PlacedStage(
@@ -152,14 +152,22 @@ def _require_blocks(
         )
 
 
-def _limits(
-    memory: Sequence[int | None], replicas: int, num_routes: int, everywhere: Sequence[StageCosts]
-) -> list[int | None]:
-    """[position] what its devices all have for one route's stages, beside the blocks that stand everywhere."""
+def _limits(memory: Sequence[int | None], replicas: int, everywhere: Sequence[StageCosts]) -> list[int | None]:
+    """[position] what its devices all have beside the blocks that stand everywhere."""
     taken = sum(2 * each.parameter_bytes + each.optimizer_bytes + each.activation_bytes for each in everywhere)
     groups = [memory[begin : begin + replicas] for begin in range(0, len(memory), replicas)]
     known = [[limit for limit in group if limit is not None] for group in groups]
-    return [max(0, min(limits) - taken) // num_routes if limits else None for limits in known]
+    return [max(0, min(limits) - taken) if limits else None for limits in known]
+
+
+def _missing(chain: Chain, begins: Sequence[int], routes: Positions, limits: Sequence[int | None]) -> list[int]:
+    """[position] bytes by which it is too small for its stages of all routes, of which each may take more than half."""
+    needed = [0] * len(limits)
+    for positions in routes:
+        for position in set(positions):
+            ranges = [each for each, where in zip(chain.ranges(begins), positions, strict=True) if where == position]
+            needed[position] += chain.bytes_of(ranges)
+    return [0 if limit is None else max(0, need - limit) for need, limit in zip(needed, limits, strict=True)]
 
 
 def _not_around(profile: Profile, order: Sequence[str], shared: Sequence[str]) -> Callable[[int, int], bool]:

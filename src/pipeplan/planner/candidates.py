@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain, islice, product
 
 from pipeplan.costs.collectives import all_reduce_time
@@ -14,11 +15,12 @@ from pipeplan.partition import STRATEGIES, can_spread, place
 from pipeplan.partition.autopipe import Fitting, Loads, plan_chain
 from pipeplan.partition.chain import Chain
 from pipeplan.partition.graphpipe import Problem, StageGraph, partition
+from pipeplan.partition.level import roomiest
 from pipeplan.partition.published import PublishedPlan, Question, dapple, pipedream, piper
 from pipeplan.planner.batch import Batch
 from pipeplan.planner.request import Request
 
-__all__ = ["Candidate", "Found", "candidates"]
+__all__ = ["Candidate", "Found", "candidates", "graphs", "roomy"]
 
 MOST_PUBLISHED = {"PipeDream": 4_000, "DAPPLE": 500, "Piper": 500}
 """Published planners are asked for up to so many blocks times devices; beyond that they take too long."""
@@ -61,14 +63,11 @@ def candidates(request: Request) -> Iterator[Found]:
     if isinstance(request.placement, Placement):
         yield from _given(request, request.placement)
         return
-    sliced = bool(request.options.num_parted)  # which is for one stage per device, all with one size
-    strategies = [request.placement] if request.placement != "auto" else ["one-to-one"] if sliced else STRATEGIES
-    everything = request.placement == "auto" and not sliced
-    chains = _chains(request, strategies)
-    if everything:
-        graphs = chain(_graphs(request), _published(request))
-        yield from islice(graphs, 1)
-        for graph in graphs:
+    chains = _chains(request)
+    if _any_stages(request):
+        found = chain(graphs(request), _published(request))
+        yield from islice(found, 1)
+        for graph in found:
             yield from islice(chains, _CHAINS_PER_GRAPH)
             yield graph
     yield from chains
@@ -83,8 +82,39 @@ def _given(request: Request, placement: Placement) -> Iterator[Found]:
         yield Candidate(placement, request.batch, recompute, "given", _is_fallback(request, recompute))
 
 
-def _chains(request: Request, strategies: Iterable[str]) -> Iterator[Found]:
-    """Strategies with every number of replicas, size and recomputation that is open, cut in each way.
+def roomy(request: Request) -> Iterator[Callable[[Request], Found]]:
+    """The same without stages as a graph, each cut so that little memory does, for requests with any memory."""
+    if isinstance(request.placement, Placement):
+        given = request.placement
+        for recompute in request.recomputes:
+            yield partial(_unchanged, Candidate(given, request.batch, recompute, "given"))
+        return
+    for choice in _choices(request):
+        if not isinstance(choice, UsageError):
+            yield partial(_roomy, choice)
+
+
+def _unchanged(candidate: Candidate, request: Request) -> Found:
+    return candidate
+
+
+def _roomy(choice: _Choice, request: Request) -> Found:
+    return _tried(_chain, request, choice, "roomiest", roomiest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A strategy for chains and everything it leaves open."""
+
+    strategy: str
+    replicas: int
+    batch: Batch
+    recompute: bool
+    spread: bool
+
+
+def _choices(request: Request) -> Iterator[_Choice | UsageError]:
+    """Strategies with every number of replicas, size and recomputation that is open.
 
     All strategies come early: there may not be time for all candidates.
     """
@@ -93,22 +123,35 @@ def _chains(request: Request, strategies: Iterable[str]) -> Iterator[Found]:
         if not batches:
             yield _no_size(request, replicas)
         for batch in batches:
-            for recompute, strategy in product(request.recomputes, strategies):
+            for recompute, strategy in product(request.recomputes, _strategies(request)):
                 for spread in _spreads(request, strategy, replicas):
-                    for source, cut in _cuts(request, strategy, replicas, batch, recompute, spread):
-                        yield _tried(_chain, request, strategy, replicas, batch, recompute, spread, source, cut)
+                    yield _Choice(strategy, replicas, batch, recompute, spread)
 
 
-def _chain(
-    request: Request,
-    strategy: str,
-    replicas: int,
-    batch: Batch,
-    recompute: bool,
-    spread: bool,
-    source: str,
-    cut: Callable[[Chain], tuple[int, ...]] | None,
-) -> Candidate:
+def _strategies(request: Request) -> Iterable[str]:
+    assert isinstance(request.placement, str)
+    if request.placement != "auto":
+        return (request.placement,)
+    return STRATEGIES if _any_stages(request) else ("one-to-one",)
+
+
+def _any_stages(request: Request) -> bool:
+    """Whether stages may be of any form: forwards in parts are for one stage per device, all with one size."""
+    return request.placement == "auto" and not request.options.num_parted
+
+
+def _chains(request: Request) -> Iterator[Found]:
+    """Every choice, cut in each way."""
+    for choice in _choices(request):
+        if isinstance(choice, UsageError):
+            yield choice
+        else:
+            for source, cut in _cuts(request, choice):
+                yield _tried(_chain, request, choice, source, cut)
+
+
+def _chain(request: Request, choice: _Choice, source: str, cut: Callable[[Chain], tuple[int, ...]] | None) -> Candidate:
+    batch, strategy = choice.batch, choice.strategy
     if batch.num_microbatches % 2 and strategy == "bidirectional":
         raise UsageError(
             f"--placement bidirectional needs an even number of micro-batches, not {batch.num_microbatches}"
@@ -120,12 +163,12 @@ def _chain(
         chunks=request.chunks,
         microbatch_size=batch.microbatch_size,
         memory_bytes=request.memory,
-        recompute=recompute,
-        replicas=replicas,
-        spread=spread,
+        recompute=choice.recompute,
+        replicas=choice.replicas,
+        spread=choice.spread,
         cut=cut,
     )
-    return Candidate(placement, batch, recompute, source, _is_fallback(request, recompute))
+    return Candidate(placement, batch, choice.recompute, source, _is_fallback(request, choice.recompute))
 
 
 def _is_fallback(request: Request, recompute: bool) -> bool:
@@ -176,18 +219,16 @@ def _spreads(request: Request, strategy: str, replicas: int) -> Sequence[bool]:
     return (False, True) if possible else (False,)
 
 
-def _cuts(
-    request: Request, strategy: str, replicas: int, batch: Batch, recompute: bool, spread: bool
-) -> Iterator[tuple[str, Callable[[Chain], tuple[int, ...]] | None]]:
+def _cuts(request: Request, choice: _Choice) -> Iterator[tuple[str, Callable[[Chain], tuple[int, ...]] | None]]:
     """The balanced cut, and AutoPipe's where that is for: one stage per device."""
     yield "balanced", None
-    if strategy != "one-to-one" or spread:
+    if choice.strategy != "one-to-one" or choice.spread:
         return
-    stages = request.num_devices // replicas
+    stages = request.num_devices // choice.replicas
     if not 1 < stages <= len(request.profile.blocks):
         return
-    samples, memory = batch.microbatch_size // replicas, request.least_memory
-    count, profile = batch.num_microbatches, request.profile
+    samples, memory = choice.batch.microbatch_size // choice.replicas, request.least_memory
+    count, profile, recompute = choice.batch.num_microbatches, request.profile, choice.recompute
     try:
         fits = None if memory is None else Fitting.of_profile(profile, samples, memory, count, recompute=recompute)
         planned = plan_chain(Loads.of_profile(profile, samples, recompute=recompute), stages, count, fits)
@@ -196,9 +237,9 @@ def _cuts(
     yield "AutoPipe", lambda chain: planned.begins
 
 
-def _graphs(request: Request) -> Iterator[Found]:
+def graphs(request: Request) -> Iterator[Found]:
     """GraphPipe's stages: with any sizes, and with one size for all stages."""
-    if request.options.replicas is not None:
+    if request.options.replicas is not None or not _any_stages(request):
         return
     open_sizes = _open_sizes(request)
     choices = [open_sizes, *([size] for size in open_sizes if len(open_sizes) > 1)]

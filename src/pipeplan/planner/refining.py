@@ -6,11 +6,12 @@ Leading forwards in two parts (AutoPipe III-C), and stages that need not recompu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from pipeplan.errors import PipeplanError, UsageError
 from pipeplan.model import PlacedStage, Placement
+from pipeplan.model.workload import Workload
 from pipeplan.planner.request import Request
 from pipeplan.planner.trials import Trial, iteration_of, workloads
 from pipeplan.schedule.search import Schedule
@@ -20,7 +21,7 @@ from pipeplan.simulate.memory import fits
 from pipeplan.simulate.parts import in_parts
 from pipeplan.simulate.timing import earliest_starts, task_graph
 
-__all__ = ["ease_recomputation", "slice_forwards"]
+__all__ = ["ease_recomputation", "expect_parts", "slice_forwards"]
 
 
 def ease_recomputation(request: Request, trial: Trial, budget: Budget) -> None:
@@ -49,49 +50,70 @@ def ease_recomputation(request: Request, trial: Trial, budget: Budget) -> None:
                 trial.search(request, budget, budget.remaining)
 
 
-def slice_forwards(request: Request, trial: Trial) -> None:
+def expect_parts(request: Request, trial: Trial) -> None:
+    """Lower the trial's bound to what forwards in parts may make of it, where they are open and quick to try."""
+    workload = trial.ways[0]
+    if not _quick(workload) or request.options.num_parted is not None or _reason_against_parts(workload) is not None:
+        return
+    candidate = replace(trial.candidate, placement=_parted(trial, workload, workload.num_microbatches))
+    with contextlib.suppress(UsageError):  # no costs for half the samples
+        trial.parted_bound = min(map(makespan_bound, workloads(request, candidate)))
+
+
+def slice_forwards(request: Request, trial: Trial, *, finally_: bool = True) -> None:
     """Run leading forwards of the trial's best schedule in parts: of as many micro-batches as asked for, or as helps.
 
     Micro-batch m of those in parts is so on all stages but the last m: there its forward is no warmup any more. On the
-    last of the others its parts are sent together. It is for one stage per device and one size of micro-batch.
+    last of the others its parts are sent together. It is for one stage per device and one size of micro-batch. Before
+    the trial is the best ``finally_``, it is tried only where it is quick.
 
     Raises:
         UsageError: so many are asked for, and the placement or the profile does not allow it.
     """
-    wanted = request.options.num_parted
-    if wanted == 0 or trial.best is None:
+    trial.parted = None
+    wanted, whole = request.options.num_parted, trial.best
+    if wanted == 0 or whole is None or not (finally_ or (wanted is None and _quick(whole.workload))):
         return
-    reason = _reason_against_parts(trial.best)
+    reason = _reason_against_parts(whole.workload)
     if reason is not None:
         if wanted is not None:
             raise UsageError(f"--slices {wanted} does not apply: {reason}")
         return
-    places = _places(trial.best)
-    depth, whole = 1 + max(places), trial.best
-    counts: Iterable[int] = (
-        [wanted] if wanted is not None else range(1, min(depth, whole.workload.num_microbatches) + 1)
-    )
-    for count in counts:
-        parts = {index: {"num_parted": min(count, depth - place)} for index, place in enumerate(places)}
+    most = min(1 + max(_places(whole.workload)), whole.workload.num_microbatches)
+    for count in [wanted] if wanted is not None else range(1, most + 1):
         try:
-            schedule = _retimed(request, trial, _changed(trial.candidate.placement, parts), "+slices", whole)
+            schedule = _retimed(request, trial, _parted(trial, whole.workload, count), "+slices")
         except UsageError:  # no costs for half the samples
             if wanted is not None:
                 raise
             return
-        if schedule is not None and (wanted is not None or iteration_of(schedule) < iteration_of(trial.best)):
-            trial.best, trial.bounds = replace(schedule, pattern=None), [schedule.bound_ns]
+        if schedule is not None and (wanted is not None or iteration_of(schedule) < (trial.value_ns or 0)):
+            trial.parted = replace(schedule, pattern=None)
 
 
-def _retimed(
-    request: Request, trial: Trial, placement: Placement, mark: str, whole: Schedule | None = None
-) -> Schedule | None:
+def _parted(trial: Trial, workload: Workload, count: int) -> Placement:
+    """The trial's placement with so many micro-batches in parts."""
+    places = _places(workload)
+    depth = 1 + max(places)
+    parts = {index: {"num_parted": min(count, depth - place)} for index, place in enumerate(places)}
+    return _changed(trial.candidate.placement, parts)
+
+
+def _quick(workload: Workload) -> bool:
+    return len(workload.stages) * sum(map(len, workload.slots)) <= _QUICK
+
+
+_QUICK = 30_000
+"""Up to so many actions times stages, forwards in parts are tried beside every candidate: some tenths of a second."""
+
+
+def _retimed(request: Request, trial: Trial, placement: Placement, mark: str) -> Schedule | None:
     """The same orders on a changed placement; None if they do not fit there.
 
     Raises:
         UsageError: the profile has no costs for it.
     """
-    base = whole or trial.best
+    base = trial.best
     assert base is not None
     split = any(operation.kind == "I" for operation in base.workload.operations)
     options = replace(request.options, split_backward=split)
@@ -121,8 +143,7 @@ def _changed(placement: Placement, changes: Mapping[int, Mapping[str, object]]) 
     return placement.model_copy(update={"stages": stages})
 
 
-def _reason_against_parts(schedule: Schedule) -> str | None:
-    workload = schedule.workload
+def _reason_against_parts(workload: Workload) -> str | None:
     devices = [device for stage in workload.stages for device in stage.devices]
     if len(set(devices)) < len(devices):
         return "it needs one stage per device"
@@ -133,9 +154,8 @@ def _reason_against_parts(schedule: Schedule) -> str | None:
     return None
 
 
-def _places(schedule: Schedule) -> list[int]:
+def _places(workload: Workload) -> list[int]:
     """[stage] how many stages come before it, on the longest way."""
-    workload = schedule.workload
     places = [0] * len(workload.stages)
     for dependency in sorted(workload.dependencies, key=lambda each: int(each.source[:-1])):
         source, target = int(dependency.source[:-1]), int(dependency.target[:-1])

@@ -21,9 +21,10 @@ from pipeplan.planner.assembly import assemble
 from pipeplan.planner.batch import Batch
 from pipeplan.planner.candidates import Candidate, Found, candidates
 from pipeplan.planner.mapping import on_cluster
-from pipeplan.planner.refining import ease_recomputation, slice_forwards
+from pipeplan.planner.refining import ease_recomputation, expect_parts, slice_forwards
 from pipeplan.planner.request import Options, Request
 from pipeplan.planner.result import Result
+from pipeplan.planner.shortage import shortage
 from pipeplan.planner.trials import Trial
 from pipeplan.schedule.bounds import period_bound
 from pipeplan.schedule.problem import Problem
@@ -40,6 +41,12 @@ _LOOKING = 0.5
 
 _LAST = 0.1
 """With less than this part of the time left no more candidates are looked at."""
+
+_FINALISTS = 3
+"""So many of the best candidates are refined at the end."""
+
+_EXPLAINING = 1.0
+"""Seconds, at least, in which it is looked for what would do where nothing fits."""
 
 _SECONDS_PER_TASK = 5e-5
 """What looking at a candidate costs per action where seconds are deterministic."""
@@ -94,7 +101,7 @@ class _Search:
 
         What is only a fallback comes if there is nothing else.
         """
-        for fallback in (False, True):
+        for fallback in (False, True) if isinstance(self._request.placement, Placement) else (False,):
             try:
                 self._alternate(candidates(self._request), fallback=fallback)
             except KeyboardInterrupt:
@@ -114,8 +121,12 @@ class _Search:
     @property
     def _best(self) -> Trial | None:
         """The trial with the shortest iteration, of equals the one with fewest stages."""
-        done = [trial for trial in self._trials if trial.best is not None]
-        return min(done, key=_rank, default=None)
+        return min(self._done, key=_rank, default=None)
+
+    @property
+    def _done(self) -> list[Trial]:
+        """Trials with a schedule."""
+        return [trial for trial in self._trials if trial.best is not None]
 
     def _look(self, found: Iterator[Found], *, fallback: bool) -> bool:
         """Take candidates as they come, until they have had their part of the time; whether that were all."""
@@ -140,6 +151,7 @@ class _Search:
             if best is not None and self._hopeless(Trial.of(self._without_links, candidate), best):
                 return  # wherever its devices are
             trial = Trial.of(self._request, on_cluster(self._request, candidate) or candidate)
+            expect_parts(self._request, trial)
         except PipeplanError as error:
             self._failures.append(error)
             return
@@ -148,6 +160,7 @@ class _Search:
         if searched or (best is not None and self._hopeless(trial, best)):
             return
         trial.look()
+        slice_forwards(self._request, trial, finally_=False)
         self._budget.charge(_SECONDS_PER_TASK * sum(map(_num_actions, trial.ways)))
         self._report(trial)
 
@@ -165,6 +178,7 @@ class _Search:
     def _search(self, trial: Trial, seconds: float) -> None:
         try:
             trial.search(self._request, self._budget, seconds)
+            slice_forwards(self._request, trial, finally_=False)
         except PipeplanError as error:
             self._failures.append(error)
             if trial.best is None:
@@ -188,14 +202,24 @@ class _Search:
             what = f"{trial.candidate.source} {trial.candidate.placement.strategy}"
             self._request.progress(what, best.value_ns, min(bound, best.value_ns), self._budget.elapsed)
 
+    def _failure(self) -> PipeplanError:
+        """Why nothing was found; where memory is short, with what would do."""
+        error = _most_telling(self._failures)
+        if not isinstance(error, InfeasibleError) or self._budget.interrupted:
+            return error
+        try:
+            return shortage(self._request, error, max(_EXPLAINING, self._budget.remaining))
+        except KeyboardInterrupt:
+            return error
+
     def _result(self) -> Result:
+        for finalist in sorted(self._done, key=_rank)[:_FINALISTS]:
+            ease_recomputation(self._request, finalist, self._budget)
+            slice_forwards(self._request, finalist)
         trial = self._best
-        if trial is None:
-            raise _most_telling(self._failures)
-        ease_recomputation(self._request, trial, self._budget)
-        problem = Problem.of(trial.settled.workload)
-        slice_forwards(self._request, trial)
-        schedule = trial.settled
+        if trial is None or trial.best is None:
+            raise self._failure()
+        problem, schedule = Problem.of(trial.best.workload), trial.settled
         plan = assemble(
             schedule.graph,
             schedule.orders,

@@ -25,13 +25,17 @@ _FIRST_LOOK = 0.15
 class Trial:
     """A candidate, its workload for each way of running backward, and what is known of their schedules.
 
-    ``bounds`` [way] ns that no schedule's makespan is below; ``best`` the schedule with the shortest iteration.
+    ``bounds`` [way] ns that no schedule's makespan is below; ``best`` the schedule with the shortest iteration;
+    ``parted`` the same with leading forwards in parts, if that is shorter or asked for, and ``parted_bound`` ns that
+    none with forwards in parts is below.
     """
 
     candidate: Candidate
     ways: list[Workload]
     bounds: list[int]
     best: Schedule | None = None
+    parted: Schedule | None = None
+    parted_bound: int | None = None
     sync_ns: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -54,12 +58,14 @@ class Trial:
     @property
     def bound_ns(self) -> int:
         """No iteration is shorter: gradients are summed on the device that ends last, too."""
-        return min(self.bounds) + self.sync_ns
+        parted = () if self.parted_bound is None else (self.parted_bound,)
+        return min([*self.bounds, *parted]) + self.sync_ns
 
     @property
     def value_ns(self) -> int | None:
         """The shortest iteration found; None before any."""
-        return None if self.best is None else iteration_of(self.best)
+        found = self.parted or self.best
+        return None if found is None else iteration_of(found)
 
     def begin_again(self, request: Request) -> None:
         """The candidate has changed and its best schedule is one of the changed workload: take that one for a way."""
@@ -127,13 +133,15 @@ class Trial:
     def _offer(self, schedule: Schedule | None) -> None:
         if schedule is None:
             return
-        value = self.value_ns
+        value = None if self.best is None else iteration_of(self.best)
         if value is None or (iteration_of(schedule), -schedule.bound_ns) <= (value, 0):
             self.best = schedule
 
     @property
     def settled(self) -> Schedule:
         """The best schedule, with what is proved for every way of running backward."""
+        if self.parted is not None:
+            return self.parted
         assert self.best is not None
         return replace(self.best, bound_ns=min(self.best.makespan_ns, *self.bounds))
 
