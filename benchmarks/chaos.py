@@ -4,8 +4,10 @@
 
 Plans are a chain with whole and with split backward, and one with replicas; the fault is on any rank, at any action of
 any step or outside the program: while starting, building blocks, connecting, making samples, summing gradients,
-stepping, reporting. A run has ended soon where that took no more than 12 s since it happened (hangs: since the timeout
-of 2 s, or of 60 s before the first step). A message is right if it names the rank, its action and what happened to it.
+clipping, stepping, reporting, writing the checkpoint that there is behind every step. A run has ended soon where that
+took no more than 12 s since it happened (hangs: since the timeout of 2 s, or of 60 s before the first step). A message
+is right if it names the rank, its action and what happened to it. The checkpoint behind the step before must be there
+and whole.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ from pipeplan.runtime.options import RunOptions  # noqa: E402
 from pipeplan.runtime.progress import Phase  # noqa: E402
 
 OWN_WORK = ("STARTING", "LOADING", "SAMPLING", "UPDATING")
-WITH_OTHERS = ("CONNECTING", "REDUCING", "CLIPPING", "REPORTING")
-HEADER = ["", "rank", "runs", "ended soon", "message right", "no process left", "slowest end, s"]
+WITH_OTHERS = ("CONNECTING", "REDUCING", "CLIPPING", "REPORTING", "SAVING")
+HEADER = ["", "rank", "runs", "ended soon", "message right", "no process left", "checkpoint loads", "slowest end, s"]
 
 
 def plans() -> dict[str, tuple[Plan, Mapping[int, str]]]:
@@ -107,8 +109,9 @@ def row(kind: str, role: str, endings: list[tuple[Fault, Ending]]) -> list[str]:
     soon = sum(ending.seconds <= fault.expected_s for fault, ending in endings)
     right = sum(ending.is_right for _, ending in endings)
     gone = sum(not ending.left for _, ending in endings)
+    loaded = sum(ending.checkpoint_loads for _, ending in endings)
     slowest = max(ending.seconds for _, ending in endings)
-    return [kind, role, str(len(endings)), str(soon), str(right), str(gone), f"{slowest:.1f}"]
+    return [kind, role, str(len(endings)), str(soon), str(right), str(gone), str(loaded), f"{slowest:.1f}"]
 
 
 if __name__ == "__main__":

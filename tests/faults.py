@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -86,11 +87,12 @@ class Ending:
     expected: str
     is_right: bool
     left: list[int]
+    checkpoint_loads: bool
 
     @property
     def is_clean(self) -> bool:
-        """Whether the message names rank, action and cause, and no process is left."""
-        return self.is_right and not self.left
+        """Whether the message names rank, action and cause, no process is left, and the last checkpoint loads."""
+        return self.is_right and not self.left and self.checkpoint_loads
 
 
 def left_over(word: str) -> list[int]:
@@ -106,8 +108,13 @@ def left_over(word: str) -> list[int]:
 
 
 def run_with(fault: Fault, plan: Plan, options: RunOptions) -> Ending:
-    """Run a plan with a fault in it, with a timeout of 2 s."""
-    options = replace(options, timeout_ns=2 * 10**9, num_steps=NUM_STEPS, num_threads=1)
+    """Run a plan with a fault in it, with a timeout of 2 s, clipped gradients, and a checkpoint behind every step."""
+    options = replace(options, timeout_ns=2 * 10**9, num_steps=NUM_STEPS, num_threads=1, clip_norm=1.0)
+    with tempfile.TemporaryDirectory() as folder:
+        return _ending(fault, plan, replace(options, checkpoint=folder, checkpoint_every=1), Path(folder))
+
+
+def _ending(fault: Fault, plan: Plan, options: RunOptions, folder: Path) -> Ending:
     word = uuid.uuid4().hex
     job = {"plan": plan.model_dump_json(), "options": options.as_json()}
     error: PipeplanError | None = None
@@ -122,8 +129,32 @@ def run_with(fault: Fault, plan: Plan, options: RunOptions) -> Ending:
         happened = json.loads(told.read() or "{}")
     expected = KINDS[fault.kind].format(rank=fault.rank, where=re.escape(happened.get("where", "")))
     return Ending(
-        error, ended - happened.get("at", ended), expected, bool(re.match(expected, str(error))), left_over(word)
+        error,
+        ended - happened.get("at", ended),
+        expected,
+        bool(re.match(expected, str(error))),
+        left_over(word),
+        loads(folder, happened.get("step", 0)),
     )
+
+
+def loads(folder: Path, step: int) -> bool:
+    """Whether there is the checkpoint behind the step before, or this one, and all of it can be read."""
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader, load
+
+    from pipeplan.runtime.checkpoint_files import CheckpointFolder
+
+    checkpoints = CheckpointFolder(str(folder))
+    last = max(checkpoints.whole(), default=0)
+    if last == 0:
+        return step == 0
+    reader = FileSystemReader(checkpoints.of(last))
+    kept = reader.read_metadata().state_dict_metadata
+    state = {name: torch.full(each.size, torch.nan, dtype=each.properties.dtype) for name, each in kept.items()}
+    with warnings.catch_warnings(action="ignore"):  # that there are no other processes
+        load(state, storage_reader=reader, no_dist=True)
+    return last in (step, step + 1) and all(bool(tensor.isfinite().all()) for tensor in state.values())
 
 
 def shorten_start(fault: Fault) -> None:
@@ -163,7 +194,7 @@ def arm(fault: Fault, told: str) -> None:
         step = getattr(self, "step", 0)
         if not done and self.rank == fault.rank and place and step >= fault.step:
             done.append(True)
-            Path(told).write_text(json.dumps({"where": self.describe(), "at": time.monotonic()}))
+            Path(told).write_text(json.dumps({"where": self.describe(), "at": time.monotonic(), "step": step}))
             ACTS[fault.kind]()
 
     Progress.begin = begin_or_fail  # type: ignore[method-assign]  # the only way in without a hook in the product

@@ -216,6 +216,8 @@ def test_a_verdict_prefers_causes_to_effects(board: Board) -> None:
 
 def test_transport_errors_lose_their_source_lines() -> None:
     late = RuntimeError("[/somewhere/unbound_buffer.cc:78] Timed out waiting 500ms for recv operation to complete")
+    absent = RuntimeError("wait timeout after 60000ms, keys: /pipeplan/0//cpu//0/1")
     gone = RuntimeError("[/somewhere/pair.cc:537] Connection closed by peer [127.0.0.1]:4. Check the logs of it")
     assert cause_of(late) == (Cause.TIMEOUT, "Timed out waiting 500ms for recv operation to complete")
+    assert cause_of(absent)[0] == Cause.TIMEOUT
     assert cause_of(gone) == (Cause.LOST, "Connection closed by peer [127.0.0.1]:4")

@@ -47,6 +47,7 @@ CASES = {
     "replica killed before it receives": ("replicas", Fault("killed", 2, counter=counter_of(replicas(), 2, "RECV"))),
     "killed while gradients are summed": ("replicas", Fault("killed", 1, "REDUCING", step=1)),
     "stopped where all tell each other": ("replicas", Fault("stopped", 2, "REPORTING", step=1)),
+    "killed while a checkpoint is written": ("split", Fault("killed", 0, "SAVING", step=1)),
     "endless optimizer": ("replicas", Fault("endless", 0, "UPDATING", step=2)),
 }
 
@@ -59,4 +60,5 @@ def test_ends_soon_with_one_message_and_no_process_left(name: str, monkeypatch: 
     ending = run_with(fault, made, RunOptions("runtime_models:chain", dtype="float64"))
     assert ending.is_right, f"{ending.error} is not {ending.expected}"
     assert ending.left == []
+    assert ending.checkpoint_loads, "there is one behind every step, whole whatever happens"
     assert ending.seconds < 60, "an end soon behind the failure or the timeout of 2 s"

@@ -100,7 +100,7 @@ def telling(failures: Sequence[Failure]) -> Failure | None:
 def cause_of(error: RuntimeError) -> tuple[Cause, str]:
     """What an error of a transport means, TIMEOUT or LOST, and its text without place and advice."""
     text = re.sub(r"^\[[^\]]*\] *", "", str(error).strip().partition("\n")[0]).partition(". ")[0]
-    return Cause.TIMEOUT if "timed out" in text.lower() else Cause.LOST, text
+    return Cause.TIMEOUT if re.search("timed ?out|timeout", text, re.IGNORECASE) else Cause.LOST, text
 
 
 @contextlib.contextmanager

@@ -130,7 +130,9 @@ def require_equal_copies(told: Sequence[Mapping[Ranks, Sequence[Copy]]]) -> None
 def _fingerprint(parameter: nn.Parameter) -> str:
     """Format, shape, and a checksum of the values."""
     values = parameter.detach().reshape(-1).cpu().view(torch.uint8).numpy()
-    return f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)} with checksum {crc32(values.data):08x}"
+    return (
+        f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)} with checksum {crc32(values.data):08x}"
+    )
 
 
 def _sum(shared: _Shared) -> None:
