@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,30 +15,65 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import BlockSpec, Model
+from pipeplan.runtime.shards import WHOLE, Cut, RowLinear, Shards, Split, WordEmbedding, cross_entropy
 
 WIDTH = 8
 
 
 class Mix(nn.Module):
-    """Adds up its inputs behind a linear layer each."""
+    """Adds up its inputs behind a linear layer each, which devices split by its inputs."""
 
-    def __init__(self, num_inputs: int) -> None:
+    def __init__(self, num_inputs: int, shards: Shards = WHOLE) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_inputs))
+        self.shards, (self.begin, self.end) = shards, shards.range(WIDTH)
+        self.layers = nn.ModuleList(RowLinear(WIDTH, WIDTH, shards) for _ in range(num_inputs))
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        return torch.tanh(sum(layer(x) for layer, x in zip(self.layers, inputs, strict=True)))
+        own = [self.shards.shared(x)[..., self.begin : self.end] for x in inputs]
+        return torch.tanh(sum(layer(x) for layer, x in zip(self.layers, own, strict=True)))
 
 
 class SquaredError(nn.Module):
-    """A loss with a parameter: the summed squared distance to the targets."""
+    """A loss with a parameter: the summed squared distance to the targets, of which devices split the width."""
+
+    def __init__(self, shards: Shards = WHOLE) -> None:
+        super().__init__()
+        self.shards, (self.begin, self.end) = shards, shards.range(WIDTH)
+        self.scale = nn.Parameter(torch.ones(self.end - self.begin))
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        own = self.shards.shared(x)[..., self.begin : self.end] * self.scale
+        return self.shards.summed(F.mse_loss(own, targets[..., self.begin : self.end], reduction="sum"))
+
+
+class Shift(nn.Module):
+    """One row for all samples."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.row = nn.Parameter(torch.linspace(-1, 1, WIDTH)[None])
 
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        return F.mse_loss(x * self.scale, targets, reduction="sum")
+    def forward(self) -> Tensor:
+        return torch.sin(self.row)
+
+
+def mix_block(id_: str, sources: tuple[str, ...]) -> BlockSpec:
+    """A block that mixes the outputs of others, or samples, and can be split over any number of devices."""
+    count = len(sources) or 1
+    cuts = {f"layers.{index}.weight": Cut(1, even=False) for index in range(count)}
+    samples = () if sources else ("x",)
+    return BlockSpec(id_, "mix", partial(Mix, count), sources, samples, split=Split(partial(Mix, count), cuts))
+
+
+def loss_block(id_: str, source: str) -> BlockSpec:
+    """The loss of a block's output, which can be split, too."""
+    split = Split(SquaredError, {"scale": Cut(even=False)})
+    return BlockSpec(id_, "loss", SquaredError, (source,), ("targets",), loss=True, split=split)
+
+
+def shift_block(id_: str) -> BlockSpec:
+    """One row for all samples; whole on every device."""
+    return BlockSpec(id_, "shift", Shift, split=Split(lambda shards: Shift()))
 
 
 class Break(nn.Module):
@@ -184,3 +220,120 @@ def unlike(rank: int, *, wider: bool) -> Model:
     model = chain()
     blocks = [replace(block, build=build) if block.id == "b2" else block for block in model.blocks]
     return replace(model, blocks=tuple(blocks))
+
+
+# Words, which devices split
+
+WORDS = 11
+LENGTH = 3
+
+
+class Lookup(nn.Module):
+    """Words and positions: [samples, LENGTH] to [samples, LENGTH, WIDTH]."""
+
+    def __init__(self, shards: Shards = WHOLE) -> None:
+        super().__init__()
+        self.table = WordEmbedding(WORDS, WIDTH, shards, std=1.0)
+        self.position = nn.Parameter(torch.linspace(-1, 1, LENGTH * WIDTH).reshape(LENGTH, WIDTH))
+
+    def forward(self, words: Tensor) -> Tensor:
+        result: Tensor = self.table(words) + self.position
+        return result
+
+
+class Predict(nn.Module):
+    """A norm, a layer with an output for each word, and the summed loss of the words that are not left out."""
+
+    def __init__(self, shards: Shards = WHOLE) -> None:
+        super().__init__()
+        begin, end = shards.range(WORDS)
+        self.shards, self.norm = shards, nn.LayerNorm(WIDTH)
+        self.output = nn.Linear(WIDTH, end - begin, bias=False)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        logits = self.output(self.shards.shared(self.norm(x)))
+        return cross_entropy(logits, targets, WORDS, self.shards).sum()
+
+
+class Columns(nn.Module):
+    """A residual layer whose outputs are split, and a shift that some samples' blocks take whole."""
+
+    def __init__(self, shards: Shards = WHOLE) -> None:
+        super().__init__()
+        begin, end = shards.range(3 * WIDTH)
+        self.shards, self.norm = shards, nn.LayerNorm(WIDTH)
+        self.expand = nn.Linear(WIDTH, end - begin)
+        self.project = RowLinear(3 * WIDTH, WIDTH, shards)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        whole = self.norm(torch.stack(torch.broadcast_tensors(*inputs)).sum(0))
+        result: Tensor = inputs[0] + self.project(torch.tanh(self.expand(self.shards.shared(whole))))
+        return result
+
+
+def columns_block(id_: str, *sources: str) -> BlockSpec:
+    cuts = {"expand.weight": Cut(), "expand.bias": Cut(), "project.weight": Cut(1)}
+    return BlockSpec(id_, "columns", Columns, sources, split=Split(Columns, cuts))
+
+
+def lookup_block(id_: str, words: str = "words") -> BlockSpec:
+    return BlockSpec(id_, "lookup", Lookup, samples=(words,), split=Split(Lookup, {"table.weight": Cut(even=False)}))
+
+
+def predict_block(id_: str, source: str) -> BlockSpec:
+    split = Split(Predict, {"output.weight": Cut(even=False)})
+    return BlockSpec(id_, "predict", Predict, (source,), ("targets",), loss=True, split=split)
+
+
+def texts(num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
+    """Words, others, and targets of which some are left out."""
+    rows = [torch.Generator().manual_seed(seed * 7919 + step * 104729 + i) for i in range(num_samples)]
+    drawn = torch.stack([torch.randint(WORDS, (3, LENGTH), generator=generator) for generator in rows])
+    words, others, targets = (drawn[:, index].contiguous() for index in range(3))
+    return {"words": words, "others": others, "targets": targets.masked_fill(words == 0, -100)}
+
+
+def _worded(name: str, blocks: tuple[BlockSpec, ...], *tied: str) -> Model:
+    """Of whose blocks those named share the table of words; heads have it as their output layer."""
+    weights = tuple((id_, "output.weight" if id_ == "head" else "table.weight") for id_ in tied)
+    return Model(name, blocks, texts, lambda batch: int((batch["targets"] >= 0).sum()), tied=(weights,) if tied else ())
+
+
+def worded() -> Model:
+    """Words, four blocks, words: Tessel's M where the first is on all devices, FlexPipe's mllm where the last is, too.
+
+    All four blocks take a shift that is the same for all samples.
+    """
+    chain = [shift_block("shift"), lookup_block("words")]
+    for index in range(4):
+        chain.append(columns_block(f"b{index}", chain[-1].id, "shift"))
+    return _worded("worded", (*chain, predict_block("head", "b3")), "words", "head")
+
+
+def translating() -> Model:
+    """Two chains behind words of one table, the second of which takes the first's end: Tessel's NN."""
+    blocks = (
+        lookup_block("words"),
+        columns_block("b0", "words"),
+        columns_block("b1", "b0"),
+        lookup_block("others", "others"),
+        columns_block("b2", "others", "b1"),
+        columns_block("b3", "b2", "b1"),
+        predict_block("head", "b3"),
+    )
+    return _worded("translating", blocks, "words", "others", "head")
+
+
+def pairing() -> Model:
+    """Two towers and a block that joins them, behind which is the loss: Tessel's K."""
+    blocks = (
+        lookup_block("words"),
+        columns_block("left0", "words"),
+        columns_block("left1", "left0"),
+        lookup_block("others", "others"),
+        columns_block("right0", "others"),
+        columns_block("right1", "right0"),
+        columns_block("join", "left1", "right1"),
+        predict_block("head", "join"),
+    )
+    return _worded("pairing", blocks)

@@ -60,6 +60,7 @@ def profile_of(model: Model) -> Profile:
     row = CostRow(microbatch_size=1, forward_ns=1000, input_grad_ns=1100, weight_grad_ns=900, activation_bytes=64)
     rows = tuple(row.model_copy(update={"microbatch_size": size}) for size in (1, 2, 4))
     rows += tuple(row.model_copy(update={"recompute": True}) for row in rows)
+    rows = tuple(row.model_copy(update={"shards": shards}) for row in rows for shards in (1, 2, 3, 4))
     return Profile(
         name=model.name,
         source=Source(method="estimated"),

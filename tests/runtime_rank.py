@@ -16,6 +16,7 @@ from pipeplan.model import Plan, parse
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.program import Share
 from pipeplan.runtime.training import Trainer
 from pipeplan.runtime.worker import Link, main
 
@@ -66,13 +67,40 @@ def train_both(plan: Plan, model: Model, options: RunOptions, link: Link) -> dic
         norms.append(result.grad_norm)
         distances["loss"] = max(distances["loss"], abs(result.loss - expected))
         distances["norm"] = max(distances["norm"], abs((result.grad_norm or 0.0) - unsplit.norm))
-        for name, parameter in trainer.parameters().items():
-            whole = unsplit.parameters()[name]
-            distances["gradient"] = max(distances["gradient"], _distance(parameter.grad, whole.grad))
-            distances["parameter"] = max(distances["parameter"], _distance(parameter, whole))
-    names, num_buffers = sorted(trainer.parameters()), trainer.executor.channels.buffers.num_made
+        wholes = unsplit.parameters()
+        for name, share, parameter in _held(trainer):
+            whole = wholes[f"{share.block}.{name}"]
+            cut = model.cut_of(share.block, name, share.count)
+            own, gradient = (
+                each if each is None or cut is None else cut.cut(each, share.count, share.index)
+                for each in (whole, whole.grad)
+            )
+            distances["gradient"] = max(distances["gradient"], _distance(parameter.grad, gradient))
+            distances["parameter"] = max(distances["parameter"], _distance(parameter, own))
+    shapes: dict[str, list[list[int]]] = {}
+    for name, share, parameter in _held(trainer):
+        shapes.setdefault(f"{share.block}.{name}", []).append(list(parameter.shape))
+    counted = sum(each.numel() for each in trainer.shared.counted(trainer.unique_parameters()))
+    num_buffers = trainer.executor.channels.buffers.num_made
     trainer.close()
-    return {"losses": losses, "norms": norms, "distances": distances, "parameters": names, "num_buffers": num_buffers}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "distances": distances,
+        "parameters": sorted(shapes),
+        "shapes": shapes,
+        "counted": counted,
+        "num_buffers": num_buffers,
+    }
+
+
+def _held(trainer: Trainer) -> list[tuple[str, Share, torch.nn.Parameter]]:
+    """What this rank has of the model's parameters; tied ones under each of their names."""
+    return [
+        (name, share, parameter)
+        for share, module in trainer.modules.items()
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    ]
 
 
 def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:

@@ -20,11 +20,12 @@ from pipeplan.runtime.failures import Cause
 from pipeplan.runtime.messages import TransferError
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.modules import WeightGradQueue
-from pipeplan.runtime.program import Instruction, Program, programs_of, require_runnable
+from pipeplan.runtime.program import Instruction, Program, Share, programs_of
 from pipeplan.runtime.progress import Board, Progress
 from pipeplan.runtime.rows import TensorSpec
 from pipeplan.runtime.shards import Shards
 from pipeplan.runtime.stages import Samples, StageRunner
+from pipeplan.runtime.training import travelling
 
 CPU = torch.device("cpu")
 PATIENCE_S = 20.0
@@ -144,11 +145,8 @@ def together(count: int, work: Callable[[Shards], Result]) -> list[Result]:
 
 def run_in_threads(plan: Plan, model: Model, seed: int) -> Outcome:
     """Run every rank's program once, in fp64."""
-    require_runnable(plan)
     programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
-    specs = {
-        name: TensorSpec(shape, dtype) for name, (shape, dtype) in model.output_specs(1, torch.float64).items() if shape
-    }
+    specs = travelling(programs[0], model, torch.float64)
     batch = model.mini_batch(plan.mini_batch, 0, seed, dtype=torch.float64)
     samples, mail = Samples(batch, model.predictions(batch)), Mail()
     ranks = [_Rank(program, model, specs, mail, seed) for program in programs]
@@ -157,16 +155,24 @@ def run_in_threads(plan: Plan, model: Model, seed: int) -> Outcome:
             pool.submit(rank.run, samples)
     if mail.failure is not None:
         raise mail.failure
-    return Outcome(sum(rank.loss() for rank in ranks), _summed([rank.modules for rank in ranks]))
+    return Outcome(sum(rank.loss() for rank in ranks), _summed([rank.modules for rank in ranks], model))
 
 
 class _Rank:
     def __init__(self, program: Program, model: Model, specs: dict[str, TensorSpec], mail: Mail, seed: int) -> None:
-        blocks = {block for part in program.stages.values() for block in part.blocks}
-        self.modules = {block: model.build(block, seed, dtype=torch.float64) for block in sorted(blocks)}
+        held = dict.fromkeys(share for part in program.stages.values() for share in part.shares)
+        meetings = {share.partners: Meeting(mail, share.partners, share.count, share.index) for share in held}
+        self.modules = {
+            share: model.build_share(
+                share.block, seed, Shards(share.count, share.index, meetings[share.partners]), dtype=torch.float64
+            )
+            for share in held
+        }
         stages = {
             index: StageRunner(
-                part, {b: self.modules[b] for b in part.blocks}, {b: model.block(b) for b in part.blocks}
+                part,
+                {share.block: self.modules[share] for share in part.shares},
+                {b: model.block(b) for b in part.blocks},
             )
             for index, part in program.stages.items()
         }
@@ -191,15 +197,26 @@ class _Rank:
         return sum(float(loss) for loss in losses if loss is not None)
 
 
-def _summed(ranks: Sequence[dict[str, nn.Module]]) -> dict[str, Tensor | None]:
-    found: dict[str, Tensor | None] = {}
+def _summed(ranks: Sequence[dict[Share, nn.Module]], model: Model) -> dict[str, Tensor | None]:
+    """The gradient of every parameter, over its copies; of what is whole on devices that split a block, one counts."""
+    parts: dict[tuple[str, str, int], dict[int, Tensor | None]] = defaultdict(dict)
     for modules in ranks:
-        for block, module in modules.items():
+        for share, module in modules.items():
             for name, parameter in module.named_parameters():
-                key, given = f"{block}.{name}", parameter.grad
-                known = found.get(key)
-                found[key] = given if known is None or given is None else known + given
+                cut = model.cut_of(share.block, name, share.count)
+                if cut is not None or share.index == 0:
+                    known = parts[share.block, name, 1 if cut is None else share.count]
+                    known[share.index] = _plus(known.get(share.index), parameter.grad)
+    found: dict[str, Tensor | None] = {}
+    for (block, name, count), shares in parts.items():
+        cut, given = model.cut_of(block, name, count), [shares[index] for index in sorted(shares)]
+        whole = given[0] if cut is None else cut.join([each for each in given if each is not None])
+        found[f"{block}.{name}"] = _plus(found.get(f"{block}.{name}"), whole)
     return found
+
+
+def _plus(known: Tensor | None, given: Tensor | None) -> Tensor | None:
+    return given if known is None else known if given is None else known + given
 
 
 def _board() -> Board:

@@ -48,10 +48,6 @@ def test_says_how_to_get_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("where", [[], ["--local"]])
 def test_refuses_plans_it_cannot_run(where: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    shared = shared_workload(2, 2)
-    several = written(plan_of(shared, gpipe_orders(shared)), tmp_path)
-    with pytest.raises(UsageError, match=r"stages\[0\] stands on 2 devices .* --placement one-to-one"):
-        run(several, "--model", "gpt2-tiny", *where)
     wrong = chain_plan()
     swapped = tuple(reversed(wrong.programs[0]))
     path = written(wrong.model_copy(update={"programs": (swapped, wrong.programs[1])}), tmp_path)

@@ -1,6 +1,7 @@
 """Random models under random plans give the losses and gradients of an unsplit run.
 
-Stages have micro-batch sizes, replicas, routes and parts of their own, on devices that may be shared. All ranks run in
+Stages have micro-batch sizes, replicas, shards, routes and parts of their own, on devices that may be shared; some
+outputs are one for all samples. All ranks run in
 this process; messages match first in, first out.
 """
 
@@ -13,45 +14,45 @@ import pytest
 from helpers import gpipe_orders
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from runtime_models import Mix, SquaredError, vectors
+from runtime_models import loss_block, mix_block, shift_block, vectors
 from runtime_plans import TRAINING, Unsplit, greedy_orders, placed_plan
 from runtime_threads import run_in_threads
 
 from pipeplan.check import check
 from pipeplan.model import PlacedStage, Plan
-from pipeplan.runtime.model import BlockSpec, Model
+from pipeplan.runtime.model import Model
 
 MINI_BATCH = 8
 TOLERANCE = 1e-12
 SEED = 5
 
 
-def model_of(sources: list[list[int]]) -> Model:
-    """Blocks that mix the outputs of others, [block] those of ``sources``, or samples; then a loss of all ends."""
+def model_of(sources: list[list[int]], shifted: set[int]) -> Model:
+    """Blocks that mix the outputs of others, [block] those of ``sources``, or samples; then a loss of all ends.
+
+    Those of ``shifted`` take a row that is the same for all samples, too.
+    """
     ends = sorted(set(range(len(sources))) - {source for taken in sources for source in taken})
-    blocks = [_mixing(f"b{index}", [f"b{source}" for source in taken]) for index, taken in enumerate(sources)]
-    blocks.append(_mixing("join", [f"b{end}" for end in ends]))
-    blocks.append(BlockSpec("end", "loss", SquaredError, ("join",), ("targets",), loss=True))
+    blocks = [shift_block("shift")] if shifted else []
+    for index, taken in enumerate(sources):
+        named = [f"b{source}" for source in taken]
+        blocks.append(mix_block(f"b{index}", (*named, "shift") if named and index in shifted else tuple(named)))
+    blocks.append(mix_block("join", (*(f"b{end}" for end in ends), *(("shift",) if shifted else ()))))
+    blocks.append(loss_block("end", "join"))
     return Model("random", tuple(blocks), vectors, lambda batch: batch["targets"].numel())
-
-
-def _mixing(id_: str, sources: list[str]) -> BlockSpec:
-    samples = () if sources else ("x",)
-    return BlockSpec(id_, "mix", lambda: Mix(len(sources) or 1), tuple(sources), samples)
 
 
 @st.composite
 def models(draw: st.DrawFn) -> Model:
     """Two to five blocks, each of which takes the outputs of up to two before it."""
     count = draw(st.integers(2, 5))
-    return model_of(
-        [
-            sorted(draw(st.sets(st.integers(0, index - 1), min_size=min(index, draw(st.integers(0, 1))), max_size=2)))
-            if index
-            else []
-            for index in range(count)
-        ]
-    )
+    sources = [
+        sorted(draw(st.sets(st.integers(0, index - 1), min_size=min(index, draw(st.integers(0, 1))), max_size=2)))
+        if index
+        else []
+        for index in range(count)
+    ]
+    return model_of(sources, draw(st.sets(st.integers(0, count - 1), max_size=2)))
 
 
 @st.composite
@@ -64,13 +65,15 @@ def cuts(draw: st.DrawFn, model: Model) -> list[tuple[str, ...]]:
 
 @st.composite
 def placed(draw: st.DrawFn, blocks: tuple[str, ...], route: int, sizes: list[int], parts: bool) -> PlacedStage:
-    """A stage with one or two replicas on some of three devices."""
+    """A stage with one or two replicas, each of one to four devices, on some of four devices."""
     size = draw(st.sampled_from(sizes))
     replicas = draw(st.sampled_from([1, 2])) if size > 1 else 1
+    shards = draw(st.sampled_from([1, 1, 2] if replicas > 1 else [1, 1, 2, 3, 4]))
     halves = parts and size % (2 * replicas) == 0
     return PlacedStage(
         blocks=blocks,
-        devices=tuple(draw(st.permutations(range(3)))[:replicas]),
+        devices=tuple(draw(st.permutations(range(4)))[: replicas * shards]),
+        shards=shards,
         replicas=replicas,
         microbatch_size=size,
         recompute=draw(st.booleans()),
@@ -103,7 +106,7 @@ def plans(draw: st.DrawFn) -> tuple[Model, Plan]:
     return model, plan
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plans())
 def test_any_plan_gives_the_gradients_of_an_unsplit_run(case: tuple[Model, Plan]) -> None:
     model, plan = case

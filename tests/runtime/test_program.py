@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from helpers import chain_workload, gpipe_orders, plan_of, shared_workload
+from helpers import chain_workload, gpipe_orders, plan_of
 
 from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
 from pipeplan.model import Block, CostRow, Dependency, Edge, PlacedStage, Placement, Plan, Profile, Source
-from pipeplan.runtime.program import Message, Numbers, Program, programs_of, require_runnable
+from pipeplan.runtime.program import Message, Numbers, Program, Share, programs_of
 
 BLOCKS = ["block0", "block1", "block2"]
 EDGES = [("block0", "block1"), ("block1", "block2")]
@@ -83,12 +83,6 @@ def test_refuses_blocks_in_another_order() -> None:
         )
 
 
-def test_refuses_stages_on_several_devices() -> None:
-    workload = shared_workload(2, 2)
-    with pytest.raises(UsageError, match=r"stages\[0\] stands on 2 devices \(2 shards x 1 replicas\)"):
-        require_runnable(plan_of(workload, gpipe_orders(workload)))
-
-
 def test_a_backward_dependency_alone_is_refused() -> None:
     plan = chain()
     odd = Dependency(source="2I", target="0I")
@@ -101,7 +95,11 @@ def test_a_backward_dependency_alone_is_refused() -> None:
 
 def placed(*stages: PlacedStage, size: int = 4) -> tuple[Program, ...]:
     """Programs of a chain of two blocks on these stages, for a mini-batch of 8 samples."""
-    rows = tuple(CostRow(microbatch_size=n, forward_ns=10, backward_ns=20) for n in (1, 2, 4))
+    rows = tuple(
+        CostRow(microbatch_size=n, shards=shards, forward_ns=10, backward_ns=20)
+        for n in (1, 2, 4)
+        for shards in (1, 2, 4)
+    )
     profile = Profile(
         name="pair",
         source=Source(method="literature"),
@@ -157,13 +155,29 @@ def test_replicas_share_each_part_and_so_the_micro_batch() -> None:
         assert onto["1SEND_B0"] == left["0RECV_B0"] == ((0, 2),)
 
 
+def test_shards_work_on_the_same_samples_and_share_what_there_is_to_send() -> None:
+    """Two replicas of two shards send to four shards, of which the last holds what the first replica makes."""
+    source = PlacedStage(blocks=("block0",), devices=(0, 1, 2, 3), shards=2, replicas=2)
+    target = PlacedStage(blocks=("block1",), devices=(4, 5, 6, 1), shards=4)
+    programs = placed(source, target)
+    found = [samples_of(program) for program in programs]
+    assert [each.get("0F0") for each in found] == [((0, 1),), ((0, 1),), ((2, 3),), ((2, 3),)] + [None] * 3
+    assert [each.get("1F1") for each in found] == [None, ((4, 5, 6, 7),), None, None] + 3 * [((4, 5, 6, 7),)]
+    sent = [sum("SEND_F0" in text for text in program.texts) for program in programs]
+    assert sent == [2, 1, 2, 2, 0, 0, 0], "each target gets two samples of either replica, but one has two already"
+    assert programs[1].stages[0].shares == (Share("block0", 1, (0, 1)),)
+    assert programs[1].stages[1].shares == (Share("block1", 3, (4, 5, 6, 1)),)
+    assert [program.stages[0].counts_loss for program in programs[:4]] == [True, False, True, False]
+    assert str(Share("block1", 3, (4, 5, 6, 1))) == "block1[3/4]"
+
+
 def test_routes_take_turns() -> None:
     stages = [first(0), second(1), first(1, route=1), second(0, route=1)]
     programs = placed(*stages, size=2)
     down = samples_of(programs[0])
     assert down["0F1"] == ((4, 5),)
     assert down["3F1"] == ((6, 7),)
-    assert programs[0].ranks_of == {"block0": (0, 1), "block1": (0, 1)}
+    assert set(programs[0].holders) == {(Share(block), rank) for block in BLOCKS[:2] for rank in (0, 1)}
     assert {message for message, _, _ in programs[0].remote} == {
         Message("F", 0, 1),
         Message("F", 2, 3),

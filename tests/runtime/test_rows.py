@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_models import Mix, SquaredError, vectors
 from runtime_plans import placed_plan
@@ -80,6 +80,33 @@ def test_what_fits_is_passed_on_as_it_is() -> None:
     assert [taking.frees for taking in (whole, first, second)] == [[1], [], [0]]
 
 
+def test_rows_can_be_taken_by_several_and_by_nobody() -> None:
+    """What is taken again is kept till the last; what nobody takes is known."""
+    rows = rows_of(TensorSpec((1, 3), torch.float32))
+    slots = [rows.put(MESSAGE, samples) for samples in [(0, 1), (2, 3)]]
+    takings = [rows.take(MESSAGE, samples) for samples in [(0, 1), (0,), (0, 1)]]
+    assert [taking.frees for taking in takings] == [[], [], [slots[0]]]
+    assert rows.taken == {slots[0]}
+
+
+@settings(deadline=None)
+@given(st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([1, 2, 3, 4, 6, 12]))
+def test_what_is_one_for_all_samples_is_not_cut_and_its_gradients_add_up(made: int, taken: int) -> None:
+    """Pieces of ``made`` of 12 samples, taken ``taken`` at a time: every gradient is used once in all."""
+    upward = Message("B", 1, 0)
+    rows = Rows({MESSAGE: ("a",), upward: ("a",)}, {"a": TensorSpec((1, 3), torch.float64, None)})
+    for message in (MESSAGE, upward):
+        pieces = [tuple(range(begin, begin + made)) for begin in range(0, 12, made)]
+        slots = {rows.put(message, piece): torch.full((1, 3), 1.0 + n).double() for n, piece in enumerate(pieces)}
+        takings = [rows.take(message, tuple(range(begin, begin + taken))) for begin in range(0, 12, taken)]
+        found = [taking.of(lambda slot: Made([slots[slot]])).tensors[0] for taking in takings]  # noqa: B023 - at once
+        assert all(tensor.shape == (1, 3) for tensor in found)
+        if message == upward:
+            torch.testing.assert_close(torch.stack(found).sum(0), torch.stack(list(slots.values())).sum(0))
+        else:
+            assert all(any(tensor is each for each in slots.values()) for tensor in found)
+
+
 # Models ----------------------------------------------------------------------------------------------------------
 
 
@@ -121,12 +148,8 @@ def two_stages(model: Model, size: int) -> Plan:
     return placed_plan(model, stages, num_microbatches=4)
 
 
-def test_outputs_of_one_size_go_only_to_the_same_samples() -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_outputs_of_one_size_have_no_dimension_of_samples(size: int) -> None:
     model = constant_model()
-    for size in (2, 4):
-        program, _ = programs_of(two_stages(model, size), [b.id for b in model.blocks], model.edges, model.name)
-        if size == 2:
-            assert travelling(program, model, torch.float32) == {"row": TensorSpec((1, 8), torch.float32, None)}
-            continue
-        with pytest.raises(UsageError, match=r"block 'row' of model 'constant' makes float32\[1, 8\] of any number"):
-            travelling(program, model, torch.float32)
+    program, _ = programs_of(two_stages(model, size), [b.id for b in model.blocks], model.edges, model.name)
+    assert travelling(program, model, torch.float32) == {"row": TensorSpec((1, 8), torch.float32, None)}

@@ -112,7 +112,7 @@ def command(
     plans: list[Plan] = []
 
     def read() -> Plan:
-        plans.append(_runnable_plan(plan_path, emulate))
+        plans.append(_runnable_plan(plan_path))
         return plans[-1]
 
     result = _run_here(read, options, on_step) if local else _run_as_rank(read, options, on_step)
@@ -132,22 +132,18 @@ def _require_torch() -> None:
         raise UsageError("run needs torch, which is not installed: pip install 'pipeplan[torch]'")
 
 
-def _runnable_plan(path: str, emulate: bool) -> Plan:
-    """The plan of a file, verified; every such plan can be emulated.
+def _runnable_plan(path: str) -> Plan:
+    """The plan of a file, verified.
 
     Raises:
         FileError: the file cannot be read.
         InvalidPlanError: ``check`` refuses the plan.
-        UsageError: the executor does not run plans of this form.
     """
     from pipeplan.check import check
     from pipeplan.model import read_plan
-    from pipeplan.runtime.program import require_runnable
 
     plan = read_plan(path)
     check(plan).require(path)
-    if not emulate:
-        require_runnable(plan)
     return plan
 
 

@@ -239,5 +239,5 @@ class Executor:
 
     def _transfer_failed(self, error: TransferError) -> RankError:
         told = "got nothing from" if error.cause is Cause.TIMEOUT else "lost"
-        text = f"rank {self.program.rank} {told} rank {error.peer} {self.progress.describe()}: {error}"
+        text = f"rank {self.program.rank} {told} {error.who} {self.progress.describe()}: {error}"
         return RankError(error.cause, text, error.peer)

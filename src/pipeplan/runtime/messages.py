@@ -37,6 +37,11 @@ class TransferError(RuntimeError):
         self.peer = peer
         super().__init__(message)
 
+    @property
+    def who(self) -> str:
+        """The other end."""
+        return f"rank {self.peer}"
+
 
 @dataclass(slots=True)
 class _Sent:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipeplan.errors import UsageError
 from pipeplan.runtime.modules import defer_weight_gradients
 from pipeplan.runtime.precision import Autocast, Pretending, called
-from pipeplan.runtime.shards import Shards, Split, share_of
+from pipeplan.runtime.shards import Cut, Shards, Split, share_of
 
 __all__ = ["Batch", "BlockSpec", "Collective", "Model", "Output", "Rehearsed", "outputs_of"]
 
@@ -158,6 +158,35 @@ class Model:
                     holder = module if first == id_ else _seeded(self.block(first), seed)
                     _copy_parameter(holder, first_parameter, module, parameter)
         return module
+
+    def parameter_shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        """The whole shape of every parameter, by block and name; of a block's names for one, the tied or first one's.
+
+        Raises:
+            UsageError: parameters that are tied have different shapes.
+        """
+        found, tied = {}, {holder for group in self.tied for holder in group}
+        for block in self.blocks:
+            with torch.device("meta"):
+                named = list(block.build().named_parameters(remove_duplicate=False))
+            aliased = {id(parameter) for name, parameter in named if (block.id, name) in tied}
+            for name, parameter in named:
+                if (block.id, name) in tied or id(parameter) not in aliased:
+                    found[block.id, name] = tuple(parameter.shape)
+                    aliased.add(id(parameter))
+        for first, *others in self.tied:
+            for other in others:
+                if found[other] != found[first]:
+                    raise UsageError(
+                        f"the model ties {other[1]!r} of block {other[0]!r} to {first[1]!r} of block {first[0]!r}, "
+                        f"but their shapes are {list(found[other])} and {list(found[first])}"
+                    )
+        return found
+
+    def cut_of(self, id_: str, parameter: str, count: int) -> Cut | None:
+        """How a parameter is cut where its block is split over so many devices; None if each has all of it."""
+        split = self.block(id_).split
+        return split.cuts.get(parameter) if split is not None and count > 1 else None
 
     def require_splittable(self, id_: str, count: int) -> None:
         """Check that a block can be split over so many devices, without making its parameters. Raises UsageError."""

@@ -21,10 +21,10 @@ __all__ = [
     "Message",
     "Numbers",
     "Program",
+    "Share",
     "StagePart",
     "planned_programs",
     "programs_of",
-    "require_runnable",
 ]
 
 Numbers = tuple[int, ...]
@@ -55,13 +55,33 @@ class Instruction:
     peer: int = -1
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Share:
+    """What a rank has of a block: all of it, or number ``index`` of as many shares as there are ``partners``.
+
+    ``partners`` are the ranks that split the block, this one among them, in the order of their shares.
+    """
+
+    block: str
+    index: int = 0
+    partners: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many devices split the block."""
+        return max(1, len(self.partners))
+
+    def __str__(self) -> str:
+        return f"{self.block}[{self.index}/{self.count}]" if self.partners else self.block
+
+
 @dataclass(frozen=True, slots=True)
 class StagePart:
     """A stage as its rank sees it.
 
     ``inputs`` and ``outputs`` give, for each stage on the other end, the blocks whose outputs come in or go out;
     ``returns`` and ``awaits`` name those of them that get, or give, gradients. ``split`` is whether the stage
-    runs I and W instead of B.
+    runs I and W instead of B. ``shares`` says for each of the blocks what this rank has of it.
     """
 
     index: int
@@ -72,15 +92,20 @@ class StagePart:
     outputs: Mapping[int, tuple[str, ...]]
     returns: frozenset[int]
     awaits: frozenset[int]
+    shares: tuple[Share, ...] = ()
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether the stage's loss is this rank's to count: of devices that split a block, the first one's."""
+        return all(share.index == 0 for share in self.shares)
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
     """Everything a rank needs of the plan.
 
-    ``ranks_of`` [block] are the ranks that have the block, ascending; ``tensors`` names the blocks whose outputs, or
-    gradients of outputs, a message carries, in order. ``is_cut`` is whether tensors are put together from others'
-    rows anywhere in the plan: with micro-batches of several sizes, in parts, or of replicas.
+    ``holders`` are the plan's shares with the rank that has each, in the same order on every rank; ``tensors`` names
+    the blocks whose outputs, or gradients of outputs, a message carries, in order.
     """
 
     rank: int
@@ -89,9 +114,8 @@ class Program:
     texts: tuple[str, ...]
     instructions: tuple[Instruction, ...]
     stages: Mapping[int, StagePart]
-    ranks_of: Mapping[str, tuple[int, ...]]
+    holders: tuple[tuple[Share, int], ...]
     tensors: Mapping[Message, tuple[str, ...]]
-    is_cut: bool
 
     @property
     def remote(self) -> tuple[tuple[Message, int, int], ...]:
@@ -105,26 +129,11 @@ class Program:
         return tuple(sorted(found))
 
 
-def require_runnable(plan: Plan) -> None:
-    """Refuse plans whose form this executor does not run yet.
-
-    Raises:
-        UsageError: a stage whose blocks are split over several devices.
-    """
-    for index, stage in enumerate(plan.stages):
-        if stage.shards > 1:
-            raise UsageError(
-                f"stages[{index}] stands on {len(stage.devices)} devices ({stage.shards} shards x {stage.replicas} "
-                "replicas); run executes stages whose blocks are whole on each device: search with --placement "
-                "one-to-one, circular, v-shape or bidirectional"
-            )
-
-
 def programs_of(plan: Plan, blocks: Sequence[str], edges: Sequence[tuple[str, str]], model: str) -> tuple[Program, ...]:
     """The program of every rank.
 
     Args:
-        plan: a plan that ``check`` accepts and :func:`require_runnable` too.
+        plan: a plan that ``check`` accepts.
         blocks: the model's block names.
         edges: the model's edges as (source block, target block).
         model: the model's name, for errors.
@@ -163,10 +172,11 @@ def planned_programs(plan: Plan) -> tuple[Program, ...]:
 def _programs(
     plan: Plan, crossings: Mapping[tuple[int, int], tuple[str, ...]], gradients: Collection[tuple[int, int]]
 ) -> tuple[Program, ...]:
-    shares = _Shares(plan)
+    shares, holders = _Shares(plan), _holders(plan)
     tensors = {Message("F", source, target): names for (source, target), names in crossings.items()}
     tensors |= {Message("B", target, source): crossings[source, target] for source, target in gradients}
-    return tuple(_program(plan, rank, crossings, gradients, tensors, shares) for rank in range(len(plan.devices)))
+    ranks = range(len(plan.devices))
+    return tuple(_program(plan, rank, crossings, gradients, tensors, shares, holders) for rank in ranks)
 
 
 def _require_same_blocks(plan: Plan, blocks: Sequence[str], model: str) -> None:
@@ -245,6 +255,7 @@ def _program(
     gradients: Collection[tuple[int, int]],
     tensors: Mapping[Message, tuple[str, ...]],
     shares: _Shares,
+    holders: tuple[tuple[Share, int], ...],
 ) -> Program:
     split = {operation.stage for operation in plan.operations if operation.kind == "I"}
     texts = plan.programs[rank]
@@ -259,6 +270,7 @@ def _program(
             index: StagePart(
                 index=index,
                 blocks=stage.blocks,
+                shares=_shares_of(stage, rank),
                 recompute=stage.recompute,
                 split=index in split,
                 inputs={source: names for (source, target), names in crossings.items() if target == index},
@@ -269,19 +281,22 @@ def _program(
             for index, stage in enumerate(plan.stages)
             if rank in stage.devices
         },
-        ranks_of=_ranks_of(plan),
+        holders=holders,
         tensors=tensors,
-        is_cut=any(stage.replicas > 1 or stage.num_parted for stage in plan.stages)
-        or len({stage.microbatch_size for stage in plan.stages}) > 1,
     )
 
 
-def _ranks_of(plan: Plan) -> dict[str, tuple[int, ...]]:
-    found: dict[str, set[int]] = defaultdict(set)
-    for stage in plan.stages:
-        for block in stage.blocks:
-            found[block] |= set(stage.devices)
-    return {block: tuple(sorted(ranks)) for block, ranks in found.items()}
+def _shares_of(stage: Stage, rank: int) -> tuple[Share, ...]:
+    """What a rank has of a stage's blocks."""
+    replica, index = divmod(stage.devices.index(rank), stage.shards)
+    partners = stage.devices[replica * stage.shards : (replica + 1) * stage.shards] if stage.shards > 1 else ()
+    return tuple(Share(block, index, partners) for block in stage.blocks)
+
+
+def _holders(plan: Plan) -> tuple[tuple[Share, int], ...]:
+    """All shares, each with its ranks; whole blocks stand on a rank once, however many stages have them there."""
+    found = ((share, rank) for stage in plan.stages for rank in stage.devices for share in _shares_of(stage, rank))
+    return tuple(dict.fromkeys(found))
 
 
 class _Shares:

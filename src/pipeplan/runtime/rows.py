@@ -60,7 +60,7 @@ class TensorSpec:
 
     def rows(self, tensor: Tensor, begin: int, end: int) -> Tensor:
         """The part of a tensor that is of its samples from the ``begin``-th up to the ``end``-th."""
-        assert self.axis is not None, "run refuses plans that would cut this"
+        assert self.axis is not None, "what is of one size has no rows"
         each = self.shape[self.axis]
         return tensor.narrow(self.axis, begin * each, (end - begin) * each)
 
@@ -86,11 +86,13 @@ class Taking:
     """Where an action finds the tensors of a message.
 
     ``is_whole`` is whether it takes what is in one slot as it is, ``frees`` are the slots of which nothing is needed
-    afterwards.
+    afterwards. ``parts`` [run] is how much of its slot a run is.
     """
 
+    message: Message
     specs: Sequence[TensorSpec]
     runs: tuple[_Run, ...]
+    parts: tuple[float, ...]
     is_whole: bool
     frees: list[int] = field(default_factory=list)
 
@@ -99,19 +101,24 @@ class Taking:
         if self.is_whole:
             return here(self.runs[0][0])
         whole = [here(slot).tensors for slot, _, _ in self.runs]
-        return Made(
-            [
-                _joined([spec.rows(whole[r][number], begin, end) for r, (_, begin, end) in enumerate(self.runs)], spec)
-                for number, spec in enumerate(self.specs)
-            ]
-        )
+        return Made([self._joined(spec, [each[n] for each in whole]) for n, spec in enumerate(self.specs)])
+
+    def _joined(self, spec: TensorSpec, found: Sequence[Tensor]) -> Tensor:
+        """One tensor of what is in the runs' slots."""
+        if spec.axis is None:
+            if self.message.payload == "F":
+                return found[0]
+            return torch.stack([tensor * part for tensor, part in zip(found, self.parts, strict=True)]).sum(0)
+        rows = [spec.rows(each, begin, end) for each, (_, begin, end) in zip(found, self.runs, strict=True)]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, spec.axis)
 
 
 class Rows:
     """Where the rows are that one rank makes or is sent and has not used yet, in the order of its program.
 
     Whatever is made or sent has a slot of its own. Of ranks that split a block all make its output, and one sends it:
-    then what the others make is taken by nobody, or it is taken several times.
+    then what the others make is taken by nobody, or it is taken several times. An output of one size for any number
+    of samples is the same for all of them; of its gradient each has an equal part.
 
     Args:
         tensors: the blocks whose outputs, or gradients, a message carries.
@@ -139,8 +146,8 @@ class Rows:
     def take(self, message: Message, samples: Numbers) -> Taking:
         """How to get at the tensors of a message for these samples."""
         runs = tuple(_runs([self._places[message, sample] for sample in samples]))
-        is_whole = len(runs) == 1 and runs[0][1:] == (0, self._sizes[runs[0][0]])
-        taking = Taking(self._specs[message], runs, is_whole)
+        parts = tuple((end - begin) / self._sizes[slot] for slot, begin, end in runs)
+        taking = Taking(message, self._specs[message], runs, parts, parts == (1.0,))
         for slot in dict.fromkeys(slot for slot, _, _ in runs):
             if slot in self._last:
                 self._last[slot].frees.remove(slot)
@@ -152,10 +159,6 @@ class Rows:
     def taken(self) -> frozenset[int]:
         """Slots of which something is taken."""
         return frozenset(self._last)
-
-
-def _joined(parts: list[Tensor], spec: TensorSpec) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=spec.axis or 0)
 
 
 def _runs(found: Sequence[tuple[int, int]]) -> Iterator[_Run]:

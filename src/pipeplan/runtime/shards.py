@@ -113,6 +113,12 @@ class Cut:
         parts = [torch.cat(list(each), self.dimension) for each in zip(*map(self._parts, shares), strict=True)]
         return torch.cat(parts, self.dimension) if len(parts) > 1 else parts[0]
 
+    def add(self, share: Tensor, whole: Tensor, count: int, index: int) -> None:
+        """Add one of ``count`` shares to the whole, in place."""
+        begin, end = Shards(count, index).range(whole.shape[self.dimension] // self.parts)
+        for part, of in zip(self._parts(whole), self._parts(share), strict=True):
+            part.narrow(self.dimension, begin, end - begin).add_(of)
+
     def _parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
         return tensor.chunk(self.parts, self.dimension)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
+from pipeplan.runtime.messages import TransferError
 from pipeplan.runtime.model import BlockSpec
 from pipeplan.runtime.modules import WeightGradQueue, warn_if_nothing_waits
 from pipeplan.runtime.precision import Autocast, precise
@@ -108,6 +109,7 @@ class StageRunner:
 
         Raises:
             StageError: a block raised something, or makes what needs a gradient that the plan does not bring.
+            TransferError: ranks that split a block lost each other; so in the other methods.
         """
         returned = self._returned()
         leaves = {name: _leaf(tensor, name in returned) for name, tensor in received.items()}
@@ -119,7 +121,8 @@ class StageRunner:
         own_losses = [precise(values[block]) for block in self.part.blocks if self.specs[block].loss]
         losses = [loss / samples.num_predictions for loss in own_losses]
         loss = torch.stack(losses).sum() if losses else None
-        self._add_loss(loss)
+        if self.part.counts_loss:
+            self._add_loss(loss)
         ends = {name: get_gradient_edge(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
         self._held[own] = _Held(leaves, ends, loss)
         return {name: tensor.detach() for name, tensor in outputs.items()}
@@ -141,6 +144,8 @@ class StageRunner:
         roots = [root for own, held in helds.items() for root in _roots(held, gradients[own])]
         try:
             self._differentiate(microbatch, roots)
+        except TransferError:
+            raise
         except Exception as error:
             raise StageError(f"backward of its blocks {_range(self.part.blocks)}: {_reason(error)}") from error
         returned = self._returned()
@@ -167,7 +172,7 @@ class StageRunner:
         return not self._held and not self._queues
 
     def take_loss(self) -> Tensor | None:
-        """The loss of the micro-batches since the last call, scaled; None if no block of the stage has one."""
+        """The scaled loss of the micro-batches since the last call; None if there is none or another rank counts it."""
         loss, self.loss = self.loss, None
         return loss
 
@@ -182,6 +187,8 @@ class StageRunner:
         try:
             with self.autocast() if self.autocast is not None else nullcontext():
                 made = self._recomputed(module, arguments) if self.part.recompute else module(*arguments)
+        except TransferError:
+            raise
         except Exception as error:
             raise StageError(f"block {block!r}: {_reason(error)}") from error
         if not isinstance(made, Tensor):

@@ -1,12 +1,18 @@
-"""Parameters that exist more than once: in blocks that share one, in replicas of a stage, on several routes.
+"""Parameters that exist more than once: in blocks that share one, in replicas of a stage, on several routes, as shares.
 
 On one rank blocks that share a parameter, such as GPT-2's token embedding and head, get one and the same, so their
 gradients add by themselves. Between ranks every holder has a copy of equal value; after a step's programs the copies'
 gradients are summed, each rank's once, and all make the same update.
+
+Of split blocks, those who have the same share of the same number are copies of each other: a share's gradient is
+summed over them, and so is that of a parameter that is whole on every device. Where a parameter is split in one stage
+and whole, or split otherwise, in another, gradients are put together to whole ones, summed over all ranks, and each
+takes its part.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,9 +21,13 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
+from pipeplan.runtime.model import Model
+from pipeplan.runtime.partners import groups_of
+from pipeplan.runtime.program import Share
+from pipeplan.runtime.shards import Cut
 
 __all__ = ["SharedParameters", "require_equal_copies"]
 
@@ -30,21 +40,106 @@ Copy = tuple[str, str]
 Ranks = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """Parameters that the same ranks have copies of, in the same order on each, and the group of these ranks."""
+@dataclass(frozen=True, slots=True, order=True)
+class _Part:
+    """What a rank has of a parameter: all where ``cut`` is None, else share ``index`` of ``count``.
 
-    ranks: Ranks
-    parameters: list[nn.Parameter]
-    group: dist.ProcessGroup
+    Of a block that is split over ``count`` devices those parameters that are not cut are whole on each of them.
+    """
+
+    count: int
+    index: int
+    cut: Cut | None
+
+    @property
+    def adds(self) -> bool:
+        """Whether its gradient adds to those of the block's other devices, instead of being the same as theirs."""
+        return self.cut is not None or self.index == 0
+
+    def within(self, whole: Tensor) -> Tensor:
+        """The part of a whole tensor."""
+        return whole if self.cut is None else self.cut.cut(whole, self.count, self.index)
+
+    def spread(self, part: Tensor, whole: Tensor) -> None:
+        """Add the part to a whole tensor."""
+        if self.cut is not None:
+            self.cut.add(part, whole, self.count, self.index)
+        elif self.index == 0:
+            whole += part
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """All there is of one parameter: blocks that have it, its whole shape, and who has which part of it."""
+
+    holders: tuple[Holder, ...]
+    shape: tuple[int, ...]
+    ranks_of: Mapping[_Part, Ranks]
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return ".".join(self.holders[0])
+
+    @property
+    def alike(self) -> bool:
+        """Whether it is split in one way everywhere, so that copies of a part are all there is to sum."""
+        return len({(part.count, part.cut) for part in self.ranks_of}) == 1
+
+    @property
+    def groups(self) -> dict[int, Ranks]:
+        """Ranks whose gradients are summed: by the number of their share where all are alike, else all as number 0."""
+        found: dict[int, set[int]] = defaultdict(set)
+        for part, ranks in self.ranks_of.items():
+            found[part.index if self.alike else 0].update(ranks)
+        return {index: tuple(sorted(found[index])) for index in sorted(found)}
+
+    def stores(self, part: _Part, rank: int) -> bool:
+        """Whether the part is this rank's to count: it is of the first kind, and this the first rank that has it."""
+        first = next(iter(self.ranks_of))
+        first_kind = (part.count, part.cut) == (first.count, first.cut)
+        return first_kind and part.adds and rank == min(self.ranks_of[part])
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """A parameter whose gradients are summed: what this rank has of it; the whole's shape where parts are unlike."""
+
+    name: str
+    held: Mapping[_Part, nn.Parameter]
+    shape: tuple[int, ...] | None
+
+    @property
+    def first(self) -> nn.Parameter:
+        return next(iter(self.held.values()))
+
+    @property
+    def likeness(self) -> str:
+        """What is the same of all copies: of parts that are unlike, only the whole's shape."""
+        return _fingerprint(self.first) if self.shape is None else f"a part of {list(self.shape)}"
+
+    def given(self) -> Tensor:
+        """This rank's summand."""
+        if self.shape is None:
+            return torch.zeros_like(self.first) if self.first.grad is None else self.first.grad.contiguous()
+        whole = self.first.new_zeros(self.shape)
+        for part, parameter in self.held.items():
+            if parameter.grad is not None:
+                part.spread(parameter.grad, whole)
+        return whole
+
+    def take(self, total: Tensor) -> None:
+        """The sum becomes the gradient."""
+        for part, parameter in self.held.items():
+            parameter.grad = total if self.shape is None else part.within(total).clone()
 
 
 class SharedParameters:
-    """The parameters of one rank that others have copies of, or that blocks share.
+    """The parameters of one rank that others have copies or shares of, or that blocks share.
 
     Args:
-        ties: groups of holders, in the same order on every rank.
-        ranks_of: ranks of every block, ascending; blocks in the same order on every rank.
+        model: its ties, and how its blocks are split.
+        holders: who has which share of every block, in the same order on every rank.
         modules: this rank's blocks; their tied parameters are made one.
         rank: this rank.
         transport: ``gloo`` or ``nccl``; groups of ranks are made here, which is a collective of all.
@@ -53,45 +148,38 @@ class SharedParameters:
 
     def __init__(
         self,
-        ties: Sequence[Sequence[Holder]],
-        ranks_of: Mapping[str, Ranks],
-        modules: Mapping[str, nn.Module],
+        model: Model,
+        holders: Iterable[tuple[Share, int]],
+        modules: Mapping[Share, nn.Module],
         rank: int,
         transport: str,
         timeout: timedelta,
     ) -> None:
-        tied = [_made_one([holder for holder in holders if holder[0] in modules], modules) for holders in ties]
-        ranks = [tuple(sorted({r for block, _ in holders for r in ranks_of[block]})) for holders in ties]
-        found: dict[Ranks, list[nn.Parameter]] = {group: [] for group in (*ranks, *ranks_of.values()) if len(group) > 1}
-        for group, parameter in zip(ranks, tied, strict=True):
-            if parameter is not None and group in found:
-                found[group].append(parameter)
-        seen = {id(parameter) for parameter in tied}
-        for block, group in ranks_of.items():
-            if block in modules and group in found:
-                found[group] += [each for each in modules[block].parameters() if id(each) not in seen]
-        groups = {group: dist.new_group(list(group), timeout=timeout, backend=transport) for group in sorted(found)}
-        self._shared = [_Shared(group, found[group], _joined(made)) for group, made in groups.items() if rank in group]
-        self._names = {
-            id(each): f"{block}.{name}" for block, module in modules.items() for name, each in module.named_parameters()
-        }
-        self._elsewhere = {id(each) for group in found if rank in group[1:] for each in found[group]}
+        families = _families(model, holders)
+        sets = {ranks for family in families for ranks in family.groups.values() if len(ranks) > 1}
+        self._groups = groups_of(sets, transport, timeout)
+        self._sums: dict[Ranks, list[_Sum]] = defaultdict(list)
+        self._elsewhere: set[int] = set()
+        for family in families:
+            held = _made_one(family, model, modules)
+            self._elsewhere |= {id(each) for part, each in held.items() if not family.stores(part, rank)}
+            for index, ranks in family.groups.items() if held else ():
+                own = {part: each for part, each in held.items() if not family.alike or part.index == index}
+                if own and len(ranks) > 1:
+                    self._sums[ranks].append(_Sum(family.name, own, None if family.alike else family.shape))
 
     @property
     def across_ranks(self) -> bool:
         """Whether this rank shares a parameter with another."""
-        return bool(self._shared)
+        return bool(self._sums)
 
     def counted(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Those of this rank's parameters that are this rank's to count or to store: of copies, the first rank's."""
+        """Those that are this rank's to count or to store: of copies, the first rank's; of shares, every one."""
         return [parameter for parameter in parameters if id(parameter) not in self._elsewhere]
 
     def copies(self) -> dict[Ranks, list[Copy]]:
         """What this rank's copies are like, for :func:`require_equal_copies`, by the ranks that have some, too."""
-        return {
-            shared.ranks: [(self._names[id(each)], _fingerprint(each)) for each in shared.parameters]
-            for shared in self._shared
-        }
+        return {ranks: [(each.name, each.likeness) for each in sums] for ranks, sums in self._sums.items()}
 
     def sum_gradients(self) -> None:
         """Sum the gradients of each shared parameter over its copies; one that no rank has stays absent.
@@ -99,12 +187,13 @@ class SharedParameters:
         Raises:
             RuntimeError: as the transport does.
         """
-        for shared in self._shared:
-            _sum(shared)
+        for ranks, sums in sorted(self._sums.items()):
+            _sum([each for each in sums if each.first.requires_grad], self._groups[ranks])
 
     def close(self) -> None:
         """Drop the groups, which must not outlive the process group."""
-        self._shared.clear()
+        self._sums.clear()
+        self._groups.clear()
 
 
 def require_equal_copies(told: Sequence[Mapping[Ranks, Sequence[Copy]]]) -> None:
@@ -135,19 +224,48 @@ def _fingerprint(parameter: nn.Parameter) -> str:
     )
 
 
-def _sum(shared: _Shared) -> None:
+def _families(model: Model, holders: Iterable[tuple[Share, int]]) -> list[_Family]:
+    """All parameters of the model, each once, in the same order on every rank."""
+    ranks_of: dict[str, dict[tuple[int, int], set[int]]] = defaultdict(lambda: defaultdict(set))
+    for share, rank in holders:
+        ranks_of[share.block][share.count, share.index].add(rank)
+    shapes = model.parameter_shapes()
+    tied = {holder for group in model.tied for holder in group}
+    found = []
+    for group in (*model.tied, *((holder,) for holder in shapes if holder not in tied)):
+        parts: dict[_Part, set[int]] = defaultdict(set)
+        for block, name in group:
+            for (count, index), ranks in ranks_of[block].items():
+                parts[_Part(count, index, model.cut_of(block, name, count))] |= ranks
+        found.append(_Family(group, shapes[group[0]], {part: tuple(sorted(each)) for part, each in parts.items()}))
+    return found
+
+
+def _made_one(family: _Family, model: Model, modules: Mapping[Share, nn.Module]) -> dict[_Part, nn.Parameter]:
+    """What this rank has of a parameter; holders of equal parts use the first one's."""
+    held: dict[_Part, nn.Parameter] = {}
+    for block, name in family.holders:
+        for share, module in modules.items():
+            if share.block == block:
+                part = _Part(share.count, share.index, model.cut_of(block, name, share.count))
+                first = held.setdefault(part, module.get_parameter(name))
+                path, _, leaf = name.rpartition(".")
+                setattr(module.get_submodule(path), leaf, first)
+    return held
+
+
+def _sum(sums: Sequence[_Sum], group: dist.ProcessGroup) -> None:
     """Where one rank has a gradient all have to sum it, so they first tell each other."""
-    trained = [parameter for parameter in shared.parameters if parameter.requires_grad]
-    if not trained:
+    if not sums:
         return
-    present = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
-    present = present.to(trained[0].device)
-    dist.all_reduce(present, dist.ReduceOp.MAX, group=shared.group)
-    wanted = [parameter for parameter, anywhere in zip(trained, present.tolist(), strict=True) if anywhere]
-    for parameter in wanted:
-        given = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        parameter.grad = given.contiguous()
-    _wait(dist.all_reduce(parameter.grad, group=shared.group, async_op=True) for parameter in wanted)
+    present = [any(each.grad is not None for each in one.held.values()) for one in sums]
+    everywhere = torch.tensor(present, dtype=torch.int32).to(sums[0].first.device)
+    dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=group)
+    wanted = [one for one, anywhere in zip(sums, everywhere.tolist(), strict=True) if anywhere]
+    totals = [one.given() for one in wanted]
+    _wait(dist.all_reduce(total, group=group, async_op=True) for total in totals)
+    for one, total in zip(wanted, totals, strict=True):
+        one.take(total)
 
 
 def _wait(works: Iterable[dist.Work | None]) -> None:
@@ -155,24 +273,3 @@ def _wait(works: Iterable[dist.Work | None]) -> None:
     for work in list(works):
         assert work is not None, "this rank is a member of the group"
         work.wait()
-
-
-def _joined(made: dist.ProcessGroup | int | None) -> dist.ProcessGroup:
-    assert isinstance(made, dist.ProcessGroup), "this rank is a member of the group"
-    return made
-
-
-def _made_one(holders: Sequence[Holder], modules: Mapping[str, nn.Module]) -> nn.Parameter | None:
-    """Let all holders on this rank use the first one's parameter."""
-    if not holders:
-        return None
-    first = modules[holders[0][0]].get_parameter(holders[0][1])
-    for block, name in holders[1:]:
-        if modules[block].get_parameter(name).shape != first.shape:
-            raise UsageError(
-                f"the model ties {name!r} of block {block!r} to {holders[0][1]!r} of block {holders[0][0]!r}, "
-                f"but their shapes are {list(modules[block].get_parameter(name).shape)} and {list(first.shape)}"
-            )
-        path, _, leaf = name.rpartition(".")
-        setattr(modules[block].get_submodule(path), leaf, first)
-    return first

@@ -26,15 +26,16 @@ from pipeplan.runtime.model import Model
 from pipeplan.runtime.modules import warn_if_few_can_wait
 from pipeplan.runtime.optimizing import Updater, clip_gradients
 from pipeplan.runtime.options import RunOptions, RunResult, StepResult
+from pipeplan.runtime.partners import Partners
 from pipeplan.runtime.precision import Autocast, autocast_of
-from pipeplan.runtime.program import Program, programs_of, require_runnable
+from pipeplan.runtime.program import Program, Share, programs_of
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.rows import TensorSpec
 from pipeplan.runtime.stages import Samples, StageRunner
 from pipeplan.runtime.tied import SharedParameters, require_equal_copies
 from pipeplan.runtime.together import TimedAction, Together, extent, iteration_of, require_alike
 
-__all__ = ["Trainer", "train", "travelling"]
+__all__ = ["Trainer", "require_splittable", "train", "travelling"]
 
 _NO_SAMPLES = Samples({}, 1)
 
@@ -94,19 +95,21 @@ class Trainer:
     def __init__(self, plan: Plan, model: Model, options: RunOptions, progress: Progress) -> None:
         progress.begin(Phase.LOADING)
         self.rank, self.model, self.options, self.progress = progress.rank, model, options, progress
-        require_runnable(plan)
         programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
+        require_splittable(plan, model)
         self.program = programs[self.rank]
         self.device = rank_device(options)
         dtype: torch.dtype = getattr(torch, options.dtype)
         self.autocast = autocast_of(options)
         specs = travelling(self.program, model, dtype, self.autocast)
+        self.partners = Partners(self.program, progress)
         self.modules = self._build(dtype)
         progress.begin(Phase.CONNECTING)
         timeout = timedelta(seconds=options.timeout_ns / 1e9)
         with lost_others(self.progress):
             _require_agreement(self.rank, plan, model, options, self.program, specs)
             self.together = Together(self.device, progress, timeout)
+            self.partners.connect(options.transport, timeout)
             self.shared = self._share(timeout)
             require_equal_copies(self.together.everyones(self.shared.copies()))
             channels = Channels(self.program, edges_of(programs), specs, self.device, options.transport, timeout)
@@ -163,10 +166,13 @@ class Trainer:
         self.checkpoints.save(self.progress.step + 1)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters as ``block.name``; tied ones under each of their names."""
+        """This rank's parameters as ``block.name``; tied ones under each of their names.
+
+        Of a split block the names say which share it is: ``block[0/4].name``.
+        """
         return {
-            f"{block}.{name}": parameter
-            for block, module in self.modules.items()
+            f"{share}.{name}": parameter
+            for share, module in self.modules.items()
             for name, parameter in module.named_parameters(remove_duplicate=False)
         }
 
@@ -187,16 +193,23 @@ class Trainer:
         """Drop works and groups; what outlives the process group may die with it at exit."""
         self.executor.channels.close()
         self.shared.close()
+        self.partners.close()
         self.together.close()
 
-    def _build(self, dtype: torch.dtype) -> dict[str, nn.Module]:
-        blocks = dict.fromkeys(block for part in self.program.stages.values() for block in part.blocks)
-        return {block: self.model.build(block, self.options.seed, dtype=dtype, device=self.device) for block in blocks}
+    def _build(self, dtype: torch.dtype) -> dict[Share, nn.Module]:
+        shares = dict.fromkeys(share for part in self.program.stages.values() for share in part.shares)
+        seed, device = self.options.seed, self.device
+        return {
+            share: self.model.build_share(share.block, seed, self.partners.shards(share), dtype=dtype, device=device)
+            for share in shares
+        }
 
     def _checkpoints(self) -> Checkpoints | None:
         options = self.options
         if options.checkpoint is None:
             return None
+        if split := next((share for share, _ in self.program.holders if share.partners), None):
+            raise UsageError(f"--checkpoint: block {split.block!r} is split over {split.count} devices; leave it out")
         identity = {"--model": self.model.name, "--mini-batch": self.program.mini_batch, **options.identity}
         held = Held(self._named_once(), self._buffers(), self.updater, identity)
         folder = CheckpointFolder(options.checkpoint, options.keep_checkpoints)
@@ -206,8 +219,8 @@ class Trainer:
         """This rank's parameters by ``block.name``, tied ones by the first of the names they have in the model."""
         first = {holder: group[0] for group in self.model.tied for holder in group}
         holders = {
-            (block, name): parameter
-            for block, module in self.modules.items()
+            (share.block, name): parameter
+            for share, module in self.modules.items()
             for name, parameter in module.named_parameters()
         }
         return {".".join(first.get(holder, holder)): parameter for holder, parameter in holders.items()}
@@ -215,20 +228,20 @@ class Trainer:
     def _buffers(self) -> dict[str, Tensor]:
         """This rank's buffers that outlive the process, by ``block.name``."""
         return {
-            f"{block}.{name}": tensor
-            for block, module in self.modules.items()
+            f"{share.block}.{name}": tensor
+            for share, module in self.modules.items()
             for name, tensor in module.state_dict().items()
             if name not in dict(module.named_parameters(remove_duplicate=False))
         }
 
     def _share(self, timeout: timedelta) -> SharedParameters:
-        ties, ranks_of = self.model.tied, self.program.ranks_of
-        return SharedParameters(ties, ranks_of, self.modules, self.rank, self.options.transport, timeout)
+        transport = self.options.transport
+        return SharedParameters(self.model, self.program.holders, self.modules, self.rank, transport, timeout)
 
     def _stage(self, index: int) -> StageRunner:
         part = self.program.stages[index]
         specs = {block: self.model.block(block) for block in part.blocks}
-        modules = {block: self.modules[block] for block in part.blocks}
+        modules = {share.block: self.modules[share] for share in part.shares}
         stage = StageRunner(part, modules, specs, self.autocast)
         if part.split:
             warn_if_few_can_wait(nn.ModuleList(modules.values()), stage.name)
@@ -296,22 +309,31 @@ def travelling(
     """Shape and format of every block output that leaves its stage.
 
     Raises:
-        UsageError: an output of one size for any samples leaves a stage whose samples are not the next one's.
+        UsageError: an output grows with the samples in another way than in one dimension.
     """
     names = {name for names in program.tensors.values() for name in names}
     size = program.microbatch_size
     once, twice = (model.output_specs(samples, dtype, autocast) for samples in (size, 2 * size))
-    found = {
+    return {
         name: TensorSpec.between(name, once[name][0], twice[name][0], size, once[name][1]) for name in sorted(names)
     }
-    for name, spec in found.items():
-        if program.is_cut and spec.axis is None:
-            raise UsageError(
-                f"block {name!r} of model {model.name!r} makes {spec.text(size)} of any number of samples; it can go "
-                "from stage to stage only in plans with one micro-batch size, no replicas and no parts: search with "
-                "--microbatch-size and --replicas 1"
-            )
-    return found
+
+
+def require_splittable(plan: Plan, model: Model) -> None:
+    """Check that the model's blocks can be split as the plan says.
+
+    Raises:
+        UsageError: one cannot; the text names block and stage.
+    """
+    for index, stage in enumerate(plan.stages):
+        for block in stage.blocks if stage.shards > 1 else ():
+            try:
+                model.require_splittable(block, stage.shards)
+            except UsageError as error:
+                raise UsageError(
+                    f"stages[{index}] splits its blocks over {stage.shards} devices, and {error}; search with another "
+                    "--placement, or give the stage replicas instead of shards"
+                ) from None
 
 
 def _require_agreement(

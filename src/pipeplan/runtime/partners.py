@@ -1,0 +1,127 @@
+"""Ranks that split blocks together: what they exchange while they run an action of their stage.
+
+There is one process group for each set of ranks. An action of several devices stands in all their programs, in an
+order that cannot deadlock, so their exchanges meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeplan.runtime.failures import cause_of
+from pipeplan.runtime.messages import TransferError
+from pipeplan.runtime.program import Program, Share
+from pipeplan.runtime.progress import Phase, Progress
+from pipeplan.runtime.shards import WHOLE, Shards
+
+__all__ = ["Partners", "PartnersError", "groups_of"]
+
+Ranks = tuple[int, ...]
+
+
+class PartnersError(TransferError):
+    """An exchange failed: a partner is gone, or did not come in time. Which one the transport does not say."""
+
+    @property
+    def who(self) -> str:
+        """The other end."""
+        return "a rank that has another share"
+
+
+class Partners:
+    """What one rank exchanges with those that have other shares of its blocks.
+
+    Modules can be made before :meth:`connect`, but not run.
+
+    Args:
+        program: this rank's.
+        progress: told whom an exchange waits for.
+    """
+
+    def __init__(self, program: Program, progress: Progress) -> None:
+        self._sets = sorted({tuple(sorted(share.partners)) for share, _ in program.holders if share.partners})
+        self._progress = progress
+        self._made: dict[Ranks, _Together] = {}
+
+    def shards(self, share: Share) -> Shards:
+        """The place of this rank among those that split a block."""
+        if not share.partners:
+            return WHOLE
+        if share.partners not in self._made:
+            self._made[share.partners] = _Together(share.partners, share.index, self._progress)
+        return Shards(share.count, share.index, self._made[share.partners])
+
+    def connect(self, transport: str, timeout: timedelta) -> None:
+        """Make the groups; all ranks of the run do so together.
+
+        Raises:
+            RuntimeError: as the transport does.
+        """
+        groups = groups_of(self._sets, transport, timeout)
+        for ranks, together in self._made.items():
+            together.group = groups[tuple(sorted(ranks))]
+
+    def close(self) -> None:
+        """Drop the groups, which must not outlive the process group."""
+        for together in self._made.values():
+            together.group = None
+
+
+class _Together:
+    """The collectives of ranks that split blocks: a rank's end of them.
+
+    Args:
+        ranks: in the order of their shares.
+        index: this rank's share.
+        progress: told, of each exchange, that this rank waits for the next one of ``ranks``; so who does not come is
+            found by going round.
+    """
+
+    def __init__(self, ranks: Ranks, index: int, progress: Progress) -> None:
+        self._ranks, self._next, self._progress = ranks, ranks[(index + 1) % len(ranks)], progress
+        self._order = [sorted(ranks).index(rank) for rank in ranks]  # a group numbers its ranks in ascending order
+        self.group: dist.ProcessGroup | None = None
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks, as a tensor of its own."""
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        with self._waiting():
+            dist.all_reduce(result, group=self.group)
+        return result
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, in the order of their shares."""
+        own = tensor.detach().contiguous()
+        found = [torch.empty_like(own) for _ in self._ranks]
+        with self._waiting():
+            dist.all_gather(found, own, group=self.group)
+        return [found[place] for place in self._order]
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Say so, and turn what the transport raises into :class:`PartnersError`."""
+        assert self.group is not None, "groups are made before the first step"
+        before = self._progress.board.read(self._progress.rank)
+        self._progress.begin(Phase.WAITING, before.counter, self._next)
+        try:
+            yield
+        except RuntimeError as error:
+            cause, text = cause_of(error)
+            raise PartnersError(cause, -1, text) from error
+        self._progress.begin(Phase.RUNNING, before.counter)
+
+
+def groups_of(sets: Iterable[Ranks], transport: str, timeout: timedelta) -> dict[Ranks, dist.ProcessGroup]:
+    """A process group for each set of ranks that this rank is in; all ranks make all, in the same order.
+
+    Raises:
+        RuntimeError: as the transport does.
+    """
+    made = {ranks: dist.new_group(list(ranks), timeout=timeout, backend=transport) for ranks in sorted(set(sets))}
+    return {ranks: group for ranks, group in made.items() if isinstance(group, dist.ProcessGroup)}

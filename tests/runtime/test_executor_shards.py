@@ -1,0 +1,137 @@
+"""Blocks split over devices train as an unsplit run, on real processes: the papers' shapes and tensor parallelism."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import runtime_models
+from runtime_plans import TRAINING, Case, Reports, assert_as_unsplit, model_plan, placed_plan, reports_of
+
+from pipeplan.check import check
+from pipeplan.errors import UsageError
+from pipeplan.model import PlacedStage
+from pipeplan.runtime.loading import load_model
+from pipeplan.runtime.training import require_splittable
+
+WORDED, TRANSLATING, PAIRING = (f"runtime_models:{name}" for name in ("worded", "translating", "pairing"))
+ALL = (0, 1, 2, 3)
+
+Group = tuple[str, tuple[int, ...], int]
+"""Blocks of a stage, its devices, and how many of them split each block."""
+
+SHAPES: dict[str, tuple[str, list[Group]]] = {
+    "M": (
+        WORDED,
+        [("words", ALL, 4), ("shift b0", (0,), 1), ("b1", (1,), 1), ("b2", (2,), 1), ("b3 head", (3,), 1)],
+    ),
+    "mllm": (
+        WORDED,
+        [
+            ("shift", (3,), 1),
+            ("words", ALL, 4),
+            ("b0", (0,), 1),
+            ("b1", (1,), 1),
+            ("b2", (2,), 1),
+            ("b3", (3,), 1),
+            ("head", ALL, 4),
+        ],
+    ),
+    "NN": (
+        TRANSLATING,
+        [
+            ("words", ALL, 4),
+            ("b0", (0,), 1),
+            ("b1", (1,), 1),
+            ("others", ALL, 4),
+            ("b2", (2,), 1),
+            ("b3 head", (3,), 1),
+        ],
+    ),
+    "K": (
+        PAIRING,
+        [
+            ("words left0", (0,), 1),
+            ("left1", (1,), 1),
+            ("others right0", (2,), 1),
+            ("right1", (3,), 1),
+            ("join head", ALL, 4),
+        ],
+    ),
+    "two shards, two replicas": (WORDED, [("shift words b0", (0, 1, 2, 3), 2), ("b1 b2 b3 head", (3, 2, 1, 0), 2)]),
+    "shards in another order": (
+        WORDED,
+        [("shift words", (0, 1), 2), ("b0 b1", (2, 3), 2), ("b2 b3", (1, 3, 0, 2), 2), ("head", (1, 0), 2)],
+    ),
+    "four, three, two and one": (
+        TRANSLATING,
+        [("words b0", ALL, 4), ("b1", (3, 1, 0), 3), ("others b2", (2, 3), 2), ("b3", (1,), 1), ("head", ALL, 4)],
+    ),
+}
+SIZES = {"two shards, two replicas": [2, 4], "four, three, two and one": [1, 2, 4, 2, 1]}
+
+
+@functools.cache
+def cases() -> dict[str, Case]:
+    """Plans with full and split backward, the former with recomputation, too."""
+    found: dict[str, Case] = {}
+    for name, (model, groups) in SHAPES.items():
+        sizes = SIZES.get(name, [2] * len(groups))
+        stages = [
+            PlacedStage(
+                blocks=tuple(blocks.split()),
+                devices=devices,
+                shards=shards,
+                replicas=len(devices) // shards,
+                microbatch_size=size,
+            )
+            for (blocks, devices, shards), size in zip(groups, sizes, strict=True)
+        ]
+        for kind, split, recompute in (("full", False, False), ("split", True, False), ("recomputed", True, True)):
+            plan = placed_plan(
+                load_model(model), stages, num_microbatches=4, microbatch_size=2, split=split, recompute=recompute
+            )
+            found[f"{name} {kind}"] = plan, replace(TRAINING, model=model)
+    return found
+
+
+@pytest.fixture(scope="module")
+def reports() -> Reports:
+    """[case][rank] what 4 real processes report, started once for all cases."""
+    return reports_of(cases())
+
+
+@pytest.mark.parametrize("name", list(cases()))
+def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
+    plan, options = cases()[name]
+    check(plan).require(name)
+    assert_as_unsplit(load_model(options.model), options, reports[name])
+
+
+def test_ranks_have_shares(reports: Reports) -> None:
+    """Otherwise nothing above would have split anything; 11 words are shared by 4 as 3, 3, 3 and 2."""
+    rows = [reports["mllm full"][rank]["shapes"]["words.table.weight"] for rank in ALL]
+    assert rows == [[[3, 8]], [[3, 8]], [[3, 8]], [[2, 8]]]
+
+
+def test_a_parameter_counts_once_whatever_copies_and_shares_there_are(reports: Reports) -> None:
+    """What ranks say is theirs to count adds up to the model."""
+    for name, (_, options) in cases().items():
+        model = load_model(options.model)
+        tied = {holder for _, *others in model.tied for holder in others}
+        whole = sum(
+            parameter.numel()
+            for block in model.blocks
+            for parameter_name, parameter in block.build().named_parameters()
+            if (block.id, parameter_name) not in tied
+        )
+        assert sum(report["counted"] for report in reports[name].values()) == whole, name
+
+
+def test_a_block_that_cannot_be_split_is_refused() -> None:
+    plan = model_plan(runtime_models.branches(), [0, 1])
+    stages = (plan.stages[0], plan.stages[1].model_copy(update={"devices": (0, 1), "shards": 2}))
+    told = r"stages\[1\] splits its blocks over 2 devices, and block '\w+' .*it does not say how.*search with another"
+    with pytest.raises(UsageError, match=told):
+        require_splittable(plan.model_copy(update={"stages": stages}), runtime_models.branches())
