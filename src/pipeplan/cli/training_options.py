@@ -15,6 +15,11 @@ _Command = TypeVar("_Command", bound=Callable[..., object])
 
 _OPTIONS = (
     click.option(
+        "--data",
+        metavar="FILE|builtin|pkg.mod:factory",
+        help="A text, tokens as .npy or .bin, sums in words, or your dataset.  [default: what the model makes up]",
+    ),
+    click.option(
         "--optimizer",
         default="adamw",
         show_default=True,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Generator, Tensor
 
-__all__ = ["batch_like", "stacked", "token_batch"]
+__all__ = ["batch_like", "next_tokens", "stacked", "token_batch"]
 
 _STRIDES = 8
 
@@ -34,10 +34,14 @@ def token_batch(vocabulary: int, sequence: int, num_samples: int, step: int, see
     def text(generator: Generator) -> dict[str, Tensor]:
         start = torch.randint(vocabulary, (1,), generator=generator)
         stride = torch.randint(1, _STRIDES, (1,), generator=generator)
-        words = (start + stride * torch.arange(sequence + 1)) % vocabulary
-        return {"tokens": words[:-1], "targets": words[1:]}
+        return next_tokens((start + stride * torch.arange(sequence + 1)) % vocabulary)
 
     return stacked(text, num_samples, step, seed)
+
+
+def next_tokens(windows: Tensor) -> dict[str, Tensor]:
+    """Windows [..., sequence + 1] of a text as ``tokens`` and ``targets`` [..., sequence], the tokens one place on."""
+    return {"tokens": windows[..., :-1], "targets": windows[..., 1:]}
 
 
 def batch_like(examples: Mapping[str, Tensor], num_samples: int, step: int, seed: int) -> dict[str, Tensor]:

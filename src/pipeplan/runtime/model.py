@@ -19,7 +19,7 @@ from pipeplan.runtime.modules import defer_weight_gradients
 from pipeplan.runtime.precision import Autocast, Pretending, called
 from pipeplan.runtime.shards import Cut, Shards, Split, share_of
 
-__all__ = ["Batch", "BlockSpec", "Collective", "Model", "Output", "Rehearsed", "outputs_of"]
+__all__ = ["Batch", "BlockSpec", "Collective", "Model", "Output", "Rehearsed", "Texts", "outputs_of"]
 
 Batch = Mapping[str, Tensor]
 """The named tensors of a mini-batch, each with samples in its first dimension."""
@@ -70,6 +70,18 @@ class BlockSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Texts:
+    """How a language model takes texts: ``batch`` makes its named tensors of windows [samples, ``window``] of tokens.
+
+    Tokens are numbers below ``vocabulary``.
+    """
+
+    vocabulary: int
+    window: int
+    batch: Callable[[Tensor], dict[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """Blocks in topological order, and batches for them.
 
@@ -79,7 +91,8 @@ class Model:
     summed over the group before every step.
 
     ``sharded(num_devices)`` gives a model of the same blocks and edges, each block one device's share of it; blocks
-    that cannot be split are whole. None if the model cannot be split over devices at all.
+    that cannot be split are whole. None if the model cannot be split over devices at all. ``texts`` is for models that
+    can be trained on text.
 
     Raises:
         UsageError: no blocks, two of one name, or a source or tie that is not a block before it.
@@ -91,6 +104,7 @@ class Model:
     predictions: Callable[[Batch], int]
     tied: tuple[tuple[tuple[str, str], ...], ...] = ()
     sharded: Callable[[int], Model] | None = None
+    texts: Texts | None = None
 
     def __post_init__(self) -> None:
         where, known = f"model {self.name!r}", set[str]()

@@ -31,6 +31,8 @@ class RunOptions:
     if None. ``clip_norm`` is the largest norm of all gradients together, ``autocast`` the format that operators
     compute in, each None to leave it out.
 
+    ``data`` is where samples come from, see :func:`pipeplan.runtime.data.with_data`; None for those a model makes up.
+
     ``checkpoint`` is the folder of checkpoints, written every ``checkpoint_every`` steps and behind the last one;
     ``keep_checkpoints`` of them are left there. ``resume`` goes on from the last: ``num_steps`` counts from the
     training's beginning.
@@ -49,6 +51,7 @@ class RunOptions:
     lr_steps: int | None = None
     clip_norm: float | None = None
     autocast: str | None = None
+    data: str | None = None
     checkpoint: str | None = None
     checkpoint_every: int | None = None
     keep_checkpoints: int = 2

@@ -18,6 +18,7 @@ from pipeplan.errors import UsageError
 from pipeplan.model import Plan, sha256_of
 from pipeplan.runtime.checkpoint_files import CheckpointFolder
 from pipeplan.runtime.checkpoints import Checkpoints, Held
+from pipeplan.runtime.data import num_samples, with_data
 from pipeplan.runtime.executor import Executor
 from pipeplan.runtime.failures import lost_others
 from pipeplan.runtime.loading import load_model
@@ -68,6 +69,7 @@ def train(plan: Plan, options: RunOptions, progress: Progress, on_step: Callable
 def model_of(options: RunOptions) -> Model:
     """The model to train. Raises UsageError where it has no loss."""
     model = load_model(options.model, sequence=options.sequence, grain=options.grain, seed=options.seed)
+    model = with_data(model, options.data)
     if not any(block.loss for block in model.blocks):
         raise UsageError(
             f"model {options.model!r} has no loss to train with: of an nn.Sequential give targets beside the input; "
@@ -211,6 +213,7 @@ class Trainer:
         if split := next((share for share, _ in self.program.holders if share.partners), None):
             raise UsageError(f"--checkpoint: block {split.block!r} is split over {split.count} devices; leave it out")
         identity = {"--model": self.model.name, "--mini-batch": self.program.mini_batch, **options.identity}
+        identity["--data, samples:"] = num_samples(self.model)
         held = Held(self._named_once(), self._buffers(), self.updater, identity)
         folder = CheckpointFolder(options.checkpoint, options.keep_checkpoints)
         return Checkpoints(folder, held, self.together, self.progress)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeplan.runtime.batches import stacked, token_batch
+from pipeplan.runtime.batches import next_tokens, stacked, token_batch
+from pipeplan.runtime.model import Texts
 
-__all__ = ["Contents", "batch_of"]
+__all__ = ["Contents", "batch_of", "texts_of"]
 
 _IGNORED = -100
 _MASKED_EVERY = 7  # BERT masks 15 % of the words
@@ -42,6 +43,16 @@ def batch_of(contents: Contents) -> Callable[[int, int, int], dict[str, Tensor]]
         return made
 
     return batch
+
+
+def texts_of(contents: Contents) -> Texts | None:
+    """How samples are made of texts; None for those that have images, too."""
+    make = _MAKERS[contents.kind]
+
+    def batch(windows: Tensor) -> dict[str, Tensor]:
+        return make(contents, next_tokens(windows))
+
+    return None if contents.image is not None else Texts(contents.vocabulary, contents.sequence + 1, batch)
 
 
 def _causal(contents: Contents, text: dict[str, Tensor]) -> dict[str, Tensor]:

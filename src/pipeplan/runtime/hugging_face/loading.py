@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.hugging_face import functions
-from pipeplan.runtime.hugging_face.batches import batch_of
+from pipeplan.runtime.hugging_face.batches import batch_of, texts_of
 from pipeplan.runtime.hugging_face.configuration import configuration, describe
 from pipeplan.runtime.hugging_face.families import Family, family_of
 from pipeplan.runtime.hugging_face.sharding import WORDS, require_divisible, share_of, split_weights
-from pipeplan.runtime.model import Batch
+from pipeplan.runtime.model import Batch, Texts
 
 __all__ = ["Whole", "load"]
 
@@ -35,6 +35,7 @@ class Whole:
         ways: how each parameter is split, by its name: "colwise", "packed_colwise", "rowwise" or "words".
         tokens: positions per sample by the beginning of parameters' names, the longest that fits.
         loss: whether the module returns a loss.
+        texts: how it takes texts, if it does.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Whole:
     ways: Mapping[str, str]
     tokens: Mapping[str, int]
     loss: bool = True
+    texts: Texts | None = None
 
 
 def load(text_or_path: str, *, sequence: int | None = None, meta: bool = False, seed: int = 0) -> Whole:
@@ -77,7 +79,8 @@ def _whole(
     name: str, family: Family, config: Any, module: nn.Module, sequence: int, ways: Mapping[str, str], devices: int = 1
 ) -> Whole:
     words = -(-family.words(config) // devices)
-    batch = batch_of(family.contents(config, words, sequence))
+    contents = family.contents(config, words, sequence)
+    batch = batch_of(contents)
     device = next(module.parameters()).device
 
     def sharded(num_devices: int) -> Whole:
@@ -93,6 +96,7 @@ def _whole(
         sharded=sharded,
         ways=ways,
         tokens=family.tokens(config, sequence),
+        texts=texts_of(contents),
     )
 
 

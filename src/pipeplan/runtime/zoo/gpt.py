@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from pipeplan.runtime.batches import token_batch
-from pipeplan.runtime.model import BlockSpec, Model
+from pipeplan.runtime.batches import next_tokens, token_batch
+from pipeplan.runtime.model import BlockSpec, Model, Texts
 from pipeplan.runtime.shards import WHOLE, Shards, Split, WordEmbedding
 from pipeplan.runtime.zoo.layers import Stack, layers, linear
 from pipeplan.runtime.zoo.parts import num_targets
@@ -100,6 +100,7 @@ def _gpt(name: str, size: GPTSize, shards: Shards) -> Model:
         partial(token_batch, size.vocabulary, size.sequence),
         num_targets,
         tied=((("embedding", "token.weight"), ("head", "output.weight")),) if size.tied else (),
+        texts=Texts(size.vocabulary, size.sequence + 1, next_tokens),
     )
 
 
