@@ -23,7 +23,7 @@ from pipeplan.examples import model
 from pipeplan.model import Block, Cluster, CostRow, Edge, PlacedStage, Placement, Profile, Source
 from pipeplan.model.workload import Workload
 from pipeplan.partition.graphpipe import Problem, StageGraph, partition
-from pipeplan.schedule.graph import best_kfkb_orders, greedy_orders, kfkb_orders, samples_held
+from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders, kfkb_orders, samples_held
 from pipeplan.simulate.memory import peak_memory
 from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts, task_graph, with_links
 

@@ -38,7 +38,7 @@ from pipeplan.partition.graphpipe import Choice, Load, Problem, Row, partition
 from pipeplan.partition.graphpipe.grouping import grouped
 from pipeplan.partition.published import Question, pipedream, piper
 from pipeplan.partition.series_parallel import decompose
-from pipeplan.schedule.graph import kfkb_orders
+from pipeplan.schedule.stage_graph import kfkb_orders
 from pipeplan.simulate.timing import earliest_starts, task_graph, with_links
 
 DEVICES = (4, 8, 16, 32)

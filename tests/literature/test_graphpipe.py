@@ -16,7 +16,7 @@ from pipeplan.partition.graphpipe.result import GraphStage, StageGraph
 from pipeplan.partition.in_flight import KFKB, best_k, samples_in_flight
 from pipeplan.partition.published import Question, pipedream, piper
 from pipeplan.partition.series_parallel import topological_order
-from pipeplan.schedule.graph import kfkb_orders
+from pipeplan.schedule.stage_graph import kfkb_orders
 from pipeplan.simulate.timing import earliest_starts, task_graph
 
 SIZES = (1, 2, 4, 8)

@@ -18,7 +18,7 @@ from stage_graphs import (
     words_of,
 )
 
-from pipeplan.schedule.graph import greedy_orders, kfkb_orders
+from pipeplan.schedule.stage_graph import greedy_orders, kfkb_orders
 from pipeplan.simulate.timing import task_graph
 
 Timed = Callable[[str], int]

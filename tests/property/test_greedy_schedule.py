@@ -27,8 +27,8 @@ from pipeplan.errors import UsageError
 from pipeplan.model import Device
 from pipeplan.model.workload import Workload
 from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.graph import best_kfkb_orders, greedy_orders, kfkb_orders, least_ks, samples_held
 from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders, kfkb_orders, least_ks, samples_held
 from pipeplan.simulate.memory import fits
 from pipeplan.simulate.timing import earliest_starts, task_graph, with_links
 

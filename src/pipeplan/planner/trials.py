@@ -58,8 +58,8 @@ class Trial:
     @property
     def bound_ns(self) -> int:
         """No iteration is shorter: gradients are summed on the device that ends last, too."""
-        parted = () if self.parted_bound is None else (self.parted_bound,)
-        return min([*self.bounds, *parted]) + self.sync_ns
+        ways: list[int] = [*self.bounds] if self.parted_bound is None else [*self.bounds, self.parted_bound]
+        return min(ways) + self.sync_ns
 
     @property
     def value_ns(self) -> int | None:

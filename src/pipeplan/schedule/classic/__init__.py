@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeplan.schedule.classic import chain, shared, v_shape, zero_bubble
 from pipeplan.schedule.classic.base import Classic, all_of, as_given, is_chain, is_split, one_stage_each, scripted
-from pipeplan.schedule.graph import best_kfkb_orders, greedy_orders
+from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders
 
 __all__ = ["CLASSIC", "Classic"]
 
