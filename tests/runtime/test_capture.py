@@ -217,7 +217,7 @@ class Residual(nn.Module):
         super().__init__()
         self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
         self.norm1, self.norm2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
-        self.norm1.running_mean.normal_()  # type: ignore[operator]
+        self.norm1.running_mean.normal_()  # type: ignore[operator]  # a buffer, which torch types as maybe a module
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norm1(self.conv1(x)), inplace=True)
@@ -636,7 +636,7 @@ class WritesToBuffer(nn.Linear):
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, input: Tensor) -> Tensor:
-        self.count += 1  # type: ignore[operator]
+        self.count += 1  # type: ignore[operator]  # a buffer, as above
         return super().forward(input) * self.count
 
 
@@ -700,7 +700,7 @@ def test_a_module_without_work_and_inputs_without_samples_are_refused() -> None:
     with pytest.raises(UsageError, match="samples in its first dimension"):
         capture(nn.Linear(2, 2), {"input": torch.tensor(1.0)}, name="scalar")
     with pytest.raises(UsageError, match="input 'input' is not a tensor"):
-        capture(nn.Linear(2, 2), {"input": 3}, name="number")  # type: ignore[dict-item]
+        capture(nn.Linear(2, 2), {"input": 3}, name="number")  # type: ignore[dict-item]  # that is the mistake
     with pytest.raises(UsageError, match="'inputs'"):
         capture(nn.Linear(2, 2), {"inputs": torch.randn(2, 2)}, name="other name")
 
@@ -745,7 +745,7 @@ class Wired(nn.Module):
             one, other = made[first % len(made)], made[second % len(made)]
             used |= {first % len(made), second % len(made)} if operator in ("add", "mul") else {first % len(made)}
             made.append(self.run(operator, part, one, other, self.parts[second % len(self.parts)]))
-        return sum(each for index, each in enumerate(made) if index not in used)  # type: ignore[return-value]
+        return sum(each for index, each in enumerate(made) if index not in used)  # type: ignore[return-value]  # of tensors, never 0
 
     def run(self, operator: str, part: nn.Module, one: Tensor, other: Tensor, again: nn.Module) -> Tensor:
         match operator:

@@ -117,7 +117,7 @@ def test_refuses_ranks_that_do_not_fit(num_ranks: int) -> None:
 )
 def test_refuses_options_that_measure_nothing(changes: dict[str, object], told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        LinkOptions(**changes)  # type: ignore[arg-type]
+        LinkOptions(**changes)  # type: ignore[arg-type]  # options of several types
 
 
 # Measuring --------------------------------------------------------------------------------------------------------

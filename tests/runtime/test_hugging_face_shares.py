@@ -102,7 +102,7 @@ class Together:
             made = original(torch.where(mine, tokens - first, 0)) * mine[..., None]
             return self.add_up(rank, nn.Identity(), None, made)
 
-        table.forward = look_up  # type: ignore[method-assign]
+        table.forward = look_up  # type: ignore[method-assign]  # only here
 
     def run(self, work: Callable[[nn.Module], Tensor]) -> list[Tensor]:
         with ThreadPoolExecutor(len(self.shares)) as pool:
@@ -154,7 +154,7 @@ def test_collectives_of_half_layers(name: str) -> None:
 def test_collectives_do_not_depend_on_the_grain(name: str) -> None:
     sums = []
     for grain in ("layer", "half", "operator"):
-        blocks = captured(name, grain, 2).blocks  # type: ignore[arg-type]
+        blocks = captured(name, grain, 2).blocks  # type: ignore[arg-type]  # a grain by its name
         sums.append(Counter((each.phase, each.bytes_per_sample) for block in blocks for each in block.collectives))
     assert sums[0] == sums[1] == sums[2]
 
@@ -177,7 +177,7 @@ def test_an_image_tower_reduces_its_own_tokens() -> None:
 )
 def test_what_cannot_be_split_is_named(name: str, devices: int, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
-        captured(name, "half").sharded(devices)  # type: ignore[misc]
+        captured(name, "half").sharded(devices)  # type: ignore[misc]  # it is there
 
 
 def test_a_width_that_cannot_be_split_is_named() -> None:

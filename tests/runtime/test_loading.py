@@ -105,4 +105,4 @@ def test_shared_blocks() -> None:
 )
 def test_refused(name: str, options: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        load_model(name, **options)  # type: ignore[arg-type]
+        load_model(name, **options)  # type: ignore[arg-type]  # options of several types

@@ -126,7 +126,7 @@ def test_an_interruption_while_timing_keeps_what_is_known(monkeypatch: pytest.Mo
     def interrupted(name: str, *rest: object) -> object:
         if name == "1f1b":
             raise KeyboardInterrupt
-        return timed(name, *rest)  # type: ignore[arg-type]
+        return timed(name, *rest)  # type: ignore[arg-type]  # passed on
 
     monkeypatch.setattr(comparison, "_row", interrupted)
     found = compared("one-to-one", "v-shape")
