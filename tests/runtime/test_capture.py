@@ -745,7 +745,7 @@ class Wired(nn.Module):
             one, other = made[first % len(made)], made[second % len(made)]
             used |= {first % len(made), second % len(made)} if operator in ("add", "mul") else {first % len(made)}
             made.append(self.run(operator, part, one, other, self.parts[second % len(self.parts)]))
-        return sum(each for index, each in enumerate(made) if index not in used)  # type: ignore[return-value]  # of tensors, never 0
+        return sum(each for index, each in enumerate(made) if index not in used)  # type: ignore[return-value]  # not 0
 
     def run(self, operator: str, part: nn.Module, one: Tensor, other: Tensor, again: nn.Module) -> Tensor:
         match operator:

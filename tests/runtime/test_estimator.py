@@ -78,7 +78,7 @@ def sequences(num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
 
 def estimate(model: Model, sizes: tuple[int, ...] = (1, 3), **options: object) -> Profile:
     usual = {"device": A100, "dtype": torch.float32}
-    return estimate_model(model, sizes, **{**usual, **options})  # type: ignore[arg-type]  # options of several types
+    return estimate_model(model, sizes, **{**usual, **options})  # type: ignore[arg-type]  # of several types
 
 
 def bytes_of(profile: Profile, field: str) -> dict[tuple[str, tuple[int, int, str | None, bool]], int]:
@@ -99,7 +99,7 @@ def bytes_of(profile: Profile, field: str) -> dict[tuple[str, tuple[int, int, st
 def test_bytes_are_those_that_measuring_finds(model: Model, dtype: torch.dtype) -> None:
     choices: dict[str, object] = {"recompute": True, "shards": (1, 2) if model.sharded else (1,), "dtype": dtype}
     told = estimate(model, **choices)
-    real = profile_model(model, (1, 3), repeats=1, warmup=0, **choices)  # type: ignore[arg-type]  # options of several types
+    real = profile_model(model, (1, 3), repeats=1, warmup=0, **choices)  # type: ignore[arg-type]  # of several types
     assert told.edges == real.edges
     for field in ("activation_bytes", "weight_grad_bytes"):
         assert bytes_of(told, field) == bytes_of(real, field)

@@ -177,7 +177,7 @@ def test_an_image_tower_reduces_its_own_tokens() -> None:
 )
 def test_what_cannot_be_split_is_named(name: str, devices: int, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
-        captured(name, "half").sharded(devices)  # type: ignore[misc]  # it is there
+        captured(name, "half").sharded(devices)  # type: ignore[misc]  # is not None
 
 
 def test_a_width_that_cannot_be_split_is_named() -> None:

@@ -51,7 +51,7 @@ def of_blocks(*blocks: BlockSpec, sharded: Callable[[int], Model] | None = None)
 
 
 def measure(model: Model, sizes: tuple[int, ...] = (1,), **options: object) -> Profile:
-    return profile_model(model, sizes, **{"repeats": 1, "warmup": 0, **options})  # type: ignore[arg-type]  # options of several types
+    return profile_model(model, sizes, **{"repeats": 1, "warmup": 0, **options})  # type: ignore[arg-type]  # of several types
 
 
 def block_of(profile: Profile, id_: str) -> Block:
