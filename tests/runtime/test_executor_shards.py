@@ -64,6 +64,14 @@ SHAPES: dict[str, tuple[str, list[Group]]] = {
         WORDED,
         [("shift words", (0, 1), 2), ("b0 b1", (2, 3), 2), ("b2 b3", (1, 3, 0, 2), 2), ("head", (1, 0), 2)],
     ),
+    "tensor-parallel GPT-2": (
+        "gpt2-tiny",
+        [
+            ("embedding layer0.attention layer0.ffn layer1.attention", ALL, 2),
+            ("layer1.ffn layer2.attention", (2, 0), 1),
+            ("layer2.ffn layer3.attention layer3.ffn head", (1, 3), 2),
+        ],
+    ),
     "four, three, two and one": (
         TRANSLATING,
         [("words b0", ALL, 4), ("b1", (3, 1, 0), 3), ("others b2", (2, 3), 2), ("b3", (1,), 1), ("head", ALL, 4)],
