@@ -6,8 +6,8 @@ Plans are a chain with whole and with split backward, and one with replicas; the
 any step or outside the program: while starting, building blocks, connecting, making samples, summing gradients,
 clipping, stepping, reporting, writing the checkpoint that there is behind every step. A run has ended soon where that
 took no more than 12 s since it happened (hangs: since the timeout of 2 s, or of 60 s before the first step). A message
-is right if it names the rank, its action and what happened to it. The checkpoint behind the step before must be there
-and whole.
+is right if it names the rank, its action and what happened to it (under torchrun, that it is gone). The checkpoint
+behind the step before must be there and whole.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--torchrun", type=float, default=0.1, help="share of the runs that torchrun starts")
     options = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     rng, found = random.Random(options.seed), defaultdict[tuple[str, str], list[tuple[Fault, Ending]]](list)
@@ -89,10 +90,11 @@ def main() -> None:
         name = rng.choice(list(known))
         plan, roles = known[name]
         fault = drawn(rng, plan)
-        ending = run_with(fault, plan, RunOptions("runtime_models:chain", dtype="float64"))
+        torchrun = fault.counter >= 0 and rng.random() < options.torchrun
+        ending = run_with(fault, plan, RunOptions("runtime_models:chain", dtype="float64"), torchrun=torchrun)
         found[fault.kind, roles[fault.rank]].append((fault, ending))
         told = "as it should" if is_good(fault, ending) else f"WRONG: {ending}"
-        note(f"{number} {name} {fault} {ending.seconds:.1f} s: {told}")
+        note(f"{number} {name} {fault}{torchrun * ' under torchrun'} {ending.seconds:.1f} s: {told}")
     rows = [row(*key, found[key]) for key in sorted(found)]
     print(markdown(HEADER, rows))
     print(f"\n{machine()}.")

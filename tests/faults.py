@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -48,6 +49,12 @@ KINDS = {
 }
 """What can happen to a rank, and how the one message begins then."""
 
+UNDER_TORCHRUN = {
+    "killed": r"rank \d lost rank {rank} .*; rank {rank} was last {where}",
+    "ended": r"rank \d lost rank {rank} .*; rank {rank} was last {where}",
+}
+"""There it is torchrun that sees a process end."""
+
 HANGS = ("stopped", "endless")
 DIFFERENCES = ("other options", "other plan")
 
@@ -80,9 +87,12 @@ class Fault:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended: the error (None if it ended well), seconds since the failure, whether the message is right."""
+    """How a run ended: the error (nothing if it ended well), seconds since the failure, and whether all is as expected.
 
-    error: PipeplanError | None
+    ``left`` are processes that live on.
+    """
+
+    error: str
     seconds: float
     expected: str
     is_right: bool
@@ -107,35 +117,46 @@ def left_over(word: str) -> list[int]:
     return [pid for pid in found if pid != os.getpid()]
 
 
-def run_with(fault: Fault, plan: Plan, options: RunOptions) -> Ending:
-    """Run a plan with a fault in it, with a timeout of 2 s, clipped gradients, and a checkpoint behind every step."""
+def run_with(fault: Fault, plan: Plan, options: RunOptions, *, torchrun: bool = False) -> Ending:
+    """Run a plan with a fault in it, with a timeout of 2 s, clipped gradients, and a checkpoint behind every step.
+
+    Under torchrun only faults in actions are known by their messages.
+    """
     options = replace(options, timeout_ns=2 * 10**9, num_steps=NUM_STEPS, num_threads=1, clip_norm=1.0)
-    with tempfile.TemporaryDirectory() as folder:
-        return _ending(fault, plan, replace(options, checkpoint=folder, checkpoint_every=1), Path(folder))
-
-
-def _ending(fault: Fault, plan: Plan, options: RunOptions, folder: Path) -> Ending:
-    word = uuid.uuid4().hex
-    job = {"plan": plan.model_dump_json(), "options": options.as_json()}
-    error: PipeplanError | None = None
-    with tempfile.NamedTemporaryFile("r") as told:
+    word, start = uuid.uuid4().hex, _under_torchrun if torchrun else _locally
+    with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile("r") as told:
         os.environ |= {MARK: word, FAULT: json.dumps({**asdict(fault), "told": told.name})}
-        try:
-            shorten_start(fault)
-            launch.watch_local(plan.programs, job, options, lambda rank, report: None, RANK)
-        except PipeplanError as caught:
-            error = caught
+        shorten_start(fault)
+        error = start(plan, replace(options, checkpoint=folder, checkpoint_every=1))
         ended = time.monotonic()
         happened = json.loads(told.read() or "{}")
-    expected = KINDS[fault.kind].format(rank=fault.rank, where=re.escape(happened.get("where", "")))
-    return Ending(
-        error,
-        ended - happened.get("at", ended),
-        expected,
-        bool(re.match(expected, str(error))),
-        left_over(word),
-        loads(folder, happened.get("step", 0)),
-    )
+        loaded = loads(Path(folder), happened.get("step", 0))
+    kinds = KINDS | UNDER_TORCHRUN if torchrun else KINDS
+    expected = kinds[fault.kind].format(rank=fault.rank, where=re.escape(happened.get("where", "")))
+    is_right = bool(re.match(expected, error))
+    return Ending(error, ended - happened.get("at", ended), expected, is_right, left_over(word), loaded)
+
+
+def _locally(plan: Plan, options: RunOptions) -> str:
+    job = {"plan": plan.model_dump_json(), "options": options.as_json()}
+    try:
+        launch.watch_local(plan.programs, job, options, lambda rank, report: None, RANK)
+    except PipeplanError as error:
+        return str(error)
+    return ""
+
+
+def _under_torchrun(plan: Plan, options: RunOptions) -> str:
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(plan.model_dump_json())
+        file.flush()
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        command += [str(len(plan.programs)), __file__, "run", file.name, "--model", options.model]
+        command += ["--dtype", options.dtype, "--steps", str(options.num_steps), "--timeout", "2s"]
+        command += ["--checkpoint", str(options.checkpoint), "--checkpoint-every", "1"]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+    said = [line.removeprefix("pipeplan: ") for line in done.stderr.splitlines() if line.startswith("pipeplan: ")]
+    return "\n".join(said)
 
 
 def loads(folder: Path, step: int) -> bool:
@@ -211,14 +232,18 @@ def other(job: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Be a rank that fails."""
-    identity = take_identity()
+    """Be a rank that fails: one of those that the parent starts, or under torchrun with a command line behind it."""
+    identity = None if "RANK" in os.environ else take_identity()
     wanted = json.loads(os.environ[FAULT])
     told = wanted.pop("told")
     fault = Fault(**wanted)
     shorten_start(fault)
     if fault.kind in ACTS:
         arm(fault, told)
+    if identity is None:
+        from pipeplan.cli.main import main as run_command
+
+        run_command()
     from pipeplan.runtime import worker
 
     def work(job: Mapping[str, Any], link: worker.Link) -> None:

@@ -62,3 +62,14 @@ def test_ends_soon_with_one_message_and_no_process_left(name: str, monkeypatch: 
     assert ending.left == []
     assert ending.checkpoint_loads, "there is one behind every step, whole whatever happens"
     assert ending.seconds < 60, "an end soon behind the failure or the timeout of 2 s"
+
+
+def test_a_stopped_rank_does_not_hold_up_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could not take the signal that torchrun ends it with."""
+    monkeypatch.setenv("PYTHONPATH", TESTS, prepend=os.pathsep)
+    fault = Fault("stopped", 0, step=1, counter=counter_of(split_chain(), 0, "W"))
+    ending = run_with(fault, split_chain(), RunOptions("runtime_models:chain", dtype="float64"), torchrun=True)
+    assert ending.is_right, f"{ending.error} is not {ending.expected}"
+    assert ending.left == []
+    assert ending.checkpoint_loads
+    assert ending.seconds < 30, "torchrun waits so long before it kills what does not end"

@@ -6,8 +6,10 @@ a rank was that cannot say it any more, because it was killed or hangs.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -130,7 +132,16 @@ class Board:
     @property
     def stopped(self) -> list[int]:
         """Ranks of this machine whose processes are stopped."""
-        return [rank for rank in range(self.num_ranks) if _is_stopped(self._cells[rank * _FIELDS + 5])]
+        return [rank for rank in range(self.num_ranks) if _is_stopped(self._process(rank))]
+
+    def wake(self) -> None:
+        """Let stopped processes go on."""
+        for rank in self.stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process(rank), signal.SIGCONT)
+
+    def _process(self, rank: int) -> int:
+        return self._cells[rank * _FIELDS + 5]
 
     def culprit(self, rank: int) -> int:
         """The rank that holds up ``rank``: whom it waits for, and so on, up to one that does not wait.

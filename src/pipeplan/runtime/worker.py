@@ -229,11 +229,15 @@ def _require_ranks(plan: Plan, world_size: int) -> None:
 
 
 def _say_once(failure: Failure, store: Store, board: Board, programs: list[tuple[str, ...]], timeout_ns: int) -> None:
-    """Print the failure unless another rank has said one: those that follow are its effects."""
+    """Print the failure unless another rank has said one: those that follow are its effects.
+
+    Stopped ranks then go on, for they could not take the signal that torchrun ends them with.
+    """
     with contextlib.suppress(RuntimeError):  # the store is gone: better said twice than not at all
         if store.add("pipeplan/failures", 1) > 1:
             return
     sys.stderr.write(f"{failure.details}pipeplan: {verdict([failure], {}, board, programs, timeout_ns)}\n")
+    board.wake()
 
 
 def _content(descriptor: int) -> bytes:
