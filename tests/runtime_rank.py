@@ -13,11 +13,10 @@ from runtime_plans import Unsplit
 
 from pipeplan.errors import UsageError
 from pipeplan.model import Plan, parse
-from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.program import Share
-from pipeplan.runtime.training import Trainer
+from pipeplan.runtime.training import Trainer, model_of
 from pipeplan.runtime.worker import Link, main
 
 
@@ -42,7 +41,7 @@ def run_case(name: str, plan: Plan, options: RunOptions, link: Link) -> dict[str
         except UsageError as error:
             return {"refused": str(error)}
         return {"refused": None}
-    model = runtime_models.branches() if options.model == "branches" else load_model(options.model)
+    model = runtime_models.branches() if options.model == "branches" else model_of(options)
     return train_both(plan, model, options, link)
 
 

@@ -74,7 +74,15 @@ def test_half_layers_are_recognised(name: str) -> None:
     assert counts["cross-attention"] == (LAYERS if name in ("t5", "mt5") else 0)
     assert counts["head"] == 1
     assert captured(name, "half").blocks[-1].operator == "head"
-    assert counts["embedding"] + counts["convolution"] == {"clip": 2, "flava": 2, "t5": 2, "mt5": 2}.get(name, 1)
+    tables = {"clip": 2, "flava": 2, "t5": 4, "mt5": 4}.get(name, 1)  # T5's are of words and of distances
+    assert counts["embedding"] + counts["convolution"] == tables
+
+
+@pytest.mark.parametrize("grain", ["layer", "half"])
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_give_one_tensor_each(name: str, grain: Grain) -> None:
+    """As a plan that runs must have it; T5's position bias, which is for all layers, is a block of its own."""
+    assert {len(step.outputs) for step in captured(name, grain).rehearse(2)} == {1}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "bert", "clip"])

@@ -6,6 +6,7 @@ has its own. The others are cut into groups that follow one another, so that no 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -111,7 +112,7 @@ def group_operations(trace: Trace, module: nn.Module, grain: Grain) -> tuple[lis
         found += [group] if in_layer else _apart(group, free)
     if grain == "half":
         found = [half for group in found for half in (_halves(group, free) if group.in_layer else [group])]
-    return _joined(found), free
+    return _without_commons(_joined(found), free), free
 
 
 def needed_by(group: Group, free: set[Operation]) -> list[Operation]:
@@ -294,6 +295,36 @@ def _leads_to(before: Group, group: Group) -> bool:
     """Whether what came before does no work and belongs to this group."""
     alone = not before.in_layer and not (group.in_layer and before.has_parameters)
     return not before.is_heavy and alone and before.feeds(group)
+
+
+def _without_commons(groups: Sequence[Group], free: set[Operation]) -> list[Group]:
+    """Put what is one for all samples, and that several groups take, into groups of its own.
+
+    Such as a position bias that the first layer makes for all: a layer then gives one tensor.
+    """
+    taken = [{source for op in group.operations for source in op.sources} for group in groups]
+    takers = Counter(op for sources in taken for op in sources)
+    found: list[Group] = []
+    for group, inside in zip(groups, taken, strict=True):
+        common: dict[Operation, None] = {}
+        for op in group.operations:
+            known = all(s in common or s in free or s.kind == "parameter" for s in op.sources)
+            if known and not op.per_sample and not op.misplaced:
+                common[op] = None
+        shared = [op for op in common if takers[op] > (op in inside)]
+        apart = replace(group, in_layer=False, operations=_made_from(shared, common))
+        rest = tuple(op for op in group.operations if op not in set(apart.operations))
+        if apart.is_heavy and rest:
+            found += [apart, replace(group, operations=rest)]
+        else:
+            found.append(group)
+    return found
+
+
+def _made_from(wanted: Sequence[Operation], among: Collection[Operation]) -> tuple[Operation, ...]:
+    """Some operations and all before them that they need."""
+    needed = {each for op in wanted for each in _needed(op)}
+    return tuple(op for op in among if op in needed)
 
 
 def _single(operations: Sequence[Operation]) -> list[Group]:
