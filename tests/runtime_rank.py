@@ -105,7 +105,7 @@ def _held(trainer: Trainer) -> list[tuple[str, Share, torch.nn.Parameter]]:
 def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
     if a is None or b is None:
         return 0.0 if a is b else float("inf")
-    return float((a.detach() - b.detach()).abs().max())
+    return float((a.detach().cpu() - b.detach().cpu()).abs().max())
 
 
 if __name__ == "__main__":
