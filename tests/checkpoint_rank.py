@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_models import Counting
 from runtime_plans import Unsplit
-from runtime_rank import _distance
+from runtime_rank import _distance, _held
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from pipeplan.errors import UsageError
@@ -52,8 +52,10 @@ def run_leg(leg: Mapping[str, Any], unsplit: Unsplit, link: Link) -> dict[str, A
         result, _ = trainer.step(step)
         expected = unsplit.step(step, plan.mini_batch)
         distance = max(distance, abs(result.loss - expected), abs((result.grad_norm or 0) - unsplit.norm))
-    for name, parameter in trainer.parameters().items():
-        distance = max(distance, _distance(parameter, unsplit.parameters()[name]))
+    for name, share, parameter in _held(trainer):
+        whole, cut = unsplit.parameters()[f"{share.block}.{name}"], trainer.model.cut_of(share.block, name, share.count)
+        own = whole if cut is None else cut.cut(whole, share.count, share.index)
+        distance = max(distance, _distance(parameter, own))
     trainer.save()
     trainer.close()
     dist.barrier()

@@ -1,14 +1,15 @@
 """Checkpoints: everything that training goes on from, in a form that knows nothing of the plan.
 
 Tensors are kept by ``torch.distributed.checkpoint`` under names of the model: ``parameters/BLOCK.NAME``,
-``optimizer/BLOCK.NAME/STATE``, ``buffers/BLOCK.NAME``. What ranks have copies of has one name and is written once.
+``optimizer/BLOCK.NAME/STATE``, ``buffers/BLOCK.NAME``; tied parameters have the first of their names. What ranks have
+copies of is written once, and shares of split parameters as those pieces of the whole that they are.
 The rest (steps done, learning rates, what the training is) is one small file that rank 0 writes.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -27,6 +28,7 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.checkpoint_files import CheckpointFolder
 from pipeplan.runtime.failures import Cause, RankError, lost_others
 from pipeplan.runtime.optimizing import Updater
+from pipeplan.runtime.pieces import LoadPieces, Owned, Piece, SavePieces, whole_piece
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.together import Together
 
@@ -38,12 +40,12 @@ _PARAMETERS, _OPTIMIZER, _BUFFERS = "parameters/", "optimizer/", "buffers/"
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one rank trains: ``parameters`` and ``buffers`` by ``BLOCK.NAME``, tied ones by the first of their names.
+    """What one rank trains; ``buffers`` are by ``BLOCK.NAME``.
 
     ``identity`` is what the training is, by the flag that says so: only an equal one can go on from a checkpoint.
     """
 
-    parameters: Mapping[str, nn.Parameter]
+    parameters: Sequence[Owned]
     buffers: Mapping[str, Tensor]
     updater: Updater
     identity: Mapping[str, object]
@@ -85,13 +87,14 @@ class Checkpoints:
             RankError: a rank could not write, or is gone.
         """
         self._progress.begin(Phase.SAVING)
-        tensors, numbers = self._state()
+        pieces, numbers = self._state()
         with self._written(step):
             if self._progress.rank == 0:
                 self._folder.begin(step)
             told = self._together.everyones((self._schedule(), numbers))
             with lost_others(self._progress):
-                save(tensors, storage_writer=FileSystemWriter(self._folder.part(step)))
+                writer = FileSystemWriter(self._folder.part(step))
+                save(_first_of(pieces), storage_writer=writer, planner=SavePieces(pieces))
             if self._progress.rank == 0:
                 self._write_rest(step, told)
                 self._folder.publish(step)
@@ -110,31 +113,25 @@ class Checkpoints:
         except OSError as error:
             raise RankError(Cause.RAISED, f"rank {self._progress.rank} {where}: {error}") from error
 
-    def _state(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-        """Tensors by their names, and what optimizers keep of parameters beside tensors."""
-        held = self._held
-        tensors = {_PARAMETERS + name: parameter.detach() for name, parameter in held.parameters.items()}
-        tensors |= {_BUFFERS + name: buffer for name, buffer in held.buffers.items()}
+    def _state(self) -> tuple[dict[str, list[Piece]], dict[str, dict[str, Any]]]:
+        """What this rank stores of tensors, and what optimizers keep of its parameters beside tensors."""
+        pieces = {_BUFFERS + name: [whole_piece(buffer)] for name, buffer in self._held.buffers.items()}
         numbers: dict[str, dict[str, Any]] = {}
-        for name, state in self._optimizer_states():
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    tensors[f"{_OPTIMIZER}{name}/{key}"] = value
-                else:
-                    numbers.setdefault(name, {})[key] = value
-        return tensors, numbers
+        for owned, state in zip(self._held.parameters, self._optimizer_states(), strict=True):
+            if owned.stored:
+                pieces.setdefault(_PARAMETERS + owned.name, []).extend(owned.pieces(owned.parameter.detach()))
+                for key, value in state.items():
+                    if isinstance(value, Tensor):
+                        pieces.setdefault(f"{_OPTIMIZER}{owned.name}/{key}", []).extend(owned.pieces(value))
+                    else:
+                        numbers.setdefault(owned.name, {})[key] = value
+        return pieces, numbers
 
-    def _optimizer_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        if self._held.updater.optimizer is not None:
-            states = self._held.updater.optimizer.state_dict()["state"]
-            names = self._order()
-            yield from ((names[index], state) for index, state in states.items())
-
-    def _order(self) -> list[str]:
-        """Names of the parameters as the optimizer numbers them."""
-        assert self._held.updater.optimizer is not None
-        names = {id(parameter): name for name, parameter in self._held.parameters.items()}
-        return [names[id(each)] for group in self._held.updater.optimizer.param_groups for each in group["params"]]
+    def _optimizer_states(self) -> list[dict[str, Any]]:
+        """What the optimizer keeps of each parameter."""
+        optimizer = self._held.updater.optimizer
+        states = {} if optimizer is None else optimizer.state
+        return [states.get(owned.parameter, {}) for owned in self._held.parameters]
 
     def _schedule(self) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
         """What every rank's optimizer is set to, and where its schedule is; None on a rank that has none."""
@@ -163,25 +160,47 @@ class Checkpoints:
             for name, tensor in reader.read_metadata().state_dict_metadata.items()
             if isinstance(tensor, TensorStorageMetadata)
         }
-        state = self._targets(path, kept)
+        self._require_same(path, kept)
+        states = [self._room(owned, kept) for owned in self._held.parameters]
+        pieces = self._targets(states)
         with lost_others(self._progress):
-            load(state, storage_reader=reader)
-        self._restore(path, rest, state)
+            load(_first_of(pieces), storage_reader=reader, planner=LoadPieces(pieces))
+        self._restore(path, rest, states)
         return int(rest["step"])
 
-    def _targets(self, path: Path, kept: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-        """Where tensors go: parameters and buffers as they stand, and room for what the optimizer keeps of them."""
+    def _require_same(self, path: Path, kept: Mapping[str, TensorStorageMetadata]) -> None:
+        """Refuse a checkpoint of other parameters than all ranks have together."""
         held = self._held
-        found = {_PARAMETERS + name: parameter.detach() for name, parameter in held.parameters.items()}
-        found |= {_BUFFERS + name: buffer for name, buffer in held.buffers.items()}
-        own = {name: _text(tensor.shape, tensor.dtype) for name, tensor in found.items()}
-        _require_same(path, kept, {k: v for each in self._together.everyones(own) for k, v in each.items()})
-        for name, each in kept.items():
-            if name.startswith(_OPTIMIZER) and name.removeprefix(_OPTIMIZER).rpartition("/")[0] in held.parameters:
-                found[name] = torch.empty(each.size, dtype=each.properties.dtype)
-        return found
+        own = {_PARAMETERS + each.name: _text(each.whole, each.parameter.dtype) for each in held.parameters}
+        own |= {_BUFFERS + name: _text(buffer.shape, buffer.dtype) for name, buffer in held.buffers.items()}
+        model = {name: text for each in self._together.everyones(own) for name, text in each.items()}
+        saved = {name: _text(each.size, each.properties.dtype) for name, each in kept.items()}
+        for name in sorted({*saved, *model}):
+            if saved.get(name) != model.get(name) and not name.startswith(_OPTIMIZER):
+                raise UsageError(
+                    f"{path}: {name} is {saved.get(name, 'not there')}, and in the model "
+                    f"{model.get(name, 'not there')}; resume with the model it was trained with"
+                )
 
-    def _restore(self, path: Path, rest: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+    def _room(self, owned: Owned, kept: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+        """Tensors for what the optimizer kept of a parameter."""
+        prefix = f"{_OPTIMIZER}{owned.name}/"
+        return {
+            name.removeprefix(prefix): owned.room(each.size, each.properties.dtype)
+            for name, each in kept.items()
+            if name.startswith(prefix)
+        }
+
+    def _targets(self, states: Sequence[Mapping[str, Tensor]]) -> dict[str, list[Piece]]:
+        """Where tensors go: parameters and buffers as they stand, and the room for what the optimizer kept."""
+        pieces = {_BUFFERS + name: [whole_piece(buffer)] for name, buffer in self._held.buffers.items()}
+        for owned, state in zip(self._held.parameters, states, strict=True):
+            pieces.setdefault(_PARAMETERS + owned.name, []).extend(owned.pieces(owned.parameter.detach()))
+            for key, value in state.items():
+                pieces.setdefault(f"{_OPTIMIZER}{owned.name}/{key}", []).extend(owned.pieces(value))
+        return pieces
+
+    def _restore(self, path: Path, rest: Mapping[str, Any], states: Sequence[Mapping[str, Tensor]]) -> None:
         """Put optimizer and schedule where they were; torch's optimizers move states to their parameters' device."""
         optimizer, schedule = self._held.updater.optimizer, self._held.updater.schedule
         if optimizer is None or schedule is None:
@@ -190,19 +209,18 @@ class Checkpoints:
         own = optimizer.state_dict()["param_groups"]
         if len(own) != len(groups):
             raise UsageError(f"{path}: the optimizer had {len(groups)} parameter groups, and now has {len(own)}")
-        states = {index: self._state_of(name, rest, state) for index, name in enumerate(self._order())}
+        found = {
+            id(owned.parameter): {**state, **rest["numbers"].get(owned.name, {})}
+            for owned, state in zip(self._held.parameters, states, strict=True)
+        }
+        order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         optimizer.load_state_dict(
             {
-                "state": {index: each for index, each in states.items() if each},
+                "state": {index: found[id(each)] for index, each in enumerate(order) if found[id(each)]},
                 "param_groups": [{**new, "params": old["params"]} for new, old in zip(groups, own, strict=True)],
             }
         )
         schedule.load_state_dict(of_schedule)
-
-    def _state_of(self, name: str, rest: Mapping[str, Any], state: Mapping[str, Tensor]) -> dict[str, Any]:
-        prefix = f"{_OPTIMIZER}{name}/"
-        tensors = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-        return {**tensors, **rest["numbers"].get(name, {})}
 
 
 def _require_identity(path: Path, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
@@ -214,17 +232,9 @@ def _require_identity(path: Path, saved: Mapping[str, object], own: Mapping[str,
             )
 
 
-def _require_same(path: Path, kept: Mapping[str, TensorStorageMetadata], model: Mapping[str, str]) -> None:
-    """The checkpoint has all that the ranks' blocks have together, in the same shapes and formats, and no more."""
-    saved = {
-        name: _text(each.size, each.properties.dtype) for name, each in kept.items() if not name.startswith(_OPTIMIZER)
-    }
-    for name in sorted({*saved, *model}):
-        if saved.get(name) != model.get(name):
-            raise UsageError(
-                f"{path}: {name} is {saved.get(name, 'not there')}, and in the model {model.get(name, 'not there')}; "
-                "resume with the model it was trained with"
-            )
+def _first_of(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, Any]:
+    """What torch takes for a state; the planners know that names stand for pieces."""
+    return {name: found[0].tensor for name, found in pieces.items()}
 
 
 def _text(shape: torch.Size, dtype: torch.dtype) -> str:

@@ -119,6 +119,12 @@ class Cut:
         for part, of in zip(self._parts(whole), self._parts(share), strict=True):
             part.narrow(self.dimension, begin, end - begin).add_(of)
 
+    def places(self, share: Tensor, size: int, count: int, index: int) -> list[tuple[int, Tensor]]:
+        """Views of a share with where each begins in the whole, which is ``size`` long along the dimension."""
+        each = size // self.parts
+        begin, _ = Shards(count, index).range(each)
+        return [(number * each + begin, part) for number, part in enumerate(self._parts(share))]
+
     def _parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
         return tensor.chunk(self.parts, self.dimension)
 

@@ -28,6 +28,7 @@ from pipeplan.runtime.modules import warn_if_few_can_wait
 from pipeplan.runtime.optimizing import Updater, clip_gradients
 from pipeplan.runtime.options import RunOptions, RunResult, StepResult
 from pipeplan.runtime.partners import Partners
+from pipeplan.runtime.pieces import Owned
 from pipeplan.runtime.precision import Autocast, autocast_of
 from pipeplan.runtime.program import Program, Share, programs_of
 from pipeplan.runtime.progress import Phase, Progress
@@ -210,23 +211,27 @@ class Trainer:
         options = self.options
         if options.checkpoint is None:
             return None
-        if split := next((share for share, _ in self.program.holders if share.partners), None):
-            raise UsageError(f"--checkpoint: block {split.block!r} is split over {split.count} devices; leave it out")
         identity = {"--model": self.model.name, "--mini-batch": self.program.mini_batch, **options.identity}
         identity["--data, samples:"] = num_samples(self.model)
-        held = Held(self._named_once(), self._buffers(), self.updater, identity)
+        held = Held(self._owned(), self._buffers(), self.updater, identity)
         folder = CheckpointFolder(options.checkpoint, options.keep_checkpoints)
         return Checkpoints(folder, held, self.together, self.progress)
 
-    def _named_once(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by ``block.name``, tied ones by the first of the names they have in the model."""
+    def _owned(self) -> list[Owned]:
+        """This rank's parameters, each once, tied ones by the first of the names they have in the model."""
         first = {holder: group[0] for group in self.model.tied for holder in group}
-        holders = {
-            (share.block, name): parameter
-            for share, module in self.modules.items()
-            for name, parameter in module.named_parameters()
-        }
-        return {".".join(first.get(holder, holder)): parameter for holder, parameter in holders.items()}
+        shapes = self.model.parameter_shapes()
+        stored = {id(each) for each in self.shared.counted(self.unique_parameters())}
+        found: dict[int, Owned] = {}
+        for share, module in self.modules.items():
+            for name, parameter in module.named_parameters():
+                holder = first.get((share.block, name), (share.block, name))
+                cut = self.model.cut_of(share.block, name, share.count)
+                whole = torch.Size(shapes[holder])
+                kept = id(parameter) in stored
+                owned = Owned(".".join(holder), parameter, whole, cut, share.count, share.index, kept)
+                found.setdefault(id(parameter), owned)
+        return list(found.values())
 
     def _buffers(self) -> dict[str, Tensor]:
         """This rank's buffers that outlive the process, by ``block.name``."""

@@ -1,0 +1,125 @@
+"""Tensors of which ranks have pieces, for ``torch.distributed.checkpoint``: it writes pieces, and reads any others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from pipeplan.runtime.shards import Cut
+
+__all__ = ["LoadPieces", "Owned", "Piece", "SavePieces", "whole_piece"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a tensor of shape ``size``, from ``offsets`` on; ``tensor`` may be a view."""
+
+    size: torch.Size
+    offsets: torch.Size
+    tensor: Tensor
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """Where it lies."""
+        return ChunkStorageMetadata(self.offsets, self.tensor.size())
+
+
+def whole_piece(tensor: Tensor) -> Piece:
+    """All of a tensor."""
+    return Piece(tensor.size(), torch.Size([0] * tensor.dim()), tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A parameter of one rank: all of it, or share ``index`` of ``count`` where it is ``cut``.
+
+    ``whole`` is the shape of all shares together; ``stored`` is whether this rank is the one to store its part.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    whole: torch.Size
+    cut: Cut | None
+    count: int
+    index: int
+    stored: bool
+
+    def pieces(self, tensor: Tensor) -> list[Piece]:
+        """Where the parameter, or what an optimizer keeps of each of its numbers, lies; anything else is whole."""
+        if self.cut is None or tensor.shape != self.parameter.shape:
+            return [whole_piece(tensor)]
+        found, dimension = [], self.cut.dimension
+        for begin, part in self.cut.places(tensor, self.whole[dimension], self.count, self.index):
+            offsets = [begin if axis == dimension else 0 for axis in range(tensor.dim())]
+            found.append(Piece(self.whole, torch.Size(offsets), part))
+        return found
+
+    def room(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A tensor for this rank's part of what an optimizer kept of the parameter."""
+        return torch.empty(self.parameter.shape if size == self.whole else size, dtype=dtype)
+
+
+Pieces = Mapping[str, Sequence[Piece]]
+"""What one rank has, by name."""
+
+
+class SavePieces(DefaultSavePlanner):
+    """Writes the pieces that the ranks have; of those that several have, one."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._at = {(name, piece.offsets): piece for name, found in pieces.items() for piece in found}
+
+    def create_local_plan(self) -> SavePlan:
+        """What this rank has to write."""
+        self.plan = SavePlan([_written(name, piece) for (name, _), piece in self._at.items()])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """A piece's tensor."""
+        assert index.offset is not None, "pieces have offsets"
+        return self._at[index.fqn, index.offset].tensor
+
+
+class LoadPieces(DefaultLoadPlanner):
+    """Reads into the pieces that a rank has, whatever pieces were written."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._pieces = pieces
+
+    def create_local_plan(self) -> LoadPlan:
+        """What this rank has to read."""
+        assert self.metadata is not None, "set up by load"
+        items = []
+        for name, found in self._pieces.items():
+            kept = self.metadata.state_dict_metadata[name]
+            assert isinstance(kept, TensorStorageMetadata), "only tensors are written"
+            items += create_read_items_for_chunk_list(name, kept, [piece.chunk for piece in found])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Where a piece goes."""
+        assert index.index is not None, "pieces are numbered"
+        return self._pieces[index.fqn][index.index].tensor
+
+
+def _written(name: str, piece: Piece) -> WriteItem:
+    properties = TensorProperties.create_from_tensor(piece.tensor)
+    return WriteItem(
+        index=MetadataIndex(name, piece.offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(piece.chunk, properties, piece.size),
+    )
