@@ -171,6 +171,41 @@ def raising() -> Model:
     return breaking(act)
 
 
+def breaking_share(act: Callable[[], None], at: int = 5) -> Model:
+    """A split block, of which the second share breaks, then two whole ones and a loss."""
+
+    class Breaking(Mix):
+        calls = 0
+
+        def forward(self, *inputs: Tensor) -> Tensor:
+            if self.shards.index == 1:
+                if self.calls == at:
+                    act()
+                self.calls += 1
+            return super().forward(*inputs)
+
+    first = mix_block("b0", ())
+    assert first.split is not None
+    first = replace(first, split=replace(first.split, build=lambda shards: Breaking(1, shards)))
+    blocks = (first, mix_block("b1", ("b0",)), mix_block("b2", ("b1",)), loss_block("end", "b2"))
+    return Model("breaking_share", blocks, vectors, lambda batch: batch["targets"].numel())
+
+
+def share_killed() -> Model:
+    return breaking_share(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def share_stopped() -> Model:
+    return breaking_share(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def share_raising() -> Model:
+    def act() -> None:
+        raise ValueError("boom")
+
+    return breaking_share(act)
+
+
 def talking() -> Model:
     """The smallest model of the zoo; prints, as user code does."""
     print("a word from the model")

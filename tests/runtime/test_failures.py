@@ -16,10 +16,10 @@ from unittest.mock import patch
 
 import pytest
 import runtime_models
-from runtime_plans import model_plan
+from runtime_plans import model_plan, placed_plan
 
 from pipeplan.errors import ExecutionError, PipeplanError, UsageError
-from pipeplan.model import Plan, write_file
+from pipeplan.model import PlacedStage, Plan, write_file
 from pipeplan.runtime.failures import Cause, Failure, cause_of, verdict
 from pipeplan.runtime.launch import run_local
 from pipeplan.runtime.options import RunOptions
@@ -58,14 +58,22 @@ def plan_on(num_devices: int) -> Plan:
     )
 
 
-def failure_of(model: str, num_devices: int, timeout_s: float) -> tuple[PipeplanError, float]:
+def split_plan() -> Plan:
+    """A block on all three devices, and one on each."""
+    stages = [PlacedStage(blocks=("b0",), devices=(2, 1, 0), shards=3)]
+    stages += [PlacedStage(blocks=(block,), devices=(device,)) for device, block in enumerate(["b1", "b2", "end"])]
+    model = runtime_models.breaking_share(lambda: None)
+    return placed_plan(model, stages, num_microbatches=4, microbatch_size=1)
+
+
+def failure_of(model: str, num_devices: int, timeout_s: float, plan: Plan | None = None) -> tuple[PipeplanError, float]:
     """How a run ends, and the seconds from its first step on that it took."""
     options = RunOptions(
         f"runtime_models:{model}", num_steps=3, dtype="float64", timeout_ns=round(timeout_s * SECOND), num_threads=1
     )
     steps: list[float] = []
     with pytest.raises(PipeplanError) as caught:
-        run_local(plan_on(num_devices), options, lambda _: steps.append(time.monotonic()))
+        run_local(plan or plan_on(num_devices), options, lambda _: steps.append(time.monotonic()))
     return caught.value, time.monotonic() - steps[0]
 
 
@@ -98,6 +106,21 @@ def test_a_stopped_rank(mark: str) -> None:
     assert re.match(rf"^rank 1 hangs {WHERE}; ", str(error)), str(error)
     assert "raise --timeout (now 2s)" in str(error)
     assert 1.5 < seconds < 30
+
+
+@pytest.mark.parametrize(
+    ("model", "timeout_s", "told"),
+    [
+        ("share_killed", 60, r"^rank 1 was killed \(SIGKILL\) in 0F1 \(step 1, .*\); often because memory ran out$"),
+        ("share_raising", 60, r"^rank 1 failed in 0F1 \(step 1, .*\): block 'b0': ValueError: boom$"),
+        ("share_stopped", 2, r"^rank 1 hangs in 0F1 \(step 1, .*raise --timeout \(now 2s\)$"),
+    ],
+)
+def test_a_rank_that_others_wait_for_inside_a_split_block(model: str, timeout_s: float, told: str, mark: str) -> None:
+    error, seconds = failure_of(model, 3, timeout_s, split_plan())
+    assert isinstance(error, ExecutionError)
+    assert re.match(told, str(error)), str(error)
+    assert seconds < 30
 
 
 def test_a_tensor_unlike_the_declared_one(mark: str) -> None:
