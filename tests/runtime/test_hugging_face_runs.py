@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 
 import pytest
-from hugging_face_models import ARGUMENTS, SEQUENCE, text
+from hugging_face_models import ARGUMENTS, SEQUENCE, batch_for, captured, eager_experts, text
+from hugging_face_models import whole as original
 from runtime_plans import Case, Reports, assert_as_unsplit, model_plan, reports_of
+from runtime_threads import run_in_threads
 
 from pipeplan.runtime.hugging_face import load
 from pipeplan.runtime.loading import load_model
@@ -64,6 +66,17 @@ def test_equals_transformers_own_model(name: str, reports: Reports) -> None:
     loss = float(whole.module.double()(**batch).detach()) / whole.predictions(batch)
     for report in reports[name].values():
         assert report["losses"][0] == pytest.approx(loss, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["mistral", "mixtral", "qwen2", "qwen3", "flava", "mt5"])
+def test_other_families_give_transformers_loss(name: str) -> None:
+    """All ranks in this process. CLIP's loss is one of whole micro-batches."""
+    model, whole = captured(name, "half"), original(name)
+    plan = model_plan(model, [0, 1, 2], num_microbatches=2)
+    batch = batch_for(whole, plan.mini_batch)
+    with eager_experts(whole):
+        loss = float(whole.module(**batch).detach()) / whole.predictions(batch)
+    assert run_in_threads(plan, model, 0).loss == pytest.approx(loss, rel=1e-9)
 
 
 def test_parameters_are_the_seeds() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import groupby
 
 import pytest
 import torch
 import torch.nn.functional as F
-from runtime_plans import Unsplit
+from runtime_plans import Unsplit, placed_plan
 from runtime_threads import run_in_threads, together
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from pipeplan.costs.presets import device_preset
 from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS
 from pipeplan.examples import model as paper_model
+from pipeplan.model import PlacedStage, Plan
 from pipeplan.planner import Batch, Options, search_plan
 from pipeplan.runtime.estimator import estimate_model
 from pipeplan.runtime.loading import load_model
@@ -277,6 +279,29 @@ def test_a_searched_plan_trains_as_an_unsplit_run(name: str) -> None:
     profile = estimate_model(model, (1, 2), device=preset, dtype=torch.float64)
     plan = search_plan(profile, "one-to-one", Batch(2, 2), Options(time_limit=0.5), num_devices=3).plan
     assert len(plan.stages) >= 2
+    require_equal_to_unsplit(model, plan)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_plan_that_splits_blocks_trains_as_an_unsplit_run(name: str) -> None:
+    """Shared blocks, or without any the first half, on both of two devices; the others on one each."""
+    model = load_model(name)
+    ids = [block.id for block in model.blocks]
+    shared = {block.id for block in model.blocks if block.shared} or set(ids[: len(ids) // 2])
+    stages = []
+    for on_both, run in groupby(ids, key=lambda id_: id_ in shared):
+        blocks = tuple(run)
+        cuts = [blocks] if on_both or len(blocks) < 2 else [blocks[: len(blocks) // 2], blocks[len(blocks) // 2 :]]
+        devices = [(0, 1)] if on_both else [(0,), (1,)]
+        stages += [
+            PlacedStage(blocks=cut, devices=place, shards=len(place)) for cut, place in zip(cuts, devices, strict=False)
+        ]
+    assert {stage.shards for stage in stages} == {1, 2}
+    require_equal_to_unsplit(model, placed_plan(model, stages, num_microbatches=2, split=True))
+
+
+def require_equal_to_unsplit(model: Model, plan: Plan) -> None:
+    """Loss and gradients, of tied parameters their sums."""
     outcome = run_in_threads(plan, model, 3)
     unsplit = Unsplit(model, RunOptions(model.name, seed=3, dtype="float64", learning_rate=1e-3, weight_decay=0.0))
     assert outcome.loss == pytest.approx(unsplit.step(0, plan.mini_batch), rel=1e-12)
