@@ -2,12 +2,13 @@
 
     python benchmarks/chaos.py --runs 200 --seed 0      # prints the table of docs/benchmarks.md
 
-Plans are a chain with whole and with split backward, and one with replicas; the fault is on any rank, at any action of
-any step or outside the program: while starting, building blocks, connecting, making samples, summing gradients,
-clipping, stepping, reporting, writing the checkpoint that there is behind every step. A run has ended soon where that
-took no more than 12 s since it happened (hangs: since the timeout of 2 s, or of 60 s before the first step). A message
-is right if it names the rank, its action and what happened to it (under torchrun, that it is gone). The checkpoint
-behind the step before must be there and whole.
+Plans are a chain with whole and with split backward, one with replicas, and one whose table of words is split over all
+ranks; the fault is on any rank, at any action of any step or outside the program: while starting, building blocks,
+connecting, making samples, summing gradients, clipping, stepping, reporting, writing the checkpoint that there is
+behind every step. A run has ended soon where that took no more than 12 s since it happened (hangs: since the timeout of
+2 s, or of 60 s before the first step). A message is right if it names the rank, its action and what happened to it
+(under torchrun, that it is gone). The checkpoint behind the step before must be there and whole (plans that
+split blocks have none).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from tables import machine, markdown, note
@@ -38,23 +39,39 @@ WITH_OTHERS = ("CONNECTING", "REDUCING", "CLIPPING", "REPORTING", "SAVING")
 HEADER = ["", "rank", "runs", "ended soon", "message right", "no process left", "checkpoint loads", "slowest end, s"]
 
 
-def plans() -> dict[str, tuple[Plan, Mapping[int, str]]]:
-    """Plans, and what stands on each of their ranks."""
-    model = runtime_models.chain()
-    names = [block.id for block in model.blocks]
-    replicated = [
-        PlacedStage(blocks=tuple(names[:2]), devices=(0,)),
-        PlacedStage(blocks=tuple(names[2:4]), devices=(1, 2), replicas=2),
-        PlacedStage(blocks=tuple(names[4:]), devices=(3,)),
+@dataclass(frozen=True)
+class Case:
+    """A plan, the model it is for, and what stands on each rank."""
+
+    plan: Plan
+    model: str
+    roles: tuple[str, ...]
+
+
+def staged(*groups: tuple[str, tuple[int, ...], int]) -> list[PlacedStage]:
+    """Stages of blocks on devices, so many of which split each block; the others are replicas."""
+    return [
+        PlacedStage(blocks=tuple(blocks.split()), devices=devices, shards=n, replicas=len(devices) // n)
+        for blocks, devices, n in groups
     ]
-    line = {0: "first", 1: "middle", 2: "last"}
+
+
+def cases() -> dict[str, Case]:
+    """A chain, a chain that goes back and forth, replicas, and blocks that all ranks share (Tessel's M)."""
+    chain, worded = runtime_models.chain(), runtime_models.worded()
+    replicas = staged(("b0 b1", (0,), 1), ("b2 b3", (1, 2), 1), ("b4 end", (3,), 1))
+    everyone = (0, 1, 2, 3)
+    shared = staged(
+        ("words", everyone, 4), ("shift b0", (0,), 1), ("b1", (1,), 1), ("b2", (2,), 1), ("b3 head", (3,), 1)
+    )
+    line, models = ("first", "middle", "last"), ("runtime_models:chain", "runtime_models:worded")
     return {
-        "chain": (model_plan(model, [0, 1, 2]), line),
-        "chain, split": (model_plan(model, [0, 1, 2, 2, 1, 0], split=True), line),
-        "replicas": (
-            placed_plan(model, replicated, num_microbatches=4),
-            {0: "first", 1: "replica", 2: "replica", 3: "last"},
+        "chain": Case(model_plan(chain, [0, 1, 2]), models[0], line),
+        "chain, split": Case(model_plan(chain, [0, 1, 2, 2, 1, 0], split=True), models[0], line),
+        "replicas": Case(
+            placed_plan(chain, replicas, num_microbatches=4), models[0], ("first", "replica", "replica", "last")
         ),
+        "shared": Case(placed_plan(worded, shared, num_microbatches=4, split=True), models[1], ("shared",) * 4),
     }
 
 
@@ -67,7 +84,7 @@ def drawn(rng: random.Random, plan: Plan) -> Fault:
     step = rng.randrange(NUM_STEPS)
     if rng.random() < 0.3:
         phase = rng.choice(OWN_WORK if kind == "endless" else OWN_WORK + WITH_OTHERS)
-        if kind in HANGS and phase in BEFORE_STEPS and rng.random() < 0.7:
+        if kind in HANGS and Phase[phase].takes_long and rng.random() < 0.7:
             phase = "UPDATING"  # those take a minute each
         if kind == "raised" and phase == "STARTING":
             phase = "LOADING"  # before it has its pipe to report on, a process that raises just ends
@@ -85,14 +102,14 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     rng, found = random.Random(options.seed), defaultdict[tuple[str, str], list[tuple[Fault, Ending]]](list)
-    known = plans()
+    known = cases()
     for number in range(options.runs):
         name = rng.choice(list(known))
-        plan, roles = known[name]
-        fault = drawn(rng, plan)
+        case = known[name]
+        fault = drawn(rng, case.plan)
         torchrun = fault.counter >= 0 and rng.random() < options.torchrun
-        ending = run_with(fault, plan, RunOptions("runtime_models:chain", dtype="float64"), torchrun=torchrun)
-        found[fault.kind, roles[fault.rank]].append((fault, ending))
+        ending = run_with(fault, case.plan, RunOptions(case.model, dtype="float64"), torchrun=torchrun)
+        found[fault.kind, case.roles[fault.rank]].append((fault, ending))
         told = "as it should" if is_good(fault, ending) else f"WRONG: {ending}"
         note(f"{number} {name} {fault}{torchrun * ' under torchrun'} {ending.seconds:.1f} s: {told}")
     rows = [row(*key, found[key]) for key in sorted(found)]

@@ -206,9 +206,16 @@ def test_a_stopped_process_is_the_culprit_wherever_it_stands(board: Board) -> No
         os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
         assert board.stopped == [2]
         assert {board.culprit(rank) for rank in range(4)} == {2}
+        board.wake()
+        assert board.stopped == []
     finally:
         sleeper.kill()
         sleeper.wait()
+    assert board.gone == [2]
+    lost = Failure(0, Cause.LOST, "rank 0 lost the others")
+    assert str(verdict([lost], {}, board, PROGRAMS, SECOND)) == (
+        "rank 0 lost the others; rank 2 was last in step 0, behind its program: reporting the loss"
+    )
 
 
 def test_where_all_are_awaited_the_culprit_is_the_one_that_works(board: Board) -> None:

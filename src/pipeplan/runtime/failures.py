@@ -124,10 +124,11 @@ def death(rank: int, status: int, board: Board, programs: Sequence[Sequence[str]
 
 
 def loss(failure: Failure, board: Board, programs: Sequence[Sequence[str]]) -> str:
-    """A connection broke: whose, and where the rank at its other end was last."""
-    if failure.peer < 0:
-        return failure.text
-    return f"{failure.text}; rank {failure.peer} was last {board.read(failure.peer).describe(programs[failure.peer])}"
+    """A connection broke: whose, or which ranks have ended, and where they were last."""
+    peers = [failure.peer] if failure.peer >= 0 else [rank for rank in board.gone if rank != failure.rank]
+    return "; ".join(
+        [failure.text, *(f"rank {peer} was last {board.read(peer).describe(programs[peer])}" for peer in peers)]
+    )
 
 
 def hang(rank: int, text: str, board: Board, programs: Sequence[Sequence[str]], timeout_ns: int) -> str:

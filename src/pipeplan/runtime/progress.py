@@ -11,7 +11,7 @@ import mmap
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -131,8 +131,18 @@ class Board:
 
     @property
     def stopped(self) -> list[int]:
-        """Ranks of this machine whose processes are stopped."""
-        return [rank for rank in range(self.num_ranks) if _is_stopped(self._process(rank))]
+        """Ranks of this machine whose processes are stopped, as by SIGSTOP."""
+        return [rank for rank, state in self._states() if state in ("T", "t")]
+
+    @property
+    def gone(self) -> list[int]:
+        """Ranks of this machine whose processes have ended."""
+        return [rank for rank, state in self._states() if state in ("", "Z", "X")]
+
+    def _states(self) -> Iterator[tuple[int, str]]:
+        """Of ranks that have signed."""
+        signed = [rank for rank in range(self.num_ranks) if self._process(rank)]
+        return ((rank, _state(self._process(rank))) for rank in signed)
 
     def wake(self) -> None:
         """Let stopped processes go on."""
@@ -187,10 +197,11 @@ class Progress:
         return self.board.read(self.rank).describe(self.program)
 
 
-def _is_stopped(process: int) -> bool:
-    """Whether a process exists and is stopped, as by SIGSTOP; where the system does not say so it is not."""
+def _state(process: int) -> str:
+    """The letter by which Linux says what a process does, nothing if there is none; R where the system does not say."""
+    if not Path("/proc/self/stat").exists():
+        return "R"
     try:
-        state = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace").rpartition(") ")[2][:1]
+        return Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace").rpartition(") ")[2][:1]
     except OSError:
-        return False
-    return state in ("T", "t")
+        return ""
