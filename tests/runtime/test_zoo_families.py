@@ -23,6 +23,7 @@ from pipeplan.runtime.estimator import estimate_model
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import Model, Rehearsed
 from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.program import programs_of
 from pipeplan.runtime.shards import Shards
 from pipeplan.runtime.zoo import ZOO
 
@@ -270,6 +271,16 @@ def test_samples_do_not_depend_on_their_number(name: str) -> None:
 
 
 # Plans -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tessel-mt5-1.8b", "mmt", "dlrm"])
+def test_plans_of_the_examples_profiles_are_the_models(name: str) -> None:
+    """Every rank finds its blocks, and what travels between them, by name."""
+    profile, model = paper_model(name, microbatch_sizes=(1,)), load_model(name)
+    plan = search_plan(profile, "one-to-one", Batch(4, 1), Options(time_limit=0.5), num_devices=4).plan
+    programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
+    blocks = [block for program in programs for part in program.stages.values() for block in part.blocks]
+    assert sorted(blocks) == sorted(block.id for block in model.blocks)
 
 
 @pytest.mark.parametrize("name", TINY)

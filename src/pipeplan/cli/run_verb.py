@@ -29,7 +29,7 @@ _LEAST_TIMEOUT_NS = 1_000_000
 
 @click.command("run", short_help="Run a plan on torch.distributed.")
 @click.argument("plan_path", metavar="PLAN")
-@click.option("--model", metavar="NAME|pkg.mod:factory", help="A model of the zoo, or your own.")
+@click.option("--model", metavar="NAME|CONFIG|pkg.mod:name", help="Of the zoo, a configuration, or your own.")
 @click.option("--emulate", is_flag=True, help="Rehearse without a model: actions only take their predicted time.")
 @click.option("--blocking", is_flag=True, help="For comparison: every transfer holds up the devices at its two ends.")
 @click.option(
