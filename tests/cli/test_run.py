@@ -67,7 +67,12 @@ def test_says_how_to_start_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @needs_torch
 @pytest.mark.parametrize(
     ("wrong", "told"),
-    [(["--trace", "-"], "--trace - would mix"), (["--timeout", "0ns"], "--timeout 0ns is too short")],
+    [
+        (["--trace", "-"], "--trace - would mix"),
+        (["--timeout", "0ns"], "--timeout 0ns is too short"),
+        (["--resume"], "--resume needs --checkpoint DIR"),
+        (["--checkpoint-every", "2"], "--checkpoint-every needs --checkpoint DIR"),
+    ],
 )
 def test_refuses_values_that_make_no_sense(wrong: list[str], told: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=told):

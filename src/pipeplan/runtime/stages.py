@@ -7,6 +7,8 @@ that ran forward in parts has two graphs for its one backward.
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -26,6 +28,8 @@ from pipeplan.runtime.program import Numbers, StagePart
 __all__ = ["Runner", "Samples", "StageError", "StageRunner"]
 
 
+_ANYWHERE = torch.empty(0)  # where a block is that takes nothing and has no parameters
+
 _Root = tuple[GradientEdge, Tensor]
 """Where backward begins, and the gradient there."""
 
@@ -39,11 +43,21 @@ class Samples:
     """A mini-batch, of which blocks take the rows of some samples.
 
     ``tensors`` [name] has samples in its first dimension. ``num_predictions`` is that of the whole mini-batch:
-    losses are sums, and with this one scale gradients only add.
+    losses are sums, and with this one scale gradients only add. ``draw`` is the seed of the run and the
+    step, which random numbers depend on.
     """
 
     tensors: Mapping[str, Tensor]
     num_predictions: int
+    draw: tuple[int, int] = (0, 0)
+
+    def seed_of(self, block: str, samples: Numbers) -> int:
+        """Where a block's random numbers begin, as dropout draws them: the same on whatever rank and with any stages.
+
+        All devices that split a block draw the same, for what they drop is whole on each.
+        """
+        digest = hashlib.sha256(f"{self.draw}/{block}/{samples[0]}".encode()).digest()
+        return int.from_bytes(digest[:7], "big")
 
     def rows(self, name: str, samples: Numbers) -> Tensor:
         """The rows of these samples."""
@@ -184,6 +198,8 @@ class StageRunner:
         spec, module = self.specs[block], self.modules[block]
         arguments = [values[source] for source, _ in spec.inputs]
         arguments += [samples.rows(name, own) for name in spec.samples]
+        at = next(itertools.chain(arguments, module.parameters()), _ANYWHERE)
+        _begin_random_numbers(samples.seed_of(block, own), at.device)
         try:
             with self.autocast() if self.autocast is not None else nullcontext():
                 made = self._recomputed(module, arguments) if self.part.recompute else module(*arguments)
@@ -223,6 +239,14 @@ class StageRunner:
                         f"block {name!r} needs a gradient from stage {target}, and the plan brings none back; "
                         "profile this model and search again"
                     )
+
+
+def _begin_random_numbers(seed: int, device: torch.device) -> None:
+    """Seed the device's generator; ``torch.manual_seed`` would seed, or queue to seed, those of all others, too."""
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
 
 
 def _leaf(tensor: Tensor, with_gradient: bool) -> Tensor:

@@ -39,8 +39,6 @@ from pipeplan.runtime.together import TimedAction, Together, extent, iteration_o
 
 __all__ = ["Trainer", "require_splittable", "train", "travelling"]
 
-_NO_SAMPLES = Samples({}, 1)
-
 
 def train(plan: Plan, options: RunOptions, progress: Progress, on_step: Callable[[StepResult], None]) -> RunResult:
     """Train for the steps asked for; every rank of the process group calls this.
@@ -259,13 +257,13 @@ class Trainer:
         """The mini-batch, if a block of this rank takes samples or computes the loss."""
         specs = [spec for stage in self.stages.values() for spec in stage.specs.values()]
         wanted = {name for spec in specs for name in spec.samples}
+        draw = (self.options.seed, step)
         if not wanted and not any(spec.loss for spec in specs):
-            return _NO_SAMPLES
+            return Samples({}, 1, draw)
         dtype: torch.dtype = getattr(torch, self.options.dtype)
         batch = self.model.mini_batch(self.program.mini_batch, step, self.options.seed, dtype=dtype, device=self.device)
-        return Samples(
-            {name: tensor for name, tensor in batch.items() if name in wanted}, self.model.predictions(batch)
-        )
+        tensors = {name: tensor for name, tensor in batch.items() if name in wanted}
+        return Samples(tensors, self.model.predictions(batch), draw)
 
     def _reduce(self) -> None:
         if self.shared.across_ranks:
