@@ -1,0 +1,157 @@
+"""How close rehearsals come to their prediction, and what blocking transfers cost (Tessel, Fig. 17).
+
+    pip install 'pipeplan[torch]'
+    python benchmarks/emulation.py                      # prints the tables of docs/benchmarks.md; takes some minutes
+    python benchmarks/emulation.py --devices 4 --steps 2 --block 5ms
+
+Plans of literature shapes are searched for as on the command line, by their repetend as Tessel does (plans that keep
+more micro-batches in flight wait less for each other, and blocking costs them less), 2 micro-batches per device; their
+blocks take ``--block`` forward, three times that backward (ZB-V: once for each of the two gradients), and shared blocks
+``--block`` each way. Then as many processes as devices, on gloo, run each plan with waiting instead of computing. A
+message takes no time in the prediction (``--comm``), so everything that real ones take is error. The first step warms
+up; figures are medians over the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tables import machine, markdown, note
+
+from pipeplan.model import Plan, parse, read_plan
+from pipeplan.runtime.emulation import rehearse
+from pipeplan.runtime.launch import watch_local
+from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.worker import Link
+from pipeplan.runtime.worker import main as be_rank
+from pipeplan.units import format_ns, parse_ns
+
+AS_RANK = "--as-rank"
+TIMEOUT_NS = 120 * 10**9
+CLOSE, BLOCKING = ("v", "m", "zbv"), ("v", "m", "nn")
+SHARED = ("m", "nn")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan, and whether its transfers block."""
+
+    shape: str
+    plan: Plan
+    blocking: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape} {'blocking' if self.blocking else 'beside'}"
+
+
+def planned(shape: str, devices: int, block_ns: int, comm: str, limit: str, directory: Path) -> Plan:
+    """The plan that ``pipeplan search`` finds for a shape."""
+    profile, plan = directory / f"{shape}{devices}.profile.json", directory / f"{shape}{devices}.json"
+    chunks = 2 if shape == "zbv" else 1  # the costs of a device are divided among its chunks
+    costs = ["--forward", f"{chunks * block_ns}ns"]
+    if shape == "zbv":
+        costs += ["--input-grad", f"{chunks * block_ns}ns", "--weight-grad", f"{chunks * block_ns}ns"]
+    else:
+        costs += ["--backward", f"{3 * block_ns}ns"]
+    if shape in SHARED:
+        costs += ["--shared-forward", f"{block_ns}ns", "--shared-backward", f"{block_ns}ns"]
+    pipeplan("example", f"shape-{shape}", "--devices", str(devices), *costs, "--comm", comm, "-o", str(profile))
+    count = str(2 * devices)
+    search = ["--scheduler", "repetend", "--microbatches", count, "--time-limit", limit]
+    pipeplan("search", str(profile), *search, "-o", str(plan))
+    return read_plan(str(plan))
+
+
+def pipeplan(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "pipeplan", *arguments], check=True, capture_output=True)
+
+
+def rehearsed(cases: Sequence[Case], steps: int) -> dict[str, list[int]]:
+    """[case] ns of the iterations, without the first; all by the same processes."""
+    found: dict[str, list[int]] = {}
+
+    def listen(rank: int, report: Mapping[str, Any]) -> None:
+        found[report["name"]] = report["iterations"]
+        note(f"{report['name']}: {', '.join(format_ns(time) for time in report['iterations'])}")
+
+    job = {case.name: {"plan": case.plan.model_dump_json(), "options": options(case, steps)} for case in cases}
+    programs = cases[0].plan.programs
+    limits = RunOptions("", timeout_ns=TIMEOUT_NS)
+    watch_local(programs, {"cases": job}, limits, listen, [sys.executable, __file__, AS_RANK])
+    return found
+
+
+def options(case: Case, steps: int) -> dict[str, Any]:
+    return RunOptions("", num_steps=steps + 1, timeout_ns=TIMEOUT_NS, emulate=True, blocking=case.blocking).as_json()
+
+
+def rank(job: Mapping[str, Any], link: Link) -> None:
+    """One process: all cases, of which rank 0 tells the times."""
+    torch.set_num_threads(1)
+    for name, case in job["cases"].items():
+        plan = parse(case["plan"], Plan)
+        link.progress.program = plan.programs[link.rank]
+        result = rehearse(plan, RunOptions(**case["options"]), link.progress, lambda step: None)
+        if link.rank == 0:
+            iterations = [step.iteration_ns for step in result.steps[1:]]
+            link.report({"event": "case", "name": name, "iterations": iterations})
+        dist.barrier()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", default="4,8", help="numbers of devices, and of processes")
+    parser.add_argument("--block", default="20ms", help="time of a forward")
+    parser.add_argument("--comm", default="0ns", help="predicted time of a message")
+    parser.add_argument("--steps", type=int, default=5, help="steps that count")
+    parser.add_argument("--limit", default="5s", help="time limit of a search")
+    given = parser.parse_args()
+    close, blocking = [], []
+    with tempfile.TemporaryDirectory() as directory:
+        for devices in map(int, given.devices.split(",")):
+            shapes = dict.fromkeys(CLOSE + BLOCKING)
+            block_ns = parse_ns(given.block)
+            plans = {s: planned(s, devices, block_ns, given.comm, given.limit, Path(directory)) for s in shapes}
+            cases = [Case(shape, plan, False) for shape, plan in plans.items()]
+            cases += [Case(shape, plans[shape], True) for shape in BLOCKING]
+            found = rehearsed(cases, given.steps)
+            close += [closeness(shape, plans[shape], found[f"{shape} beside"]) for shape in plans]
+            blocking += [comparison(shape, plans[shape], found) for shape in BLOCKING]
+    print(markdown(["shape", "devices", "micro-batches", "predicted", "rehearsed", "more", "from", "to"], close))
+    print()
+    header = ["shape", "devices", "predicted", "beside computing", "blocking", "blocking / beside"]
+    print(markdown(header, blocking))
+    print(f"\n{machine()}, torch {version('torch')}")
+
+
+def closeness(shape: str, plan: Plan, iterations: Sequence[int]) -> list[str]:
+    predicted, median = plan.predicted.makespan_ns, statistics.median(iterations)
+    times = [format_ns(time) for time in (min(iterations), max(iterations))]
+    count = str(plan.num_microbatches)
+    more = f"{median / predicted - 1:.2%}"
+    return [shape, str(len(plan.devices)), count, format_ns(predicted), format_ns(median), more, *times]
+
+
+def comparison(shape: str, plan: Plan, found: Mapping[str, Sequence[int]]) -> list[str]:
+    beside, blocking = (statistics.median(found[f"{shape} {how}"]) for how in ("beside", "blocking"))
+    times = [format_ns(time) for time in (plan.predicted.makespan_ns, beside, blocking)]
+    return [shape, str(len(plan.devices)), *times, f"{blocking / beside:.2f}"]
+
+
+if __name__ == "__main__":
+    if AS_RANK in sys.argv:
+        be_rank(rank)
+    else:
+        main()
