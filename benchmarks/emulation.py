@@ -4,12 +4,12 @@
     python benchmarks/emulation.py                      # prints the tables of docs/benchmarks.md; takes some minutes
     python benchmarks/emulation.py --devices 4 --steps 2 --block 5ms
 
-Plans of literature shapes are searched for as on the command line, by their repetend as Tessel does (plans that keep
-more micro-batches in flight wait less for each other, and blocking costs them less), 2 micro-batches per device; their
-blocks take ``--block`` forward, three times that backward (ZB-V: once for each of the two gradients), and shared blocks
-``--block`` each way. Then as many processes as devices, on gloo, run each plan with waiting instead of computing. A
-message takes no time in the prediction (``--comm``), so everything that real ones take is error. The first step warms
-up; figures are medians over the others.
+Plans of literature shapes are searched for as on the command line, 2 micro-batches per device; those that also run with
+blocking transfers by their repetend, as Tessel's (plans that keep more micro-batches in flight wait less for each
+other, and blocking costs them less). Their blocks take ``--block`` forward, three times that backward (ZB-V: once for
+each of the two gradients), and shared blocks ``--block`` each way. Then as many processes as devices, on gloo, run each
+plan with waiting instead of computing. A message takes no time in the prediction (``--comm``), so everything that real
+ones take is error. The first step warms up; figures are medians over the others.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def planned(shape: str, devices: int, block_ns: int, comm: str, limit: str, dire
         costs += ["--shared-forward", f"{block_ns}ns", "--shared-backward", f"{block_ns}ns"]
     pipeplan("example", f"shape-{shape}", "--devices", str(devices), *costs, "--comm", comm, "-o", str(profile))
     count = str(2 * devices)
-    search = ["--scheduler", "repetend", "--microbatches", count, "--time-limit", limit]
+    search = ["--microbatches", count, "--time-limit", limit]
+    if shape in BLOCKING:
+        search += ["--scheduler", "repetend"]
     pipeplan("search", str(profile), *search, "-o", str(plan))
     return read_plan(str(plan))
 
