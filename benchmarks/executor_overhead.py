@@ -175,7 +175,7 @@ def schedule_of_torch(trainer: Trainer, num_predictions: int, num_microbatches: 
     for index, runner in sorted(trainer.stages.items()):
         (name,) = runner.part.blocks
         module = runner.specs[name].build()
-        module.load_state_dict(trainer.modules[name].state_dict())
+        module.load_state_dict(runner.modules[name].state_dict())
         plain = module.layers if isinstance(module, Ending) else module
         stages.append(PipelineStage(plain, index, NUM_STAGES, torch.device("cpu")))
     return schedules.ScheduleZBVZeroBubble(stages, num_microbatches, loss, scale_grads=False)
@@ -184,9 +184,9 @@ def schedule_of_torch(trainer: Trainer, num_predictions: int, num_microbatches: 
 def differences(trainer: Trainer, theirs: Any) -> float:
     """The largest difference of two gradients, as a share of the largest gradient."""
     found, largest = 0.0, 0.0
-    for index, stage in zip(sorted(trainer.stages), theirs._stages, strict=True):
-        (name,) = trainer.stages[index].part.blocks
-        for ours, other in zip(trainer.modules[name].parameters(), stage.submod.parameters(), strict=True):
+    for runner, stage in zip([trainer.stages[index] for index in sorted(trainer.stages)], theirs._stages, strict=True):
+        (name,) = runner.part.blocks
+        for ours, other in zip(runner.modules[name].parameters(), stage.submod.parameters(), strict=True):
             assert ours.grad is not None
             found = max(found, float((ours.grad - other.grad).abs().max()))
             largest = max(largest, float(ours.grad.abs().max()))
