@@ -45,6 +45,7 @@ def cases() -> dict[str, Case]:
             found[f"branches {where} {kind}"] = (plan, replace(options, model="branches"))
     many = model_plan(branches, [0, 1, 2, 3, 1], cuts=BRANCH_CUTS, num_microbatches=24, orders=gpipe_orders)
     found["more messages than may be unfinished"] = (many, replace(options, model="branches"))
+    found["blocking transfers"] = (many, replace(options, model="branches", blocking=True))
     return found
 
 
