@@ -7,8 +7,7 @@ ranks; the fault is on any rank, at any action of any step or outside the progra
 connecting, making samples, summing gradients, clipping, stepping, reporting, writing the checkpoint that there is
 behind every step. A run has ended soon where that took no more than 12 s since it happened (hangs: since the timeout of
 2 s, or of 60 s before the first step). A message is right if it names the rank, its action and what happened to it
-(under torchrun, that it is gone). The checkpoint behind the step before must be there and whole (plans that
-split blocks have none).
+(under torchrun, that it is gone). The checkpoint behind the step before must be there and whole.
 """
 
 from __future__ import annotations

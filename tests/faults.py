@@ -120,19 +120,17 @@ def left_over(word: str) -> list[int]:
 def run_with(fault: Fault, plan: Plan, options: RunOptions, *, torchrun: bool = False) -> Ending:
     """Run a plan with a fault in it, with a timeout of 2 s, clipped gradients, and a checkpoint behind every step.
 
-    Plans that split blocks run without checkpoints.
     Under torchrun only faults in actions are known by their messages.
     """
     options = replace(options, timeout_ns=2 * 10**9, num_steps=NUM_STEPS, num_threads=1, clip_norm=1.0)
     word, start = uuid.uuid4().hex, _under_torchrun if torchrun else _locally
-    whole = all(stage.shards == 1 for stage in plan.stages)
     with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile("r") as told:
         os.environ |= {MARK: word, FAULT: json.dumps({**asdict(fault), "told": told.name})}
         shorten_start(fault)
-        error = start(plan, replace(options, checkpoint=folder, checkpoint_every=1) if whole else options)
+        error = start(plan, replace(options, checkpoint=folder, checkpoint_every=1))
         ended = time.monotonic()
         happened = json.loads(told.read() or "{}")
-        loaded = not whole or loads(Path(folder), happened.get("step", 0))
+        loaded = loads(Path(folder), happened.get("step", 0))
     kinds = KINDS | UNDER_TORCHRUN if torchrun else KINDS
     expected = kinds[fault.kind].format(rank=fault.rank, where=re.escape(happened.get("where", "")))
     is_right = bool(re.match(expected, error))
@@ -155,7 +153,7 @@ def _under_torchrun(plan: Plan, options: RunOptions) -> str:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         command += [str(len(plan.programs)), __file__, "run", file.name, "--model", options.model]
         command += ["--dtype", options.dtype, "--steps", str(options.num_steps), "--timeout", "2s"]
-        command += ["--checkpoint", options.checkpoint, "--checkpoint-every", "1"] if options.checkpoint else []
+        command += ["--checkpoint", str(options.checkpoint), "--checkpoint-every", "1"]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
     said = [line.removeprefix("pipeplan: ") for line in done.stderr.splitlines() if line.startswith("pipeplan: ")]
     return "\n".join(said)
