@@ -12,7 +12,7 @@ from pipeplan.check import check
 from pipeplan.costs import testbeds
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import shape
-from pipeplan.model import Cluster, Profile, read_profile
+from pipeplan.model import Block, Cluster, Profile, read_profile
 from pipeplan.partition import STRATEGIES
 from pipeplan.planner import Batch, Options, Result, search_plan
 from pipeplan.units import parse_bytes
@@ -182,3 +182,26 @@ def test_no_time_still_gives_a_plan(limit: float) -> None:
         profile("gpt2-124m-cpu"), "auto", Batch(4, 4), options, num_devices=4, memory_bytes=3 * GB, sizes=(1, 2, 4)
     )
     assert iteration(found) > 0
+
+
+def test_spread_is_kept_or_refused() -> None:
+    model = spreadable(profile("gpt2-124m-cpu"), 4)
+    found = search_plan(model, "auto", Batch(8, 4), replace(QUICK, spread=True), num_devices=4, sizes=(1, 2, 4)).plan
+    assert {stage.blocks for stage in found.stages if stage.shards == 4} == {("embedding",), ("head",)}
+    assert check(found, model).valid
+    with pytest.raises(UsageError, match="without replicas"):
+        search_plan(model, "auto", Batch(8, 4), replace(QUICK, spread=True, replicas=2), num_devices=4)
+
+
+def spreadable(model: Profile, shards: int) -> Profile:
+    """The same with embedding and head that may be split over so many devices, at a share of their costs."""
+
+    def shared(block: Block) -> Block:
+        if block.id not in ("embedding", "head"):
+            return block
+        split = [
+            row.model_copy(update={"shards": shards, "forward_ns": row.forward_ns // shards}) for row in block.costs
+        ]
+        return block.model_copy(update={"shared": True, "costs": (*block.costs, *split)})
+
+    return model.model_copy(update={"blocks": tuple(map(shared, model.blocks))})

@@ -132,12 +132,16 @@ def _strategies(request: Request) -> Iterable[str]:
     assert isinstance(request.placement, str)
     if request.placement != "auto":
         return (request.placement,)
-    return STRATEGIES if _any_stages(request) else ("one-to-one",)
+    return ("one-to-one",) if request.options.num_parted else STRATEGIES
 
 
 def _any_stages(request: Request) -> bool:
-    """Whether stages may be of any form: forwards in parts are for one stage per device, all with one size."""
-    return request.placement == "auto" and not request.options.num_parted
+    """Whether stages may be of any form.
+
+    Forwards in parts are for one stage per device, all with one size; shared blocks are spread beside chains.
+    """
+    options = request.options
+    return request.placement == "auto" and not options.num_parted and not options.spread
 
 
 def _chains(request: Request) -> Iterator[Found]:
