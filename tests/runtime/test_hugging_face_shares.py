@@ -142,7 +142,7 @@ def test_collectives_of_half_layers(name: str) -> None:
             assert sorted(found) == sorted(reduced.items())
         elif block.operator == "cross-attention":
             assert sorted(found) == [("F", HIDDEN_BYTES), ("I", HIDDEN_BYTES), ("I", HIDDEN_BYTES)]
-        elif block.operator == "embedding":
+        elif block.operator == "embedding" and block.samples:  # another looks up T5's position biases, of heads
             assert found == [("F", HIDDEN_BYTES)]
         elif block.operator == "head":
             assert sorted(found) == [("F", SEQUENCE * 3 * 4), ("I", HIDDEN_BYTES)]
