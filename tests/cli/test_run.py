@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from helpers import chain_workload, gpipe_orders, plan_of, shared_workload
 from pipeplan.cli.run_verb import command
 from pipeplan.errors import FileError, InvalidPlanError, UsageError
 from pipeplan.model import Plan, write_file
+from pipeplan.runtime.options import RunResult, StepResult
 
 TESTS = str(Path(__file__).parents[1])
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
@@ -92,6 +94,28 @@ def test_refuses_wrong_options(wrong: list[str], tmp_path: Path) -> None:
 def test_trains_a_model_or_emulates_without_one(given: list[str], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"give --model to train, or --emulate"):
         run(written(chain_plan(), tmp_path), "--local", *given)
+
+
+@needs_torch
+def test_trace_is_tried_first_and_takes_no_results_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, path = tmp_path / "traces", written(chain_plan(), tmp_path)
+    arguments = [path, "--emulate", "--local", "--trace", str(folder / "run.trace")]
+
+    def lose_folder(*_: object) -> RunResult:
+        folder.rmdir()
+        return RunResult((StepResult(0, math.nan, 10**9, 0),), ())
+
+    monkeypatch.setattr("pipeplan.runtime.launch.run_local", lose_folder)
+    with pytest.raises(FileError, match=r"run\.trace: cannot be written: there is no folder"):
+        run(*arguments)
+    assert capsys.readouterr().out == ""
+    for more, told in [([], "median 1s"), (["--json"], '"iteration_ns": 1000000000')]:
+        folder.mkdir()
+        with pytest.raises(FileError, match=r"run\.trace: cannot be written"):
+            run(*arguments, *more)
+        assert told in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +213,9 @@ def test_torchrun_trains_as_local_does(tiny: str, local: tuple[dict[str, Any], s
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     done = started([*torchrun, "-m", "pipeplan"], "gpt2-tiny", tiny, "--steps", "3", "--dtype", "float64")
     assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
+    *told, comparison = done.stdout.splitlines()
+    assert comparison.startswith("predicted ")
+    lines = [line.split() for line in told]
     assert [line[:4] for line in lines] == [
         ["step", str(step["step"]), "loss", f"{step['loss']:.4f}"] for step in local[0]["steps"]
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 import re
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from runtime_plans import PLACEMENTS, TOLERANCE, TRAINING, four_devices, model_plan, placed_plan
@@ -17,10 +19,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from pipeplan.errors import ExecutionError, UsageError
 from pipeplan.model import PlacedStage, Plan
+from pipeplan.runtime import training
 from pipeplan.runtime.checkpoint_files import CheckpointFolder
 from pipeplan.runtime.launch import watch_local
 from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.options import RunOptions, StepResult
 
 RANK = (sys.executable, str(Path(__file__).parents[1] / "checkpoint_rank.py"))
 NUM_STEPS = 5
@@ -214,6 +217,20 @@ def test_a_rank_killed_while_writing_leaves_the_last_one(folder: Path) -> None:
     assert all(leg["first"] == 2 and leg["distance"] < TOLERANCE for (leg,) in reports["again"])
     assert where.whole() == [2, 5]
     assert not where.part(4).exists()
+
+
+def test_no_checkpoint_behind_numbers_that_are_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [StepResult(0, 1.0, 1, 1), StepResult(1, math.nan, 1, 1), StepResult(2, 1.0, 1, 1, math.inf)]
+    trainer, progress = MagicMock(), MagicMock()
+    trainer.resume.return_value = 0
+    trainer.step.side_effect = [(step, []) for step in steps]
+    trainer.together.everyones.return_value = [1]
+    monkeypatch.setattr(training, "Trainer", lambda *_: trainer)
+    shown = MagicMock()
+    options = RunOptions("gpt2-tiny", num_steps=3, checkpoint="saved", checkpoint_every=1)
+    assert training.train(MagicMock(), options, progress, shown).steps == tuple(steps)
+    assert shown.call_count == 3
+    assert trainer.save.call_count == 1
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

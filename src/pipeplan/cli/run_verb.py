@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import signal
-import statistics
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import click
 
+from pipeplan.cli.outputs import require_writable
 from pipeplan.cli.training_options import require_consistent, training_options
 from pipeplan.cli.types import BYTES, DURATION
 from pipeplan.errors import ExecutionError, UsageError
 
 if TYPE_CHECKING:
     from pipeplan.model import Plan
-    from pipeplan.model.trace import TraceEvent
     from pipeplan.runtime.options import RunOptions, RunResult, StepResult
 
 __all__ = ["command"]
@@ -79,9 +76,12 @@ def command(
     """Train with PLAN, one process per device, and print the loss of every step.
 
     Start it under torchrun (torchrun --nproc-per-node 4 -m pipeplan run PLAN ...), or give --local. The model
-    comes from here, never from the plan; its blocks must have the plan's names. With --emulate no model is trained
-    and options of models and training do nothing: actions wait for as long as PLAN says.
+    comes from here, never from the plan; its blocks must have the plan's names. With --emulate no model is trained,
+    so --model is refused and what else is about models and training does nothing: actions wait for as long as PLAN
+    says. At the end stands the iteration's predicted time beside the median.
     """
+    from pipeplan.cli.run_results import Steps, comparison_line, run_trace, summary_json
+    from pipeplan.model import write_text
     from pipeplan.runtime.options import RunOptions
 
     _require_torch()
@@ -89,6 +89,8 @@ def command(
         raise UsageError("give --model to train, or --emulate to rehearse without a model: one of the two")
     if trace_path == "-":
         raise UsageError("--trace - would mix with the losses on stdout; give a file")
+    if trace_path is not None and (local or os.environ.get("RANK", "0") == "0"):  # only rank 0 writes it
+        require_writable(trace_path, "--trace")
     if timeout < _LEAST_TIMEOUT_NS:
         raise UsageError(f"--timeout {timeout}ns is too short to wait for anything; give at least 1ms")
     require_consistent(training)
@@ -108,21 +110,19 @@ def command(
         message_limit_bytes=message_limit,
         **training,
     )
-    on_step = _ignore if as_json else _print_step
+    shown = Steps(options, quiet=as_json)
     plans: list[Plan] = []
 
     def read() -> Plan:
         plans.append(_runnable_plan(plan_path))
         return plans[-1]
 
-    result = _run_here(read, options, on_step) if local else _run_as_rank(read, options, on_step)
+    result = _run_here(read, options, shown.show) if local else _run_as_rank(read, options, shown.show)
     if result is None:  # not rank 0
         return
-    if trace_path is not None:
-        _write_trace(plans[-1], options, result, trace_path)
-    if as_json:
-        summary = _rehearsed if emulate else _trained
-        click.echo(json.dumps(summary(plans[-1], options, result)))
+    click.echo(summary_json(plans[-1], options, result) if as_json else comparison_line(plans[-1], result))
+    if trace_path is not None:  # behind the results, which are not lost with it
+        write_text(run_trace(plans[-1], options, result), trace_path)
 
 
 def _require_torch() -> None:
@@ -189,96 +189,6 @@ def _run_as_rank(
     return run_under_torchrun(read, options, on_step)
 
 
-def _print_step(result: StepResult) -> None:
-    from pipeplan.units import format_ns
-
-    loss = "" if math.isnan(result.loss) else f"  loss {result.loss:.4f}"
-    norm = "" if result.grad_norm is None else f"  gradients {result.grad_norm:.4g}"
-    click.echo(f"step {result.step}{loss}{norm}  iteration {format_ns(result.iteration_ns)}")
-
-
-def _ignore(result: StepResult) -> None:
-    """With --json everything is printed at the end."""
-
-
 def _as_interrupt(number: int, frame: FrameType | None) -> NoReturn:
     """SIGTERM ends a run as Ctrl-C does: with its processes."""
     raise KeyboardInterrupt
-
-
-def _rehearsed(plan: Plan, options: RunOptions, result: RunResult) -> dict[str, object]:
-    """The object of ``--emulate --json``."""
-    return {
-        "plan": plan.name,
-        "num_ranks": len(plan.devices),
-        "blocking": options.blocking,
-        **_times(plan, result),
-        "steps": [{"step": step.step, "iteration_ns": step.iteration_ns} for step in result.steps],
-        "versions": dict(result.versions),
-    }
-
-
-def _times(plan: Plan, result: RunResult) -> dict[str, object]:
-    """``iteration_ns`` is the median over the steps."""
-    return {
-        "iteration_ns": round(statistics.median(step.iteration_ns for step in result.steps)),
-        "predicted_iteration_ns": plan.predicted.makespan_ns,
-    }
-
-
-def _trained(plan: Plan, options: RunOptions, result: RunResult) -> dict[str, object]:
-    """The object of ``--json`` of training."""
-    return {
-        "plan": plan.name,
-        "model": options.model,
-        "num_ranks": len(plan.devices),
-        "device": options.device,
-        "dtype": options.dtype,
-        "backend": options.transport,
-        "num_microbatches": plan.num_microbatches,
-        **_times(plan, result),
-        "steps": [step.as_json() for step in result.steps],
-        "peak_memory_bytes": list(result.peak_memory_bytes),
-        "predicted_peak_memory_bytes": [memory.peak_bytes for memory in plan.predicted.memory],
-        "versions": dict(result.versions),
-    }
-
-
-def _write_trace(plan: Plan, options: RunOptions, result: RunResult, path: str) -> None:
-    """Predicted and measured, step after step; in each both begin at the same moment.
-
-    A measured SEND lasts as long as posting it took, a RECV as long as its consumer waited for it.
-    """
-    from pipeplan.model import sha256_of, write_text
-    from pipeplan.model.trace import Trace, trace_json
-    from pipeplan.report.trace import predicted_trace
-    from pipeplan.simulate.simulation import simulate
-
-    predicted = predicted_trace(simulate(plan)).events()
-    measured = Trace("measured")
-    events: list[TraceEvent] = [event for event in predicted if event["ph"] != "X"]
-    begin_ns = 0
-    for step, ranks in enumerate(result.timeline):
-        for rank, actions in enumerate(ranks):
-            for counter, start, end in actions:
-                measured.add(plan.programs[rank][counter], rank, begin_ns + start, end - start, {"step": step})
-        events += [_later(event, begin_ns, step) for event in predicted if event["ph"] == "X"]
-        last = max((end for actions in ranks for *_, end in actions), default=0)
-        begin_ns += max(last, plan.predicted.makespan_ns) * 21 // 20
-    about = {
-        "plan": plan.name,
-        "plan_sha256": sha256_of(plan),
-        "model": options.model or None,
-        "emulated": options.emulate,
-        "blocking": options.blocking,
-        "steps": len(result.steps),
-        "makespan_ns": plan.predicted.makespan_ns,
-    }
-    write_text(trace_json([*events, *measured.events()], about), path)
-
-
-def _later(event: TraceEvent, by_ns: int, step: int) -> TraceEvent:
-    at, args = event["ts"], event["args"]
-    assert isinstance(at, float)
-    assert isinstance(args, dict)
-    return {**event, "ts": (round(at * 1000) + by_ns) / 1000, "args": {**args, "step": step}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -33,9 +34,9 @@ class RunOptions:
 
     ``data`` is where samples come from, see :func:`pipeplan.runtime.data.with_data`; None for those a model makes up.
 
-    ``checkpoint`` is the folder of checkpoints, written every ``checkpoint_every`` steps and behind the last one;
-    ``keep_checkpoints`` of them are left there. ``resume`` goes on from the last: ``num_steps`` counts from the
-    training's beginning.
+    ``checkpoint`` is the folder of checkpoints, written every ``checkpoint_every`` steps and behind the last one, but
+    not where loss or norm of gradients are not finite; ``keep_checkpoints`` of them are left there. ``resume`` goes on
+    from the last: ``num_steps`` counts from the training's beginning.
     """
 
     model: str
@@ -121,6 +122,11 @@ class StepResult:
     iteration_ns: int
     update_ns: int
     grad_norm: float | None = None
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and norm of gradients are; if not, parameters are lost, or will be with the next update."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm or 0.0)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; ``StepResult(**...)`` reads them back."""

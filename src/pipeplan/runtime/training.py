@@ -57,7 +57,7 @@ def train(plan: Plan, options: RunOptions, progress: Progress, on_step: Callable
         if options.trace:
             timeline.append(tuple(tuple(told) for told in trainer.together.everyones(actions)))
         on_step(result)
-        if options.saves_behind(step):
+        if options.saves_behind(step) and result.finite:  # what is lost must not push good checkpoints out
             trainer.save()
     peaks = trainer.together.everyones(trainer.peak_memory_bytes())
     trainer.close()
