@@ -33,6 +33,7 @@ from pipeplan.runtime.precision import Autocast, autocast_of
 from pipeplan.runtime.program import Program, Share, programs_of
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.rows import TensorSpec
+from pipeplan.runtime.sizes import warn_of_other_sizes
 from pipeplan.runtime.stages import Samples, StageRunner
 from pipeplan.runtime.tied import SharedParameters, require_equal_copies
 from pipeplan.runtime.together import TimedAction, Together, extent, iteration_of, require_alike
@@ -109,6 +110,8 @@ class Trainer:
         timeout = timedelta(seconds=options.timeout_ns / 1e9)
         with lost_others(self.progress):
             _require_agreement(self.rank, plan, model, options, self.program, specs)
+            if self.rank == 0:
+                warn_of_other_sizes(plan, programs, model, specs, dtype)
             self.together = Together(self.device, progress, timeout)
             self.partners.connect(options.transport, timeout)
             self.shared = self._share(timeout)
