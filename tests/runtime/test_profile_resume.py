@@ -166,6 +166,21 @@ def test_another_question_is_refused(path: Path, options: dict[str, Any], differ
     assert path.read_text() == before
 
 
+def test_going_on_with_other_sizes(path: Path) -> None:
+    """After a size that fails: rows of sizes that are still wanted are taken over, and those of others stay."""
+    with pytest.raises(ExecutionError, match="block 'b' at micro-batch size 2"):
+        measure(path, model([], ValueError("boom"), from_size=2))
+    before = {row.key: row for row in Partial._read(path).rows}
+    found = profile_model(model([]), (1, 3), **RUNS, partial=Partial(path))
+    assert found.microbatch_sizes == (1, 3)
+    after = {row.key: row for row in Partial._read(path).rows}
+    assert set(after) == {*before, RowKey("b", 1), RowKey("a", 3), RowKey("b", 3)}
+    assert after[RowKey("a", 2)] == before[RowKey("a", 2)]
+    calls: list[int] = []
+    assert profile_model(model(calls), (1,), **RUNS, partial=Partial(path)).microbatch_sizes == (1,)
+    assert calls == [1]  # what the next block would take: nothing is measured again
+
+
 def test_another_model_is_refused(path: Path) -> None:
     measure(path, model([]))
     wider = Model("counted", model([]).blocks[:1], model([]).batch, len)
@@ -194,7 +209,7 @@ def test_it_is_written_while_measuring(path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_command_says_what_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A block that fails: which it is, and that the same command goes on."""
+    """A block that fails: which it is, once, what to change, and what goes on with the rest."""
     fails = MODULE.replace("time.sleep(", 'os.environ["FAIL"] and len(x) == 2 and fail() or time.sleep(')
     (tmp_path / "failing_models.py").write_text(fails + "\ndef fail():\n    raise ValueError('boom')\n")
     monkeypatch.chdir(tmp_path)
@@ -210,8 +225,9 @@ def test_the_command_says_what_is_kept(
         assert (ended.value.code or 0) == code
     _, err = capsys.readouterr()
     where = "block 'slow' at micro-batch size 2"
-    assert "what was measured is kept in p.json.partial, and the same command goes on from there" in err
-    assert f"{where} failed: ValueError: boom" in err
+    assert "what was measured is kept in p.json.partial, and a command with other --microbatch sizes goes on" in err
+    assert err.count("block 'slow'") == 1
+    assert f"{where} failed: ValueError: boom; it would again: change the block, or leave the size out of" in err
     assert "pipeplan: going on from p.json.partial" in err
     assert [path.name for path in tmp_path.glob("*.json*")] == ["p.json"]
     sys.modules.pop("failing_models", None)

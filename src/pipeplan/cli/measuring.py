@@ -47,7 +47,7 @@ def measure_and_write(ctx: click.Context) -> None:
         click.echo(f"pipeplan: interrupted while measuring {shown.what}; {_kept(partial)}", err=True)
         ctx.exit(INTERRUPTED)
     except (ExecutionError, InfeasibleError):
-        click.echo(f"pipeplan: measuring ended at {shown.what}; {_kept(partial)}", err=True)
+        click.echo(f"pipeplan: measuring ended; {_kept(partial, 'a command with other --microbatch sizes')}", err=True)
         raise
     write_file(profile, output)
     partial.remove()
@@ -72,10 +72,11 @@ def _partial_path(output: str) -> Path | None:
     return None if output == "-" or (path.exists() and not path.is_file()) else path.with_name(f"{path.name}.partial")
 
 
-def _kept(partial: Partial) -> str:
+def _kept(partial: Partial, what: str = "the same command") -> str:
+    """Where measurements are, and what goes on with them."""
     if partial.path is None or not partial.path.exists():
         return "nothing is written"
-    return f"what was measured is kept in {partial.path}, and the same command goes on from there"
+    return f"what was measured is kept in {partial.path}, and {what} goes on from there"
 
 
 def _measure(given: Mapping[str, Any], progress: Callable[[int, int, str], None], partial: Partial) -> Profile:

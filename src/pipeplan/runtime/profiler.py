@@ -57,7 +57,7 @@ def profile_model(
     so are those above it; the profile's notes then say so.
 
     With ``partial`` what was measured is kept in its file every few seconds and when something fails, and a later
-    call goes on from there. The file stays until the caller has written the profile.
+    call goes on from there, also with other sizes. The file stays until the caller has written the profile.
 
     Args:
         model: what to measure.
@@ -88,7 +88,7 @@ def profile_model(
     _require_fitting(model, unsplit, dtype, where)
     kinds, choices = kinds_of(splits), (False, True) if recompute else (False,)
     partial = Partial() if partial is None else partial
-    partial.open(_question(splits, sizes, runs, dtype, where, recompute=recompute, seed=seed))
+    partial.open(_question(splits, runs, dtype, where, recompute=recompute, seed=seed))
     benches = Benches(splits, kinds, choices, dtype, where, seed, partial, beside)
     rounds = Rounds(progress, len(set(kinds.values())) * len(choices) * len(sizes) * (1 + warmup + repeats))
     try:
@@ -131,7 +131,6 @@ def _require_fitting(model: Model, surveyed: Survey, dtype: torch.dtype, device:
 
 def _question(
     splits: Sequence[Split],
-    sizes: Sequence[int],
     runs: Runs,
     dtype: torch.dtype,
     device: torch.device,
@@ -139,11 +138,10 @@ def _question(
     recompute: bool,
     seed: int,
 ) -> dict[str, str]:
-    """All that the measurements depend on, by the words an error uses for it."""
+    """All that a row depends on beside its block and size, by the words an error uses for it."""
     source = _source(dtype, device, "")
     return {
         "model": splits[0].model.name,
-        "--microbatch": ",".join(map(str, sizes)),
         "--shards": ",".join(str(split.shards) for split in splits),
         "--recompute": str(recompute).lower(),
         "--dtype": source.dtype,

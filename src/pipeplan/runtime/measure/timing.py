@@ -96,7 +96,10 @@ def blamed(what: str) -> Iterator[None]:
             raise InfeasibleError(
                 f"memory ran out for {what}: {error}; leave the size out of --microbatch, or lower --sequence"
             ) from error
-        raise ExecutionError(f"{what} failed: {type(error).__name__}: {error}") from error
+        raise ExecutionError(
+            f"{what} failed: {type(error).__name__}: {error}; it would again: change the block, or leave the size out "
+            "of --microbatch (batch normalisation, for one, needs 2 samples or more)"
+        ) from error
 
 
 def _is_out_of_memory(error: Exception) -> bool:
