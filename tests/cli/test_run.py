@@ -18,7 +18,7 @@ from helpers import chain_workload, gpipe_orders, plan_of, shared_workload
 from pipeplan.cli.run_verb import command
 from pipeplan.errors import FileError, InvalidPlanError, UsageError
 from pipeplan.model import Plan, write_file
-from pipeplan.runtime.options import RunResult, StepResult
+from pipeplan.runtime.options import RunOptions, RunResult, StepResult
 
 TESTS = str(Path(__file__).parents[1])
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
@@ -74,6 +74,8 @@ def test_says_how_to_start_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["--timeout", "0ns"], "--timeout 0ns is too short"),
         (["--resume"], "--resume needs --checkpoint DIR"),
         (["--checkpoint-every", "2"], "--checkpoint-every needs --checkpoint DIR"),
+        (["--optimizer", "foo"], "--optimizer 'foo': choose adamw, adam, sgd or pkg.mod:factory"),
+        (["--lr-schedule", "stepwise"], "--lr-schedule 'stepwise': choose constant, cosine, linear or pkg.mod:factory"),
     ],
 )
 def test_refuses_values_that_make_no_sense(wrong: list[str], told: str, tmp_path: Path) -> None:
@@ -87,6 +89,25 @@ def test_refuses_values_that_make_no_sense(wrong: list[str], told: str, tmp_path
 def test_refuses_wrong_options(wrong: list[str], tmp_path: Path) -> None:
     path = written(chain_plan(), tmp_path)
     assert CliRunner().invoke(command, [path, "--model", "gpt2-tiny", "--local", *wrong]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--lr", "nan"), ("--lr", "inf"), ("--weight-decay", "nan"), ("--clip-norm", "nan")]
+)
+def test_refuses_what_is_no_number(flag: str, value: str, tmp_path: Path) -> None:
+    path = written(chain_plan(), tmp_path)
+    done = CliRunner().invoke(command, [path, "--model", "gpt2-tiny", "--local", flag, value])
+    assert done.exit_code == 2
+    assert f"{value} is not a " in done.output
+
+
+@needs_torch
+def test_norms_may_be_endless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[RunOptions] = []
+    result = RunResult((StepResult(0, 1.0, 10**9, 0),), (1, 1))
+    monkeypatch.setattr("pipeplan.runtime.launch.run_local", lambda _, options, __: asked.append(options) or result)
+    run(written(chain_plan(), tmp_path), "--model", "gpt2-tiny", "--local", "--clip-norm", "inf")
+    assert asked[0].clip_norm == math.inf
 
 
 @needs_torch

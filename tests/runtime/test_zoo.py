@@ -290,7 +290,8 @@ def test_a_factory_of_the_working_directory(working_directory: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gpt2-tiny-too", r"neither in the zoo \(gpt2-tiny, gpt2-124m, .*, mmt-tiny, .*\), nor a Hugging Face"),
+        ("gpt2-tiny-too", r"neither in the zoo \(did you mean gpt2-tiny.*\?\), nor a Hugging Face"),
+        ("no-such", r"in the zoo, nor a Hugging Face .*; docs/models\.md lists the zoo's \d+ models"),
         ("", "neither in the zoo"),
         ("no_such_module_at_all:f", "cannot be imported: ModuleNotFoundError"),
         ("my_models_here:nothing", "cannot be imported: AttributeError"),

@@ -10,6 +10,7 @@ import stat
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def remove(path: str) -> Callable[[Data], None]:
 
 
 PROFILE_DAMAGES = [
-    (put("kind", "plan"), "kind: Input should be 'profile', got 'plan'"),
+    (put("kind", "recipe"), "kind: Input should be 'profile', got 'recipe'"),
     (put("schema_version", 2), "schema_version: Input should be 1, got 2"),
     (remove("name"), "name: Field required"),
     (put("nme", "x"), "nme: Extra inputs are not permitted, got 'x'"),
@@ -219,6 +220,18 @@ def test_what_is_refused_and_how(kind: str, damage: Callable[[Data], None], text
     assert str(caught.value).startswith(f"file.json: not a valid {kind} file (docs/schema/{kind}.schema.json")
     assert any(problem.startswith(text) for problem in caught.value.problems), caught.value.problems
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("given", "needed"), list(permutations(FORMATS, 2)))
+def test_another_kind_of_file_is_told_in_one_line(given: str, needed: str) -> None:
+    with pytest.raises(FileError, match=rf"^file: this is a {given}, where a {needed} is needed; \w.*$") as caught:
+        parse(to_json(EXAMPLES[given]), FORMATS[needed], "file")
+    assert not caught.value.problems
+
+
+def test_a_profile_is_no_plan_yet() -> None:
+    with pytest.raises(FileError, match="search it first"):
+        parse(to_json(EXAMPLES["profile"]), Plan, "file")
 
 
 def test_many_problems_are_cut() -> None:

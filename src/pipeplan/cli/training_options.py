@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import click
 
+from pipeplan.cli.types import FiniteRange
 from pipeplan.errors import UsageError
 
 __all__ = ["require_consistent", "training_options"]
@@ -26,8 +27,8 @@ _OPTIONS = (
         metavar="adamw|adam|sgd|pkg.mod:factory",
         help="One of torch's, or a function of the parameters that returns one.",
     ),
-    click.option("--lr", "learning_rate", type=click.FloatRange(min=0), help="[default: the optimizer's, 0.001]"),
-    click.option("--weight-decay", type=click.FloatRange(min=0), help="[default: the optimizer's, 0.01 of adamw]"),
+    click.option("--lr", "learning_rate", type=FiniteRange(0), help="[default: the optimizer's, 0.001]"),
+    click.option("--weight-decay", type=FiniteRange(0), help="[default: the optimizer's, 0.01 of adamw]"),
     click.option(
         "--lr-schedule",
         default="constant",
@@ -41,7 +42,7 @@ _OPTIONS = (
     click.option("--lr-steps", type=click.IntRange(min=1), help="Steps of the schedule.  [default: --steps]"),
     click.option(
         "--clip-norm",
-        type=click.FloatRange(min=0, min_open=True),
+        type=FiniteRange(0, min_open=True, infinite=True),
         metavar="X",
         help="Largest norm of all gradients together; inf to have it reported alone.",
     ),
@@ -65,7 +66,17 @@ def training_options(command: _Command) -> _Command:
 
 
 def require_consistent(training: Mapping[str, Any]) -> None:
-    """Refuse flags that mean nothing without another. Raises UsageError."""
+    """Refuse flags that mean nothing without another, and names that are none. Raises UsageError."""
+    from pipeplan.runtime.options import LR_SCHEDULES, OPTIMIZERS
+
+    _require_known("--optimizer", training["optimizer"], OPTIMIZERS)
+    _require_known("--lr-schedule", training["lr_schedule"], LR_SCHEDULES)
     for name in ("resume", "checkpoint_every"):
         if training[name] and training["checkpoint"] is None:
             raise UsageError(f"--{name.replace('_', '-')} needs --checkpoint DIR, the folder of checkpoints")
+
+
+def _require_known(flag: str, name: str, known: Iterable[str]) -> None:
+    """Refuse what neither has a name nor is to be imported, before processes start for it."""
+    if ":" not in name and name not in known:
+        raise UsageError(f"{flag} {name!r}: choose {', '.join(known)} or pkg.mod:factory")

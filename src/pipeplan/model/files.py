@@ -47,6 +47,12 @@ FORMATS: dict[str, type[FileModel]] = {
 }
 """Every file format by its ``kind``."""
 
+_REMEDIES = {
+    ("profile", "plan"): "search it first (pipeplan search PROFILE -o plan.json)",
+    ("plan", "profile"): "give the profile that it was searched for",
+}
+"""What to do with one kind of file (first) where another (second) is needed."""
+
 MAX_FILE_BYTES = 1 << 30
 _SHOWN_PROBLEMS = 8
 
@@ -77,7 +83,8 @@ def parse(data: bytes | str, model: type[Model], where: str = "<data>") -> Model
     """Validate JSON text as one of the formats.
 
     Raises:
-        FileError: the text is not JSON or breaks the format; one problem a line, with path and reason.
+        FileError: the text is not JSON or breaks the format; one problem a line, with path and reason;
+            or, in one line, it is another of them.
     """
     kind = model.model_fields["kind"].default
     try:
@@ -88,10 +95,19 @@ def parse(data: bytes | str, model: type[Model], where: str = "<data>") -> Model
         raise FileError(f"{where}: not readable as JSON: {error}") from None
     if details[0]["type"] == "json_invalid":
         raise FileError(f"{where}: not readable as JSON: {details[0]['ctx']['error']}") from None
+    _require_kind(details, kind, where)
     problems = [_problem(detail) for detail in details[:_SHOWN_PROBLEMS]]
     if len(details) > _SHOWN_PROBLEMS:
         problems.append(f"... and {len(details) - _SHOWN_PROBLEMS} more")
     raise FileError(f"{where}: not a valid {kind} file (docs/schema/{kind}.schema.json describes it):", problems)
+
+
+def _require_kind(details: list[ErrorDetails], kind: str, where: str) -> None:
+    """Say so in one line where the file is another one of ours. Raises FileError."""
+    given = next((detail["input"] for detail in details if detail["loc"] == ("kind",)), None)
+    if isinstance(given, str) and given in FORMATS:
+        remedy = _REMEDIES.get((given, kind), f"give a {kind}")
+        raise FileError(f"{where}: this is a {given}, where a {kind} is needed; {remedy}")
 
 
 def to_json(model: FileModel) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Literal
 
 import torch
@@ -60,12 +61,18 @@ def load_model(
         )
     if ":" not in name:
         raise UsageError(
-            f"model {name!r} is neither in the zoo ({', '.join(ZOO)}), nor a Hugging Face config.json or "
-            "SomeConfig(...), nor of the form pkg.mod:factory"
+            f"model {name!r} is neither in the zoo{_near(name)}, nor a Hugging Face config.json or SomeConfig(...), "
+            f"nor of the form pkg.mod:factory; docs/models.md lists the zoo's {len(ZOO)} models"
         )
     if sequence is not None:
         raise UsageError(f"--sequence is for models of the zoo and configurations; {name} makes its own")
     return _with_shared(_made_by(name, grain, seed), shared)
+
+
+def _near(name: str) -> str:
+    """Names of the zoo that may have been meant, for errors."""
+    found = get_close_matches(name.lower(), ZOO)
+    return f" (did you mean {' or '.join(found)}?)" if found else ""
 
 
 def _made_by(name: str, grain: Grain | None, seed: int) -> Model:
