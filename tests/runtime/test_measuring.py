@@ -389,8 +389,14 @@ def _part(whole: Tensor, name: str, rank: int) -> Tensor:
 
 @pytest.mark.parametrize("size", [TINY, GPTSize(layers=1, hidden=9, heads=3)])
 def test_heads_that_cannot_be_split(size: GPTSize) -> None:
-    with pytest.raises(UsageError, match=r"it has \d heads, which 5 devices cannot share evenly"):
+    told = r"it has (2|3) heads, which 5 devices cannot share evenly; these numbers of devices can: 1, \1$"
+    with pytest.raises(UsageError, match=told):
         split(gpt("odd", size), 5)
+
+
+def test_a_number_of_devices_that_cannot_be_names_flag_and_model() -> None:
+    with pytest.raises(UsageError, match=r"^--shards 4: model 'gpt2-tiny' cannot be split so: it has 2 heads, which 4"):
+        measure(load_model("gpt2-tiny"), shards=(1, 2, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -106,7 +106,14 @@ def asked_model(given: Mapping[str, Any], *, meta: bool = False) -> Model:
     from pipeplan.runtime.loading import load_model
 
     name, sequence, grain, shared = (given[key] for key in ("name", "sequence", "grain", "shared"))
-    return load_model(name, sequence=sequence, grain=grain, shared=shared, meta=meta)
+    model = load_model(name, sequence=sequence, grain=grain, shared=shared, meta=meta)
+    if max(given["shards"]) > 1 and model.sharded is not None and not model.runs_split:
+        click.echo(
+            f"pipeplan: blocks of {model.name} run whole only: the rows of --shards are for planning, and plans that "
+            "run come from search --spread no",
+            err=True,
+        )
+    return model
 
 
 def require_torch() -> None:

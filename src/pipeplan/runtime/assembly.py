@@ -34,8 +34,18 @@ def splits_of(model: Model, shards: Sequence[int], dtype: torch.dtype, cluster: 
         raise UsageError(f"--shards {counts[-1]}: model {model.name!r} does not say how it is split; give --shards 1")
     if cluster is not None and counts[-1] > cluster.num_devices:
         raise UsageError(f"--shards {counts[-1]}: the cluster has {cluster.num_devices} devices")
-    models = {count: model if count == 1 or model.sharded is None else model.sharded(count) for count in counts}
+    models = {count: _share_of(model, count) for count in counts}
     return tuple(Split(count, each, survey(each, dtype)) for count, each in models.items())
+
+
+def _share_of(model: Model, count: int) -> Model:
+    """One device's share among so many. Raises UsageError that names flag and model."""
+    if count == 1 or model.sharded is None:
+        return model
+    try:
+        return model.sharded(count)
+    except UsageError as error:
+        raise UsageError(f"--shards {count}: model {model.name!r} cannot be split so: {error}") from None
 
 
 def unsplit_of(splits: Sequence[Split], model: Model, dtype: torch.dtype) -> Survey:

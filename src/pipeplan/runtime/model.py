@@ -132,6 +132,11 @@ class Model:
         raise KeyError(id_)
 
     @property
+    def runs_split(self) -> bool:
+        """Whether every block says how a stage of several devices runs it."""
+        return all(block.split is not None for block in self.blocks)
+
+    @property
     def edges(self) -> tuple[tuple[str, str], ...]:
         """Pairs (source block, target block), each once."""
         pairs = [(source, block.id) for block in self.blocks for source, _ in block.inputs]
@@ -213,7 +218,10 @@ class Model:
         where = f"block {id_!r} of model {self.name!r} cannot be split over {shards.count} devices: "
         split = self.block(id_).split
         if split is None:
-            raise UsageError(f"{where}it does not say how (BlockSpec.split)")
+            raise UsageError(
+                f"{where}it does not say how (BlockSpec.split), as blocks of configurations and captured modules never "
+                "do: their shares are for planning, and they run whole only"
+            )
         try:
             return share_of(whole, split, shards)
         except UsageError as error:

@@ -49,7 +49,11 @@ class Stack:
     def heads_of(self, shards: Shards) -> int:
         """One device's heads. Raises UsageError where they cannot be shared evenly."""
         if self.heads % shards.count:
-            raise UsageError(f"it has {self.heads} heads, which {shards.count} devices cannot share evenly")
+            fitting = ", ".join(str(count) for count in range(1, self.heads + 1) if self.heads % count == 0)
+            raise UsageError(
+                f"it has {self.heads} heads, which {shards.count} devices cannot share evenly; these numbers of "
+                f"devices can: {fitting}"
+            )
         return self.heads // shards.count
 
 
