@@ -341,7 +341,8 @@ def require_splittable(plan: Plan, model: Model) -> None:
             except UsageError as error:
                 raise UsageError(
                     f"stages[{index}] splits its blocks over {stage.shards} devices, and {error}; search with "
-                    "--spread no or another --placement, give the stage replicas instead of shards, or train a model of the zoo"
+                    "--spread no or another --placement, give the stage replicas instead of shards, or train a model "
+                    "of the zoo"
                 ) from None
 
 
