@@ -122,7 +122,7 @@ def test_json_of_an_invalid_plan(run: Check, tmp_path: Path) -> None:
     [
         (["absent.json"], "pipeplan: absent.json: cannot be read: No such file or directory\n"),
         ([], "Error: Missing argument 'PLAN'."),
-        (["{plan}", "--profile", "{plan}"], "plan.json: not a valid profile file"),
+        (["{plan}", "--profile", "{plan}"], "plan.json: this is a plan, where a profile is needed"),
         (["{plan}", "--cluster", "absent.json"], "absent.json: cannot be read"),
         (["{plan}", "--nonsense"], "No such option"),
     ],
