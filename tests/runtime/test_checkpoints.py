@@ -133,6 +133,7 @@ def refusals(folder: Path) -> dict[str, list[Leg]]:
         "optimizer": (plan, replace(again, optimizer="sgd"), 5),
         "dtype": (plan, replace(again, dtype="float32"), 5),
         "steps": (plan, replace(again, num_steps=2), 2),
+        "sequence": (plan, replace(again, sequence=8), 5),
         "lr-steps": (plan, replace(again, lr_steps=8), 5),
         "model": (other, replace(again, model=CHAIN), 5),
         "mini-batch": (model_plan(load_model(TINY), [0, 1, 2, 3], num_microbatches=5), again, 5),
@@ -146,15 +147,16 @@ def refusals(folder: Path) -> dict[str, list[Leg]]:
 
 TOLD = {
     "in use": "has step-00000002; give --resume, or another folder",
-    "seed": "step-00000002 was trained with --seed 3, and this run has --seed 4; resume with the same",
-    "optimizer": "--optimizer adamw, and this run has --optimizer sgd",
-    "dtype": "--dtype float64, and this run has --dtype float32",
+    "seed": "step-00000002 was trained with --seed 3, and this run is with --seed 4; resume with the same",
+    "optimizer": "--optimizer adamw, and this run is with --optimizer sgd",
+    "dtype": "--dtype float64, and this run is with --dtype float32",
     "steps": "--steps 2: .* has 2 steps behind it, which --steps counts, too; give more",
-    "lr-steps": "--lr-steps 5, and this run has --lr-steps 8",
-    "model": "--model gpt2-tiny, and this run has --model chain",
-    "mini-batch": "--mini-batch 12, and this run has --mini-batch 10",
+    "lr-steps": "--lr-steps 5, and this run is with --lr-steps 8",
+    "model": "--model gpt2-tiny, and this run is with --model chain",
+    "mini-batch": "--mini-batch 12, and this run is with --mini-batch 10",
     "width": r"parameters/embedding\.\S+ is float64\[16, 32\], and in the model float64\[20, 32\]; resume",
-    "deeper": r"parameters/layer4\.attention\.\S+ is not there, and in the model float64",
+    "deeper": r"without block layer4\.attention in --model, and this run is with block layer4\.attention \{",
+    "sequence": "without --sequence, and this run is with --sequence 8",
     "nothing": "--resume: .*nowhere has no whole checkpoint; leave --resume out to start",
 }
 

@@ -26,7 +26,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.checkpoint_files import CheckpointFolder
+from pipeplan.runtime.damage import metadata_of, rest_of, undamaged
 from pipeplan.runtime.failures import Cause, RankError, lost_others
+from pipeplan.runtime.identity import require_identity
 from pipeplan.runtime.optimizing import Updater
 from pipeplan.runtime.pieces import LoadPieces, Owned, Piece, SavePieces, whole_piece
 from pipeplan.runtime.progress import Phase, Progress
@@ -42,7 +44,7 @@ _PARAMETERS, _OPTIMIZER, _BUFFERS = "parameters/", "optimizer/", "buffers/"
 class Held:
     """What one rank trains; ``buffers`` are by ``BLOCK.NAME``.
 
-    ``identity`` is what the training is, by the flag that says so: only an equal one can go on from a checkpoint.
+    ``identity`` is what the training is, see :mod:`pipeplan.runtime.identity`: only the same goes on from a checkpoint.
     """
 
     parameters: Sequence[Owned]
@@ -68,7 +70,8 @@ class Checkpoints:
         """Go on from the last whole checkpoint, or start where there is none. Returns the number of steps done.
 
         Raises:
-            UsageError: there is none to go on from, or one that this run would mix with; or it does not fit.
+            UsageError: there is none to go on from, or one that this run would mix with; or it is damaged or does not
+                fit.
         """
         self._progress.begin(Phase.RESUMING)
         if self._progress.rank == 0:
@@ -152,19 +155,19 @@ class Checkpoints:
 
     def _load(self, step: int) -> int:
         path = self._folder.of(step)
-        rest = torch.load(path / _REST, weights_only=True)
-        _require_identity(path, rest["identity"], self._held.identity)
-        reader = FileSystemReader(path)
+        with undamaged(self._folder, step):
+            rest, metadata = rest_of(path, _REST), metadata_of(path)
+        require_identity(path, rest["identity"], self._held.identity)
         kept = {
             name: tensor
-            for name, tensor in reader.read_metadata().state_dict_metadata.items()
+            for name, tensor in metadata.state_dict_metadata.items()
             if isinstance(tensor, TensorStorageMetadata)
         }
         self._require_same(path, kept)
         states = [self._room(owned, kept) for owned in self._held.parameters]
         pieces = self._targets(states)
-        with lost_others(self._progress):
-            load(_first_of(pieces), storage_reader=reader, planner=LoadPieces(pieces))
+        with undamaged(self._folder, step), lost_others(self._progress):
+            load(_first_of(pieces), storage_reader=FileSystemReader(path), planner=LoadPieces(pieces))
         self._restore(path, rest, states)
         return int(rest["step"])
 
@@ -221,15 +224,6 @@ class Checkpoints:
             }
         )
         schedule.load_state_dict(of_schedule)
-
-
-def _require_identity(path: Path, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
-    for flag in own:
-        if saved.get(flag) != own[flag]:
-            raise UsageError(
-                f"{path} was trained with {flag} {saved.get(flag)}, and this run has {flag} {own[flag]}; "
-                "resume with the same, or start anew in another folder"
-            )
 
 
 def _first_of(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, Any]:

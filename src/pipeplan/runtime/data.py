@@ -8,10 +8,12 @@ plan, and none needs to tell another; a rank whose blocks take no samples reads 
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import torch
@@ -23,10 +25,12 @@ from pipeplan.runtime.builtin_text import builtin_text
 from pipeplan.runtime.importing import made_by
 from pipeplan.runtime.model import Model, Texts
 
-__all__ = ["Dataset", "num_samples", "with_data"]
+__all__ = ["Dataset", "fingerprint", "num_samples", "with_data"]
 
 _BYTES = 256
 _UINT16 = 2**16
+_LARGE_BYTES, _PART_BYTES = 64 << 20, 1 << 20
+_DIGITS = 16
 
 
 class Dataset(Protocol):
@@ -106,6 +110,57 @@ def with_data(model: Model, data: str | None) -> Model:
 def num_samples(model: Model) -> int | None:
     """How many samples the model's dataset has; None if it makes them up."""
     return len(model.batch.dataset) if isinstance(model.batch, _Shuffled) else None
+
+
+def fingerprint(model: Model, data: str | None) -> str | None:
+    """What tells the data of :func:`with_data` from other data, for people to read; None if the model makes it up.
+
+    Name without folders, number of samples, size of a file, and a hash: of a file's content, or of its first and last
+    MiB where it has 64 MiB or more; of a dataset's first and last items.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    if data is None or not isinstance(model.batch, _Shuffled):
+        return None
+    dataset = model.batch.dataset
+    count = f"{len(dataset)} samples"
+    if not isinstance(dataset, _Windows):
+        return f"{data} ({count}, sha256 {_digest(_bytes_of(dataset[0]) + _bytes_of(dataset[len(dataset) - 1]))})"
+    size, content = _content(data)
+    return f"{Path(data).name} ({count}, {size} bytes, sha256 {_digest(content)})"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:_DIGITS]
+
+
+def _bytes_of(item: Mapping[str, Any]) -> bytes:
+    """Names and numbers of an item."""
+    collated: dict[str, Tensor] = default_collate([dict(item)])
+    return b"".join(
+        f"{name} {tensor.dtype} {list(tensor.shape)}".encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        for name, tensor in sorted(collated.items())
+    )
+
+
+def _content(data: str) -> tuple[int, bytes]:
+    """How many bytes a text has, and all of them, or the first and last where they are many."""
+    if data == "builtin":
+        text = builtin_text().encode()
+        return len(text), text
+    try:
+        with Path(data).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            spans = [(0, size)] if size < _LARGE_BYTES else [(0, _PART_BYTES), (size - _PART_BYTES, _PART_BYTES)]
+            return size, b"".join(_read(file, *span) for span in spans)
+    except OSError as error:
+        raise UsageError(f"--data {data} cannot be read: {error}") from error
+
+
+def _read(file: BinaryIO, begin: int, count: int) -> bytes:
+    file.seek(begin)
+    return file.read(count)
 
 
 def _made_by(path: str) -> Dataset:

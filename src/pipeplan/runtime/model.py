@@ -92,7 +92,7 @@ class Model:
 
     ``sharded(num_devices)`` gives a model of the same blocks and edges, each block one device's share of it; blocks
     that cannot be split are whole. None if the model cannot be split over devices at all. ``texts`` is for models that
-    can be trained on text.
+    can be trained on text. ``settings`` are all of the configuration that it was made of, if it was.
 
     Raises:
         UsageError: no blocks, two of one name, or a source or tie that is not a block before it.
@@ -105,6 +105,7 @@ class Model:
     tied: tuple[tuple[tuple[str, str], ...], ...] = ()
     sharded: Callable[[int], Model] | None = None
     texts: Texts | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         where, known = f"model {self.name!r}", set[str]()

@@ -91,6 +91,8 @@ class RunOptions:
         """What a training is, by the flags that say so, as far as these options do: all that its losses depend on."""
         spans = self.schedule_steps if self.lr_schedule in ("cosine", "linear") else None
         return {
+            "--sequence": self.sequence,
+            "--grain": self.grain or "half",
             "--dtype": self.dtype,
             "--seed": self.seed,
             "--optimizer": self.optimizer,

@@ -18,9 +18,10 @@ from pipeplan.errors import UsageError
 from pipeplan.model import Plan, sha256_of
 from pipeplan.runtime.checkpoint_files import CheckpointFolder
 from pipeplan.runtime.checkpoints import Checkpoints, Held
-from pipeplan.runtime.data import num_samples, with_data
+from pipeplan.runtime.data import with_data
 from pipeplan.runtime.executor import Executor
 from pipeplan.runtime.failures import lost_others
+from pipeplan.runtime.identity import identity_of
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.messages import Channels, edges_of
 from pipeplan.runtime.model import Model
@@ -212,8 +213,7 @@ class Trainer:
         options = self.options
         if options.checkpoint is None:
             return None
-        identity = {"--model": self.model.name, "--mini-batch": self.program.mini_batch, **options.identity}
-        identity["--data, samples:"] = num_samples(self.model)
+        identity = identity_of(self.model, options, self.program.mini_batch)
         held = Held(self._owned(), self._buffers(), self.updater, identity)
         folder = CheckpointFolder(options.checkpoint, options.keep_checkpoints)
         return Checkpoints(folder, held, self.together, self.progress)

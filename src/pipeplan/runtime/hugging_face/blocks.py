@@ -28,7 +28,8 @@ def load_configuration(
     ``Model.sharded`` gives one device's share with its collectives, in bytes of float32.
     """
     whole = load(text_or_path, sequence=sequence, meta=meta, seed=seed)
-    return replace(_captured(whole, grain), sharded=partial(_share, whole, grain), texts=whole.texts)
+    model, sharded = _captured(whole, grain), partial(_share, whole, grain)
+    return replace(model, sharded=sharded, texts=whole.texts, settings=whole.settings)
 
 
 def _captured(whole: Whole, grain: Grain) -> Model:

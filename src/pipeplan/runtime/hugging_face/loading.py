@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class Whole:
         tokens: positions per sample by the beginning of parameters' names, the longest that fits.
         loss: whether the module returns a loss.
         texts: how it takes texts, if it does.
+        settings: all of the configuration, but the version of transformers that reads it.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Whole:
     tokens: Mapping[str, int]
     loss: bool = True
     texts: Texts | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
 
 
 def load(text_or_path: str, *, sequence: int | None = None, meta: bool = False, seed: int = 0) -> Whole:
@@ -97,6 +99,7 @@ def _whole(
         ways=ways,
         tokens=family.tokens(config, sequence),
         texts=texts_of(contents),
+        settings=_settings(config),
     )
 
 
@@ -158,6 +161,11 @@ def _counts(config: Any) -> dict[str, int]:
             if isinstance(count := getattr(each, key, None), int):
                 found[f"{what} in {type(each).__name__}"] = count
     return found
+
+
+def _settings(config: Any) -> dict[str, object]:
+    found: dict[str, object] = config.to_dict()
+    return {key: value for key, value in found.items() if key != "transformers_version"}
 
 
 def _predictions(batch: Batch) -> int:
