@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from interruption import interrupted
 
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.model import write_file
@@ -123,14 +122,8 @@ def test_interruption_prints_what_is_known(tmp_path: Path, number: signal.Signal
     write_file(shape("v", 8, costs=costs), str(profile))
     command = [sys.executable, "-m", "pipeplan", "compare", str(profile), "--json"]
     command += ["--memory", "8GB", "--time-limit", "600s"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        time.sleep(5)
-        os.kill(process.pid, number)
-        try:
-            out, err = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == 0, err
+    code, out, err = interrupted(command, number)
+    assert code == 0, err
     assert "interrupted; these are the best plans so far" in err
     found = json.loads(out)
     assert found["interrupted"]
