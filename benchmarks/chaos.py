@@ -74,9 +74,9 @@ def cases() -> dict[str, Case]:
     }
 
 
-def drawn(rng: random.Random, plan: Plan) -> Fault:
+def drawn(rng: random.Random, case: Case) -> Fault:
     """Something anywhere. An endless loop is in what a model or an optimizer may do: computing, not waiting."""
-    kind = rng.choice(list(KINDS))
+    plan, kind = case.plan, rng.choice(list(KINDS))
     rank = rng.randrange(len(plan.programs))
     if kind.startswith("other"):
         return Fault(kind, rng.randrange(1, len(plan.programs)))
@@ -87,6 +87,8 @@ def drawn(rng: random.Random, plan: Plan) -> Fault:
             phase = "UPDATING"  # those take a minute each
         if kind == "raised" and phase == "STARTING":
             phase = "LOADING"  # before it has its pipe to report on, a process that raises just ends
+        if phase == "REDUCING" and case.roles[rank] == "middle":
+            phase = "REPORTING"  # others have none of its parameters
         return Fault(kind, rank, phase, 0 if phase in BEFORE_STEPS else step)
     program = plan.programs[rank]
     counters = [c for c, text in enumerate(program) if kind != "endless" or not ("SEND" in text or "RECV" in text)]
@@ -105,7 +107,7 @@ def main() -> None:
     for number in range(options.runs):
         name = rng.choice(list(known))
         case = known[name]
-        fault = drawn(rng, case.plan)
+        fault = drawn(rng, case)
         torchrun = fault.counter >= 0 and rng.random() < options.torchrun
         ending = run_with(fault, case.plan, RunOptions(case.model, dtype="float64"), torchrun=torchrun)
         found[fault.kind, case.roles[fault.rank]].append((fault, ending))
