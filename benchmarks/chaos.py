@@ -25,13 +25,13 @@ from tables import machine, markdown, note
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 
-import runtime_models  # noqa: E402  (lies beside the tests)
-from faults import BEFORE_STEPS, HANGS, KINDS, NUM_STEPS, Ending, Fault, run_with  # noqa: E402
-from runtime_plans import model_plan, placed_plan  # noqa: E402
+import runtime_models
+from faults import BEFORE_STEPS, HANGS, KINDS, NUM_STEPS, Ending, Fault, run_with
+from runtime_plans import model_plan, placed_plan
 
-from pipeplan.model import PlacedStage, Plan  # noqa: E402
-from pipeplan.runtime.options import RunOptions  # noqa: E402
-from pipeplan.runtime.progress import Phase  # noqa: E402
+from pipeplan.model import PlacedStage, Plan
+from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.progress import Phase
 
 OWN_WORK = ("STARTING", "LOADING", "SAMPLING", "UPDATING")
 WITH_OTHERS = ("CONNECTING", "REDUCING", "CLIPPING", "REPORTING", "SAVING")

@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 import runtime_models
+from faults import MARK, left_over
 from runtime_plans import model_plan, placed_plan
 
 from pipeplan.errors import ExecutionError, PipeplanError, UsageError
@@ -26,7 +27,6 @@ from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.progress import Board, Phase
 
 TESTS = str(Path(__file__).parents[1])
-MARK = "PIPEPLAN_TEST_MARK"
 SECOND = 10**9
 
 
@@ -37,19 +37,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv(MARK, word)
     monkeypatch.setenv("PYTHONPATH", TESTS, prepend=os.pathsep)
     yield word
-    assert started(word) == [], "processes are left over"
-
-
-def started(word: str) -> list[int]:
-    """Living processes with the mark in their environment."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and f"{MARK}={word}".encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-        except OSError:  # it ended meanwhile, or is not ours
-            continue
-    return [pid for pid in found if pid != os.getpid()]
+    assert left_over(word) == [], "processes are left over"
 
 
 def plan_on(num_devices: int) -> Plan:
@@ -146,13 +134,13 @@ def test_ranks_die_with_their_parent(sent: int, status: int, mark: str, tmp_path
     with tempfile.TemporaryFile() as sink:
         parent = subprocess.Popen([*command, "--dtype", "float64"], stdout=sink, stderr=sink)
         until = time.monotonic() + 60
-        while len(started(mark)) < 3 and time.monotonic() < until:
+        while len(left_over(mark)) < 3 and time.monotonic() < until:
             time.sleep(0.05)
-        assert len(started(mark)) == 3
+        assert len(left_over(mark)) == 3
         parent.send_signal(sent)
         assert parent.wait(timeout=30) == status
     until = time.monotonic() + 10
-    while started(mark) and time.monotonic() < until:
+    while left_over(mark) and time.monotonic() < until:
         time.sleep(0.05)
 
 

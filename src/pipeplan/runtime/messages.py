@@ -97,9 +97,8 @@ class Channels:
         self.buffers = Buffers()
         self._index = {message: index for index, message in enumerate(sorted(program.tensors))}
         self._width = max((len(names) for names in program.tensors.values()), default=1)
-        # torch leaves the constructors of its CUDA classes untyped
-        self._outbound = torch.cuda.Stream(device) if self._nccl else None  # type: ignore[no-untyped-call]
-        self._inbound = torch.cuda.Stream(device) if self._nccl else None  # type: ignore[no-untyped-call]
+        self._outbound = _stream(device) if self._nccl else None
+        self._inbound = _stream(device) if self._nccl else None
         self._warm_up(edges)
 
     def send(self, instruction: Instruction, tensors: Sequence[Tensor], made: torch.cuda.Event | None) -> None:
@@ -152,8 +151,7 @@ class Channels:
         """On NCCL, the end of what the computing stream has been given so far, for :meth:`send`."""
         if not self._nccl:
             return None
-        # untyped in torch, as the streams
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has it without types
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -261,6 +259,10 @@ def _groups(
         assert group is not None
         made[source, target] = group
     return made
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has it without types
 
 
 def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:

@@ -7,7 +7,7 @@ tables for sparse ones. CANDLE-Uno: branches of linear layers. All are concatena
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,7 +18,7 @@ from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.shards import WHOLE, Shards, Split, WordEmbedding
 from pipeplan.runtime.zoo.layers import Stack, layers
 from pipeplan.runtime.zoo.parts import concatenation, num_targets, patches, perceptron, value_head
-from pipeplan.runtime.zoo.splitting import WORDS, exchanged
+from pipeplan.runtime.zoo.splitting import WORDS, exchanged, with_shares
 
 __all__ = ["MultiModalSize", "RecommendationSize", "ResponseSize"]
 
@@ -46,7 +46,7 @@ class MultiModalSize:
 
     def model(self, name: str) -> Model:
         """Branches, their outputs concatenated for every token, and a number per token with its loss."""
-        return replace(self._model(name, WHOLE), sharded=lambda count: self._model(name, Shards(count)))
+        return with_shares(partial(self._model, name))
 
     def _model(self, name: str, shards: Shards) -> Model:
         branches = [self._branch(f"branch{index}", f"patches{index}", shards) for index in range(self.branches)]
@@ -88,7 +88,7 @@ class RecommendationSize:
 
     def model(self, name: str) -> Model:
         """Dense branches, then tables, their outputs concatenated, then layers and a number per sample."""
-        return replace(self._model(name, WHOLE), sharded=lambda count: self._model(name, Shards(count)))
+        return with_shares(partial(self._model, name))
 
     def _model(self, name: str, shards: Shards) -> Model:
         dense = [
@@ -153,7 +153,7 @@ class ResponseSize:
 
     def model(self, name: str) -> Model:
         """Branches, their outputs concatenated, and a number per sample with its loss."""
-        return replace(self._model(name, WHOLE), sharded=lambda count: self._model(name, Shards(count)))
+        return with_shares(partial(self._model, name))
 
     def _model(self, name: str, shards: Shards) -> Model:
         branches = [

@@ -14,7 +14,7 @@ from pipeplan.runtime.shards import WHOLE, Shards, Split
 from pipeplan.runtime.zoo.gpt import GPTSize, words
 from pipeplan.runtime.zoo.layers import Attention, Stack, layers, linear
 from pipeplan.runtime.zoo.parts import num_targets, patches
-from pipeplan.runtime.zoo.splitting import WORDS, exchanged, summed_loss, words_told
+from pipeplan.runtime.zoo.splitting import WORDS, exchanged, summed_loss, with_shares, words_told
 
 __all__ = ["CaptionsSize"]
 
@@ -57,7 +57,7 @@ class CaptionsSize:
 
     def model(self, name: str) -> Model:
         """Both towers, the cross-encoder on all devices, and a class per sample with its loss."""
-        return replace(self._model(name, WHOLE), sharded=lambda count: self._model(name, Shards(count)))
+        return with_shares(partial(self._model, name))
 
     def _model(self, name: str, shards: Shards) -> Model:
         first = words(self.text, "text.embedding", shards)

@@ -5,7 +5,7 @@ The output layer shares the token embedding. No dropout.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,7 +16,7 @@ from pipeplan.runtime.model import BlockSpec, Model, Texts
 from pipeplan.runtime.shards import WHOLE, Shards, Split, WordEmbedding
 from pipeplan.runtime.zoo.layers import Stack, layers, linear
 from pipeplan.runtime.zoo.parts import num_targets
-from pipeplan.runtime.zoo.splitting import WORDS, exchanged, summed_loss, words_told
+from pipeplan.runtime.zoo.splitting import WORDS, exchanged, summed_loss, with_shares, words_told
 
 __all__ = ["Embedding", "GPTSize", "Head", "gpt", "words"]
 
@@ -87,7 +87,7 @@ class Head(nn.Module):
 
 def gpt(name: str, size: GPTSize) -> Model:
     """A GPT-2 of the given size: embedding, then attention and feed-forward of each layer, then head with loss."""
-    return replace(_gpt(name, size, WHOLE), sharded=lambda count: _gpt(name, size, Shards(count)))
+    return with_shares(partial(_gpt, name, size))
 
 
 def _gpt(name: str, size: GPTSize, shards: Shards) -> Model:

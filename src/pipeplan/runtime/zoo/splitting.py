@@ -7,16 +7,17 @@ words. Norms, and what travels between blocks, are whole on every device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeplan.runtime.model import Collective
-from pipeplan.runtime.shards import Cut, Shards, Split, cross_entropy
+from pipeplan.runtime.model import Collective, Model
+from pipeplan.runtime.shards import WHOLE, Cut, Shards, Split, cross_entropy
 
-__all__ = ["WORDS", "columns", "exchanged", "replicated", "summed_loss", "words_told"]
+__all__ = ["WORDS", "columns", "exchanged", "replicated", "summed_loss", "with_shares", "words_told"]
 
 WORDS = Cut(even=False)
 """Of a table, or an output layer, with a row for each word or class."""
@@ -24,6 +25,11 @@ WORDS = Cut(even=False)
 _FLOAT32_BYTES = 4
 _LOSS_NUMBERS = 3
 """Per token and device, of words split over devices: largest logit, sum of exponentials, the target's logit."""
+
+
+def with_shares(make: Callable[[Shards], Model]) -> Model:
+    """A whole model that can be cut into models of which every block is one device's share."""
+    return replace(make(WHOLE), sharded=lambda count: make(Shards(count)))
 
 
 def columns(name: str, *, parts: int = 1, biased: bool = True) -> dict[str, Cut]:

@@ -20,7 +20,7 @@ from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.shards import WHOLE, Cut, Shards, Split, WordEmbedding
 from pipeplan.runtime.zoo.layers import Attention, FeedForward, Stack, halves, layers, linear, positions_of, row_linear
 from pipeplan.runtime.zoo.parts import num_targets
-from pipeplan.runtime.zoo.splitting import WORDS, columns, exchanged, replicated, summed_loss, words_told
+from pipeplan.runtime.zoo.splitting import WORDS, columns, exchanged, replicated, summed_loss, with_shares, words_told
 
 __all__ = ["TranslationSize"]
 
@@ -55,7 +55,7 @@ class TranslationSize:
 
     def model(self, name: str) -> Model:
         """Encoder, then decoder, then head with loss."""
-        return replace(self._model(name, WHOLE), sharded=lambda count: self._model(name, Shards(count)))
+        return with_shares(partial(self._model, name))
 
     def _model(self, name: str, shards: Shards) -> Model:
         source = self._words("encoder.embedding", "tokens", shards)
