@@ -1,0 +1,23 @@
+"""Schedules as rules (FlexPipe): a language, a file for it, and the scheduler that runs it."""
+
+from pipeplan.schedule.rules.language import (
+    Candidate,
+    DeviceRules,
+    Instruction,
+    Rules,
+    StageTraversal,
+    State,
+    SubmoduleRules,
+    TypeTraversal,
+)
+
+__all__ = [
+    "Candidate",
+    "DeviceRules",
+    "Instruction",
+    "Rules",
+    "StageTraversal",
+    "State",
+    "SubmoduleRules",
+    "TypeTraversal",
+]

@@ -1,0 +1,245 @@
+"""The language of rules (FlexPipe, sections 4 and 5.2): how a device picks among the actions that could run next.
+
+A schedule is what falls out when every device, whenever it is free, picks by these rules. The objects here say *what*
+the rules are; :mod:`pipeplan.schedule.rules.engine` runs them, :mod:`pipeplan.schedule.rules.files` reads them from a
+file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal, Protocol, Self, get_args
+
+from pipeplan.errors import UsageError
+from pipeplan.schedule.rules.numbers import Number, check_number
+
+__all__ = [
+    "Candidate",
+    "Check",
+    "DeviceRules",
+    "Direction",
+    "First",
+    "Instruction",
+    "Limit",
+    "Rules",
+    "Settings",
+    "StageOrder",
+    "StageTraversal",
+    "State",
+    "SubmoduleRules",
+    "TypeOrder",
+    "TypeTraversal",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An action that a device could start: all that it depends on has been scheduled (and, in time, has arrived).
+
+    ``microbatch`` is the number of the action among those of its stage and kind; ``task`` its number in the graph.
+    """
+
+    device: int
+    kind: str
+    stage: int
+    microbatch: int
+    task: int
+
+
+class State(Protocol):
+    """What user functions may ask. What others did in this step is not seen before the next (the local buffers)."""
+
+    @property
+    def now(self) -> int:
+        """The step, or with ``time="true"`` the time in ns."""
+
+    def steps(self, device: int) -> int:
+        """Actions that a device has started (Fig. 7's ``get_stepnum(pipeid)``)."""
+
+    def step_of(self, kind: str, stage: int, microbatch: int) -> int | None:
+        """When an action started, as :attr:`now` counts; None if it has not (Fig. 7's ``get_stepnum``)."""
+
+    def in_flight(self, stage: int) -> int:
+        """Micro-batches of a stage between the start of their forward and the start of their backward (B or I)."""
+
+    def stages_on(self, device: int) -> Sequence[int]:
+        """The stages of a device, in order."""
+
+    def ready(self, device: int, kind: str) -> Sequence[Candidate]:
+        """The next ready action of each of the device's stages for one kind, in the order of the stages."""
+
+
+Check = Callable[[State, Candidate], bool]
+"""Whether a device may start an action now (FlexPipe's ``cfunc``, Fig. 7 (i) and (ii))."""
+
+TypeOrder = Callable[[State, int], Sequence[str]]
+"""The kinds in the order in which a device tries them now (Fig. 7 (iii), for the first priority)."""
+
+StageOrder = Callable[[State, Sequence[Candidate]], "Candidate | None"]
+"""Which of the ready actions of one kind, one per stage, a device takes; None for none (Fig. 7 (iii), the second)."""
+
+First = Literal["bwd-first", "fwd-first", "interleaved"]
+Direction = Literal["breadth-first", "depth-first"]
+
+Limit = Number | tuple[Number, ...]
+"""One number for all, or one for each stage (or device) of the submodule in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class TypeTraversal:
+    """Computation-type traversal priority: which kind a device tries first (Table 2).
+
+    ``interleaved`` takes the other kind when ``forward_unit`` forwards (``backward_unit`` backwards) in a row have run.
+    The others stay with a kind they have begun until its unit is full, then go back to their first. Whatever is not
+    ready, or not allowed, gives way to the next kind.
+    """
+
+    first: First | TypeOrder = "bwd-first"
+    forward_unit: Number = 1
+    backward_unit: Number = 1
+
+    def __post_init__(self) -> None:
+        _require("first", self.first, get_args(First))
+        check_number("forward_unit", self.forward_unit, 1)
+        check_number("backward_unit", self.backward_unit, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StageTraversal:
+    """Stage traversal priority: which stage of a device goes first among the ready actions of one kind (Table 2).
+
+    ``breadth-first`` prefers the stage at the front of the model, ``depth-first`` the one at its end. With an
+    ``interval`` a stage keeps its turn for so many actions, and is waited for; then the turn goes to the next ready
+    stage in that direction, round and round.
+    """
+
+    direction: Direction | StageOrder = "breadth-first"
+    interval: Number | None = None
+
+    def __post_init__(self) -> None:
+        _require("direction", self.direction, get_args(Direction))
+        if self.interval is not None:
+            check_number("interval", self.interval, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Rules that may differ from device to device and from submodule to submodule; None leaves them as they are.
+
+    ``in_flight`` bounds, per stage, the micro-batches between their forward and their backward (B or I);
+    ``in_flight_device`` the sum over a device's stages (Fig. 7 (i)), stages of all devices left out;
+    ``in_flight_shared`` is the bound per stage for stages that stand on all devices of their submodule.
+    Where backward is split, a device's oldest W runs as soon as more than ``weights_late`` are owed there, at once
+    by default; ``weights_fill`` lets it run whenever the device had to wait.
+    """
+
+    types: TypeTraversal | None = None
+    forward: StageTraversal | None = None
+    backward: StageTraversal | None = None
+    in_flight: Limit | None = None
+    in_flight_device: Limit | None = None
+    in_flight_shared: Limit | None = None
+    weights_late: Number | None = None
+    weights_fill: bool | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("in_flight", "in_flight_device", "in_flight_shared"):
+            _check_limit(key, getattr(self, key))
+        if self.weights_late is not None:
+            check_number("weights_late", self.weights_late, 0)
+
+    def under(self, other: Settings) -> Settings:
+        """These settings, and wherever ``other`` says something, that."""
+        names = [field.name for field in fields(Settings)]
+        said = {name: getattr(other, name) for name in names if getattr(other, name) is not None}
+        return replace(Settings(**{name: getattr(self, name) for name in names}), **said)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRules(Settings):
+    """Settings of some devices (FlexPipe's ``set_cttp_for_actor``, ``set_stp_for_actor``)."""
+
+    devices: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        if not self.devices:
+            raise UsageError("device: devices is empty; name the devices the rules are for")
+
+
+@dataclass(frozen=True, slots=True)
+class SubmoduleRules(Settings):
+    """Settings of the stages whose first block's name matches a pattern such as ``image.*`` (FlexPipe's modalities).
+
+    ``placement``, ``chunks`` and ``devices`` (the first, and the one behind the last) say where they stand, where the
+    rules place the model.
+    """
+
+    blocks: str = "*"
+    placement: str | None = None
+    chunks: int | None = None
+    devices: tuple[Number, Number] | None = None
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        if self.chunks is not None:
+            check_number("chunks", self.chunks, 1)
+        for number in self.devices or ():
+            check_number("devices", number, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """An operation of a new kind. Ready ones are tried before forwards and backwards, or after them if ``last``."""
+
+    kind: str
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rules(Settings):
+    """A schedule in a few words.
+
+    ``time`` is ``unit`` (every action takes one step, as in the paper) or ``true`` (as long as it takes). ``separate``
+    asks for gradient separation, ``fit_memory`` that no forward starts that its device has no room for. ``placement``
+    and ``chunks`` say where the stages stand unless the search is told otherwise. ``checks`` must all agree before
+    an action starts.
+    """
+
+    name: str = "rules"
+    time: Literal["unit", "true"] = "unit"
+    separate: bool = False
+    fit_memory: bool = False
+    placement: str | None = None
+    chunks: int | None = None
+    devices: tuple[DeviceRules, ...] = ()
+    submodules: tuple[SubmoduleRules, ...] = ()
+    instructions: tuple[Instruction, ...] = ()
+    checks: tuple[Check, ...] = ()
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        _require("time", self.time, ("unit", "true"))
+        if self.chunks is not None:
+            check_number("chunks", self.chunks, 1)
+
+    def but(self, **changes: object) -> Self:
+        """The same rules with some changed."""
+        return replace(self, **changes)  # type: ignore[arg-type]  # names are checked by the constructor
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _require(key: str, value: object, choices: Sequence[str]) -> None:
+    if not callable(value) and value not in choices:
+        raise UsageError(f"{key} is {value!r}; choose from {', '.join(choices)}")
+
+
+def _check_limit(key: str, limit: Limit | None) -> None:
+    if isinstance(limit, tuple):
+        for index, number in enumerate(limit):
+            check_number(f"{key}[{index}]", number, 1)
+    elif limit is not None:
+        check_number(key, limit, 1)

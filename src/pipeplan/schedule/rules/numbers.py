@@ -1,0 +1,102 @@
+"""Numbers in rules: integers, or small arithmetic texts over sizes, so that one set of rules serves any pipeline."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+
+from pipeplan.errors import UsageError
+
+__all__ = ["NAMES", "Number", "check_number", "evaluate"]
+
+Number = int | str
+"""An integer, or a text such as ``"D - d"``."""
+
+NAMES = {
+    "D": "devices",
+    "d": "place of the device among them, from 0",
+    "C": "stages of the device",
+    "c": "place of the stage among those of its device, from 0",
+    "S": "stages",
+    "s": "place of the stage among them, from 0",
+    "N": "micro-batches",
+}
+"""What a text may say. All are of the stage's submodule and route; a device's are those of its first stage."""
+
+_BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_CALLS: dict[str, Callable[..., int]] = {"min": min, "max": max}
+
+_LONGEST = 200
+_LARGEST = 10**12
+
+
+def check_number(key: str, value: Number, least: int) -> None:
+    """Require an integer that is large enough, or a text that can be evaluated.
+
+    Raises:
+        UsageError: it is neither; the text names the key.
+    """
+    if isinstance(value, str):
+        evaluate(key, value, dict.fromkeys(NAMES, 1), least=-_LARGEST)
+    elif isinstance(value, bool) or not isinstance(value, int):
+        raise UsageError(f"{key} is {value!r}; write an integer, or a text such as 'D - d'")
+    elif value < least:
+        raise UsageError(f"{key} is {value}; it must be at least {least}")
+
+
+def evaluate(key: str, value: Number, sizes: Mapping[str, int], least: int = 1) -> int:
+    """The number a value means where the names have these sizes.
+
+    Raises:
+        UsageError: the text is no such arithmetic, or gives less than ``least``; with the key and the sizes.
+    """
+    if isinstance(value, int):
+        return value
+    try:
+        if len(value) > _LONGEST:
+            raise ValueError(f"it is longer than {_LONGEST} characters")
+        result = _value(ast.parse(value.strip(), mode="eval").body, sizes)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError) as error:
+        raise UsageError(f"{key} = {value!r} cannot be evaluated: {_reason(error)}") from None
+    if result < least:
+        used = ", ".join(f"{name} = {size}" for name, size in sizes.items() if name in value)
+        raise UsageError(
+            f"{key} = {value!r} is {result}{f' where {used}' if used else ''}; it must be at least {least}"
+        )
+    return result
+
+
+def _value(node: ast.expr, sizes: Mapping[str, int]) -> int:
+    """The value of a piece of the text; nothing but this arithmetic is understood, so no text can run anything."""
+    match node:
+        case ast.Constant(value=bool()):
+            raise ValueError("only integers are numbers here")
+        case ast.Constant(value=int() as number):
+            result = number
+        case ast.Name(id=name) if name in sizes:
+            result = sizes[name]
+        case ast.Name(id=name):
+            raise ValueError(f"{name!r} is not known; choose from {', '.join(sizes)}")
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            result = -_value(operand, sizes)
+        case ast.BinOp(op=op, left=left, right=right) if type(op) in _BINARY:
+            result = _BINARY[type(op)](_value(left, sizes), _value(right, sizes))
+        case ast.Call(func=ast.Name(id=name), args=[_, *_] as arguments, keywords=[]) if name in _CALLS:
+            values = [_value(argument, sizes) for argument in arguments]
+            result = _CALLS[name](values)
+        case _:
+            raise ValueError(f"{ast.unparse(node)!r} is not understood; use integers, + - * // %, min, max and names")
+    if abs(result) > _LARGEST:
+        raise ValueError("it is too large")
+    return result
+
+
+def _reason(error: Exception) -> str:
+    return error.msg if isinstance(error, SyntaxError) else str(error) or type(error).__name__
