@@ -1,0 +1,85 @@
+"""What frontier tracking works on: operators with configurations, and tensors between them (TensorOpt section 2.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import networkx as nx
+
+from pipeplan.frontier.table import Table
+
+__all__ = ["CostEdge", "CostGraph", "CostNode", "Strategy"]
+
+
+@dataclass(frozen=True, slots=True)
+class CostNode:
+    """An operator: the memory and time of each of its K configurations, a table of 1 x K cells.
+
+    A cell has one point, or one for each variant worth having (such as recomputation); none is a configuration that
+    cannot be. ``configurations`` names the cells.
+    """
+
+    name: str
+    configurations: tuple[str, ...]
+    costs: Table
+
+
+@dataclass(frozen=True, slots=True)
+class CostEdge:
+    """A tensor: what it costs for each pair of configurations, a table of K_source x K_target cells.
+
+    A cell may offer several variants, as tensor reuse does (section 4.2); ``variants`` names them. Several edges may
+    join the same two nodes.
+    """
+
+    source: str
+    target: str
+    costs: Table
+    variants: tuple[str, ...] = ("",)
+
+
+@dataclass(frozen=True, slots=True)
+class CostGraph:
+    """Operators and tensors; memory and time of a strategy are the sums over all of them (equation 3)."""
+
+    nodes: tuple[CostNode, ...]
+    edges: tuple[CostEdge, ...]
+
+    def __post_init__(self) -> None:
+        sizes = {node.name: len(node.configurations) for node in self.nodes}
+        if len(sizes) < len(self.nodes):
+            raise ValueError("two operators have the same name")
+        for node in self.nodes:
+            _shape(node.name, node.costs, (1, sizes[node.name]))
+        for edge in self.edges:
+            _shape(f"{edge.source} -> {edge.target}", edge.costs, (sizes[edge.source], sizes[edge.target]))
+        self.order()
+
+    def order(self) -> tuple[str, ...]:
+        """The operators in topological order, ties as they are listed."""
+        graph = nx.DiGraph()
+        graph.add_nodes_from(node.name for node in self.nodes)
+        graph.add_edges_from((edge.source, edge.target) for edge in self.edges)
+        position = {node.name: index for index, node in enumerate(self.nodes)}
+        return tuple(nx.lexicographical_topological_sort(graph, key=position.__getitem__))
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A configuration for every operator and a variant for every tensor, by their place in the graph."""
+
+    memory_bytes: int
+    time_ns: int
+    configurations: Mapping[str, int]
+    node_variants: Mapping[str, int]
+    edge_variants: tuple[int, ...]
+
+
+def _shape(what: str, costs: Table, expected: tuple[int, int]) -> None:
+    if (costs.rows, costs.columns) != expected:
+        raise ValueError(f"{what}: costs of {costs.rows} x {costs.columns} cells, but {expected[0]} x {expected[1]}")
+    if costs.sources:
+        raise ValueError(f"{what}: costs must be given by table(), not computed")
+    if not costs.num_points:
+        raise ValueError(f"{what}: no configuration is allowed")
