@@ -447,5 +447,18 @@ def test_no_stage_goes_around_a_shared_block() -> None:
     assert placed.stages[0].blocks == ("b0", "b1")
     with pytest.raises(UsageError, match="between the shared blocks"):
         place(shared_profile((2, 4)), "one-to-one", 2, microbatch_size=1, spread=True)
-    with pytest.raises(UsageError, match="one route without replicas"):
-        place(shared_profile((0,)), "bidirectional", 2, microbatch_size=1, spread=True)
+
+
+@pytest.mark.parametrize(("strategy", "replicas"), [("one-to-one", 2), ("circular", 3), ("bidirectional", 2)])
+def test_shared_blocks_stand_on_all_devices_of_each_copy(strategy: str, replicas: int) -> None:
+    """Each copy of the pipeline splits the shared block over its own devices, which are neighbours."""
+    profile = shared_profile((0,))
+    placed = place(profile, strategy, 2 * replicas, microbatch_size=replicas, replicas=replicas, spread=True)
+    profile.check_placement(placed)
+    wide = [stage for stage in placed.stages if stage.blocks == ("b0",)]
+    assert {(stage.devices, stage.shards, stage.replicas) for stage in wide} == {
+        (tuple(range(2 * replicas)), 2, replicas)
+    }
+    assert sorted(stage.route for stage in wide) == list(range(placed.num_routes))
+    others = {stage.devices for stage in placed.stages if stage not in wide}
+    assert others == {tuple(range(first, 2 * replicas, 2)) for first in (0, 1)}

@@ -189,8 +189,15 @@ def test_spread_is_kept_or_refused() -> None:
     found = search_plan(model, "auto", Batch(8, 4), replace(QUICK, spread=True), num_devices=4, sizes=(1, 2, 4)).plan
     assert {stage.blocks for stage in found.stages if stage.shards == 4} == {("embedding",), ("head",)}
     assert check(found, model).valid
-    with pytest.raises(UsageError, match="without replicas"):
+    with pytest.raises(UsageError, match="2 shards"):
         search_plan(model, "auto", Batch(8, 4), replace(QUICK, spread=True, replicas=2), num_devices=4)
+    halves = spreadable(profile("gpt2-124m-cpu"), 2)
+    copies = replace(QUICK, spread=True, replicas=2)
+    for strategy in ("one-to-one", "bidirectional"):
+        found = search_plan(halves, strategy, Batch(8, 4), copies, num_devices=4).plan
+        wide = [stage for stage in found.stages if len(stage.blocks) == 1]
+        assert {(stage.shards, stage.replicas) for stage in wide} == {(2, 2)}
+        assert check(found, halves).valid
 
 
 def spreadable(model: Profile, shards: int) -> Profile:

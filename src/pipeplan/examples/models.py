@@ -321,7 +321,10 @@ _FLAVA_NOTE = (
     "24 layers of 4096 with 32 heads (section VI-D, Fig. 15), taken for each of the three encoders; the cross-encoder "
     "is shared by all devices. Ours: 197 image and 77 text tokens, vocabulary of 30522. The paper ran inference only."
 )
-_FLEXPIPE_NOTE = "Embedding and head apart, not tied: with that the table's totals come out."
+_FLEXPIPE_NOTE = (
+    "Embedding and head apart, not tied: with that the table's totals come out. Both may be spread over the devices of "
+    "a pipeline (section 7.1): write rows for as many --shards."
+)
 _CLIP_NOTE = (
     "Ours: patches of 588 numbers for image, video and audio, vocabulary of 49408, and 1024 numbers per sample to the "
     "contrastive loss."
@@ -368,7 +371,9 @@ MODELS: dict[str, PaperModel] = {
     },
     "tessel-flava": PaperModel(partial(_flava, towers=FLAVA), "Tessel (HPCA'24), Fig. 15", _FLAVA_NOTE),
     **{
-        f"flexpipe-gpt-{size}": PaperModel(partial(_gpt, table=table, tied=False), _FLEXPIPE, _FLEXPIPE_NOTE)
+        f"flexpipe-gpt-{size}": PaperModel(
+            partial(_gpt, table=table, tied=False, shared=True), _FLEXPIPE, _FLEXPIPE_NOTE
+        )
         for size, table in flexpipe_gpt().items()
     },
     **{

@@ -64,20 +64,26 @@ def place(
     its own copy of every block and every other micro-batch.
 
     ``replicas`` neighbouring devices run each stage and share the ``microbatch_size`` samples of its micro-batches.
-    With ``spread`` every shared block is a stage of its own, split over all devices (Tessel's M and NN shapes), and the
-    others are cut. ``cut`` cuts the chain otherwise.
+    With ``spread`` every shared block is a stage of its own on each route, split over all devices of a pipeline
+    (Tessel's M and NN shapes), and the others are cut; the devices of each copy of the pipeline are then neighbours,
+    since collectives join them. ``cut`` cuts the chain otherwise.
 
     Raises:
         UsageError: an unknown strategy, devices, chunks or replicas that do not apply, or fewer blocks than stages.
         InfeasibleError: some device cannot hold what it must.
     """
     routes = _routes(strategy, num_devices, chunks, replicas)
-    shared = _spread(profile, strategy, num_devices, replicas) if spread else ()
+    positions = num_devices // replicas
+    shared = _spread(profile, positions) if spread else ()
     order = [block for block in profile.topological_order() if block not in shared]
     _require_blocks(profile, strategy, num_devices, replicas, order, routes)
     costs = [stage_costs(profile, [block], microbatch_size // replicas, recompute=recompute) for block in order]
-    everywhere = [stage_costs(profile, [block], microbatch_size, num_devices, recompute=recompute) for block in shared]
-    limits = _limits(memory_bytes or [None] * num_devices, replicas, everywhere)
+    everywhere = [
+        stage_costs(profile, [block], microbatch_size // replicas, positions, recompute=recompute)
+        for block in shared * len(routes)
+    ]
+    groups = _groups(positions, replicas, strided=bool(shared))
+    limits = _limits(memory_bytes or [None] * num_devices, groups, everywhere)
     chain = Chain.of(costs, routes[0], [None if limit is None else limit // len(routes) for limit in limits])
     allowed = _not_around(profile, order, shared)
     begins = _cut(chain, allowed) if cut is None else cut(chain)
@@ -91,14 +97,19 @@ def place(
     stages = [
         PlacedStage(
             blocks=tuple(order[begin:end]),
-            devices=tuple(range(position * replicas, (position + 1) * replicas)),
+            devices=groups[position],
             replicas=replicas,
             route=route,
         )
         for route, positions in enumerate(routes)
         for (begin, end), position in zip(chain.ranges(begins), positions, strict=True)
     ]
-    stages += [PlacedStage(blocks=(block,), devices=tuple(range(num_devices)), shards=num_devices) for block in shared]
+    everyone = tuple(range(num_devices))
+    stages += [
+        PlacedStage(blocks=(block,), devices=everyone, shards=positions, replicas=replicas, route=route)
+        for route in range(len(routes))
+        for block in shared
+    ]
     return Placement(
         strategy=strategy if not shared else f"{strategy}, shared blocks spread",
         num_devices=num_devices,
@@ -107,10 +118,17 @@ def place(
     )
 
 
-def can_spread(profile: Profile, num_devices: int) -> bool:
+def can_spread(profile: Profile, shards: int) -> bool:
     """Whether there are shared blocks, and all have costs for being split over so many devices."""
     shared = [block for block in profile.blocks if block.shared]
-    return num_devices > 1 and bool(shared) and all(num_devices in {row.shards for row in b.costs} for b in shared)
+    return shards > 1 and bool(shared) and all(shards in {row.shards for row in block.costs} for block in shared)
+
+
+def _groups(positions: int, replicas: int, *, strided: bool) -> list[tuple[int, ...]]:
+    """[position] its devices: neighbours, or, ``strided``, one of each copy of the pipeline."""
+    if strided:
+        return [tuple(range(position, positions * replicas, positions)) for position in range(positions)]
+    return [tuple(range(position * replicas, (position + 1) * replicas)) for position in range(positions)]
 
 
 def _routes(strategy: str, num_devices: int, chunks: int | None, replicas: int) -> Positions:
@@ -127,14 +145,12 @@ def _routes(strategy: str, num_devices: int, chunks: int | None, replicas: int) 
     return STRATEGIES[strategy](num_devices // replicas, 2 if chunks is None else chunks)
 
 
-def _spread(profile: Profile, strategy: str, num_devices: int, replicas: int) -> tuple[str, ...]:
-    """The shared blocks. Raises UsageError where they cannot be split over all devices."""
-    if strategy == "bidirectional" or replicas > 1:
-        raise UsageError("shared blocks are spread over all devices for one route without replicas; choose another")
-    if not can_spread(profile, num_devices):
+def _spread(profile: Profile, positions: int) -> tuple[str, ...]:
+    """The shared blocks. Raises UsageError where they cannot be split over a pipeline's devices."""
+    if not can_spread(profile, positions):
         raise UsageError(
-            f"profile {profile.name!r} has no shared blocks with costs for {num_devices} shards; leave out --spread, "
-            f"or profile with --shards {num_devices}"
+            f"profile {profile.name!r} has no shared blocks with costs for {positions} shards; leave out --spread, "
+            f"or profile with --shards {positions}"
         )
     shared = {block.id for block in profile.blocks if block.shared}
     return tuple(block for block in profile.topological_order() if block in shared)
@@ -152,11 +168,12 @@ def _require_blocks(
         )
 
 
-def _limits(memory: Sequence[int | None], replicas: int, everywhere: Sequence[StageCosts]) -> list[int | None]:
+def _limits(
+    memory: Sequence[int | None], groups: Sequence[Sequence[int]], everywhere: Sequence[StageCosts]
+) -> list[int | None]:
     """[position] what its devices all have beside the blocks that stand everywhere."""
     taken = sum(2 * each.parameter_bytes + each.optimizer_bytes + each.activation_bytes for each in everywhere)
-    groups = [memory[begin : begin + replicas] for begin in range(0, len(memory), replicas)]
-    known = [[limit for limit in group if limit is not None] for group in groups]
+    known = [[limit for device in group if (limit := memory[device]) is not None] for group in groups]
     return [max(0, min(limits) - taken) if limits else None for limits in known]
 
 
@@ -196,13 +213,18 @@ def _in_order(profile: Profile, stages: Sequence[PlacedStage]) -> list[PlacedSta
     """The stages such that every edge points forward."""
     import networkx as nx
 
-    stage_of = {block: index for index, stage in enumerate(stages) for block in stage.blocks}
+    stage_of = {(stage.route, block): index for index, stage in enumerate(stages) for block in stage.blocks}
     first = {block: index for index, block in enumerate(profile.topological_order())}
     graph = nx.DiGraph()
     graph.add_nodes_from(range(len(stages)))
-    crossing = ((stage_of[edge.source], stage_of[edge.target]) for edge in profile.edges)
+    routes = {stage.route for stage in stages}
+    crossing = (
+        (stage_of[route, edge.source], stage_of[route, edge.target]) for edge in profile.edges for route in routes
+    )
     graph.add_edges_from((source, target) for source, target in crossing if source != target)
-    order = nx.lexicographical_topological_sort(graph, key=lambda stage: first[stages[stage].blocks[0]])
+    order = nx.lexicographical_topological_sort(
+        graph, key=lambda stage: (stages[stage].route, first[stages[stage].blocks[0]])
+    )
     return [stages[index] for index in order]
 
 

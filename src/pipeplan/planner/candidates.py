@@ -124,7 +124,7 @@ def _choices(request: Request) -> Iterator[_Choice | UsageError]:
             yield _no_size(request, replicas)
         for batch in batches:
             for recompute, strategy in product(request.recomputes, _strategies(request)):
-                for spread in _spreads(request, strategy, replicas):
+                for spread in _spreads(request, replicas):
                     yield _Choice(strategy, replicas, batch, recompute, spread)
 
 
@@ -215,11 +215,11 @@ def _profiled(profile: Profile) -> tuple[int, int]:
     return max(map(min, sizes)), min(map(max, sizes))
 
 
-def _spreads(request: Request, strategy: str, replicas: int) -> Sequence[bool]:
+def _spreads(request: Request, replicas: int) -> Sequence[bool]:
     wanted = request.options.spread
     if wanted is not None:
         return (wanted,)
-    possible = replicas == 1 and strategy != "bidirectional" and can_spread(request.profile, request.num_devices)
+    possible = can_spread(request.profile, request.num_devices // replicas)
     return (False, True) if possible else (False,)
 
 
