@@ -1,0 +1,156 @@
+"""Eliminations: a graph of frontiers made smaller, exactly where that can be (TensorOpt section 3.2).
+
+Costs do not care which way a tensor runs, so neighbours are counted without direction: whatever has at most two of
+them is eliminated exactly, which takes apart every series-parallel graph, and a decoder whose layers all read one
+encoder. Only what remains is merged with a neighbour, configuration by configuration, or settled by a heuristic.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from pipeplan.frontier.graph import CostGraph
+from pipeplan.frontier.memo import Memo
+from pipeplan.frontier.table import Table
+
+__all__ = ["Reduced"]
+
+
+@dataclass(slots=True)
+class Reduced:
+    """What is left of a graph: a row of frontiers per node, a matrix per pair of neighbours.
+
+    Nodes are numbers in topological order; an edge's table has its earlier node's configurations in its rows. ``done``
+    counts the eliminations of each kind.
+    """
+
+    nodes: dict[int, Table]
+    edges: dict[tuple[int, int], Table]
+    memo: Memo
+    done: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, graph: CostGraph) -> tuple[Reduced, dict[str, Table], list[Table]]:
+        """The whole graph, and the tables of its nodes and of its edges by which a strategy is read off."""
+        memo = Memo()
+        number = {name: index for index, name in enumerate(graph.order())}
+        rows = {node.name: memo.leaf(node.costs) for node in graph.nodes}
+        reduced = cls({number[name]: rows[name] for name in number}, {}, memo)
+        leaves = [memo.leaf(edge.costs) for edge in graph.edges]
+        for edge, leaf in zip(graph.edges, leaves, strict=True):
+            reduced._add_edge(number[edge.source], number[edge.target], leaf)
+        return reduced, rows, leaves
+
+    def copy(self) -> Reduced:
+        """The same, to go on with in two ways."""
+        return replace(self, nodes=dict(self.nodes), edges=dict(self.edges), done=Counter(self.done))
+
+    def neighbours(self, node: int) -> list[int]:
+        """The other ends of a node's edges, ascending."""
+        return sorted({a + b - node for a, b in self.edges if node in (a, b)})
+
+    def between(self, first: int, second: int) -> Table:
+        """The edge of two neighbours with ``first`` in the rows."""
+        table = self.edges[min(first, second), max(first, second)]
+        return table if first < second else self.memo.turned(table)
+
+    def linear(self) -> list[int]:
+        """The nodes marked: the first, and from the last marked on each one that is its only later neighbour."""
+        marked = [min(self.nodes)]
+        while len(later := [other for other in self.neighbours(marked[-1]) if other > marked[-1]]) == 1:
+            marked += later
+        return marked
+
+    def eliminate(self, kept: Collection[int], *, merged: int, in_order: bool) -> bool:
+        """One exact step on a node not in ``kept``: the cheapest, or the first ``in_order``; False if there is none."""
+        steps = sorted(self._steps(kept), key=lambda step: step[1:] if in_order else step)
+        if steps:
+            self._remove(steps[0][1])
+            return True
+        return self._merge(kept, merged)
+
+    def fix(self, node: int, configuration: int) -> Reduced:
+        """What is left when a node takes one configuration: its costs go to its neighbours (equation 7)."""
+        rest = self.copy()
+        chosen = self.memo.gather(self.nodes[node], np.array([[configuration]]))
+        for other in self.neighbours(node):
+            edge = self.between(node, other)
+            cells = configuration * edge.columns + np.arange(edge.columns)
+            rest._add_cost(other, self.memo.gather(edge, cells[None, :]))
+        rest._forget(node)
+        rest._add_cost(min(rest.nodes), chosen)
+        rest.done["heuristic"] += 1
+        return rest
+
+    def _steps(self, kept: Collection[int]) -> Iterator[tuple[int, int]]:
+        """(sums it would take, node) of every node that can be eliminated exactly."""
+        for node in self.nodes.keys() - set(kept):
+            others = self.neighbours(node)
+            if len(others) <= 2:
+                sides = [self.between(node, other).counts for other in others]
+                yield int(np.prod([counts.sum(axis=1) for counts in sides], axis=0).sum()), node
+
+    def _remove(self, node: int) -> None:
+        """A node with at most two neighbours, into the edge between them, its neighbour, or any other (4), (6)."""
+        others = self.neighbours(node)
+        row = self.nodes[node]
+        if len(others) == 2:
+            first, second = others
+            before = self.memo.product(self.between(first, node), row)
+            self._add_edge(first, second, self.memo.contract(before, self.between(node, second)))
+        elif others:
+            self._add_cost(others[0], self.memo.contract(row, self.between(node, others[0])))
+        else:
+            self._add_cost(next(other for other in sorted(self.nodes) if other != node), self.memo.union(row))
+        self.done["node" if len(others) == 2 else "branch"] += 1
+        self._forget(node)
+
+    def _merge(self, kept: Collection[int], merged: int) -> bool:
+        """Branch elimination: a node joins its neighbour, with a configuration for every pair of theirs (6)."""
+        pairs = [
+            (self.nodes[node].columns * self.nodes[other].columns, node, other)
+            for node in sorted(self.nodes.keys() - set(kept))
+            for other in self.neighbours(node)
+        ]
+        size, node, into = min(pairs, default=(merged + 1, 0, 0))
+        if size > merged:
+            return False
+        wide, narrow = self.nodes[into].columns, self.nodes[node].columns
+        of_into, of_node = np.divmod(np.arange(wide * narrow), narrow)
+        pair = self.memo.gather(self.between(into, node), np.arange(size)[None, :])
+        row = self.memo.product(pair, self.memo.gather(self.nodes[node], of_node[None, :]))
+        row = self.memo.product(row, self.memo.gather(self.nodes[into], of_into[None, :]))
+        widened = [
+            (other, self.between(other, end), part)
+            for end, part in ((into, of_into), (node, of_node))
+            for other in self.neighbours(end)
+            if other not in (into, node)
+        ]
+        self._forget(node)
+        self._forget(into)
+        self.nodes[into] = row
+        for other, edge, part in widened:
+            cells = np.arange(edge.rows)[:, None] * edge.columns + part[None, :]
+            self._add_edge(other, into, self.memo.gather(edge, cells))
+        self.done["branch"] += 1
+        return True
+
+    def _add_edge(self, first: int, second: int, table: Table) -> None:
+        """Another edge of a pair; with one that is there it becomes a single one (edge elimination, equation 5)."""
+        pair = (min(first, second), max(first, second))
+        table = table if first < second else self.memo.turned(table)
+        if pair in self.edges:
+            self.done["edge"] += 1
+            table = self.memo.product(self.edges[pair], table)
+        self.edges[pair] = table
+
+    def _add_cost(self, node: int, row: Table) -> None:
+        self.nodes[node] = self.memo.product(self.nodes[node], row)
+
+    def _forget(self, node: int) -> None:
+        del self.nodes[node]
+        self.edges = {pair: table for pair, table in self.edges.items() if node not in pair}

@@ -1,0 +1,107 @@
+"""Random graphs of costs, and every strategy of one by full enumeration."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from pipeplan.frontier.graph import CostEdge, CostGraph, CostNode, Strategy
+from pipeplan.frontier.table import Table, table
+
+
+def costs(rng: np.random.Generator, shape: tuple[int, ...], variants: int, high: int, forbidden: float) -> Table:
+    """Random costs, some combinations of which cannot be; the first cell always can."""
+    full = (*shape, variants)
+    allowed = rng.random(full) >= forbidden
+    allowed.reshape(-1, variants)[0, 0] = True
+    return table(rng.integers(0, high, full), rng.integers(0, high, full), allowed, copies=variants)
+
+
+def graph_of(
+    rng: np.random.Generator,
+    sizes: list[int],
+    pairs: list[tuple[int, int]],
+    *,
+    variants: int = 1,
+    high: int = 20,
+    forbidden: float = 0.0,
+) -> CostGraph:
+    """Nodes of so many configurations and the edges given, all costs random."""
+    nodes = [
+        CostNode(f"n{index}", tuple(map(str, range(size))), costs(rng, (size,), variants, high, forbidden))
+        for index, size in enumerate(sizes)
+    ]
+    edges = [CostEdge(f"n{a}", f"n{b}", costs(rng, (sizes[a], sizes[b]), variants, high, forbidden)) for a, b in pairs]
+    return CostGraph(tuple(nodes), tuple(edges))
+
+
+def chain(num: int) -> list[tuple[int, int]]:
+    return [(index, index + 1) for index in range(num - 1)]
+
+
+def residual(num: int) -> list[tuple[int, int]]:
+    """A chain in which every second node also reads what its predecessor read."""
+    return chain(num) + [(index, index + 2) for index in range(0, num - 2, 2)]
+
+
+def branching(rng: np.random.Generator, num: int) -> list[tuple[int, int]]:
+    """Any acyclic graph: each later node reads one or two earlier ones, some of them twice."""
+    return [(int(rng.integers(0, node)), node) for node in range(1, num) for _ in range(int(rng.integers(1, 3)))]
+
+
+def hub(num: int) -> list[tuple[int, int]]:
+    """A node read by all others (an attention mask), beside a chain."""
+    return [(0, node) for node in range(2, num)] + [(node, node + 1) for node in range(1, num - 1)]
+
+
+def complete(num: int) -> list[tuple[int, int]]:
+    return list(itertools.combinations(range(num), 2))
+
+
+def cost_of(graph: CostGraph, strategy: Strategy) -> tuple[int, int] | None:
+    """Memory and time of a strategy, summed anew; None if a point it names is not there."""
+    taken = [
+        (node.costs, strategy.configurations[node.name], strategy.node_variants[node.name]) for node in graph.nodes
+    ]
+    for edge, variant in zip(graph.edges, strategy.edge_variants, strict=True):
+        cell = strategy.configurations[edge.source] * edge.costs.columns + strategy.configurations[edge.target]
+        taken.append((edge.costs, cell, variant))
+    points = [_point(*choice) for choice in taken]
+    if None in points:
+        return None
+    found = [point for point in points if point]
+    return sum(memory for memory, _ in found), sum(time for _, time in found)
+
+
+def _point(costs: Table, cell: int, variant: int) -> tuple[int, int] | None:
+    for point in range(int(costs.starts[cell]), int(costs.starts[cell + 1])):
+        if costs.picks[0, point] == variant:
+            return int(costs.memory_bytes[point]), int(costs.time_ns[point])
+    return None
+
+
+def enumerate_frontier(graph: CostGraph) -> list[tuple[int, int]]:
+    """The frontier by going through every configuration of every node and every variant of everything."""
+    every: set[tuple[int, int]] = set()
+    names = [node.name for node in graph.nodes]
+    for cells in itertools.product(*(range(len(node.configurations)) for node in graph.nodes)):
+        chosen = dict(zip(names, cells, strict=True))
+        factors = [_cell(node.costs, chosen[node.name]) for node in graph.nodes]
+        factors += [
+            _cell(edge.costs, chosen[edge.source] * edge.costs.columns + chosen[edge.target]) for edge in graph.edges
+        ]
+        sums = {(0, 0)}
+        for factor in factors:
+            sums = {(m + a, t + b) for m, t in sums for a, b in factor}
+        every |= sums
+    kept: list[tuple[int, int]] = []
+    for memory, time in sorted(every):
+        if not kept or time < kept[-1][1]:
+            kept.append((memory, time))
+    return kept
+
+
+def _cell(costs: Table, cell: int) -> list[tuple[int, int]]:
+    points = range(int(costs.starts[cell]), int(costs.starts[cell + 1]))
+    return [(int(costs.memory_bytes[point]), int(costs.time_ns[point])) for point in points]
