@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from pipeplan.errors import InfeasibleError, InvalidPlanError, SearchTimeoutError, UsageError
 from pipeplan.model import Cluster, Placement, Profile
+from pipeplan.partition import STRATEGIES
 from pipeplan.planner import Batch, Candidate, Options, Request, Result, search_plan, workloads
 from pipeplan.report.comparison import OURS, Comparison, NotThere, Row
 from pipeplan.schedule.classic import CLASSIC
@@ -51,7 +52,7 @@ def compare(
                 batch,
                 replace(options, time_limit=found.seconds_left / (len(placements) - index)),
                 num_devices=num_devices,
-                chunks=chunks if len(placements) == 1 or wanted in _CHUNKED else None,
+                chunks=chunks if len(placements) == 1 or _has_chunks(wanted) else None,
                 cluster=cluster,
                 memory_bytes=memory_bytes,
                 progress=progress,
@@ -64,8 +65,10 @@ def compare(
     return found.comparison(num_devices)
 
 
-_CHUNKED = ("circular", "v-shape")
-"""Placements with several stages per device."""
+def _has_chunks(wanted: Placement | str) -> bool:
+    """Whether it takes a number of stages per device."""
+    return isinstance(wanted, str) and STRATEGIES[wanted].chunked
+
 
 _Failure = InfeasibleError | SearchTimeoutError | UsageError
 

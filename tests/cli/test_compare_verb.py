@@ -96,7 +96,7 @@ def test_too_few_blocks_for_some_placements(blocks: Path) -> None:
     found = compared(blocks, "--devices", "8", "--time-limit", "2s")
     assert {row["placement"] for row in found["rows"]} == {"one-to-one", "bidirectional"}
     reasons = {missing["placement"]: missing["why"] for missing in found["not_applicable"] if not missing["schedule"]}
-    assert set(reasons) == {"circular", "v-shape"}
+    assert set(reasons) == {"circular", "v-shape", "bidirectional-v-shape"}
     assert all("needs 16 stages" in why for why in reasons.values())
 
 

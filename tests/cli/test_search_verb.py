@@ -67,7 +67,8 @@ def test_report_is_for_people_and_the_plan_goes_to_stdout_if_asked(v: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("strategy", "num_stages"), [("one-to-one", 3), ("circular", 6), ("v-shape", 6), ("bidirectional", 6)]
+    ("strategy", "num_stages"),
+    [("one-to-one", 3), ("circular", 6), ("v-shape", 6), ("bidirectional", 6), ("bidirectional-v-shape", 12)],
 )
 def test_strategies_on_a_chain(chain: Path, tmp_path: Path, strategy: str, num_stages: int) -> None:
     plan = tmp_path / "plan.json"

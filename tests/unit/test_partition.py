@@ -176,7 +176,7 @@ def test_four_hundred_blocks_in_32_stages_are_quick() -> None:
 @given(times=st.lists(TIMES, min_size=6, max_size=10))
 @settings(max_examples=40, deadline=None)
 def test_busiest_device_is_least(strategy: str, num_devices: int, chunks: int, times: list[int]) -> None:
-    devices = STRATEGIES[strategy](num_devices, chunks)[0]
+    devices = STRATEGIES[strategy].routes(num_devices, chunks)[0]
     assume(len(times) >= len(devices))
     placed = place(profile_of(times), strategy, num_devices, chunks=chunks, microbatch_size=1)
     least = min(max(device_loads(times, each, devices)) for each in cuts(len(times), len(devices)))
@@ -196,7 +196,7 @@ def test_busiest_device_is_least_under_memory(
     blocks: list[tuple[int, int, int, int]],
     limits: list[int | None],
 ) -> None:
-    devices, memory = STRATEGIES[strategy](num_devices, chunks)[0], limits[:num_devices]
+    devices, memory = STRATEGIES[strategy].routes(num_devices, chunks)[0], limits[:num_devices]
     assume(len(blocks) >= len(devices))
     times, parameters, activations, workspaces = ([block[part] for block in blocks] for part in range(4))
     profile = profile_of(times, parameters=parameters, activations=activations, workspaces=workspaces)
@@ -223,7 +223,7 @@ def test_busiest_device_is_least_under_memory(
 def test_levelling_never_makes_the_busiest_busier(
     strategy: str, num_devices: int, chunks: int, times: list[int]
 ) -> None:
-    devices = STRATEGIES[strategy](num_devices, chunks)[0]
+    devices = STRATEGIES[strategy].routes(num_devices, chunks)[0]
     assume(len(times) >= len(devices))
     begins = balanced_split(times, len(devices))
     assert begins is not None
@@ -233,14 +233,16 @@ def test_levelling_never_makes_the_busiest_busier(
 
 
 def test_the_exact_search_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = chain_of([(5 + index % 7, 0, 0, 0) for index in range(24)], STRATEGIES["v-shape"](4, 2)[0], [None] * 4)
+    chain = chain_of(
+        [(5 + index % 7, 0, 0, 0) for index in range(24)], STRATEGIES["v-shape"].routes(4, 2)[0], [None] * 4
+    )
     assert least_busiest(chain, 10**6) is not None
     monkeypatch.setattr(exact_module, "MAX_STEPS", 10)
     assert least_busiest(chain, 10**6) is None
 
 
 def test_nothing_is_below_the_average() -> None:
-    chain = chain_of([(3, 0, 0, 0)] * 8, STRATEGIES["v-shape"](2, 2)[0], [None] * 2)
+    chain = chain_of([(3, 0, 0, 0)] * 8, STRATEGIES["v-shape"].routes(2, 2)[0], [None] * 2)
     assert least_busiest(chain, 13) is not None
     assert least_busiest(chain, 12) is None
 
@@ -286,6 +288,25 @@ def test_stages_of_the_strategies() -> None:
         assert (placed.strategy, placed.num_devices) == (strategy, 3)
         assert [stage.devices for stage in placed.stages] == [(device,) for device in devices]
         assert device_loads([1] * 12, begins_of(placed), devices) == [4, 4, 4]
+
+
+BOTH_WAYS = {
+    ("bidirectional", None): ([0, 1, 2, 3], [3, 2, 1, 0]),
+    ("bidirectional-v-shape", None): ([0, 1, 2, 3, 3, 2, 1, 0], [3, 2, 1, 0, 0, 1, 2, 3]),
+    ("bidirectional-v-shape", 3): ([0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3], [3, 2, 1, 0, 0, 1, 2, 3, 3, 2, 1, 0]),
+}
+"""Stages' devices: Chimera (SC'21), Fig. 2; and BitPipe (2024), Fig. 4, with V-shaped chunks."""
+
+
+@pytest.mark.parametrize(("strategy", "chunks"), BOTH_WAYS)
+def test_two_ways_have_a_copy_of_every_block_each(strategy: str, chunks: int | None) -> None:
+    profile = profile_of([1] * 12)
+    placed = place(profile, strategy, 4, chunks=chunks, microbatch_size=1)
+    profile.check_placement(placed)
+    assert placed.num_routes == 2
+    for route, devices in enumerate(BOTH_WAYS[strategy, chunks]):
+        stages = [stage for stage in placed.stages if stage.route == route]
+        assert [stage.devices for stage in stages] == [(device,) for device in devices]
 
 
 def test_a_heavy_head_is_balanced_over_devices() -> None:
@@ -373,7 +394,7 @@ def test_memory_moves_the_cut() -> None:
 @pytest.mark.parametrize("strategy", ["circular", "v-shape"])
 def test_many_blocks_on_many_devices_are_quick(strategy: str) -> None:
     times = [100 + 37 * index % 61 for index in range(400)]
-    devices = STRATEGIES[strategy](16, 2)[0]
+    devices = STRATEGIES[strategy].routes(16, 2)[0]
     started = perf_counter()
     placed = place(profile_of(times), strategy, 16, microbatch_size=1, memory_bytes=[10**9] * 16)
     assert perf_counter() - started < 20
@@ -396,7 +417,7 @@ def test_every_route_has_every_block_once_and_groups_are_neighbours(
     profile = profile_of(times)
     placed = place(profile, strategy, num_devices, microbatch_size=replicas, replicas=replicas)
     profile.check_placement(placed)
-    assert placed.num_routes == (2 if strategy == "bidirectional" else 1)
+    assert placed.num_routes == (2 if strategy.startswith("bidirectional") else 1)
     for route in range(placed.num_routes):
         stages = [stage for stage in placed.stages if stage.route == route]
         assert [block for stage in stages for block in stage.blocks] == [block.id for block in profile.blocks]

@@ -39,9 +39,14 @@ _OPTIONS = (
         default="auto",
         show_default=True,
         metavar="NAME|FILE",
-        help="auto (all, or the profile's own), one-to-one, circular, v-shape, bidirectional, or a placement file.",
+        help="auto (all, or the profile's own), one-to-one, circular, v-shape, bidirectional, "
+        "bidirectional-v-shape, or a placement file.",
     ),
-    click.option("--chunks", type=click.IntRange(min=1), help="Stages per device for circular, v-shape.  [default: 2]"),
+    click.option(
+        "--chunks",
+        type=click.IntRange(min=1),
+        help="Stages per device, where there are several.  [default: 2]",
+    ),
     click.option("--replicas", type=click.IntRange(min=1), help="Copies of the whole pipeline.  [default: searched]"),
     click.option(
         "--spread",

@@ -42,7 +42,7 @@ class Placement(FileModel):
     """Stages in a topological order of the stage graph, each on its devices.
 
     Micro-batches take the routes in turn; every route has a stage for each block. One route unless the strategy is
-    ``bidirectional``.
+    one of the ``bidirectional`` ones.
     """
 
     schema_version: Literal[1] = 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from pipeplan.costs import StageCosts, stage_costs
@@ -17,26 +18,52 @@ from pipeplan.partition.chain import Chain
 from pipeplan.partition.level import levelled, roomiest
 from pipeplan.units import format_bytes
 
-__all__ = ["STRATEGIES", "can_spread", "place"]
+__all__ = ["STRATEGIES", "Strategy", "can_spread", "place"]
 
 Positions = list[list[int]]
 """[route][stage] the position that runs it: positions are devices, or groups of devices that are replicas."""
 
-STRATEGIES: dict[str, Callable[[int, int], Positions]] = {
-    "one-to-one": lambda positions, chunks: [list(range(positions))],
-    "circular": lambda positions, chunks: [[stage % positions for stage in range(chunks * positions)]],
-    "v-shape": lambda positions, chunks: [
-        [
-            position if chunk % 2 == 0 else positions - 1 - position
-            for chunk in range(chunks)
-            for position in range(positions)
-        ]
-    ],
-    "bidirectional": lambda positions, chunks: [list(range(positions)), list(range(positions))[::-1]],
-}
-"""Strategy -> the positions of its routes' stages, given how many positions and chunks (stages per position)."""
 
-_CHUNKED = ("circular", "v-shape")
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """Where the stages of a chain stand.
+
+    ``positions`` gives [stage] the position that runs it, for a number of positions and of chunks (stages per
+    position). ``chunked`` strategies take that number. With ``two_ways`` a second route leads the other way round: each
+    of its stages stands on the position opposite to that of the first route's.
+    """
+
+    positions: Callable[[int, int], list[int]]
+    chunked: bool = False
+    two_ways: bool = False
+
+    def routes(self, positions: int, chunks: int) -> Positions:
+        """Each route's positions."""
+        down = self.positions(positions, chunks)
+        return [down, [positions - 1 - position for position in down]] if self.two_ways else [down]
+
+
+def _zigzag(positions: int, chunks: int) -> list[int]:
+    down = list(range(positions))
+    return [position for chunk in range(chunks) for position in (down if chunk % 2 == 0 else down[::-1])]
+
+
+def _in_turn(positions: int, chunks: int) -> list[int]:
+    return [stage % positions for stage in range(chunks * positions)]
+
+
+def _one_each(positions: int, chunks: int) -> list[int]:
+    return list(range(positions))
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "one-to-one": Strategy(_one_each),
+    "circular": Strategy(_in_turn, chunked=True),
+    "v-shape": Strategy(_zigzag, chunked=True),
+    "bidirectional": Strategy(_one_each, two_ways=True),
+    "bidirectional-v-shape": Strategy(_zigzag, chunked=True, two_ways=True),
+}
+"""Every strategy by the name ``--placement`` takes."""
 
 Cut = Callable[[Chain], tuple[int, ...]]
 """Chooses the first block of each stage."""
@@ -60,8 +87,8 @@ def place(
     With one stage per device the cut minimises the longest stage's forward + backward time, then the sum of squares,
     exactly. Where a device runs several stages (``chunks`` of them, 2 by default) it starts from that cut and levels
     the devices' sums: as :mod:`pipeplan.partition.level` says. ``memory_bytes`` [device] holds for one micro-batch in
-    flight (:mod:`pipeplan.partition.chain`); None is no limit. ``bidirectional`` has two routes, down and up, each with
-    its own copy of every block and every other micro-batch.
+    flight (:mod:`pipeplan.partition.chain`); None is no limit. The ``bidirectional`` strategies have two routes, each
+    with its own copy of every block and every other micro-batch; the second stands the other way round.
 
     ``replicas`` neighbouring devices run each stage and share the ``microbatch_size`` samples of its micro-batches.
     With ``spread`` every shared block is a stage of its own on each route, split over all devices of a pipeline
@@ -138,11 +165,12 @@ def _routes(strategy: str, num_devices: int, chunks: int | None, replicas: int) 
         raise UsageError(f"{num_devices} devices cannot hold a pipeline; --devices must be at least 1")
     if num_devices % replicas:
         raise UsageError(f"{num_devices} devices cannot be shared by {replicas} replicas; choose --replicas to divide")
-    if strategy not in _CHUNKED and chunks not in (None, 1):
-        raise UsageError(f"--chunks {chunks} does not apply to {strategy}; choose --placement circular or v-shape")
+    if not STRATEGIES[strategy].chunked and chunks not in (None, 1):
+        chunked = ", ".join(name for name, other in STRATEGIES.items() if other.chunked)
+        raise UsageError(f"--chunks {chunks} does not apply to {strategy}; choose a --placement of {chunked}")
     if chunks is not None and chunks < 1:
         raise UsageError(f"--chunks must be at least 1, not {chunks}")
-    return STRATEGIES[strategy](num_devices // replicas, 2 if chunks is None else chunks)
+    return STRATEGIES[strategy].routes(num_devices // replicas, 2 if chunks is None else chunks)
 
 
 def _spread(profile: Profile, positions: int) -> tuple[str, ...]:

@@ -156,10 +156,8 @@ def _chains(request: Request) -> Iterator[Found]:
 
 def _chain(request: Request, choice: _Choice, source: str, cut: Callable[[Chain], tuple[int, ...]] | None) -> Candidate:
     batch, strategy = choice.batch, choice.strategy
-    if batch.num_microbatches % 2 and strategy == "bidirectional":
-        raise UsageError(
-            f"--placement bidirectional needs an even number of micro-batches, not {batch.num_microbatches}"
-        )
+    if batch.num_microbatches % 2 and STRATEGIES[strategy].two_ways:
+        raise UsageError(f"--placement {strategy} needs an even number of micro-batches, not {batch.num_microbatches}")
     placement = place(
         request.profile,
         strategy,
