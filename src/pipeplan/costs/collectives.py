@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +11,7 @@ from pipeplan.costs.links import time_on_curve
 from pipeplan.costs.presets import DevicePreset
 from pipeplan.model import Cluster, LinkLevel
 
-__all__ = ["Combining", "Exchange", "Prices", "all_reduce_time", "prices_in", "prices_of", "ring_ns"]
+__all__ = ["Combining", "Exchange", "Prices", "all_reduce_time", "price_at", "prices_in", "prices_of", "ring_ns"]
 
 LINK_CEILING = 0.85
 """Share of a link's bandwidth that large messages reach. Assumed."""
@@ -51,7 +52,7 @@ def prices_of(device: DevicePreset) -> Prices:
 
 def prices_in(cluster: Cluster) -> Prices:
     """Measured times among the first devices of a cluster where it has them, else rings over the slowest link."""
-    return lambda exchange, devices: _price(cluster, exchange, devices, cluster.level_between(0, devices - 1))
+    return lambda exchange, devices: price_at(cluster, exchange, devices, cluster.level_between(0, devices - 1))
 
 
 def all_reduce_time(cluster: Cluster | None, devices: Sequence[int], size: int) -> int:
@@ -59,14 +60,27 @@ def all_reduce_time(cluster: Cluster | None, devices: Sequence[int], size: int) 
     if cluster is None or len(devices) < 2 or not size:
         return 0
     level = cluster.level_between(min(devices), max(devices))
-    return round(_price(cluster, Exchange("all_reduce", size), len(devices), level))
+    return round(price_at(cluster, Exchange("all_reduce", size), len(devices), level))
 
 
-def _price(cluster: Cluster, exchange: Exchange, devices: int, level: LinkLevel | None) -> float:
-    """Measured time of the level where there is one for so many devices, else a ring over the level's links."""
+def price_at(cluster: Cluster, exchange: Exchange, devices: int, level: LinkLevel | None) -> float:
+    """Measured time of the level, interpolated over sizes and numbers of devices, else a ring over the level's links.
+
+    Between two measured numbers of devices the time is interpolated in the logarithms of both; outside of them, and
+    where only one was measured, it is a ring.
+    """
     if level is None:
         return 0.0
-    for curve in cluster.measured:
-        if (curve.operation, curve.level, curve.num_devices) == (exchange.operation, level.name, devices):
-            return time_on_curve(curve.points, exchange.array_bytes)
+    measured = sorted(
+        (curve.num_devices, time_on_curve(curve.points, exchange.array_bytes))
+        for curve in cluster.measured
+        if (curve.operation, curve.level) == (exchange.operation, level.name)
+    )
+    for count, time in measured:
+        if count == devices:
+            return time
+    for (fewer, low), (more, high) in zip(measured, measured[1:], strict=False):
+        if fewer < devices < more:
+            share = math.log(devices / fewer) / math.log(more / fewer)
+            return low * math.pow(high / low, share)
     return ring_ns(exchange, devices, level.bandwidth_bytes_per_s, level.latency_ns)

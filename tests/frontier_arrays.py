@@ -1,0 +1,58 @@
+"""Tensors cut over devices, and the moves between layouts carried out on them: what resharding is judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeplan.frontier.configurations.layouts import DIMENSIONS, Layout
+from pipeplan.frontier.configurations.resharding import Move, groups_along, senders
+
+__all__ = ["cut", "held_after"]
+
+Array = npt.NDArray[np.int64]
+
+
+def cut(whole: Array, layout: Layout, devices: int) -> list[Array]:
+    """What every device holds. Of a partial layout the first along the split holds the sum, and the others nothing."""
+    held = []
+    for device in range(devices):
+        piece = whole
+        for axis, split in enumerate(layout[:3]):
+            if split:
+                piece = np.split(piece, split.extent, axis=axis)[split.coordinate(device)]
+        late = layout.partial is not None and layout.partial.coordinate(device) > 0
+        held.append(np.zeros_like(piece) if late else piece)
+    return held
+
+
+def held_after(move: Move, held: Sequence[Array], devices: int) -> list[Array]:
+    """What every device holds after a move, by the collective itself."""
+    if move.how == "send":
+        after = dict.fromkeys(range(devices), held[0])
+        for source, target in senders(move.source, move.target, devices):
+            after[target] = held[source]
+        return [after[device] for device in range(devices)]
+    assert move.along is not None
+    result = list(held)
+    for group in groups_along([move.along], devices):
+        pieces = [held[device] for device in group]
+        for place, device in enumerate(group):
+            result[device] = _at(move, pieces, place)
+    return result
+
+
+def _at(move: Move, pieces: Sequence[Array], place: int) -> Array:
+    """What the device at some place of a group has, from what all of the group had."""
+    taken = DIMENSIONS.index(move.taken) if move.taken else 0
+    given = DIMENSIONS.index(move.given) if move.given else 0
+    if move.how == "gather":
+        return np.concatenate(pieces, axis=given)
+    if move.how == "slice":
+        return np.split(pieces[place], len(pieces), axis=taken)[place]
+    if move.how == "exchange":
+        return np.concatenate([np.split(piece, len(pieces), axis=taken)[place] for piece in pieces], axis=given)
+    total: Array = np.sum(pieces, axis=0)
+    return total if move.how == "sum" else np.split(total, len(pieces), axis=taken)[place]
