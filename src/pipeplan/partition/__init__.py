@@ -2,5 +2,6 @@
 
 from pipeplan.partition.balance import balanced_split
 from pipeplan.partition.strategies import STRATEGIES, can_spread, place
+from pipeplan.partition.submodules import Submodule, place_submodules
 
-__all__ = ["STRATEGIES", "balanced_split", "can_spread", "place"]
+__all__ = ["STRATEGIES", "Submodule", "balanced_split", "can_spread", "place", "place_submodules"]

@@ -18,7 +18,7 @@ from pipeplan.partition.chain import Chain
 from pipeplan.partition.level import levelled, roomiest
 from pipeplan.units import format_bytes
 
-__all__ = ["STRATEGIES", "Strategy", "can_spread", "place"]
+__all__ = ["STRATEGIES", "Strategy", "can_spread", "in_topological_order", "place"]
 
 Positions = list[list[int]]
 """[route][stage] the position that runs it: positions are devices, or groups of devices that are replicas."""
@@ -141,7 +141,7 @@ def place(
         strategy=strategy if not shared else f"{strategy}, shared blocks spread",
         num_devices=num_devices,
         num_routes=len(routes),
-        stages=tuple(_in_order(profile, stages)) if shared else tuple(stages),
+        stages=tuple(in_topological_order(profile, stages)) if shared else tuple(stages),
     )
 
 
@@ -237,7 +237,7 @@ def _not_around(profile: Profile, order: Sequence[str], shared: Sequence[str]) -
     )
 
 
-def _in_order(profile: Profile, stages: Sequence[PlacedStage]) -> list[PlacedStage]:
+def in_topological_order(profile: Profile, stages: Sequence[PlacedStage]) -> list[PlacedStage]:
     """The stages such that every edge points forward."""
     import networkx as nx
 
