@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.room import Effect, still_needed
 
 __all__ = ["Policy", "Tuning", "in_flight_limits", "list_schedule", "policies"]
 
@@ -100,7 +101,7 @@ class _Listing:
         self._after_forward = [False] * len(problem.on_device)
         self._orders: list[list[int]] = [[] for _ in problem.on_device]
         self._rank = self._ranks()
-        self._needs = [_still_needed(problem, device) for device in range(len(problem.on_device))]
+        self._needs = [_needs(problem, device) for device in range(len(problem.on_device))]
         self._events = [(0, device) for device in range(len(problem.on_device))]
 
     def _ranks(self) -> list[tuple[int, ...]]:
@@ -205,19 +206,10 @@ class _Listing:
         return capacity is None or self._held[device] + problem.acquire[x] + problem.workspace[x] <= capacity
 
 
-def _still_needed(problem: Problem, device: int) -> list[int]:
-    """[operations done] bytes that one micro-batch still takes, at most, until it has given everything back.
-
-    Weight gradients only give back, at the end; they need nothing but their workspace.
-    """
-    operations = [x for x in problem.on_device[device] if problem.kinds[x] != "W"]
-    at_end = max((problem.workspace[x] for x in problem.on_device[device] if problem.kinds[x] == "W"), default=0)
-    needs = [at_end] * (len(operations) + 1)
-    for done in reversed(range(len(operations))):
-        x = operations[done]
-        after = needs[done + 1] - problem.release[x]
-        needs[done] = problem.acquire[x] + max(problem.workspace[x], after, 0)
-    return needs
+def _needs(problem: Problem, device: int) -> list[int]:
+    effects = zip(problem.kinds, problem.acquire, problem.workspace, problem.release, strict=True)
+    each = [Effect(*effect) for effect in effects]
+    return still_needed([each[x] for x in problem.on_device[device]])
 
 
 class Tuning:

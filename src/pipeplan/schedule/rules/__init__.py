@@ -2,6 +2,7 @@
 
 from pipeplan.schedule.rules.language import (
     Candidate,
+    Check,
     DeviceRules,
     Instruction,
     Rules,
@@ -13,6 +14,7 @@ from pipeplan.schedule.rules.language import (
 
 __all__ = [
     "Candidate",
+    "Check",
     "DeviceRules",
     "Instruction",
     "Rules",

@@ -91,13 +91,14 @@ class TypeTraversal:
     """Computation-type traversal priority: which kind a device tries first (Table 2).
 
     ``interleaved`` takes the other kind when ``forward_unit`` forwards (``backward_unit`` backwards) in a row have run.
-    The others stay with a kind they have begun until its unit is full, then go back to their first. Whatever is not
-    ready, or not allowed, gives way to the next kind.
+    The others stay with a kind they have begun until its unit is full, then go back to their first. What is not allowed
+    gives way to the next kind; what is not ready, too, unless the device is to ``wait`` for what goes first.
     """
 
     first: First | TypeOrder = "bwd-first"
     forward_unit: Number = 1
     backward_unit: Number = 1
+    wait: bool = False
 
     def __post_init__(self) -> None:
         _require("first", self.first, get_args(First))
@@ -110,8 +111,8 @@ class StageTraversal:
     """Stage traversal priority: which stage of a device goes first among the ready actions of one kind (Table 2).
 
     ``breadth-first`` prefers the stage at the front of the model, ``depth-first`` the one at its end. With an
-    ``interval`` a stage keeps its turn for so many actions, and is waited for; then the turn goes to the next ready
-    stage in that direction, round and round.
+    ``interval`` a stage keeps its turn for so many actions; then the turn goes to the next stage in that direction,
+    round and round. Whose turn it is is waited for, while other kinds may run; who is not allowed loses the turn.
     """
 
     direction: Direction | StageOrder = "breadth-first"

@@ -1,0 +1,295 @@
+"""What a device takes next: the step function (FlexPipe, Algorithm 1) over its ready queues.
+
+A *lane* of a device holds the ready queues of its stages for one sort of action: forwards, backwards (B and I), or a
+kind of instruction. Weight gradients wait in one queue per device, oldest first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from pipeplan.errors import UsageError
+from pipeplan.schedule.rules.language import Candidate, Rules, State
+from pipeplan.schedule.rules.settings import DeviceSettings, Resolved, Traversal
+from pipeplan.schedule.rules.stuck import Obstacle
+from pipeplan.simulate.timing import TaskGraph
+
+__all__ = ["Chooser"]
+
+_BACKWARD = {"B": "B", "I": "B"}
+"""Kinds that share a lane, and its name; every other kind is a lane of its own."""
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The operations of a device for one sort of action, in the order of preference.
+
+    With an interval ``turn`` is the place of the operation whose turn it is, ``count`` how many actions it has had.
+    """
+
+    operations: list[int]
+    traversal: Traversal
+    turn: int = -1
+    count: int = 0
+
+    @property
+    def interval(self) -> int | None:
+        """Actions that a stage has in a row; None where there are no turns."""
+        return self.traversal.interval
+
+    def turns(self, left: Sequence[int]) -> Iterator[int]:
+        """The operations that have actions left, from the one whose turn it is."""
+        first = self.turn if self.turn >= 0 and self.count != self.interval else self.turn + 1
+        for x in (*self.operations[first:], *self.operations[:first]):
+            if left[x]:
+                yield x
+
+    def started(self, x: int) -> None:
+        """An action of one of the operations starts."""
+        place = self.operations.index(x)
+        fresh = place != self.turn or self.count == self.interval
+        self.turn, self.count = place, 1 if fresh else self.count + 1
+
+
+@dataclass(slots=True)
+class _Device:
+    """One device's lanes and what its last actions were."""
+
+    settings: DeviceSettings
+    lanes: dict[str, _Lane]
+    before: list[str]  # instructions that go before forwards and backwards
+    behind: list[str]
+    left: int  # actions other than weight gradients that have not started
+    owed: deque[int] = field(default_factory=deque)  # weight gradients that could start
+    last: str | None = None  # F or B, the lane of the last forward or backward
+    run: int = 0  # how many of them in a row
+
+    def kinds(self) -> list[str]:
+        """The lanes in the order in which they are tried now."""
+        between = ["B", "F"] if self._backward_goes_first() else ["F", "B"]
+        return [*self.before, *between, *self.behind]
+
+    def _backward_goes_first(self) -> bool:
+        settings, first = self.settings, self.settings.types.first
+        if first == "interleaved":
+            return self.run >= settings.forward_unit if self.last != "B" else self.run < settings.backward_unit
+        if first == "bwd-first":
+            return self.last != "F" or self.run % settings.forward_unit == 0
+        return self.last == "B" and self.run % settings.backward_unit != 0
+
+
+class Chooser:
+    """The ready queues of all operations, and the choice of every device."""
+
+    def __init__(
+        self,
+        graph: TaskGraph,
+        rules: Rules,
+        resolved: Resolved,
+        obstacle: Callable[[int], Obstacle | None],
+        state: State,
+    ) -> None:
+        operations = graph.workload.operations
+        self._graph, self._obstacle, self._state = graph, obstacle, state
+        self._kind: list[str] = [operation.kind for operation in operations]
+        self._stage = [operation.stage for operation in operations]
+        self._number: dict[tuple[str, int], int] = {
+            (operation.kind, operation.stage): x for x, operation in enumerate(operations)
+        }
+        self._queues: list[list[int]] = [[] for _ in operations]
+        self._left = [graph.offsets[x + 1] - graph.offsets[x] for x in range(len(operations))]
+        self._callers = [callers(graph, x) for x in range(len(operations))]
+        self._last = {instruction.kind for instruction in rules.instructions if instruction.last}
+        self._pressed = False
+        self._devices = [self._device(device, settings) for device, settings in enumerate(resolved.devices)]
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether any device chooses by a user's function."""
+        return any(
+            callable(what)
+            for device in self._devices
+            for what in (
+                device.settings.types.first,
+                device.settings.forward.rules.direction,
+                device.settings.backward.rules.direction,
+            )
+        )
+
+    @contextmanager
+    def pressed(self) -> Iterator[None]:
+        """Nothing can start: for once turns are not waited for, and weight gradients run as soon as they can."""
+        self._pressed = True
+        try:
+            yield
+        finally:
+            self._pressed = False
+
+    def operation(self, kind: str, stage: int) -> int | None:
+        """The operation of a kind and stage; None if there is none."""
+        return self._number.get((kind, stage))
+
+    def ready(self, device: int, kind: str) -> list[Candidate]:
+        """The next ready action of each of a device's stages for one kind."""
+        heads = (self._queues[x][0] for x in sorted(self._operations(device, kind)) if self._queues[x])
+        return [self.candidate(device, task) for task in heads]
+
+    def candidate(self, device: int, task: int) -> Candidate:
+        """An action as user functions see it."""
+        x = self._graph.operation_of[task]
+        return Candidate(device, self._kind[x], self._stage[x], task - self._graph.offsets[x], task)
+
+    def add(self, task: int) -> Sequence[int]:
+        """Put an action into its ready queue; the devices that may choose it."""
+        x = self._graph.operation_of[task]
+        heapq.heappush(self._queues[x], task)
+        if self._kind[x] == "W":
+            for device in self._callers[x]:
+                self._devices[device].owed.append(task)
+        return self._callers[x]
+
+    def take(self, task: int) -> int:
+        """Take an action out of its ready queue."""
+        x = self._graph.operation_of[task]
+        if self._queues[x][0] == task:
+            heapq.heappop(self._queues[x])
+        else:
+            self._queues[x].remove(task)
+            heapq.heapify(self._queues[x])
+        if self._kind[x] == "W":
+            for device in self._callers[x]:
+                self._devices[device].owed.remove(task)
+        return task
+
+    def started(self, task: int) -> None:
+        """Count an action that starts; turns and units go on where it was the devices' own choice."""
+        x = self._graph.operation_of[task]
+        kind = self._kind[x]
+        self._left[x] -= 1
+        if kind == "W":
+            return
+        for device in self._graph.devices_of(task):
+            self._devices[device].left -= 1
+        name = _BACKWARD.get(kind, kind)
+        for device in self._callers[x]:
+            mine = self._devices[device]
+            mine.lanes[name].started(x)
+            if name in "FB":
+                mine.run = mine.run + 1 if mine.last == name else 1
+                mine.last = name
+
+    def choose(self, device: int) -> int | None:
+        """The action a device would start now; None if there is none it may."""
+        mine, first = self._devices[device], self._devices[device].settings.types.first
+        if callable(first):
+            return self._by_function(device, first(self._state, device))
+        if len(mine.owed) > mine.settings.weights_late and self._obstacle(mine.owed[0]) is None:
+            return mine.owed[0]
+        first_waits = mine.settings.types.wait
+        for name in mine.kinds():
+            lane = mine.lanes.get(name)
+            if lane is None:
+                continue
+            task = self._pick(device, lane)
+            if task is not None:
+                return task
+            if first_waits and name in "FB" and self._is_waited_for(lane):
+                break
+        return self._filling(mine)
+
+    def _is_waited_for(self, lane: _Lane) -> bool:
+        """Whether nothing but time keeps all actions of a lane that are left."""
+        left = list(lane.turns(self._left))
+        if lane.turn >= 0 and lane.interval is not None:
+            left = left[:1]
+        return bool(left) and not self._pressed and not any(self._queues[x] for x in left)
+
+    def _by_function(self, device: int, kinds: Sequence[str]) -> int | None:
+        mine = self._devices[device]
+        for kind in kinds:
+            if kind == "W":
+                task = next((owed for owed in mine.owed if self._obstacle(owed) is None), None)
+            else:
+                lane = mine.lanes.get(_BACKWARD.get(kind, kind))
+                task = None if lane is None else self._pick(device, lane)
+            if task is not None:
+                return task
+        return self._filling(mine)
+
+    def _filling(self, mine: _Device) -> int | None:
+        """A weight gradient for a device that has nothing else to do."""
+        if not mine.owed or not (mine.settings.weights_fill or mine.left == 0 or self._pressed):
+            return None
+        return mine.owed[0] if self._obstacle(mine.owed[0]) is None else None
+
+    def _pick(self, device: int, lane: _Lane) -> int | None:
+        """The action of a lane whose turn it is, or the first one in the order of preference that may start."""
+        direction = lane.traversal.rules.direction
+        if callable(direction):
+            heads = [self._queues[x][0] for x in lane.operations if self._queues[x]]
+            allowed = [self.candidate(device, task) for task in heads if self._obstacle(task) is None]
+            chosen = direction(self._state, allowed) if allowed else None
+            if chosen is not None and chosen not in allowed:
+                raise UsageError(
+                    f"the stage order of device {device} chose {chosen}, which is none of those it was given"
+                )
+            return None if chosen is None else chosen.task
+        if lane.interval is None:
+            return next((task for x in lane.operations if (task := self._allowed(x)) is not None), None)
+        for x in lane.turns(self._left):
+            if (task := self._allowed(x)) is not None:
+                return task
+            if not self._queues[x] and lane.turn >= 0 and not self._pressed:
+                return None  # its turn: it is waited for
+        return None
+
+    def _allowed(self, x: int) -> int | None:
+        """The next action of an operation, if it is ready and may start."""
+        queue = self._queues[x]
+        return queue[0] if queue and self._obstacle(queue[0]) is None else None
+
+    def _operations(self, device: int, kind: str) -> list[int]:
+        if kind == "W":
+            return [x for x, callers in enumerate(self._callers) if self._kind[x] == "W" and device in callers]
+        lane = self._devices[device].lanes.get(_BACKWARD.get(kind, kind))
+        return [] if lane is None else [x for x in lane.operations if self._kind[x] == kind]
+
+    def _device(self, device: int, settings: DeviceSettings) -> _Device:
+        lanes: dict[str, _Lane] = {}
+        for x, kind in enumerate(self._kind):
+            if device in self._callers[x] and kind != "W":
+                name = _BACKWARD.get(kind, kind)
+                traversal = settings.backward if name == "B" else settings.forward
+                lanes.setdefault(name, _Lane([], traversal)).operations.append(x)
+        for lane in lanes.values():
+            lane.operations.sort(key=self._stage.__getitem__, reverse=lane.traversal.rules.direction == "depth-first")
+        others = sorted(lanes.keys() - {"F", "B"})
+        resources = self._graph.workload.resources[: len(self._kind)]
+        return _Device(
+            settings,
+            lanes,
+            [name for name in others if name not in self._last],
+            [name for name in others if name in self._last],
+            sum(self._left[x] for x, there in enumerate(resources) if device in there and self._kind[x] != "W"),
+        )
+
+
+def callers(graph: TaskGraph, x: int) -> tuple[int, ...]:
+    """The devices that may choose an operation's actions: all, or of several those that are its neighbours'."""
+    workload = graph.workload
+    devices, stage = workload.resources[x], workload.operations[x].stage
+    if len(devices) == 1:
+        return devices
+    before = [source for source, target, _ in workload.lags if target == x]
+    after = [target for source, target, _ in workload.lags if source == x]
+    for neighbours in (before, after):
+        there = {
+            device for y in neighbours if workload.operations[y].stage != stage for device in workload.resources[y]
+        }
+        if there & set(devices):
+            return tuple(device for device in devices if device in there)
+    return devices

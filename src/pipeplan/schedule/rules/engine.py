@@ -1,0 +1,264 @@
+"""The scheduler of rules (FlexPipe, section 5 and Algorithm 1): every free device picks among its ready actions.
+
+The instruction pool is the task graph: each action counts what it still waits for. An action with nothing left to wait
+for goes into the ready queue of its operation, from where the devices that may choose it take it, lowest micro-batch
+first. All devices that are free at a moment choose by what was known before it, and only then start what they
+chose: nobody sees what others do in the same step (the local buffers). On unit steps every action lasts one step and
+messages none; on true time both last as long as they do.
+
+An action of several devices is called for by a device that chooses it. All its devices then join in as soon as they
+have ended what they are running, and it starts on all of them together. Only neighbours call: devices where a stage
+before it in the graph has run the micro-batch, or, if none is among its own, where a stage after it will.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pipeplan.schedule.rules.choosing import Chooser
+from pipeplan.schedule.rules.language import Candidate, Rules
+from pipeplan.schedule.rules.memory import Memory
+from pipeplan.schedule.rules.settings import Resolved
+from pipeplan.schedule.rules.stuck import Obstacle, stuck_error
+from pipeplan.simulate.timing import TaskGraph
+
+__all__ = ["schedule_by_rules"]
+
+_PATIENCE = 100
+"""Steps without any action after which user functions that still refuse everything are taken to refuse it for good."""
+
+
+def schedule_by_rules(graph: TaskGraph, rules: Rules) -> list[list[int]]:
+    """[device] its actions in the order in which the rules start them.
+
+    Cost is linear in actions and dependencies, times the stages of a device, and a logarithm.
+
+    Raises:
+        UsageError: the rules do not apply to the workload, or actions wait for each other in a circle.
+        InfeasibleError: limits, checks or memory block every action that is ready; the text names them.
+    """
+    return _Run(graph, rules).run()
+
+
+@dataclass(slots=True)
+class _Call:
+    """An action of several devices, and how many of them are still running something else."""
+
+    task: int
+    missing: int
+
+
+class _Run:
+    """One run of the rules in steps, or in time. It is the :class:`State` that user functions see."""
+
+    def __init__(self, graph: TaskGraph, rules: Rules) -> None:
+        self.graph = graph
+        self.now = 0
+        operations, workload = graph.workload.operations, graph.workload
+        self._unit = rules.time == "unit"
+        self._resolved = Resolved(workload, rules)
+        self._limits = self._resolved.in_flight
+        self._device_limits = [settings.limit for settings in self._resolved.devices]
+        self._checks = rules.checks
+        self._memory = Memory(graph) if rules.fit_memory else None
+        self._stage = [operation.stage for operation in operations]
+        self._kind: list[str] = [operation.kind for operation in operations]
+        self._own = [not shared for shared in self._resolved.is_shared]
+        self._waiting = graph.num_predecessors.copy()
+        self._arrival = [0] * graph.num_tasks
+        self._begun: list[int | None] = [None] * graph.num_actions
+        self._in_flight = [0] * len(workload.stages)
+        self._on_device = [0] * len(workload.devices)
+        self._left = graph.num_actions
+        self._link_free = [0] * len(workload.links)
+        self._busy = [False] * len(workload.devices)
+        self._calls: list[_Call | None] = [None] * len(workload.devices)
+        self._startable: list[_Call] = []
+        self._woken = set(range(len(workload.devices)))
+        self._events: list[tuple[int, int]] = []  # (time, task) ends; behind num_tasks, arrivals
+        self._orders: list[list[int]] = [[] for _ in workload.devices]
+        self._chooser = Chooser(graph, rules, self._resolved, self.obstacle, self)
+        self._attentive = self._chooser.has_functions or bool(rules.checks)
+
+    # what user functions see (language.State)
+
+    def steps(self, device: int) -> int:
+        return len(self._orders[device])
+
+    def step_of(self, kind: str, stage: int, microbatch: int) -> int | None:
+        x = self._chooser.operation(kind, stage)
+        task = -1 if x is None else self.graph.offsets[x] + microbatch
+        return self._begun[task] if x is not None and task < self.graph.offsets[x + 1] else None
+
+    def in_flight(self, stage: int) -> int:
+        return self._in_flight[stage]
+
+    def stages_on(self, device: int) -> Sequence[int]:
+        return [number for number, stage in enumerate(self.graph.workload.stages) if device in stage.devices]
+
+    def ready(self, device: int, kind: str) -> Sequence[Candidate]:
+        return self._chooser.ready(device, kind)
+
+    # the run
+
+    def run(self) -> list[list[int]]:
+        """Every device's order."""
+        for task, count in enumerate(self._waiting):
+            if count == 0:
+                self._arrive(task)
+        self._choose()
+        while self._left:
+            if self._events:
+                self._advance()
+                self._choose()
+            elif not self._stir():
+                raise stuck_error(self.graph, self._waiting, self._begun, self.obstacle)
+        return self._orders
+
+    def _advance(self) -> None:
+        """Go on to the next moment at which something ends or arrives, and take all in that does."""
+        events, graph = self._events, self.graph
+        self.now = now = events[0][0]
+        while events and events[0][0] == now:
+            task = heapq.heappop(events)[1]
+            if task >= graph.num_tasks:
+                self._arrive(task - graph.num_tasks)
+            else:
+                self._end(task)
+
+    def _end(self, task: int) -> None:
+        """Its devices are free, and what depends on it waits for one thing less."""
+        for device in self.graph.devices_of(task):
+            self._busy[device] = False
+            call = self._calls[device]
+            if call is None:
+                self._woken.add(device)
+                continue
+            call.missing -= 1
+            if call.missing == 0:
+                self._startable.append(call)
+        self._resolve(task, self.now)
+
+    def _resolve(self, task: int, end: int) -> None:
+        """The dependency resolver: an action, or a message, has ended."""
+        for other, lag in self.graph.successors[task]:
+            self._waiting[other] -= 1
+            if self._unit:
+                if self._waiting[other] == 0:
+                    self._arrive(other)
+                continue
+            time = self._arrival[other] = max(self._arrival[other], end + lag)
+            if self._waiting[other] == 0:
+                if time > self.now and other < self.graph.num_actions:
+                    heapq.heappush(self._events, (time, other + self.graph.num_tasks))
+                else:
+                    self._arrive(other)
+
+    def _arrive(self, task: int) -> None:
+        """All that a task waits for is there: an action is ready, a message takes its link as soon as that is free."""
+        graph = self.graph
+        if task < graph.num_actions:
+            self._woken.update(self._chooser.add(task))
+            return
+        end = self.now
+        if not self._unit:
+            link = graph.devices_of(task)[0] - len(self._busy)
+            end = self._link_free[link] = max(self._link_free[link], self.now) + graph.durations[task]
+        self._resolve(task, end)
+
+    def _choose(self) -> None:
+        """All free devices choose; then they start what they chose, calls for several devices first."""
+        asked: Iterable[int] = range(len(self._busy)) if self._attentive else sorted(self._woken)
+        free = [device for device in asked if not self._busy[device] and self._calls[device] is None]
+        picks = [(device, task) for device in free if (task := self._chooser.choose(device)) is not None]
+        self._woken.clear()
+        for call in self._startable:
+            self._start(call.task)
+        self._startable.clear()
+        for device, task in sorted((pick for pick in picks if self._is_shared(pick[1])), key=self._calling_order):
+            self._call(device, task)
+        for device, task in picks:
+            if not self._is_shared(task) and self._calls[device] is None and not self._busy[device]:
+                self._start(self._chooser.take(task))
+
+    def _is_shared(self, task: int) -> bool:
+        return len(self.graph.devices_of(task)) > 1
+
+    def _calling_order(self, pick: tuple[int, int]) -> tuple[bool, int]:
+        return self._kind[self.graph.operation_of[pick[1]]] not in "BI", pick[0]
+
+    def _call(self, device: int, task: int) -> None:
+        """Call all devices of an action together, unless another call came before that it cannot be beside."""
+        devices = self.graph.devices_of(task)
+        if self._busy[device] or any(self._calls[other] for other in devices) or self.obstacle(task) is not None:
+            self._woken.add(device)
+            return
+        call = _Call(self._chooser.take(task), sum(self._busy[other] for other in devices))
+        for other in devices:
+            self._calls[other] = call
+        if call.missing == 0:
+            self._start(task)
+
+    def _start(self, task: int) -> None:
+        graph, x = self.graph, self.graph.operation_of[task]
+        devices, stage = graph.devices_of(task), self._stage[x]
+        self._left -= 1
+        self._begun[task] = self.now
+        self._chooser.started(task)
+        if self._memory is not None:
+            self._memory.start(task)
+        change = self._flight_change(x, task)
+        self._in_flight[stage] += change
+        for device in devices:
+            self._orders[device].append(task)
+            self._busy[device] = True
+            self._calls[device] = None
+            if self._own[stage]:
+                self._on_device[device] += change
+        heapq.heappush(self._events, (self.now + (1 if self._unit else graph.durations[task]), task))
+
+    def _flight_change(self, x: int, task: int) -> int:
+        """+1 where an action brings a micro-batch into flight, -1 where it takes one out."""
+        kind = self._kind[x]
+        if kind == "F":
+            return int(not self._is_second_part(x, task))
+        return -1 if kind in ("B", "I") else 0
+
+    def _is_second_part(self, x: int, task: int) -> bool:
+        number = task - self.graph.offsets[x]
+        return number % 2 == 1 and number < 2 * self.graph.workload.slots[x].num_parted
+
+    def obstacle(self, task: int) -> Obstacle | None:
+        """What keeps a ready action from starting by the rules; None if nothing does."""
+        x = self.graph.operation_of[task]
+        stage, kind = self._stage[x], self._kind[x]
+        if kind == "F" and not self._is_second_part(x, task):
+            limit = self._limits[stage]
+            if limit is not None and self._in_flight[stage] >= limit:
+                return Obstacle("in_flight", stage, limit)
+            for device in self.graph.devices_of(task) if self._own[stage] else ():
+                most = self._device_limits[device]
+                if most is not None and self._on_device[device] >= most:
+                    return Obstacle("in_flight_device", device, most)
+        if self._memory is not None and (full := self._memory.missing(task)) is not None:
+            return Obstacle("memory", full)
+        if self._checks:
+            candidate = self._chooser.candidate(self.graph.devices_of(task)[0], task)
+            for check in self._checks:
+                if not check(self, candidate):
+                    return Obstacle("check", number=0, name=getattr(check, "__name__", repr(check)))
+        return None
+
+    def _stir(self) -> bool:
+        """Nothing runs: let time pass for user functions, then let strict turns give way. False if nothing helps."""
+        for _ in range(_PATIENCE if self._attentive else 0):
+            self.now += 1
+            self._choose()
+            if self._events:
+                return True
+        self._woken.update(range(len(self._busy)))
+        with self._chooser.pressed():
+            self._choose()
+        return bool(self._events)

@@ -1,0 +1,182 @@
+"""Rules in numbers: what they mean for each stage and each device of a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+from pipeplan.errors import UsageError
+from pipeplan.model.plan import Stage
+from pipeplan.model.workload import Workload
+from pipeplan.schedule.rules.language import Limit, Rules, Settings, StageTraversal, TypeTraversal
+from pipeplan.schedule.rules.numbers import evaluate
+
+__all__ = ["DeviceSettings", "Resolved", "Traversal"]
+
+
+@dataclass(frozen=True, slots=True)
+class Traversal:
+    """A stage traversal with its interval as a number; None without one."""
+
+    rules: StageTraversal
+    interval: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSettings:
+    """How one device chooses. ``limit`` is what it may have in flight over all its own stages; None is no limit."""
+
+    types: TypeTraversal
+    forward_unit: int
+    backward_unit: int
+    forward: Traversal
+    backward: Traversal
+    limit: int | None
+    weights_late: int
+    weights_fill: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The stages of one submodule and route: ``chain`` without, ``shared`` those with more devices than others."""
+
+    chain: list[int]
+    shared: list[int]
+
+
+class Resolved:
+    """The settings of every stage and device of a workload.
+
+    Raises:
+        UsageError: a number cannot be evaluated or is too small, a pattern or device of the rules meets nothing.
+    """
+
+    def __init__(self, workload: Workload, rules: Rules) -> None:
+        self._workload, self._rules = workload, rules
+        self._check_overrides()
+
+    @cached_property
+    def in_flight(self) -> list[int | None]:
+        """[stage] micro-batches between forward and backward, at most; None is no limit."""
+        return [self._stage_limit(stage) for stage in range(len(self._workload.stages))]
+
+    @cached_property
+    def devices(self) -> list[DeviceSettings]:
+        """[device]"""
+        return [self._device(device) for device in range(len(self._workload.devices))]
+
+    @cached_property
+    def is_shared(self) -> list[bool]:
+        """[stage] whether it stands on more devices than other stages of its submodule."""
+        shared = {stage for part in self._parts.values() for stage in part.shared}
+        return [stage in shared for stage in range(len(self._workload.stages))]
+
+    def _check_overrides(self) -> None:
+        count = len(self._workload.devices)
+        for rules in self._rules.devices:
+            for device in rules.devices:
+                if device not in range(count):
+                    raise UsageError(f"device: rules for device {device}, but there are devices 0 to {count - 1} only")
+        for index, submodule in enumerate(self._rules.submodules):
+            if index not in self._submodule_of:
+                known = ", ".join(stage.blocks[0] for stage in self._workload.stages[:5] if stage.blocks)
+                raise UsageError(
+                    f"submodule: blocks = {submodule.blocks!r} matches no stage that an earlier submodule leaves; "
+                    f"stages begin with {known}, ..."
+                )
+
+    @cached_property
+    def _submodule_of(self) -> list[int | None]:
+        """[stage] the first submodule of the rules that its first block belongs to."""
+        return [self._find_submodule(stage) for stage in self._workload.stages]
+
+    def _find_submodule(self, stage: Stage) -> int | None:
+        patterns = enumerate(self._rules.submodules)
+        return next((i for i, rules in patterns if stage.blocks and fnmatchcase(stage.blocks[0], rules.blocks)), None)
+
+    @cached_property
+    def _parts(self) -> Mapping[tuple[int | None, int], _Part]:
+        """{(submodule, route): its stages}"""
+        stages = self._workload.stages
+        members: dict[tuple[int | None, int], list[int]] = {}
+        for number, stage in enumerate(stages):
+            members.setdefault((self._submodule_of[number], stage.route), []).append(number)
+        parts = {}
+        for key, numbers in members.items():
+            least = min(len(stages[number].devices) for number in numbers)
+            chain = [number for number in numbers if len(stages[number].devices) == least]
+            parts[key] = _Part(chain, [number for number in numbers if number not in set(chain)])
+        return parts
+
+    def _part(self, stage: int) -> _Part:
+        return self._parts[self._submodule_of[stage], self._workload.stages[stage].route]
+
+    def _sizes(self, stage: int) -> dict[str, int]:
+        """The names that numbers may use (:data:`~pipeplan.schedule.rules.numbers.NAMES`)."""
+        stages, part = self._workload.stages, self._part(stage)
+        groups = list(dict.fromkeys(stages[number].devices for number in part.chain))
+        group = stages[stage].devices
+        there = [number for number in part.chain if stages[number].devices == group]
+        return {
+            "D": len(groups),
+            "d": groups.index(group) if group in groups else 0,
+            "C": max(1, len(there)),
+            "c": there.index(stage) if stage in there else 0,
+            "S": len(part.chain),
+            "s": sum(number < stage for number in part.chain),
+            "N": self._workload.mini_batch // (stages[stage].microbatch_size * self._workload.num_routes),
+        }
+
+    def _settings(self, stage: int, device: int) -> Settings:
+        """What holds for a stage on a device: the rules, then the submodule's, then the device's."""
+        submodule = self._submodule_of[stage]
+        settings: Settings = self._rules
+        if submodule is not None:
+            settings = settings.under(self._rules.submodules[submodule])
+        for rules in self._rules.devices:
+            if device in rules.devices:
+                settings = settings.under(rules)
+        return settings
+
+    def _stage_limit(self, stage: int) -> int | None:
+        settings, sizes = self._settings(stage, self._workload.stages[stage].devices[0]), self._sizes(stage)
+        if self.is_shared[stage]:
+            place = self._part(stage).shared.index(stage)
+            return _limit("in_flight_shared", settings.in_flight_shared, place, sizes)
+        return _limit("in_flight", settings.in_flight, sizes["s"], sizes)
+
+    def _device(self, device: int) -> DeviceSettings:
+        there = [number for number, stage in enumerate(self._workload.stages) if device in stage.devices]
+        first = next((number for number in there if not self.is_shared[number]), there[0] if there else 0)
+        settings, sizes = self._settings(first, device), self._sizes(first)
+        types = settings.types or TypeTraversal()
+        return DeviceSettings(
+            types,
+            evaluate("forward_unit", types.forward_unit, sizes),
+            evaluate("backward_unit", types.backward_unit, sizes),
+            _traversal("forward", settings.forward, sizes),
+            _traversal("backward", settings.backward, sizes),
+            _limit("in_flight_device", settings.in_flight_device, sizes["d"], sizes),
+            evaluate("weights_late", settings.weights_late or 0, sizes, least=0),
+            bool(settings.weights_fill),
+        )
+
+
+def _traversal(key: str, rules: StageTraversal | None, sizes: Mapping[str, int]) -> Traversal:
+    rules = rules or StageTraversal()
+    return Traversal(rules, None if rules.interval is None else evaluate(f"{key}.interval", rules.interval, sizes))
+
+
+def _limit(key: str, limit: Limit | None, place: int, sizes: Mapping[str, int]) -> int | None:
+    """The limit of the stage, or device, at this place of its submodule."""
+    if limit is None:
+        return None
+    if not isinstance(limit, tuple):
+        return evaluate(key, limit, sizes)
+    if place >= len(limit):
+        raise UsageError(
+            f"{key} has {len(limit)} numbers, but there is a place {place} in the submodule; write one each"
+        )
+    return evaluate(f"{key}[{place}]", limit[place], sizes)

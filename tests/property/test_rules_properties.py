@@ -1,0 +1,96 @@
+"""The scheduler of rules against a plain reading of Algorithm 1, and its orders against what they promise."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from helpers import Placed, chain_workload, placed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rules_reference import Reference
+
+from pipeplan.errors import InfeasibleError
+from pipeplan.model.workload import Workload
+from pipeplan.schedule.rules import DeviceRules, Rules, StageTraversal, TypeTraversal
+from pipeplan.schedule.rules.engine import schedule_by_rules
+from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph, with_links
+
+number = st.sampled_from([1, 2, 3, "D", "D - d", "max(1, S - s)", "C * N"])
+types = st.builds(
+    TypeTraversal, st.sampled_from(["bwd-first", "fwd-first", "interleaved"]), number, number, wait=st.booleans()
+)
+stages = st.builds(StageTraversal, st.sampled_from(["breadth-first", "depth-first"]), st.none() | number)
+limit = st.none() | number
+settings_of_all = {
+    "types": st.none() | types,
+    "forward": st.none() | stages,
+    "backward": st.none() | stages,
+    "in_flight": limit,
+    "in_flight_device": st.none() | st.none() | number,
+    "in_flight_shared": limit,
+    "weights_late": st.none() | st.sampled_from([0, 1, "d"]),
+    "weights_fill": st.booleans(),
+}
+rules = st.builds(
+    Rules,
+    **settings_of_all,
+    time=st.sampled_from(["unit", "true"]),
+    devices=st.just(()) | st.tuples(st.builds(DeviceRules, types=types, forward=stages, devices=st.just((1,)))),
+)
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    """Random graphs, and chains in which a device has several stages."""
+    if draw(st.booleans()):
+        return draw(placed(parts=False)).workload
+    devices = draw(st.sampled_from([[0, 1, 0, 1], [0, 1, 1, 0], [0, 1, 2], [0, 1, 0, 1, 0, 1]]))
+    groups = [(device,) for device in devices]
+    if draw(st.booleans()):
+        groups = [(0, 1), *groups]
+    split = draw(st.sampled_from([None, (7, 11)]))
+    return chain_workload(3, draw(st.integers(1, 7)), devices=groups, split=split, lag=draw(st.sampled_from([0, 3])))
+
+
+def orders_of(graph: TaskGraph, rules: Rules) -> list[list[int]] | None:
+    try:
+        return schedule_by_rules(graph, rules)
+    except InfeasibleError:
+        return None
+
+
+@settings(max_examples=50, deadline=None)
+@given(workloads(), rules)
+def test_every_choice_is_that_of_the_plain_algorithm(workload: Workload, rules: Rules) -> None:
+    graph = task_graph(workload)
+    assert orders_of(graph, rules) == Reference(graph, rules).run()
+
+
+@settings(max_examples=40, deadline=None)
+@given(placed(links=True), rules)
+def test_orders_are_complete_and_can_run(drawn: Placed, rules: Rules) -> None:
+    graph = task_graph(drawn.workload)
+    orders = orders_of(graph, rules)
+    if orders is None:
+        return
+    for device, order in enumerate(orders):
+        expected = {task for task in range(graph.num_actions) if device in graph.devices_of(task)}
+        assert Counter(order) == Counter(expected)
+    earliest_starts(graph, with_links(graph, orders))
+
+
+@pytest.mark.parametrize("time", ["unit", "true"])
+@settings(max_examples=40, deadline=None)
+@given(placed(links=True), st.integers(1, 3))
+def test_limits_hold(time: str, drawn: Placed, most: int) -> None:
+    graph = task_graph(drawn.workload)
+    rules = Rules(time=time, in_flight=most, in_flight_shared=most)
+    orders = orders_of(graph, rules)
+    for order in orders or ():
+        flight: Counter[int] = Counter()
+        for task in order:
+            operation = graph.workload.operations[graph.operation_of[task]]
+            slot = graph.workload.slots[graph.operation_of[task]].name(task - graph.offsets[graph.operation_of[task]])
+            flight[operation.stage] += (operation.kind == "F" and slot[1] != 1) - (operation.kind in "BI")
+            assert flight[operation.stage] <= most

@@ -1,0 +1,207 @@
+"""FlexPipe's Algorithm 1 read plainly: at every moment everything is found by going through all actions again.
+
+Slow on purpose, and with no state but what ran when and who chose it. Messages that wait for a link are left out in
+true time; user functions, checks and memory, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from pipeplan.schedule.rules import Rules
+from pipeplan.schedule.rules.settings import Resolved
+from pipeplan.simulate.timing import TaskGraph
+
+LANE = {"I": "B"}
+
+
+class Reference:
+    def __init__(self, graph: TaskGraph, rules: Rules) -> None:
+        assert rules.time == "unit" or not graph.workload.links
+        self.graph, self.unit = graph, rules.time == "unit"
+        self.resolved = Resolved(graph.workload, rules)
+        self.begun: dict[int, int] = {}
+        self.called: dict[int, list[int]] = {}  # action of several devices: those that have not joined
+        self.orders: list[list[int]] = [[] for _ in graph.workload.devices]
+        self.now, self.pressed = 0, False
+        self.sources: list[list[tuple[int, int]]] = [[] for _ in graph.durations]
+        for source, targets in enumerate(graph.successors):
+            for target, lag in targets:
+                self.sources[target].append((source, 0 if self.unit else lag))
+
+    def run(self) -> list[list[int]] | None:
+        """Every device's order; None where nothing can start any more."""
+        while len(self.begun) < self.graph.num_actions:
+            self.step()
+            later = [time for task in range(self.graph.num_tasks) if (time := self.arrival(task)) is not None]
+            later = [time for time in (*later, *map(self.end, self.begun)) if time > self.now]
+            if not later:
+                self.pressed, before = True, len(self.begun)
+                self.step()
+                self.pressed = False
+                if len(self.begun) == before:
+                    return None
+                later = [self.now + self.duration(task) for task in self.begun if self.end(task) > self.now]
+            self.now = min(later)
+        return self.orders
+
+    def step(self) -> None:
+        reserved = {device for devices in self.called.values() for device in devices}
+        free = [d for d in range(len(self.orders)) if self.is_free(d) and d not in reserved]
+        picks = [(device, task) for device in free if (task := self.choose(device)) is not None]
+        for task, devices in list(self.called.items()):
+            if all(self.is_free(device) for device in devices):
+                self.start(task)
+        shared = [pick for pick in picks if len(self.graph.devices_of(pick[1])) > 1]
+        for device, task in sorted(shared, key=lambda pick: (self.kind(pick[1]) not in "BI", pick[0])):
+            devices = list(self.graph.devices_of(task))
+            taken = {other for others in self.called.values() for other in others}
+            if self.is_free(device) and not taken & set(devices) and task not in self.begun and self.may(task):
+                self.called[task] = devices
+                if all(self.is_free(other) for other in devices):
+                    self.start(task)
+        taken = {other for others in self.called.values() for other in others}
+        for device, task in picks:
+            if (device, task) not in shared and self.is_free(device) and device not in taken:
+                self.start(task)
+
+    def start(self, task: int) -> None:
+        self.begun[task] = self.now
+        self.called.pop(task, None)
+        for device in self.graph.devices_of(task):
+            self.orders[device].append(task)
+
+    def choose(self, device: int) -> int | None:
+        settings = self.resolved.devices[device]
+        owed = sorted(self.ready(device, "W"), key=lambda task: (self.arrival(task), task))
+        if len(owed) > settings.weights_late:
+            return owed[0]
+        backward = self.backward_first(device)
+        for lane in "BF" if backward else "FB":
+            task, waits = self.pick(device, lane)
+            if task is not None:
+                return task
+            if waits and settings.types.wait and not self.pressed:
+                break
+        mine = [t for t in range(self.graph.num_actions) if device in self.graph.devices_of(t)]
+        done = all(task in self.begun for task in mine if self.kind(task) != "W")
+        return owed[0] if owed and (settings.weights_fill or done or self.pressed) else None
+
+    def backward_first(self, device: int) -> bool:
+        settings = self.resolved.devices[device]
+        lanes = [
+            self.lane(task) for task in self.orders[device] if self.calls(device, task) and self.lane(task) in "FB"
+        ]
+        last = lanes[-1] if lanes else "B"
+        run = next((n for n, lane in enumerate(reversed(lanes)) if lane != last), len(lanes))
+        unit = settings.forward_unit if last == "F" else settings.backward_unit
+        match settings.types.first:
+            case "bwd-first":
+                return last == "B" or run % unit == 0
+            case "fwd-first":
+                return last == "B" and run % unit != 0
+            case _:
+                return (run < unit and bool(lanes)) if last == "B" else run >= unit
+
+    def pick(self, device: int, lane: str) -> tuple[int | None, bool]:
+        """What the device takes of a lane, and whether nothing but time keeps it from taking something."""
+        settings = self.resolved.devices[device]
+        traversal = settings.forward if lane == "F" else settings.backward
+        ready = self.ready(device, lane)
+        mine = self.of_lane(device, lane)
+        stages = sorted({self.stage(task) for task in mine}, reverse=traversal.rules.direction == "depth-first")
+        left = [s for s in stages if any(self.stage(t) == s and t not in self.begun for t in mine)]
+        turn, count = self.turn(device, lane, traversal.interval)
+        if traversal.interval is not None and turn is not None:
+            first = stages.index(turn) + (count == traversal.interval)
+            left = [s for s in (*stages[first:], *stages[:first]) if s in left]
+        for stage in left:
+            heads = [task for task in ready if self.stage(task) == stage]
+            if heads and self.may(min(heads)):
+                return min(heads), False
+            if not heads and traversal.interval is not None and turn is not None and not self.pressed:
+                break
+        awaited = left[:1] if traversal.interval is not None and turn is not None else left
+        return None, bool(left) and not any(self.stage(task) in awaited for task in ready)
+
+    def turn(self, device: int, lane: str, interval: int | None) -> tuple[int | None, int]:
+        """The stage that had the last turn, and how many actions of it."""
+        stage, count = None, 0
+        for task in self.orders[device]:
+            if self.calls(device, task) and self.lane(task) == lane:
+                fresh = self.stage(task) != stage or count == interval
+                stage, count = self.stage(task), 1 if fresh else count + 1
+        return stage, count
+
+    def may(self, task: int) -> bool:
+        if self.kind(task) != "F":
+            return True
+        stage, limits = self.stage(task), self.resolved
+        most = limits.in_flight[stage]
+        if most is not None and self.in_flight([stage]) >= most:
+            return False
+        for device in self.graph.devices_of(task):
+            most, stages = limits.devices[device].limit, self.graph.workload.stages
+            own = [s for s, there in enumerate(stages) if device in there.devices and not limits.is_shared[s]]
+            if most is not None and not limits.is_shared[stage] and self.in_flight(own) >= most:
+                return False
+        return True
+
+    def in_flight(self, stages: list[int]) -> int:
+        kinds = [self.kind(task) for task in self.begun if self.stage(task) in stages]
+        return kinds.count("F") - kinds.count("B") - kinds.count("I")
+
+    def ready(self, device: int, lane: str) -> list[int]:
+        tasks = [t for t in self.of_lane(device, lane) if t not in self.begun and t not in self.called]
+        return [task for task in tasks if (time := self.arrival(task)) is not None and time <= self.now]
+
+    @cache  # noqa: B019  the only thing that is kept: it is slow, and never changes
+    def of_lane(self, device: int, lane: str) -> list[int]:
+        return [t for t in range(self.graph.num_actions) if self.lane(t) == lane and self.calls(device, t)]
+
+    def calls(self, device: int, task: int) -> bool:
+        """Whether a device may choose an action: of several, those where its neighbours before, or after it, run."""
+        graph, devices = self.graph, self.graph.devices_of(task)
+        if len(devices) == 1:
+            return device in devices
+        operation = graph.workload.operations[graph.operation_of[task]]
+        dependencies = [(d.source, d.target) for d in graph.workload.dependencies]
+        before = [source for source, target in dependencies if target == operation.id]
+        after = [target for source, target in dependencies if source == operation.id]
+        for ids in (before, after):
+            stages = [other.stage for other in graph.workload.operations if other.id in ids]
+            near = {d for s in stages if s != operation.stage for d in graph.workload.stages[s].devices}
+            if near & set(devices):
+                return device in near & set(devices)
+        return device in devices
+
+    def arrival(self, task: int) -> int | None:
+        """When all that a task waits for is there; None if that is not known yet."""
+        times = list(self.arrivals(task))
+        return None if None in times else max((time for time in times if time is not None), default=0)
+
+    def arrivals(self, task: int) -> Iterator[int | None]:
+        for source, lag in self.sources[task]:
+            if source >= self.graph.num_actions:
+                yield self.arrival(source)
+            else:
+                yield self.end(source) + lag if source in self.begun else None
+
+    def is_free(self, device: int) -> bool:
+        return not self.orders[device] or self.end(self.orders[device][-1]) <= self.now
+
+    def end(self, task: int) -> int:
+        return self.begun[task] + self.duration(task)
+
+    def duration(self, task: int) -> int:
+        return 1 if self.unit else self.graph.durations[task]
+
+    def kind(self, task: int) -> str:
+        return self.graph.workload.operations[self.graph.operation_of[task]].kind
+
+    def lane(self, task: int) -> str:
+        return LANE.get(self.kind(task), self.kind(task))
+
+    def stage(self, task: int) -> int:
+        return self.graph.workload.operations[self.graph.operation_of[task]].stage
