@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pipeplan.schedule.rules.choosing import Chooser
 from pipeplan.schedule.rules.language import Candidate, Rules
 from pipeplan.schedule.rules.memory import Memory
+from pipeplan.schedule.rules.separation import separate
 from pipeplan.schedule.rules.settings import Resolved
 from pipeplan.schedule.rules.stuck import Obstacle, stuck_error
 from pipeplan.simulate.timing import TaskGraph
@@ -39,7 +40,8 @@ def schedule_by_rules(graph: TaskGraph, rules: Rules) -> list[list[int]]:
         UsageError: the rules do not apply to the workload, or actions wait for each other in a circle.
         InfeasibleError: limits, checks or memory block every action that is ready; the text names them.
     """
-    return _Run(graph, rules).run()
+    orders = _Run(graph, rules).run()
+    return separate(graph, orders) if rules.separate else orders
 
 
 @dataclass(slots=True)
