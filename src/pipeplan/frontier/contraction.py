@@ -22,7 +22,7 @@ _BATCH_POINTS = 1 << 21
 def contract(left: Table, right: Table, *, batch_points: int = _BATCH_POINTS) -> Table:
     """The table of ``left.rows`` x ``right.columns`` cells; ``batch_points`` bounds the sums held at once."""
     parts = [_part(left, right, cells) for cells in _batches(left.counts @ right.counts, batch_points)]
-    return made(left.rows, right.columns, (left, right), union(parts))
+    return made(left.rows, right.columns, union(parts))
 
 
 def _batches(sums: IntArray, batch_points: int) -> Iterator[IntArray]:

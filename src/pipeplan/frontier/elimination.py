@@ -7,15 +7,15 @@ encoder. Only what remains is merged with a neighbour, configuration by configur
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from pipeplan.frontier.expression import Expression, Writer
 from pipeplan.frontier.graph import CostGraph
-from pipeplan.frontier.memo import Memo
-from pipeplan.frontier.table import Table
 
 __all__ = ["Reduced"]
 
@@ -28,19 +28,19 @@ class Reduced:
     counts the eliminations of each kind.
     """
 
-    nodes: dict[int, Table]
-    edges: dict[tuple[int, int], Table]
-    memo: Memo
+    nodes: dict[int, Expression]
+    edges: dict[tuple[int, int], Expression]
+    writer: Writer
     done: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, graph: CostGraph) -> tuple[Reduced, dict[str, Table], list[Table]]:
+    def of(cls, graph: CostGraph) -> tuple[Reduced, dict[str, Expression], list[Expression]]:
         """The whole graph, and the tables of its nodes and of its edges by which a strategy is read off."""
-        memo = Memo()
+        writer = Writer()
         number = {name: index for index, name in enumerate(graph.order())}
-        rows = {node.name: memo.leaf(node.costs) for node in graph.nodes}
-        reduced = cls({number[name]: rows[name] for name in number}, {}, memo)
-        leaves = [memo.leaf(edge.costs) for edge in graph.edges]
+        rows = {node.name: writer.given(node.costs) for node in graph.nodes}
+        reduced = cls({number[name]: rows[name] for name in number}, {}, writer)
+        leaves = [writer.given(edge.costs) for edge in graph.edges]
         for edge, leaf in zip(graph.edges, leaves, strict=True):
             reduced._add_edge(number[edge.source], number[edge.target], leaf)
         return reduced, rows, leaves
@@ -53,10 +53,10 @@ class Reduced:
         """The other ends of a node's edges, ascending."""
         return sorted({a + b - node for a, b in self.edges if node in (a, b)})
 
-    def between(self, first: int, second: int) -> Table:
+    def between(self, first: int, second: int) -> Expression:
         """The edge of two neighbours with ``first`` in the rows."""
-        table = self.edges[min(first, second), max(first, second)]
-        return table if first < second else self.memo.turned(table)
+        edge = self.edges[min(first, second), max(first, second)]
+        return edge if first < second else self.writer.turned(edge)
 
     def linear(self) -> list[int]:
         """The nodes marked: the first, and from the last marked on each one that is its only later neighbour."""
@@ -76,23 +76,22 @@ class Reduced:
     def fix(self, node: int, configuration: int) -> Reduced:
         """What is left when a node takes one configuration: its costs go to its neighbours (equation 7)."""
         rest = self.copy()
-        chosen = self.memo.gather(self.nodes[node], np.array([[configuration]]))
+        chosen = self.writer.gather(self.nodes[node], np.array([[configuration]]))
         for other in self.neighbours(node):
             edge = self.between(node, other)
             cells = configuration * edge.columns + np.arange(edge.columns)
-            rest._add_cost(other, self.memo.gather(edge, cells[None, :]))
+            rest._add_cost(other, self.writer.gather(edge, cells[None, :]))
         rest._forget(node)
         rest._add_cost(min(rest.nodes), chosen)
         rest.done["heuristic"] += 1
         return rest
 
     def _steps(self, kept: Collection[int]) -> Iterator[tuple[int, int]]:
-        """(sums it would take, node) of every node that can be eliminated exactly."""
+        """(combinations to go through, node) of every node that can be eliminated exactly."""
         for node in self.nodes.keys() - set(kept):
             others = self.neighbours(node)
             if len(others) <= 2:
-                sides = [self.between(node, other).counts for other in others]
-                yield int(np.prod([counts.sum(axis=1) for counts in sides], axis=0).sum()), node
+                yield math.prod(self.nodes[end].columns for end in (node, *others)), node
 
     def _remove(self, node: int) -> None:
         """A node with at most two neighbours, into the edge between them, its neighbour, or any other (4), (6)."""
@@ -100,12 +99,12 @@ class Reduced:
         row = self.nodes[node]
         if len(others) == 2:
             first, second = others
-            before = self.memo.product(self.between(first, node), row)
-            self._add_edge(first, second, self.memo.contract(before, self.between(node, second)))
+            before = self.writer.product(self.between(first, node), row)
+            self._add_edge(first, second, self.writer.contract(before, self.between(node, second)))
         elif others:
-            self._add_cost(others[0], self.memo.contract(row, self.between(node, others[0])))
+            self._add_cost(others[0], self.writer.contract(row, self.between(node, others[0])))
         else:
-            self._add_cost(next(other for other in sorted(self.nodes) if other != node), self.memo.union(row))
+            self._add_cost(next(other for other in sorted(self.nodes) if other != node), self.writer.union(row))
         self.done["node" if len(others) == 2 else "branch"] += 1
         self._forget(node)
 
@@ -121,9 +120,9 @@ class Reduced:
             return False
         wide, narrow = self.nodes[into].columns, self.nodes[node].columns
         of_into, of_node = np.divmod(np.arange(wide * narrow), narrow)
-        pair = self.memo.gather(self.between(into, node), np.arange(size)[None, :])
-        row = self.memo.product(pair, self.memo.gather(self.nodes[node], of_node[None, :]))
-        row = self.memo.product(row, self.memo.gather(self.nodes[into], of_into[None, :]))
+        pair = self.writer.gather(self.between(into, node), np.arange(size)[None, :])
+        row = self.writer.product(pair, self.writer.gather(self.nodes[node], of_node[None, :]))
+        row = self.writer.product(row, self.writer.gather(self.nodes[into], of_into[None, :]))
         widened = [
             (other, self.between(other, end), part)
             for end, part in ((into, of_into), (node, of_node))
@@ -135,22 +134,22 @@ class Reduced:
         self.nodes[into] = row
         for other, edge, part in widened:
             cells = np.arange(edge.rows)[:, None] * edge.columns + part[None, :]
-            self._add_edge(other, into, self.memo.gather(edge, cells))
+            self._add_edge(other, into, self.writer.gather(edge, cells))
         self.done["branch"] += 1
         return True
 
-    def _add_edge(self, first: int, second: int, table: Table) -> None:
+    def _add_edge(self, first: int, second: int, edge: Expression) -> None:
         """Another edge of a pair; with one that is there it becomes a single one (edge elimination, equation 5)."""
         pair = (min(first, second), max(first, second))
-        table = table if first < second else self.memo.turned(table)
+        edge = edge if first < second else self.writer.turned(edge)
         if pair in self.edges:
             self.done["edge"] += 1
-            table = self.memo.product(self.edges[pair], table)
-        self.edges[pair] = table
+            edge = self.writer.product(self.edges[pair], edge)
+        self.edges[pair] = edge
 
-    def _add_cost(self, node: int, row: Table) -> None:
-        self.nodes[node] = self.memo.product(self.nodes[node], row)
+    def _add_cost(self, node: int, row: Expression) -> None:
+        self.nodes[node] = self.writer.product(self.nodes[node], row)
 
     def _forget(self, node: int) -> None:
         del self.nodes[node]
-        self.edges = {pair: table for pair, table in self.edges.items() if node not in pair}
+        self.edges = {pair: edge for pair, edge in self.edges.items() if node not in pair}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import networkx as nx
+import numpy as np
+import numpy.typing as npt
 
-from pipeplan.frontier.table import Table
+from pipeplan.frontier.table import IntArray, Table, gather
 
 __all__ = ["CostEdge", "CostGraph", "CostNode", "Strategy"]
 
@@ -64,6 +66,19 @@ class CostGraph:
         position = {node.name: index for index, node in enumerate(self.nodes)}
         return tuple(nx.lexicographical_topological_sort(graph, key=position.__getitem__))
 
+    def restricted(self, kept: Mapping[str, IntArray]) -> CostGraph:
+        """The graph with only some configurations of each operator, by their places."""
+        nodes = [
+            CostNode(
+                node.name,
+                tuple(node.configurations[k] for k in kept[node.name]),
+                _only(node.costs, [0], kept[node.name]),
+            )
+            for node in self.nodes
+        ]
+        edges = [replace(edge, costs=_only(edge.costs, kept[edge.source], kept[edge.target])) for edge in self.edges]
+        return CostGraph(tuple(nodes), tuple(edges))
+
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
@@ -76,10 +91,14 @@ class Strategy:
     edge_variants: tuple[int, ...]
 
 
+def _only(costs: Table, rows: npt.ArrayLike, columns: IntArray) -> Table:
+    """Some rows and columns of given costs, of which every point remains the variant it was."""
+    chosen = gather(costs, np.asarray(rows)[:, None] * costs.columns + columns[None, :])
+    return replace(chosen, picks=costs.picks[:, chosen.picks[0]])
+
+
 def _shape(what: str, costs: Table, expected: tuple[int, int]) -> None:
     if (costs.rows, costs.columns) != expected:
         raise ValueError(f"{what}: costs of {costs.rows} x {costs.columns} cells, but {expected[0]} x {expected[1]}")
-    if costs.sources:
-        raise ValueError(f"{what}: costs must be given by table(), not computed")
     if not costs.num_points:
         raise ValueError(f"{what}: no configuration is allowed")

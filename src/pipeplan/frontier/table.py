@@ -4,19 +4,31 @@ A frontier is a set of points (memory, time) of which none is at most another in
 frontier for every cell of a matrix: a node's costs are one row with a cell per configuration, an edge's costs a row
 per configuration of its source and a column per configuration of its target. All operations work on whole tables.
 
-Every point of a table made from others knows the points it was made of (``sources``, ``picks``), so that a strategy is
-read off by walking back (:func:`unroll`), whichever operations led there.
+Every point of a table made from others knows the points it was made of (``picks``), so that a strategy is read off by
+walking back, whichever operations led there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["IntArray", "Points", "Table", "gather", "product", "reduce_points", "table", "unroll"]
+__all__ = [
+    "IntArray",
+    "Points",
+    "Table",
+    "gather",
+    "made",
+    "paired",
+    "product",
+    "reduce_points",
+    "select",
+    "table",
+    "union",
+]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -44,7 +56,7 @@ class Table:
 
     Points of cell c are ``starts[c]`` to ``starts[c + 1]``, with ``memory_bytes`` ascending and ``time_ns``
     descending. A cell without points is a combination that cannot be. Of a table that was computed, ``picks[s, p]`` is
-    the point of ``sources[s]`` in point p; of a given one, without sources, ``picks[0, p]`` is the variant p is.
+    the point of its s-th source in point p; of a given one, ``picks[0, p]`` is the variant that p is.
     """
 
     rows: int
@@ -53,7 +65,6 @@ class Table:
     memory_bytes: IntArray  # [P]
     time_ns: IntArray  # [P]
     picks: IntArray  # [S, P]
-    sources: tuple[Table, ...] = ()
 
     @property
     def num_points(self) -> int:
@@ -74,10 +85,6 @@ class Table:
         """The cell that a point lies in, counted row by row."""
         return int(np.searchsorted(self.starts, point, side="right")) - 1
 
-    def again(self) -> Table:
-        """The same costs as another table, so that :func:`unroll` tells the two apart."""
-        return replace(self)
-
 
 def table(
     memory_bytes: npt.ArrayLike, time_ns: npt.ArrayLike, allowed: npt.ArrayLike | None = None, *, copies: int = 0
@@ -96,13 +103,13 @@ def table(
     offered = np.flatnonzero(mask)
     cells, variants = np.divmod(offered, max(copies, 1))
     kept = reduce_points(Points(cells, memory.ravel()[offered], time.ravel()[offered], variants[None, :]))
-    return made(rows, columns, (), kept)
+    return made(rows, columns, kept)
 
 
-def made(rows: int, columns: int, sources: tuple[Table, ...], points: Points) -> Table:
+def made(rows: int, columns: int, points: Points) -> Table:
     """A table of points in order of their cells, each cell already a frontier."""
     starts = _starts(points.cells, rows * columns)
-    return Table(rows, columns, starts, points.memory_bytes, points.time_ns, points.picks, sources)
+    return Table(rows, columns, starts, points.memory_bytes, points.time_ns, points.picks)
 
 
 def gather(source: Table, cells: npt.ArrayLike) -> Table:
@@ -110,7 +117,14 @@ def gather(source: Table, cells: npt.ArrayLike) -> Table:
     wanted = np.asarray(cells, np.int64)
     points, owner = ranges(source.starts[:-1][wanted.ravel()], source.counts.ravel()[wanted.ravel()])
     taken = Points(owner, source.memory_bytes[points], source.time_ns[points], points[None, :])
-    return made(wanted.shape[0], wanted.shape[1], (source,), taken)
+    return made(wanted.shape[0], wanted.shape[1], taken)
+
+
+def select(source: Table, wanted: npt.NDArray[np.bool_]) -> Table:
+    """Only the points wanted, [P]."""
+    cells = np.repeat(np.arange(source.rows * source.columns), source.counts.ravel())
+    points = Points(cells, source.memory_bytes, source.time_ns, source.picks)
+    return made(source.rows, source.columns, points.at(wanted))
 
 
 def product(left: Table, right: Table) -> Table:
@@ -121,7 +135,7 @@ def product(left: Table, right: Table) -> Table:
         for side in (left, right)
     ]
     points = paired(left, right, *sides[0], *sides[1], np.arange(len(sides[0][0])))
-    return made(shape[0], shape[1], (left, right), reduce_points(points))
+    return made(shape[0], shape[1], reduce_points(points))
 
 
 def paired(
@@ -165,18 +179,6 @@ def reduce_points(points: Points) -> Points:
     kept = points.at(order[faster])
     same = (kept.cells[1:] == kept.cells[:-1]) & (kept.memory_bytes[1:] == kept.memory_bytes[:-1])
     return kept.at(np.r_[~same, True])
-
-
-def unroll(final: Table, point: int) -> dict[int, int]:
-    """The point taken of every given table, by the table's ``id``."""
-    taken: dict[int, int] = {}
-    stack = [(final, point)]
-    while stack:
-        current, index = stack.pop()
-        if not current.sources:
-            taken[id(current)] = index
-        stack.extend((source, int(current.picks[s, index])) for s, source in enumerate(current.sources))
-    return taken
 
 
 def _starts(cells: IntArray, num_cells: int) -> IntArray:

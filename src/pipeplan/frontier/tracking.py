@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,14 +10,24 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from pipeplan.frontier.bounds import bounds_of
 from pipeplan.frontier.elimination import Reduced
+from pipeplan.frontier.evaluation import Tables, evaluate, points_taken
+from pipeplan.frontier.expression import Expression, in_order
 from pipeplan.frontier.graph import CostGraph, Strategy
-from pipeplan.frontier.table import IntArray, Points, Table, reduce_points, union, unroll
+from pipeplan.frontier.scalars import FloatArray, inside
+from pipeplan.frontier.table import IntArray, Points, Table, reduce_points, select, union
 
 __all__ = ["Tracked", "track"]
 
 _MERGED = 4096
 """Branch elimination makes at most so many configurations; a node that would make more is settled by heuristics."""
+
+_ROUNDS = (6, 16)
+"""Weightings by which configurations are dropped, few while there are many configurations."""
+
+_WEIGHTINGS = 48
+"""Weightings by which points are dropped while the frontier is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +36,7 @@ class Tracked:
 
     ``memory_bytes`` ascends and ``time_ns`` descends, [P]. It is ``exact`` unless a heuristic elimination left
     configurations out; even then every point is a strategy, and one that no other *found* beats. ``eliminations``
-    counts them by kind: node, edge, branch, heuristic.
+    counts them by kind: node, edge, branch, heuristic. ``num_computed`` counts the distinct tables computed.
     """
 
     memory_bytes: IntArray
@@ -42,37 +52,94 @@ class Tracked:
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
-    """A graph reduced to one frontier, and whether everything was tried on the way."""
+class _Computed:
+    """The frontier of an end, and all tables on the way to it."""
 
     table: Table
+    tables: Tables
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """A graph reduced to one cell, and whether everything was tried on the way."""
+
+    whole: Expression
     exact: bool
     done: Counter[str]
 
 
-def track(graph: CostGraph, *, linear: bool = True, merged: int = _MERGED) -> Tracked:
+def track(graph: CostGraph, *, linear: bool = True, pruned: bool = True, merged: int = _MERGED) -> Tracked:
     """The frontier of a graph by eliminations and then linear dynamic programming.
 
-    Without ``linear`` all is eliminated but two nodes (FT-Elimination), for comparison. ``merged`` bounds the
-    configurations that branch elimination may make; what would need more is settled heuristically.
+    Without ``linear`` all is eliminated but two nodes (FT-Elimination), for comparison. With ``pruned`` whatever is
+    proved to be in no frontier strategy is dropped before and between the steps; the result is the same. ``merged``
+    bounds the configurations that branch elimination may make; what would need more is settled heuristically.
     """
+    places = {node.name: np.arange(len(node.configurations)) for node in graph.nodes}
+    for weightings in _ROUNDS if pruned else ():
+        graph, places = _fewer(graph, places, weightings, linear, merged)
     reduced, rows, edges = Reduced.of(graph)
     ends = _finish(reduced, linear, merged)
-    found = reduce_points(union([_points(index, end.table) for index, end in enumerate(ends)]))
+    computed = [_computed(end, pruned) for end in ends]
+    found = reduce_points(union([_points(index, end.table) for index, end in enumerate(computed)]))
 
     def strategy(point: int) -> Strategy:
-        end, inside = found.picks[:, point].tolist()
-        taken = unroll(ends[end].table, inside)
+        index, inside_end = found.picks[:, point].tolist()
+        tables = computed[index].tables
+        taken = points_taken(ends[index].whole, inside_end, tables)
         return Strategy(
             memory_bytes=int(found.memory_bytes[point]),
             time_ns=int(found.time_ns[point]),
-            configurations={name: row.cell_of(taken[id(row)]) for name, row in rows.items()},
-            node_variants={name: int(row.picks[0, taken[id(row)]]) for name, row in rows.items()},
-            edge_variants=tuple(int(edge.picks[0, taken[id(edge)]]) for edge in edges),
+            configurations={name: int(places[name][tables[row.key].cell_of(taken[row])]) for name, row in rows.items()},
+            node_variants={name: int(tables[row.key].picks[0, taken[row]]) for name, row in rows.items()},
+            edge_variants=tuple(int(tables[edge.key].picks[0, taken[edge]]) for edge in edges),
         )
 
     exact = all(end.exact for end in ends)
-    return Tracked(found.memory_bytes, found.time_ns, exact, ends[0].done, reduced.memo.num_computed, strategy)
+    num_computed = sum(len(end.tables) for end in computed)
+    return Tracked(found.memory_bytes, found.time_ns, exact, ends[0].done, num_computed, strategy)
+
+
+Places = dict[str, IntArray]
+"""Which of an operator's configurations are left, by their places in the whole graph."""
+
+
+def _fewer(graph: CostGraph, places: Places, weightings: int, linear: bool, merged: int) -> tuple[CostGraph, Places]:
+    """The graph without configurations that no frontier strategy has; equal operators keep the same.
+
+    Where heuristics leave something out they would prove nothing of the whole, and all stays.
+    """
+    reduced, rows, _ = Reduced.of(graph)
+    ends = _finish(reduced, linear, merged)
+    if not all(end.exact for end in ends):
+        return graph, places
+    costs = {node.name: node.costs for node in graph.nodes}
+    used: dict[int, npt.NDArray[np.bool_]] = {}
+    for end in ends:
+        bounds = bounds_of(end.whole, weightings)
+        for name, row in rows.items():
+            row_table = costs[name]
+            points = np.flatnonzero(bounds.useful(row, row_table))
+            cells = np.searchsorted(row_table.starts, points, side="right") - 1
+            used.setdefault(row.key, np.zeros(row.columns, dtype=bool))[cells] = True
+    kept = {name: np.flatnonzero(used[row.key]) for name, row in rows.items()}
+    return graph.restricted(kept), {name: places[name][kept[name]] for name in places}
+
+
+def _computed(end: _End, pruned: bool) -> _Computed:
+    """The frontier of one end, with the tables it is read off from."""
+    tables: Tables = {}
+    if not pruned:
+        return _Computed(evaluate(end.whole, tables), tables)
+    bounds = bounds_of(end.whole, _WEIGHTINGS)
+    parts = defaultdict(list)
+    for part in in_order(end.whole):
+        parts[part.key].append(part)
+
+    def kept(key: int, table: Table) -> Table:
+        return select(table, np.logical_or.reduce([bounds.useful(part, table) for part in parts[key]]))
+
+    return _Computed(evaluate(end.whole, tables, kept), tables)
 
 
 def _finish(reduced: Reduced, linear: bool, merged: int) -> list[_End]:
@@ -83,10 +150,9 @@ def _finish(reduced: Reduced, linear: bool, merged: int) -> list[_End]:
     if len(kept) == len(reduced.nodes):
         return [_End(_along(reduced, sorted(kept)), True, reduced.done)]
     node = max(reduced.nodes.keys() - set(kept), key=lambda other: (len(reduced.neighbours(other)), -other))
-    choices = promising(reduced, node)
-    every = len(choices) == np.count_nonzero(reduced.nodes[node].counts)
+    choices, every = _promising(reduced, node)
     ends = [end for choice in choices for end in _finish(reduced.fix(node, choice), linear, merged)]
-    return [_End(end.table, end.exact and every, end.done) for end in ends]
+    return [_End(end.whole, end.exact and every, end.done) for end in ends]
 
 
 def _kept(reduced: Reduced, linear: bool) -> Collection[int]:
@@ -94,41 +160,35 @@ def _kept(reduced: Reduced, linear: bool) -> Collection[int]:
     return reduced.linear() if linear else {min(reduced.nodes), max(reduced.nodes)}
 
 
-def _along(reduced: Reduced, chain: list[int]) -> Table:
+def _along(reduced: Reduced, chain: list[int]) -> Expression:
     """Linear dynamic programming (Algorithm 3) over nodes of which each has an edge to the next at most."""
-    memo = reduced.memo
+    writer = reduced.writer
     frontier = reduced.nodes[chain[0]]
     for before, node in pairwise(chain):
         joined = (before, node) in reduced.edges
-        reached = memo.contract(frontier, reduced.between(before, node)) if joined else memo.union(frontier)
-        frontier = memo.product(reached, reduced.nodes[node])
-    return memo.union(frontier)
+        reached = writer.contract(frontier, reduced.between(before, node)) if joined else writer.union(frontier)
+        frontier = writer.product(reached, reduced.nodes[node])
+    return writer.union(frontier)
 
 
-def promising(reduced: Reduced, node: int) -> list[int]:
-    """Configurations that heuristic elimination tries: least memory, least time, least of both together.
+def _promising(reduced: Reduced, node: int) -> tuple[list[int], bool]:
+    """Configurations that heuristic elimination tries: least memory, least time, least of both; and if that is all.
 
     Each is judged by its own costs and, for every neighbour, the best that its edge offers.
     """
-    sides = [reduced.nodes[node], *(reduced.between(node, other) for other in reduced.neighbours(node))]
-    memory = sum(_least(side, side.memory_bytes, index > 0) for index, side in enumerate(sides))
-    time = sum(_least(side, side.time_ns, index > 0) for index, side in enumerate(sides))
-    costs = np.stack((memory, time)).astype(np.float64)
-    finite = np.isfinite(costs).all(axis=0)
-    scale = np.maximum(costs[:, finite].min(axis=1, keepdims=True), 1)
-    measures = (costs[0], costs[1], (costs / scale).sum(axis=0))
-    return sorted({int(np.argmin(np.where(finite, measure, np.inf))) for measure in measures})
+    memory, time = (_judged(reduced, node, weights) for weights in ((1.0, 0.0), (0.0, 1.0)))
+    both = _judged(reduced, node, (1 / max(memory.min(), 1), 1 / max(time.min(), 1)))
+    choices = sorted({int(np.argmin(costs)) for costs in (memory, time, both)})
+    return choices, len(choices) == np.count_nonzero(np.isfinite(both))
 
 
-def _least(table: Table, values: IntArray, over_columns: bool) -> npt.NDArray[np.float64]:
-    """The least value of every cell, or of every row, infinite where there is none."""
-    counts = table.counts.ravel()
-    cells = np.full(len(counts), np.inf)
-    filled = np.flatnonzero(counts)
-    cells[filled] = np.minimum.reduceat(values, table.starts[:-1][filled])
-    matrix = cells.reshape(table.rows, table.columns)
-    least: npt.NDArray[np.float64] = matrix.min(axis=1) if over_columns else matrix[0]
-    return least
+def _judged(reduced: Reduced, node: int, weights: tuple[float, float]) -> FloatArray:
+    row = reduced.nodes[node]
+    costs = inside(row, weights)[row.key][0].copy()
+    for other in reduced.neighbours(node):
+        edge = reduced.between(node, other)
+        costs += inside(edge, weights)[edge.key].min(axis=1)
+    return np.asarray(costs)
 
 
 def _points(end: int, table: Table) -> Points:

@@ -1,0 +1,120 @@
+"""Expressions computed as plain minima of ``weights`` . (memory, time), and what each cell costs at best in the whole.
+
+With weights the frontier's operations become sums and minima of numbers, so every cell of every table has two:
+*inside*, the least of its own points, and *outside*, the least that all the rest adds when this cell is used. A point
+of the cell can be in no strategy cheaper than itself plus the outside. Both are found by going through the expression
+once forward and once backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeplan.frontier.expression import Expression, in_order
+from pipeplan.frontier.table import IntArray, Table
+
+__all__ = ["FloatArray", "inside", "optimum", "outside", "weighed"]
+
+FloatArray = npt.NDArray[np.float64]
+Weights = tuple[float, float]
+
+
+def weighed(table: Table, weights: Weights) -> FloatArray:
+    """weights . (memory, time) of every point, [P]."""
+    cost: FloatArray = weights[0] * table.memory_bytes + weights[1] * table.time_ns
+    return cost
+
+
+def inside(root: Expression, weights: Weights) -> dict[int, FloatArray]:
+    """The least weighted cost of every cell of every part, [rows, columns], by the part's key."""
+    values: dict[int, FloatArray] = {}
+    for part in in_order(root):
+        if part.key not in values:
+            values[part.key] = _inside(part, weights, [values[source.key] for source in part.sources])
+    return values
+
+
+def outside(root: Expression, values: dict[int, FloatArray]) -> dict[Expression, FloatArray]:
+    """The least that the rest of the whole adds to every cell of every part, [rows, columns]."""
+    rest = {root: np.zeros((root.rows, root.columns))}
+    for part in reversed(in_order(root)):
+        shares = _shares(part, rest[part], [values[source.key] for source in part.sources])
+        rest.update(zip(part.sources, shares, strict=True))
+    return rest
+
+
+def optimum(root: Expression, values: dict[int, FloatArray], weights: Weights) -> dict[Expression, int]:
+    """The point of every given table in a strategy of least weighted cost, of a root of one cell."""
+    taken: dict[Expression, int] = {}
+    stack = [(root, 0, 0)]
+    while stack:
+        part, row, column = stack.pop()
+        if part.given is not None:
+            taken[part] = _cheapest(part.given, row * part.columns + column, weights)
+        elif part.cells is not None:
+            stack.append((part.sources[0], *divmod(int(part.cells[row, column]), part.sources[0].columns)))
+        elif part.operation == "contract":
+            left, right = part.sources
+            middle = int(np.argmin(values[left.key][row] + values[right.key][:, column]))
+            stack += [(left, row, middle), (right, middle, column)]
+        else:
+            stack += [(side, min(row, side.rows - 1), min(column, side.columns - 1)) for side in part.sources]
+    return taken
+
+
+def _inside(part: Expression, weights: Weights, sources: Sequence[FloatArray]) -> FloatArray:
+    if part.given is not None:
+        return _least(part.given, weighed(part.given, weights))
+    if part.cells is not None:
+        chosen: FloatArray = sources[0].ravel()[part.cells]
+        return chosen
+    if part.operation == "contract":
+        return _min_plus(*sources)
+    return sources[0] + sources[1]
+
+
+def _shares(part: Expression, rest: FloatArray, sources: Sequence[FloatArray]) -> list[FloatArray]:
+    """The outside of each source of a part, from the part's own."""
+    if part.given is not None:
+        return []
+    if part.cells is not None:
+        flat = np.full(sources[0].size, np.inf)
+        np.minimum.at(flat, part.cells.ravel(), rest.ravel())
+        return [flat.reshape(sources[0].shape)]
+    left, right = sources
+    if part.operation == "contract":
+        return [_min_plus(rest, right.T), _min_plus(left.T, rest)]
+    return [_narrowed(rest + right, left.shape), _narrowed(rest + left, right.shape)]
+
+
+def _min_plus(left: FloatArray, right: FloatArray) -> FloatArray:
+    """min over m of left[r, m] + right[m, c]."""
+    result = np.full((left.shape[0], right.shape[1]), np.inf)
+    columns = np.ascontiguousarray(left.T)
+    for column, row in zip(columns, np.ascontiguousarray(right), strict=True):
+        np.minimum(result, column[:, None] + row[None, :], out=result)
+    return result
+
+
+def _narrowed(values: FloatArray, shape: tuple[int, ...]) -> FloatArray:
+    """The least over the rows or columns that one served for."""
+    axes = tuple(axis for axis in (0, 1) if shape[axis] == 1 and values.shape[axis] > 1)
+    least: FloatArray = values.min(axis=axes, keepdims=True) if axes else values
+    return least
+
+
+def _least(table: Table, values: FloatArray) -> FloatArray:
+    """The least value of every cell, infinite where it has no point."""
+    cells = np.full(table.rows * table.columns, np.inf)
+    filled = np.flatnonzero(table.counts.ravel())
+    cells[filled] = np.minimum.reduceat(values, table.starts[:-1][filled])
+    return cells.reshape(table.rows, table.columns)
+
+
+def _cheapest(table: Table, cell: int, weights: Weights) -> int:
+    points: IntArray = np.arange(table.starts[cell], table.starts[cell + 1])
+    costs = weights[0] * table.memory_bytes[points] + weights[1] * table.time_ns[points]
+    return int(points[np.argmin(costs)])
