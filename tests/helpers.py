@@ -37,6 +37,7 @@ from pipeplan.model import (
     Repetend,
     Source,
     Stage,
+    operation_of,
 )
 from pipeplan.model.workload import Workload
 from pipeplan.schedule.problem import Problem
@@ -152,14 +153,14 @@ def shared_workload(num_devices: int = 4, num_microbatches: int = 6, *, lag: int
 
 def actions_of(workload: Workload, id_: str) -> list[Held]:
     """The actions of an operation in the order of their numbers."""
-    stage = workload.stages[int(id_[:-1])]
+    stage = workload.stages[operation_of(id_)[0]]
     count = workload.mini_batch // (stage.microbatch_size * workload.num_routes)
     return _held(workload, stage, range(count), _num_parted(workload, id_))
 
 
 def messages_of(workload: Workload, dependency: Dependency, hop: Hop) -> list[Held]:
     """The messages of a hop: one per micro-batch of its source that goes there, two where both ends run it in parts."""
-    source = workload.stages[int(dependency.source[:-1])]
+    source = workload.stages[operation_of(dependency.source)[0]]
     parted = min(_num_parted(workload, id_) for id_ in (dependency.source, dependency.target))
     count = workload.mini_batch // (source.microbatch_size * workload.num_routes)
     going = [m for m in range(count) if hop.first <= m % hop.every < hop.first + hop.run]
@@ -270,7 +271,7 @@ def replay(workload: Workload, orders: Orders) -> dict[Entry, Span]:
         for device, order in enumerate(orders):
             while at[device] < len(order):
                 entry = order[at[device]]
-                group = workload.stages[int(entry[0][:-1])].devices
+                group = workload.stages[operation_of(entry[0])[0]].devices
                 at_front = all(at[d] < len(orders[d]) and orders[d][at[d]] == entry for d in group)
                 if not at_front or any(other not in done for other, _ in waits[entry]):
                     break
@@ -283,14 +284,15 @@ def replay(workload: Workload, orders: Orders) -> dict[Entry, Span]:
 
 
 def waits_of(workload: Workload) -> dict[Entry, list[tuple[Entry, int]]]:
-    """{action: what it waits for, and for how long after its end}: all that holds a sample of it."""
+    """{action: what it waits for, and for how long after its end}: all with a sample of it, or the first so many."""
     found: dict[Entry, list[tuple[Entry, int]]] = defaultdict(list)
     actions = {operation.id: actions_of(workload, operation.id) for operation in workload.operations}
     for dependency in workload.dependencies:
         part_ns = max((hop.part.duration_ns for hop in dependency.hops), default=0)
         holder = holders_of(workload, dependency.source)
         for number, action in enumerate(actions[dependency.target]):
-            for n in sorted({holder[sample] for sample in action[1] if sample in holder}):
+            own = {holder[sample] for sample in action[1] if sample in holder}
+            for n in sorted(own if dependency.needs is None else range(dependency.needs[number])):
                 both_parts = is_part(action) and is_part(actions[dependency.source][n])
                 lag = part_ns if both_parts else dependency.lag_ns
                 found[dependency.target, number].append(((dependency.source, n), lag))
@@ -321,7 +323,7 @@ def extended(workload: Workload, orders: Orders, first: Mapping[str, int], unrol
 
 
 def _num_parted(workload: Workload, id_: str) -> int:
-    return workload.stages[int(id_[:-1])].num_parted if id_[-1] == "F" else 0
+    return workload.stages[operation_of(id_)[0]].num_parted if operation_of(id_)[1] == "F" else 0
 
 
 def period_of(workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int = 1) -> int:
@@ -538,7 +540,7 @@ def lowered(
         [(done[id_, n][0], 1, 0, id_ + actions[id_][n][0]) for id_, n in order] for order in orders
     ]
     ends = [
-        (int(dependency.source[:-1]), "F" if dependency.source[-1] == "F" else "B", int(dependency.target[:-1]), hop)
+        (operation_of(dependency.source)[0], dependency.payload, operation_of(dependency.target)[0], hop)
         for dependency in workload.dependencies
         for hop in dependency.hops
     ]
@@ -546,8 +548,8 @@ def lowered(
     receivers = Counter((target, payload, hop.target_device) for _, payload, target, hop in ends)
     number = 0
     for dependency in workload.dependencies:
-        source, target = int(dependency.source[:-1]), int(dependency.target[:-1])
-        payload = "F" if dependency.source[-1] == "F" else "B"
+        source, target = operation_of(dependency.source)[0], operation_of(dependency.target)[0]
+        payload = dependency.payload
         holder = holders_of(workload, dependency.source)
         for hop in dependency.hops:
             sends = full_names or senders[source, payload, hop.source_device] > 1

@@ -15,13 +15,15 @@ __all__ = ["Facts", "Wait"]
 class Wait:
     """What an operation waits for: another, ``lag_ns`` after its end; ``part_ns`` from a part of one to one's part.
 
-    ``dependency`` is the number of the dependency that says so.
+    ``dependency`` is the number of the dependency that says so. ``needs`` [action], where there is such a list, is how
+    many of the other's first actions it waits for; otherwise for those that hold its samples.
     """
 
     source: int
     lag_ns: int
     part_ns: int
     dependency: int
+    needs: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,10 @@ class Facts:
         """What an action waits for: (wait, action of its source, ns between that one's end and this one's start)."""
         part = self.is_part(operation, number)
         for wait in self.waits[operation]:
-            for n in self.sharing(operation, number, wait.source):
+            waited_for = (
+                self.sharing(operation, number, wait.source) if wait.needs is None else range(wait.needs[number])
+            )
+            for n in waited_for:
                 yield wait, n, wait.part_ns if part and self.is_part(wait.source, n) else wait.lag_ns
 
     def messages(self, dependency: Dependency, hop: Hop) -> Slots:
@@ -142,7 +147,7 @@ def _waits(plan: Plan, position: dict[str, int]) -> list[list[Wait]]:
         pair = position[dependency.target], position[dependency.source]
         if pair not in slowest or slowest[pair].lag_ns < dependency.lag_ns:
             part_ns = max((hop.part.duration_ns for hop in dependency.hops), default=0)
-            slowest[pair] = Wait(pair[1], dependency.lag_ns, part_ns, number)
+            slowest[pair] = Wait(pair[1], dependency.lag_ns, part_ns, number, dependency.needs)
     waits: list[list[Wait]] = [[] for _ in position]
     for (target, _), wait in slowest.items():
         waits[target].append(wait)

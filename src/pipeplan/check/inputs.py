@@ -11,7 +11,20 @@ from pipeplan.check.report import Findings
 from pipeplan.costs import block_costs, transfer_time
 from pipeplan.costs.collectives import all_reduce_time
 from pipeplan.errors import UsageError
-from pipeplan.model import Block, Cluster, CostRow, Dependency, Edge, Hop, Operation, Plan, Profile, Stage, sha256_of
+from pipeplan.model import (
+    Block,
+    Cluster,
+    CostRow,
+    Dependency,
+    Edge,
+    Hop,
+    Operation,
+    Plan,
+    Profile,
+    Stage,
+    is_instruction,
+    sha256_of,
+)
 
 __all__ = ["check_cluster", "check_profile"]
 
@@ -31,7 +44,7 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
         rows = _rows(number, stage, stage.microbatch_size // stage.replicas, profile, findings)
         if rows:
             _check_stage(number, stage, profile, findings)
-            own = [operation for operation in plan.operations if operation.stage == number]
+            own = [each for each in plan.operations if each.stage == number and not is_instruction(each.kind)]
             _check_operations(own, rows, _held_by_others(stage, profile), plan.split_overhead_ns, findings)
             for operation in own:
                 if operation.part_ns is not None:
@@ -210,6 +223,8 @@ def _check_dependencies(plan: Plan, profile: Profile, cluster: Cluster | None, f
     expected = _expected(plan, profile)
     stated = {(dependency.source, dependency.target) for dependency in plan.dependencies}
     for source, target in sorted(set(expected) - stated):
+        if _led_by_instructions(plan, source, target):
+            continue
         edge = expected[source, target][0]
         text = f"{source} -> {target} is missing: the profile has an edge {edge.source!r} -> {edge.target!r}"
         findings.add("profile", "dependencies", text)
@@ -217,9 +232,22 @@ def _check_dependencies(plan: Plan, profile: Profile, cluster: Cluster | None, f
         pair = dependency.source, dependency.target
         if pair in expected:
             _check_hops(plan, number, dependency, expected[pair], cluster, findings)
-        elif dependency.source[:-1] != dependency.target[:-1]:
+        elif dependency.source_stage != dependency.target_stage and not dependency.has_instruction:
             text = f"{pair[0]} -> {pair[1]} has no edge of the profile behind it"
             findings.add("profile", f"dependencies[{number}]", text)
+
+
+def _led_by_instructions(plan: Plan, source: str, target: str) -> bool:
+    """Whether a way of dependencies leads from one operation to another, with instructions alone in between."""
+    reached, left = {source}, [source]
+    while left:
+        at = left.pop()
+        for dependency in plan.dependencies:
+            goes_on = dependency.source == at and dependency.target not in reached
+            if goes_on and (dependency.target == target or is_instruction(dependency.target_kind)):
+                reached.add(dependency.target)
+                left.append(dependency.target)
+    return target in reached
 
 
 def _expected(plan: Plan, profile: Profile) -> _EdgesByPair:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pipeplan.check.facts import Facts
 from pipeplan.check.report import Findings
-from pipeplan.model import Action, Dependency, Hop, payload_of
+from pipeplan.model import Action, Dependency, Hop
 from pipeplan.model.samples import Slots
 
 __all__ = ["Entry", "Messages", "Programs", "check_messages", "read_programs"]
@@ -39,9 +39,9 @@ class Messages:
         sends: dict[tuple[int, str, int, int | None, int | None], int] = {}
         receives: dict[tuple[int, str, int, int | None, int | None], int] = {}
         for number, dependency in enumerate(facts.plan.dependencies):
-            source, target = int(dependency.source[:-1]), int(dependency.target[:-1])
+            source, target = dependency.source_stage, dependency.target_stage
             for index, hop in enumerate(dependency.hops):
-                payload = payload_of(dependency.source[-1])
+                payload = dependency.payload
                 for names, stage, device, peer_stage, peer_device in (
                     (sends, source, hop.source_device, target, hop.target_device),
                     (receives, target, hop.target_device, source, hop.source_device),
@@ -58,8 +58,8 @@ class Messages:
         """The transfer's full text."""
         _, _, dependency, hop = self.hops[number]
         microbatch, part = self.slots[number].name(message)
-        source, target = int(dependency.source[:-1]), int(dependency.target[:-1])
-        payload = payload_of(dependency.source[-1])
+        source, target = dependency.source_stage, dependency.target_stage
+        payload = dependency.payload
         if send:
             return str(Action(source, f"SEND_{payload}", microbatch, target, hop.target_device, part))
         return str(Action(target, f"RECV_{payload}", microbatch, source, hop.source_device, part))
@@ -149,7 +149,7 @@ class _Reader:
     def _message(self, action: Action) -> tuple[int, Slots] | str:
         """Number and messages of a transfer's hop, or what is wrong."""
         assert self.messages is not None
-        names = self.messages.sends if action.kind.startswith("SEND") else self.messages.receives
+        names = self.messages.sends if action.sends else self.messages.receives
         key = (action.stage, action.payload, self.device, action.peer_stage, action.peer_device)
         number = names.get(key)
         if number is None:

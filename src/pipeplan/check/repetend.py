@@ -87,6 +87,9 @@ def _cannot_repeat(facts: Facts, repetend: Repetend, findings: Findings) -> bool
             text = f"is {begin}, but micro-batches up to {parted - 1} run in parts; a repetend is of whole ones"
             findings.add("repetend", f"repetend.first[{id_}]", text)
     for number, dependency in enumerate(facts.plan.dependencies):
+        if dependency.needs is not None:
+            text = "counts actions; a repetend is of actions that depend on each other by the samples they hold"
+            findings.add("repetend", f"dependencies[{number}].needs", text)
         source, target = repetend.first[dependency.source], repetend.first[dependency.target]
         if source < target:
             text = (

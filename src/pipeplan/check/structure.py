@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from pipeplan.check.deliveries import deliveries_of, goes_with, period_of, replicas_of, shares_evenly
 from pipeplan.check.report import Findings
-from pipeplan.model import Dependency, Operation, Plan, payload_of
+from pipeplan.model import COMPUTE_KINDS, Dependency, Operation, Plan, is_instruction, operation_of
 
 __all__ = ["check_structure"]
 
@@ -26,15 +26,25 @@ def check_structure(plan: Plan, findings: Findings) -> None:
         by_stage[operation.stage][operation.kind] = operation
     pairs = {(dependency.source, dependency.target) for dependency in plan.dependencies}
     for stage, operations in enumerate(by_stage):
-        if set(operations) not in (_FULL, _SPLIT):
-            has = ", ".join(operations) or "none"
-            findings.add("stages", f"stages[{stage}]", f"has operations {has}; a stage runs F and B, or F, I and W")
-        else:
+        if _check_kinds(plan, stage, operations, findings):
             _check_own_order(stage, operations, pairs, findings)
             _check_balance(stage, operations, findings)
     _check_shares(plan, findings)
     _check_blocks(plan, findings)
     _check_dependencies(plan, findings)
+
+
+def _check_kinds(plan: Plan, stage: int, operations: dict[str, Operation], findings: Findings) -> bool:
+    """A stage with blocks runs F and B, or F, I and W, and maybe instructions; one without runs these alone."""
+    computing = set(operations) & set(COMPUTE_KINDS)
+    has = ", ".join(operations) or "none"
+    if plan.stages[stage].blocks:
+        right, text = computing in (_FULL, _SPLIT), "a stage runs F and B, or F, I and W"
+    else:
+        right, text = bool(operations) and not computing, "a stage without blocks runs instructions"
+    if not right:
+        findings.add("stages", f"stages[{stage}]", f"has operations {has}; {text}")
+    return right
 
 
 def _check_dependencies(plan: Plan, findings: Findings) -> None:
@@ -49,8 +59,8 @@ def _check_dependencies(plan: Plan, findings: Findings) -> None:
             continue
         seen[pair] = number
         _check_dependency(plan, number, *pair, findings)
-        if dependency.source[-1] != "W":  # refused already; it has nothing to send
-            _check_ends(number, dependency, messages, findings)
+        _check_ends(number, dependency, messages, findings)
+        if dependency.payload:
             _check_deliveries(plan, number, dependency, findings)
 
 
@@ -95,7 +105,7 @@ def _check_own_order(
     stage: int, operations: dict[str, Operation], pairs: set[tuple[str, str]], findings: Findings
 ) -> None:
     """F before B or I, I before W."""
-    kinds = ["F", "I", "W"] if "I" in operations else ["F", "B"]
+    kinds = [kind for kind in ("F", "B", "I", "W") if kind in operations]
     for before, after in zip(kinds, kinds[1:], strict=False):
         if (f"{stage}{before}", f"{stage}{after}") not in pairs:
             findings.add(
@@ -106,7 +116,8 @@ def _check_own_order(
 def _check_balance(stage: int, operations: dict[str, Operation], findings: Findings) -> None:
     """What a micro-batch takes it gives back, and never more than it holds (design section 5)."""
     held = 0
-    for kind in ("F", "B", "I", "W"):
+    instructions = [kind for kind in operations if is_instruction(kind)]
+    for kind in ("F", *instructions, "B", "I", "W"):
         if kind not in operations:
             continue
         operation = operations[kind]
@@ -122,12 +133,15 @@ def _check_balance(stage: int, operations: dict[str, Operation], findings: Findi
 
 def _check_dependency(plan: Plan, number: int, source: str, target: str, findings: Findings) -> None:
     """Outputs feed forwards, gradients feed backwards, between stages of one route."""
-    if source[:-1] == target[:-1]:
-        allowed = source[-1] + target[-1] in ("FB", "FI", "IW")
+    (from_stage, from_kind), (to_stage, to_kind) = operation_of(source), operation_of(target)
+    if is_instruction(from_kind) or is_instruction(to_kind):
+        allowed = True
+    elif from_stage == to_stage:
+        allowed = from_kind + to_kind in ("FB", "FI", "IW")
     else:
-        allowed = source[-1] in _FEEDS[target[-1]]
+        allowed = from_kind in _FEEDS[to_kind]
     routes = [plan.stage_of(id_).route for id_ in (source, target)]
-    if routes[0] != routes[1]:
+    if routes[0] != routes[1] and plan.dependencies[number].needs is None:
         text = f"{source} -> {target} joins route {routes[0]} to route {routes[1]}, which have no sample in common"
         findings.add("dependencies", f"dependencies[{number}]", text)
     if not allowed:
@@ -140,8 +154,10 @@ def _check_dependency(plan: Plan, number: int, source: str, target: str, finding
 
 def _check_ends(number: int, dependency: Dependency, messages: _Seen, findings: Findings) -> None:
     """No hop goes nowhere, and no two of the plan have the same ends, so that messages can be told apart."""
-    payload = payload_of(dependency.source[-1])
-    ends = int(dependency.source[:-1]), payload, int(dependency.target[:-1])
+    payload = dependency.payload
+    if dependency.hops and not payload:
+        findings.add("hops", f"dependencies[{number}].hops", f"{dependency.source} makes nothing to send")
+    ends = dependency.source_stage, payload, dependency.target_stage
     for index, hop in enumerate(dependency.hops):
         place = f"dependencies[{number}].hops[{index}]"
         if hop.source_device == hop.target_device:
@@ -173,6 +189,8 @@ def _check_deliveries(plan: Plan, number: int, dependency: Dependency, findings:
             text = f"must go with micro-batches {_some(needed[key])} of every {period}, which device {key[0]} works on"
             findings.add("hops", place, text)
         brought.setdefault(key, place)
+    if dependency.has_instruction:  # it brings what it needs, and what others take of it, itself
+        return
     for device, replica in sorted(set(needed) - set(brought)):
         devices = " or ".join(map(str, source.devices[replica * source.shards : (replica + 1) * source.shards]))
         text = f"{dependency.target} on device {device} works on samples made on device {devices}; a hop is missing"

@@ -11,7 +11,17 @@ from pipeplan.costs.links import time_on_curve
 from pipeplan.costs.presets import DevicePreset
 from pipeplan.model import Cluster, LinkLevel
 
-__all__ = ["Combining", "Exchange", "Prices", "all_reduce_time", "price_at", "prices_in", "prices_of", "ring_ns"]
+__all__ = [
+    "Combining",
+    "Exchange",
+    "Prices",
+    "all_gather_time",
+    "all_reduce_time",
+    "price_at",
+    "prices_in",
+    "prices_of",
+    "ring_ns",
+]
 
 LINK_CEILING = 0.85
 """Share of a link's bandwidth that large messages reach. Assumed."""
@@ -57,10 +67,19 @@ def prices_in(cluster: Cluster) -> Prices:
 
 def all_reduce_time(cluster: Cluster | None, devices: Sequence[int], size: int) -> int:
     """Time in ns to sum ``size`` bytes over these devices; nothing without a cluster, or on one device."""
-    if cluster is None or len(devices) < 2 or not size:
+    return _time_of(cluster, Exchange("all_reduce", size), devices)
+
+
+def all_gather_time(cluster: Cluster | None, devices: Sequence[int], size: int) -> int:
+    """Time in ns until each of these devices has all of ``size`` bytes; nothing without a cluster, or on one device."""
+    return _time_of(cluster, Exchange("all_gather", size), devices)
+
+
+def _time_of(cluster: Cluster | None, exchange: Exchange, devices: Sequence[int]) -> int:
+    if cluster is None or len(devices) < 2 or not exchange.array_bytes:
         return 0
     level = cluster.level_between(min(devices), max(devices))
-    return round(price_at(cluster, Exchange("all_reduce", size), len(devices), level))
+    return round(price_at(cluster, exchange, len(devices), level))
 
 
 def price_at(cluster: Cluster, exchange: Exchange, devices: int, level: LinkLevel | None) -> float:

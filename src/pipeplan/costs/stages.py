@@ -23,7 +23,6 @@ from pipeplan.model import (
     Placement,
     Profile,
     Stage,
-    payload_of,
 )
 from pipeplan.model.plan import slots_of
 from pipeplan.model.samples import carried
@@ -319,7 +318,7 @@ def _dependencies(
         if upward:
             hops = _hops(stages[target], stages[source], num_routes, upward, cluster)
             found.append(Dependency(source=f"{target}{back[target]}", target=f"{source}{back[source]}", hops=hops))
-    assert all(payload_of(dependency.source[-1]) for dependency in found if dependency.hops)
+    assert all(dependency.payload for dependency in found if dependency.hops)
     return tuple(found)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from pipeplan.model import Action, Dependency, Hop, payload_of
+from pipeplan.model import Action, Dependency, Hop
 from pipeplan.simulate.timing import Orders, TaskGraph
 
 __all__ = ["programs"]
@@ -117,4 +117,4 @@ class _PeerNames:
 
 
 def _ends(dependency: Dependency) -> tuple[int, str, int]:
-    return int(dependency.source[:-1]), payload_of(dependency.source[-1]), int(dependency.target[:-1])
+    return dependency.source_stage, dependency.payload, dependency.target_stage

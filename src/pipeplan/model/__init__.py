@@ -1,6 +1,6 @@
 """What things are: profile, cluster, placement, action, plan. Frozen types, JSON in and out."""
 
-from pipeplan.model.action import COMPUTE_KINDS, Action, payload_of
+from pipeplan.model.action import COMPUTE_KINDS, Action, in_order, is_instruction, operation_of, payload_of
 from pipeplan.model.base import FileModel, Source
 from pipeplan.model.cluster import Cluster, DeviceKind, LinkLevel, MeasuredCurve
 from pipeplan.model.files import (
@@ -56,6 +56,9 @@ __all__ = [
     "Repetend",
     "Source",
     "Stage",
+    "in_order",
+    "is_instruction",
+    "operation_of",
     "parse",
     "payload_of",
     "read_cluster",

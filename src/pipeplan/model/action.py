@@ -9,33 +9,53 @@ Stages form a graph and may stand on several devices, so a transfer may need to 
 only one answer is possible.
 
 Where a forward runs a micro-batch in two parts, the part stands behind the micro-batch: ``0F0.0``, ``0F0.1``.
+
+Kinds other than ``F``, ``B``, ``I`` and ``W`` are *instructions*, each an upper-case word: ``5ALLGATHER0``. What they
+make for others travels under their own name: ``5SEND_ALLGATHER0``.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
-__all__ = ["ACTION_PATTERN", "COMPUTE_KINDS", "NUMBER_PATTERN", "PAYLOAD", "Action", "payload_of"]
+__all__ = [
+    "ACTION_PATTERN",
+    "COMPUTE_KINDS",
+    "KIND_PATTERN",
+    "NUMBER_PATTERN",
+    "Action",
+    "in_order",
+    "is_instruction",
+    "is_instruction_word",
+    "operation_of",
+    "payload_of",
+]
 
 COMPUTE_KINDS = ("F", "B", "I", "W")
 """Forward, (full) backward, input gradient, weight gradient."""
 
-PAYLOAD = {"F": "F", "B": "B", "I": "B"}
-"""What a compute kind hands to other stages: outputs (F) or gradients of inputs (B)."""
+KIND_PATTERN = "([FBIW]|[A-Z]{2,24})"
+"""A compute kind, or an instruction's word; ``SEND`` and ``RECV`` are taken."""
+
+_PAYLOAD = {"F": "F", "B": "B", "I": "B", "W": ""}
+_RESERVED = ("SEND", "RECV")
 
 NUMBER_PATTERN = "(0|[1-9][0-9]{0,6})"
 """A stage, micro-batch or device: one spelling for each number, so that equal actions are equal texts."""
 
 ACTION_PATTERN = (
-    f"^{NUMBER_PATTERN}([FBIW]{NUMBER_PATTERN}([.][01])?|(SEND|RECV)_[FB]{NUMBER_PATTERN}([.][01])?"
+    f"^{NUMBER_PATTERN}({KIND_PATTERN}{NUMBER_PATTERN}([.][01])?|(SEND|RECV)_([FB]|[A-Z]{{2,24}}){NUMBER_PATTERN}([.][01])?"
     f"(>{NUMBER_PATTERN})?(@{NUMBER_PATTERN})?)$"
 )
 
 _PARSE = re.compile(
-    f"{NUMBER_PATTERN}([FBIW]|(?:SEND|RECV)_[FB]){NUMBER_PATTERN}(?:[.]([01]))?"
+    f"{NUMBER_PATTERN}((?:[FBIW]|[A-Z]{{2,24}})|(?:SEND|RECV)_(?:[FB]|[A-Z]{{2,24}})){NUMBER_PATTERN}(?:[.]([01]))?"
     f"(?:>{NUMBER_PATTERN})?(?:@{NUMBER_PATTERN})?"
 )
+_OPERATION = re.compile(f"{NUMBER_PATTERN}{KIND_PATTERN}")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -62,10 +82,10 @@ class Action:
             ValueError: the text is not an action.
         """
         match = _PARSE.fullmatch(text)
-        if match is None:
+        if match is None or match[2] in _RESERVED:
             raise ValueError(f"{text!r} is not an action; write stage, kind, micro-batch, as 2F0 or 1SEND_F0")
         stage, kind, microbatch, part, peer_stage, peer_device = match.groups()
-        if kind in COMPUTE_KINDS and (peer_stage or peer_device):
+        if "_" not in kind and (peer_stage or peer_device):
             raise ValueError(f"{text!r} is not an action: only SEND and RECV have a peer")
         return cls(
             int(stage),
@@ -84,8 +104,13 @@ class Action:
 
     @property
     def is_compute(self) -> bool:
-        """Whether the action computes; otherwise it sends or receives."""
-        return self.kind in COMPUTE_KINDS
+        """Whether the action is an operation's: computing or an instruction; otherwise it sends or receives."""
+        return "_" not in self.kind
+
+    @property
+    def sends(self) -> bool:
+        """Whether the action is a SEND."""
+        return self.kind.startswith("SEND_")
 
     @property
     def operation(self) -> str:
@@ -94,10 +119,41 @@ class Action:
 
     @property
     def payload(self) -> str:
-        """For a transfer: ``F`` for outputs, ``B`` for gradients."""
+        """For a transfer: ``F`` for outputs, ``B`` for gradients, or the kind of the instruction that made it."""
         return self.kind.rpartition("_")[2]
 
 
 def payload_of(kind: str) -> str:
-    """What an operation of this kind sends to other stages: ``F`` or ``B``."""
-    return PAYLOAD[kind]
+    """What an operation of this kind sends: ``F`` outputs, ``B`` gradients of inputs, else the instruction's own.
+
+    Of ``W``, which has nothing to send, it is empty.
+    """
+    return _PAYLOAD.get(kind, kind)
+
+
+def is_instruction(kind: str) -> bool:
+    """Whether a kind is none of F, B, I and W."""
+    return kind not in COMPUTE_KINDS
+
+
+def is_instruction_word(text: str) -> bool:
+    """Whether a text can be the kind of an instruction."""
+    return re.fullmatch("[A-Z]{2,24}", text) is not None and text not in _RESERVED
+
+
+def in_order(kinds: Iterable[str]) -> list[str]:
+    """Each of the kinds once: F, B, I, W, then instructions by name."""
+    return sorted(set(kinds), key=lambda kind: ((*COMPUTE_KINDS, kind).index(kind), kind))
+
+
+@lru_cache(maxsize=1 << 16)
+def operation_of(id_: str) -> tuple[int, str]:
+    """Stage and kind of an operation's id: ``(2, "F")`` of ``2F``.
+
+    Raises:
+        ValueError: the text is not an operation's id.
+    """
+    match = _OPERATION.fullmatch(id_)
+    if match is None or match[2] in _RESERVED:
+        raise ValueError(f"{id_!r} is not an operation; write stage and kind, as 2F or 5ALLGATHER")
+    return int(match[1]), match[2]

@@ -11,14 +11,22 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from pipeplan.model.action import ACTION_PATTERN, NUMBER_PATTERN
+from pipeplan.model.action import (
+    ACTION_PATTERN,
+    KIND_PATTERN,
+    NUMBER_PATTERN,
+    is_instruction,
+    operation_of,
+    payload_of,
+)
 from pipeplan.model.base import MAX_DEVICES, Bytes, Count, FileModel, Index, Items, Name, Nanoseconds, PositiveNs
 from pipeplan.model.placement import PlacedStage, Placement
 from pipeplan.model.samples import Slots
 
 __all__ = [
+    "Attribute",
     "Dependency",
     "Device",
     "DeviceMemory",
@@ -31,9 +39,13 @@ __all__ = [
     "Stage",
 ]
 
-OperationId = Annotated[str, StringConstraints(pattern=f"^{NUMBER_PATTERN}[FBIW]$")]
+OperationId = Annotated[str, StringConstraints(pattern=f"^{NUMBER_PATTERN}{KIND_PATTERN}$")]
 ActionText = Annotated[str, StringConstraints(pattern=ACTION_PATTERN)]
 TimeSum = Annotated[int, Field(ge=0, le=2**62)]
+
+Scalar = str | int | float | bool
+Attribute = Scalar | tuple[Scalar, ...]
+"""What an instruction's function is told beside its tensors."""
 
 
 class Device(FileModel):
@@ -48,9 +60,11 @@ class Stage(FileModel):
 
     Replica r stands on devices ``r * shards`` to ``(r + 1) * shards - 1`` of ``devices`` and works on the r-th of
     equal shares of each micro-batch's samples.
+
+    A stage of instructions has no blocks; its micro-batches say how often they run.
     """
 
-    blocks: Annotated[Items[Name], Field(min_length=1)]
+    blocks: Items[Name]
     devices: Annotated[Items[Index], Field(min_length=1)]
     shards: Count = 1
     replicas: Count = 1
@@ -66,15 +80,32 @@ class Stage(FileModel):
 
 
 class Operation(FileModel):
-    """All actions of one kind and stage. They run on all devices of the stage together."""
+    """All actions of one kind and stage. They run on all devices of the stage together.
 
-    kind: Literal["F", "B", "I", "W"]
+    A kind that is none of F, B, I and W is an instruction's: an upper-case word for which whoever runs the plan has a
+    function, which gets the ``attributes``.
+    """
+
+    kind: Annotated[str, StringConstraints(pattern=f"^{KIND_PATTERN}$")]
     stage: Index
     duration_ns: PositiveNs
     acquire_bytes: Annotated[Bytes, Field(description="taken on each device at the start")] = 0
     release_bytes: Annotated[Bytes, Field(description="given back on each device at the end")] = 0
     workspace_bytes: Annotated[Bytes, Field(description="held on each device while running")] = 0
     part_ns: Annotated[PositiveNs | None, Field(description="of one part of a micro-batch that runs in two")] = None
+    attributes: Annotated[dict[Name, Attribute], Field(description="of an instruction, for its function")] = {}
+
+    @field_validator("kind")
+    @classmethod
+    def _is_free(cls, kind: str) -> str:
+        operation_of(f"0{kind}")
+        return kind
+
+    @model_validator(mode="after")
+    def _attributes_are_an_instructions(self) -> Operation:
+        if self.attributes and not is_instruction(self.kind):
+            raise ValueError(f"attributes are for instructions, not for {self.kind}")
+        return self
 
     @property
     def id(self) -> str:
@@ -121,12 +152,46 @@ class Dependency(FileModel):
     """Actions of ``target`` start after the ``source`` actions that hold their samples, and after the hops.
 
     Which samples an action holds is said in :mod:`pipeplan.model.samples`; between stages of equal size and route
-    micro-batch m depends on micro-batch m.
+    micro-batch m depends on micro-batch m. Where an instruction is at one of the ends, ``needs`` may say otherwise.
     """
 
     source: OperationId
     target: OperationId
     hops: Items[Hop] = ()
+    needs: Annotated[
+        tuple[Index, ...] | None,
+        Field(description="for each action of the target, how many of the source's first ones it waits for"),
+    ] = None
+
+    @property
+    def source_stage(self) -> int:
+        """Number of the source's stage."""
+        return operation_of(self.source)[0]
+
+    @property
+    def source_kind(self) -> str:
+        """The source's kind."""
+        return operation_of(self.source)[1]
+
+    @property
+    def target_stage(self) -> int:
+        """Number of the target's stage."""
+        return operation_of(self.target)[0]
+
+    @property
+    def target_kind(self) -> str:
+        """The target's kind."""
+        return operation_of(self.target)[1]
+
+    @property
+    def payload(self) -> str:
+        """What its messages carry: the source's outputs (F), gradients (B) or an instruction's results."""
+        return payload_of(self.source_kind)
+
+    @property
+    def has_instruction(self) -> bool:
+        """Whether an instruction is at either end."""
+        return is_instruction(self.source_kind) or is_instruction(self.target_kind)
 
     @property
     def lag_ns(self) -> int:
@@ -220,6 +285,7 @@ class Plan(FileModel):
         """Everything named exists and every list has its length; :mod:`pipeplan.check` does the rest."""
         for number in range(len(self.stages)):
             self._require_stage(number)
+        self._require_blocks_first()
         self._require_operations()
         groups = [frozenset(stage.devices) for stage in self.stages]
         for number in range(len(self.dependencies)):
@@ -253,6 +319,13 @@ class Plan(FileModel):
             )
         if stage.num_parted:
             self._require_parts(number)
+
+    def _require_blocks_first(self) -> None:
+        """Stages without blocks are numbered last, so that a placement numbers the others as the plan does."""
+        empty = [number for number, stage in enumerate(self.stages) if not stage.blocks]
+        behind = [number for number, stage in enumerate(self.stages) if stage.blocks and empty and number > empty[0]]
+        if behind:
+            raise ValueError(f"stages[{empty[0]}] has no blocks and stands before stages[{behind[0]}], which has some")
 
     def _require_parts(self, number: int) -> None:
         """Parts are halves of equal micro-batches, so that a part of one stage is a part of the next."""
@@ -291,7 +364,9 @@ class Plan(FileModel):
                 raise ValueError(f"dependencies[{number}] names {end}, which is not an operation")
         if dependency.source == dependency.target:
             raise ValueError(f"dependencies[{number}] joins {dependency.source} to itself")
-        sources, targets = groups[int(dependency.source[:-1])], groups[int(dependency.target[:-1])]
+        if dependency.needs is not None:
+            self._require_needs(number)
+        sources, targets = groups[dependency.source_stage], groups[dependency.target_stage]
         for index, hop in enumerate(dependency.hops):
             place = f"dependencies[{number}].hops[{index}]"
             if hop.source_device not in sources:
@@ -302,6 +377,22 @@ class Plan(FileModel):
                 raise ValueError(f"{place} ends on device {hop.target_device}, where {dependency.target} does not run")
             if hop.first + hop.run > hop.every:
                 raise ValueError(f"{place}: first {hop.first} + run {hop.run} must be at most every {hop.every}")
+
+    def _require_needs(self, number: int) -> None:
+        """One count per action of the target, of actions that the source has."""
+        dependency, place = self.dependencies[number], f"dependencies[{number}].needs"
+        needs, have = dependency.needs or (), self.num_instances(dependency.source)
+        if not dependency.has_instruction or dependency.hops:
+            raise ValueError(f"{place} is for dependencies of instructions, and for such without hops")
+        if len(needs) != self.num_instances(dependency.target):
+            raise ValueError(
+                f"{place} has {len(needs)} entries for {self.num_instances(dependency.target)} actions of "
+                f"{dependency.target}"
+            )
+        if max(needs) > have:
+            raise ValueError(
+                f"{place}[{needs.index(max(needs))}] is {max(needs)}, but {dependency.source} has {have} actions"
+            )
 
     def _require_starts(self) -> None:
         for id_ in self.starts_ns:
@@ -329,7 +420,7 @@ class Plan(FileModel):
 
     @property
     def placed(self) -> Placement:
-        """Where the plan's stages stand, as a placement says it.
+        """Where the plan's stages stand, as a placement says it; stages of instructions are not a placement's.
 
         Raises:
             ValueError: the stages are not ones of a placement, for example because two have a block.
@@ -341,6 +432,7 @@ class Plan(FileModel):
             stages=tuple(
                 PlacedStage(**{name: getattr(stage, name) for name in PlacedStage.model_fields})
                 for stage in self.stages
+                if stage.blocks
             ),
         )
 
@@ -350,7 +442,7 @@ class Plan(FileModel):
 
     def stage_of(self, id_: str) -> Stage:
         """The stage of an operation."""
-        return self.stages[int(id_[:-1])]
+        return self.stages[operation_of(id_)[0]]
 
     def devices_of(self, id_: str) -> tuple[int, ...]:
         """The devices an operation runs on, all at once."""
@@ -358,7 +450,7 @@ class Plan(FileModel):
 
     def slots(self, id_: str) -> Slots:
         """Which samples each action of an operation holds."""
-        return slots_of(self.stage_of(id_), id_[-1], self.mini_batch, self.num_routes)
+        return slots_of(self.stage_of(id_), operation_of(id_)[1], self.mini_batch, self.num_routes)
 
     def num_instances(self, id_: str) -> int:
         """How many actions an operation has: one per micro-batch of its stage, and one more for each in two parts."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pipeplan.model.action import PAYLOAD, Action
+from pipeplan.model.action import Action, is_instruction, payload_of
 from pipeplan.model.plan import Dependency, Device, Hop, Operation, Plan, Stage, slots_of
 from pipeplan.model.samples import Slots
 
@@ -183,9 +183,27 @@ class Workload:
 
     @cached_property
     def is_uniform(self) -> bool:
-        """Whether all micro-batches are alike: one size, one route, no parts."""
+        """Whether all micro-batches are alike: one size, one route, no parts, no counts of their own."""
         whole = Slots(self.microbatch_size, self.microbatch_size, 0, self.num_microbatches)
-        return all(slots == whole for slots in self.slots)
+        return not self.needs and all(slots == whole for slots in self.slots)
+
+    @cached_property
+    def needs(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """{(source, target)} of dependencies that count: for each action of the target, how many of the source's."""
+        return {(source, target): each.needs for source, target, each in self._ends if each.needs is not None}
+
+    def inputs_of(self, source: int, target: int, number: int) -> range:
+        """The actions, or messages, of item ``source`` that an action of item ``target`` waits for."""
+        needs = self.needs.get((source, target))
+        if needs is not None:
+            return range(needs[number])
+        own, others = self.slots[target], self.slots[source]
+        return range(number, number + 1) if own == others else others.sharing(own.samples(number))
+
+    @cached_property
+    def instructions(self) -> tuple[Operation, ...]:
+        """The operations of kinds other than F, B, I and W."""
+        return tuple(operation for operation in self.operations if is_instruction(operation.kind))
 
     @cached_property
     def lags(self) -> tuple[tuple[int, int, int], ...]:
@@ -236,7 +254,7 @@ class Workload:
             return f"{self.operations[item].id}{slots.text(number)}"
         transfer = self.transfers[item - len(self.operations)]
         source, target = self.operations[transfer.source], self.operations[transfer.target]
-        kind = f"SEND_{PAYLOAD.get(source.kind, '')}"
+        kind = f"SEND_{payload_of(source.kind)}"
         microbatch, part = slots.name(number)
         return str(Action(source.stage, kind, microbatch, target.stage, transfer.hop.target_device, part))
 

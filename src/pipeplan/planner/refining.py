@@ -157,8 +157,8 @@ def _reason_against_parts(workload: Workload) -> str | None:
 def _places(workload: Workload) -> list[int]:
     """[stage] how many stages come before it, on the longest way."""
     places = [0] * len(workload.stages)
-    for dependency in sorted(workload.dependencies, key=lambda each: int(each.source[:-1])):
-        source, target = int(dependency.source[:-1]), int(dependency.target[:-1])
-        if dependency.source[-1] == dependency.target[-1] == "F":
+    for dependency in sorted(workload.dependencies, key=lambda each: each.source_stage):
+        source, target = dependency.source_stage, dependency.target_stage
+        if dependency.source_kind == dependency.target_kind == "F":
             places[target] = max(places[target], places[source] + 1)
     return places

@@ -9,7 +9,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeplan.report.terminal import KIND_NAMES, console_for, shown_rows
+from pipeplan.model import is_instruction
+from pipeplan.report.terminal import console_for, kind_name, shown_rows
 from pipeplan.simulate.measured import Comparison, DeviceTimes, KindTimes
 from pipeplan.simulate.simulation import Simulation
 from pipeplan.units import format_ns
@@ -97,7 +98,7 @@ def _kinds(comparison: Comparison) -> Table:
     table = _table("kind", "count", "predicted", "mean", "median", "mean to predicted")
     for kind in comparison.kinds:
         table.add_row(
-            KIND_NAMES.get(kind.kind) or _MESSAGE_NAMES[kind.kind],
+            _named(kind.kind),
             str(kind.count),
             format_ns(kind.predicted_ns),
             format_ns(kind.measured_ns),
@@ -105,6 +106,14 @@ def _kinds(comparison: Comparison) -> Table:
             _ratio(kind),
         )
     return table
+
+
+def _named(kind: str) -> str:
+    """A kind in words: of actions, or of messages."""
+    if "_" not in kind:
+        return kind.lower() if is_instruction(kind) else kind_name(kind)
+    end, _, payload = kind.partition("_")
+    return _MESSAGE_NAMES.get(kind) or f"{'send' if end == 'SEND' else 'wait for'} what {payload} made"
 
 
 def _devices(comparison: Comparison) -> Table:

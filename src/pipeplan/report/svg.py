@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
+from pipeplan.model import in_order, is_instruction
 from pipeplan.report.figures import stages_of
 from pipeplan.simulate.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
@@ -27,7 +28,7 @@ text { font: 11px sans-serif; fill: #222 }
 .title { font-size: 14px; font-weight: bold }
 .bar { font-size: 10px; fill: #fff; text-anchor: middle; pointer-events: none }
 .axis { stroke: #ccc; stroke-width: 1 }
-.F { fill: #3b6fb6 } .B { fill: #c2571a } .I { fill: #a8710b } .W { fill: #5f8f3e }
+.F { fill: #3b6fb6 } .B { fill: #c2571a } .I { fill: #a8710b } .W { fill: #5f8f3e } .instruction { fill: #7a4a9e }
 .odd { fill-opacity: .72 }
 .repetend { fill: none; stroke: #c00; stroke-width: 1.5 }
 """
@@ -85,12 +86,17 @@ def _heading(simulation: Simulation) -> Iterator[str]:
         figures.append(f"{simulation.bubble_rate_steady:.2%} steady")
     yield f'<text x="{_MARGIN}" y="36">{_text(", ".join(figures))}</text>'
     x = _MARGIN
-    for kind in sorted({operation.kind for operation in workload.operations}, key="FBIW".index):
-        yield f'<rect class="{kind}" x="{x}" y="43" width="12" height="12"/>'
-        yield f'<text x="{x + 17}" y="53">{_KINDS[kind]}</text>'
-        x += 34 + 7 * len(_KINDS[kind])
+    for kind in in_order(operation.kind for operation in workload.operations):
+        name = f"{kind} (instruction)" if is_instruction(kind) else _KINDS[kind]
+        yield f'<rect class="{_class(kind)}" x="{x}" y="43" width="12" height="12"/>'
+        yield f'<text x="{x + 17}" y="53">{name}</text>'
+        x += 34 + 7 * len(name)
     if simulation.copies is not None:
         yield f'<rect class="repetend" x="{x}" y="43" width="12" height="12"/><text x="{x + 17}" y="53">repetend</text>'
+
+
+def _class(kind: str) -> str:
+    return "instruction" if is_instruction(kind) else kind
 
 
 def _axis(simulation: Simulation, scale: _Scale, height: int) -> Iterator[str]:
@@ -124,7 +130,7 @@ def _row(simulation: Simulation, scale: _Scale, device: int) -> Iterator[str]:
     odd = {stage: index % 2 for index, stage in enumerate(stages_of(simulation, device))}
     for task in simulation.orders[device]:
         operation = graph.workload.operations[graph.operation_of[task]]
-        classes = f"{operation.kind} odd" if odd[operation.stage] else operation.kind
+        classes = f"{_class(operation.kind)} odd" if odd[operation.stage] else _class(operation.kind)
         begin, duration = starts[task], graph.durations[task]
         x, width = scale.x(begin), duration * scale.pixels_per_ns
         yield (

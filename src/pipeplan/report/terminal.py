@@ -13,16 +13,18 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pipeplan.model import in_order
 from pipeplan.report.figures import path_times, runs_by_device, stages_of
 from pipeplan.report.timeline import Cell, Window, device_row, repetend_time_range, windows
 from pipeplan.simulate.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
 
-__all__ = ["KIND_NAMES", "console_for", "print_simulation", "report", "shown_rows"]
+__all__ = ["console_for", "kind_name", "print_simulation", "report", "shown_rows"]
 
-KIND_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+_KIND_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 _STYLES = {"F": "white on blue", "B": "black on yellow", "I": "black on cyan", "W": "white on magenta"}
+_INSTRUCTION_STYLE = "black on green"
 _MEMORY_PARTS = {
     "parameters": "parameter_bytes",
     "gradients": "gradient_bytes",
@@ -34,6 +36,11 @@ _PLAIN_WIDTH = 120
 _MAX_ROWS = 16
 _MAX_TIMELINE_ROWS = 32
 _MAX_RUNS = 12
+
+
+def kind_name(kind: str) -> str:
+    """A kind in words; an instruction has its own."""
+    return _KIND_NAMES.get(kind, "instruction")
 
 
 def print_simulation(simulation: Simulation, file: TextIO | None = None, width: int | None = None) -> None:
@@ -200,9 +207,9 @@ def _timeline(simulation: Simulation, width: int, marks: str) -> Text:
 
 def _legend(simulation: Simulation, marks: str) -> Text:
     text = Text()
-    for kind in sorted({operation.kind for operation in simulation.workload.operations}, key="FBIW".index):
-        text.append(kind, style=_STYLES[kind])
-        text.append(f" {KIND_NAMES[kind]}  ")
+    for kind in in_order(operation.kind for operation in simulation.workload.operations):
+        text.append(kind, style=_STYLES.get(kind, _INSTRUCTION_STYLE))
+        text.append(f" {kind_name(kind)}  ")
     text.append(f"{marks[1]} idle; the number is the micro-batch")
     return text
 
@@ -212,7 +219,7 @@ def _append_cells(text: Text, cells: Sequence[Cell], marks: str) -> None:
         if cell.kind is None:
             text.append(marks[1], style="dim")
         else:
-            text.append(cell.text or marks[0], style=_STYLES[cell.kind])
+            text.append(cell.text or marks[0], style=_STYLES.get(cell.kind, _INSTRUCTION_STYLE))
 
 
 def _ruler(simulation: Simulation, parts: Sequence[Window], label: int) -> str:

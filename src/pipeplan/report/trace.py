@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pipeplan.model import Action, Dependency, Hop, Plan, payload_of
+from pipeplan.model import Action, Dependency, Hop, Plan
 from pipeplan.model.trace import Trace, trace_json
 from pipeplan.simulate.simulation import Simulation
 
@@ -59,8 +59,8 @@ class _Names:
 
     def __init__(self, plan: Plan, dependency: Dependency, hop: Hop, microbatch: int, part: int | None) -> None:
         """``microbatch`` and ``part`` are those of any of the messages."""
-        source, target = int(dependency.source[:-1]), int(dependency.target[:-1])
-        payload = payload_of(dependency.source[-1])
+        source, target = dependency.source_stage, dependency.target_stage
+        payload = dependency.payload
         send = Action(source, f"SEND_{payload}", microbatch, target, hop.target_device, part)
         receive = Action(target, f"RECV_{payload}", microbatch, source, hop.source_device, part)
         self._ends = [

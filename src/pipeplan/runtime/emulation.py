@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeplan.model import Hop, Plan, payload_of, sha256_of
+from pipeplan.model import Hop, Plan, sha256_of
 from pipeplan.runtime.executor import Executor
 from pipeplan.runtime.failures import lost_others
 from pipeplan.runtime.messages import Channels, edges_of
@@ -294,7 +294,7 @@ class EmulatedChannels(Channels):
 
     def _hop(self, instruction: Instruction) -> Hop:
         ends = (self._program.rank, instruction.peer)
-        source, target = ends if instruction.action.kind.startswith("SEND") else reversed(ends)
+        source, target = ends if instruction.action.sends else reversed(ends)
         assert instruction.message is not None
         hop = self._hops[instruction.message, source, target]
         return hop if instruction.action.part is None else hop.part
@@ -324,7 +324,7 @@ def hops_of(plan: Plan) -> Hops:
     """The plan's messages, which ``check`` has found to be told apart by stages and ranks."""
     return {
         (
-            Message(payload_of(dependency.source[-1]), int(dependency.source[:-1]), int(dependency.target[:-1])),
+            Message.of(dependency),
             hop.source_device,
             hop.target_device,
         ): hop
@@ -338,7 +338,7 @@ def specs_of(programs: Sequence[Program], hops: Hops, limit_bytes: int) -> dict[
     words = {name: 1 for program in programs for names in program.tensors.values() for name in names}
     for program in programs:
         for instruction in program.instructions:
-            if instruction.message is not None and instruction.action.kind.startswith("SEND"):
+            if instruction.message is not None and instruction.action.sends:
                 hop = hops[instruction.message, program.rank, instruction.peer]
                 hop = hop if instruction.action.part is None else hop.part
                 size = min(max(hop.bytes, _LEAST_BYTES), limit_bytes)

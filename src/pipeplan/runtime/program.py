@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeplan.errors import UsageError
-from pipeplan.model import Action, Plan, Stage, payload_of
+from pipeplan.model import Action, Dependency, Plan, Stage
 from pipeplan.model.plan import slots_of
 from pipeplan.model.samples import replica_samples
 
@@ -33,11 +33,19 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Message:
-    """What goes from one stage to another, micro-batch by micro-batch: outputs (``F``) or their gradients (``B``)."""
+    """What goes from one stage to another, micro-batch by micro-batch.
+
+    Outputs (``F``), their gradients (``B``), or what an instruction made (its kind).
+    """
 
     payload: str
     source: int
     target: int
+
+    @classmethod
+    def of(cls, dependency: Dependency) -> Message:
+        """What a dependency's hops carry."""
+        return cls(dependency.payload, dependency.source_stage, dependency.target_stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +132,7 @@ class Program:
         for instruction in self.instructions:
             if instruction.message is not None:
                 ends = (self.rank, instruction.peer)
-                sends = instruction.action.kind.startswith("SEND")
+                sends = instruction.action.sends
                 found.add((instruction.message, *(ends if sends else reversed(ends))))
         return tuple(sorted(found))
 
@@ -157,7 +165,7 @@ def planned_programs(plan: Plan) -> tuple[Program, ...]:
     Raises:
         UsageError: gradients come from a stage to which no outputs go.
     """
-    pairs = [(d.source[-1], int(d.source[:-1]), int(d.target[:-1])) for d in plan.dependencies]
+    pairs = [(d.source_kind, d.source_stage, d.target_stage) for d in plan.dependencies]
     forward = {(source, target) for kind, source, target in pairs if kind == "F" and source != target}
     crossings = {(source, target): (f"{source}>{target}",) for source, target in sorted(forward)}
     for kind, source, target in pairs:
@@ -217,9 +225,9 @@ def _crossings(plan: Plan, edges: Sequence[tuple[str, str]], model: str) -> dict
 def _gradients(plan: Plan, crossings: Collection[tuple[int, int]]) -> set[tuple[int, int]]:
     """Pairs (source stage, target stage) over which the plan carries gradients back."""
     back = {
-        (int(dependency.target[:-1]), int(dependency.source[:-1]))
+        (dependency.target_stage, dependency.source_stage)
         for dependency in plan.dependencies
-        if dependency.source[-1] in "BI" and dependency.target[-1] in "BI"
+        if dependency.source_kind in "BI" and dependency.target_kind in "BI"
     }
     return back & set(crossings)
 
@@ -228,10 +236,10 @@ def _require_same_edges(plan: Plan, crossings: Collection[tuple[int, int]], mode
     """Stage pairs of forward dependencies are exactly those of the model's edges; backward ones among them."""
     planned = set()
     for dependency in plan.dependencies:
-        source, target = int(dependency.source[:-1]), int(dependency.target[:-1])
+        source, target = dependency.source_stage, dependency.target_stage
         if source == target:
             continue
-        forward = dependency.source[-1] == "F" and dependency.target[-1] == "F"
+        forward = dependency.source_kind == "F" and dependency.target_kind == "F"
         pair = (source, target) if forward else (target, source)
         if forward:
             planned.add(pair)
@@ -362,19 +370,18 @@ class _Resolver:
         self._received: dict[tuple[int, str], list[tuple[Message, int]]] = defaultdict(list)
         for dependency in plan.dependencies:
             for hop in dependency.hops:
-                payload = payload_of(dependency.source[-1])
-                message = Message(payload, int(dependency.source[:-1]), int(dependency.target[:-1]))
+                message = Message.of(dependency)
                 if hop.source_device == rank:
-                    self._sent[message.source, payload].append((message, hop.target_device))
+                    self._sent[message.source, message.payload].append((message, hop.target_device))
                 if hop.target_device == rank:
-                    self._received[message.target, payload].append((message, hop.source_device))
+                    self._received[message.target, message.payload].append((message, hop.source_device))
 
     def instruction(self, counter: int, action: Action) -> Instruction:
         """The action with its samples, message and peer."""
         if action.is_compute:
             samples = self._shares.forwards(action.stage, self._rank, action.microbatch, action.part)
             return Instruction(counter, action, samples)
-        if action.kind.startswith("SEND"):
+        if action.sends:
             candidates = self._sent[action.stage, action.payload]
             fitting = [(m, peer) for m, peer in candidates if action.peer_stage in (None, m.target)]
         else:
@@ -383,6 +390,6 @@ class _Resolver:
         fitting = [(m, peer) for m, peer in fitting if action.peer_device in (None, peer)]
         assert len(fitting) == 1, f"check accepts only transfers that mean one message, not {action}"
         ((message, peer),) = fitting
-        ranks = (self._rank, peer) if action.kind.startswith("SEND") else (peer, self._rank)
+        ranks = (self._rank, peer) if action.sends else (peer, self._rank)
         sent = self._shares.sent(message, ranks, action.microbatch, action.part)
         return Instruction(counter, action, (sent,), message, peer)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
-from pipeplan.model import Plan, payload_of
+from pipeplan.model import Plan
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.program import Message, Program
 from pipeplan.runtime.rows import TensorSpec
@@ -82,8 +82,7 @@ def _messages(
                 ends = (message, program.rank, instruction.peer)
                 longest[ends] = max(longest.get(ends, 0), len(instruction.samples[0]))
     for dependency in plan.dependencies:
-        source, target = dependency.source, dependency.target
-        message = Message(payload_of(source[-1]), int(source[:-1]), int(target[:-1]))
+        message = Message.of(dependency)
         for hop in dependency.hops:
             samples = longest.get((message, hop.source_device, hop.target_device), 0)
             if samples and hop.bytes:

@@ -48,6 +48,7 @@ def search_schedule(
         SearchTimeoutError: the budget ran out before anything that fits was found.
         UsageError: an unknown scheduler, or a classic one that does not apply to the placement.
     """
+    _require_known_kinds(workload)
     problem = Problem.of(workload)
     if scheduler in CLASSIC:
         return _restored(problem, _one_classic(State.of(problem, budget, progress), scheduler))
@@ -67,6 +68,7 @@ def first_look(workload: Workload, *, thorough: bool = False) -> Schedule | None
 
     A ``thorough`` look has those that are made by trying rules, too, where there are few actions.
     """
+    _require_known_kinds(workload)
     problem = Problem.of(workload, require_room=False)
     graph = task_graph(problem.workload)
     best: Schedule | None = None
@@ -75,6 +77,13 @@ def first_look(workload: Workload, *, thorough: bool = False) -> Schedule | None
         if found is not None and (best is None or found.makespan_ns < best.makespan_ns):
             best = found
     return best
+
+
+def _require_known_kinds(workload: Workload) -> None:
+    """What is proved and tried here is about forwards and backwards."""
+    if workload.instructions:
+        kinds = ", ".join(operation.id for operation in workload.instructions[:4])
+        raise UsageError(f"the workload has instructions ({kinds}), which rules alone schedule; give --scheduler rules")
 
 
 def _known_orders(problem: Problem, graph: TaskGraph, thorough: bool) -> Iterator[tuple[str, Orders]]:

@@ -34,13 +34,22 @@ def _parts(workload: Workload) -> list[int]:
 
 
 def _heads_and_tails(workload: Workload, durations: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Longest way in ns to the start, and from the end, of each item of one micro-batch [item]."""
+    """Longest way in ns to the start, and from the end, of each item of one micro-batch [item].
+
+    Where a dependency counts, it is on the way to its target if no action of that needs nothing, and on the way from
+    its source if all actions of that are needed.
+    """
     heads, tails = [0] * len(durations), [0] * len(durations)
     edges = sorted(workload.edges, key=lambda edge: workload.rank(edge[0]))
     for source, target, lag in edges:
+        if min(workload.needs.get((source, target), (1,))) == 0:
+            continue
         lag = workload.part_lags.get((source, target), lag)
         heads[target] = max(heads[target], heads[source] + durations[source] + lag)
     for source, target, lag in reversed(edges):
+        all_needed = len(workload.slots[source])
+        if max(workload.needs.get((source, target), (all_needed,))) < all_needed:
+            continue
         lag = workload.part_lags.get((source, target), lag)
         tails[source] = max(tails[source], lag + durations[target] + tails[target])
     return heads, tails

@@ -141,4 +141,4 @@ def require_equal_sizes(workload: Workload) -> None:
                 f"{stage.microbatch_size}, the plan {workload.microbatch_size}"
             )
     if not workload.is_uniform:
-        raise UsageError("a repetend needs one route and no micro-batch in parts")
+        raise UsageError("a repetend needs one route, no micro-batch in parts and no dependency with counts of its own")

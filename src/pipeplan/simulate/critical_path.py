@@ -78,7 +78,7 @@ class _Inputs:
     """Looks up the tasks whose results a task needs, with their lags."""
 
     def __init__(self, workload: Workload) -> None:
-        self._slots, self._part_lags = workload.slots, workload.part_lags
+        self._workload, self._slots, self._part_lags = workload, workload.slots, workload.part_lags
         self._sources: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for source, target, lag in workload.edges:
             self._sources[target].append((source, lag))
@@ -91,5 +91,5 @@ class _Inputs:
         for source, lag in self._sources[target]:
             parts = 2 * min(slots.num_parted, self._slots[source].num_parted)
             lag = self._part_lags.get((source, target), lag) if number < parts else lag
-            found.extend((graph.offsets[source] + m, lag) for m in self._slots[source].sharing(slots.samples(number)))
+            found.extend((graph.offsets[source] + m, lag) for m in self._workload.inputs_of(source, target, number))
         return found

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeplan.errors import UsageError
-from pipeplan.model import Action, Plan, Stage, payload_of, sha256_of
+from pipeplan.model import Action, Plan, Stage, in_order, sha256_of
 from pipeplan.model.measured import MeasuredTrace, TimedText
 from pipeplan.simulate.simulation import Simulation
 from pipeplan.simulate.timing import earliest_starts, with_links
@@ -226,7 +226,7 @@ def _compute_kinds(simulation: Simulation, steps: Sequence[_Step]) -> Iterator[K
         predicted[kind].append(graph.durations[task])
         for step in steps:
             measured[kind] += step.of_companies[text]
-    for kind in sorted(predicted, key="FBIW".index):
+    for kind in in_order(predicted):
         yield _kind(kind, predicted[kind], measured[kind])
 
 
@@ -238,7 +238,7 @@ def _message_kinds(simulation: Simulation, steps: Sequence[_Step]) -> Iterator[K
             slots = workload.messages(dependency, hop)
             for number in range(len(slots)):
                 sent = hop if slots.name(number)[1] is None else hop.part
-                predicted[payload_of(dependency.source[-1])].append(sent.duration_ns)
+                predicted[dependency.payload].append(sent.duration_ns)
     measured = _measured_messages(steps)
     for payload in sorted(predicted, reverse=True):
         for end in ("SEND", "RECV"):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from pipeplan.errors import InvalidPlanError
 from pipeplan.model import Plan
-from pipeplan.model.action import PAYLOAD
+from pipeplan.model.action import operation_of, payload_of
 from pipeplan.model.workload import Workload
 from pipeplan.simulate.timing import TaskGraph
 
@@ -73,14 +73,15 @@ def _names(workload: Workload, link: int, device: int) -> dict[_Name, int]:
         for hop in dependency.hops:
             if hop.source_device == device:
                 item = items.get((dependency.source, dependency.target, hop.target_device))
-                for name in _ways_to_say(dependency.source, int(dependency.target[:-1]), hop.target_device):
+                for name in _ways_to_say(dependency.source, dependency.target_stage, hop.target_device):
                     meant.setdefault(name, []).append(item)
     return {name: item for name, (item, *others) in meant.items() if item is not None and not others}
 
 
 def _ways_to_say(source: str, stage: int, device: int) -> list[_Name]:
     """A message with its full name, and with those that leave out who gets it."""
-    before = f"{source[:-1]}SEND_{PAYLOAD.get(source[-1], '')}"
+    source_stage, kind = operation_of(source)
+    before = f"{source_stage}SEND_{payload_of(kind)}"
     return [(before, to_stage + to_device) for to_stage in ("", f">{stage}") for to_device in ("", f"@{device}")]
 
 

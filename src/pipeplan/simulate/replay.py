@@ -19,7 +19,7 @@ from pipeplan.model import (
     Plan,
     Profile,
     Stage,
-    payload_of,
+    is_instruction,
 )
 from pipeplan.model.workload import Workload
 
@@ -116,7 +116,7 @@ class _Built:
     """Workloads of a profile under the plan's placement, with each stage's backward whole and split."""
 
     def __init__(self, plan: Plan, profile: Profile, placement: Placement, cluster: Cluster | None) -> None:
-        self._plan, self._name = plan, profile.name
+        self._plan, self._name, self._cluster = plan, profile.name, cluster
         split = {operation.stage for operation in plan.operations if operation.kind == "I"}
         self._variant_of: list[_Variant] = [index in split for index in range(len(plan.stages))]
         self._workloads: dict[_Variant, Workload] = {}
@@ -136,13 +136,17 @@ class _Built:
         self._hops = {v: _hops(w.dependencies) for v, w in self._workloads.items()}
 
     def stage(self, index: int) -> Stage:
-        """A stage with the profile's parameters, gradients and optimizer state."""
+        """A stage with the profile's parameters, gradients and optimizer state; one of instructions has none."""
+        if not self._plan.stages[index].blocks:
+            return self._plan.stages[index]
         built = self._workloads[self._variant_of[index]].stages[index]
         fields = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "sync_ns")
         return self._plan.stages[index].model_copy(update={field: getattr(built, field) for field in fields})
 
     def operation(self, operation: Operation) -> Operation:
-        """An operation with the profile's time and memory."""
+        """An operation with the profile's time and memory; a profile knows nothing of instructions."""
+        if is_instruction(operation.kind):
+            return operation
         found = self._operations[self._variant_of[operation.stage]].get(operation.id)
         if found is None:
             raise UsageError(
@@ -154,6 +158,8 @@ class _Built:
     def dependency(self, index: int) -> Dependency:
         """A dependency with the profile's bytes; what stays on one device has none."""
         dependency = self._plan.dependencies[index]
+        if dependency.has_instruction:
+            return self._relinked(dependency)
         message = _message(dependency)
         hops = self._hops[self._variant_of[message[0]]]
         if message[0] != message[2] and message not in hops:
@@ -163,12 +169,16 @@ class _Built:
             )
         return dependency.model_copy(update={"hops": hops.get(message, ())})
 
+    def _relinked(self, dependency: Dependency) -> Dependency:
+        """A dependency of an instruction keeps its bytes and gets the cluster's times, where there is one."""
+        cluster = self._cluster
+        hops = dependency.hops if cluster is None else tuple(_relinked_hop(hop, cluster) for hop in dependency.hops)
+        return dependency.model_copy(update={"hops": hops})
+
 
 def _hops(dependencies: Iterable[Dependency]) -> dict[_Message, tuple[Hop, ...]]:
-    return {_message(d): d.hops for d in dependencies if d.source[:-1] != d.target[:-1]}
+    return {_message(d): d.hops for d in dependencies if d.source_stage != d.target_stage}
 
 
 def _message(dependency: Dependency) -> _Message:
-    source, target = dependency.source, dependency.target
-    payload = "F" if source[-1] == "W" else payload_of(source[-1])
-    return int(source[:-1]), payload, int(target[:-1])
+    return dependency.source_stage, dependency.payload, dependency.target_stage

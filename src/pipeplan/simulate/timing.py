@@ -83,12 +83,11 @@ def task_graph(workload: Workload) -> TaskGraph:
 
 
 def _pairs(workload: Workload, offsets: Sequence[int], source: int, target: int) -> Iterable[tuple[int, int]]:
-    """(task of the target, task of the source) wherever both hold some sample."""
+    """(task of the target, task of the source) wherever the one waits for the other."""
     ours, theirs = range(offsets[target], offsets[target + 1]), range(offsets[source], offsets[source + 1])
-    slots, source_slots = workload.slots[target], workload.slots[source]
-    if slots == source_slots:
+    if workload.slots[target] == workload.slots[source] and (source, target) not in workload.needs:
         return zip(ours, theirs, strict=True)
-    return ((task, theirs[number]) for m, task in enumerate(ours) for number in source_slots.sharing(slots.samples(m)))
+    return ((task, theirs[number]) for m, task in enumerate(ours) for number in workload.inputs_of(source, target, m))
 
 
 def earliest_starts(graph: TaskGraph, orders: Orders) -> list[int]:

@@ -1,5 +1,6 @@
 """Schedules as rules (FlexPipe): a language, a file for it, and the scheduler that runs it."""
 
+from pipeplan.schedule.rules.instructions import with_instruction, with_instructions
 from pipeplan.schedule.rules.language import (
     Candidate,
     Check,
@@ -22,4 +23,6 @@ __all__ = [
     "State",
     "SubmoduleRules",
     "TypeTraversal",
+    "with_instruction",
+    "with_instructions",
 ]

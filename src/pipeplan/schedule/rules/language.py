@@ -7,11 +7,13 @@ file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Protocol, Self, get_args
 
 from pipeplan.errors import UsageError
+from pipeplan.model.action import is_instruction_word
+from pipeplan.model.plan import Attribute
 from pipeplan.schedule.rules.numbers import Number, check_number
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "First",
     "Instruction",
     "Limit",
+    "Ready",
     "Rules",
     "Settings",
     "StageOrder",
@@ -78,6 +81,9 @@ TypeOrder = Callable[[State, int], Sequence[str]]
 
 StageOrder = Callable[[State, Sequence[Candidate]], "Candidate | None"]
 """Which of the ready actions of one kind, one per stage, a device takes; None for none (Fig. 7 (iii), the second)."""
+
+Ready = Callable[[int, int, int, int, int], bool]
+"""Whether an action may run when so many of another operation are done: see :class:`Instruction`."""
 
 First = Literal["bwd-first", "fwd-first", "interleaved"]
 Direction = Literal["breadth-first", "depth-first"]
@@ -152,7 +158,7 @@ class Settings:
 
     def under(self, other: Settings) -> Settings:
         """These settings, and wherever ``other`` says something, that."""
-        names = [field.name for field in fields(Settings)]
+        names = [each.name for each in fields(Settings)]
         said = {name: getattr(other, name) for name in names if getattr(other, name) is not None}
         return replace(Settings(**{name: getattr(self, name) for name in names}), **said)
 
@@ -192,10 +198,44 @@ class SubmoduleRules(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """An operation of a new kind. Ready ones are tried before forwards and backwards, or after them if ``last``."""
+    """An operation of a new kind (section 4.2). Ready ones go before forwards and backwards, or if ``last``, after.
+
+    It runs once for ``every`` micro-batches (FlexPipe's ``sched_unit``) on all ``devices``, behind the operations
+    ``after`` it stands and before those it stands ``before``. These are stages by number, or by the names of their
+    blocks, which may be patterns: of the stages that match ``image.*`` the last ones come first and the first ones come
+    behind. They mean forwards; ``2B`` and ``GATHER`` mean that operation and that instruction. Without ``devices`` it
+    runs on those of all of them.
+
+    It takes ``duration_ns``, or what the cluster needs to all-gather ``bytes_per_sample`` there (of all samples of its
+    micro-batches). ``attributes`` are what its function is told (``inst_attr``).
+
+    ``check_prev`` and ``check_next`` (Fig. 6) say otherwise than by samples when an action is ready:
+    ``check_prev(stage, done, own stage, own micro-batch, every)`` whether it may run when so many actions of what
+    stands before it are done, ``check_next(own stage, done, stage, micro-batch, every)`` the same for what follows.
+    """
 
     kind: str
     last: bool = False
+    after: tuple[int | str, ...] = ()
+    before: tuple[int | str, ...] = ()
+    devices: tuple[int, ...] = ()
+    every: int = 1
+    duration_ns: int | None = None
+    bytes_per_sample: int = 0
+    attributes: Mapping[str, Attribute] = field(default_factory=dict, hash=False)
+    check_prev: Ready | None = None
+    check_next: Ready | None = None
+
+    def __post_init__(self) -> None:
+        if not is_instruction_word(self.kind):
+            raise UsageError(
+                f"instruction {self.kind!r}: a kind is a word of 2 to 24 capital letters other than SEND and RECV"
+            )
+        if not self.after:
+            raise UsageError(f"instruction {self.kind}: after is empty; name the stages or blocks it waits for")
+        for key, value, least in (("every", self.every, 1), ("bytes_per_sample", self.bytes_per_sample, 0)):
+            if value < least:
+                raise UsageError(f"instruction {self.kind}: {key} is {value}; it must be at least {least}")
 
 
 @dataclass(frozen=True, slots=True)
