@@ -175,7 +175,7 @@ class DeviceRules(Settings):
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
         if not self.devices:
-            raise UsageError("device: devices is empty; name the devices the rules are for")
+            raise UsageError("devices is empty; name the devices the rules are for")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -82,6 +82,11 @@ class Resolved:
         """[stage] whether it stands on more devices than other stages of its submodule."""
         shared = {stage for part in self._parts.values() for stage in part.shared}
         return [stage in shared for stage in range(len(self._workload.stages))]
+
+    def chains(self) -> Iterator[list[tuple[int, ...]]]:
+        """Of each submodule and route: its stages' devices, those left out that stand on more devices than others."""
+        for part in self._parts.values():
+            yield [self._workload.stages[stage].devices for stage in part.chain]
 
     def _check_overrides(self) -> None:
         count = len(self._workload.devices)
