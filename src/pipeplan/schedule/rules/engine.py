@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeplan.schedule.rules.choosing import Chooser
+from pipeplan.schedule.rules.joining import Joined
 from pipeplan.schedule.rules.language import Candidate, Rules
 from pipeplan.schedule.rules.memory import Memory
 from pipeplan.schedule.rules.separation import separate
@@ -40,8 +41,10 @@ def schedule_by_rules(graph: TaskGraph, rules: Rules) -> list[list[int]]:
         UsageError: the rules do not apply to the workload, or actions wait for each other in a circle.
         InfeasibleError: limits, checks or memory block every action that is ready; the text names them.
     """
-    orders = _Run(graph, rules).run()
-    return separate(graph, orders) if rules.separate else orders
+    if not rules.separate:
+        return _Run(graph, rules).run()
+    joined = Joined.of(graph)
+    return separate(graph, joined.apart(_Run(joined.graph, rules).run()))
 
 
 @dataclass(slots=True)

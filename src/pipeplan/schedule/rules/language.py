@@ -246,7 +246,8 @@ class Rules(Settings):
     """A schedule in a few words.
 
     ``time`` is ``unit`` (every action takes one step, as in the paper) or ``true`` (as long as it takes). ``separate``
-    asks for gradient separation, ``fit_memory`` that no forward starts that its device has no room for. ``placement``
+    asks for gradient separation: the rules see every backward whole, then its parts are put where they fit.
+    ``fit_memory`` asks that no forward starts that its device has no room for. ``placement``
     and ``chunks`` say where the stages stand unless the search is told otherwise. ``checks`` must all agree before
     an action starts.
     """
