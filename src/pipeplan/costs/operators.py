@@ -256,21 +256,31 @@ def average_pool(samples: int, side: int, channels: int, width: int) -> Operator
 
 
 def recurrent(
-    samples: int, steps: int, inputs: int, cells: int, width: int, *, shards: int = 1, first: bool = False
+    samples: int,
+    steps: int,
+    inputs: int,
+    cells: int,
+    width: int,
+    *,
+    shards: int = 1,
+    first: bool = False,
+    state_inputs: int | None = None,
 ) -> Operator:
     """An LSTM layer over ``steps`` of each sample: one product for all inputs, one per step for the state.
 
     It keeps its input and, of every step, the state before it (output and cell), the four gates and the cell's
     hyperbolic tangent; the outputs are the next operator's input. All weight gradients are made with I. A share has
-    ``cells / shards``, and the outputs of every step are gathered. The ``first`` layer gives no input gradient.
+    ``cells / shards``, and the outputs of every step are gathered. The ``first`` layer gives no input gradient. A share
+    that takes only some numbers of the state has so many ``state_inputs``.
     """
     tokens, own = samples * steps, -(-cells // shards)
+    taken = cells if state_inputs is None else state_inputs
     of_inputs = linear(tokens, inputs, 4 * own, width)
-    of_state = linear(samples, cells, 4 * own, width, bias=False)
+    of_state = linear(samples, taken, 4 * own, width, bias=False)
     numbers = samples * own
     gates = Kernel(30 * numbers, (2 * 4 + 3) * numbers * width)  # read and written, cells and tangent beside
     back = Kernel(30 * numbers, (3 * 4 + 5) * numbers * width)
-    state_grad = linear(tokens, cells, 4 * own, width, bias=False).weight_grad
+    state_grad = linear(tokens, taken, 4 * own, width, bias=False).weight_grad
     gathered = Exchange("all_gather", samples * cells * width), Exchange("reduce_scatter", samples * cells * width)
     return Operator(
         parameters=of_inputs.parameters + of_state.parameters,
@@ -282,8 +292,8 @@ def recurrent(
             *of_inputs.weight_grad,
             *state_grad,
         ),
-        saved_bytes=(tokens * (inputs + cells) + 6 * tokens * own) * width,
-        gradient_bytes=tokens * (inputs + cells + 4 * own) * width,
+        saved_bytes=(tokens * (inputs + taken) + 6 * tokens * own) * width,
+        gradient_bytes=tokens * (inputs + taken + 4 * own) * width,
         update_bytes=max(of_inputs.parameters, of_state.parameters) * width,
         forward_exchanges=steps * gathered[:1] if shards > 1 else (),
         input_grad_exchanges=steps * gathered[1:] if shards > 1 else (),

@@ -14,7 +14,10 @@ from typing import NamedTuple
 
 from pipeplan.frontier.configurations.splits import Split, nested
 
-__all__ = ["DIMENSIONS", "Layout", "Tensor", "all_layouts"]
+__all__ = ["ANY", "DIMENSIONS", "Layout", "Tensor", "all_layouts"]
+
+ANY = 0
+"""Size of a dimension of which is not known what divides it: whoever takes it says so."""
 
 DIMENSIONS = ("samples", "places", "features")
 
