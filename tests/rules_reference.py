@@ -35,7 +35,7 @@ class Reference:
         while len(self.begun) < self.graph.num_actions:
             self.step()
             later = [time for task in range(self.graph.num_tasks) if (time := self.arrival(task)) is not None]
-            later = [time for time in (*later, *map(self.end, self.begun)) if time > self.now]
+            later = [t for t in (*later, *map(self.end, self.begun), *map(self.next, self.begun)) if t > self.now]
             if not later:
                 self.pressed, before = True, len(self.begun)
                 self.step()
@@ -110,7 +110,11 @@ class Reference:
         traversal = settings.forward if lane == "F" else settings.backward
         ready = self.ready(device, lane)
         mine = self.of_lane(device, lane)
-        stages = sorted({self.stage(task) for task in mine}, reverse=traversal.rules.direction == "depth-first")
+        stages = sorted(
+            {self.stage(task) for task in mine},
+            key=lambda stage: (self.place(stage), stage),
+            reverse=traversal.rules.direction == "depth-first",
+        )
         left = [s for s in stages if any(self.stage(t) == s and t not in self.begun for t in mine)]
         turn, count = self.turn(device, lane, traversal.interval)
         if traversal.interval is not None and turn is not None:
@@ -134,7 +138,14 @@ class Reference:
                 stage, count = self.stage(task), 1 if fresh else count + 1
         return stage, count
 
+    def next(self, task: int) -> int:
+        """When the operation of an action that has begun may start the next one."""
+        return self.begun[task] + self.resolved.every[self.stage(task)].get(self.kind(task), 0)
+
     def may(self, task: int) -> bool:
+        alike = [t for t in self.begun if self.graph.operation_of[t] == self.graph.operation_of[task]]
+        if any(self.next(other) > self.now for other in alike):
+            return False
         if self.kind(task) != "F":
             return True
         stage, limits = self.stage(task), self.resolved
@@ -199,6 +210,18 @@ class Reference:
 
     def kind(self, task: int) -> str:
         return self.graph.workload.operations[self.graph.operation_of[task]].kind
+
+    def place(self, stage: int) -> int:
+        """How many stages of those that a stage is connected with, and that stand on as few devices, come before."""
+        stages, connected = self.graph.workload.stages, {stage}
+        while True:
+            ends = [(int(d.source[:-1]), int(d.target[:-1])) for d in self.graph.workload.dependencies]
+            more = {s for end in ends for s in end if connected & set(end)} | connected
+            if more == connected:
+                break
+            connected = more
+        least = min(len(stages[other].devices) for other in connected)
+        return sum(other < stage and len(stages[other].devices) == least for other in connected)
 
     def lane(self, task: int) -> str:
         return LANE.get(self.kind(task), self.kind(task))

@@ -20,7 +20,8 @@ number = st.sampled_from([1, 2, 3, "D", "D - d", "max(1, S - s)", "C * N"])
 types = st.builds(
     TypeTraversal, st.sampled_from(["bwd-first", "fwd-first", "interleaved"]), number, number, wait=st.booleans()
 )
-stages = st.builds(StageTraversal, st.sampled_from(["breadth-first", "depth-first"]), st.none() | number)
+direction = st.sampled_from(["breadth-first", "depth-first"])
+stages = st.builds(StageTraversal, direction, st.none() | number)
 limit = st.none() | number
 settings_of_all = {
     "types": st.none() | types,
@@ -38,6 +39,8 @@ rules = st.builds(
     time=st.sampled_from(["unit", "true"]),
     devices=st.just(()) | st.tuples(st.builds(DeviceRules, types=types, forward=stages, devices=st.just((1,)))),
 )
+paced = st.builds(StageTraversal, direction, st.none() | number, st.sampled_from([None, 2, 3]))
+rules |= st.builds(Rules, **settings_of_all | {"forward": paced, "backward": paced})
 
 
 @st.composite

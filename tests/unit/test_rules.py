@@ -261,3 +261,17 @@ def test_memory_is_kept_and_its_lack_named() -> None:
     assert texts(chain_workload(2, 4, memory_bytes=2000), room)[0] == "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3"
     with pytest.raises(InfeasibleError, match=r"raise --memory.*\n.*0F0 is ready, but device 0 has no room"):
         texts(chain_workload(2, 4, memory_bytes=900), room)
+
+
+def test_a_stage_keeps_its_pace() -> None:
+    """One forward in two steps on device 0, so on device 1, too; backwards fill what is between."""
+    paced = Rules(forward=StageTraversal(every=2))
+    assert texts(chain_workload(2, 3), paced) == [
+        "0F0 0F1 0B0 0F2 0B1 0B2",
+        "1F0 1B0 1F1 1B1 1F2 1B2",
+    ]
+
+
+def test_a_pace_counts_steps() -> None:
+    with pytest.raises(UsageError, match="every counts steps"):
+        Rules(time="true", forward=StageTraversal(every=2))

@@ -13,6 +13,9 @@ from separations import best_of_all, kind, length, num_placings, random_case, we
 from pipeplan.model.workload import Workload
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.rules.engine import schedule_by_rules
+from pipeplan.schedule.rules.joining import Joined
+from pipeplan.schedule.rules.language import Rules
 from pipeplan.schedule.rules.separation import separate
 from pipeplan.simulate.memory import fits, peak_memory
 from pipeplan.simulate.timing import Orders, TaskGraph, task_graph, with_links
@@ -109,3 +112,29 @@ def test_any_schedule_stays_valid_and_within_memory_and_gets_no_longer(case: Pla
     assert fits(room, separate(room, orders))
     peaks = zip(peak_memory(graph, with_links(graph, found)), graph.workload.devices, strict=True)
     assert all(device.memory_bytes is None or peak.peak_bytes <= device.memory_bytes for peak, device in peaks)
+
+
+def test_rules_that_separate_see_whole_backwards() -> None:
+    """On unit steps B is one step, as the paper's BwdPass; I and W apart would be two."""
+    graph = task_graph(chain_workload(3, 6, forward=1, split=(1, 1)))
+    whole = task_graph(chain_workload(3, 6, forward=1, backward=2))
+    rules = Rules(in_flight="D - d")
+    joined = Joined.of(graph)
+    orders = schedule_by_rules(joined.graph, rules)
+    assert length(joined.graph, orders) == length(whole, schedule_by_rules(whole, rules))
+    found = schedule_by_rules(graph, rules.but(separate=True))
+    require_only_weights_moved(graph, joined.apart(orders), found)
+    assert length(graph, found) == 3 * 6 + 2
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(placed(links=True), st.randoms(use_true_random=False))
+def test_backwards_put_together_hold_what_their_parts_hold(case: Placed, choose: Random) -> None:
+    graph = task_graph(case.workload)
+    joined = Joined.of(graph)
+    orders = joined.graph.on_devices(random_orders(joined.graph, choose))
+    apart = joined.apart(orders)
+    require_only_weights_moved(graph, apart, apart)
+    assert length(graph, apart) <= length(joined.graph, orders)
+    both = zip(peak_memory(joined.graph, orders), peak_memory(graph, apart), strict=True)
+    assert all(whole.peak_bytes == parts.peak_bytes for whole, parts in both)

@@ -105,7 +105,9 @@ class Chooser:
         self._callers = [callers(graph, x) for x in range(len(operations))]
         self._last = {instruction.kind for instruction in rules.instructions if instruction.last}
         self._pressed = False
-        self._devices = [self._device(device, settings) for device, settings in enumerate(resolved.devices)]
+        self._devices = [
+            self._device(device, settings, resolved.depths) for device, settings in enumerate(resolved.devices)
+        ]
 
     @property
     def has_functions(self) -> bool:
@@ -132,6 +134,10 @@ class Chooser:
     def operation(self, kind: str, stage: int) -> int | None:
         """The operation of a kind and stage; None if there is none."""
         return self._number.get((kind, stage))
+
+    def callers_of(self, x: int) -> tuple[int, ...]:
+        """The devices that may choose an operation's actions."""
+        return self._callers[x]
 
     def ready(self, device: int, kind: str) -> list[Candidate]:
         """The next ready action of each of a device's stages for one kind."""
@@ -258,7 +264,7 @@ class Chooser:
         lane = self._devices[device].lanes.get(_BACKWARD.get(kind, kind))
         return [] if lane is None else [x for x in lane.operations if self._kind[x] == kind]
 
-    def _device(self, device: int, settings: DeviceSettings) -> _Device:
+    def _device(self, device: int, settings: DeviceSettings, depths: Sequence[tuple[int, int]]) -> _Device:
         lanes: dict[str, _Lane] = {}
         for x, kind in enumerate(self._kind):
             if device in self._callers[x] and kind != "W":
@@ -266,7 +272,9 @@ class Chooser:
                 traversal = settings.backward if name == "B" else settings.forward
                 lanes.setdefault(name, _Lane([], traversal)).operations.append(x)
         for lane in lanes.values():
-            lane.operations.sort(key=self._stage.__getitem__, reverse=lane.traversal.rules.direction == "depth-first")
+            lane.operations.sort(
+                key=lambda x: depths[self._stage[x]], reverse=lane.traversal.rules.direction == "depth-first"
+            )
         others = sorted(lanes.keys() - {"F", "B"})
         resources = self._graph.workload.resources[: len(self._kind)]
         return _Device(

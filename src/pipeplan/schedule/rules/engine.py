@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeplan.schedule.rules.choosing import Chooser
+from pipeplan.schedule.rules.joining import Joined
 from pipeplan.schedule.rules.language import Candidate, Rules
 from pipeplan.schedule.rules.memory import Memory
 from pipeplan.schedule.rules.separation import separate
@@ -40,8 +41,10 @@ def schedule_by_rules(graph: TaskGraph, rules: Rules) -> list[list[int]]:
         UsageError: the rules do not apply to the workload, or actions wait for each other in a circle.
         InfeasibleError: limits, checks or memory block every action that is ready; the text names them.
     """
-    orders = _Run(graph, rules).run()
-    return separate(graph, orders) if rules.separate else orders
+    if not rules.separate:
+        return _Run(graph, rules).run()
+    joined = Joined.of(graph)
+    return separate(graph, joined.apart(_Run(joined.graph, rules).run()))
 
 
 @dataclass(slots=True)
@@ -79,7 +82,9 @@ class _Run:
         self._calls: list[_Call | None] = [None] * len(workload.devices)
         self._startable: list[_Call] = []
         self._woken = set(range(len(workload.devices)))
-        self._events: list[tuple[int, int]] = []  # (time, task) ends; behind num_tasks, arrivals
+        self._every = [self._resolved.every[o.stage].get(o.kind, 0) for o in operations]
+        self._earliest = [0] * len(operations)
+        self._events: list[tuple[int, int]] = []  # (time, task) ends; behind num_tasks arrivals, twice that operations
         self._orders: list[list[int]] = [[] for _ in workload.devices]
         self._chooser = Chooser(graph, rules, self._resolved, self.obstacle, self)
         self._attentive = self._chooser.has_functions or bool(rules.checks)
@@ -125,7 +130,9 @@ class _Run:
         self.now = now = events[0][0]
         while events and events[0][0] == now:
             task = heapq.heappop(events)[1]
-            if task >= graph.num_tasks:
+            if task >= 2 * graph.num_tasks:
+                self._woken.update(self._chooser.callers_of(task - 2 * graph.num_tasks))
+            elif task >= graph.num_tasks:
                 self._arrive(task - graph.num_tasks)
             else:
                 self._end(task)
@@ -220,6 +227,9 @@ class _Run:
             if self._own[stage]:
                 self._on_device[device] += change
         heapq.heappush(self._events, (self.now + (1 if self._unit else graph.durations[task]), task))
+        if self._every[x]:
+            self._earliest[x] = self.now + self._every[x]
+            heapq.heappush(self._events, (self._earliest[x], 2 * graph.num_tasks + x))
 
     def _flight_change(self, x: int, task: int) -> int:
         """+1 where an action brings a micro-batch into flight, -1 where it takes one out."""
@@ -236,6 +246,8 @@ class _Run:
         """What keeps a ready action from starting by the rules; None if nothing does."""
         x = self.graph.operation_of[task]
         stage, kind = self._stage[x], self._kind[x]
+        if self.now < self._earliest[x]:
+            return Obstacle("every", stage, self._every[x])
         if kind == "F" and not self._is_second_part(x, task):
             limit = self._limits[stage]
             if limit is not None and self._in_flight[stage] >= limit:

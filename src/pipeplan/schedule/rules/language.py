@@ -119,15 +119,18 @@ class StageTraversal:
     ``breadth-first`` prefers the stage at the front of the model, ``depth-first`` the one at its end. With an
     ``interval`` a stage keeps its turn for so many actions; then the turn goes to the next stage in that direction,
     round and round. Whose turn it is is waited for, while other kinds may run; who is not allowed loses the turn.
+    On unit steps a stage starts at most one action in ``every`` steps.
     """
 
     direction: Direction | StageOrder = "breadth-first"
     interval: Number | None = None
+    every: Number | None = None
 
     def __post_init__(self) -> None:
         _require("direction", self.direction, get_args(Direction))
-        if self.interval is not None:
-            check_number("interval", self.interval, 1)
+        for key in ("interval", "every"):
+            if getattr(self, key) is not None:
+                check_number(key, getattr(self, key), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +175,7 @@ class DeviceRules(Settings):
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
         if not self.devices:
-            raise UsageError("device: devices is empty; name the devices the rules are for")
+            raise UsageError("devices is empty; name the devices the rules are for")
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +246,8 @@ class Rules(Settings):
     """A schedule in a few words.
 
     ``time`` is ``unit`` (every action takes one step, as in the paper) or ``true`` (as long as it takes). ``separate``
-    asks for gradient separation, ``fit_memory`` that no forward starts that its device has no room for. ``placement``
+    asks for gradient separation: the rules see every backward whole, then its parts are put where they fit.
+    ``fit_memory`` asks that no forward starts that its device has no room for. ``placement``
     and ``chunks`` say where the stages stand unless the search is told otherwise. ``checks`` must all agree before
     an action starts.
     """
@@ -262,6 +266,8 @@ class Rules(Settings):
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
         _require("time", self.time, ("unit", "true"))
+        if self.time == "true" and any(_paces(each) for each in (self, *self.devices, *self.submodules)):
+            raise UsageError("every counts steps, and with time = 'true' there are none; leave out one of them")
         if self.chunks is not None:
             check_number("chunks", self.chunks, 1)
 
@@ -271,6 +277,11 @@ class Rules(Settings):
 
     def __str__(self) -> str:
         return self.name
+
+
+def _paces(settings: Settings) -> bool:
+    """Whether some stages' actions are to start so many steps apart."""
+    return any(each is not None and each.every is not None for each in (settings.forward, settings.backward))
 
 
 def _require(key: str, value: object, choices: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -63,6 +63,16 @@ class Resolved:
         return [self._stage_limit(stage) for stage in range(len(self._workload.stages))]
 
     @cached_property
+    def depths(self) -> list[tuple[int, int]]:
+        """[stage] sort key from the front of the model to its end: the place in its part, then the number."""
+        return [(self._sizes(stage)["s"], stage) for stage in range(len(self._workload.stages))]
+
+    @cached_property
+    def every(self) -> list[dict[str, int]]:
+        """[stage] {kind: steps from one start to the next, at least}; nothing where they may follow at once."""
+        return [self._paces(stage) for stage in range(len(self._workload.stages))]
+
+    @cached_property
     def devices(self) -> list[DeviceSettings]:
         """[device]"""
         return [self._device(device) for device in range(len(self._workload.devices))]
@@ -72,6 +82,11 @@ class Resolved:
         """[stage] whether it stands on more devices than other stages of its submodule."""
         shared = {stage for part in self._parts.values() for stage in part.shared}
         return [stage in shared for stage in range(len(self._workload.stages))]
+
+    def chains(self) -> Iterator[list[tuple[int, ...]]]:
+        """Of each submodule and route: its stages' devices, those left out that stand on more devices than others."""
+        for part in self._parts.values():
+            yield [self._workload.stages[stage].devices for stage in part.chain]
 
     def _check_overrides(self) -> None:
         count = len(self._workload.devices)
@@ -101,8 +116,8 @@ class Resolved:
         """{(submodule, route): its stages}"""
         stages = self._workload.stages
         members: dict[tuple[int | None, int], list[int]] = {}
-        for number, stage in enumerate(stages):
-            members.setdefault((self._submodule_of[number], stage.route), []).append(number)
+        for number in range(len(stages)):
+            members.setdefault((self._submodule_of[number], self._connected[number]), []).append(number)
         parts = {}
         for key, numbers in members.items():
             least = min(len(stages[number].devices) for number in numbers)
@@ -110,8 +125,24 @@ class Resolved:
             parts[key] = _Part(chain, [number for number in numbers if number not in set(chain)])
         return parts
 
+    @cached_property
+    def _connected(self) -> list[int]:
+        """[stage] a stage that stands for its connected part of the stage graph; routes are never connected."""
+        leader = list(range(len(self._workload.stages)))
+
+        def find(stage: int) -> int:
+            while leader[stage] != stage:
+                leader[stage] = leader[leader[stage]]
+                stage = leader[stage]
+            return stage
+
+        stage_of = [operation.stage for operation in self._workload.operations]
+        for source, target, _ in self._workload.lags:
+            leader[find(stage_of[target])] = find(stage_of[source])
+        return [find(stage) for stage in range(len(leader))]
+
     def _part(self, stage: int) -> _Part:
-        return self._parts[self._submodule_of[stage], self._workload.stages[stage].route]
+        return self._parts[self._submodule_of[stage], self._connected[stage]]
 
     def _sizes(self, stage: int) -> dict[str, int]:
         """The names that numbers may use (:data:`~pipeplan.schedule.rules.numbers.NAMES`)."""
@@ -139,6 +170,15 @@ class Resolved:
             if device in rules.devices:
                 settings = settings.under(rules)
         return settings
+
+    def _paces(self, stage: int) -> dict[str, int]:
+        settings, sizes = self._settings(stage, self._workload.stages[stage].devices[0]), self._sizes(stage)
+        rules = {"F": settings.forward, "B": settings.backward, "I": settings.backward}
+        return {
+            kind: evaluate("every", each.every, sizes)
+            for kind, each in rules.items()
+            if each is not None and each.every is not None
+        }
 
     def _stage_limit(self, stage: int) -> int | None:
         settings, sizes = self._settings(stage, self._workload.stages[stage].devices[0]), self._sizes(stage)

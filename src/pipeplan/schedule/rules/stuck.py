@@ -32,6 +32,8 @@ class Obstacle:
                 return f"stage {self.number} has its {self.limit} micro-batches in flight (in_flight)"
             case "in_flight_device":
                 return f"device {self.number} has its {self.limit} micro-batches in flight (in_flight_device)"
+            case "every":
+                return f"stage {self.number} starts one in {self.limit} steps (every)"
             case "memory":
                 return f"device {self.number} has no room for it beside its oldest micro-batch (fit_memory)"
             case _:

@@ -1,0 +1,204 @@
+"""Rules files: the language as TOML. Data from strangers: reading one runs nothing and opens nothing else.
+
+Every key is that of :mod:`pipeplan.schedule.rules.language`. A text in place of a table is its first key, so that
+``types = "fwd-first"`` says the same as ``[types]`` with ``first = "fwd-first"``.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pipeplan.errors import FileError, UsageError
+from pipeplan.model.files import read_bytes
+from pipeplan.schedule.rules.language import (
+    DeviceRules,
+    Instruction,
+    Rules,
+    StageTraversal,
+    SubmoduleRules,
+    TypeTraversal,
+)
+from pipeplan.schedule.rules.numbers import Number, check_number
+
+__all__ = ["catalogue", "named_rules", "parse_rules", "read_rules"]
+
+_Reader = Callable[[object, str], Any]
+"""Turns what stands under a key, whose path is given, into what the language takes."""
+
+
+@cache
+def catalogue() -> Mapping[str, str]:
+    """{name: text} of the rules files that ship, by name."""
+    folder = files("pipeplan.schedule.rules") / "catalogue"
+    if not folder.is_dir():
+        return {}
+    found = ((entry.name, entry) for entry in folder.iterdir())
+    return {name.removesuffix(".toml"): entry.read_text() for name, entry in sorted(found) if name.endswith(".toml")}
+
+
+@cache
+def named_rules(name: str) -> Rules:
+    """Rules of the catalogue.
+
+    Raises:
+        UsageError: there are none of this name.
+    """
+    if name not in catalogue():
+        raise UsageError(f"there are no rules {name!r}; give a file, or one of {', '.join(catalogue())}")
+    return parse_rules(catalogue()[name], name)
+
+
+def read_rules(where: str) -> Rules:
+    """The rules in a file, or those of the catalogue with this name; ``-`` is stdin.
+
+    Raises:
+        FileError: the file cannot be read, or is no rules file; the text names the key.
+        UsageError: there is neither a file nor an entry of the catalogue.
+    """
+    if where != "-" and not Path(where).exists():
+        if Path(where).suffix:
+            raise FileError(f"{where}: there is no such file; the rules that ship are {', '.join(catalogue())}")
+        return named_rules(where)
+    try:
+        text = read_bytes(where).decode()
+    except UnicodeDecodeError as error:
+        raise FileError(f"{where}: not readable as TOML: {error}") from None
+    return parse_rules(text, "rules" if where == "-" else Path(where).stem, where)
+
+
+def parse_rules(text: str, name: str, where: str | None = None) -> Rules:
+    """The rules that a TOML text states; ``name`` unless it says another.
+
+    Raises:
+        FileError: the text is not TOML, or says something that the language does not know.
+    """
+    where = where or name
+    try:
+        table = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise FileError(f"{where}: not readable as TOML: {error}") from None
+    try:
+        return Rules(**{"name": name, **_read(table, _RULES, "")})
+    except UsageError as error:
+        raise FileError(f"{where}: not a valid rules file: {error}") from None
+
+
+def _read(table: Mapping[str, object], readers: Mapping[str, _Reader], path: str) -> dict[str, Any]:
+    """The fields that a table says."""
+    unknown = next((key for key in table if key not in readers), None)
+    if unknown is not None:
+        raise UsageError(f"{path}{unknown} is not known; choose from {', '.join(readers)}")
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        result = readers[key](value, f"{path}{key}")
+        found |= result if key == "weights" else {_FIELDS.get(key, key): result}
+    return found
+
+
+def _exactly(kind: type, what: str) -> _Reader:
+    def read(value: object, path: str) -> object:
+        if type(value) is not kind:
+            raise UsageError(f"{path} is {value!r}; write {what}")
+        return value
+
+    return read
+
+
+_TEXT, _FLAG, _INTEGER = _exactly(str, "a text"), _exactly(bool, "true or false"), _exactly(int, "an integer")
+
+
+def _number(value: object, path: str) -> Number:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise UsageError(f"{path} is {value!r}; write an integer, or a text such as 'D - d'")
+    return value
+
+
+def _count(value: object, path: str) -> object:
+    """A number from 0 on."""
+    number = _number(value, path)
+    check_number(path, number, 0)
+    return number
+
+
+def _limit(value: object, path: str) -> object:
+    if not isinstance(value, list):
+        return _number(value, path)
+    return tuple(_number(entry, f"{path}[{index}]") for index, entry in enumerate(value))
+
+
+def _table(readers: Mapping[str, _Reader], make: Callable[..., object]) -> _Reader:
+    """Reads a table into an object; a text in its place is the first of its keys."""
+
+    def read(value: object, path: str) -> object:
+        table = {next(iter(readers)): value} if isinstance(value, str) else value
+        if not isinstance(table, dict):
+            raise UsageError(f"{path} is {value!r}; write a table [{path}]")
+        said = _read(table, readers, f"{path}.")
+        try:
+            return make(**said)
+        except UsageError as error:
+            raise UsageError(f"{path}.{error}") from None
+
+    return read
+
+
+def _tables(readers: Mapping[str, _Reader], make: Callable[..., object]) -> _Reader:
+    def read(value: object, path: str) -> object:
+        if not isinstance(value, list):
+            raise UsageError(f"{path} is {value!r}; write tables [[{path}]]")
+        return tuple(one(entry, f"{path}[{index}]") for index, entry in enumerate(value))
+
+    one = _table(readers, make)
+    return read
+
+
+def _device_numbers(value: object, path: str) -> object:
+    if not isinstance(value, list):
+        raise UsageError(f"{path} is {value!r}; write a list of device numbers")
+    return tuple(_INTEGER(entry, f"{path}[{index}]") for index, entry in enumerate(value))
+
+
+def _range(value: object, path: str) -> object:
+    if not isinstance(value, list) or len(value) != 2:
+        raise UsageError(f"{path} is {value!r}; write the first device and the one behind the last, as [0, 'D // 2']")
+    return _limit(value, path)
+
+
+def _weights(**said: object) -> dict[str, object]:
+    return {f"weights_{key}": value for key, value in said.items()}
+
+
+_TYPES: dict[str, _Reader] = {"first": _TEXT, "forward_unit": _number, "backward_unit": _number, "wait": _FLAG}
+_TRAVERSAL: dict[str, _Reader] = {"direction": _TEXT, "interval": _number}
+
+_SETTINGS: dict[str, _Reader] = {
+    "types": _table(_TYPES, TypeTraversal),
+    "forward": _table(_TRAVERSAL, StageTraversal),
+    "backward": _table(_TRAVERSAL, StageTraversal),
+    "in_flight": _limit,
+    "in_flight_device": _limit,
+    "in_flight_shared": _limit,
+    "weights": _table({"late": _count, "fill": _FLAG}, _weights),
+}
+
+_PLACE: dict[str, _Reader] = {"placement": _TEXT, "chunks": _INTEGER}
+
+_FIELDS = {"device": "devices", "submodule": "submodules", "instruction": "instructions"}
+"""Tables in the plural, as the language has them."""
+
+_RULES: dict[str, _Reader] = {
+    "name": _TEXT,
+    "time": _TEXT,
+    "separate": _FLAG,
+    "fit_memory": _FLAG,
+    **_PLACE,
+    **_SETTINGS,
+    "device": _tables({"devices": _device_numbers, **_SETTINGS}, DeviceRules),
+    "submodule": _tables({"blocks": _TEXT, **_PLACE, "devices": _range, **_SETTINGS}, SubmoduleRules),
+    "instruction": _tables({"kind": _TEXT, "last": _FLAG}, Instruction),
+}

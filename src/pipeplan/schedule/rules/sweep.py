@@ -1,0 +1,135 @@
+"""The built-in rules, all tried (FlexPipe, section 6): what rules alone find on a placement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.model.workload import Workload
+from pipeplan.schedule.rules.engine import schedule_by_rules
+from pipeplan.schedule.rules.language import First, Limit, Rules, StageTraversal, TypeTraversal
+from pipeplan.schedule.rules.settings import Resolved
+from pipeplan.simulate.memory import overflow
+from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph, with_links
+
+__all__ = ["Swept", "built_in_rules", "run_rules", "sweep"]
+
+_LIMITS: tuple[Limit | None, ...] = (None, "S - s", "2 * (S - s) - 1")
+"""Micro-batches in flight per stage: no limit, 1F1B's, and twice as many less one, as zero-bubble schedules have."""
+
+_FIRSTS: tuple[First, ...] = ("bwd-first", "interleaved")
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """Rules, and the schedule that they give: orders of devices and links, starts and makespan in ns."""
+
+    rules: Rules
+    orders: list[list[int]]
+    starts: list[int]
+    makespan_ns: int
+
+
+def sweep(workload: Workload, rules: Iterable[Rules] | None = None, *, graph: TaskGraph | None = None) -> list[Swept]:
+    """What the built-in rules (or those given) make of a workload, the shortest first; of equals, the simpler one.
+
+    Rules that get stuck, or whose schedule does not fit into memory, are left out.
+    """
+    graph = graph or task_graph(workload)
+    tried = built_in_rules(workload) if rules is None else rules
+    found = [swept for each in tried if (swept := _tried(graph, each)) is not None]
+    return sorted(found, key=lambda swept: swept.makespan_ns)
+
+
+def run_rules(graph: TaskGraph, rules: Rules) -> Swept:
+    """The schedule that rules give.
+
+    Raises:
+        InfeasibleError: they get stuck, or what they make does not fit into memory.
+        UsageError: they do not apply to the workload.
+    """
+    orders = with_links(graph, schedule_by_rules(graph, rules))
+    over = overflow(graph, orders)
+    if over is not None:
+        raise InfeasibleError(
+            f"the schedule of rules {rules.name!r} does not fit: {over}; lower in_flight, set fit_memory, or raise "
+            "--memory"
+        )
+    starts = earliest_starts(graph, orders)
+    return Swept(rules, orders, starts, max(map(sum, zip(starts, graph.durations, strict=True))))
+
+
+def _tried(graph: TaskGraph, rules: Rules) -> Swept | None:
+    try:
+        return run_rules(graph, rules)
+    except (InfeasibleError, UsageError):
+        return None
+
+
+def built_in_rules(
+    workload: Workload, *, forward_first: bool = False, limits: Sequence[Limit | None] = _LIMITS
+) -> list[Rules]:
+    """The rules of Table 2 within section 6's bounds, simple ones first, each in steps and in time.
+
+    Units are 1. ``interval`` is the number of devices, and only for stages that stand on the devices in turn;
+    forwards first only if asked for. Where no device has several stages, traversals are all alike and left out. Where
+    memory is limited, forwards wait for room; where backward is split, gradients are separated.
+    """
+    firsts: tuple[First, ...] = ("bwd-first", "interleaved", "fwd-first") if forward_first else _FIRSTS
+    directions = _traversals(workload)
+    fit = any(device.memory_bytes is not None for device in workload.devices)
+    split = any(operation.kind == "W" for operation in workload.operations)
+    return [
+        Rules(
+            name=_name(first, forward, backward, limit, time),
+            types=TypeTraversal(first),
+            forward=forward,
+            backward=backward,
+            in_flight=limit,
+            time=time,
+            fit_memory=fit,
+            separate=split,
+        )
+        for limit in limits
+        for time in ("unit", "true")
+        for first, forward, backward in product(firsts, directions, directions)
+    ]
+
+
+def _traversals(workload: Workload) -> list[StageTraversal]:
+    """The stage traversals that differ on this placement."""
+    plain = [StageTraversal("breadth-first"), StageTraversal("depth-first")]
+    chains = list(Resolved(workload, Rules()).chains())
+    several = any(len(set(groups)) < len(groups) for groups in chains)
+    shared = any(len(stage.devices) > 1 for stage in workload.stages)
+    if not several and not shared and workload.num_routes == 1:
+        return plain[:1]
+    if several and all(_in_turn(groups) for groups in chains):
+        return [*plain, StageTraversal("breadth-first", "D"), StageTraversal("depth-first", "D")]
+    return plain
+
+
+def _in_turn(groups: Sequence[tuple[int, ...]]) -> bool:
+    """Whether stages stand on the devices in turn, several rounds of them (the circular placement)."""
+    once = list(dict.fromkeys(groups))
+    return list(groups) == once * (len(groups) // len(once))
+
+
+def _name(first: str, forward: StageTraversal, backward: StageTraversal, limit: Limit | None, time: str) -> str:
+    """What makes the rules different from others, in a few words."""
+    return ", ".join(_words(first, forward, backward, limit, time))
+
+
+def _words(
+    first: str, forward: StageTraversal, backward: StageTraversal, limit: Limit | None, time: str
+) -> Iterator[str]:
+    yield first
+    for traversal in (forward, backward):
+        interval = "" if traversal.interval is None else f" by {traversal.interval}"
+        yield f"{traversal.direction}{interval}"
+    if limit is not None:
+        yield f"in flight {limit}"
+    if time == "true":
+        yield "true time"
