@@ -14,6 +14,7 @@ from pipeplan.errors import UsageError
 from pipeplan.examples.models import MODELS, model
 from pipeplan.frontier.configurations import operations as ops
 from pipeplan.frontier.configurations.building import CostModel, CostOptions, cost_model
+from pipeplan.frontier.configurations.details import details_of
 from pipeplan.frontier.configurations.expansion import expand
 from pipeplan.frontier.configurations.layouts import Layout
 from pipeplan.frontier.configurations.operations import Axis, Operation
@@ -24,6 +25,7 @@ from pipeplan.frontier.tracking import track
 from pipeplan.model import Block, CostRow, Edge, Profile, Source
 
 V100 = device_preset("v100-16gb")
+PLAIN = CostOptions()
 
 
 CUT = ("gpt2-124m", "bert-large", "tessel-mt5-1.8b", "tessel-flava", "flexpipe-clip-9.7b", "mmt", "dlrm", "candle-uno")
@@ -118,7 +120,7 @@ def test_every_model_is_cut_into_operators_that_add_up(name: str) -> None:
     assert all({link.source, link.target} <= names for link in whole.links)
 
 
-def speech(devices: int, options: CostOptions = CostOptions()) -> CostModel:
+def speech(devices: int, options: CostOptions = PLAIN) -> CostModel:
     profile = model("tensoropt-rnn", device="v100-16gb")
     return cost_model(profile, cluster_of_paper("tensoropt", devices), devices, 64, options=options)
 
@@ -227,3 +229,17 @@ def test_profiles_of_unknown_devices_name_the_remedy() -> None:
 def test_more_devices_never_need_more_memory() -> None:
     least = [track(speech(devices).graph).memory_bytes[0] for devices in (1, 2, 4)]
     assert all(more < fewer for fewer, more in pairwise(least))
+
+
+@pytest.mark.parametrize("name", ["tensoropt-rnn", "tensoropt-vgg16", "candle-uno-8"])
+def test_details_of_strategies_add_up(name: str) -> None:
+    built = cost_model(model(name, device="v100-16gb"), cluster_of_paper("tensoropt", 4), 4, 8)
+    found = track(built.graph)
+    for point in (0, len(found.memory_bytes) // 2, -1):
+        strategy = found.strategy(range(len(found.memory_bytes))[point])
+        details = details_of(built, strategy)
+        assert details.memory_bytes == strategy.memory_bytes
+        assert details.compute_ns + details.network_ns == pytest.approx(strategy.time_ns, abs=3 * len(details.tensors))
+        for each in details.tensors:
+            for moves in (each.forward, each.again, each.backward):
+                assert all(one.target == other.source for one, other in pairwise(moves))

@@ -30,9 +30,8 @@ from pipeplan.frontier.graph import CostEdge, CostGraph, CostNode
 from pipeplan.frontier.table import IntArray, Table, table
 from pipeplan.model import Block, Cluster, Profile
 
-__all__ = ["VARIANTS", "CostModel", "CostOptions", "cost_graph", "cost_model"]
+__all__ = ["VARIANTS", "CostModel", "CostOptions", "Need", "cost_graph", "cost_model"]
 
-FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 VARIANTS = ("before", "after", "both")
@@ -56,7 +55,7 @@ class CostOptions:
     reuse: bool = True
 
 
-class _Need(NamedTuple):
+class Need(NamedTuple):
     """Whether backward needs a tensor where it was given and where it is taken, and whether it is kept anyway."""
 
     given: bool
@@ -115,32 +114,45 @@ class CostModel:
             nodes.append(CostNode(node.name, tuple(each.name for each in chosen), tables[alike]))
         edges = []
         for link in self.operators.links:
-            needs = self._needs(link)
+            needs = self.needs(link)
             ends = self.configurations[link.source], self.configurations[link.target]
-            key = (id(ends[0]), id(ends[1]), needs, replace(link, source="", target=""), self._tensor(link))
+            key = (id(ends[0]), id(ends[1]), needs, replace(link, source="", target=""), self.tensor(link))
             if key not in tables:
                 tables[key] = self._edge_table(link, *ends, needs)
             edges.append(CostEdge(link.source, link.target, tables[key], VARIANTS))
         return CostGraph(tuple(nodes), tuple(edges))
 
-    def _node_table(self, node: OperatorNode, chosen: Sequence[Configuration]) -> Table:
+    def kept_bytes(self, node: OperatorNode, chosen: Configuration) -> int:
+        """What an operator itself holds for backward, on each device and per micro-batch."""
         own = not self._fed(node) and node.operation.keeps_input(0)
-        kept, tensor = self._kept(node), node.operation.tensor()
-        held = [each.inside_bytes + own * each.entry_bytes + kept * tensor.local_bytes(each.output) for each in chosen]
-        memory = [each.state_bytes + self.options.in_flight * size for each, size in zip(chosen, held, strict=True)]
+        output = node.operation.tensor().local_bytes(chosen.output) if self._kept(node) else 0
+        return chosen.inside_bytes + (chosen.entry_bytes if own else 0) + output
+
+    def layouts(self, link: Link, source: Configuration, target: Configuration) -> tuple[Layout, Layout, Layout]:
+        """How a link's tensor is given, how it is taken, and how its gradient comes back."""
+        given = Layout() if link.broadcast else source.output
+        taken = Layout() if link.broadcast else target.taken(link.port)
+        returned = target.returned(link.port) if link.gradient else given
+        if link.broadcast:  # one tensor for all samples: its gradient is a sum over those that are split
+            returned = Layout(partial=returned.samples or returned.partial)
+        return given, taken, returned
+
+    def _node_table(self, node: OperatorNode, chosen: Sequence[Configuration]) -> Table:
+        memory = [each.state_bytes + self.options.in_flight * self.kept_bytes(node, each) for each in chosen]
         time = [each.compute_ns + -(-each.sync_ns // self.options.microbatches) for each in chosen]
         return table(memory, time)
 
     def _edge_table(
-        self, link: Link, sources: Sequence[Configuration], targets: Sequence[Configuration], need: _Need
+        self, link: Link, sources: Sequence[Configuration], targets: Sequence[Configuration], need: Need
     ) -> Table:
         """Variants before, after and both, [Ks, Kt, 3]: bytes kept on the edge and time to reshard."""
-        tensor = self._tensor(link)
-        given = [Layout() if link.broadcast else each.output for each in sources]
-        taken = [Layout() if link.broadcast else each.taken(link.port) for each in targets]
+        tensor = self.tensor(link)
+        given = [self.layouts(link, each, targets[0])[0] for each in sources]
+        taken, returned = zip(*(self.layouts(link, sources[0], each)[1:] for each in targets), strict=True)
+        kept = [each._replace(partial=None) for each in given]
         there = self.resharding.times(tensor, given, taken)
-        again = self.resharding.times(tensor, taken, [each._replace(partial=None) for each in given]).T
-        always = there + (self._back(tensor, link, targets, given) if link.gradient else 0)
+        again = self.resharding.times(tensor, taken, kept).T
+        always = there + (self.resharding.times(tensor, returned, kept).T if link.gradient else 0)
         time = np.stack((always + (there if need.taken else 0), always + (again if need.alone else 0), always), axis=-1)
         moved = self._numbers(given)[:, None] != self._numbers(taken)[None, :]
         possible = np.isfinite(time)
@@ -154,20 +166,8 @@ class CostModel:
     def _numbers(self, layouts: Sequence[Layout]) -> IntArray:
         return np.array([self.resharding.number[each] for each in layouts], np.int64)
 
-    def _back(
-        self,
-        tensor: Tensor,
-        link: Link,
-        targets: Sequence[Configuration],
-        given: Sequence[Layout],
-    ) -> FloatArray:
-        """Time for the gradient to come back, [Ks, Kt]."""
-        returned = [each.returned(link.port) for each in targets]
-        if link.broadcast:  # one tensor for all samples: its gradient is a sum over those that are split
-            returned = [Layout(partial=each.samples or each.partial) for each in returned]
-        return self.resharding.times(tensor, returned, [each._replace(partial=None) for each in given]).T
-
-    def _tensor(self, link: Link) -> Tensor:
+    def tensor(self, link: Link) -> Tensor:
+        """The tensor of a link."""
         return self._nodes[link.source].operation.tensor()
 
     @cached_property
@@ -193,14 +193,14 @@ class CostModel:
         needing = sum(self._taken(link) for link in self._takers.get(node.name, []))
         return needing > 1 or (node.operation.keeps_output and not self._takers.get(node.name))
 
-    def _needs(self, link: Link) -> _Need:
-        """One link answers for the copy that the giver needs: the first; where the giver keeps it, none does."""
+    def needs(self, link: Link) -> Need:
+        """Who needs a link's tensor: the first of several answers for the giver's copy, unless the giver keeps it."""
         source = self._nodes[link.source]
         first = self._takers[link.source][0] is link
-        return _Need(source.operation.keeps_output and first, self._taken(link), self._kept(source))
+        return Need(source.operation.keeps_output and first, self._taken(link), self._kept(source))
 
 
-def _held(tensor: Tensor, given: Sequence[Layout], taken: Sequence[Layout], moved: BoolArray, need: _Need) -> IntArray:
+def _held(tensor: Tensor, given: Sequence[Layout], taken: Sequence[Layout], moved: BoolArray, need: Need) -> IntArray:
     """Bytes that a tensor holds beyond what its giver keeps, of each variant: before, after, both, [Ks, Kt, 3]."""
     before = np.array([tensor.local_bytes(each) for each in given], np.int64)[:, None] * (need.held and not need.kept)
     after = np.array([tensor.local_bytes(each) for each in taken], np.int64)[None, :] * need.held
