@@ -53,8 +53,7 @@ def run_leg(leg: Mapping[str, Any], unsplit: Unsplit, link: Link) -> dict[str, A
         expected = unsplit.step(step, plan.mini_batch)
         distance = max(distance, abs(result.loss - expected), abs((result.grad_norm or 0) - unsplit.norm))
     for name, share, parameter in _held(trainer):
-        whole, cut = unsplit.parameters()[f"{share.block}.{name}"], trainer.model.cut_of(share.block, name, share.count)
-        own = whole if cut is None else cut.cut(whole, share.count, share.index)
+        own = trainer.model.part_of(share, name).within(unsplit.parameters()[f"{share.block}.{name}"])
         distance = max(distance, _distance(parameter, own))
     trainer.save()
     trainer.close()

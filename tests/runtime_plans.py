@@ -16,7 +16,7 @@ import torch
 from helpers import Entry, Orders, durations_of, plan_of, waits_of
 from torch import nn
 
-from pipeplan.costs import build_workload
+from pipeplan.costs import build_workload, stage_costs
 from pipeplan.model import Block, CostRow, Edge, PlacedStage, Placement, Plan, Profile, Source
 from pipeplan.model.workload import Workload
 from pipeplan.runtime.launch import watch_local
@@ -117,9 +117,15 @@ def placed_plan(
         num_routes=num_routes,
         stages=tuple(stages),
     )
+    profile = profile_of(model)
     workload = build_workload(
-        profile_of(model),
+        profile,
         placement,
+        given={
+            number: stage_costs(profile, each.blocks, microbatch_size)
+            for number, each in enumerate(stages)
+            if each.configurations
+        },
         num_microbatches=num_microbatches,
         microbatch_size=microbatch_size,
         split_backward=split,

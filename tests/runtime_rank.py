@@ -69,11 +69,8 @@ def train_both(plan: Plan, model: Model, options: RunOptions, link: Link) -> dic
         wholes = unsplit.parameters()
         for name, share, parameter in _held(trainer):
             whole = wholes[f"{share.block}.{name}"]
-            cut = model.cut_of(share.block, name, share.count)
-            own, gradient = (
-                each if each is None or cut is None else cut.cut(each, share.count, share.index)
-                for each in (whole, whole.grad)
-            )
+            part = model.part_of(share, name)
+            own, gradient = (None if each is None else part.within(each) for each in (whole, whole.grad))
             distances["gradient"] = max(distances["gradient"], _distance(parameter.grad, gradient))
             distances["parameter"] = max(distances["parameter"], _distance(parameter, own))
     shapes: dict[str, list[list[int]]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import threading
 from collections import defaultdict
@@ -10,16 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import pytest
 import torch
+from runtime_plans import Unsplit
 from torch import Tensor, nn
 
 from pipeplan.model import Plan
 from pipeplan.runtime.clock import Clock
 from pipeplan.runtime.executor import Executor
 from pipeplan.runtime.failures import Cause
+from pipeplan.runtime.layouts import Layouts
 from pipeplan.runtime.messages import TransferError
-from pipeplan.runtime.model import Model
+from pipeplan.runtime.model import Model, placed
 from pipeplan.runtime.modules import WeightGradQueue
+from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.program import Instruction, Program, Share, programs_of
 from pipeplan.runtime.progress import Board, Progress
 from pipeplan.runtime.rows import TensorSpec
@@ -158,21 +163,38 @@ def run_in_threads(plan: Plan, model: Model, seed: int) -> Outcome:
     return Outcome(sum(rank.loss() for rank in ranks), _summed([rank.modules for rank in ranks], model))
 
 
+def require_equal_to_unsplit(model: Model, plan: Plan) -> None:
+    """Loss and gradients, of tied parameters their sums."""
+    outcome = run_in_threads(plan, model, 3)
+    unsplit = Unsplit(model, RunOptions(model.name, seed=3, dtype="float64", learning_rate=1e-3, weight_decay=0.0))
+    assert outcome.loss == pytest.approx(unsplit.step(0, plan.mini_batch), rel=1e-12)
+    summed = dict(outcome.gradients)
+    for (block, parameter), *others in model.tied:
+        for other in others:
+            summed[f"{block}.{parameter}"] += summed[".".join(other)]
+    for key, whole in unsplit.parameters().items():
+        if key in {".".join(holder) for _, *others in model.tied for holder in others}:
+            continue
+        torch.testing.assert_close(summed[key], whole.grad, rtol=1e-10, atol=1e-10)
+
+
 class _Rank:
     def __init__(self, program: Program, model: Model, specs: dict[str, TensorSpec], mail: Mail, seed: int) -> None:
+        @functools.cache
+        def along(line: tuple[int, ...]) -> Shards:
+            index = line.index(program.rank)
+            return Shards(len(line), index, Meeting(mail, line, len(line), index))
+
         held = dict.fromkeys(share for part in program.stages.values() for share in part.shares)
-        meetings = {share.partners: Meeting(mail, share.partners, share.count, share.index) for share in held}
         self.modules = {
-            share: model.build_share(
-                share.block, seed, Shards(share.count, share.index, meetings[share.partners]), dtype=torch.float64
-            )
-            for share in held
+            share: model.build_share(share, seed, placed(share, along), dtype=torch.float64) for share in held
         }
         stages = {
             index: StageRunner(
                 part,
                 {share.block: self.modules[share] for share in part.shares},
                 {b: model.block(b) for b in part.blocks},
+                layouts=Layouts.of(part, model, along),
             )
             for index, part in program.stages.items()
         }
@@ -198,25 +220,19 @@ class _Rank:
 
 
 def _summed(ranks: Sequence[dict[Share, nn.Module]], model: Model) -> dict[str, Tensor | None]:
-    """The gradient of every parameter, over its copies; of what is whole on devices that split a block, one counts."""
-    parts: dict[tuple[str, str, int], dict[int, Tensor | None]] = defaultdict(dict)
+    """The gradient of every parameter, over its copies; of those that have the same by themselves, one counts."""
+    shapes = {block.id: {n: p.shape for n, p in block.build().named_parameters()} for block in model.blocks}
+    found: dict[str, Tensor | None] = {}
     for modules in ranks:
         for share, module in modules.items():
             for name, parameter in module.named_parameters():
-                cut = model.cut_of(share.block, name, share.count)
-                if cut is not None or share.index == 0:
-                    known = parts[share.block, name, 1 if cut is None else share.count]
-                    known[share.index] = _plus(known.get(share.index), parameter.grad)
-    found: dict[str, Tensor | None] = {}
-    for (block, name, count), shares in parts.items():
-        cut, given = model.cut_of(block, name, count), [shares[index] for index in sorted(shares)]
-        whole = given[0] if cut is None else cut.join([each for each in given if each is not None])
-        found[f"{block}.{name}"] = _plus(found.get(f"{block}.{name}"), whole)
+                part, key = model.part_of(share, name), f"{share.block}.{name}"
+                found.setdefault(key, None)
+                if part.adds and parameter.grad is not None:
+                    whole = torch.zeros(shapes[share.block][name], dtype=parameter.dtype)
+                    part.spread(parameter.grad, whole)
+                    found[key] = whole if found[key] is None else found[key] + whole
     return found
-
-
-def _plus(known: Tensor | None, given: Tensor | None) -> Tensor | None:
-    return given if known is None else known if given is None else known + given
 
 
 def _board() -> Board:

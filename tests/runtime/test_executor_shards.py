@@ -77,6 +77,63 @@ SHAPES: dict[str, tuple[str, list[Group]]] = {
         [("words b0", ALL, 4), ("b1", (3, 1, 0), 3), ("others b2", (2, 3), 2), ("b3", (1,), 1), ("head", ALL, 4)],
     ),
 }
+CONFIGURATIONS: dict[str, tuple[str, list[tuple[str, tuple[int, ...], int, str]]]] = {
+    "words over 4, layers 2 x 2": (
+        "gpt2-tiny",
+        [
+            (
+                "embedding layer0.attention layer0.ffn layer1.attention layer1.ffn layer2.attention layer2.ffn "
+                "layer3.attention layer3.ffn head",
+                (2, 0, 1, 3),
+                4,
+                "shards4 samples2-shards2 samples4 shards2-samples2 samples2-shards2 copies2-shards2 copies4 "
+                "samples2-copies2 shards4 shards4",
+            )
+        ],
+    ),
+    "a width cut, in two stages": (
+        "gpt2-tiny",
+        [
+            (
+                "embedding layer0.attention layer0.ffn layer1.attention layer1.ffn",
+                ALL,
+                4,
+                "hidden2-shards2 samples2-shards2 shards2-samples2 copies2-shards2 samples4",
+            ),
+            (
+                "layer2.attention layer2.ffn layer3.attention layer3.ffn head",
+                ALL,
+                2,
+                "samples2 shards2 samples2 shards2 samples2",
+            ),
+        ],
+    ),
+    "matrix products": (
+        "candle-uno-tiny",
+        [
+            (
+                "branch0.layer0 branch0.layer1 branch1.layer0 branch1.layer1 branch2.layer0 branch2.layer1 "
+                "concatenation head",
+                ALL,
+                4,
+                "columns4 rows4 rows2-columns2 columns2-rows2 samples2-columns2 rows2-samples2 shards4 samples4",
+            )
+        ],
+    ),
+    "one shift for all samples": (
+        WORDED,
+        [
+            (
+                "shift words b0 b1 b2 b3 head",
+                ALL,
+                4,
+                "shards4 samples4 samples2-shards2 shards2-samples2 copies2-samples2 samples4 samples2-shards2",
+            )
+        ],
+    ),
+}
+"""Blocks of a stage, its devices, how many of them split each block, and how they do."""
+
 SIZES = {"two shards, two replicas": [2, 4], "four, three, two and one": [1, 2, 4, 2, 1]}
 
 
@@ -99,6 +156,22 @@ def cases() -> dict[str, Case]:
         for kind, split, recompute in (("full", False, False), ("split", True, False), ("recomputed", True, True)):
             plan = placed_plan(
                 load_model(model), stages, num_microbatches=4, microbatch_size=2, split=split, recompute=recompute
+            )
+            found[f"{name} {kind}"] = plan, replace(TRAINING, model=model)
+    for name, (model, parts) in CONFIGURATIONS.items():
+        stages = [
+            PlacedStage(
+                blocks=tuple(blocks.split()),
+                devices=devices,
+                shards=shards,
+                replicas=len(devices) // shards,
+                configurations=tuple(ways.split()),
+            )
+            for blocks, devices, shards, ways in parts
+        ]
+        for kind, split, recompute in (("full", False, False), ("split", True, True)):
+            plan = placed_plan(
+                load_model(model), stages, num_microbatches=2, microbatch_size=4, split=split, recompute=recompute
             )
             found[f"{name} {kind}"] = plan, replace(TRAINING, model=model)
     return found

@@ -13,9 +13,11 @@ from runtime_threads import together
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
+from pipeplan.model import Mesh
 from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.modules import WeightGradQueue, defer_weight_gradients
-from pipeplan.runtime.shards import Cut, RowLinear, Shards, Split, WordEmbedding, cross_entropy, share_of
+from pipeplan.runtime.program import Share
+from pipeplan.runtime.shards import Cut, Part, RowLinear, Shards, Slice, Split, WordEmbedding, cross_entropy, share_of
 
 WORDS, WIDTH = 11, 6
 
@@ -95,7 +97,8 @@ def test_shares_make_what_the_whole_makes(name: str, count: int) -> None:
     whole = defer_weight_gradients(build().double())
 
     def share(shards: Shards) -> dict[str, Tensor]:
-        module = share_of(whole, Split(lambda s: build(s).double(), cuts), shards)
+        slices = {key: Part((Slice(cut, shards.count, shards.index),)) for key, cut in cuts.items()}
+        module = share_of(whole, build(shards).double(), lambda key: slices.get(key, Part()))
         return ran(defer_weight_gradients(module), split=True)
 
     found, expected = together(count, share), ran(whole, split=False)
@@ -155,22 +158,22 @@ def model_of(build: Callable[[], nn.Module], split: Split | None) -> Model:
 def test_what_cannot_be_split_is_refused_with_its_name() -> None:
     build, cuts = LAYERS["slices"]
     with pytest.raises(UsageError, match="block 'a' of model 'm' cannot be split over 2 devices: it does not say how"):
-        model_of(build, None).require_splittable("a", 2)
-    model_of(build, Split(build, cuts)).require_splittable("a", 4)
+        model_of(build, None).require_splittable("a", Mesh((("shards", 2),)))
+    model_of(build, Split(build, cuts)).require_splittable("a", Mesh((("shards", 4),)))
     with pytest.raises(UsageError, match=r"parameter 'layer.weight' of shape .* has 12 .* 5 devices"):
-        model_of(build, Split(build, cuts)).require_splittable("a", 5)
+        model_of(build, Split(build, cuts)).require_splittable("a", Mesh((("shards", 5),)))
     with pytest.raises(UsageError, match=r"parameter 'layer.bias' of a share has shape \[6\], and its cut is \[12\]"):
-        model_of(build, Split(build, {"layer.weight": Cut()})).require_splittable("a", 2)
+        model_of(build, Split(build, {"layer.weight": Cut()})).require_splittable("a", Mesh((("shards", 2),)))
     with pytest.raises(UsageError, match=r"other parameters than the whole block, such as 'expand\.bias'"):
-        model_of(build, Split(Perceptron, cuts)).require_splittable("a", 2)
+        model_of(build, Split(Perceptron, cuts)).require_splittable("a", Mesh((("shards", 2),)))
 
 
 def test_a_share_has_parts_of_the_seeds_parameters() -> None:
     build, cuts = LAYERS["perceptron"]
     model = model_of(build, Split(build, cuts))
     whole = model.build("a", 3).state_dict()
-    shares = [model.build_share("a", 3, Shards(3, index)).state_dict() for index in range(3)]
+    shares = [model.build_share(Share("a", index, (0, 1, 2)), 3, Shards(3, index)).state_dict() for index in range(3)]
     for name, value in whole.items():
         found = [share[name] for share in shares]
         assert all(torch.equal(each, value) for each in ([cuts[name].join(found)] if name in cuts else found))
-    assert torch.equal(model.build_share("a", 3, Shards()).state_dict()["expand.weight"], whole["expand.weight"])
+    assert torch.equal(model.build_share(Share("a"), 3, Shards()).state_dict()["expand.weight"], whole["expand.weight"])

@@ -10,20 +10,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from runtime_plans import Unsplit, placed_plan
-from runtime_threads import run_in_threads, together
+from runtime_threads import require_equal_to_unsplit, together
 from torch import Tensor, nn
 
 from pipeplan.costs.presets import device_preset
 from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS
 from pipeplan.examples import model as paper_model
-from pipeplan.model import PlacedStage, Plan
+from pipeplan.model import PlacedStage
 from pipeplan.planner import Batch, Options, search_plan
 from pipeplan.runtime.estimator import estimate_model
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import Model, Rehearsed
 from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.program import programs_of
+from pipeplan.runtime.program import Share, programs_of
 from pipeplan.runtime.shards import Shards
 from pipeplan.runtime.zoo import ZOO
 
@@ -229,7 +229,12 @@ def require_equal_shares(model: Model, step: Rehearsed, count: int) -> None:
     id_, split = step.spec.id, step.spec.split
     assert split is not None, id_
     output, to_inputs, to_parameters = run_alone(model.build(id_, 1, dtype=torch.float64), *given)
-    shares = together(count, lambda shards: run_alone(model.build_share(id_, 1, shards, dtype=torch.float64), *given))
+    ranks = tuple(range(count))
+
+    def share(shards: Shards) -> Run:
+        return run_alone(model.build_share(Share(id_, shards.index, ranks), 1, shards, dtype=torch.float64), *given)
+
+    shares = together(count, share)
     for made, returned, _ in shares:
         torch.testing.assert_close(made, output, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(returned, to_inputs, rtol=1e-10, atol=1e-10)
@@ -250,7 +255,7 @@ def run_alone(module: nn.Module, inputs: list[Tensor], samples: list[Tensor], we
 def test_heads_that_devices_cannot_share() -> None:
     model = load_model("gpt2-tiny")
     with pytest.raises(UsageError, match=r"layer0.attention.*over 4 devices: it has 2 heads, which 4 devices cannot"):
-        model.build_share("layer0.attention", 0, Shards(4))
+        model.build_share(Share("layer0.attention", 0, (0, 1, 2, 3)), 0, Shards(4))
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -309,18 +314,3 @@ def test_a_plan_that_splits_blocks_trains_as_an_unsplit_run(name: str) -> None:
         ]
     assert {stage.shards for stage in stages} == {1, 2}
     require_equal_to_unsplit(model, placed_plan(model, stages, num_microbatches=2, split=True))
-
-
-def require_equal_to_unsplit(model: Model, plan: Plan) -> None:
-    """Loss and gradients, of tied parameters their sums."""
-    outcome = run_in_threads(plan, model, 3)
-    unsplit = Unsplit(model, RunOptions(model.name, seed=3, dtype="float64", learning_rate=1e-3, weight_decay=0.0))
-    assert outcome.loss == pytest.approx(unsplit.step(0, plan.mini_batch), rel=1e-12)
-    summed = dict(outcome.gradients)
-    for (block, parameter), *others in model.tied:
-        for other in others:
-            summed[f"{block}.{parameter}"] += summed[".".join(other)]
-    for key, whole in unsplit.parameters().items():
-        if key in {".".join(holder) for _, *others in model.tied for holder in others}:
-            continue
-        torch.testing.assert_close(summed[key], whole.grad, rtol=1e-10, atol=1e-10)

@@ -34,6 +34,7 @@ _EdgesByPair = dict[tuple[str, str], list[Edge]]
 def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, findings: Findings) -> None:
     """Recompute every stage, operation and dependency from the profile.
 
+    What a stage whose blocks have configurations costs is not the profile's to say, but what it exchanges is.
     Without ``cluster`` the times of messages are compared only for plans made without one.
     """
     _check_fingerprint("profile", sha256_of(profile), plan.provenance.profile_sha256, findings)
@@ -108,9 +109,9 @@ def _check_block_order(plan: Plan, profile: Profile, findings: Findings) -> None
 def _rows(number: int, stage: Stage, samples: int, profile: Profile, findings: Findings) -> list[CostRow]:
     """Costs of the stage's blocks on each device for so many samples there.
 
-    Empty, with a problem noted, if the profile lacks some.
+    Empty, with a problem noted, if the profile lacks some; and where it cannot have them.
     """
-    if not shares_evenly(stage):  # which is refused whatever the profile
+    if stage.configurations or not shares_evenly(stage):  # the latter is refused whatever the profile
         return []
     by_id = {block.id: block for block in profile.blocks}
     inputs: dict[str, int] = defaultdict(int)
@@ -162,12 +163,17 @@ def _check_part(number: int, stage: Stage, forward: Operation, profile: Profile,
 
 
 def _check_syncs(plan: Plan, cluster: Cluster | None, findings: Findings) -> None:
-    """Gradients are summed over all devices that hold a part of the same blocks, shard by shard."""
+    """Gradients are summed over all devices that hold a part of the same blocks, shard by shard.
+
+    Inside a stage whose blocks have configurations they are summed otherwise, too.
+    """
     devices_of: dict[str, set[int]] = defaultdict(set)
     for stage in plan.stages:
         for block in stage.blocks:
             devices_of[block].update(stage.devices)
     for number, stage in enumerate(plan.stages):
+        if stage.configurations:
+            continue
         devices = sorted(set().union(*(devices_of[block] for block in stage.blocks)))
         expected = {"sync_ns": all_reduce_time(cluster, devices[:: stage.shards], stage.gradient_bytes)}
         _compare(f"stages[{number}]", stage, expected, findings)

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pipeplan.check.deliveries import deliveries_of, goes_with, period_of, replicas_of, shares_evenly
 from pipeplan.check.report import Findings
 from pipeplan.model import COMPUTE_KINDS, Dependency, Operation, Plan, is_instruction, operation_of
+from pipeplan.model.placement import configuration_problem
 
 __all__ = ["check_structure"]
 
@@ -65,11 +66,14 @@ def _check_dependencies(plan: Plan, findings: Findings) -> None:
 
 
 def _check_shares(plan: Plan, findings: Findings) -> None:
-    """Replicas share each micro-batch's samples evenly."""
+    """Replicas share each micro-batch's samples evenly, and so do the devices of each configuration."""
     for number, stage in enumerate(plan.stages):
         if not shares_evenly(stage):
             text = f"is {stage.microbatch_size}, which its {stage.replicas} replicas cannot share evenly"
             findings.add("stages", f"stages[{number}].microbatch_size", text)
+        samples = stage.microbatch_size // stage.replicas // (2 if stage.num_parted else 1)
+        if problem := configuration_problem(stage.configurations, len(stage.blocks), stage.shards, samples):
+            findings.add("stages", f"stages[{number}].configurations", problem)
 
 
 def _check_blocks(plan: Plan, findings: Findings) -> None:

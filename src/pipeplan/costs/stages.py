@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeplan.costs.blocks import block_costs
@@ -35,7 +35,8 @@ __all__ = ["StageCosts", "build_workload", "can_split", "gradient_sync", "stage_
 class StageCosts:
     """Costs of a stage on each of its devices, for one micro-batch; times in ns, sizes in bytes.
 
-    ``input_grad_ns`` and ``weight_grad_ns`` are None where a block of the stage has no split backward.
+    ``input_grad_ns`` and ``weight_grad_ns`` are None where a block of the stage has no split backward. ``sync_ns`` is
+    summing gradients among the devices of a replica, once per iteration.
     """
 
     forward_ns: int
@@ -47,6 +48,7 @@ class StageCosts:
     workspace_bytes: int
     parameter_bytes: int
     optimizer_bytes: int
+    sync_ns: int = 0
 
 
 def can_split(profile: Profile) -> bool:
@@ -120,16 +122,18 @@ def build_workload(
     recompute: bool = False,
     cluster: Cluster | None = None,
     memory_bytes: Sequence[int | None] | None = None,
+    given: Mapping[int, StageCosts] | None = None,
 ) -> Workload:
     """Everything one iteration runs under a placement, with its costs.
 
     ``microbatch_size`` and ``recompute`` are those of stages that do not say their own. ``memory_bytes`` has one entry
     per device and goes before the cluster's. With ``split_backward`` every stage whose blocks allow it runs I and W
-    instead of B, each ``split_overhead_ns`` longer than the profile says: a split backward is two launches.
+    instead of B, each ``split_overhead_ns`` longer than the profile says: a split backward is two launches. ``given``
+    are costs of stages, by number, that are not the profile's: of those whose blocks have configurations.
 
     Raises:
-        UsageError: a missing cost row, a mini-batch that stages cannot share out, or a cluster with fewer devices than
-            the placement.
+        UsageError: a missing cost row, a stage with configurations whose costs are not given, a mini-batch that stages
+            cannot share out, or a cluster with fewer devices than the placement.
     """
     if cluster is not None and cluster.num_devices < placement.num_devices:
         raise UsageError(
@@ -141,18 +145,9 @@ def build_workload(
     for stage in placed:
         _require_shared_out(stage, mini_batch, placement.num_routes)
     _require_one_size(placed, placement.num_routes)
-    costs = [
-        stage_costs(
-            profile,
-            stage.blocks,
-            stage.microbatch_size // stage.replicas,
-            stage.shards,
-            recompute=stage.recompute,
-        )
-        for stage in placed
-    ]
+    costs = [(given or {}).get(number) or _costs_of(profile, number, stage) for number, stage in enumerate(placed)]
     stages = [_keeping(stage, cost) for stage, cost in zip(placed, costs, strict=True)]
-    syncs = [gradient_sync(stages, stage, cluster) for stage in stages]
+    syncs = [gradient_sync(stages, stage, cluster) + cost.sync_ns for stage, cost in zip(stages, costs, strict=True)]
     stages = [stage.model_copy(update={"sync_ns": sync}) for stage, sync in zip(stages, syncs, strict=True)]
     operations = _operations(costs, split_backward, split_overhead_ns)
     operations = tuple(_with_parts(profile, stages[each.stage], each) for each in operations)
@@ -174,6 +169,17 @@ def build_workload(
     )
 
 
+def _costs_of(profile: Profile, number: int, stage: Stage) -> StageCosts:
+    """As the profile says."""
+    if stage.configurations:
+        raise UsageError(
+            f"stages[{number}] of the placement splits each block in its own way ({stage.configurations[0]}, ...), and "
+            "what that costs a profile does not say; plans of such stages come from pipeplan frontier"
+        )
+    samples = stage.microbatch_size // stage.replicas
+    return stage_costs(profile, stage.blocks, samples, stage.shards, recompute=stage.recompute)
+
+
 def _settled(placed: PlacedStage, microbatch_size: int, recompute: bool) -> Stage:
     """A stage as placed, with what it does not say itself; what it keeps comes later."""
     return Stage(
@@ -185,6 +191,7 @@ def _settled(placed: PlacedStage, microbatch_size: int, recompute: bool) -> Stag
         recompute=recompute if placed.recompute is None else placed.recompute,
         route=placed.route,
         num_parted=placed.num_parted,
+        configurations=placed.configurations,
     )
 
 
@@ -239,6 +246,10 @@ def _with_parts(profile: Profile, stage: Stage, operation: Operation) -> Operati
     """A forward that runs some micro-batches in two parts says how long one takes."""
     if operation.kind != "F" or not stage.num_parted:
         return operation
+    if stage.configurations:
+        raise UsageError(
+            "a stage that splits each block in its own way cannot run forwards in two parts; leave out its num_parted"
+        )
     samples = stage.microbatch_size // stage.replicas // 2
     cost = stage_costs(profile, stage.blocks, samples, stage.shards, recompute=stage.recompute)
     return operation.model_copy(update={"part_ns": max(1, cost.forward_ns)})

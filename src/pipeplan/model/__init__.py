@@ -15,6 +15,7 @@ from pipeplan.model.files import (
     write_file,
     write_text,
 )
+from pipeplan.model.mesh import COPIES, SAMPLES, SHARDS, Axis, Mesh
 from pipeplan.model.placement import PlacedStage, Placement
 from pipeplan.model.plan import (
     Dependency,
@@ -32,8 +33,12 @@ from pipeplan.model.profile import Block, CostRow, Edge, Profile
 
 __all__ = [
     "COMPUTE_KINDS",
+    "COPIES",
     "FORMATS",
+    "SAMPLES",
+    "SHARDS",
     "Action",
+    "Axis",
     "Block",
     "Cluster",
     "CostRow",
@@ -46,6 +51,7 @@ __all__ = [
     "Hop",
     "LinkLevel",
     "MeasuredCurve",
+    "Mesh",
     "Operation",
     "PlacedStage",
     "Placement",

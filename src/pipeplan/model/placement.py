@@ -7,8 +7,30 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from pipeplan.model.base import Count, DeviceCount, FileModel, Index, Items, Name
+from pipeplan.model.mesh import SAMPLES, SHARDS, Mesh
 
-__all__ = ["PlacedStage", "Placement"]
+__all__ = ["PlacedStage", "Placement", "configuration_problem", "mesh_of"]
+
+
+def mesh_of(configurations: tuple[str, ...], index: int, shards: int) -> Mesh:
+    """How a stage's block number ``index`` is split over the devices of a replica. Raises ValueError."""
+    return Mesh.parse(configurations[index]) if configurations else Mesh(((SHARDS, shards),))
+
+
+def configuration_problem(configurations: tuple[str, ...], num_blocks: int, shards: int, samples: int) -> str | None:
+    """What is wrong with how a stage splits its blocks, if anything; ``samples`` are those of a replica at a time."""
+    if configurations and len(configurations) != num_blocks:
+        return f"are {len(configurations)} for {num_blocks} blocks; give one for each, or none"
+    for index, text in enumerate(configurations):
+        try:
+            mesh = mesh_of(configurations, index, shards)
+        except ValueError as error:
+            return str(error)
+        if mesh.size != shards:
+            return f"has {text!r} for {mesh.size} devices, and {shards} devices split each block"
+        if samples % mesh.size_of(SAMPLES):
+            return f"has {text!r}, and {samples} samples cannot be shared evenly over {mesh.size_of(SAMPLES)} devices"
+    return None
 
 
 class PlacedStage(FileModel):
@@ -24,6 +46,9 @@ class PlacedStage(FileModel):
     recompute: Annotated[bool | None, Field(description="of this stage, if it is not as in all others")] = None
     route: Annotated[Index, Field(description="of the placement's routes, the one this stage is on")] = 0
     num_parted: Annotated[Index, Field(description="leading micro-batches whose forward runs in two parts")] = 0
+    configurations: Annotated[
+        Items[Name], Field(description="how each block is split over the shards, such as samples2-shards2; none: all")
+    ] = ()
 
     @model_validator(mode="after")
     def _group_is_whole(self) -> PlacedStage:
@@ -35,6 +60,10 @@ class PlacedStage(FileModel):
             )
         if len(set(self.blocks)) != len(self.blocks):
             raise ValueError("blocks name a block twice")
+        size = self.microbatch_size
+        samples = 0 if size is None else size // self.replicas  # without a size of its own it is not known yet
+        if problem := configuration_problem(self.configurations, len(self.blocks), self.shards, samples):
+            raise ValueError(f"configurations {problem}")
         return self
 
 

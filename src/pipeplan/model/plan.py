@@ -22,7 +22,8 @@ from pipeplan.model.action import (
     payload_of,
 )
 from pipeplan.model.base import MAX_DEVICES, Bytes, Count, FileModel, Index, Items, Name, Nanoseconds, PositiveNs
-from pipeplan.model.placement import PlacedStage, Placement
+from pipeplan.model.mesh import Mesh
+from pipeplan.model.placement import PlacedStage, Placement, mesh_of
 from pipeplan.model.samples import Slots
 
 __all__ = [
@@ -69,6 +70,9 @@ class Stage(FileModel):
     shards: Count = 1
     replicas: Count = 1
     configuration: Name | None = None
+    configurations: Annotated[
+        Items[Name], Field(description="how each block is split over the shards, such as samples2-shards2; none: all")
+    ] = ()
     microbatch_size: Annotated[Count, Field(description="samples in one micro-batch of this stage")]
     recompute: bool = False
     route: Annotated[Index, Field(description="of the plan's routes, the one whose micro-batches come here")] = 0
@@ -77,6 +81,10 @@ class Stage(FileModel):
     parameter_bytes: Annotated[Bytes, Field(description="on each device of the stage, as the next two")] = 0
     gradient_bytes: Bytes = 0
     optimizer_bytes: Bytes = 0
+
+    def mesh_of(self, index: int) -> Mesh:
+        """How the devices of a replica stand for a block. Raises ValueError where ``check`` would refuse it."""
+        return mesh_of(self.configurations, index, self.shards)
 
 
 class Operation(FileModel):

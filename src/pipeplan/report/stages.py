@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -89,6 +90,7 @@ def _way(plan: Plan, stage: Stage) -> str:
     """What is special about how a stage runs, in words."""
     words = [
         (stage.shards > 1, f"{stage.shards} shards"),
+        (bool(stage.configurations), _configurations(stage)),
         (stage.replicas > 1, f"{stage.replicas} replicas"),
         (stage.microbatch_size != plan.microbatch_size, f"micro-batches of {stage.microbatch_size}"),
         (stage.recompute, "recomputation"),
@@ -96,6 +98,11 @@ def _way(plan: Plan, stage: Stage) -> str:
         (stage.num_parted > 0, f"{stage.num_parted} in halves"),
     ]
     return ", ".join(word for applies, word in words if applies)
+
+
+def _configurations(stage: Stage) -> str:
+    """How many blocks are split in each way."""
+    return ", ".join(f"{count} as {text}" for text, count in Counter(stage.configurations).items())
 
 
 def _shortened(names: Sequence[str]) -> str:

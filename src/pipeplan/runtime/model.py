@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
+from pipeplan.model import COPIES, SAMPLES, SHARDS, Mesh
 from pipeplan.runtime.modules import defer_weight_gradients
 from pipeplan.runtime.precision import Autocast, Pretending, called
-from pipeplan.runtime.shards import Cut, Shards, Split, share_of
+from pipeplan.runtime.program import Share
+from pipeplan.runtime.shards import WHOLE, Part, Shards, Slice, Split, share_of
 
-__all__ = ["Batch", "BlockSpec", "Collective", "Model", "Output", "Rehearsed", "Texts", "outputs_of"]
+__all__ = ["Batch", "BlockSpec", "Collective", "Model", "Output", "Rehearsed", "Texts", "outputs_of", "placed"]
 
 Batch = Mapping[str, Tensor]
 """The named tensors of a mini-batch, each with samples in its first dimension."""
@@ -50,6 +53,7 @@ class BlockSpec:
     its module, with random parameters from torch's generator. ``operator``, ``dimensions`` and ``shared`` (spread
     over all devices by placements that know shared blocks) go into the profile. ``collectives`` are of a block that
     is one device's share of a larger one. ``split`` says how a stage of several devices runs it; None if only whole.
+    ``splits`` are other ways, by the name of an axis of a mesh; those of one ``build`` may be used together.
     """
 
     id: str
@@ -62,6 +66,7 @@ class BlockSpec:
     shared: bool = False
     collectives: tuple[Collective, ...] = ()
     split: Split | None = None
+    splits: Mapping[str, Split] = field(default_factory=dict)
 
     @property
     def inputs(self) -> tuple[tuple[str, int], ...]:
@@ -154,7 +159,7 @@ class Model:
 
     def build_share(
         self,
-        id_: str,
+        share: Share,
         seed: int,
         shards: Shards,
         *,
@@ -164,10 +169,9 @@ class Model:
         """As :meth:`build`, for one of the devices that split the block: with parts of the same parameters.
 
         Raises:
-            UsageError: the block cannot be split over so many devices.
+            UsageError: the block cannot be split so.
         """
-        whole = self._whole(id_, seed)
-        module = whole if shards.count == 1 else self._share(id_, whole, shards)
+        module = self._share(share, self._whole(share.block, seed), shards)
         return defer_weight_gradients(module.to(device=device, dtype=dtype))
 
     def _whole(self, id_: str, seed: int) -> nn.Module:
@@ -203,30 +207,65 @@ class Model:
                     )
         return found
 
-    def cut_of(self, id_: str, parameter: str, count: int) -> Cut | None:
-        """How a parameter is cut where its block is split over so many devices; None if each has all of it."""
-        split = self.block(id_).split
-        return split.cuts.get(parameter) if split is not None and count > 1 else None
+    def part_of(self, share: Share, parameter: str) -> Part:
+        """What a device with this share of a block has of a parameter. Raises UsageError if it cannot be split so."""
+        splits, slices, copies, copy = self._splits_of(share), [], 1, 0
+        for name, axis in share.mesh.named:
+            place = axis.place(share.index)
+            if name in splits and parameter in splits[name].cuts:
+                slices.append(Slice(splits[name].cuts[parameter], axis.size, place))
+            else:
+                copies, copy = copies * axis.size, copy * axis.size + place
+        return Part(tuple(slices), copies, copy)
 
-    def require_splittable(self, id_: str, count: int) -> None:
-        """Check that a block can be split over so many devices, without making its parameters. Raises UsageError."""
+    def slices_of(self, share: Share) -> tuple[str | None, str | None]:
+        """Axes along which a share's inputs, and its output, are slices of the last dimension; None where whole."""
+        splits = self._splits_of(share)
+        taken = [name for name, split in splits.items() if split.takes]
+        given = [name for name, split in splits.items() if split.gives]
+        return next(iter(taken), None), next(iter(given), None)
+
+    def _splits_of(self, share: Share) -> dict[str, Split]:
+        """How a block is split along each axis of its share's mesh that splits it. Raises UsageError."""
+        spec = self.block(share.block)
+        known = {**spec.splits} if spec.split is None else {SHARDS: spec.split, **spec.splits}
+        axes = [name for name, size in share.mesh.axes if size > 1 and name != COPIES]
+        for name in axes:
+            if not known:
+                raise UsageError(
+                    "it does not say how (BlockSpec.split), as blocks of configurations and captured modules never "
+                    "do: their shares are for planning, and they run whole only"
+                )
+            if name not in known:
+                raise UsageError(f"it can be split by {', '.join(sorted(known))}, and not by {name}")
+        if len({id(known[name].build) for name in axes}) > 1:
+            raise UsageError(f"it cannot be split by {' and '.join(axes)} at once")
+        return {name: known[name] for name in axes}
+
+    def require_splittable(self, id_: str, mesh: Mesh) -> None:
+        """Check that a block can be split over a mesh of devices, without making its parameters. Raises UsageError."""
+        spec, inner = self.block(id_), mesh.without(SAMPLES)
+        if mesh.size > inner.size and not (spec.sources or spec.samples):
+            raise UsageError(f"{self._cannot(id_, mesh)}it takes no samples that they could share")
         with torch.device("meta"):
-            whole = self.block(id_).build()
-            for index in {0, count - 1}:  # the largest share and the smallest
-                self._share(id_, whole, Shards(count, index))
+            whole = spec.build()
+            for index in {0, inner.size - 1}:  # the largest share and the smallest
+                share = Share(id_, index, tuple(range(inner.size)) if inner.size > 1 else (), inner.axes)
+                self._share(share, whole, _alone(share))
 
-    def _share(self, id_: str, whole: nn.Module, shards: Shards) -> nn.Module:
-        where = f"block {id_!r} of model {self.name!r} cannot be split over {shards.count} devices: "
-        split = self.block(id_).split
-        if split is None:
-            raise UsageError(
-                f"{where}it does not say how (BlockSpec.split), as blocks of configurations and captured modules never "
-                "do: their shares are for planning, and they run whole only"
-            )
+    def _share(self, share: Share, whole: nn.Module, shards: Shards) -> nn.Module:
         try:
-            return share_of(whole, split, shards)
+            splits = self._splits_of(share)
+            if not splits:
+                return whole
+            made = next(iter(splits.values())).build(shards)
+            return share_of(whole, made, partial(self.part_of, share))
         except UsageError as error:
-            raise UsageError(where + str(error)) from None
+            raise UsageError(self._cannot(share.block, share.mesh) + str(error)) from None
+
+    def _cannot(self, id_: str, mesh: Mesh) -> str:
+        over = f"{mesh.size} devices" + (f" as {mesh}" if mesh.axes != ((SHARDS, mesh.size),) else "")
+        return f"block {id_!r} of model {self.name!r} cannot be split over {over}: "
 
     def mini_batch(
         self,
@@ -338,3 +377,18 @@ def _seeded(block: BlockSpec, seed: int) -> nn.Module:
 def _copy_parameter(source: nn.Module, source_name: str, target: nn.Module, target_name: str) -> None:
     with torch.no_grad():
         target.get_parameter(target_name).copy_(source.get_parameter(source_name))
+
+
+def placed(share: Share, along: Callable[[tuple[int, ...]], Shards]) -> Shards:
+    """The place of a share's rank among those that split the block in its usual way, and on all axes of the mesh.
+
+    ``along`` is its place in a line of ranks.
+    """
+    axes = [name for name, size in share.mesh.axes if size > 1 and name != COPIES]
+    found = {name: along(share.along(name)) for name in axes}
+    return replace(found.get(SHARDS, WHOLE), along=found)
+
+
+def _alone(share: Share) -> Shards:
+    """A share's place without the others."""
+    return placed(share, lambda line: Shards(len(line), line.index(share.partners[share.index])))

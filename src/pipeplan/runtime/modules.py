@@ -29,6 +29,7 @@ __all__ = [
     "addmm",
     "defer_weight_gradients",
     "embedding",
+    "is_plain_embedding",
     "linear",
     "warn_if_few_can_wait",
     "warn_if_nothing_waits",
@@ -113,7 +114,7 @@ def defer_weight_gradients(module: nn.Module) -> nn.Module:
             )
         elif type(child) is nn.Linear:
             child.__class__ = DeferredLinear
-        elif type(child) is nn.Embedding and _is_plain(child):
+        elif type(child) is nn.Embedding and is_plain_embedding(child):
             child.__class__ = DeferredEmbedding
     return module
 
@@ -188,7 +189,7 @@ def _is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
-def _is_plain(embedding: nn.Embedding) -> bool:
+def is_plain_embedding(embedding: nn.Embedding) -> bool:
     """Whether its gradient is the dense sum over indices, and nothing else."""
     return embedding.max_norm is None and not embedding.sparse and not embedding.scale_grad_by_freq
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pipeplan.runtime.failures import cause_of
 from pipeplan.runtime.messages import TransferError
+from pipeplan.runtime.model import placed
 from pipeplan.runtime.program import Program, Share
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.shards import WHOLE, Shards
@@ -45,17 +46,18 @@ class Partners:
     """
 
     def __init__(self, program: Program, progress: Progress) -> None:
-        self._sets = sorted({tuple(sorted(share.partners)) for share, _ in program.holders if share.partners})
-        self._progress = progress
-        self._made: dict[Ranks, _Together] = {}
+        self._sets = sorted({tuple(sorted(line)) for line in program.lines})
+        self._rank = program.rank
+        own = [line for line in program.lines if self._rank in line]
+        self._made = {line: _Together(line, line.index(self._rank), progress) for line in own}
 
     def shards(self, share: Share) -> Shards:
         """The place of this rank among those that split a block."""
-        if not share.partners:
-            return WHOLE
-        if share.partners not in self._made:
-            self._made[share.partners] = _Together(share.partners, share.index, self._progress)
-        return Shards(share.count, share.index, self._made[share.partners])
+        return placed(share, self.along)
+
+    def along(self, line: Ranks) -> Shards:
+        """The place of this rank among ranks that stand in a line."""
+        return Shards(len(line), line.index(self._rank), self._made[line]) if len(line) > 1 else WHOLE
 
     def connect(self, transport: str, timeout: timedelta) -> None:
         """Make the groups; all ranks of the run do so together.

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from pipeplan.runtime.shards import Cut
+from pipeplan.runtime.shards import Part
 
 __all__ = ["LoadPieces", "Owned", "Piece", "SavePieces", "whole_piece"]
 
@@ -43,28 +43,23 @@ def whole_piece(tensor: Tensor) -> Piece:
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A parameter of one rank: all of it, or share ``index`` of ``count`` where it is ``cut``.
+    """A parameter of one rank, which is a part of the whole of this shape.
 
-    ``whole`` is the shape of all shares together; ``stored`` is whether this rank is the one to store its part.
+    ``stored`` is whether this rank is the one to store its part.
     """
 
     name: str
     parameter: nn.Parameter
     whole: torch.Size
-    cut: Cut | None
-    count: int
-    index: int
+    part: Part
     stored: bool
 
     def pieces(self, tensor: Tensor) -> list[Piece]:
         """Where the parameter, or what an optimizer keeps of each of its numbers, lies; anything else is whole."""
-        if self.cut is None or tensor.shape != self.parameter.shape:
+        if tensor.shape != self.parameter.shape:
             return [whole_piece(tensor)]
-        found, dimension = [], self.cut.dimension
-        for begin, part in self.cut.places(tensor, self.whole[dimension], self.count, self.index):
-            offsets = [begin if axis == dimension else 0 for axis in range(tensor.dim())]
-            found.append(Piece(self.whole, torch.Size(offsets), part))
-        return found
+        places = self.part.places(tensor, self.whole)
+        return [Piece(self.whole, torch.Size(offsets), each) for offsets, each in places]
 
     def room(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """A tensor for this rank's part of what an optimizer kept of the parameter."""

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeplan.errors import UsageError
-from pipeplan.model import Action, Dependency, Plan, Stage
+from pipeplan.model import COPIES, SAMPLES, SHARDS, Action, Axis, Dependency, Mesh, Plan, Stage
 from pipeplan.model.plan import slots_of
 from pipeplan.model.samples import replica_samples
 
@@ -67,20 +67,32 @@ class Instruction:
 class Share:
     """What a rank has of a block: all of it, or number ``index`` of as many shares as there are ``partners``.
 
-    ``partners`` are the ranks that split the block, this one among them, in the order of their shares.
+    ``partners`` are the ranks that split the block, this one among them, in the order of their shares: they stand on
+    a mesh of these ``axes``, names and sizes, where it is not split in the usual way alone.
     """
 
     block: str
     index: int = 0
     partners: tuple[int, ...] = ()
+    axes: tuple[tuple[str, int], ...] = ()
 
     @property
     def count(self) -> int:
         """How many devices split the block."""
         return max(1, len(self.partners))
 
+    @property
+    def mesh(self) -> Mesh:
+        """How the partners stand."""
+        return Mesh(self.axes or ((SHARDS, self.count),))
+
+    def along(self, axis: str) -> tuple[int, ...]:
+        """The partners from which this rank differs along one axis alone, in order."""
+        return tuple(self.partners[place] for place in self.mesh.axis(axis).of(self.index))
+
     def __str__(self) -> str:
-        return f"{self.block}[{self.index}/{self.count}]" if self.partners else self.block
+        way = f" {self.mesh}" if self.axes else ""
+        return f"{self.block}[{self.index}/{self.count}{way}]" if self.partners else self.block
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +101,8 @@ class StagePart:
 
     ``inputs`` and ``outputs`` give, for each stage on the other end, the blocks whose outputs come in or go out;
     ``returns`` and ``awaits`` name those of them that get, or give, gradients. ``split`` is whether the stage
-    runs I and W instead of B. ``shares`` says for each of the blocks what this rank has of it.
+    runs I and W instead of B. ``shares`` says for each of the blocks what this rank has of it, ``meshes`` how the
+    ranks of its replica, ``group``, stand for it; this one is number ``place`` of them.
     """
 
     index: int
@@ -101,11 +114,18 @@ class StagePart:
     returns: frozenset[int]
     awaits: frozenset[int]
     shares: tuple[Share, ...] = ()
+    meshes: tuple[Mesh, ...] = ()
+    group: tuple[int, ...] = ()
+    place: int = 0
 
     @property
     def counts_loss(self) -> bool:
         """Whether the stage's loss is this rank's to count: of devices that split a block, the first one's."""
-        return all(share.index == 0 for share in self.shares)
+        return self.place == 0
+
+    def line(self, axis: Axis) -> tuple[int, ...]:
+        """The ranks along an axis of the group, in order."""
+        return tuple(self.group[number] for number in axis.of(self.place))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +133,8 @@ class Program:
     """Everything a rank needs of the plan.
 
     ``holders`` are the plan's shares with the rank that has each, in the same order on every rank; ``tensors`` names
-    the blocks whose outputs, or gradients of outputs, a message carries, in order.
+    the blocks whose outputs, or gradients of outputs, a message carries, in order. ``lines`` are sets of ranks, of all
+    the plan, that exchange something while they run an action together.
     """
 
     rank: int
@@ -124,6 +145,7 @@ class Program:
     stages: Mapping[int, StagePart]
     holders: tuple[tuple[Share, int], ...]
     tensors: Mapping[Message, tuple[str, ...]]
+    lines: frozenset[tuple[int, ...]] = frozenset()
 
     @property
     def remote(self) -> tuple[tuple[Message, int, int], ...]:
@@ -180,11 +202,11 @@ def planned_programs(plan: Plan) -> tuple[Program, ...]:
 def _programs(
     plan: Plan, crossings: Mapping[tuple[int, int], tuple[str, ...]], gradients: Collection[tuple[int, int]]
 ) -> tuple[Program, ...]:
-    shares, holders = _Shares(plan), _holders(plan)
+    shares, everyone = _Shares(plan), _Everyone(_holders(plan), _lines(plan))
     tensors = {Message("F", source, target): names for (source, target), names in crossings.items()}
     tensors |= {Message("B", target, source): crossings[source, target] for source, target in gradients}
     ranks = range(len(plan.devices))
-    return tuple(_program(plan, rank, crossings, gradients, tensors, shares, holders) for rank in ranks)
+    return tuple(_program(plan, rank, crossings, gradients, tensors, shares, everyone) for rank in ranks)
 
 
 def _require_same_blocks(plan: Plan, blocks: Sequence[str], model: str) -> None:
@@ -263,7 +285,7 @@ def _program(
     gradients: Collection[tuple[int, int]],
     tensors: Mapping[Message, tuple[str, ...]],
     shares: _Shares,
-    holders: tuple[tuple[Share, int], ...],
+    everyone: _Everyone,
 ) -> Program:
     split = {operation.stage for operation in plan.operations if operation.kind == "I"}
     texts = plan.programs[rank]
@@ -279,6 +301,9 @@ def _program(
                 index=index,
                 blocks=stage.blocks,
                 shares=_shares_of(stage, rank),
+                meshes=_meshes_of(stage),
+                group=_group_of(stage, rank),
+                place=stage.devices.index(rank) % stage.shards,
                 recompute=stage.recompute,
                 split=index in split,
                 inputs={source: names for (source, target), names in crossings.items() if target == index},
@@ -289,16 +314,58 @@ def _program(
             for index, stage in enumerate(plan.stages)
             if rank in stage.devices
         },
-        holders=holders,
+        holders=everyone.holders,
         tensors=tensors,
+        lines=everyone.lines,
     )
 
 
+def _group_of(stage: Stage, rank: int) -> tuple[int, ...]:
+    """The devices of a rank's replica."""
+    first = stage.devices.index(rank) // stage.shards * stage.shards
+    return stage.devices[first : first + stage.shards]
+
+
+def _meshes_of(stage: Stage) -> tuple[Mesh, ...]:
+    return tuple(stage.mesh_of(index) for index in range(len(stage.blocks)))
+
+
 def _shares_of(stage: Stage, rank: int) -> tuple[Share, ...]:
-    """What a rank has of a stage's blocks."""
-    replica, index = divmod(stage.devices.index(rank), stage.shards)
-    partners = stage.devices[replica * stage.shards : (replica + 1) * stage.shards] if stage.shards > 1 else ()
-    return tuple(Share(block, index, partners) for block in stage.blocks)
+    """What a rank has of a stage's blocks. Devices that share samples alone have the same share."""
+    group = _group_of(stage, rank)
+    return tuple(
+        _share(block, mesh, group, group.index(rank))
+        for block, mesh in zip(stage.blocks, _meshes_of(stage), strict=True)
+    )
+
+
+def _share(block: str, mesh: Mesh, group: tuple[int, ...], place: int) -> Share:
+    inner = mesh.without(SAMPLES)
+    if inner.size == 1:
+        return Share(block)
+    numbers = mesh.line_without(SAMPLES, place)
+    usual = inner.axes == ((SHARDS, inner.size),)
+    return Share(block, numbers.index(place), tuple(group[n] for n in numbers), () if usual else inner.axes)
+
+
+def _lines(plan: Plan) -> frozenset[tuple[int, ...]]:
+    """All sets of ranks over which tensors of a stage may be cut or gathered, or that split a block along an axis."""
+    found = set()
+    for stage in plan.stages:
+        axes = {mesh.axis(name) for mesh in _meshes_of(stage) for name, _ in mesh.axes if name != COPIES}
+        behind = {axis.without(size) for axis in axes for size in range(1, axis.size) if axis.size % size == 0}
+        for first in range(0, len(stage.devices), stage.shards):
+            group = stage.devices[first : first + stage.shards]
+            found |= {tuple(group[n] for n in axis.of(place)) for axis in behind for place in range(stage.shards)}
+    return frozenset(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Everyone:
+    """What all ranks have to know of all."""
+
+    holders: tuple[tuple[Share, int], ...]
+    lines: frozenset[tuple[int, ...]]
 
 
 def _holders(plan: Plan) -> tuple[tuple[Share, int], ...]:

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypedDict
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from pipeplan.errors import UsageError
 from pipeplan.runtime.batches import batch_like
 from pipeplan.runtime.model import Batch, BlockSpec, Model
+from pipeplan.runtime.modules import is_plain_embedding
+from pipeplan.runtime.shards import HIDDEN, Cut, Shards, Split, Tile, WordEmbedding
 
 __all__ = ["Loss", "is_plain", "sequential_model"]
 
@@ -58,6 +61,7 @@ def sequential_model(
             partial(copy.deepcopy, parts[0] if len(parts) == 1 else nn.Sequential(*parts)),
             sources=(before,) if before else (),
             samples=() if before else ("input",),
+            **_ways(parts),
         )
         for (id_, parts), before in zip(groups.items(), ["", *groups], strict=False)
     ]
@@ -88,6 +92,37 @@ def _groups(children: nn.Sequential) -> dict[str, list[nn.Module]]:
         else:
             leading.append(child)
     return groups or ({next(iter(_named(children)))[0]: leading} if leading else {})
+
+
+_OF_SINGLE_NUMBERS = (nn.ELU, nn.GELU, nn.Hardswish, nn.Identity, nn.LeakyReLU, nn.ReLU, nn.Sigmoid, nn.SiLU, nn.Tanh)
+"""Modules that make of each number one, so that they can be given a slice of them."""
+
+
+class _Ways(TypedDict, total=False):
+    """How a block is split, as fields of BlockSpec."""
+
+    split: Split
+    splits: dict[str, Split]
+
+
+def _ways(parts: Sequence[nn.Module]) -> _Ways:
+    """A linear layer, and what follows it, can be split into tiles; an embedding by its words and its width."""
+    first, *rest = parts
+    if type(first) is nn.Linear and all(type(each) in _OF_SINGLE_NUMBERS for each in rest):
+        return {"splits": Tile.ways(partial(_tiled, first, rest), "0" if rest else "", bias=first.bias is not None)}
+    if type(first) is nn.Embedding and not rest and is_plain_embedding(first) and first.padding_idx is None:
+        build = partial(WordEmbedding, first.num_embeddings, first.embedding_dim)
+        return {
+            "split": Split(build, {"weight": Cut(even=False)}),
+            "splits": {HIDDEN: Split(build, {"weight": Cut(1)}, gives=True)},
+        }
+    return {}
+
+
+def _tiled(layer: nn.Linear, rest: Sequence[nn.Module], shards: Shards) -> nn.Module:
+    """The share of a linear layer and what follows it, under the same names."""
+    tile = Tile(layer.in_features, layer.out_features, shards, bias=layer.bias is not None)
+    return nn.Sequential(tile, *copy.deepcopy(list(rest))) if rest else tile
 
 
 def _named(children: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:

@@ -19,7 +19,22 @@ from torch import Tensor, nn
 from pipeplan.errors import UsageError
 from pipeplan.runtime.modules import embedding, linear
 
-__all__ = ["WHOLE", "Collectives", "Cut", "RowLinear", "Shards", "Split", "WordEmbedding", "cross_entropy", "share_of"]
+__all__ = [
+    "HIDDEN",
+    "WHOLE",
+    "Collectives",
+    "Cut",
+    "Part",
+    "RowLinear",
+    "Shards",
+    "Slice",
+    "Split",
+    "Tile",
+    "WordEmbedding",
+    "cross_entropy",
+    "hidden_of",
+    "share_of",
+]
 
 
 class Collectives(Protocol):
@@ -49,12 +64,14 @@ class _Alone:
 class Shards:
     """The place of one device among ``count`` that split a block: it has share number ``index``.
 
-    Without ``collectives`` it works by itself, as if the others added nothing; so shares are measured.
+    Without ``collectives`` it works by itself, as if the others added nothing; so shares are measured. Where a block is
+    split along several axes of a mesh, ``along`` has its place on each of them.
     """
 
     count: int = 1
     index: int = 0
     collectives: Collectives | None = None
+    along: Mapping[str, Shards] = field(default_factory=dict)
 
     def range(self, total: int) -> tuple[int, int]:
         """This device's of so many rows: first, and behind the last. Shares differ by one at most."""
@@ -74,6 +91,18 @@ class Shards:
         """The devices' slices side by side, whole on each of them; all are of one size."""
         return share if self.count == 1 else _gathered(share, self._together, self.index, dimension)
 
+    def sliced(self, whole: Tensor, dimension: int = -1) -> Tensor:
+        """This device's slice of what is whole on each; all are of one size. Gradients of slices make up the whole's.
+
+        Raises:
+            UsageError: the slices would not be of one size.
+        """
+        if whole.shape[dimension] % self.count:
+            raise UsageError(
+                f"dimension {dimension} of a tensor of shape {list(whole.shape)} cannot be cut into {self.count}"
+            )
+        return whole if self.count == 1 else _sliced(whole, self._together, self.count, self.index, dimension)
+
     @property
     def _together(self) -> Collectives:
         return self.collectives or _Alone(self.count)
@@ -81,6 +110,15 @@ class Shards:
 
 WHOLE = Shards()
 """A device that has all of a block."""
+
+
+HIDDEN = "hidden"
+"""The axis along which an embedding's width is split: each device makes its part of every sample."""
+
+
+def hidden_of(shards: Shards) -> Shards:
+    """A device's place among those that split an embedding's width."""
+    return shards.along.get(HIDDEN, WHOLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +168,70 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class Slice:
+    """Share ``index`` of ``count`` of a parameter that is ``cut``."""
+
+    cut: Cut
+    count: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a device has of a parameter: all of it, or a slice along each axis of a mesh that cuts it.
+
+    Of the devices that split the block, ``copies`` have this part and the same gradient of it; this is number ``copy``.
+    """
+
+    slices: tuple[Slice, ...] = ()
+    copies: int = 1
+    copy: int = 0
+
+    @property
+    def adds(self) -> bool:
+        """Whether its gradient adds to those of the block's other devices, instead of being the same as another's."""
+        return self.copy == 0
+
+    @property
+    def kind(self) -> tuple[tuple[tuple[Cut, int], ...], int]:
+        """What parts that are made by the same cuts have in common."""
+        return tuple((each.cut, each.count) for each in self.slices), self.copies
+
+    @property
+    def number(self) -> tuple[int, ...]:
+        """Which it is of its kind."""
+        return (*(each.index for each in self.slices), self.copy)
+
+    def within(self, whole: Tensor) -> Tensor:
+        """The part of a whole tensor. Raises UsageError where parts would not be equal and must be."""
+        for each in self.slices:
+            whole = each.cut.cut(whole, each.count, each.index)
+        return whole
+
+    def spread(self, part: Tensor, whole: Tensor) -> None:
+        """Add the part to a whole tensor."""
+        if not self.slices:
+            whole += part
+            return
+        *outer, last = self.slices
+        for each in outer:
+            whole = each.cut.cut(whole, each.count, each.index)  # a view, for a cut of a single part
+        last.cut.add(part, whole, last.count, last.index)
+
+    def places(self, part: Tensor, shape: Sequence[int]) -> list[tuple[list[int], Tensor]]:
+        """Views of the part with where each begins in the whole, which has this shape."""
+        found = [([0] * part.dim(), part)]
+        for each in self.slices:
+            at = each.cut.dimension
+            found = [
+                ([*begin[:at], offset, *begin[at + 1 :]], piece)
+                for begin, tensor in found
+                for offset, piece in each.cut.places(tensor, shape[at], each.count, each.index)
+            ]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class Split:
     """How a block is split over devices.
 
@@ -137,29 +239,28 @@ class Split:
     the same outputs, whole on every device. Its parameters have the whole block's names; ``cuts`` says of which it has
     shares. All others are whole on every device, and so must be their gradients. Values are copied from the whole
     block.
+
+    With ``takes`` its inputs are slices along their last dimension, with ``gives`` its output is one.
     """
 
     build: Callable[[Shards], nn.Module]
     cuts: Mapping[str, Cut] = field(default_factory=dict)
-
-    def cut(self, name: str, whole: Tensor, shards: Shards) -> Tensor:
-        """What a device has of a parameter."""
-        return self.cuts[name].cut(whole, shards.count, shards.index) if name in self.cuts else whole
+    takes: bool = False
+    gives: bool = False
 
 
-def share_of(whole: nn.Module, split: Split, shards: Shards) -> nn.Module:
-    """The module of one device, with its part of the whole block's parameters.
+def share_of(whole: nn.Module, made: nn.Module, part_of: Callable[[str], Part]) -> nn.Module:
+    """The module ``made`` for one device, with its parts of the whole block's parameters, by name.
 
     Raises:
-        UsageError: a parameter cannot be split so, or the module's parameters are not as ``cuts`` says.
+        UsageError: a parameter cannot be split so, or the module's parameters are not such parts.
     """
-    made = split.build(shards)
     names = {name for name, _ in whole.named_parameters()}
     if unlike := names ^ {name for name, _ in made.named_parameters()}:
         raise UsageError(f"its share has other parameters than the whole block, such as {min(unlike)!r}")
     for name, parameter in made.named_parameters():
         try:
-            value = split.cut(name, whole.get_parameter(name).detach(), shards)
+            value = part_of(name).within(whole.get_parameter(name).detach())
         except UsageError as error:
             raise UsageError(f"parameter {name!r} of {error}") from None
         if value.shape != parameter.shape:
@@ -199,20 +300,43 @@ class RowLinear(nn.Module):
         return (self.weight,)
 
 
-class WordEmbedding(nn.Module):
-    """A table of words split by its rows: indices [...] to [..., width].
+class Tile(RowLinear):
+    """A linear layer of whose weight devices have tiles: slices of its inputs along ``rows``, of its outputs along
+    ``columns``: [..., inputs of this device] to [..., outputs of this device].
+    """
 
-    The weight [words of this device, width] is ``Cut(0, even=False)``.
+    def __init__(self, inputs: int, outputs: int, shards: Shards = WHOLE, *, bias: bool = True) -> None:
+        columns = shards.along.get("columns", WHOLE)
+        super().__init__(inputs, outputs // columns.count, shards.along.get("rows", WHOLE), bias=bias)
+        self.columns = columns
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., inputs of this device] to [..., outputs of this device]."""
+        return super().forward(self.columns.shared(input))
+
+    @staticmethod
+    def ways(build: Callable[[Shards], nn.Module], name: str = "", *, bias: bool = True) -> dict[str, Split]:
+        """How a block that is a tile, or has one under this name and nothing else, can be split."""
+        prefix = f"{name}." if name else ""
+        columns = {f"{prefix}{each}": Cut() for each in (("weight", "bias") if bias else ("weight",))}
+        rows = Split(build, {f"{prefix}weight": Cut(1)}, takes=True)
+        return {"rows": rows, "columns": Split(build, columns, gives=True)}
+
+
+class WordEmbedding(nn.Module):
+    """A table of words split by its rows, and by its width along the axis ``hidden``: indices [...] to [..., width].
+
+    The weight [words of this device, width of this device] is ``Cut(0, even=False)``, and ``Cut(1)``.
     """
 
     def __init__(self, words: int, width: int, shards: Shards = WHOLE, *, std: float = 0.02) -> None:
         super().__init__()
         self.shards, (self.begin, self.end) = shards, shards.range(words)
-        self.weight = nn.Parameter(torch.empty(self.end - self.begin, width))
+        self.weight = nn.Parameter(torch.empty(self.end - self.begin, width // hidden_of(shards).count))
         nn.init.normal_(self.weight, std=std)
 
     def forward(self, indices: Tensor) -> Tensor:
-        """[...] to [..., width]; words of other devices come with the sum."""
+        """[...] to [..., width of this device]; words of other devices come with the sum."""
         if self.shards.count == 1:
             return embedding(indices, self.weight)
         elsewhere = (indices < self.begin) | (indices >= self.end)
@@ -280,6 +404,20 @@ class _Gathered(torch.autograd.Function):
         return gradients[0].narrow(*ctx.place), None, None, None
 
 
+class _Sliced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, together: Collectives, count: int, index: int, dimension: int) -> Tensor:
+        ctx.together, ctx.dimension = together, dimension
+        size = whole.shape[dimension] // count
+        return whole.narrow(dimension, index * size, size)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        together: Collectives = ctx.together
+        return torch.cat(together.gather(gradients[0]), ctx.dimension), None, None, None, None
+
+
 _shared: Callable[..., Tensor] = _Shared.apply
 _summed: Callable[..., Tensor] = _Summed.apply
 _gathered: Callable[..., Tensor] = _Gathered.apply
+_sliced: Callable[..., Tensor] = _Sliced.apply

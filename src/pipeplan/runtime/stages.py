@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
+from pipeplan.runtime.layouts import WHOLE, Layout, Layouts
 from pipeplan.runtime.messages import TransferError
 from pipeplan.runtime.model import BlockSpec
 from pipeplan.runtime.modules import WeightGradQueue, warn_if_nothing_waits
@@ -99,6 +100,41 @@ class _Held:
     loss: Tensor | None
 
 
+class _Values:
+    """What the blocks of a stage have made of a micro-batch, in every layout that some block takes it in.
+
+    Args:
+        layouts: of the stage's blocks.
+        num_samples: this replica's.
+        received: whole, by block.
+    """
+
+    def __init__(self, layouts: Layouts, num_samples: int, received: Mapping[str, Tensor]) -> None:
+        self._layouts, self._num_samples = layouts, num_samples
+        self._found = {(name, WHOLE): tensor for name, tensor in received.items()}
+        self._given = dict.fromkeys(received, WHOLE)
+
+    def put(self, block: str, made: Tensor) -> None:
+        """Keep a block's output; a loss is whole."""
+        self._given[block] = self._layouts.given.get(block, WHOLE) if made.ndim else WHOLE
+        self._found[block, self._given[block]] = made
+
+    def taken(self, source: str, block: str) -> Tensor:
+        """A block's output as another takes it."""
+        return self._in(source, self._layouts.taken.get(block, WHOLE))
+
+    def whole(self, block: str) -> Tensor:
+        """A block's output, whole on every device."""
+        return self._in(block, WHOLE)
+
+    def _in(self, block: str, layout: Layout) -> Tensor:
+        if (block, layout) not in self._found:
+            given = self._given[block]
+            tensor = self._found[block, given]
+            self._found[block, layout] = self._layouts.converted(tensor, given, layout, self._num_samples)
+        return self._found[block, layout]
+
+
 @dataclass(slots=True)
 class StageRunner:
     """One stage: its blocks, and the graphs of its forwards that await their backward.
@@ -108,12 +144,14 @@ class StageRunner:
         modules: its blocks by name.
         specs: what the model says of each of them.
         autocast: what blocks run under, if anything; losses are added up outside of it.
+        layouts: how blocks take and give tensors.
     """
 
     part: StagePart
     modules: Mapping[str, nn.Module]
     specs: Mapping[str, BlockSpec]
     autocast: Autocast | None = None
+    layouts: Layouts = field(default_factory=Layouts)
     loss: Tensor | None = None
     _held: dict[Numbers, _Held] = field(default_factory=dict)
     _queues: dict[int, WeightGradQueue] = field(default_factory=dict)
@@ -127,12 +165,12 @@ class StageRunner:
         """
         returned = self._returned()
         leaves = {name: _leaf(tensor, name in returned) for name, tensor in received.items()}
-        values = dict(leaves)
+        values = _Values(self.layouts, len(own), leaves)
         for block in self.part.blocks:
-            values[block] = self._call(block, values, own, samples)
-        outputs = {name: values[name] for names in self.part.outputs.values() for name in names}
+            values.put(block, self._call(block, values, own, samples))
+        outputs = {name: values.whole(name) for names in self.part.outputs.values() for name in names}
         self._require_way_back(outputs)
-        own_losses = [precise(values[block]) for block in self.part.blocks if self.specs[block].loss]
+        own_losses = [precise(values.whole(block)) for block in self.part.blocks if self.specs[block].loss]
         losses = [loss / samples.num_predictions for loss in own_losses]
         loss = torch.stack(losses).sum() if losses else None
         if self.part.counts_loss:
@@ -194,13 +232,13 @@ class StageRunner:
         """Blocks to whose stages the plan brings gradients back."""
         return {name for source in self.part.returns for name in self.part.inputs[source]}
 
-    def _call(self, block: str, values: Mapping[str, Tensor], own: Numbers, samples: Samples) -> Tensor:
-        spec, module = self.specs[block], self.modules[block]
-        arguments = [values[source] for source, _ in spec.inputs]
-        arguments += [samples.rows(name, own) for name in spec.samples]
-        at = next(itertools.chain(arguments, module.parameters()), _ANYWHERE)
-        _begin_random_numbers(samples.seed_of(block, own), at.device)
+    def _call(self, block: str, values: _Values, own: Numbers, samples: Samples) -> Tensor:
+        spec, module, rows = self.specs[block], self.modules[block], self.layouts.rows(block, own)
         try:
+            arguments = [values.taken(source, block) for source, _ in spec.inputs]
+            arguments += [self.layouts.sample(block, samples.rows(name, rows)) for name in spec.samples]
+            at = next(itertools.chain(arguments, module.parameters()), _ANYWHERE)
+            _begin_random_numbers(samples.seed_of(block, rows), at.device)
             with self.autocast() if self.autocast is not None else nullcontext():
                 made = self._recomputed(module, arguments) if self.part.recompute else module(*arguments)
         except TransferError:
@@ -209,6 +247,13 @@ class StageRunner:
             raise StageError(f"block {block!r}: {_reason(error)}") from error
         if not isinstance(made, Tensor):
             raise StageError(f"block {block!r} returned {type(made).__name__}, and a block returns one tensor")
+        if spec.loss:
+            return self.layouts.summed(block, made)
+        if len(rows) < len(own) and made.shape[:1] != (len(rows),):
+            raise StageError(
+                f"block {block!r} made {list(made.shape)} of {len(rows)} of {len(own)} samples, and only outputs with "
+                "samples in their first dimension can be shared; leave samples out of its configuration"
+            )
         return made
 
     def _recomputed(self, module: nn.Module, arguments: Sequence[Tensor]) -> object:

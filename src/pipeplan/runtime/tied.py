@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import zip_longest
 from zlib import crc32
@@ -27,7 +27,7 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.partners import groups_of
 from pipeplan.runtime.program import Share
-from pipeplan.runtime.shards import Cut
+from pipeplan.runtime.shards import Part
 
 __all__ = ["SharedParameters", "require_equal_copies"]
 
@@ -40,41 +40,13 @@ Copy = tuple[str, str]
 Ranks = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Part:
-    """What a rank has of a parameter: all where ``cut`` is None, else share ``index`` of ``count``.
-
-    Of a block that is split over ``count`` devices those parameters that are not cut are whole on each of them.
-    """
-
-    count: int
-    index: int
-    cut: Cut | None
-
-    @property
-    def adds(self) -> bool:
-        """Whether its gradient adds to those of the block's other devices, instead of being the same as theirs."""
-        return self.cut is not None or self.index == 0
-
-    def within(self, whole: Tensor) -> Tensor:
-        """The part of a whole tensor."""
-        return whole if self.cut is None else self.cut.cut(whole, self.count, self.index)
-
-    def spread(self, part: Tensor, whole: Tensor) -> None:
-        """Add the part to a whole tensor."""
-        if self.cut is not None:
-            self.cut.add(part, whole, self.count, self.index)
-        elif self.index == 0:
-            whole += part
-
-
 @dataclass(frozen=True, slots=True)
 class _Family:
     """All there is of one parameter: blocks that have it, its whole shape, and who has which part of it."""
 
     holders: tuple[Holder, ...]
     shape: tuple[int, ...]
-    ranks_of: Mapping[_Part, Ranks]
+    ranks_of: Mapping[Part, Ranks]
 
     @property
     def name(self) -> str:
@@ -84,21 +56,24 @@ class _Family:
     @property
     def alike(self) -> bool:
         """Whether it is split in one way everywhere, so that copies of a part are all there is to sum."""
-        return len({(part.count, part.cut) for part in self.ranks_of}) == 1
+        return len({part.kind for part in self.ranks_of}) == 1
+
+    def number(self, part: Part) -> tuple[int, ...]:
+        """Parts of one number are summed: of one share where all are alike, else all."""
+        return part.number if self.alike else ()
 
     @property
-    def groups(self) -> dict[int, Ranks]:
-        """Ranks whose gradients are summed: by the number of their share where all are alike, else all as number 0."""
-        found: dict[int, set[int]] = defaultdict(set)
+    def groups(self) -> dict[tuple[int, ...], Ranks]:
+        """Ranks whose gradients are summed, by the number of their parts."""
+        found: dict[tuple[int, ...], set[int]] = defaultdict(set)
         for part, ranks in self.ranks_of.items():
-            found[part.index if self.alike else 0].update(ranks)
-        return {index: tuple(sorted(found[index])) for index in sorted(found)}
+            found[self.number(part)].update(ranks)
+        return {number: tuple(sorted(found[number])) for number in sorted(found)}
 
-    def stores(self, part: _Part, rank: int) -> bool:
+    def stores(self, part: Part, rank: int) -> bool:
         """Whether the part is this rank's to count: it is of the first kind, and this the first rank that has it."""
         first = next(iter(self.ranks_of))
-        first_kind = (part.count, part.cut) == (first.count, first.cut)
-        return first_kind and part.adds and rank == min(self.ranks_of[part])
+        return part.kind == first.kind and part.adds and rank == min(self.ranks_of[part])
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +81,7 @@ class _Sum:
     """A parameter whose gradients are summed: what this rank has of it; the whole's shape where parts are unlike."""
 
     name: str
-    held: Mapping[_Part, nn.Parameter]
+    held: Mapping[Part, nn.Parameter]
     shape: tuple[int, ...] | None
 
     @property
@@ -124,7 +99,7 @@ class _Sum:
             return torch.zeros_like(self.first) if self.first.grad is None else self.first.grad.contiguous()
         whole = self.first.new_zeros(self.shape)
         for part, parameter in self.held.items():
-            if parameter.grad is not None:
+            if parameter.grad is not None and part.adds:
                 part.spread(parameter.grad, whole)
         return whole
 
@@ -163,8 +138,8 @@ class SharedParameters:
         for family in families:
             held = _made_one(family, model, modules)
             self._elsewhere |= {id(each) for part, each in held.items() if not family.stores(part, rank)}
-            for index, ranks in family.groups.items() if held else ():
-                own = {part: each for part, each in held.items() if not family.alike or part.index == index}
+            for number, ranks in family.groups.items() if held else ():
+                own = {part: each for part, each in held.items() if family.number(part) == number}
                 if own and len(ranks) > 1:
                     self._sums[ranks].append(_Sum(family.name, own, None if family.alike else family.shape))
 
@@ -226,29 +201,29 @@ def _fingerprint(parameter: nn.Parameter) -> str:
 
 def _families(model: Model, holders: Iterable[tuple[Share, int]]) -> list[_Family]:
     """All parameters of the model, each once, in the same order on every rank."""
-    ranks_of: dict[str, dict[tuple[int, int], set[int]]] = defaultdict(lambda: defaultdict(set))
+    ranks_of: dict[str, dict[Share, set[int]]] = defaultdict(lambda: defaultdict(set))
     for share, rank in holders:
-        ranks_of[share.block][share.count, share.index].add(rank)
+        alike = replace(share, partners=tuple(range(share.count)) if share.partners else ())  # whoever has the others
+        ranks_of[share.block][alike].add(rank)
     shapes = model.parameter_shapes()
     tied = {holder for group in model.tied for holder in group}
     found = []
     for group in (*model.tied, *((holder,) for holder in shapes if holder not in tied)):
-        parts: dict[_Part, set[int]] = defaultdict(set)
+        parts: dict[Part, set[int]] = defaultdict(set)
         for block, name in group:
-            for (count, index), ranks in ranks_of[block].items():
-                parts[_Part(count, index, model.cut_of(block, name, count))] |= ranks
+            for share, ranks in ranks_of[block].items():
+                parts[model.part_of(share, name)] |= ranks
         found.append(_Family(group, shapes[group[0]], {part: tuple(sorted(each)) for part, each in parts.items()}))
     return found
 
 
-def _made_one(family: _Family, model: Model, modules: Mapping[Share, nn.Module]) -> dict[_Part, nn.Parameter]:
+def _made_one(family: _Family, model: Model, modules: Mapping[Share, nn.Module]) -> dict[Part, nn.Parameter]:
     """What this rank has of a parameter; holders of equal parts use the first one's."""
-    held: dict[_Part, nn.Parameter] = {}
+    held: dict[Part, nn.Parameter] = {}
     for block, name in family.holders:
         for share, module in modules.items():
             if share.block == block:
-                part = _Part(share.count, share.index, model.cut_of(block, name, share.count))
-                first = held.setdefault(part, module.get_parameter(name))
+                first = held.setdefault(model.part_of(share, name), module.get_parameter(name))
                 path, _, leaf = name.rpartition(".")
                 setattr(module.get_submodule(path), leaf, first)
     return held

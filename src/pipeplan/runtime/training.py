@@ -22,6 +22,7 @@ from pipeplan.runtime.data import with_data
 from pipeplan.runtime.executor import Executor
 from pipeplan.runtime.failures import lost_others
 from pipeplan.runtime.identity import identity_of
+from pipeplan.runtime.layouts import Layouts
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.messages import Channels, edges_of
 from pipeplan.runtime.model import Model
@@ -205,7 +206,7 @@ class Trainer:
         shares = dict.fromkeys(share for part in self.program.stages.values() for share in part.shares)
         seed, device = self.options.seed, self.device
         return {
-            share: self.model.build_share(share.block, seed, self.partners.shards(share), dtype=dtype, device=device)
+            share: self.model.build_share(share, seed, self.partners.shards(share), dtype=dtype, device=device)
             for share in shares
         }
 
@@ -227,10 +228,8 @@ class Trainer:
         for share, module in self.modules.items():
             for name, parameter in module.named_parameters():
                 holder = first.get((share.block, name), (share.block, name))
-                cut = self.model.cut_of(share.block, name, share.count)
-                whole = torch.Size(shapes[holder])
-                kept = id(parameter) in stored
-                owned = Owned(".".join(holder), parameter, whole, cut, share.count, share.index, kept)
+                part, kept = self.model.part_of(share, name), id(parameter) in stored
+                owned = Owned(".".join(holder), parameter, torch.Size(shapes[holder]), part, kept)
                 found.setdefault(id(parameter), owned)
         return list(found.values())
 
@@ -251,7 +250,8 @@ class Trainer:
         part = self.program.stages[index]
         specs = {block: self.model.block(block) for block in part.blocks}
         modules = {share.block: self.modules[share] for share in part.shares}
-        stage = StageRunner(part, modules, specs, self.autocast)
+        layouts = Layouts.of(part, self.model, self.partners.along)
+        stage = StageRunner(part, modules, specs, self.autocast, layouts=layouts)
         if part.split:
             warn_if_few_can_wait(nn.ModuleList(modules.values()), stage.name)
         return stage
@@ -335,9 +335,9 @@ def require_splittable(plan: Plan, model: Model) -> None:
         UsageError: one cannot; the text names block and stage.
     """
     for index, stage in enumerate(plan.stages):
-        for block in stage.blocks if stage.shards > 1 else ():
+        for number, block in enumerate(stage.blocks) if stage.shards > 1 else ():
             try:
-                model.require_splittable(block, stage.shards)
+                model.require_splittable(block, stage.mesh_of(number))
             except UsageError as error:
                 raise UsageError(
                     f"stages[{index}] splits its blocks over {stage.shards} devices, and {error}; search with "

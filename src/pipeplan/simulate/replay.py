@@ -104,9 +104,9 @@ def _placement(plan: Plan, profile: Profile) -> Placement:
             "was searched for, or search a plan for this one"
         ) from None
     for index, stage in enumerate(plan.stages):
-        if stage.configuration is not None:
+        if used := stage.configuration or next(iter(stage.configurations), None):
             raise UsageError(
-                f"stages[{index}] of the plan has configuration {stage.configuration!r}; plans with configurations "
+                f"stages[{index}] of the plan has configuration {used!r}; plans with configurations "
                 "are simulated with their own costs: leave out --profile"
             )
     return placement

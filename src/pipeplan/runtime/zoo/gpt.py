@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.batches import next_tokens, token_batch
 from pipeplan.runtime.model import BlockSpec, Model, Texts
-from pipeplan.runtime.shards import WHOLE, Shards, Split, WordEmbedding
+from pipeplan.runtime.shards import HIDDEN, WHOLE, Cut, Shards, Split, WordEmbedding, hidden_of
 from pipeplan.runtime.zoo.layers import Stack, layers, linear
 from pipeplan.runtime.zoo.parts import num_targets
 from pipeplan.runtime.zoo.splitting import WORDS, exchanged, summed_loss, with_shares, words_told
@@ -59,11 +59,11 @@ class Embedding(nn.Module):
     def __init__(self, size: GPTSize, shards: Shards = WHOLE) -> None:
         super().__init__()
         self.token = WordEmbedding(size.vocabulary, size.hidden, shards)
-        self.position = nn.Embedding(size.positions, size.hidden)
+        self.position = nn.Embedding(size.positions, size.hidden // hidden_of(shards).count)
         nn.init.normal_(self.position.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[samples, sequence] to [samples, sequence, hidden]."""
+        """[samples, sequence] to [samples, sequence, hidden], or this device's part of hidden."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         result: Tensor = self.token(tokens) + self.position(positions)
         return result
@@ -107,6 +107,8 @@ def _gpt(name: str, size: GPTSize, shards: Shards) -> Model:
 def words(size: GPTSize, id_: str, shards: Shards) -> BlockSpec:
     """The embedding of the batch's ``tokens``."""
     begin, end = shards.range(size.vocabulary)
+    build = partial(Embedding, size)
+    by_width = {"token.weight": Cut(1), "position.weight": Cut(1)}
     return BlockSpec(
         id_,
         "embedding",
@@ -115,7 +117,8 @@ def words(size: GPTSize, id_: str, shards: Shards) -> BlockSpec:
         dimensions=size.stack.sizes | {"vocabulary": end - begin},
         shared=size.shared,
         collectives=exchanged(shards, ("all_reduce", "F", size.stack.numbers)),
-        split=Split(partial(Embedding, size), {"token.weight": WORDS}),
+        split=Split(build, {"token.weight": WORDS}),
+        splits={HIDDEN: Split(build, by_width, gives=True)},
     )
 
 

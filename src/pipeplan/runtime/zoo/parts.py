@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeplan.runtime.model import Batch, BlockSpec
-from pipeplan.runtime.shards import WHOLE, Shards, Split
+from pipeplan.runtime.shards import HIDDEN, WHOLE, Shards, Split, Tile, hidden_of
 from pipeplan.runtime.zoo.layers import Stack, linear, positions_of
 from pipeplan.runtime.zoo.splitting import columns, exchanged, replicated
 
@@ -24,12 +24,13 @@ class Patches(nn.Module):
 
     def __init__(self, stack: Stack, patch: int, shards: Shards = WHOLE) -> None:
         super().__init__()
-        self.shards = shards
-        self.embed = linear(patch, stack.hidden // shards.count)
-        self.register_buffer("positions", positions_of(stack.sequence, stack.hidden), persistent=False)
+        self.shards, own = shards, hidden_of(shards)
+        self.embed = linear(patch, stack.hidden // shards.count // own.count)
+        positions = own.sliced(positions_of(stack.sequence, stack.hidden))
+        self.register_buffer("positions", positions, persistent=False)
 
     def forward(self, patches: Tensor) -> Tensor:
-        """[samples, sequence, patch] to [samples, sequence, hidden]."""
+        """[samples, sequence, patch] to [samples, sequence, hidden], or this device's part of hidden."""
         return self.shards.gathered(self.embed(patches)) + self.positions
 
 
@@ -44,6 +45,18 @@ class Dense(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[samples, inputs] to [samples, outputs]."""
         return self.shards.gathered(F.relu(self.layer(self.shards.shared(x))))
+
+
+class DenseTile(nn.Module):
+    """A linear layer with a ReLU, of whose weight devices have tiles."""
+
+    def __init__(self, inputs: int, outputs: int, shards: Shards) -> None:
+        super().__init__()
+        self.layer = Tile(inputs, outputs, shards)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[samples, inputs of this device] to [samples, outputs of this device]."""
+        return F.relu(self.layer(x))
 
 
 class Concatenation(nn.Module):
@@ -78,6 +91,7 @@ def patches(id_: str, stack: Stack, patch: int, sample: str, shards: Shards) -> 
         dimensions=stack.sizes | {"patch": patch},
         collectives=exchanged(shards, ("all_gather", "F", stack.numbers)),
         split=Split(partial(Patches, stack, patch), columns("embed")),
+        splits={HIDDEN: Split(partial(Patches, stack, patch), columns("embed"), gives=True)},
     )
 
 
@@ -106,6 +120,7 @@ def perceptron(
             dimensions={"inputs": taken, "outputs": outputs // shards.count},
             collectives=(*exchanged(shards, ("all_gather", "F", outputs)), *returned),
             split=Split(partial(Dense, taken, outputs), columns("layer")),
+            splits=Tile.ways(partial(DenseTile, taken, outputs), "layer"),
         )
         blocks.append(block)
     return blocks

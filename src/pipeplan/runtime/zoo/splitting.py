@@ -17,7 +17,16 @@ from torch import Tensor, nn
 from pipeplan.runtime.model import Collective, Model
 from pipeplan.runtime.shards import WHOLE, Cut, Shards, Split, cross_entropy
 
-__all__ = ["WORDS", "columns", "exchanged", "replicated", "summed_loss", "with_shares", "words_told"]
+__all__ = [
+    "WORDS",
+    "columns",
+    "exchanged",
+    "replicated",
+    "summed_loss",
+    "with_shares",
+    "words_told",
+]
+
 
 WORDS = Cut(even=False)
 """Of a table, or an output layer, with a row for each word or class."""

@@ -17,10 +17,18 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.batches import token_batch
 from pipeplan.runtime.model import BlockSpec, Model
-from pipeplan.runtime.shards import WHOLE, Cut, Shards, Split, WordEmbedding
+from pipeplan.runtime.shards import HIDDEN, WHOLE, Cut, Shards, Split, WordEmbedding, hidden_of
 from pipeplan.runtime.zoo.layers import Attention, FeedForward, Stack, halves, layers, linear, positions_of, row_linear
 from pipeplan.runtime.zoo.parts import num_targets
-from pipeplan.runtime.zoo.splitting import WORDS, columns, exchanged, replicated, summed_loss, with_shares, words_told
+from pipeplan.runtime.zoo.splitting import (
+    WORDS,
+    columns,
+    exchanged,
+    replicated,
+    summed_loss,
+    with_shares,
+    words_told,
+)
 
 __all__ = ["TranslationSize"]
 
@@ -70,6 +78,7 @@ class TranslationSize:
         return Model(name, blocks, self._batch, num_targets, tied=(tuple(table),))
 
     def _words(self, id_: str, sample: str, shards: Shards) -> BlockSpec:
+        build = partial(Words, self.stack, self.vocabulary)
         return BlockSpec(
             id_,
             "embedding",
@@ -78,7 +87,8 @@ class TranslationSize:
             dimensions=self._sizes(shards),
             shared=self.shared,
             collectives=exchanged(shards, ("all_reduce", "F", self.stack.numbers)),
-            split=Split(partial(Words, self.stack, self.vocabulary), {"token.weight": WORDS}),
+            split=Split(build, {"token.weight": WORDS}),
+            splits={HIDDEN: Split(build, {"token.weight": Cut(1)}, gives=True)},
         )
 
     def _head(self, source: str, shards: Shards) -> BlockSpec:
@@ -114,10 +124,11 @@ class Words(nn.Module):
         super().__init__()
         self.scale = math.sqrt(stack.hidden)
         self.token = WordEmbedding(vocabulary, stack.hidden, shards, std=1 / self.scale)
-        self.register_buffer("positions", positions_of(stack.sequence, stack.hidden), persistent=False)
+        positions = hidden_of(shards).sliced(positions_of(stack.sequence, stack.hidden))
+        self.register_buffer("positions", positions, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[samples, sequence] to [samples, sequence, hidden]."""
+        """[samples, sequence] to [samples, sequence, hidden], or this device's part of hidden."""
         result: Tensor = self.token(tokens) * self.scale + self.positions
         return result
 

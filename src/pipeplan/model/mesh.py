@@ -1,0 +1,105 @@
+"""Meshes: how the devices that split a stage's blocks are arranged for one block (TensorOpt section 2.1).
+
+Devices stand on a grid, and along each axis of it the block is split in one way. Devices are numbered as the digits of
+a number with mixed radix count, the first axis changing slowest.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+__all__ = ["COPIES", "SAMPLES", "SHARDS", "Axis", "Mesh"]
+
+SAMPLES = "samples"
+"""The axis along which devices share the samples."""
+
+SHARDS = "shards"
+"""The axis along which the block is split in its usual way: heads, inner width, words."""
+
+COPIES = "copies"
+"""The axis along which all devices do the same."""
+
+_AXIS = re.compile(r"([a-z]+)([1-9][0-9]{0,5})")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Axis:
+    """``size`` devices whose numbers differ by ``stride``."""
+
+    size: int
+    stride: int
+
+    def of(self, device: int) -> tuple[int, ...]:
+        """The devices along the axis, among them this one, in order."""
+        first = device - self.place(device) * self.stride
+        return tuple(first + place * self.stride for place in range(self.size))
+
+    def place(self, device: int) -> int:
+        """Where along the axis a device is."""
+        return device // self.stride % self.size
+
+    def shared(self, other: Axis) -> int:
+        """The largest size such that both begin with an axis of that size: devices there have the same place on it."""
+        if self.size * self.stride != other.size * other.stride:
+            return 1
+        return math.gcd(self.size, other.size)
+
+    def without(self, size: int) -> Axis:
+        """What is left of the axis behind its first part of so many."""
+        return Axis(self.size // size, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Names and sizes of the axes, none twice but those of copies.
+
+    As text ``samples2-shards4``: eight devices, of which each half has its half of the samples and splits the block
+    over four.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """The mesh of a text. Raises ValueError."""
+        found = [_AXIS.fullmatch(each) for each in text.split("-")]
+        axes = tuple((each[1], int(each[2])) for each in found if each is not None)
+        named = [name for name, _ in axes if name != COPIES]
+        if len(axes) < len(found) or len(set(named)) < len(named):
+            raise ValueError(f"{text!r} is no mesh: write axes once each with their sizes, such as samples2-shards4")
+        return cls(axes)
+
+    def __str__(self) -> str:
+        return "-".join(f"{name}{size}" for name, size in self.axes)
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return math.prod(size for _, size in self.axes)
+
+    def size_of(self, name: str) -> int:
+        """Of an axis; 1 where there is none of the name."""
+        return dict(self.axes).get(name, 1)
+
+    @property
+    def named(self) -> tuple[tuple[str, Axis], ...]:
+        """The axes, and where they lie."""
+        sizes = [size for _, size in self.axes]
+        return tuple(
+            (name, Axis(size, math.prod(sizes[number + 1 :]))) for number, (name, size) in enumerate(self.axes)
+        )
+
+    def axis(self, name: str) -> Axis:
+        """Where an axis lies; of size 1 where there is none of the name."""
+        return dict(self.named).get(name, Axis(1, 1))
+
+    def without(self, name: str) -> Mesh:
+        """The mesh of the other axes."""
+        return Mesh(tuple(each for each in self.axes if each[0] != name))
+
+    def line_without(self, name: str, device: int) -> tuple[int, ...]:
+        """The devices at this one's place along an axis, in order: those that stand on the mesh without it."""
+        axis = self.axis(name)
+        return tuple(each for each in range(self.size) if axis.place(each) == axis.place(device))

@@ -1,0 +1,98 @@
+"""Tensors inside a stage, cut among the devices of a replica: what each block takes and gives, and what lies between.
+
+A block of a configuration takes its inputs cut along an axis of its mesh, or whole on every device, and gives its
+output so. Where the next block takes it otherwise, what differs is gathered over the devices, and cut again, which
+costs nothing (TensorOpt section 4.2). The gradient of a tensor is cut as the tensor is, so backward gathers where
+forward cuts, and cuts where it gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from pipeplan.model import SAMPLES, Axis
+from pipeplan.runtime.model import Model
+from pipeplan.runtime.program import Numbers, StagePart
+from pipeplan.runtime.shards import Shards
+
+__all__ = ["WHOLE", "Layout", "Layouts"]
+
+_ALONE = Axis(1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The devices among which a tensor's first dimension, its samples, is cut, and its last, its features."""
+
+    samples: Axis = _ALONE
+    features: Axis = _ALONE
+
+    @property
+    def dimensions(self) -> tuple[tuple[int, Axis], ...]:
+        """Each dimension with the axis that cuts it."""
+        return (0, self.samples), (-1, self.features)
+
+
+WHOLE = Layout()
+"""On every device."""
+
+
+def _nobody(axis: Axis) -> Shards:
+    """The place of a device that is alone on every axis."""
+    return Shards()
+
+
+@dataclass(frozen=True, slots=True)
+class Layouts:
+    """How the blocks of a stage take and give tensors on one rank; those that are not named, whole.
+
+    Args:
+        taken: of the inputs of blocks.
+        given: of the outputs of blocks.
+        place: of this rank among those that stand along an axis, with which it can exchange.
+    """
+
+    taken: Mapping[str, Layout] = field(default_factory=dict)
+    given: Mapping[str, Layout] = field(default_factory=dict)
+    place: Callable[[Axis], Shards] = _nobody
+
+    @classmethod
+    def of(cls, part: StagePart, model: Model, along: Callable[[tuple[int, ...]], Shards]) -> Layouts:
+        """As the meshes of the stage's blocks say; ``along`` is the place of this rank in a line of ranks."""
+        taken, given = {}, {}
+        for block, share, mesh in zip(part.blocks, part.shares, part.meshes, strict=True):
+            samples = mesh.axis(SAMPLES)
+            takes, gives = (_ALONE if name is None else mesh.axis(name) for name in model.slices_of(share))
+            taken[block], given[block] = Layout(samples, takes), Layout(samples, gives)
+        return cls(taken, given, lambda axis: along(part.line(axis)))
+
+    def rows(self, block: str, own: Numbers) -> Numbers:
+        """Those of a micro-batch's samples that this rank runs the block on."""
+        begin, end = self.place(self.taken.get(block, WHOLE).samples).range(len(own))
+        return own[begin:end]
+
+    def sample(self, block: str, rows: Tensor) -> Tensor:
+        """What a block takes of a tensor of the mini-batch, whose rows are this rank's."""
+        return self.place(self.taken.get(block, WHOLE).features).sliced(rows)
+
+    def summed(self, block: str, loss: Tensor) -> Tensor:
+        """The loss of all samples, of the losses of each device's."""
+        return self.place(self.given.get(block, WHOLE).samples).summed(loss)
+
+    def converted(self, tensor: Tensor, source: Layout, target: Layout, num_samples: int) -> Tensor:
+        """A tensor in another layout: gathered along what differs, then cut.
+
+        ``num_samples`` are those of all the replica. What is of one size for any number of samples is not cut among
+        those who have some each: its gradient is the sum of theirs.
+        """
+        kept = [a.shared(b) for (_, a), (_, b) in zip(source.dimensions, target.dimensions, strict=True)]
+        for (dimension, axis), size in zip(source.dimensions, kept, strict=True):
+            tensor = self.place(axis.without(size)).gathered(tensor, dimension)
+        for (dimension, axis), size in zip(target.dimensions, kept, strict=True):
+            place = self.place(axis.without(size))
+            same_for_all = dimension == 0 and size == 1 and (not tensor.ndim or tensor.shape[0] != num_samples)
+            tensor = place.shared(tensor) if same_for_all else place.sliced(tensor, dimension)
+        return tensor
