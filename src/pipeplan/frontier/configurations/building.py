@@ -44,7 +44,8 @@ class CostOptions:
 
     ``blocks``: every block is one operator, by its rows. ``data_parallel_loading``: inputs come split by samples over
     all devices. ``microbatches`` of one iteration share the sum of gradients; ``in_flight`` of them hold activations
-    at once. ``rule`` restricts configurations, and ``reuse`` False keeps what every operator needs where it needs it.
+    at once. ``rule`` restricts configurations, ``reuse`` False keeps what every operator needs where it needs it, and
+    ``aligned`` lets no tensor change its layout on the way, but for sums.
     """
 
     blocks: bool = False
@@ -53,6 +54,7 @@ class CostOptions:
     in_flight: int = 1
     rule: Rule | None = None
     reuse: bool = True
+    aligned: bool = False
 
 
 class Need(NamedTuple):
@@ -156,6 +158,8 @@ class CostModel:
         time = np.stack((always + (there if need.taken else 0), always + (again if need.alone else 0), always), axis=-1)
         moved = self._numbers(given)[:, None] != self._numbers(taken)[None, :]
         possible = np.isfinite(time)
+        if self.options.aligned:
+            possible &= (self._numbers(kept)[:, None] == self._numbers(taken)[None, :])[..., None]
         if not self.options.reuse:
             possible[..., 0] &= ~moved | (not need.taken)
             possible[..., 1] &= ~moved | (not need.alone)
