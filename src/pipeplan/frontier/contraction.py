@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from pipeplan.frontier.parallel import spread
 from pipeplan.frontier.table import IntArray, Points, Table, made, paired, reduce_points, union
 
 __all__ = ["contract"]
@@ -21,7 +22,8 @@ _BATCH_POINTS = 1 << 21
 
 def contract(left: Table, right: Table, *, batch_points: int = _BATCH_POINTS) -> Table:
     """The table of ``left.rows`` x ``right.columns`` cells; ``batch_points`` bounds the sums held at once."""
-    parts = [_part(left, right, cells) for cells in _batches(left.counts @ right.counts, batch_points)]
+    batches = _batches(left.counts @ right.counts, batch_points)
+    parts = spread(lambda cells: _part(left, right, cells), batches)
     return made(left.rows, right.columns, union(parts))
 
 

@@ -14,9 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeplan.frontier.expression import Expression, in_order
+from pipeplan.frontier.parallel import spread
 from pipeplan.frontier.table import IntArray, Table
 
 __all__ = ["FloatArray", "inside", "optimum", "outside", "weighed"]
+
+_SPREAD_SUMS = 1 << 20
+"""Sums that are worth a thread of their own."""
 
 FloatArray = npt.NDArray[np.float64]
 Weights = tuple[float, float]
@@ -92,10 +96,20 @@ def _shares(part: Expression, rest: FloatArray, sources: Sequence[FloatArray]) -
 
 def _min_plus(left: FloatArray, right: FloatArray) -> FloatArray:
     """min over m of left[r, m] + right[m, c]."""
+    rows = -(-left.shape[0] // max(1, min(left.shape[0], left.size * right.shape[1] // _SPREAD_SUMS)))
+    right = np.ascontiguousarray(right)
+    parts = [left[start : start + rows] for start in range(0, left.shape[0], rows)]
+    if len(parts) == 1:
+        return _of_rows(left, right)
+    return np.concatenate(spread(lambda part: _of_rows(part, right), parts))
+
+
+def _of_rows(left: FloatArray, right: FloatArray) -> FloatArray:
     result = np.full((left.shape[0], right.shape[1]), np.inf)
-    columns = np.ascontiguousarray(left.T)
-    for column, row in zip(columns, np.ascontiguousarray(right), strict=True):
-        np.minimum(result, column[:, None] + row[None, :], out=result)
+    sums = np.empty_like(result)
+    for column, row in zip(np.ascontiguousarray(left.T), right, strict=True):
+        np.add(column[:, None], row[None, :], out=sums)
+        np.minimum(result, sums, out=result)
     return result
 
 

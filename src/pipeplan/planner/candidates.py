@@ -20,7 +20,7 @@ from pipeplan.partition.published import PublishedPlan, Question, dapple, pipedr
 from pipeplan.planner.batch import Batch
 from pipeplan.planner.request import Request
 
-__all__ = ["Candidate", "Found", "candidates", "graphs", "roomy"]
+__all__ = ["Candidate", "Found", "candidates", "graphs", "open_sizes", "roomy"]
 
 MOST_PUBLISHED = {"PipeDream": 4_000, "DAPPLE": 500, "Piper": 500}
 """Published planners are asked for up to so many blocks times devices; beyond that they take too long."""
@@ -243,8 +243,8 @@ def graphs(request: Request) -> Iterator[Found]:
     """GraphPipe's stages: with any sizes, and with one size for all stages."""
     if request.options.replicas is not None or not _any_stages(request):
         return
-    open_sizes = _open_sizes(request)
-    choices = [open_sizes, *([size] for size in open_sizes if len(open_sizes) > 1)]
+    sizes_of_stages = open_sizes(request)
+    choices = [sizes_of_stages, *([size] for size in sizes_of_stages if len(sizes_of_stages) > 1)]
     for sizes in choices:
         yield _tried(_graph, request, sizes)
     if request.chunks is not None or _branches(request.profile):
@@ -302,7 +302,7 @@ def _placed_graph(graph: StageGraph, num_devices: int) -> Placement:
     )
 
 
-def _open_sizes(request: Request) -> list[int]:
+def open_sizes(request: Request) -> list[int]:
     """Micro-batch sizes of which each divides the next, and the mini-batch."""
     if len(request.sizes) == 1:
         return list(request.sizes)
@@ -318,7 +318,7 @@ def _published(request: Request) -> Iterator[Found]:
     planners = {"PipeDream": pipedream, "DAPPLE": dapple, "Piper": lambda question: piper(question, MOST_DOWNSETS)}
     for name, planner in planners.items():
         if request.num_devices * len(request.profile.blocks) <= MOST_PUBLISHED[name]:
-            for size in _open_sizes(request):
+            for size in open_sizes(request):
                 yield _tried(_one_published, request, name, planner, size)
 
 

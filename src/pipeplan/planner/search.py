@@ -6,28 +6,22 @@ shares of the time, the more promising ones more and more of it. There is a plan
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 
-from pipeplan import __version__
-from pipeplan.check import check
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError
-from pipeplan.model import Cluster, Placement, Profile, Provenance, sha256_of
+from pipeplan.model import Cluster, Placement, Profile
 from pipeplan.model.workload import Workload
-from pipeplan.planner.assembly import assemble
 from pipeplan.planner.batch import Batch
 from pipeplan.planner.candidates import Candidate, Found, candidates
+from pipeplan.planner.finishing import planned
 from pipeplan.planner.mapping import on_cluster
 from pipeplan.planner.refining import ease_recomputation, expect_parts, slice_forwards
 from pipeplan.planner.request import Options, Request
 from pipeplan.planner.result import Result
 from pipeplan.planner.shortage import shortage
 from pipeplan.planner.trials import Trial
-from pipeplan.schedule.bounds import period_bound
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.search import Progress
 from pipeplan.schedule.solver import Budget, load_solver
 
@@ -219,20 +213,7 @@ class _Search:
         trial = self._best
         if trial is None or trial.best is None:
             raise self._failure()
-        problem, schedule = Problem.of(trial.best.workload), trial.settled
-        plan = assemble(
-            schedule.graph,
-            schedule.orders,
-            schedule.bound_ns,
-            # for every unroll, so for whichever repetend the plan has
-            period_bound(problem) / problem.microbatches_per_round,
-            schedule.scheduler,
-            split_overhead_ns=self._request.options.split_overhead_ns,
-            provenance=_provenance(self._request, trial.candidate),
-        )
-        # --memory goes before the cluster's memory, so such a plan is not one for the cluster as it stands
-        cluster = self._request.cluster if self._request.memory_bytes is None else None
-        check(plan, self._request.profile, cluster).require("the plan that was found")
+        plan, schedule = planned(self._request, trial), trial.settled
         chosen = None if isinstance(self._request.placement, Placement) else self._partition_seconds
         return Result(plan, schedule, self._budget.elapsed, chosen, self._budget.interrupted)
 
@@ -258,31 +239,3 @@ def _most_telling(failures: Sequence[PipeplanError]) -> PipeplanError:
             if is_kind(error):
                 return error
     return failures[0]
-
-
-def _provenance(request: Request, candidate: Candidate) -> Provenance:
-    options = request.options
-    return Provenance(
-        profile=request.profile.name,
-        profile_sha256=sha256_of(request.profile),
-        cluster_sha256=sha256_of(request.cluster) if request.cluster is not None else "",
-        options={
-            "scheduler": options.scheduler,
-            "unroll": options.unroll,
-            "split_backward": options.split_backward,
-            "split_overhead_ns": options.split_overhead_ns,
-            "recompute": options.recompute,
-            "replicas": options.replicas,
-            "spread": options.spread,
-            "num_parted": options.num_parted,
-            "time_limit_s": options.time_limit,
-            "deterministic": options.deterministic,
-            "memory_bytes": request.memory_bytes,
-            "chunks": request.chunks,
-            "num_microbatches": candidate.batch.num_microbatches,
-            "microbatch_size": candidate.batch.microbatch_size,
-            "stages": candidate.source,
-        },
-        seed=options.seed,
-        versions={"pipeplan": __version__, "python": platform.python_version(), "ortools": version("ortools")},
-    )

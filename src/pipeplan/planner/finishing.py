@@ -1,0 +1,66 @@
+"""From a trial to its plan: assembled, checked, with where it comes from."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+
+from pipeplan import __version__
+from pipeplan.check import check
+from pipeplan.model import Plan, Provenance, sha256_of
+from pipeplan.planner.assembly import assemble
+from pipeplan.planner.candidates import Candidate
+from pipeplan.planner.request import Request
+from pipeplan.planner.trials import Trial
+from pipeplan.schedule.bounds import period_bound
+from pipeplan.schedule.problem import Problem
+
+__all__ = ["planned"]
+
+
+def planned(request: Request, trial: Trial) -> Plan:
+    """The plan of a trial's best schedule, checked against profile and cluster."""
+    schedule = trial.settled
+    problem = Problem.of(schedule.workload)
+    plan = assemble(
+        schedule.graph,
+        schedule.orders,
+        schedule.bound_ns,
+        # for every unroll, so for whichever repetend the plan has
+        period_bound(problem) / problem.microbatches_per_round,
+        schedule.scheduler,
+        split_overhead_ns=request.options.split_overhead_ns,
+        provenance=_provenance(request, trial.candidate),
+    )
+    # --memory goes before the cluster's memory, so such a plan is not one for the cluster as it stands
+    cluster = request.cluster if request.memory_bytes is None else None
+    check(plan, request.profile, cluster).require("the plan that was found")
+    return plan
+
+
+def _provenance(request: Request, candidate: Candidate) -> Provenance:
+    options = request.options
+    return Provenance(
+        profile=request.profile.name,
+        profile_sha256=sha256_of(request.profile),
+        cluster_sha256=sha256_of(request.cluster) if request.cluster is not None else "",
+        options={
+            "scheduler": options.scheduler,
+            "unroll": options.unroll,
+            "split_backward": options.split_backward,
+            "split_overhead_ns": options.split_overhead_ns,
+            "recompute": options.recompute,
+            "replicas": options.replicas,
+            "spread": options.spread,
+            "num_parted": options.num_parted,
+            "time_limit_s": options.time_limit,
+            "deterministic": options.deterministic,
+            "memory_bytes": request.memory_bytes,
+            "chunks": request.chunks,
+            "num_microbatches": candidate.batch.num_microbatches,
+            "microbatch_size": candidate.batch.microbatch_size,
+            "stages": candidate.source,
+        },
+        seed=options.seed,
+        versions={"pipeplan": __version__, "python": platform.python_version(), "ortools": version("ortools")},
+    )

@@ -1,0 +1,63 @@
+"""The frontier over whole plans: every point a plan that is right, and no point better than another."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from pipeplan.check import check
+from pipeplan.errors import InfeasibleError
+from pipeplan.examples import model
+from pipeplan.planner import Batch, Options, Request
+from pipeplan.planner.tradeoff import PlanFrontier, plan_frontier
+from pipeplan.simulate.simulation import simulate
+
+DEVICES = (1, 2, 4)
+NO_END = 3600.0  # seconds: these are tried to the end, so that no machine is too slow
+
+
+@cache
+def frontier_of(name: str, memory_bytes: int | None = None) -> tuple[Request, PlanFrontier]:
+    profile = model(name, shards=(1, 2))
+    sizes = profile.microbatch_sizes[1:2]
+    batch, options = Batch(4, sizes[0]), Options(time_limit=NO_END)
+    request = Request(profile, "auto", DEVICES[-1], None, batch, sizes, options, None, memory_bytes, None)
+    return request, plan_frontier(request, DEVICES)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2-124m",
+        "tensoropt-transformer",
+        "mmt-2",
+        pytest.param("tessel-mt5-1.8b", marks=pytest.mark.slow),
+    ],
+)
+def test_every_point_is_a_plan_that_is_what_it_says(name: str) -> None:
+    request, found = frontier_of(name)
+    assert len(found.points) >= 8  # with one size and few devices; asked as by default, it is far more than ten
+    for point in found.points:
+        assert check(point.plan, request.profile).valid
+        simulated = simulate(point.plan)
+        assert max(memory.peak_bytes for memory in simulated.memory) == point.memory_bytes
+        assert simulated.iteration_ns == point.iteration_ns
+        assert len(point.plan.devices) == point.num_devices
+    figures = [(point.num_devices, point.memory_bytes, point.iteration_ns) for point in found.points]
+    for one in figures:
+        assert not any(other != one and all(a <= b for a, b in zip(other, one, strict=True)) for other in figures)
+    assert {point.num_devices for point in found.points} == set(DEVICES)
+    assert any(stage.shards > 1 for point in found.points for stage in point.plan.stages)
+
+
+def test_memory_is_a_limit_for_all_points() -> None:
+    _, free = frontier_of("gpt2-124m")
+    limit = sorted(point.memory_bytes for point in free.points)[len(free.points) // 2]
+    _, found = frontier_of("gpt2-124m", limit)
+    assert all(point.memory_bytes <= limit for point in found.points)
+
+
+def test_what_fits_nowhere_is_said() -> None:
+    with pytest.raises(InfeasibleError):
+        frontier_of("gpt2-124m", 1000)
