@@ -150,6 +150,35 @@ def test_errors(v: Path, arguments: list[str], code: int, text: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_rules_of_a_file_make_the_schedule(v: Path, tmp_path: Path) -> None:
+    rules, plan = tmp_path / "mine.toml", tmp_path / "plan.json"
+    rules.write_text('in_flight = "D - d"\n')
+    done = pipeplan("search", v, "--rules", rules, "--json", "-o", plan)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["scheduler"] == "rules: mine"
+    found = read_plan(str(plan))
+    assert check(found, read_profile(str(v))).valid
+    assert [memory.activation_bytes for memory in found.predicted.memory] == [4e9, 3e9, 2e9, 1e9]
+    assert found.provenance.options["rules"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("rules", "arguments", "code", "text"),
+    [
+        ("in_flight = 0", [], 2, "mine.toml: not a valid rules file: in_flight is 0"),
+        ("in_flight = 1", ["--scheduler", "1f1b"], 2, "--rules is for --scheduler rules"),
+        ('placement = "mine.toml"', [], 2, "placement is 'mine.toml'; choose from one-to-one"),
+        ('placement = "circular"', [], 2, "circular on 4 devices needs 8 stages"),
+        ('types = "fwd-first"', ["--memory", "2GB", "--recompute", "none"], 1, "needs 16GB, 14GB too much"),
+    ],
+)
+def test_rules_that_are_wrong(v: Path, tmp_path: Path, rules: str, arguments: list[str], code: int, text: str) -> None:
+    (tmp_path / "mine.toml").write_text(rules)
+    done = pipeplan("search", v, "--rules", tmp_path / "mine.toml", *arguments)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+    assert text in done.stderr
+
+
 def test_too_few_blocks(chain: Path) -> None:
     done = pipeplan("search", chain, "--devices", 13, "--placement", "one-to-one")
     assert done.returncode == 2

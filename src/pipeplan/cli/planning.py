@@ -15,6 +15,7 @@ from pipeplan.cli.types import BYTES, DURATION
 if TYPE_CHECKING:
     from pipeplan.model import Cluster, Placement, Profile
     from pipeplan.planner import Batch, Options
+    from pipeplan.schedule.rules import Rules
     from pipeplan.schedule.search import Progress
 
 __all__ = ["Asked", "Status", "interrupt_on_sigterm", "planning_options", "read_asked"]
@@ -101,8 +102,10 @@ class Asked:
     memory_bytes: int | None
 
 
-def read_asked(flags: dict[str, Any], scheduler: str = "auto") -> Asked:
+def read_asked(flags: dict[str, Any], scheduler: str = "auto", rules: Rules | None = None) -> Asked:
     """Read the files that the flags of :func:`planning_options` name, and resolve their defaults.
+
+    Where no placement is asked for, that of ``rules`` holds.
 
     Raises:
         UsageError: files that cannot be read, or flags that contradict each other.
@@ -114,6 +117,7 @@ def read_asked(flags: dict[str, Any], scheduler: str = "auto") -> Asked:
     cluster = read_cluster(flags["cluster_path"]) if flags["cluster_path"] is not None else None
     options = Options(
         scheduler=scheduler,
+        rules=rules,
         unroll=_number(flags["unroll"], "--unroll", 1, 64),
         split_backward=_YES_NO[flags["split_backward"]],
         split_overhead_ns=flags["split_overhead"],
@@ -128,7 +132,7 @@ def read_asked(flags: dict[str, Any], scheduler: str = "auto") -> Asked:
     devices = flags["devices"]
     if devices is None and cluster is not None and profile.placement is None:
         devices = cluster.num_devices
-    placement, num_devices = choose_placement(profile, flags["placement"], devices)
+    placement, num_devices = choose_placement(profile, flags["placement"], devices, rules)
     batch = resolve_batch(
         profile,
         num_devices,
@@ -139,7 +143,8 @@ def read_asked(flags: dict[str, Any], scheduler: str = "auto") -> Asked:
     )
     fixed = flags["microbatch_size"] is not None or flags["microbatches"] is not None
     sizes = (batch.microbatch_size,) if fixed else profile.microbatch_sizes
-    return Asked(profile, cluster, placement, num_devices, batch, sizes, options, flags["chunks"], flags["memory"])
+    chunks = flags["chunks"] or (None if rules is None else rules.chunks)
+    return Asked(profile, cluster, placement, num_devices, batch, sizes, options, chunks, flags["memory"])
 
 
 def _number(text: str, flag: str, least: int, most: int) -> int | None:

@@ -19,13 +19,30 @@ __all__ = ["command"]
 @click.command("search", short_help="Search the best plan for a profile and write it.")
 @planning_options
 @click.option(
-    "--scheduler", default="auto", show_default=True, metavar="NAME", help="auto, repetend, or a classic schedule."
+    "--scheduler",
+    default="auto",
+    show_default=True,
+    metavar="NAME",
+    help="auto, repetend, rules, or a classic schedule.",
+)
+@click.option(
+    "--rules",
+    "rules_path",
+    metavar="FILE|NAME",
+    help="Rules of the scheduler: a TOML file, or some that ship.  [default: all built-in ones]",
 )
 @click.option("-o", "--output", metavar="FILE", help="Where to write the plan; - for stdout.")
 @click.option(
     "--placement-output", metavar="FILE", help="Where to write the stages alone, to edit and give to --placement."
 )
-def command(scheduler: str, output: str | None, placement_output: str | None, as_json: bool, **flags: Any) -> None:
+def command(
+    scheduler: str,
+    rules_path: str | None,
+    output: str | None,
+    placement_output: str | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
     """Search the best plan for PROFILE: stages, replicas, micro-batch sizes, schedule; or what flags leave open.
 
     The search always has a valid plan and improves it until it is proved optimal, the time limit passes, or
@@ -34,10 +51,14 @@ def command(scheduler: str, output: str | None, placement_output: str | None, as
     from pipeplan.errors import UsageError
     from pipeplan.model import write_file
     from pipeplan.planner import search_plan
+    from pipeplan.schedule.rules.files import read_rules
 
     if output == "-" and as_json:
         raise UsageError("-o - and --json would both print to stdout; write the plan to a file")
-    asked = read_asked(flags, scheduler)
+    if rules_path is not None and scheduler not in ("auto", "rules"):
+        raise UsageError(f"--rules is for --scheduler rules, not for {scheduler}; leave one of them out")
+    rules = None if rules_path is None else read_rules(rules_path)
+    asked = read_asked(flags, scheduler if rules is None else "rules", rules)
     interrupt_on_sigterm()
     with Status() as progress:
         result = search_plan(

@@ -46,6 +46,7 @@ def _provenance(request: Request, candidate: Candidate) -> Provenance:
         cluster_sha256=sha256_of(request.cluster) if request.cluster is not None else "",
         options={
             "scheduler": options.scheduler,
+            "rules": None if options.rules is None else options.rules.name,
             "unroll": options.unroll,
             "split_backward": options.split_backward,
             "split_overhead_ns": options.split_overhead_ns,

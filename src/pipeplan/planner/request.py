@@ -10,6 +10,7 @@ from pipeplan.errors import UsageError
 from pipeplan.model import Cluster, Placement, Profile, read_placement
 from pipeplan.partition import STRATEGIES
 from pipeplan.planner.batch import Batch
+from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.search import Progress
 
 __all__ = ["Options", "Request", "choose_placement"]
@@ -19,12 +20,14 @@ __all__ = ["Options", "Request", "choose_placement"]
 class Options:
     """How to search. None means: whatever is better.
 
-    ``split_overhead_ns`` is what each input and each weight gradient takes longer, being launched apart. ``replicas``
-    is how many copies of the whole pipeline share every micro-batch, ``spread`` whether shared blocks stand on all
-    devices, ``num_parted`` how many leading micro-batches run their warmup forwards in two parts.
+    ``rules`` are those of the scheduler ``rules``; None are all built-in ones. ``split_overhead_ns`` is what each input
+    and each weight gradient takes longer, being launched apart. ``replicas`` is how many copies of the whole pipeline
+    share every micro-batch, ``spread`` whether shared blocks stand on all devices, ``num_parted`` how many leading
+    micro-batches run their warmup forwards in two parts.
     """
 
     scheduler: str = "auto"
+    rules: Rules | None = None
     unroll: int | None = None
     split_backward: bool | None = None
     split_overhead_ns: int = 0
@@ -77,15 +80,20 @@ class Request:
         return (False,) if self.least_memory is None else (False, True)
 
 
-def choose_placement(profile: Profile, wanted: str, num_devices: int | None) -> tuple[Placement | str, int]:
+def choose_placement(
+    profile: Profile, wanted: str, num_devices: int | None, rules: Rules | None = None
+) -> tuple[Placement | str, int]:
     """What ``--placement`` and ``--devices`` mean: a placement that exists, or a strategy; and how many devices.
 
-    ``wanted`` is ``auto`` (the profile's own placement, else all strategies), a strategy, or a placement file.
+    ``wanted`` is ``auto`` (the strategy of the rules, else the profile's own placement, else all strategies), a
+    strategy, or a placement file.
 
     Raises:
         UsageError: ``num_devices`` contradicts the placement, is missing, or the strategy is not known.
     """
     given: Placement | None = None
+    if wanted == "auto" and rules is not None and rules.placement is not None:
+        return _ruled_strategy(profile, rules.name, rules.placement, num_devices)
     if wanted == "auto":
         given = profile.placement
     elif wanted not in STRATEGIES:
@@ -107,3 +115,13 @@ def choose_placement(profile: Profile, wanted: str, num_devices: int | None) -> 
     if num_devices is None:
         raise UsageError(f"profile {profile.name!r} has no placement; say how many --devices, or give a --cluster")
     return wanted, num_devices
+
+
+def _ruled_strategy(profile: Profile, name: str, strategy: str, num_devices: int | None) -> tuple[str, int]:
+    """The strategy that rules name, on so many devices, or on as many as the profile's own placement has."""
+    if strategy not in STRATEGIES:
+        raise UsageError(f"rules {name!r}: placement is {strategy!r}; choose from {', '.join(STRATEGIES)}")
+    count = num_devices or (None if profile.placement is None else profile.placement.num_devices)
+    if count is None:
+        raise UsageError(f"profile {profile.name!r} has no placement; say how many --devices, or give a --cluster")
+    return strategy, count

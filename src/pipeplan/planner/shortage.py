@@ -13,7 +13,7 @@ from pipeplan.model import Placement
 from pipeplan.planner.candidates import Candidate, Found, graphs, roomy
 from pipeplan.planner.request import Request
 from pipeplan.planner.trials import Trial
-from pipeplan.schedule.search import Schedule
+from pipeplan.schedule.search import SEARCHING, Schedule
 from pipeplan.schedule.solver import Budget
 from pipeplan.simulate.memory import peak_memory
 from pipeplan.units import format_bytes
@@ -186,7 +186,7 @@ def _first_fit(request: Request, found: Iterable[Found]) -> _Fit | None:
 def _schedule(request: Request, candidate: Candidate) -> Schedule | None:
     """A schedule that fits, if there is one: micro-batches one after another, or as the scheduler asked for has it."""
     try:
-        if request.options.scheduler in ("auto", "repetend"):  # one micro-batch is then as good as many
+        if request.options.scheduler in SEARCHING:  # one micro-batch is then as good as many
             batch = replace(candidate.batch, num_microbatches=candidate.placement.num_routes)
             trial = Trial.of(request, replace(candidate, batch=batch))
             trial.look()

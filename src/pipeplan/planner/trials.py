@@ -10,7 +10,8 @@ from pipeplan.model import Profile
 from pipeplan.model.workload import Workload
 from pipeplan.planner.candidates import Candidate
 from pipeplan.planner.request import Options, Request
-from pipeplan.schedule.search import Schedule, first_look, search_schedule
+from pipeplan.schedule.rules import with_instructions
+from pipeplan.schedule.search import SEARCHING, Schedule, first_look, search_schedule
 from pipeplan.schedule.solver import Budget
 from pipeplan.simulate.bounds import makespan_bound
 from pipeplan.simulate.metrics import iteration_time, rates
@@ -114,7 +115,8 @@ class Trial:
                 raise failures[0]
             return
         best = min(found, key=lambda way: found[way].makespan_ns)
-        if len(self.ways) > 1 and not found[best].optimal and not share.expired:
+        more = request.options.scheduler in SEARCHING and len(self.ways) > 1
+        if more and not found[best].optimal and not share.expired:
             again = _searched(request, self.ways[best], share, share.remaining, found[best])
             self._learn(best, again)
 
@@ -159,6 +161,7 @@ def _searched(request: Request, workload: Workload, budget: Budget, seconds: flo
             workload,
             share,
             scheduler=request.options.scheduler,
+            rules=request.options.rules,
             unroll=request.options.unroll,
             known=known,
             progress=request.progress,
@@ -174,7 +177,8 @@ def workloads(request: Request, candidate: Candidate) -> list[Workload]:
     Raises:
         UsageError: split backward is asked for, and the profile has no costs for it.
     """
-    return [
+    rules = request.options.rules
+    found = [
         build_workload(
             request.profile,
             candidate.placement,
@@ -188,6 +192,9 @@ def workloads(request: Request, candidate: Candidate) -> list[Workload]:
         )
         for split in _backward_ways(request.profile, request.options)
     ]
+    if rules is None or not rules.instructions:
+        return found
+    return [with_instructions(workload, rules.instructions, request.cluster) for workload in found]
 
 
 def _backward_ways(profile: Profile, options: Options) -> list[bool]:

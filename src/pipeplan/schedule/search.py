@@ -16,6 +16,8 @@ from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.completion import microbatch_by_microbatch
 from pipeplan.schedule.improvement import improve_ramps, improve_windows, solve_whole, wander
 from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.rules.language import Rules
+from pipeplan.schedule.rules.schedules import schedule_of_rules
 from pipeplan.schedule.solver import Budget
 from pipeplan.schedule.starts import CHEAP_TASKS, first_schedule, offer_classics, offer_insertion, offer_rules
 from pipeplan.schedule.state import Candidate, Progress, Schedule, State
@@ -25,7 +27,10 @@ from pipeplan.simulate.memory import overflow, peak_memory
 from pipeplan.simulate.repetend import extend, find_repetend
 from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts, task_graph, with_links
 
-__all__ = ["Progress", "Schedule", "first_look", "search_schedule"]
+__all__ = ["SEARCHING", "Progress", "Schedule", "first_look", "search_schedule"]
+
+SEARCHING = ("auto", "repetend")
+"""Schedulers that make more of more time; the others make one schedule."""
 
 
 def search_schedule(
@@ -33,6 +38,7 @@ def search_schedule(
     budget: Budget,
     *,
     scheduler: str = "auto",
+    rules: Rules | None = None,
     unroll: int | None = None,
     known: Schedule | None = None,
     progress: Progress | None = None,
@@ -40,20 +46,25 @@ def search_schedule(
     """Search the best order of a workload's actions.
 
     ``scheduler`` is ``auto`` (everything), ``repetend`` (the best repetend, its warmup and cooldown as the pattern
-    leaves them and then improved) or the name of a classic schedule. ``unroll`` None lets the search choose. What is
-    found by ``auto`` is no longer than a ``known`` schedule of the same workload.
+    leaves them and then improved), ``rules`` (what ``rules`` make of it; without them the best of the built-in
+    ones), or the name of a classic schedule. ``unroll`` None lets the search choose. What is found by ``auto`` is no
+    longer than a ``known`` schedule of the same workload.
 
     Raises:
-        InfeasibleError: a device's memory is too small, or the classic schedule asked for does not fit.
+        InfeasibleError: a device's memory is too small, the classic schedule asked for does not fit, or the rules get
+            stuck.
         SearchTimeoutError: the budget ran out before anything that fits was found.
         UsageError: an unknown scheduler, or a classic one that does not apply to the placement.
     """
+    if scheduler == "rules":
+        return schedule_of_rules(workload, rules, budget)
     _require_known_kinds(workload)
     problem = Problem.of(workload)
     if scheduler in CLASSIC:
         return _restored(problem, _one_classic(State.of(problem, budget, progress), scheduler))
-    if scheduler not in ("auto", "repetend"):
-        raise UsageError(f"--scheduler {scheduler!r} is not known; choose from auto, repetend, {', '.join(CLASSIC)}")
+    if scheduler not in SEARCHING:
+        known_names = ", ".join((*SEARCHING, "rules", *CLASSIC))
+        raise UsageError(f"--scheduler {scheduler!r} is not known; choose from {known_names}")
     repeated = _repeated(problem, budget, scheduler, unroll, progress)
     state = State.of(problem, budget, progress)
     if known is not None and scheduler == "auto":

@@ -174,7 +174,7 @@ def _weights(**said: object) -> dict[str, object]:
 
 
 _TYPES: dict[str, _Reader] = {"first": _TEXT, "forward_unit": _number, "backward_unit": _number, "wait": _FLAG}
-_TRAVERSAL: dict[str, _Reader] = {"direction": _TEXT, "interval": _number}
+_TRAVERSAL: dict[str, _Reader] = {"direction": _TEXT, "interval": _number, "every": _number}
 
 _SETTINGS: dict[str, _Reader] = {
     "types": _table(_TYPES, TypeTraversal),

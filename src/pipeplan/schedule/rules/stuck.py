@@ -76,8 +76,9 @@ def stuck_error(
 def _lines(
     graph: TaskGraph, stuck: Sequence[int], unmet: Mapping[int, list[int]], obstacles: Mapping[int, Obstacle]
 ) -> Iterator[str]:
-    """What the first stuck actions wait for, those that are ready first."""
-    for task in sorted(stuck, key=lambda task: task not in obstacles)[:_NAMED]:
+    """What the first stuck actions wait for, one of each operation, those that are ready first."""
+    first = {graph.operation_of[task]: task for task in sorted(stuck, key=lambda task: (task in obstacles, -task))}
+    for task in sorted(first.values(), key=lambda task: (task not in obstacles, task))[:_NAMED]:
         if task in obstacles:
             yield f"{graph.label(task)} is ready, but {obstacles[task]}"
         else:
