@@ -7,11 +7,18 @@ from dataclasses import replace
 
 import pytest
 import runtime_models
+import torch
 from runtime_plans import TRAINING, Case, Reports, assert_as_unsplit, model_plan, placed_plan, reports_of
 
 from pipeplan.check import check
+from pipeplan.costs.presets import device_preset
+from pipeplan.costs.testbeds import cluster_of_paper
 from pipeplan.errors import UsageError
-from pipeplan.model import PlacedStage
+from pipeplan.frontier.configurations.building import CostOptions, cost_model
+from pipeplan.frontier.tracking import track
+from pipeplan.model import Mesh, PlacedStage, Plan
+from pipeplan.planner.strategies import plan_of_strategy
+from pipeplan.runtime.estimator import estimate_model
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.training import require_splittable
 
@@ -134,6 +141,9 @@ CONFIGURATIONS: dict[str, tuple[str, list[tuple[str, tuple[int, ...], int, str]]
 }
 """Blocks of a stage, its devices, how many of them split each block, and how they do."""
 
+FRONTIERS = ("tessel-gpt-tiny", "candle-uno-tiny")
+"""Models of whose frontier on four devices the middle strategy is trained with."""
+
 SIZES = {"two shards, two replicas": [2, 4], "four, three, two and one": [1, 2, 4, 2, 1]}
 
 
@@ -174,7 +184,21 @@ def cases() -> dict[str, Case]:
                 load_model(model), stages, num_microbatches=2, microbatch_size=4, split=split, recompute=recompute
             )
             found[f"{name} {kind}"] = plan, replace(TRAINING, model=model)
+    for model in FRONTIERS:
+        found[f"frontier of {model}"] = middle_of_frontier(model), replace(TRAINING, model=model)
     return found
+
+
+def middle_of_frontier(name: str) -> Plan:
+    """The plan of the strategy in the middle of a model's frontier, for two micro-batches in flight."""
+    cluster = cluster_of_paper("tensoropt", 4)
+    preset = device_preset("v100-16gb")
+    profile = estimate_model(load_model(name), (1, 2, 4), device=preset, dtype=torch.float32, shards=(1, 2, 4))
+    options = CostOptions(blocks=True, microbatches=2, in_flight=2)
+    built = cost_model(profile, cluster, 4, 4, options=options)
+    found = track(built.graph)
+    strategy = found.strategy(len(found.memory_bytes) // 2)
+    return plan_of_strategy(profile, built, strategy, cluster=cluster)
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +212,16 @@ def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
     plan, options = cases()[name]
     check(plan).require(name)
     assert_as_unsplit(load_model(options.model), options, reports[name])
+
+
+@pytest.mark.parametrize("model", FRONTIERS)
+def test_the_middle_of_a_frontier_is_a_mixture(model: str) -> None:
+    """Neither one way for all blocks nor whole ones: otherwise the case above would say little."""
+    plan, _ = cases()[f"frontier of {model}"]
+    (stage,) = plan.stages
+    axes = {name for text in stage.configurations for name, _ in Mesh.parse(text).axes}
+    assert len(set(stage.configurations)) >= 3
+    assert len(axes) >= 3
 
 
 def test_ranks_have_shares(reports: Reports) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pipeplan.frontier.configurations import operations as ops
 from pipeplan.frontier.configurations.operations import Axis, Operation
-from pipeplan.frontier.configurations.rows import WholeBlock, shards_axis
+from pipeplan.frontier.configurations.rows import LinearLayer, WholeBlock, WordTable, shards_axis
 from pipeplan.model import Block, Edge, Profile
 
 __all__ = ["Link", "OperatorGraph", "OperatorNode", "expand"]
@@ -140,18 +140,35 @@ def _expanded(
 
 def _whole(built: _Builder, incoming: Sequence[Edge]) -> str:
     known = built.known
-    operation = WholeBlock(
-        axes=(known.batch, shards_axis(known.block)),
-        width=known.width,
-        learns=built.learns,
-        block=known.block.model_copy(update={"id": "block", "tied": None}),  # alike whatever it is called
-        sample_bytes=known.given,
-    )
+    operation = _layer(built) or _block(known, learns=built.learns)
     name = known.block.id
     built.nodes.append(OperatorNode(name, name, operation))
     for port, (edge, flow) in enumerate(zip(incoming, built.inputs, strict=True)):
         built.links.append(Link(flow.main, name, port, edge.gradient, edge.broadcast))
     return name
+
+
+def _layer(built: _Builder) -> Operation | None:
+    """A linear layer by its product's rows and columns."""
+    known = built.known
+    if known.block.operator != "linear" or {*known.block.dimensions} != {"inputs", "outputs"}:
+        return None
+    axes = _layer_axes(known, "inputs", "outputs")
+    alone = axes[1].size == 1  # more places than one are for the block to know
+    return LinearLayer(axes, known.width, learns=built.learns) if alone else None
+
+
+def _block(known: _Known, *, learns: bool) -> WholeBlock:
+    """A block by its rows; an embedding by its width, too, which nothing else changes the sense of."""
+    axes = (known.batch, shards_axis(known.block))
+    by_width = known.block.operator == "embedding" and "sequence" in known.block.dimensions
+    return (WordTable if by_width else WholeBlock)(
+        axes=(*axes, known.along("hidden", "hidden")) if by_width else axes,
+        width=known.width,
+        learns=learns,
+        block=known.block.model_copy(update={"id": "block", "tied": None}),  # alike whatever it is called
+        sample_bytes=known.given,
+    )
 
 
 def _beside(built: _Builder) -> str | None:

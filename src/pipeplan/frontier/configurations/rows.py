@@ -1,20 +1,24 @@
-"""A block as one operator, with the costs that its profile has for it."""
+"""A block as one operator, with the costs that its profile has for it.
+
+These are the configurations that the executor runs: what is split inside of a block is summed before it ends.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from pipeplan.costs.blocks import block_costs
 from pipeplan.costs.operators import Operator
 from pipeplan.costs.presets import DevicePreset
 from pipeplan.errors import UsageError
 from pipeplan.frontier.configurations.layouts import ANY, Tensor
-from pipeplan.frontier.configurations.operations import Axis, Numbers, Operation, Times
+from pipeplan.frontier.configurations.operations import Axis, InnerExchange, Map, Numbers, Operation, Product, Times
 from pipeplan.model import Block, CostRow
 
-__all__ = ["WholeBlock", "row_for", "shards_axis"]
+__all__ = ["LinearLayer", "WholeBlock", "WordTable", "row_for", "shards_axis"]
 
 _SCALED = (
     "forward_ns",
@@ -39,7 +43,7 @@ class WholeBlock(Operation):
 
     kind = "block"
     inputs = (("samples", None, None),)
-    output = ("samples", None, None)
+    output: ClassVar[Map] = ("samples", None, None)
     weighted = frozenset({"shards"})
     combined = frozenset({"shards"})
     keeps = (False,)  # its rows count them
@@ -68,6 +72,46 @@ class WholeBlock(Operation):
 
     def _row(self, numbers: Numbers) -> CostRow:
         return row_for(self.block, numbers["samples"], self.axis("shards").size // numbers["shards"])
+
+
+@dataclass(frozen=True)
+class WordTable(WholeBlock):
+    """An embedding: as any block, and by its width, for which its times are taken to grow in proportion."""
+
+    output = ("samples", None, "hidden")
+    weighted = frozenset({"shards", "hidden"})
+
+    def times(self, numbers: Numbers, device: DevicePreset) -> Times:
+        part = numbers["hidden"] / self.axis("hidden").size
+        return Times(*(part * each for each in super().times(numbers, device)))
+
+    def inside_bytes(self, numbers: Numbers) -> int:
+        return super().inside_bytes(numbers) * numbers["hidden"] // self.axis("hidden").size
+
+    def tensor(self) -> Tensor:
+        samples, hidden = (self.axis(name).size for name in ("samples", "hidden"))
+        return Tensor((samples, ANY, hidden), samples * self.sample_bytes)
+
+
+@dataclass(frozen=True)
+class LinearLayer(Product):
+    """A matrix product and a function of each number behind it, which shares of the rows sum before.
+
+    Input and output are kept, each where it lies.
+    """
+
+    kind = "layer"
+    combined = frozenset({"rows"})
+    keeps = (False,)  # they are counted here
+
+    def exchanges(self, numbers: Numbers) -> tuple[InnerExchange, ...]:
+        return (InnerExchange("rows", "all_reduce", self._output_bytes(numbers), 1, 0),)
+
+    def inside_bytes(self, numbers: Numbers) -> int:
+        return self.entry_bytes(numbers) + self._output_bytes(numbers)
+
+    def _output_bytes(self, numbers: Numbers) -> int:
+        return self.width * numbers["samples"] * numbers["places"] * numbers["columns"]
 
 
 def shards_axis(block: Block) -> Axis:

@@ -1,0 +1,149 @@
+"""Strategies as plans: one stage whose blocks are each split as a point of the cost frontier says (TensorOpt).
+
+A strategy of whole blocks is what the executor runs: its meshes are the stage's configurations, and what it costs is
+the stage's: times of forward and backward with all that is exchanged in them, sums of gradients once per iteration.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pipeplan import __version__
+from pipeplan.check import check
+from pipeplan.costs import StageCosts, build_workload
+from pipeplan.errors import UsageError
+from pipeplan.frontier.configurations.building import CostModel
+from pipeplan.frontier.configurations.details import Details, details_of
+from pipeplan.frontier.graph import Strategy
+from pipeplan.model import Cluster, PlacedStage, Placement, Plan, Profile, Provenance, sha256_of
+from pipeplan.planner.assembly import assemble
+from pipeplan.simulate.bounds import makespan_bound
+from pipeplan.simulate.timing import TaskGraph, task_graph
+
+__all__ = ["SplitBlocks", "plan_of_strategy", "split_blocks"]
+
+
+@dataclass(frozen=True, slots=True)
+class SplitBlocks:
+    """Blocks in the order they run, how each is split over the devices of a stage, and what that costs per device."""
+
+    blocks: tuple[str, ...]
+    configurations: tuple[str, ...]
+    costs: StageCosts
+
+
+def split_blocks(model: CostModel, strategy: Strategy) -> SplitBlocks:
+    """What a stage runs by a strategy of whole blocks.
+
+    Times add up to the strategy's for one micro-batch; what workspace takes while a block runs comes on top of its
+    memory.
+
+    Raises:
+        UsageError: the strategy splits operators inside of blocks, or it loads data by an operator of its own.
+    """
+    details = details_of(model, strategy)
+    blocks = tuple(each.name for each in details.operators)
+    for each in details.operators:
+        if each.name != each.block:
+            raise UsageError(
+                f"the strategy splits {each.name!r}, an operator of block {each.block!r}, and plans run whole blocks; "
+                "track the frontier of whole blocks"
+            )
+    devices = model.resharding.devices
+    names = tuple(each.configuration.name for each in details.operators)
+    return SplitBlocks(blocks, names if devices > 1 else (), _costs(details, strategy, model.options.microbatches))
+
+
+def plan_of_strategy(
+    profile: Profile,
+    model: CostModel,
+    strategy: Strategy,
+    *,
+    cluster: Cluster | None = None,
+    memory_bytes: int | None = None,
+) -> Plan:
+    """The plan that runs a strategy on all of the model's devices, checked.
+
+    With the micro-batches that the model's options say, of which so many hold activations at once; their simulated
+    time and memory are the strategy's.
+
+    Args:
+        profile: of which the model is.
+        model: with whole blocks.
+        strategy: of the model's graph.
+        cluster: the model's; its devices are named in the plan.
+        memory_bytes: of every device, if not the cluster's.
+
+    Raises:
+        UsageError: as :func:`split_blocks`.
+        InvalidPlanError: it needs more memory than a device has.
+    """
+    split, options, devices = split_blocks(model, strategy), model.options, model.resharding.devices
+    samples = model.operators.nodes[0].operation.axis("samples").size
+    stage = PlacedStage(
+        blocks=split.blocks, devices=tuple(range(devices)), shards=devices, configurations=split.configurations
+    )
+    workload = build_workload(
+        profile,
+        Placement(strategy="strategy", num_devices=devices, stages=(stage,)),
+        num_microbatches=options.microbatches,
+        microbatch_size=samples,
+        cluster=cluster,
+        memory_bytes=None if memory_bytes is None else [memory_bytes] * devices,
+        given={0: split.costs},
+    )
+    graph = task_graph(workload)
+    plan = assemble(
+        graph,
+        [_order(graph, options.in_flight)] * devices,
+        makespan_bound(workload),
+        Fraction(split.costs.forward_ns + split.costs.backward_ns),
+        "strategy",
+        provenance=_provenance(profile, cluster, samples, options.microbatches),
+    )
+    check(plan, profile, cluster if memory_bytes is None else None).require("the plan of the strategy")
+    return plan
+
+
+def _costs(details: Details, strategy: Strategy, microbatches: int) -> StageCosts:
+    """What a stage takes; forward and backward together take what the strategy does, to the nanosecond."""
+    chosen = [each.configuration for each in details.operators]
+    state = sum(each.state_bytes for each in chosen)
+    parameters = min(sum(each.parameter_bytes for each in chosen), state // 2)
+    forward = sum(each.forward_ns for each in chosen) + sum(each.forward_ns for each in details.tensors)
+    sums = sum(-(-each.sync_ns // microbatches) for each in chosen)
+    return StageCosts(
+        forward_ns=max(1, forward),
+        backward_ns=max(1, strategy.time_ns - sums - forward),
+        input_grad_ns=None,
+        weight_grad_ns=None,
+        activation_bytes=sum(each.kept_bytes for each in details.operators)
+        + sum(each.held_bytes for each in details.tensors),
+        weight_grad_bytes=0,
+        workspace_bytes=max(each.workspace_bytes for each in chosen),
+        parameter_bytes=parameters,
+        optimizer_bytes=state - 2 * parameters,
+        sync_ns=sum(each.sync_ns for each in chosen),
+    )
+
+
+def _order(graph: TaskGraph, in_flight: int) -> list[int]:
+    """Forwards as far ahead as micro-batches may hold activations at once, each backward as soon as it can."""
+    forwards, backwards = (range(graph.offsets[index], graph.offsets[index + 1]) for index in (0, 1))
+    ahead = min(in_flight, len(forwards)) - 1
+    order = list(forwards[:ahead])
+    for microbatch, task in enumerate(backwards):
+        order += [*forwards[ahead + microbatch : ahead + microbatch + 1], task]
+    return order
+
+
+def _provenance(profile: Profile, cluster: Cluster | None, samples: int, microbatches: int) -> Provenance:
+    return Provenance(
+        profile=profile.name,
+        profile_sha256=sha256_of(profile),
+        cluster_sha256=sha256_of(cluster) if cluster is not None else "",
+        options={"num_microbatches": microbatches, "microbatch_size": samples},
+        versions={"pipeplan": __version__, "python": platform.python_version()},
+    )

@@ -1,0 +1,102 @@
+"""Points of a cost frontier as plans: their simulated time and memory are the strategy's, and they pass check."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from pipeplan.check import check
+from pipeplan.costs.testbeds import cluster_of_paper
+from pipeplan.errors import InvalidPlanError, UsageError
+from pipeplan.examples import model as paper_model
+from pipeplan.frontier.configurations.building import CostModel, CostOptions, cost_model
+from pipeplan.frontier.tracking import Tracked, track
+from pipeplan.model import Mesh, Profile, parse, to_json
+from pipeplan.model.plan import Plan
+from pipeplan.planner.strategies import plan_of_strategy, split_blocks
+from pipeplan.simulate.simulation import simulate
+
+CLUSTER = cluster_of_paper("tensoropt", 4)
+SAMPLES = 8
+
+
+@functools.cache
+def profile_of(name: str) -> Profile:
+    return paper_model(name, device="v100-16gb", microbatch_sizes=[1, 2, 4, 8], shards=(1, 2, 4))
+
+
+@functools.cache
+def tracked(name: str, microbatches: int = 1, in_flight: int = 1, devices: int = 4) -> tuple[CostModel, Tracked]:
+    options = CostOptions(blocks=True, microbatches=microbatches, in_flight=in_flight)
+    built = cost_model(profile_of(name), CLUSTER, devices, SAMPLES, options=options)
+    return built, track(built.graph)
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "candle-uno-8"])
+def test_every_point_is_a_plan_with_its_figures(name: str) -> None:
+    """To the nanosecond and the byte; workspace, which the frontier leaves out, comes on top."""
+    built, found = tracked(name)
+    assert len(found.memory_bytes) >= 10
+    for point in range(len(found.memory_bytes)):
+        strategy = found.strategy(point)
+        plan = plan_of_strategy(profile_of(name), built, strategy, cluster=CLUSTER)
+        assert plan.predicted.iteration_ns == strategy.time_ns
+        for memory in plan.predicted.memory:
+            assert memory.peak_bytes - plan.operations[0].workspace_bytes == strategy.memory_bytes
+        assert plan.predicted.gap == 0, "all devices always work"
+    assert simulate(plan).rates.makespan_ns + plan.stages[0].sync_ns == strategy.time_ns
+    check(parse(to_json(plan), Plan), profile_of(name), CLUSTER).require("plan")
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_several_micro_batches_share_the_sum_of_gradients(in_flight: int) -> None:
+    """As many activations are held as the frontier was told; ns are lost where a sum does not divide."""
+    built, found = tracked("candle-uno-8", 3, in_flight)
+    strategy = found.strategy(len(found.memory_bytes) // 2)
+    plan = plan_of_strategy(profile_of("candle-uno-8"), built, strategy, cluster=CLUSTER)
+    assert 0 <= 3 * strategy.time_ns - plan.predicted.iteration_ns <= 3 * len(plan.stages[0].blocks)
+    assert plan.predicted.memory[0].peak_bytes - plan.operations[0].workspace_bytes == strategy.memory_bytes
+
+
+def test_meshes_of_a_strategy_are_those_that_run() -> None:
+    """Blocks by their rows, linear layers by rows and columns, embeddings by their width, too."""
+    for name, expected in (
+        ("gpt2-124m", {"samples", "shards", "copies", "hidden"}),
+        ("candle-uno-8", {"samples", "shards", "copies", "rows", "columns"}),
+    ):
+        built, _ = tracked(name)
+        names = {each.name for chosen in built.configurations.values() for each in chosen}
+        assert {axis for text in names for axis, _ in Mesh.parse(text).axes} == expected
+        assert all(Mesh.parse(text).size == 4 for text in names)
+
+
+def test_one_device_has_no_mesh() -> None:
+    built, found = tracked("candle-uno-8", devices=1)
+    assert len(found.memory_bytes) == 1
+    plan = plan_of_strategy(profile_of("candle-uno-8"), built, found.strategy(0))
+    assert plan.stages[0].configurations == ()
+
+
+def test_a_layer_by_rows_sums_and_by_columns_gives_slices() -> None:
+    built, _ = tracked("candle-uno-8")
+    ways = {each.name: each for each in built.configurations["branch0.layer1"]}
+    assert ways["rows4"].output.free
+    assert ways["columns4"].output.features is not None
+    assert ways["rows4"].inputs[0].features == ways["columns4"].output.features
+    assert ways["rows4"].forward_ns > ways["columns4"].forward_ns, "the sum takes time"
+    assert ways["columns4"].parameter_bytes == ways["rows2-columns2"].parameter_bytes
+
+
+def test_operators_inside_of_blocks_are_not_for_plans() -> None:
+    built = cost_model(profile_of("candle-uno-8"), CLUSTER, 4, SAMPLES)
+    found = track(built.graph)
+    with pytest.raises(UsageError, match=r"an operator of block .* and plans run whole blocks"):
+        split_blocks(built, found.strategy(0))
+
+
+def test_a_plan_that_does_not_fit_is_refused() -> None:
+    built, found = tracked("candle-uno-8")
+    strategy = found.strategy(0)
+    with pytest.raises(InvalidPlanError, match="bytes"):
+        plan_of_strategy(profile_of("candle-uno-8"), built, strategy, memory_bytes=strategy.memory_bytes)
