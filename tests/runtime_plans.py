@@ -17,11 +17,12 @@ from helpers import Entry, Orders, durations_of, plan_of, waits_of
 from torch import nn
 
 from pipeplan.costs import build_workload, stage_costs
-from pipeplan.model import Block, CostRow, Edge, PlacedStage, Placement, Plan, Profile, Source
+from pipeplan.model import Block, CostRow, Edge, PlacedStage, Placement, Plan, Profile, Source, operation_of
 from pipeplan.model.workload import Workload
 from pipeplan.runtime.launch import watch_local
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.options import RunOptions
+from pipeplan.schedule.rules import Instruction, with_instructions
 
 RANK = (sys.executable, str(Path(__file__).parent / "runtime_rank.py"))
 TOLERANCE = 1e-9
@@ -109,6 +110,7 @@ def placed_plan(
     recompute: bool = False,
     full_names: bool = False,
     orders: Callable[[Workload], Orders] | None = None,
+    instructions: Sequence[Instruction] = (),
 ) -> Plan:
     """A plan with these stages; they may have micro-batch sizes, replicas, routes and parts of their own."""
     placement = Placement(
@@ -131,6 +133,7 @@ def placed_plan(
         split_backward=split,
         recompute=recompute,
     )
+    workload = with_instructions(workload, instructions)
     return plan_of(workload, (orders or greedy_orders)(workload), full_names=full_names)
 
 
@@ -146,10 +149,10 @@ def greedy_orders(workload: Workload) -> Orders:
         for id_, number in waiting:
             needed = waits.get((id_, number), [])
             if all(other in ends for other, _ in needed):
-                stage = int(id_[:-1])
+                stage, kind = operation_of(id_)
                 group = workload.stages[stage].devices
                 start = max([free[device] for device in group] + [ends[other] + lag for other, lag in needed])
-                choices.append((start, "BIFW".index(id_[-1]), number, -stage, id_, group))
+                choices.append((start, "BIFW".find(kind), number, -stage, id_, group))
         start, _, number, _, id_, group = min(choices)
         waiting.remove((id_, number))
         ends[id_, number] = start + durations[id_, number]

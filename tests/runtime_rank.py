@@ -13,6 +13,7 @@ from runtime_plans import Unsplit
 
 from pipeplan.errors import UsageError
 from pipeplan.model import Plan, parse
+from pipeplan.runtime.emulation import rehearse
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.program import Share
@@ -32,7 +33,10 @@ def compare(job: Mapping[str, Any], link: Link) -> None:
 
 
 def run_case(name: str, plan: Plan, options: RunOptions, link: Link) -> dict[str, Any]:
-    """What a case is for: ranks that do not agree must all refuse alike; others train."""
+    """What a case is for: ranks that do not agree must all refuse alike; others rehearse, or train."""
+    if options.emulate:
+        rehearsed = rehearse(plan, options, link.progress, lambda step: None)
+        return {"iterations_ns": [step.iteration_ns for step in rehearsed.steps]}
     if name.startswith("refused"):
         seed = options.seed + (link.rank == 2 and "options" in name)
         model = refused_model(name, link.rank)

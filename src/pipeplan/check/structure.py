@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from pipeplan.check.deliveries import deliveries_of, goes_with, period_of, replicas_of, shares_evenly
 from pipeplan.check.report import Findings
-from pipeplan.model import COMPUTE_KINDS, Dependency, Operation, Plan, is_instruction, operation_of
+from pipeplan.model import COMPUTE_KINDS, Dependency, Operation, Plan, in_order, is_instruction, operation_of
 from pipeplan.model.placement import configuration_problem
 
 __all__ = ["check_structure"]
@@ -36,13 +36,13 @@ def check_structure(plan: Plan, findings: Findings) -> None:
 
 
 def _check_kinds(plan: Plan, stage: int, operations: dict[str, Operation], findings: Findings) -> bool:
-    """A stage with blocks runs F and B, or F, I and W, and maybe instructions; one without runs these alone."""
-    computing = set(operations) & set(COMPUTE_KINDS)
+    """A stage with blocks runs F and B, or F, I and W; one without runs an instruction."""
     has = ", ".join(operations) or "none"
     if plan.stages[stage].blocks:
-        right, text = computing in (_FULL, _SPLIT), "a stage runs F and B, or F, I and W"
+        right, text = set(operations) in (_FULL, _SPLIT), "a stage runs F and B, or F, I and W"
     else:
-        right, text = bool(operations) and not computing, "a stage without blocks runs instructions"
+        right = len(operations) == 1 and not set(operations) & set(COMPUTE_KINDS)
+        text = "a stage without blocks runs one instruction"
     if not right:
         findings.add("stages", f"stages[{stage}]", f"has operations {has}; {text}")
     return right
@@ -120,10 +120,7 @@ def _check_own_order(
 def _check_balance(stage: int, operations: dict[str, Operation], findings: Findings) -> None:
     """What a micro-batch takes it gives back, and never more than it holds (design section 5)."""
     held = 0
-    instructions = [kind for kind in operations if is_instruction(kind)]
-    for kind in ("F", *instructions, "B", "I", "W"):
-        if kind not in operations:
-            continue
+    for kind in in_order(operations):
         operation = operations[kind]
         held += operation.acquire_bytes - operation.release_bytes
         if held < 0:

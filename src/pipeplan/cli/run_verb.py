@@ -37,6 +37,7 @@ _LEAST_TIMEOUT_NS = 1_000_000
     help="With --emulate, largest message; others have the plan's bytes.",
 )
 @click.option("--sequence", type=click.IntRange(min=1), help="Length of sequences, for the zoo and configurations.")
+@click.option("--instructions", metavar="pkg.mod", help="Module that registers what the plan's instructions do.")
 @click.option("--grain", type=click.Choice(["layer", "half", "operator"]), help="Blocks, as the profile has them.")
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Mini-batches to train on.")
 @click.option("--local", is_flag=True, help="Start one process per device here; otherwise torchrun has done so.")
@@ -61,6 +62,7 @@ def command(
     blocking: bool,
     message_limit: int,
     sequence: int | None,
+    instructions: str | None,
     grain: Literal["layer", "half", "operator"] | None,
     steps: int,
     local: bool,
@@ -107,6 +109,7 @@ def command(
         trace=trace_path is not None,
         blocking=blocking,
         emulate=emulate,
+        instructions=instructions,
         message_limit_bytes=message_limit,
         **training,
     )

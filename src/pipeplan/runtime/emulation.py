@@ -25,13 +25,13 @@ from pipeplan.runtime.executor import Executor
 from pipeplan.runtime.failures import lost_others
 from pipeplan.runtime.messages import Channels, edges_of
 from pipeplan.runtime.options import RunOptions, RunResult, StepResult
-from pipeplan.runtime.program import Instruction, Message, Numbers, Program, StagePart, planned_programs
+from pipeplan.runtime.program import Instruction, Message, Numbers, OperationPart, Program, StagePart, planned_programs
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.rows import TensorSpec
 from pipeplan.runtime.stages import Samples
 from pipeplan.runtime.together import TimedAction, Together, extent, iteration_of, require_alike
 
-__all__ = ["EmulatedChannels", "EmulatedStage", "Pace", "hops_of", "rehearse", "specs_of"]
+__all__ = ["EmulatedChannels", "EmulatedOperation", "EmulatedStage", "Pace", "hops_of", "rehearse", "specs_of"]
 
 _CPU = torch.device("cpu")
 _WORD_BYTES = 8
@@ -90,7 +90,11 @@ class _Rehearsal:
             for index, part in self._program.stages.items()
         }
         clock = self.together.clock
-        self._executor = Executor(self._program, stages, channels, specs, progress, clock, options.blocking)
+        operations = {
+            index: EmulatedOperation(plan, self._program, part, specs, pace, _Company(groups[index], progress))
+            for index, part in self._program.operations.items()
+        }
+        self._executor = Executor(self._program, stages, channels, specs, progress, clock, options.blocking, operations)
 
     def step(self, step: int) -> tuple[int, list[TimedAction]]:
         """Ns of the iteration, the same on all ranks, and when this rank's actions ran."""
@@ -168,7 +172,59 @@ class _Company:
         return int(told)
 
 
-class EmulatedStage:
+class _Sleeping:
+    """Actions that sleep, from when all of their devices can start them.
+
+    Args:
+        specs: of the rows that are exchanged.
+        pace: of the device.
+        company: of the devices.
+    """
+
+    def __init__(self, specs: Mapping[str, TensorSpec], pace: Pace, company: _Company) -> None:
+        self._specs, self._pace, self._company = specs, pace, company
+
+    def _end_ns(self, duration_ns: int, needed: Iterable[Tensor]) -> int:
+        """When an action ends. Agreeing with the other devices on its start is part of its time, as collectives are."""
+        start = max([self._pace.free_ns(), *map(_stamp, needed)])
+        return self._company.latest(start) + duration_ns
+
+    def _spend(self, end_ns: int, names: Mapping[Numbers, Sequence[str]]) -> dict[Numbers, dict[str, Tensor]]:
+        """Run an action that makes these rows of these samples; what can be done before it ends is done by then."""
+        made = self._made(end_ns, names)
+        ended_ns = self._pace.until(end_ns)
+        return made if ended_ns == end_ns else self._made(ended_ns, names)
+
+    def _made(self, at_ns: int, names: Mapping[Numbers, Sequence[str]]) -> dict[Numbers, dict[str, Tensor]]:
+        return {
+            own: {name: _stamped(self._specs[name].of(len(own)), at_ns) for name in each} for own, each in names.items()
+        }
+
+
+class EmulatedOperation(_Sleeping):
+    """An instruction that sleeps for as long as the plan says; arguments as for :class:`EmulatedStage`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        program: Program,
+        part: OperationPart,
+        specs: Mapping[str, TensorSpec],
+        pace: Pace,
+        company: _Company,
+    ) -> None:
+        super().__init__(specs, pace, company)
+        self.part = part
+        self._duration_ns = plan.operation(f"{part.index}{part.kind}").duration_ns
+        self._names = [name for message in part.gives for name in program.tensors[message]]
+
+    def run(self, instruction: Instruction, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Rows for later actions, made at the end."""
+        (own,) = instruction.samples
+        return self._spend(self._end_ns(self._duration_ns, inputs.values()), {own: self._names})[own]
+
+
+class EmulatedStage(_Sleeping):
     """A stage whose actions sleep for as long as the plan says, from when all of its devices can start them.
 
     Args:
@@ -189,7 +245,9 @@ class EmulatedStage:
         pace: Pace,
         company: _Company,
     ) -> None:
-        self.part, self._specs, self._pace, self._company = part, specs, pace, company
+        super().__init__(specs, pace, company)
+        self.part = part
+        self._given = [name for message in part.gives for name in program.tensors[message]]
         self._forward_ns = _forward_ns(plan, program, part.index)
         self._backward_ns = plan.operation(f"{part.index}{'I' if part.split else 'B'}").duration_ns
         self._weight_ns = plan.operation(f"{part.index}W").duration_ns if part.split else 0
@@ -202,8 +260,7 @@ class EmulatedStage:
     def forward(self, own: Numbers, received: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
         """Rows for the other stages, made at the end."""
         end_ns = self._end_ns(self._forward_ns[own], received.values())
-        names = [name for names in self.part.outputs.values() for name in names]
-        return self._spend(end_ns, {own: names})[own]
+        return self._spend(end_ns, {own: self._given})[own]
 
     def backward(
         self, microbatch: int, gradients: Mapping[Numbers, Sequence[tuple[str, Tensor]]]
@@ -217,22 +274,6 @@ class EmulatedStage:
     def weight_gradients(self, microbatch: int) -> None:
         """Only the time."""
         self._spend(self._end_ns(self._weight_ns, ()), {})
-
-    def _end_ns(self, duration_ns: int, needed: Iterable[Tensor]) -> int:
-        """When an action ends. Agreeing with the other devices on its start is part of its time, as collectives are."""
-        start = max([self._pace.free_ns(), *map(_stamp, needed)])
-        return self._company.latest(start) + duration_ns
-
-    def _spend(self, end_ns: int, names: Mapping[Numbers, Sequence[str]]) -> dict[Numbers, dict[str, Tensor]]:
-        """Run an action that makes these rows of these samples; what can be done before it ends is done by then."""
-        made = self._made(end_ns, names)
-        ended_ns = self._pace.until(end_ns)
-        return made if ended_ns == end_ns else self._made(ended_ns, names)
-
-    def _made(self, at_ns: int, names: Mapping[Numbers, Sequence[str]]) -> dict[Numbers, dict[str, Tensor]]:
-        return {
-            own: {name: _stamped(self._specs[name].of(len(own)), at_ns) for name in each} for own, each in names.items()
-        }
 
 
 class EmulatedChannels(Channels):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,18 +17,29 @@ from torch import Tensor
 from pipeplan.runtime.clock import Clock, Mark
 from pipeplan.runtime.failures import Cause, RankError
 from pipeplan.runtime.messages import Channels, TransferError
-from pipeplan.runtime.program import Instruction, Message, Numbers, Program, StagePart
+from pipeplan.runtime.program import Instruction, Message, Numbers, OperationPart, Program, StagePart
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.rows import Made, Rows, Taking, TensorSpec
 from pipeplan.runtime.stages import Runner, Samples, StageError
 
-__all__ = ["Executor", "Span"]
+__all__ = ["Executor", "OperationRunner", "Span"]
 
 Span = tuple[int, Mark, Mark]
 """Program counter, start and end of an action. A SEND's is its posting; a RECV's is how long it was waited for."""
 
 _Names = tuple[str, ...]
 _Step = Callable[[Samples], None]
+
+
+class OperationRunner(Protocol):
+    """What an executor asks of an instruction."""
+
+    @property
+    def part(self) -> OperationPart:
+        """What the plan says of it."""
+
+    def run(self, instruction: Instruction, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What later actions take of it here, by block, out of what this rank has of what it takes."""
 
 
 @dataclass(slots=True)
@@ -43,6 +55,7 @@ class Executor:
         clock: takes the times.
         blocking: every SEND and RECV waits until its message is there, as without transfers beside computing
             (Tessel IV-D, Fig. 7a): for comparison.
+        operations: what runs the rank's instructions, by stage.
     """
 
     program: Program
@@ -52,6 +65,7 @@ class Executor:
     progress: Progress
     clock: Clock
     blocking: bool = False
+    operations: Mapping[int, OperationRunner] = field(default_factory=dict)
     _steps: list[_Step] = field(init=False)
     _slots: list[Made | None] = field(init=False)
     _taken: frozenset[int] = field(init=False)
@@ -90,6 +104,8 @@ class Executor:
         action, message = instruction.action, instruction.message
         if message is not None:
             return self._transfer(instruction, message, rows)
+        if action.stage in self.operations:
+            return self._operation(instruction, self.operations[action.stage], rows)
         stage = self.stages[action.stage]
         make = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weight_gradients}
         return make[action.kind](instruction, stage, rows)
@@ -107,9 +123,10 @@ class Executor:
     def _forward(self, instruction: Instruction, stage: Runner, rows: Rows) -> _Step:
         (own,) = instruction.samples
         part, counter = stage.part, instruction.counter
-        takings = [(names, rows.take(Message("F", source, part.index), own)) for source, names in part.inputs.items()]
-        keepings = [(names, rows.put(Message("F", part.index, target), own)) for target, names in part.outputs.items()]
-        declared = [(name, torch.Size(self.specs[name].of(len(own)))) for names, _ in keepings for name in names]
+        tensors = self.program.tensors
+        takings = [(tensors[message], rows.take(message, own)) for message in part.takes]
+        keepings = [(tensors[message], rows.put(message, own)) for message in part.gives]
+        declared = self._declared(keepings, own)
 
         def run(samples: Samples) -> None:
             self.progress.begin(Phase.RUNNING, counter)
@@ -138,6 +155,33 @@ class Executor:
                 self._keep(keeping, made[own])
 
         return run
+
+    def _operation(self, instruction: Instruction, runner: OperationRunner, rows: Rows) -> _Step:
+        """An instruction: on what this rank has of what it takes, giving what this rank's later actions take of it."""
+        (own,) = instruction.samples
+        part, counter, tensors = runner.part, instruction.counter, self.program.tensors
+        takings = [
+            (tensors[message], rows.take(message, samples))
+            for message, rank, samples in instruction.held
+            if rank == self.program.rank
+        ]
+        keepings = [(tensors[message], rows.put(message, own)) for message in part.gives]
+        declared = self._declared(keepings, own)
+
+        def run(samples: Samples) -> None:
+            self.progress.begin(Phase.RUNNING, counter)
+            inputs = dict(self._named(takings, counter))
+            start = self.clock.mark()
+            made = runner.run(instruction, inputs)
+            self._require_declared(made, declared)
+            self._spans.append((counter, start, self.clock.mark()))
+            self._keep(keepings, made)
+
+        return run
+
+    def _declared(self, keepings: Sequence[tuple[_Names, int]], own: Numbers) -> list[tuple[str, torch.Size]]:
+        """What is made of these samples, and its shapes."""
+        return [(name, torch.Size(self.specs[name].of(len(own)))) for names, _ in keepings for name in names]
 
     def _weight_gradients(self, instruction: Instruction, stage: Runner, rows: Rows) -> _Step:
         counter, microbatch = instruction.counter, instruction.action.microbatch

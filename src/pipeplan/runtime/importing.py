@@ -7,11 +7,14 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 from pipeplan.errors import UsageError
 
-__all__ = ["imported", "made_by", "value_of"]
+__all__ = ["imported", "imported_module", "made_by", "value_of"]
+
+Found = TypeVar("Found")
 
 
 def imported(path: str, what: str) -> Callable[..., Any]:
@@ -36,12 +39,21 @@ def value_of(path: str, what: str) -> object:
     return _called(found, path, what) if inspect.isroutine(found) or inspect.isclass(found) else found
 
 
+def imported_module(path: str, what: str) -> ModuleType:
+    """The module that ``path``, as ``pkg.mod``, names. Raises UsageError as :func:`imported`."""
+    return _importing(path, what, lambda: importlib.import_module(path))
+
+
 def _found(path: str, what: str) -> object:
     module_name, _, attribute = path.partition(":")
+    return _importing(path, what, lambda: getattr(importlib.import_module(module_name), attribute))
+
+
+def _importing(path: str, what: str, find: Callable[[], Found]) -> Found:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module_name), attribute)
+        return find()
     except Exception as error:  # whatever the module raises while it is imported
         raise UsageError(f"{what} {path!r} cannot be imported: {type(error).__name__}: {error}") from error
 

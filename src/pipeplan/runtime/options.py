@@ -26,6 +26,8 @@ class RunOptions:
     up their devices. ``emulate`` needs no model: actions wait for as long as the plan says; messages then have the
     plan's bytes, up to ``message_limit_bytes``.
 
+    ``instructions`` is a module, ``pkg.mod``, that registers what the plan's instructions do.
+
     ``optimizer`` is one of ``OPTIMIZERS`` or ``pkg.mod:factory``, a function of parameters that returns one;
     ``learning_rate`` and ``weight_decay`` are handed to it where they are given. ``lr_schedule`` is one of
     ``LR_SCHEDULES`` or ``pkg.mod:factory``, a function of an optimizer; ``lr_steps`` is how many steps it spans, all
@@ -65,6 +67,7 @@ class RunOptions:
     num_threads: int = 0
     blocking: bool = False
     emulate: bool = False
+    instructions: str | None = None
     message_limit_bytes: int = 1 << 20
 
     @property

@@ -1,4 +1,4 @@
-"""Ranks that split blocks together: what they exchange while they run an action of their stage.
+"""Ranks that split blocks, or run an instruction, together: what they exchange while they run their action.
 
 There is one process group for each set of ranks. An action of several devices stands in all their programs, in an
 order that cannot deadlock, so their exchanges meet.
@@ -21,7 +21,7 @@ from pipeplan.runtime.program import Program, Share
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.shards import WHOLE, Shards
 
-__all__ = ["Partners", "PartnersError", "groups_of"]
+__all__ = ["Meeting", "Partners", "PartnersError", "groups_of"]
 
 Ranks = tuple[int, ...]
 
@@ -32,7 +32,7 @@ class PartnersError(TransferError):
     @property
     def who(self) -> str:
         """The other end."""
-        return "a rank that has another share"
+        return "a rank that runs it, too"
 
 
 class Partners:
@@ -48,8 +48,10 @@ class Partners:
     def __init__(self, program: Program, progress: Progress) -> None:
         self._sets = sorted({tuple(sorted(line)) for line in program.lines})
         self._rank = program.rank
-        own = [line for line in program.lines if self._rank in line]
-        self._made = {line: _Together(line, line.index(self._rank), progress) for line in own}
+        own = {line for line in program.lines if self._rank in line} | {
+            part.devices for part in program.operations.values()
+        }
+        self._made = {line: Meeting(line, line.index(self._rank), progress) for line in own}
 
     def shards(self, share: Share) -> Shards:
         """The place of this rank among those that split a block."""
@@ -59,6 +61,10 @@ class Partners:
         """The place of this rank among ranks that stand in a line."""
         return Shards(len(line), line.index(self._rank), self._made[line]) if len(line) > 1 else WHOLE
 
+    def meeting(self, ranks: Ranks) -> Meeting:
+        """What this rank does together with the others of an instruction; of one rank alone nothing leaves it."""
+        return self._made[ranks]
+
     def connect(self, transport: str, timeout: timedelta) -> None:
         """Make the groups; all ranks of the run do so together.
 
@@ -67,7 +73,7 @@ class Partners:
         """
         groups = groups_of(self._sets, transport, timeout)
         for ranks, together in self._made.items():
-            together.group = groups[tuple(sorted(ranks))]
+            together.group = groups.get(tuple(sorted(ranks)))
 
     def close(self) -> None:
         """Drop the groups, which must not outlive the process group."""
@@ -75,8 +81,8 @@ class Partners:
             together.group = None
 
 
-class _Together:
-    """The collectives of ranks that split blocks: a rank's end of them.
+class Meeting:
+    """The collectives of ranks that split blocks, or run an instruction together: a rank's end of them.
 
     Args:
         ranks: in the order of their shares.
@@ -87,6 +93,7 @@ class _Together:
 
     def __init__(self, ranks: Ranks, index: int, progress: Progress) -> None:
         self._ranks, self._next, self._progress = ranks, ranks[(index + 1) % len(ranks)], progress
+        self._rank = ranks[index]
         self._order = [sorted(ranks).index(rank) for rank in ranks]  # a group numbers its ranks in ascending order
         self.group: dist.ProcessGroup | None = None
 
@@ -105,12 +112,38 @@ class _Together:
             dist.all_gather(found, own, group=self.group)
         return [found[place] for place in self._order]
 
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """The tensor of rank ``source``, on every rank; the others give one of its shape."""
+        if len(self._ranks) == 1:
+            return tensor
+        carried = self._carried(tensor)
+        with self._waiting():
+            dist.broadcast(carried, source, group=self.group)
+        return carried.to(tensor.device)
+
+    def send(self, tensor: Tensor, source: int, target: int) -> Tensor:
+        """The tensor of rank ``source``, on rank ``target``, which gives one of its shape; only these two call it."""
+        if source == target:
+            return tensor
+        carried, is_source = self._carried(tensor), self._rank == source
+        with self._waiting(target if is_source else source):
+            if is_source:
+                dist.send(carried, target, group=self.group)
+            else:
+                dist.recv(carried, source, group=self.group)
+        return carried.to(tensor.device)
+
+    def _carried(self, tensor: Tensor) -> Tensor:
+        """The tensor where its transport can take it: gloo sends nothing that is on a GPU."""
+        own = tensor.detach().contiguous()
+        return own.cpu() if dist.get_backend(self.group) == "gloo" else own
+
     @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def _waiting(self, peer: int | None = None) -> Iterator[None]:
         """Say so, and turn what the transport raises into :class:`PartnersError`."""
         assert self.group is not None, "groups are made before the first step"
         before = self._progress.board.read(self._progress.rank)
-        self._progress.begin(Phase.WAITING, before.counter, self._next)
+        self._progress.begin(Phase.WAITING, before.counter, self._next if peer is None else peer)
         try:
             yield
         except RuntimeError as error:

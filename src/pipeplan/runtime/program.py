@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeplan.errors import UsageError
-from pipeplan.model import COPIES, SAMPLES, SHARDS, Action, Axis, Dependency, Mesh, Plan, Stage
-from pipeplan.model.plan import slots_of
+from pipeplan.model import COPIES, SAMPLES, SHARDS, Action, Axis, Mesh, Plan, Stage, is_instruction
+from pipeplan.model.plan import Attribute, slots_of
 from pipeplan.model.samples import replica_samples
+from pipeplan.runtime.flow import Flow, Message, model_flow, planned_flow
 
 __all__ = [
     "Instruction",
     "Message",
     "Numbers",
+    "OperationPart",
     "Program",
     "Share",
     "StagePart",
@@ -31,29 +33,13 @@ Numbers = tuple[int, ...]
 """Samples of the mini-batch by number, ascending: row i of a tensor is that of the i-th."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Message:
-    """What goes from one stage to another, micro-batch by micro-batch.
-
-    Outputs (``F``), their gradients (``B``), or what an instruction made (its kind).
-    """
-
-    payload: str
-    source: int
-    target: int
-
-    @classmethod
-    def of(cls, dependency: Dependency) -> Message:
-        """What a dependency's hops carry."""
-        return cls(dependency.payload, dependency.source_stage, dependency.target_stage)
-
-
 @dataclass(frozen=True, slots=True)
 class Instruction:
     """One entry of a rank's program. Transfers have the message and the rank at its other end.
 
     ``samples`` are those that this rank computes on, or that are sent. A backward has those of each of its forwards,
-    one after another: two where the micro-batch's forward ran in parts.
+    one after another: two where the micro-batch's forward ran in parts. An instruction's ``held`` says of all that it
+    takes which of its ranks have which samples of it, as (message, rank, samples).
     """
 
     counter: int
@@ -61,6 +47,7 @@ class Instruction:
     samples: tuple[Numbers, ...]
     message: Message | None = None
     peer: int = -1
+    held: tuple[tuple[Message, int, Numbers], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -100,9 +87,10 @@ class StagePart:
     """A stage as its rank sees it.
 
     ``inputs`` and ``outputs`` give, for each stage on the other end, the blocks whose outputs come in or go out;
-    ``returns`` and ``awaits`` name those of them that get, or give, gradients. ``split`` is whether the stage
-    runs I and W instead of B. ``shares`` says for each of the blocks what this rank has of it, ``meshes`` how the
-    ranks of its replica, ``group``, stand for it; this one is number ``place`` of them.
+    ``returns`` and ``awaits`` name those of them that get, or give, gradients. ``takes`` are the messages that bring a
+    forward what comes in, ``gives`` those that take what goes out: straight, or to and from instructions. ``split`` is
+    whether the stage runs I and W instead of B. ``shares`` says for each of the blocks what this rank has of it,
+    ``meshes`` how the ranks of its replica, ``group``, stand for it; this one is number ``place`` of them.
     """
 
     index: int
@@ -117,6 +105,8 @@ class StagePart:
     meshes: tuple[Mesh, ...] = ()
     group: tuple[int, ...] = ()
     place: int = 0
+    takes: tuple[Message, ...] = ()
+    gives: tuple[Message, ...] = ()
 
     @property
     def counts_loss(self) -> bool:
@@ -129,12 +119,29 @@ class StagePart:
 
 
 @dataclass(frozen=True, slots=True)
+class OperationPart:
+    """An instruction as its rank sees it: what it is called and told, on which ranks it runs, what comes and goes.
+
+    ``takers`` are the ranks that need what a message takes along, ``gives`` the messages for which this one is.
+    """
+
+    index: int
+    kind: str
+    devices: tuple[int, ...]
+    attributes: Mapping[str, Attribute]
+    takes: tuple[Message, ...]
+    gives: tuple[Message, ...]
+    takers: Mapping[Message, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """Everything a rank needs of the plan.
 
     ``holders`` are the plan's shares with the rank that has each, in the same order on every rank; ``tensors`` names
     the blocks whose outputs, or gradients of outputs, a message carries, in order. ``lines`` are sets of ranks, of all
-    the plan, that exchange something while they run an action together.
+    the plan, that exchange something while they run an action together. ``operations`` [stage] are the instructions
+    that run here.
     """
 
     rank: int
@@ -145,6 +152,7 @@ class Program:
     stages: Mapping[int, StagePart]
     holders: tuple[tuple[Share, int], ...]
     tensors: Mapping[Message, tuple[str, ...]]
+    operations: Mapping[int, OperationPart]
     lines: frozenset[tuple[int, ...]] = frozenset()
 
     @property
@@ -172,10 +180,7 @@ def programs_of(plan: Plan, blocks: Sequence[str], edges: Sequence[tuple[str, st
         UsageError: blocks or edges of plan and model differ; the text names the first that does.
     """
     _require_same_blocks(plan, blocks, model)
-    crossings = _crossings(plan, edges, model)
-    gradients = _gradients(plan, crossings)
-    _require_same_edges(plan, crossings, model)
-    return _programs(plan, crossings, gradients)
+    return _programs(plan, model_flow(plan, edges, model))
 
 
 def planned_programs(plan: Plan) -> tuple[Program, ...]:
@@ -187,26 +192,12 @@ def planned_programs(plan: Plan) -> tuple[Program, ...]:
     Raises:
         UsageError: gradients come from a stage to which no outputs go.
     """
-    pairs = [(d.source_kind, d.source_stage, d.target_stage) for d in plan.dependencies]
-    forward = {(source, target) for kind, source, target in pairs if kind == "F" and source != target}
-    crossings = {(source, target): (f"{source}>{target}",) for source, target in sorted(forward)}
-    for kind, source, target in pairs:
-        if kind != "F" and source != target and (target, source) not in crossings:
-            raise UsageError(
-                f"the plan makes the backward of stage {target} wait for that of stage {source}, but no forward of "
-                f"stage {source} waits for one of stage {target}: there is nothing to have a gradient"
-            )
-    return _programs(plan, crossings, _gradients(plan, crossings))
+    return _programs(plan, planned_flow(plan))
 
 
-def _programs(
-    plan: Plan, crossings: Mapping[tuple[int, int], tuple[str, ...]], gradients: Collection[tuple[int, int]]
-) -> tuple[Program, ...]:
+def _programs(plan: Plan, flow: Flow) -> tuple[Program, ...]:
     shares, everyone = _Shares(plan), _Everyone(_holders(plan), _lines(plan))
-    tensors = {Message("F", source, target): names for (source, target), names in crossings.items()}
-    tensors |= {Message("B", target, source): crossings[source, target] for source, target in gradients}
-    ranks = range(len(plan.devices))
-    return tuple(_program(plan, rank, crossings, gradients, tensors, shares, everyone) for rank in ranks)
+    return tuple(_program(plan, rank, flow, shares, everyone) for rank in range(len(plan.devices)))
 
 
 def _require_same_blocks(plan: Plan, blocks: Sequence[str], model: str) -> None:
@@ -226,97 +217,41 @@ def _require_same_blocks(plan: Plan, blocks: Sequence[str], model: str) -> None:
             )
 
 
-def _crossings(plan: Plan, edges: Sequence[tuple[str, str]], model: str) -> dict[tuple[int, int], tuple[str, ...]]:
-    """For each pair of stages, the blocks of the first whose outputs the second takes."""
-    stage_of = {(stage.route, block): index for index, stage in enumerate(plan.stages) for block in stage.blocks}
-    found: dict[tuple[int, int], list[str]] = defaultdict(list)
-    for (source, target), route in itertools.product(edges, range(plan.num_routes)):
-        pair = (stage_of[route, source], stage_of[route, target])
-        blocks = plan.stages[pair[0]].blocks
-        if pair[0] != pair[1]:
-            if source not in found[pair]:
-                found[pair].append(source)
-        elif blocks.index(source) > blocks.index(target):
-            raise UsageError(
-                f"stages[{pair[0]}] of the plan runs block {target!r} before {source!r}, whose output model {model!r} "
-                "gives it"
-            )
-    return {pair: tuple(sorted(names, key=plan.stages[pair[0]].blocks.index)) for pair, names in sorted(found.items())}
-
-
-def _gradients(plan: Plan, crossings: Collection[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Pairs (source stage, target stage) over which the plan carries gradients back."""
-    back = {
-        (dependency.target_stage, dependency.source_stage)
-        for dependency in plan.dependencies
-        if dependency.source_kind in "BI" and dependency.target_kind in "BI"
-    }
-    return back & set(crossings)
-
-
-def _require_same_edges(plan: Plan, crossings: Collection[tuple[int, int]], model: str) -> None:
-    """Stage pairs of forward dependencies are exactly those of the model's edges; backward ones among them."""
-    planned = set()
-    for dependency in plan.dependencies:
-        source, target = dependency.source_stage, dependency.target_stage
-        if source == target:
-            continue
-        forward = dependency.source_kind == "F" and dependency.target_kind == "F"
-        pair = (source, target) if forward else (target, source)
-        if forward:
-            planned.add(pair)
-        if pair not in crossings:
-            raise UsageError(
-                f"the plan makes {dependency.target} wait for {dependency.source}, but model {model!r} has no edge "
-                f"from a block of stage {pair[0]} to one of stage {pair[1]}; give the --model the plan was made for"
-            )
-    for source, target in crossings:
-        if (source, target) not in planned:
-            raise UsageError(
-                f"model {model!r} has an edge from stage {source} to stage {target} that the plan knows nothing of; "
-                "profile this model and search again"
-            )
-
-
-def _program(
-    plan: Plan,
-    rank: int,
-    crossings: Mapping[tuple[int, int], tuple[str, ...]],
-    gradients: Collection[tuple[int, int]],
-    tensors: Mapping[Message, tuple[str, ...]],
-    shares: _Shares,
-    everyone: _Everyone,
-) -> Program:
-    split = {operation.stage for operation in plan.operations if operation.kind == "I"}
+def _program(plan: Plan, rank: int, flow: Flow, shares: _Shares, everyone: _Everyone) -> Program:
     texts = plan.programs[rank]
-    resolver = _Resolver(plan, rank, shares)
+    resolver = _Resolver(plan, rank, shares, flow)
+    here = [index for index, stage in enumerate(plan.stages) if rank in stage.devices]
     return Program(
         rank=rank,
         mini_batch=plan.mini_batch,
         microbatch_size=plan.microbatch_size,
         texts=texts,
         instructions=tuple(resolver.instruction(counter, Action.parse(text)) for counter, text in enumerate(texts)),
-        stages={
-            index: StagePart(
-                index=index,
-                blocks=stage.blocks,
-                shares=_shares_of(stage, rank),
-                meshes=_meshes_of(stage),
-                group=_group_of(stage, rank),
-                place=stage.devices.index(rank) % stage.shards,
-                recompute=stage.recompute,
-                split=index in split,
-                inputs={source: names for (source, target), names in crossings.items() if target == index},
-                outputs={target: names for (source, target), names in crossings.items() if source == index},
-                returns=frozenset(source for source, target in gradients if target == index),
-                awaits=frozenset(target for source, target in gradients if source == index),
-            )
-            for index, stage in enumerate(plan.stages)
-            if rank in stage.devices
-        },
+        stages={index: _stage_part(plan, index, rank, flow) for index in here if plan.stages[index].blocks},
         holders=everyone.holders,
-        tensors=tensors,
+        tensors=flow.tensors,
+        operations={index: _operation_part(plan, index, rank, flow) for index in here if not plan.stages[index].blocks},
         lines=everyone.lines,
+    )
+
+
+def _stage_part(plan: Plan, index: int, rank: int, flow: Flow) -> StagePart:
+    stage, crossings, gradients = plan.stages[index], flow.crossings, flow.gradients
+    return StagePart(
+        index=index,
+        blocks=stage.blocks,
+        shares=_shares_of(stage, rank),
+        meshes=_meshes_of(stage),
+        group=_group_of(stage, rank),
+        place=stage.devices.index(rank) % stage.shards,
+        recompute=stage.recompute,
+        split=any(operation.stage == index and operation.kind == "I" for operation in plan.operations),
+        inputs={source: names for (source, target), names in crossings.items() if target == index},
+        outputs={target: names for (source, target), names in crossings.items() if source == index},
+        returns=frozenset(source for source, target in gradients if target == index),
+        awaits=frozenset(target for source, target in gradients if source == index),
+        takes=flow.takes(index),
+        gives=flow.gives(index),
     )
 
 
@@ -328,6 +263,27 @@ def _group_of(stage: Stage, rank: int) -> tuple[int, ...]:
 
 def _meshes_of(stage: Stage) -> tuple[Mesh, ...]:
     return tuple(stage.mesh_of(index) for index in range(len(stage.blocks)))
+
+
+def _operation_part(plan: Plan, index: int, rank: int, flow: Flow) -> OperationPart:
+    (operation,) = [operation for operation in plan.operations if operation.stage == index]
+    gives = {message: _takers(plan, message) for message in flow.gives(index)}
+    return OperationPart(
+        index=index,
+        kind=operation.kind,
+        devices=plan.stages[index].devices,
+        attributes=operation.attributes,
+        takes=flow.takes(index),
+        gives=tuple(message for message, takers in gives.items() if rank in takers),
+        takers={message: takers for message, takers in gives.items() if takers},
+    )
+
+
+def _takers(plan: Plan, message: Message) -> tuple[int, ...]:
+    """Of an instruction's devices, those that need what a message carries: for its target there, or to send it."""
+    senders = {hop.source_device for each in plan.dependencies if Message.of(each) == message for hop in each.hops}
+    needing = senders | set(plan.stages[message.target].devices)
+    return tuple(device for device in plan.stages[message.source].devices if device in needing)
 
 
 def _shares_of(stage: Stage, rank: int) -> tuple[Share, ...]:
@@ -349,8 +305,10 @@ def _share(block: str, mesh: Mesh, group: tuple[int, ...], place: int) -> Share:
 
 
 def _lines(plan: Plan) -> frozenset[tuple[int, ...]]:
-    """All sets of ranks over which tensors of a stage may be cut or gathered, or that split a block along an axis."""
-    found = set()
+    """All sets of ranks over which tensors of a stage may be cut or gathered, that split a block along an axis, or run
+    an instruction together.
+    """
+    found = {stage.devices for stage in plan.stages if not stage.blocks and len(stage.devices) > 1}
     for stage in plan.stages:
         axes = {mesh.axis(name) for mesh in _meshes_of(stage) for name, _ in mesh.axes if name != COPIES}
         behind = {axis.without(size) for axis in axes for size in range(1, axis.size) if axis.size % size == 0}
@@ -381,6 +339,7 @@ class _Shares:
         self._plan = plan
         self._num_parted = max(stage.num_parted for stage in plan.stages)
         self._all: dict[tuple[int, int], frozenset[int]] = {}
+        self._held: dict[tuple[Message, int], frozenset[int]] = {}
 
     def forwards(self, stage: int, rank: int, microbatch: int, part: int | None = None) -> tuple[Numbers, ...]:
         """A rank's samples of a micro-batch, or of a part of it: those of each of the forwards that ran it."""
@@ -398,6 +357,15 @@ class _Shares:
             begin, end = replica_samples((0, len(order)), group.replicas, replica)
             return tuple(sorted(order[begin:end]))
         return tuple(range(*replica_samples((begin, end), group.replicas, replica)))
+
+    def held(self, message: Message, rank: int) -> frozenset[int]:
+        """Samples of a message's source that a rank has: made there, or sent there."""
+        if (message, rank) not in self._held:
+            hops = [hop for each in self._plan.dependencies if Message.of(each) == message for hop in each.hops]
+            makers = {hop.source_device for hop in hops if hop.target_device == rank}
+            makers |= {rank} & set(self._plan.stages[message.source].devices)
+            self._held[message, rank] = frozenset().union(*(self._all_of(message.source, maker) for maker in makers))
+        return self._held[message, rank]
 
     def sent(self, message: Message, ranks: tuple[int, int], microbatch: int, part: int | None) -> Numbers:
         """What a source rank has made of its stage's micro-batch or part, and the target rank works on."""
@@ -431,8 +399,8 @@ def _half_by_half(begin: int, end: int) -> Numbers:
 class _Resolver:
     """Finds which samples an action of one rank is about, and which message a SEND or a RECV means."""
 
-    def __init__(self, plan: Plan, rank: int, shares: _Shares) -> None:
-        self._rank, self._shares = rank, shares
+    def __init__(self, plan: Plan, rank: int, shares: _Shares, flow: Flow) -> None:
+        self._plan, self._rank, self._shares, self._flow = plan, rank, shares, flow
         self._sent: dict[tuple[int, str], list[tuple[Message, int]]] = defaultdict(list)
         self._received: dict[tuple[int, str], list[tuple[Message, int]]] = defaultdict(list)
         for dependency in plan.dependencies:
@@ -447,7 +415,8 @@ class _Resolver:
         """The action with its samples, message and peer."""
         if action.is_compute:
             samples = self._shares.forwards(action.stage, self._rank, action.microbatch, action.part)
-            return Instruction(counter, action, samples)
+            held = tuple(self._held(action, samples[0])) if is_instruction(action.kind) else ()
+            return Instruction(counter, action, samples, held=held)
         if action.sends:
             candidates = self._sent[action.stage, action.payload]
             fitting = [(m, peer) for m, peer in candidates if action.peer_stage in (None, m.target)]
@@ -460,3 +429,12 @@ class _Resolver:
         ranks = (self._rank, peer) if action.sends else (peer, self._rank)
         sent = self._shares.sent(message, ranks, action.microbatch, action.part)
         return Instruction(counter, action, (sent,), message, peer)
+
+    def _held(self, action: Action, own: Numbers) -> Iterator[tuple[Message, int, Numbers]]:
+        """What an instruction takes, by the ranks that have it."""
+        for message in self._flow.takes(action.stage):
+            for rank in self._plan.stages[action.stage].devices:
+                there = self._shares.held(message, rank)
+                samples = tuple(sample for sample in own if sample in there)
+                if samples:
+                    yield message, rank, samples

@@ -144,7 +144,14 @@ class Rows:
         return slot
 
     def take(self, message: Message, samples: Numbers) -> Taking:
-        """How to get at the tensors of a message for these samples."""
+        """How to get at the tensors of a message for these samples. Raises UsageError where some are not there."""
+        missing = next((sample for sample in samples if (message, sample) not in self._places), None)
+        if missing is not None:
+            raise UsageError(
+                f"stage {message.target} takes what stage {message.source} makes of sample {missing}, which is not "
+                "there by then; instructions bring what their devices have when they run: change their devices, or "
+                "needs"
+            )
         runs = tuple(_runs([self._places[message, sample] for sample in samples]))
         parts = tuple((end - begin) / self._sizes[slot] for slot, begin, end in runs)
         taking = Taking(message, self._specs[message], runs, parts, parts == (1.0,))

@@ -22,6 +22,7 @@ from pipeplan.runtime.data import with_data
 from pipeplan.runtime.executor import Executor
 from pipeplan.runtime.failures import lost_others
 from pipeplan.runtime.identity import identity_of
+from pipeplan.runtime.instructions import FunctionRunner, functions_of
 from pipeplan.runtime.layouts import Layouts
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.messages import Channels, edges_of
@@ -101,6 +102,7 @@ class Trainer:
         self.rank, self.model, self.options, self.progress = progress.rank, model, options, progress
         programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
         require_splittable(plan, model)
+        functions = functions_of(plan, options.instructions)
         self.program = programs[self.rank]
         self.device = rank_device(options)
         dtype: torch.dtype = getattr(torch, options.dtype)
@@ -108,6 +110,7 @@ class Trainer:
         specs = travelling(self.program, model, dtype, self.autocast)
         self.partners = Partners(self.program, progress)
         self.modules = self._build(dtype)
+        self.meetings = [self.partners.meeting(part.devices) for part in self.program.operations.values()]
         progress.begin(Phase.CONNECTING)
         timeout = timedelta(seconds=options.timeout_ns / 1e9)
         with lost_others(self.progress):
@@ -120,8 +123,12 @@ class Trainer:
             require_equal_copies(self.together.everyones(self.shared.copies()))
             channels = Channels(self.program, edges_of(programs), specs, self.device, options.transport, timeout)
         self.stages = {index: self._stage(index) for index in self.program.stages}
+        operations = {
+            index: FunctionRunner(part, self.program, functions[part.kind], meeting, specs, self.device)
+            for (index, part), meeting in zip(self.program.operations.items(), self.meetings, strict=True)
+        }
         self.executor = Executor(
-            self.program, self.stages, channels, specs, progress, self.together.clock, options.blocking
+            self.program, self.stages, channels, specs, progress, self.together.clock, options.blocking, operations
         )
         self.updater = Updater(self.unique_parameters(), options)
         self.checkpoints = self._checkpoints()
@@ -369,7 +376,7 @@ def _require_agreement(
             first, expected = ends.setdefault(message, (other, tensors))
             if tensors != expected:
                 payload, source, target = message.split()
-                what = "outputs" if payload == "F" else "gradients"
+                what = {"F": "outputs", "B": "gradients"}.get(payload, f"outputs behind {payload}")
                 raise UsageError(
                     f"ranks {first} and {other} expect different {what} between stages {source} and {target}: "
                     f"{', '.join(expected)} and {', '.join(tensors)}; the model must be the same on all ranks"

@@ -1,0 +1,238 @@
+"""Instructions that run: functions by their kind, and what each gets and returns.
+
+A function runs on all ranks of its instruction at once. It gets the outputs that each of them has, of the samples of
+its action, and returns on each what later actions there take: tensors by the names of blocks. Whatever the values,
+gradients come back to the blocks as if it had only moved them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeplan.errors import UsageError
+from pipeplan.model import Plan, is_instruction
+from pipeplan.model.action import is_instruction_word
+from pipeplan.model.plan import Attribute
+from pipeplan.runtime.importing import imported_module
+from pipeplan.runtime.messages import TransferError
+from pipeplan.runtime.partners import Meeting
+from pipeplan.runtime.program import Instruction, Numbers, OperationPart, Program
+from pipeplan.runtime.rows import TensorSpec
+from pipeplan.runtime.stages import StageError
+
+__all__ = ["Context", "Function", "FunctionRunner", "Part", "functions_of", "register"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Output of a block that a rank has: its rows of these samples."""
+
+    block: str
+    rank: int
+    samples: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a function gets.
+
+    ``action`` is the action's text, ``samples`` are its samples by number in the mini-batch. ``rank`` is this one of
+    ``ranks``, which ``together`` sums, gathers, broadcasts and sends among. ``inputs`` are outputs of blocks that this
+    rank has; ``parts`` say which every rank has, and of which samples; ``takers`` on which ranks a block's output, of
+    all samples, is taken by later actions. ``attributes`` are the plan's; ``specs`` shape and format of outputs.
+    """
+
+    action: str
+    rank: int
+    ranks: tuple[int, ...]
+    samples: Numbers
+    inputs: Mapping[str, Tensor]
+    parts: tuple[Part, ...]
+    takers: Mapping[str, tuple[int, ...]]
+    attributes: Mapping[str, Attribute]
+    together: Meeting
+    specs: Mapping[str, TensorSpec]
+    device: torch.device
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of ``ranks``; None of one rank."""
+        return self.together.group
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The blocks whose outputs are taken here."""
+        return tuple(block for block, ranks in self.takers.items() if self.rank in ranks)
+
+    def sources(self, block: str, rank: int) -> list[Part]:
+        """Parts that make up a block's output for a rank, which has its own: the same list on every rank."""
+        needed, found = set(self.samples), []
+        for part in sorted((part for part in self.parts if part.block == block), key=lambda part: part.rank != rank):
+            if needed & set(part.samples):
+                needed -= set(part.samples)
+                found.append(part)
+        return found
+
+    def empty(self, part: Part) -> Tensor:
+        """Room for a part."""
+        spec = self.specs[part.block]
+        return torch.empty(spec.of(len(part.samples)), dtype=spec.dtype, device=self.device)
+
+    def joined(self, block: str, found: Iterable[tuple[Part, Tensor]]) -> Tensor:
+        """A block's output of all samples, in their order, out of parts of it."""
+        spec, pairs = self.specs[block], list(found)
+        if (len(pairs) == 1 and pairs[0][0].samples == self.samples) or spec.axis is None:
+            return pairs[0][1]
+        rows = {
+            sample: spec.rows(tensor, place, place + 1)
+            for part, tensor in pairs
+            for place, sample in enumerate(part.samples)
+        }
+        return torch.cat([rows[sample] for sample in self.samples], spec.axis)
+
+
+Function = Callable[[Context], Mapping[str, Tensor]]
+"""What an instruction does: returns, on every rank, at least the :attr:`Context.wanted` outputs of all samples."""
+
+_FUNCTIONS: dict[str, Function] = {}
+
+
+def register(kind: str, function: Function) -> Function:
+    """Say what instructions of a kind do. Returns the function.
+
+    Raises:
+        UsageError: the kind is not a word of 2 to 24 capital letters, or has another function.
+    """
+    if not is_instruction_word(kind):
+        raise UsageError(f"{kind!r} cannot be an instruction: write 2 to 24 capital letters, not SEND or RECV")
+    known = _FUNCTIONS.setdefault(kind, function)
+    if known is not function:
+        raise UsageError(f"instruction {kind} is already {known.__module__}.{known.__qualname__}; choose another word")
+    return function
+
+
+def functions_of(plan: Plan, module: str | None) -> Mapping[str, Function]:
+    """[kind] what the plan's instructions do; a module that registers some is imported first.
+
+    Raises:
+        UsageError: the module cannot be imported, or nobody has registered a kind.
+    """
+    if module is not None:
+        imported_module(module, "--instructions")
+    for operation in plan.operations:
+        if is_instruction(operation.kind) and operation.kind not in _FUNCTIONS:
+            raise UsageError(
+                f"the plan runs {operation.id}0, and nothing says what {operation.kind} does; call "
+                f'pipeplan.runtime.instructions.register("{operation.kind}", function) in a module and give '
+                f"--instructions MODULE (known are {', '.join(sorted(_FUNCTIONS))})"
+            )
+    return dict(_FUNCTIONS)
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionRunner:
+    """One rank's end of an instruction.
+
+    Args:
+        part: what the plan says of it.
+        program: this rank's.
+        function: what it does.
+        together: of its ranks.
+        specs: shape and format of the outputs that leave their stage.
+        device: where tensors live.
+    """
+
+    part: OperationPart
+    program: Program
+    function: Function
+    together: Meeting
+    specs: Mapping[str, TensorSpec]
+    device: torch.device
+
+    def run(self, instruction: Instruction, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What later actions take of it here, by block.
+
+        Raises:
+            StageError: the function failed, or returned too little.
+            TransferError: ranks of the instruction lost each other.
+        """
+        context = self._context(instruction, inputs)
+        try:
+            with torch.no_grad():
+                made = self.function(context)
+        except TransferError:
+            raise
+        except Exception as error:
+            raise StageError(f"instruction {self.part.kind}: {type(error).__name__}: {error}") from error
+        missing = [block for block in context.wanted if not isinstance(made.get(block), Tensor)]
+        if missing:
+            raise StageError(
+                f"instruction {self.part.kind} returned no tensor for block {missing[0]!r}, which a later action takes "
+                f"on rank {context.rank}"
+            )
+        return {block: made[block].detach() for block in context.wanted}
+
+    def _context(self, instruction: Instruction, inputs: Mapping[str, Tensor]) -> Context:
+        tensors, part = self.program.tensors, self.part
+        takers: dict[str, set[int]] = {}
+        for message, ranks in part.takers.items():
+            for block in tensors[message]:
+                takers.setdefault(block, set()).update(ranks)
+        found = {
+            (block, rank): Part(block, rank, samples)
+            for message, rank, samples in instruction.held
+            for block in tensors[message]
+        }
+        return Context(
+            action=str(instruction.action),
+            rank=self.program.rank,
+            ranks=part.devices,
+            samples=instruction.samples[0],
+            inputs=inputs,
+            parts=tuple(found.values()),
+            takers={block: tuple(rank for rank in part.devices if rank in ranks) for block, ranks in takers.items()},
+            attributes=part.attributes,
+            together=self.together,
+            specs=self.specs,
+            device=self.device,
+        )
+
+
+def _all_gather(context: Context) -> dict[str, Tensor]:
+    """ALLGATHER: every rank gets all outputs."""
+    blocks = dict.fromkeys(part.block for part in context.parts)
+    return {block: context.joined(block, _broadcast(context, block)) for block in blocks}
+
+
+def _broadcast(context: Context, block: str) -> Iterable[tuple[Part, Tensor]]:
+    for part in context.sources(block, rank=-1):
+        yield part, context.together.broadcast(_own(context, part), part.rank)
+
+
+def _gather(context: Context) -> dict[str, Tensor]:
+    """GATHER: outputs go where they are taken."""
+    made = {}
+    for block, takers in context.takers.items():
+        for taker in takers:
+            found = [
+                (part, context.together.send(_own(context, part), part.rank, taker))
+                for part in context.sources(block, taker)
+                if context.rank in (part.rank, taker)
+            ]
+            if taker == context.rank:
+                made[block] = context.joined(block, found)
+    return made
+
+
+def _own(context: Context, part: Part) -> Tensor:
+    """This rank's part, or room for another's."""
+    return context.inputs[part.block] if part.rank == context.rank else context.empty(part)
+
+
+register("ALLGATHER", _all_gather)
+register("GATHER", _gather)

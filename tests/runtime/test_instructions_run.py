@@ -1,0 +1,155 @@
+"""Instructions in real processes: gradients are those of an unsplit run, whoever moves the outputs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from instruction_models import GATHERED, one_loss, plan_by_rules, towers_plan, two_losses
+from runtime_plans import TRAINING, Reports, assert_as_unsplit, reports_of
+
+from pipeplan.check import check
+from pipeplan.cli.main import cli
+from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.model import Plan, write_file
+from pipeplan.model.workload import Workload
+from pipeplan.runtime.instructions import functions_of, register
+from pipeplan.runtime.model import Model
+from pipeplan.runtime.program import Message, planned_programs, programs_of
+from pipeplan.schedule.rules import Instruction, Rules
+from pipeplan.simulate.bounds import makespan_bound
+from pipeplan.simulate.simulation import simulate
+
+GATHER = Instruction("GATHER", after=("image.*", "text.*"), before=("loss",), every=2, duration_ns=500)
+ALLGATHER = replace(GATHERED, duration_ns=500)
+TURN = replace(ALLGATHER, kind="TURN", attributes={"times": 1.0})
+
+ONE, TWO = one_loss(), two_losses()
+PLANS: dict[str, tuple[Model, Plan]] = {
+    "gather": (ONE, towers_plan(ONE, [GATHER])),
+    "gather, split": (ONE, towers_plan(ONE, [GATHER], split=True)),
+    "gather, beside computing": (ONE, towers_plan(ONE, [replace(GATHER, devices=(1,))])),
+    "gather, replicas": (ONE, towers_plan(ONE, [GATHER], replicas=2)),
+    "all-gather": (TWO, towers_plan(TWO, [ALLGATHER])),
+    "all-gather, split": (TWO, towers_plan(TWO, [ALLGATHER], split=True)),
+    "all-gather, replicas": (TWO, towers_plan(TWO, [ALLGATHER], replicas=2)),
+    "one after the other": (TWO, towers_plan(TWO, [ALLGATHER, replace(TURN, after=("ALLGATHER",))])),
+    "our own, replicas": (TWO, towers_plan(TWO, [TURN], replicas=2)),
+    "in halves": (TWO, towers_plan(TWO, [replace(ALLGATHER, every=1)])),
+}
+PATHS = {id(ONE): "instruction_models:one_loss", id(TWO): "instruction_models:two_losses"}
+
+
+@pytest.fixture(scope="module")
+def reports() -> Reports:
+    options = replace(TRAINING, instructions="instruction_models")
+    cases = {name: (plan, replace(options, model=PATHS[id(model)])) for name, (model, plan) in PLANS.items()}
+    rehearsal = replace(options, model="", emulate=True, num_steps=2)
+    return reports_of(cases | {f"rehearsed {name}": (slower(plan), rehearsal) for name, (_, plan) in PLANS.items()})
+
+
+def slower(plan: Plan) -> Plan:
+    """The plan's programs with actions that last so long that sleeping is exact enough."""
+    operations = tuple(each.model_copy(update={"duration_ns": 2_000_000}) for each in plan.operations)
+    return plan.model_copy(update={"operations": operations})
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_gradients_are_those_of_an_unsplit_run(name: str, reports: Reports) -> None:
+    model, plan = PLANS[name]
+    assert check(plan).problems == ()
+    assert simulate(plan).rates.makespan_ns == plan.predicted.makespan_ns
+    assert_as_unsplit(model, replace(TRAINING, model=model.name), reports[name])
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_rehearsals_take_no_less_than_the_prediction(name: str, reports: Reports) -> None:
+    """Nothing starts before what it waits for, instructions included; how much later depends on the machine."""
+    workload = Workload.of(slower(PLANS[name][1]))
+    least = makespan_bound(workload)
+    assert all(ns >= least for ns in reports[f"rehearsed {name}"][0]["iterations_ns"])
+
+
+def test_the_verbs_know_instructions(tmp_path: Path, paths_for_ranks: None) -> None:
+    """check, simulate and run, and the measured trace beside the predicted one."""
+    path, trace = str(tmp_path / "plan.json"), str(tmp_path / "trace.json")
+    write_file(PLANS["gather"][1], path)
+    verbs = [
+        ["check", path],
+        ["simulate", path, "--svg", str(tmp_path / "plan.svg"), "--trace", str(tmp_path / "predicted.json")],
+        ["run", path, "--model", PATHS[id(ONE)], "--local", "--steps", "2", "--trace", trace, "--json"],
+        ["simulate", path, "--measured", trace, "--json"],
+    ]
+    found = [CliRunner().invoke(cli, verb) for verb in verbs]
+    assert [result.exit_code for result in found] == [0] * len(verbs), [result.output for result in found]
+    losses = [step["loss"] for step in json.loads(found[2].stdout)["steps"]]
+    assert losses[0] > losses[1] > 0
+    kinds = {kind["kind"]: kind for kind in json.loads(found[3].stdout)["measured"]["kinds"]}
+    assert kinds["GATHER"]["count"] == 2
+    assert "GATHER" in (tmp_path / "plan.svg").read_text()
+    assert '"5GATHER0"' in (tmp_path / "predicted.json").read_text()
+
+
+def test_rules_that_never_let_an_instruction_run_name_it() -> None:
+    """It waits for two micro-batches of each tower, of which no more than one may be in flight."""
+    with pytest.raises(InfeasibleError, match="0F1 is ready, but stage 0 has its 1 micro-batches in flight"):
+        plan_by_rules(TWO, Rules(in_flight=1, instructions=(ALLGATHER,)))
+
+
+# Programs --------------------------------------------------------------------------------------------------------
+
+
+def test_programs_lead_tensors_through_instructions() -> None:
+    model, plan = PLANS["gather"]
+    programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
+    tensors = programs[0].tensors
+    assert tensors[Message("F", 1, 5)] == ("image.1",)
+    assert tensors[Message("F", 3, 5)] == ("text.1",)
+    assert tensors[Message("GATHER", 5, 4)] == ("image.1", "text.1")
+    assert tensors[Message("B", 4, 3)] == ("text.1",), "gradients go straight back"
+    assert Message("F", 3, 4) not in tensors
+    part = programs[1].operations[5]
+    assert (part.devices, part.takers) == ((1, 3), {Message("GATHER", 5, 4): (1,)})
+    assert programs[3].operations[5].gives == ()
+    (first,) = [i for i in programs[1].instructions if str(i.action) == "5GATHER0"]
+    assert first.held == ((Message("F", 1, 5), 1, (0, 1, 2, 3)), (Message("F", 3, 5), 3, (0, 1, 2, 3)))
+    assert all(program.lines == {(1, 3)} for program in programs)
+
+
+def test_what_only_watches_sees_what_leaves_a_stage() -> None:
+    watch = Instruction("WATCH", after=("image.0",), duration_ns=1)
+    plan = towers_plan(ONE, [watch])
+    programs = programs_of(plan, [block.id for block in ONE.blocks], ONE.edges, ONE.name)
+    assert programs[0].tensors[Message("F", 0, 5)] == ("image.0",)
+    assert planned_programs(plan)[0].tensors[Message("F", 0, 5)] == ("0>5",)
+
+
+def test_two_ways_are_one_too_many() -> None:
+    other = replace(GATHER, kind="ALLGATHER")
+    plan = towers_plan(ONE, [GATHER, other])
+    with pytest.raises(UsageError, match="outputs of stage 1 come to stage 4 by way of 5GATHER and 6ALLGATHER"):
+        programs_of(plan, [block.id for block in ONE.blocks], ONE.edges, ONE.name)
+
+
+def test_kinds_that_nobody_knows_are_refused_before_anything_starts() -> None:
+    plan = towers_plan(ONE, [replace(GATHER, kind="NOBODY")])
+    with pytest.raises(UsageError, match=r"runs 5NOBODY0, and nothing says what NOBODY does; call .*register.*--instr"):
+        functions_of(plan, None)
+    with pytest.raises(UsageError, match="--instructions 'no_such_module' cannot be imported"):
+        functions_of(plan, "no_such_module")
+
+
+def test_a_new_instruction_takes_few_lines() -> None:
+    """Definition, rules, plan and run are all in that file."""
+    lines = Path(__file__).with_name("test_new_instruction.py").read_text().splitlines()
+    assert sum(bool(line.strip()) for line in lines) < 20
+
+
+def test_a_kind_has_one_function() -> None:
+    with pytest.raises(UsageError, match="instruction GATHER is already"):
+        register("GATHER", lambda context: {})
+    with pytest.raises(UsageError, match="'gather' cannot be an instruction"):
+        register("gather", lambda context: {})
