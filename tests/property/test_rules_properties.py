@@ -9,11 +9,14 @@ from helpers import Placed, chain_workload, placed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rules_reference import Reference
+from strategies import problems
 
 from pipeplan.errors import InfeasibleError
 from pipeplan.model.workload import Workload
+from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import DeviceRules, Rules, StageTraversal, TypeTraversal
 from pipeplan.schedule.rules.engine import schedule_by_rules
+from pipeplan.simulate.memory import fits
 from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph, with_links
 
 number = st.sampled_from([1, 2, 3, "D", "D - d", "max(1, S - s)", "C * N"])
@@ -97,3 +100,12 @@ def test_limits_hold(time: str, drawn: Placed, most: int) -> None:
             slot = graph.workload.slots[graph.operation_of[task]].name(task - graph.offsets[graph.operation_of[task]])
             flight[operation.stage] += (operation.kind == "F" and slot[1] != 1) - (operation.kind in "BI")
             assert flight[operation.stage] <= most
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), rules.map(lambda each: each.but(fit_memory=True)))
+def test_memory_is_kept(problem: Problem, rules: Rules) -> None:
+    graph = task_graph(problem.workload)
+    orders = orders_of(graph, rules)
+    if orders is not None:
+        assert fits(graph, orders)

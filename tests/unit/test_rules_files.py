@@ -17,7 +17,6 @@ from pipeplan.simulate.timing import task_graph
 EVERYTHING = """
 name = "all of it"
 time = "true"
-separate = true
 fit_memory = true
 placement = "circular"
 chunks = 3
@@ -52,7 +51,6 @@ def test_every_key() -> None:
     assert parse_rules(EVERYTHING, "other") == Rules(
         name="all of it",
         time="true",
-        separate=True,
         fit_memory=True,
         placement="circular",
         chunks=3,
@@ -92,6 +90,7 @@ def test_an_empty_file_has_the_rules_that_hold_without(tmp_path: Path) -> None:
         ("in_flight = 1.5", "in_flight is 1.5; write an integer"),
         ("in_flight = true", "in_flight is True; write an integer"),
         ("separate = 1", "separate is 1; write true or false"),
+        ("separate = true\nweights = {fill = true}", "weights are placed by separate = true"),
         ("time = 'fast'", "time is 'fast'; choose from unit, true"),
         ("chunks = 0", "chunks is 0"),
         ("[weights]\nlate = -1", "weights.late is -1; it must be at least 0"),
@@ -143,7 +142,8 @@ def test_the_sweep_is_sorted_and_fits() -> None:
     found = sweep(workload)
     assert [swept.makespan_ns for swept in found] == sorted(swept.makespan_ns for swept in found)
     assert makespan_bound(workload) <= found[0].makespan_ns
-    assert all(swept.rules.fit_memory and swept.rules.separate for swept in found)
+    assert all(swept.rules.fit_memory for swept in found)
+    assert {swept.rules.separate for swept in found} == {False, True}
     again = run_rules(task_graph(workload), found[0].rules)
     assert again == found[0]
 

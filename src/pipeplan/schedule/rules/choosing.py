@@ -31,15 +31,12 @@ class _Lane:
     With an interval ``turn`` is the place of the operation whose turn it is, ``count`` how many actions it has had.
     """
 
+    name: str
     operations: list[int]
     traversal: Traversal
+    interval: int | None
     turn: int = -1
     count: int = 0
-
-    @property
-    def interval(self) -> int | None:
-        """Actions that a stage has in a row; None where there are no turns."""
-        return self.traversal.interval
 
     def turns(self, left: Sequence[int]) -> Iterator[int]:
         """The operations that have actions left, from the one whose turn it is."""
@@ -50,6 +47,8 @@ class _Lane:
 
     def started(self, x: int) -> None:
         """An action of one of the operations starts."""
+        if self.interval is None:
+            return
         place = self.operations.index(x)
         fresh = place != self.turn or self.count == self.interval
         self.turn, self.count = place, 1 if fresh else self.count + 1
@@ -61,17 +60,16 @@ class _Device:
 
     settings: DeviceSettings
     lanes: dict[str, _Lane]
-    before: list[str]  # instructions that go before forwards and backwards
-    behind: list[str]
+    backward_first: list[_Lane]  # all lanes in the order in which they are tried
+    forward_first: list[_Lane]
     left: int  # actions other than weight gradients that have not started
     owed: deque[int] = field(default_factory=deque)  # weight gradients that could start
     last: str | None = None  # F or B, the lane of the last forward or backward
     run: int = 0  # how many of them in a row
 
-    def kinds(self) -> list[str]:
+    def ordered(self) -> list[_Lane]:
         """The lanes in the order in which they are tried now."""
-        between = ["B", "F"] if self._backward_goes_first() else ["F", "B"]
-        return [*self.before, *between, *self.behind]
+        return self.backward_first if self._backward_goes_first() else self.forward_first
 
     def _backward_goes_first(self) -> bool:
         settings, first = self.settings, self.settings.types.first
@@ -190,20 +188,17 @@ class Chooser:
 
     def choose(self, device: int) -> int | None:
         """The action a device would start now; None if there is none it may."""
-        mine, first = self._devices[device], self._devices[device].settings.types.first
-        if callable(first):
-            return self._by_function(device, first(self._state, device))
+        mine = self._devices[device]
+        types = mine.settings.types
+        if callable(types.first):
+            return self._by_function(device, types.first(self._state, device))
         if len(mine.owed) > mine.settings.weights_late and self._obstacle(mine.owed[0]) is None:
             return mine.owed[0]
-        first_waits = mine.settings.types.wait
-        for name in mine.kinds():
-            lane = mine.lanes.get(name)
-            if lane is None:
-                continue
+        for lane in mine.ordered():
             task = self._pick(device, lane)
             if task is not None:
                 return task
-            if first_waits and name in "FB" and self._is_waited_for(lane):
+            if types.wait and lane.name in "FB" and self._is_waited_for(lane):
                 break
         return self._filling(mine)
 
@@ -244,19 +239,14 @@ class Chooser:
                     f"the stage order of device {device} chose {chosen}, which is none of those it was given"
                 )
             return None if chosen is None else chosen.task
-        if lane.interval is None:
-            return next((task for x in lane.operations if (task := self._allowed(x)) is not None), None)
-        for x in lane.turns(self._left):
-            if (task := self._allowed(x)) is not None:
-                return task
-            if not self._queues[x] and lane.turn >= 0 and not self._pressed:
-                return None  # its turn: it is waited for
+        waits = lane.interval is not None and lane.turn >= 0 and not self._pressed
+        for x in lane.operations if lane.interval is None else lane.turns(self._left):
+            queue = self._queues[x]
+            if queue and self._obstacle(queue[0]) is None:
+                return queue[0]
+            if waits and not queue:
+                return None  # its turn
         return None
-
-    def _allowed(self, x: int) -> int | None:
-        """The next action of an operation, if it is ready and may start."""
-        queue = self._queues[x]
-        return queue[0] if queue and self._obstacle(queue[0]) is None else None
 
     def _operations(self, device: int, kind: str) -> list[int]:
         if kind == "W":
@@ -270,18 +260,24 @@ class Chooser:
             if device in self._callers[x] and kind != "W":
                 name = _BACKWARD.get(kind, kind)
                 traversal = settings.backward if name == "B" else settings.forward
-                lanes.setdefault(name, _Lane([], traversal)).operations.append(x)
+                lanes.setdefault(name, _Lane(name, [], traversal, traversal.interval)).operations.append(x)
         for lane in lanes.values():
             lane.operations.sort(
                 key=lambda x: depths[self._stage[x]], reverse=lane.traversal.rules.direction == "depth-first"
             )
         others = sorted(lanes.keys() - {"F", "B"})
+
+        def ordered(*between: str) -> list[_Lane]:
+            names = [name for name in others if name not in self._last]
+            names += [*between, *(name for name in others if name in self._last)]
+            return [lanes[name] for name in names if name in lanes]
+
         resources = self._graph.workload.resources[: len(self._kind)]
         return _Device(
             settings,
             lanes,
-            [name for name in others if name not in self._last],
-            [name for name in others if name in self._last],
+            ordered("B", "F"),
+            ordered("F", "B"),
             sum(self._left[x] for x, there in enumerate(resources) if device in there and self._kind[x] != "W"),
         )
 

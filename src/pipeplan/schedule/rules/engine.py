@@ -68,6 +68,7 @@ class _Run:
         self._device_limits = [settings.limit for settings in self._resolved.devices]
         self._checks = rules.checks
         self._memory = Memory(graph) if rules.fit_memory else None
+        self._devices = workload.resources
         self._stage = [operation.stage for operation in operations]
         self._kind: list[str] = [operation.kind for operation in operations]
         self._own = [not shared for shared in self._resolved.is_shared]
@@ -76,7 +77,7 @@ class _Run:
         self._begun: list[int | None] = [None] * graph.num_actions
         self._in_flight = [0] * len(workload.stages)
         self._on_device = [0] * len(workload.devices)
-        self._left = graph.num_actions
+        self._left = self._num_actions = graph.num_actions
         self._link_free = [0] * len(workload.links)
         self._busy = [False] * len(workload.devices)
         self._calls: list[_Call | None] = [None] * len(workload.devices)
@@ -139,7 +140,7 @@ class _Run:
 
     def _end(self, task: int) -> None:
         """Its devices are free, and what depends on it waits for one thing less."""
-        for device in self.graph.devices_of(task):
+        for device in self._devices[self.graph.operation_of[task]]:
             self._busy[device] = False
             call = self._calls[device]
             if call is None:
@@ -152,15 +153,16 @@ class _Run:
 
     def _resolve(self, task: int, end: int) -> None:
         """The dependency resolver: an action, or a message, has ended."""
+        waiting = self._waiting
         for other, lag in self.graph.successors[task]:
-            self._waiting[other] -= 1
+            waiting[other] -= 1
             if self._unit:
-                if self._waiting[other] == 0:
+                if waiting[other] == 0:
                     self._arrive(other)
                 continue
             time = self._arrival[other] = max(self._arrival[other], end + lag)
-            if self._waiting[other] == 0:
-                if time > self.now and other < self.graph.num_actions:
+            if waiting[other] == 0:
+                if time > self.now and other < self._num_actions:
                     heapq.heappush(self._events, (time, other + self.graph.num_tasks))
                 else:
                     self._arrive(other)
@@ -168,7 +170,7 @@ class _Run:
     def _arrive(self, task: int) -> None:
         """All that a task waits for is there: an action is ready, a message takes its link as soon as that is free."""
         graph = self.graph
-        if task < graph.num_actions:
+        if task < self._num_actions:
             self._woken.update(self._chooser.add(task))
             return
         end = self.now
@@ -193,7 +195,7 @@ class _Run:
                 self._start(self._chooser.take(task))
 
     def _is_shared(self, task: int) -> bool:
-        return len(self.graph.devices_of(task)) > 1
+        return len(self._devices[self.graph.operation_of[task]]) > 1
 
     def _calling_order(self, pick: tuple[int, int]) -> tuple[bool, int]:
         return self._kind[self.graph.operation_of[pick[1]]] not in "BI", pick[0]
@@ -212,7 +214,7 @@ class _Run:
 
     def _start(self, task: int) -> None:
         graph, x = self.graph, self.graph.operation_of[task]
-        devices, stage = graph.devices_of(task), self._stage[x]
+        devices, stage = self._devices[x], self._stage[x]
         self._left -= 1
         self._begun[task] = self.now
         self._chooser.started(task)

@@ -159,6 +159,11 @@ class Settings:
         if self.weights_late is not None:
             check_number("weights_late", self.weights_late, 0)
 
+    @property
+    def places_weights(self) -> bool:
+        """Whether these settings say when weight gradients run."""
+        return self.weights_late is not None or self.weights_fill is not None
+
     def under(self, other: Settings) -> Settings:
         """These settings, and wherever ``other`` says something, that."""
         names = [each.name for each in fields(Settings)]
@@ -268,6 +273,9 @@ class Rules(Settings):
         _require("time", self.time, ("unit", "true"))
         if self.time == "true" and any(_paces(each) for each in (self, *self.devices, *self.submodules)):
             raise UsageError("every counts steps, and with time = 'true' there are none; leave out one of them")
+        late = next((each for each in (self, *self.devices, *self.submodules) if each.places_weights), None)
+        if self.separate and late is not None:
+            raise UsageError("weights are placed by separate = true; leave out that, or late and fill")
         if self.chunks is not None:
             check_number("chunks", self.chunks, 1)
 

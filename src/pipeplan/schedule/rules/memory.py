@@ -6,6 +6,8 @@ micro-batches of any size.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pipeplan.schedule.room import Effect, still_needed
 from pipeplan.simulate.memory import acquired_bytes
 from pipeplan.simulate.timing import TaskGraph
@@ -13,69 +15,77 @@ from pipeplan.simulate.timing import TaskGraph
 __all__ = ["Memory"]
 
 
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """The operations of one route on a limited device, weight gradients left out; ``needs`` as in still_needed."""
+
+    device: int
+    capacity: int
+    operations: list[int]
+    needs: list[int]
+
+
 class Memory:
     """What every device holds, and whether an action may start on all of its devices."""
 
     def __init__(self, graph: TaskGraph) -> None:
-        self._graph = graph
         workload = graph.workload
-        self._capacity = [
-            None if device.memory_bytes is None else device.memory_bytes - workload.static_bytes(index)
-            for index, device in enumerate(workload.devices)
+        self._graph = graph
+        self._effects = [
+            Effect(each.kind, each.acquire_bytes, each.workspace_bytes, each.release_bytes)
+            for each in workload.operations
         ]
-        self._held = [0] * len(self._capacity)
-        self._next = list(graph.offsets)  # [operation] its first action that has not started
-        routes = [workload.stages[operation.stage].route for operation in workload.operations]
-        self._chains: list[dict[int, list[int]]] = [{} for _ in self._capacity]
-        self._needs: list[dict[int, list[int]]] = [{} for _ in self._capacity]
-        for device in range(len(self._capacity)):
-            there = [x for x, devices in enumerate(workload.resources[: len(routes)]) if device in devices]
-            for route in {routes[x] for x in there}:
-                chain = [x for x in there if routes[x] == route]
-                effects = [self._effect(x) for x in chain]
-                self._needs[device][route] = still_needed(effects)
-                self._chains[device][route] = [x for x in chain if workload.operations[x].kind != "W"]
-
-    def _effect(self, x: int) -> Effect:
-        operation = self._graph.workload.operations[x]
-        return Effect(operation.kind, operation.acquire_bytes, operation.workspace_bytes, operation.release_bytes)
+        self._held = [0] * len(workload.devices)
+        self._begins = [self._begin(x, graph.offsets[x]) for x in range(len(self._effects))]
+        self._chains: list[list[_Chain]] = [[] for _ in self._effects]  # [operation] one per limited device of it
+        for device in range(len(self._held)):
+            self._add_chains(device)
 
     def missing(self, task: int) -> int | None:
         """The first device that has no room for an action; None if all have."""
-        graph = self._graph
-        operation = graph.workload.operations[graph.operation_of[task]]
-        if operation.acquire_bytes + operation.workspace_bytes == 0:
+        x = self._graph.operation_of[task]
+        effect = self._effects[x]
+        if effect.acquire + effect.workspace == 0 or not self._chains[x]:
             return None
-        return next((device for device in graph.devices_of(task) if not self._has_room(device, task)), None)
+        acquired = acquired_bytes(self._graph, task)
+        for chain in self._chains[x]:
+            held = self._held[chain.device] + acquired
+            if held + effect.workspace > chain.capacity:
+                return chain.device
+            if held - effect.release + self._oldest_needs(chain, x) > chain.capacity:
+                return chain.device
+        return None
 
     def start(self, task: int) -> None:
         """Take what an action takes. What it gives back is free before its devices start anything else."""
         x = self._graph.operation_of[task]
-        change = acquired_bytes(self._graph, task) - self._graph.workload.operations[x].release_bytes
+        change = acquired_bytes(self._graph, task) - self._effects[x].release
         for device in self._graph.devices_of(task):
             self._held[device] += change
-        self._next[x] = max(self._next[x], task + 1)
+        self._begins[x] = max(self._begins[x], self._begin(x, task + 1))
 
-    def _has_room(self, device: int, task: int) -> bool:
-        capacity = self._capacity[device]
-        if capacity is None:
-            return True
-        x = self._graph.operation_of[task]
-        operation = self._graph.workload.operations[x]
-        acquired = acquired_bytes(self._graph, task)
-        if self._held[device] + acquired + operation.workspace_bytes > capacity:
-            return False
-        held = self._held[device] + acquired - operation.release_bytes
-        return held + self._oldest_needs(device, x) <= capacity
-
-    def _oldest_needs(self, device: int, x: int) -> int:
-        """Bytes that the oldest samples on a device and route still take after an action."""
+    def _add_chains(self, device: int) -> None:
+        """Note a device that has a limit for each of its operations."""
         workload = self._graph.workload
-        route = workload.stages[workload.operations[x].stage].route
-        begins = {y: self._begin(y, self._next[y]) for y in self._chains[device][route]}
-        oldest = min(begins.values(), default=0)
-        done = sum(begin > oldest for begin in begins.values()) + (begins.get(x) == oldest)
-        return self._needs[device][route][done]
+        memory = workload.devices[device].memory_bytes
+        if memory is None:
+            return
+        there = [x for x in range(len(self._effects)) if device in workload.resources[x]]
+        routes = {x: workload.stages[workload.operations[x].stage].route for x in there}
+        for route in sorted(set(routes.values())):
+            mine = [x for x in there if routes[x] == route]
+            needs = still_needed([self._effects[x] for x in mine])
+            others = [x for x in mine if self._effects[x].kind != "W"]
+            chain = _Chain(device, memory - workload.static_bytes(device), others, needs)
+            for x in mine:
+                self._chains[x].append(chain)
+
+    def _oldest_needs(self, chain: _Chain, x: int) -> int:
+        """Bytes that the oldest samples on a device and route still take after an action of an operation."""
+        begins = self._begins
+        oldest = min(begins[y] for y in chain.operations)
+        done = sum(begins[y] > oldest for y in chain.operations)
+        return chain.needs[done + (begins[x] == oldest and x in chain.operations)]
 
     def _begin(self, x: int, task: int) -> int:
         """The first sample of an operation's action; behind the last action, the end of the mini-batch."""

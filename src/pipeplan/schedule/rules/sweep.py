@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Literal
 
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model.workload import Workload
@@ -19,6 +21,7 @@ __all__ = ["Swept", "built_in_rules", "run_rules", "sweep"]
 _LIMITS: tuple[Limit | None, ...] = (None, "S - s", "2 * (S - s) - 1")
 """Micro-batches in flight per stage: no limit, 1F1B's, and twice as many less one, as zero-bubble schedules have."""
 
+_TIMES: tuple[Literal["unit", "true"], ...] = ("unit", "true")
 _FIRSTS: tuple[First, ...] = ("bwd-first", "interleaved")
 
 
@@ -75,37 +78,37 @@ def built_in_rules(
 
     Units are 1. ``interval`` is the number of devices, and only for stages that stand on the devices in turn;
     forwards first only if asked for. Where no device has several stages, traversals are all alike and left out. Where
-    memory is limited, forwards wait for room; where backward is split, gradients are separated.
+    memory is limited, forwards wait for room; where backward is split, there are all of them with separated gradients,
+    too.
     """
     firsts: tuple[First, ...] = ("bwd-first", "interleaved", "fwd-first") if forward_first else _FIRSTS
     directions = _traversals(workload)
     fit = any(device.memory_bytes is not None for device in workload.devices)
     split = any(operation.kind == "W" for operation in workload.operations)
-    return [
+    tried = (
         Rules(
-            name=_name(first, forward, backward, limit, time),
             types=TypeTraversal(first),
             forward=forward,
             backward=backward,
             in_flight=limit,
             time=time,
             fit_memory=fit,
-            separate=split,
+            separate=separate,
         )
-        for limit in limits
-        for time in ("unit", "true")
+        for limit, time, separate in product(limits, _TIMES, (False, True) if split else (False,))
         for first, forward, backward in product(firsts, directions, directions)
-    ]
+    )
+    return [rules.but(name=", ".join(_words(rules))) for rules in tried]
 
 
 def _traversals(workload: Workload) -> list[StageTraversal]:
     """The stage traversals that differ on this placement."""
     plain = [StageTraversal("breadth-first"), StageTraversal("depth-first")]
+    stages_of = Counter(device for stage in workload.stages for device in stage.devices)
+    if max(stages_of.values(), default=0) < 2:
+        return plain[:1]
     chains = list(Resolved(workload, Rules()).chains())
     several = any(len(set(groups)) < len(groups) for groups in chains)
-    shared = any(len(stage.devices) > 1 for stage in workload.stages)
-    if not several and not shared and workload.num_routes == 1:
-        return plain[:1]
     if several and all(_in_turn(groups) for groups in chains):
         return [*plain, StageTraversal("breadth-first", "D"), StageTraversal("depth-first", "D")]
     return plain
@@ -117,19 +120,17 @@ def _in_turn(groups: Sequence[tuple[int, ...]]) -> bool:
     return list(groups) == once * (len(groups) // len(once))
 
 
-def _name(first: str, forward: StageTraversal, backward: StageTraversal, limit: Limit | None, time: str) -> str:
-    """What makes the rules different from others, in a few words."""
-    return ", ".join(_words(first, forward, backward, limit, time))
-
-
-def _words(
-    first: str, forward: StageTraversal, backward: StageTraversal, limit: Limit | None, time: str
-) -> Iterator[str]:
-    yield first
-    for traversal in (forward, backward):
-        interval = "" if traversal.interval is None else f" by {traversal.interval}"
-        yield f"{traversal.direction}{interval}"
-    if limit is not None:
-        yield f"in flight {limit}"
-    if time == "true":
+def _words(rules: Rules) -> Iterator[str]:
+    """What makes the rules different from the other built-in ones."""
+    if rules.types is not None:
+        yield str(rules.types.first)
+    for traversal in (rules.forward, rules.backward):
+        if traversal is not None:
+            interval = "" if traversal.interval is None else f" by {traversal.interval}"
+            yield f"{traversal.direction}{interval}"
+    if rules.in_flight is not None:
+        yield f"in flight {rules.in_flight}"
+    if rules.time == "true":
         yield "true time"
+    if rules.separate:
+        yield "separated"
