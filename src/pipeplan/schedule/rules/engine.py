@@ -26,7 +26,7 @@ from pipeplan.schedule.rules.settings import Resolved
 from pipeplan.schedule.rules.stuck import Obstacle, stuck_error
 from pipeplan.simulate.timing import TaskGraph
 
-__all__ = ["schedule_by_rules"]
+__all__ = ["schedule_by_rules", "unseparated"]
 
 _PATIENCE = 100
 """Steps without any action after which user functions that still refuse everything are taken to refuse it for good."""
@@ -42,9 +42,14 @@ def schedule_by_rules(graph: TaskGraph, rules: Rules) -> list[list[int]]:
         InfeasibleError: limits, checks or memory block every action that is ready; the text names them.
     """
     if not rules.separate:
-        return _Run(graph, rules).run()
+        return unseparated(graph, rules)
     joined = Joined.of(graph)
-    return separate(graph, joined.apart(_Run(joined.graph, rules).run()))
+    return separate(graph, joined.apart(unseparated(joined.graph, rules)))
+
+
+def unseparated(graph: TaskGraph, rules: Rules) -> list[list[int]]:
+    """The same without separation, whatever the rules say of it."""
+    return _Run(graph, rules).run()
 
 
 @dataclass(slots=True)

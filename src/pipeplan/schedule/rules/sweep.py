@@ -10,13 +10,15 @@ from typing import Literal
 
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model.workload import Workload
-from pipeplan.schedule.rules.engine import schedule_by_rules
+from pipeplan.schedule.rules.engine import schedule_by_rules, unseparated
+from pipeplan.schedule.rules.joining import Joined
 from pipeplan.schedule.rules.language import First, Limit, Rules, StageTraversal, TypeTraversal
+from pipeplan.schedule.rules.separation import separate
 from pipeplan.schedule.rules.settings import Resolved
-from pipeplan.simulate.memory import overflow
+from pipeplan.simulate.memory import fits, overflow
 from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph, with_links
 
-__all__ = ["Swept", "built_in_rules", "run_rules", "sweep"]
+__all__ = ["Swept", "built_in_rules", "distinct", "run_rules", "sweep"]
 
 _LIMITS: tuple[Limit | None, ...] = (None, "S - s", "2 * (S - s) - 1")
 """Micro-batches in flight per stage: no limit, 1F1B's, and twice as many less one, as zero-bubble schedules have."""
@@ -42,8 +44,26 @@ def sweep(workload: Workload, rules: Iterable[Rules] | None = None, *, graph: Ta
     """
     graph = graph or task_graph(workload)
     tried = built_in_rules(workload) if rules is None else rules
-    found = [swept for each in tried if (swept := _tried(graph, each)) is not None]
+    made = ((each, separate(graph, orders) if each.separate else orders) for each, orders in distinct(graph, tried))
+    found = [_timed(graph, each, with_links(graph, orders)) for each, orders in made if fits(graph, orders)]
     return sorted(found, key=lambda swept: swept.makespan_ns)
+
+
+def distinct(graph: TaskGraph, rules: Iterable[Rules]) -> Iterator[tuple[Rules, list[list[int]]]]:
+    """Rules and the orders of devices that they give, before separation; of rules with the same orders the first.
+
+    Rules that get stuck, or do not apply, are passed over.
+    """
+    joined, seen = Joined.of(graph), set()
+    for each in rules:
+        try:
+            orders = unseparated(joined.graph if each.separate else graph, each)
+        except (InfeasibleError, UsageError):
+            continue
+        key = each.separate, hash(tuple(map(tuple, orders)))
+        if key not in seen:
+            seen.add(key)
+            yield each, joined.apart(orders) if each.separate else orders
 
 
 def run_rules(graph: TaskGraph, rules: Rules) -> Swept:
@@ -60,15 +80,12 @@ def run_rules(graph: TaskGraph, rules: Rules) -> Swept:
             f"the schedule of rules {rules.name!r} does not fit: {over}; lower in_flight, set fit_memory, or raise "
             "--memory"
         )
+    return _timed(graph, rules, orders)
+
+
+def _timed(graph: TaskGraph, rules: Rules, orders: list[list[int]]) -> Swept:
     starts = earliest_starts(graph, orders)
     return Swept(rules, orders, starts, max(map(sum, zip(starts, graph.durations, strict=True))))
-
-
-def _tried(graph: TaskGraph, rules: Rules) -> Swept | None:
-    try:
-        return run_rules(graph, rules)
-    except (InfeasibleError, UsageError):
-        return None
 
 
 def built_in_rules(
