@@ -19,7 +19,14 @@ from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.language import Rules
 from pipeplan.schedule.rules.schedules import schedule_of_rules
 from pipeplan.schedule.solver import Budget
-from pipeplan.schedule.starts import CHEAP_TASKS, first_schedule, offer_classics, offer_insertion, offer_rules
+from pipeplan.schedule.starts import (
+    CHEAP_TASKS,
+    first_schedule,
+    offer_built_in,
+    offer_classics,
+    offer_insertion,
+    offer_rules,
+)
 from pipeplan.schedule.state import Candidate, Progress, Schedule, State
 from pipeplan.schedule.steady import MOST_ADOPTED, adopt_repetitions, search_repetend, search_unrolled
 from pipeplan.simulate.bounds import makespan_bound
@@ -160,6 +167,7 @@ def _improve(state: State, scheduler: str, unroll: int | None) -> Schedule:
         offer_classics(state, automatic=True)
         if not early:
             offer_classics(state, automatic=False)
+        offer_built_in(state)
         offer_insertion(state)
         offer_rules(state)
     if unroll is None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from pipeplan.errors import InvalidPlanError
 from pipeplan.schedule.rules.stashing import refill
@@ -24,8 +25,10 @@ from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts, with_li
 __all__ = ["separate"]
 
 
-def separate(graph: TaskGraph, orders: Orders) -> list[list[int]]:
+def separate(graph: TaskGraph, orders: Orders, *, tries: int | None = None) -> list[list[int]]:
     """The orders of the devices with weight gradients moved into bubbles; never longer than ``orders``.
+
+    With ``tries`` not all ways are tried, but so many.
 
     Everything but W keeps its place among its like. No device holds more than its memory, or, where that is more, than
     under ``orders``. Without weight gradients of their own the orders come back as they are.
@@ -35,7 +38,7 @@ def separate(graph: TaskGraph, orders: Orders) -> list[list[int]]:
     """
     given = _Timed.of(graph, with_links(graph, graph.on_devices(orders)))
     weights = _weights(graph)
-    best = _best(_Case.of(graph, given, weights)) if weights else given
+    best = _best(_Case.of(graph, given, weights), tries) if weights else given
     return best.orders[: len(graph.workload.devices)]
 
 
@@ -117,10 +120,10 @@ def _capacity(graph: TaskGraph, orders: Orders) -> tuple[int | None, ...]:
     )
 
 
-def _best(case: _Case) -> _Timed:
-    """The shortest of all tries; among equals the first."""
+def _best(case: _Case, most: int | None) -> _Timed:
+    """The shortest of all tries, or of the first so many; among equals the first."""
     best = case.given
-    for found in _tries(case):
+    for found in islice(_tries(case), most):
         if found.makespan < best.makespan:
             best = found
         if best.makespan <= case.target:

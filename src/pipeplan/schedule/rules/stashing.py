@@ -35,7 +35,9 @@ class _Replay:
     """Devices run what is left of their orders as soon as they can; while one waits it takes of its pool.
 
     ``pools`` [device] the stashed W whose I has begun there, per operation, oldest first. ``urgent`` [device] those
-    that must run next. A message runs on its link when it is made, first come, first served.
+    that must run next. ``head`` [device] what it runs next, its pool aside, ``at_head`` [task] on how many devices it
+    is that, and ``ready`` [task] ns before which it cannot start. A message runs on its link when it is made, first
+    come, first served.
     """
 
     def __init__(
@@ -49,6 +51,8 @@ class _Replay:
     ) -> None:
         self._graph, self._stashed, self._capacity = graph, stashed, capacity
         self._expected, self._patience = expected, patience
+        self._operation_of, self._durations = graph.operation_of, graph.durations
+        self._operations = graph.workload.operations
         self._devices = graph.workload.resources
         self._left = [[task for task in reversed(order) if task not in stashed] for order in orders]
         self._urgent: list[list[int]] = [[] for _ in orders]
@@ -56,33 +60,51 @@ class _Replay:
         self._free = [0] * graph.workload.num_resources
         self._held = [0] * len(orders)
         self._waiting = graph.num_predecessors.copy()
-        self._arrival = [0] * graph.num_tasks
+        self._ready = [0] * graph.num_tasks
+        self._head: list[int | None] = [None] * len(orders)
+        self._at_head = [0] * graph.num_tasks
         self._found: list[list[int]] = [[] for _ in orders]
-        self._events = [(0, device) for device in range(len(orders))]
+        self._events: list[tuple[int, int]] = []
+        self._limited = any(limit is not None for limit in capacity)
         self._flushing = _flushing(graph, len(orders))
 
     def run(self) -> list[list[int]] | None:
         """Go through the moments at which something can begin on a device."""
-        events = self._events
+        events, free = self._events, self._free
+        for device in range(len(self._found)):
+            self._turn_to_next(device, 0)
         while events:
             now, device = heapq.heappop(events)
-            if self._free[device] <= now:
+            if free[device] <= now:
                 self._examine(device, now)
         done = not any(self._left) and not any(pool for pools in self._pools for pool in pools.values())
         return self._found if done else None
 
-    def _head(self, device: int) -> int | None:
-        """What the device runs next, W from its pool aside."""
-        if self._urgent[device]:
-            return self._urgent[device][-1]
-        return self._left[device][-1] if self._left[device] else None
+    def _turn_to_next(self, device: int, now: int) -> None:
+        """What a device runs next may have changed; where it is the last of several to come to it, all look."""
+        order = self._urgent[device] or self._left[device]
+        task, before = order[-1] if order else None, self._head[device]
+        if before is not None:
+            self._at_head[before] -= 1
+        self._head[device] = task
+        if task is None:
+            heapq.heappush(self._events, (self._free[device], device))
+            return
+        self._at_head[task] += 1
+        self._ready[task] = max(self._ready[task], self._free[device])
+        devices = self._devices[self._operation_of[task]]
+        if self._at_head[task] == len(devices):
+            for other in devices:
+                heapq.heappush(self._events, (max(now, self._free[other]), other))
+        else:
+            heapq.heappush(self._events, (self._free[device], device))
 
     def _examine(self, device: int, now: int) -> None:
         """A device is free: begin what is next, or else something of its pool."""
-        task = self._head(device)
-        start = self._start_of(task)
+        task = self._head[device]
+        start = None if task is None else self._start_of(task)
         if task is not None and start is not None and start <= now:
-            if not self._make_room(task, now):
+            if not (self._limited and self._make_room(task, now)):
                 self._begin(task, now)
             return
         weight = self._choose(device, now)
@@ -91,127 +113,110 @@ class _Replay:
         elif start is not None:
             heapq.heappush(self._events, (start, device))
 
-    def _start_of(self, task: int | None) -> int | None:
-        """When a device's next action can begin; None while that is not known."""
-        if task is None or self._waiting[task]:
+    def _start_of(self, task: int) -> int | None:
+        """When what some device runs next can begin; None while that is not known."""
+        if self._waiting[task] or self._at_head[task] < len(self._devices[self._operation_of[task]]):
             return None
-        devices = self._devices[self._graph.operation_of[task]]
-        if len(devices) == 1:
-            return max(self._arrival[task], self._free[devices[0]])
-        if any(self._head(device) != task for device in devices):
-            return None
-        return max(self._arrival[task], *(self._free[device] for device in devices))
+        return self._ready[task]
 
     def _limit(self, device: int) -> int:
         """Until when a device waits."""
-        task = self._head(device)
-        if task is None:
-            return _NEVER
-        return max(self._start_of(task) or 0, self._expected[task])
+        task = self._head[device]
+        return _NEVER if task is None else max(self._start_of(task) or 0, self._expected[task])
 
     def _choose(self, device: int, now: int) -> int | None:
         """The longest W of the device's pool for which all of its devices wait long enough."""
-        best, longest = None, 0
-        limit = self._limit(device) if self._pools[device] else 0
+        best, longest, limit = None, 0, -1
         for item, pool in self._pools[device].items():
-            duration = self._graph.workload.durations[item]
-            if duration <= longest or not pool or self._arrival[pool[0]] > now:
+            if not pool or self._ready[pool[0]] > now:
                 continue
+            limit = limit if limit >= 0 else self._limit(device)
+            duration = self._durations[pool[0]]
             need = now + duration - int(self._patience * duration)
-            others = (other for other in self._devices[item] if other != device)
-            if need <= limit and all(self._free[other] <= now and need <= self._limit(other) for other in others):
+            if longest < duration and need <= limit and self._all_wait(item, device, now, need):
                 best, longest = pool[0], duration
         return best
 
+    def _all_wait(self, item: int, device: int, now: int, until: int) -> bool:
+        """Whether all other devices of an operation have nothing to do so long."""
+        devices = self._devices[item]
+        return len(devices) == 1 or all(
+            self._free[other] <= now and until <= self._limit(other) for other in devices if other != device
+        )
+
     def _make_room(self, task: int, now: int) -> bool:
         """Where a device could not hold the action, or not run its pool behind it, W of the pool go first."""
-        for device in self._devices[self._graph.operation_of[task]]:
-            if self._capacity[device] is not None and self._too_much(device, task):
+        for device in self._devices[self._operation_of[task]]:
+            capacity = self._capacity[device]
+            if capacity is not None and not self._urgent[device] and self._too_much(device, task, capacity):
                 pools = (pool for pool in self._pools[device].values() if pool)
                 weight = max((pool[0] for pool in pools), key=self._release, default=None)
                 if weight is not None:
-                    self._hurry(weight, now)
+                    for other in self._devices[self._operation_of[weight]]:
+                        self._urgent[other].append(weight)
+                        self._turn_to_next(other, now)
                     return True
         return False
 
     def _release(self, task: int) -> int:
-        return self._graph.workload.operations[self._graph.operation_of[task]].release_bytes
+        return self._operations[self._operation_of[task]].release_bytes
 
-    def _too_much(self, device: int, task: int) -> bool:
-        if self._urgent[device]:
-            return False
-        capacity = self._capacity[device]
-        assert capacity is not None
-        operation = self._graph.workload.operations[self._graph.operation_of[task]]
+    def _too_much(self, device: int, task: int, capacity: int) -> bool:
+        operation = self._operations[self._operation_of[task]]
         held = self._held[device] + acquired_bytes(self._graph, task)
         after = held - operation.release_bytes + self._flushing[device]
-        return held + operation.workspace_bytes > capacity or after > capacity
-
-    def _hurry(self, weight: int, now: int) -> None:
-        """The devices of a W run it next."""
-        for device in self._devices[self._graph.operation_of[weight]]:
-            self._urgent[device].append(weight)
-            heapq.heappush(self._events, (max(now, self._free[device]), device))
+        return max(held + operation.workspace_bytes, after) > capacity
 
     def _begin(self, task: int, now: int) -> None:
-        graph = self._graph
-        item = graph.operation_of[task]
-        end = now + graph.durations[task]
-        operation = graph.workload.operations[item]
-        effect = acquired_bytes(graph, task) - operation.release_bytes
+        item = self._operation_of[task]
+        end = now + self._durations[task]
+        effect = acquired_bytes(self._graph, task) - self._release(task) if self._limited else 0
+        stashed = task in self._stashed
         for device in self._devices[item]:
             self._free[device] = end
             self._held[device] += effect
             self._found[device].append(task)
-            self._take(device, item, task)
-            heapq.heappush(self._events, (end, device))
+            if stashed:
+                self._take(device, item, task)
+            else:
+                self._left[device].pop()
         self._hand_on(task, end, now)
-        self._announce(item, now)
+        for device in self._devices[item]:
+            self._turn_to_next(device, now)
 
     def _take(self, device: int, item: int, task: int) -> None:
-        """Take the action from where it stood."""
-        if task in self._stashed:
-            self._pools[device][item].popleft()
-            if task in self._urgent[device]:
-                self._urgent[device].remove(task)
-        else:
-            self._left[device].pop()
-
-    def _announce(self, item: int, now: int) -> None:
-        """What several devices run next together may have got its start: those that wait look again."""
-        for device in self._devices[item]:
-            head = self._head(device)
-            if head is not None and len(others := self._devices[self._graph.operation_of[head]]) > 1:
-                start = self._start_of(head)
-                if start is not None:
-                    for other in others:
-                        heapq.heappush(self._events, (max(now, self._free[other]), other))
+        """Take a stashed W out of the pool."""
+        self._pools[device][item].popleft()
+        if task in self._urgent[device]:
+            self._urgent[device].remove(task)
 
     def _hand_on(self, task: int, end: int, now: int) -> None:
         """What waits for the action, or for its message, has it then."""
-        graph = self._graph
+        graph, waiting, num_actions = self._graph, self._waiting, self._graph.num_actions
         for other, lag in graph.successors[task]:
-            if other < graph.num_actions:
+            if other < num_actions:
                 self._arrive(other, end + lag, now)
                 continue
-            self._waiting[other] -= 1
-            if not self._waiting[other]:
+            waiting[other] -= 1
+            if not waiting[other]:
                 link = graph.devices_of(other)[0]
-                self._free[link] = max(self._free[link], end) + graph.durations[other]
+                self._free[link] = max(self._free[link], end) + self._durations[other]
                 for target, latency in graph.successors[other]:
                     self._arrive(target, self._free[link] + latency, now)
 
     def _arrive(self, task: int, time: int, now: int) -> None:
-        self._arrival[task] = max(self._arrival[task], time)
+        self._ready[task] = max(self._ready[task], time)
         self._waiting[task] -= 1
         if self._waiting[task]:
             return
-        item = self._graph.operation_of[task]
-        for device in self._devices[item]:
-            if task in self._stashed:
+        item = self._operation_of[task]
+        if task in self._stashed:
+            for device in self._devices[item]:
                 self._pools[device].setdefault(item, deque()).append(task)
-            moment = time if task in self._stashed else now
-            heapq.heappush(self._events, (max(moment, self._free[device]), device))
+                heapq.heappush(self._events, (max(time, self._free[device]), device))
+        elif self._at_head[task] == len(self._devices[item]):
+            for device in self._devices[item]:
+                heapq.heappush(self._events, (max(now, self._free[device]), device))
 
 
 def _flushing(graph: TaskGraph, num_devices: int) -> list[int]:

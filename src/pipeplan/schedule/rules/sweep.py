@@ -43,10 +43,21 @@ def sweep(workload: Workload, rules: Iterable[Rules] | None = None, *, graph: Ta
     Rules that get stuck, or whose schedule does not fit into memory, are left out.
     """
     graph = graph or task_graph(workload)
-    tried = built_in_rules(workload) if rules is None else rules
-    made = ((each, separate(graph, orders) if each.separate else orders) for each, orders in distinct(graph, tried))
-    found = [_timed(graph, each, with_links(graph, orders)) for each, orders in made if fits(graph, orders)]
-    return sorted(found, key=lambda swept: swept.makespan_ns)
+    tried = distinct(graph, built_in_rules(workload) if rules is None else rules)
+    found = [(swept, orders) for each, orders in tried if (swept := _finished(graph, each, orders, 1)) is not None]
+    found.sort(key=lambda pair: pair[0].makespan_ns)
+    best = [_finished(graph, swept.rules, orders, None) or swept for swept, orders in found[:_SEPARATED]]
+    return sorted([*best, *(swept for swept, _ in found[_SEPARATED:])], key=lambda swept: swept.makespan_ns)
+
+
+_SEPARATED = 4
+"""For so many of the best all ways of separating gradients are tried."""
+
+
+def _finished(graph: TaskGraph, rules: Rules, orders: list[list[int]], tries: int | None) -> Swept | None:
+    """The schedule that rules give with these orders before separation; None if it does not fit into memory."""
+    complete = with_links(graph, separate(graph, orders, tries=tries) if rules.separate else orders)
+    return _timed(graph, rules, complete) if fits(graph, complete) else None
 
 
 def distinct(graph: TaskGraph, rules: Iterable[Rules]) -> Iterator[tuple[Rules, list[list[int]]]]:
