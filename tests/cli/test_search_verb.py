@@ -272,3 +272,21 @@ def test_flags_that_contradict_the_devices(chain: Path) -> None:
     done = pipeplan("search", chain, "--devices", 4, "--placement", "one-to-one", "--spread", "yes")
     assert done.returncode == 2
     assert "no shared blocks" in done.stderr
+
+
+def test_rules_without_a_file_are_a_tuning(chain: Path, tmp_path: Path) -> None:
+    plan, kept = tmp_path / "plan.json", tmp_path / "cells.jsonl"
+    asked = ("search", chain, "--devices", 2, "--scheduler", "rules", "--placement", "circular", "--workers", 1)
+    done = pipeplan(*asked, "--cache", kept, "--json", "-o", plan)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    rows = figures["candidates"]
+    assert [row["rank"] for row in rows] == list(range(1, len(rows) + 1))
+    assert rows[0]["iteration_ns"] == figures["iteration_ns"] == min(row["iteration_ns"] for row in rows)
+    assert figures["cells"] == figures["cells_skipped"] + 1
+    assert check(read_plan(str(plan)), read_profile(str(chain))).valid
+    again = pipeplan(*asked, "--cache", kept)
+    assert "1 cells: 1 looked into, 1 of them known" in again.stdout
+    assert "bwd-first" in again.stdout
+    refused = pipeplan("search", chain, "--devices", 2, "--workers", 2)
+    assert (refused.returncode, "--scheduler rules" in refused.stderr) == (2, True)

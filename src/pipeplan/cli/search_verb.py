@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,10 @@ import click
 from pipeplan.cli.planning import Status, interrupt_on_sigterm, planning_options, read_asked
 
 if TYPE_CHECKING:
+    from pipeplan.cli.planning import Asked
     from pipeplan.planner import Result
+    from pipeplan.planner.tuning import Tuning
+    from pipeplan.schedule.search import Progress
 
 __all__ = ["command"]
 
@@ -31,6 +35,8 @@ __all__ = ["command"]
     metavar="FILE|NAME",
     help="Rules of the scheduler: a TOML file, or some that ship.  [default: all built-in ones]",
 )
+@click.option("--workers", type=click.IntRange(min=1), help="Processes of a tuning.  [default: one per core]")
+@click.option("--cache", metavar="FILE", help="What a tuning finds is kept here, and not looked for again.")
 @click.option("-o", "--output", metavar="FILE", help="Where to write the plan; - for stdout.")
 @click.option(
     "--placement-output", metavar="FILE", help="Where to write the stages alone, to edit and give to --placement."
@@ -38,6 +44,8 @@ __all__ = ["command"]
 def command(
     scheduler: str,
     rules_path: str | None,
+    workers: int | None,
+    cache: str | None,
     output: str | None,
     placement_output: str | None,
     as_json: bool,
@@ -46,7 +54,8 @@ def command(
     """Search the best plan for PROFILE: stages, replicas, micro-batch sizes, schedule; or what flags leave open.
 
     The search always has a valid plan and improves it until it is proved optimal, the time limit passes, or
-    Ctrl-C; the best plan is written in every case.
+    Ctrl-C; the best plan is written in every case. With --scheduler rules and no --rules it is a tuning: all built-in
+    rules on a grid of depths, replicas, sizes and placements, ranked.
     """
     from pipeplan.errors import UsageError
     from pipeplan.model import write_file
@@ -60,38 +69,70 @@ def command(
     rules = None if rules_path is None else read_rules(rules_path)
     asked = read_asked(flags, scheduler if rules is None else "rules", rules)
     interrupt_on_sigterm()
+    tuning: Tuning | None = None
     with Status() as progress:
-        result = search_plan(
-            asked.profile,
-            asked.placement,
-            asked.batch,
-            asked.options,
-            num_devices=asked.num_devices,
-            chunks=asked.chunks,
-            cluster=asked.cluster,
-            memory_bytes=asked.memory_bytes,
-            sizes=asked.sizes,
-            progress=progress,
+        if asked.options.scheduler == "rules" and rules is None:
+            tuning = _tuned(asked, progress, workers, cache)
+        elif workers is not None or cache is not None:
+            raise UsageError("--workers and --cache are for --scheduler rules without --rules; leave them out")
+        result = (
+            tuning.result
+            if tuning is not None
+            else search_plan(
+                asked.profile,
+                asked.placement,
+                asked.batch,
+                asked.options,
+                num_devices=asked.num_devices,
+                chunks=asked.chunks,
+                cluster=asked.cluster,
+                memory_bytes=asked.memory_bytes,
+                sizes=asked.sizes,
+                progress=progress,
+            )
         )
     if output is not None:
         write_file(result.plan, output)
     if placement_output is not None:
         write_file(result.plan.placed, placement_output)
-    _print(result, output, as_json)
+    _print(result, tuning, output, as_json)
 
 
-def _print(result: Result, output: str | None, as_json: bool) -> None:
+def _tuned(asked: Asked, progress: Progress | None, workers: int | None, cache: str | None) -> Tuning:
+    from pipeplan.planner import Request
+    from pipeplan.planner.tuning import tune
+
+    request = Request(
+        asked.profile,
+        asked.placement,
+        asked.num_devices,
+        asked.chunks,
+        asked.batch,
+        asked.sizes,
+        asked.options,
+        asked.cluster,
+        asked.memory_bytes,
+        progress,
+    )
+    return tune(request, workers=workers or os.cpu_count() or 1, cache=cache)
+
+
+def _print(result: Result, tuning: Tuning | None, output: str | None, as_json: bool) -> None:
     if result.interrupted:
         click.echo("pipeplan: interrupted; this is the best plan so far", err=True)
     if as_json:
-        click.echo(json.dumps(result.summary()))
+        click.echo(json.dumps((tuning or result).summary()))
         return
     from pipeplan.report.stages import print_stages
     from pipeplan.report.terminal import print_simulation
+    from pipeplan.report.tuning import print_ranking
     from pipeplan.simulate.simulation import simulate
 
     if output == "-":
         return
+    if tuning is not None:
+        print_ranking(tuning.rows, file=sys.stdout)
+        click.echo(f"{tuning.said}\n")
     print_simulation(simulate(result.plan), file=sys.stdout)
     print_stages(result.plan, file=sys.stdout)
     if output is not None:

@@ -20,7 +20,7 @@ from pipeplan.partition.published import PublishedPlan, Question, dapple, pipedr
 from pipeplan.planner.batch import Batch
 from pipeplan.planner.request import Request
 
-__all__ = ["Candidate", "Found", "candidates", "graphs", "open_sizes", "roomy"]
+__all__ = ["Candidate", "Choice", "Found", "candidates", "graphs", "grid", "open_sizes", "placed", "roomy"]
 
 MOST_PUBLISHED = {"PipeDream": 4_000, "DAPPLE": 500, "Piper": 500}
 """Published planners are asked for up to so many blocks times devices; beyond that they take too long."""
@@ -77,9 +77,19 @@ _CHAINS_PER_GRAPH = 8
 """Stage graphs take longer to find, so they come between the chains: there may not be time for all candidates."""
 
 
-def _given(request: Request, placement: Placement) -> Iterator[Found]:
+def _given(request: Request, placement: Placement) -> Iterator[Candidate]:
     for recompute in request.recomputes:
         yield Candidate(placement, request.batch, recompute, "given", _is_fallback(request, recompute))
+
+
+def grid(request: Request) -> Iterator[Choice | Candidate | UsageError]:
+    """The same without stages as a graph, to be placed: each strategy cut in one way, evenly by time."""
+    yield from _given(request, request.placement) if isinstance(request.placement, Placement) else _choices(request)
+
+
+def placed(request: Request, point: Choice | Candidate) -> Found:
+    """The candidate of a point of the grid."""
+    return point if isinstance(point, Candidate) else _tried(_chain, request, point, "balanced", None)
 
 
 def roomy(request: Request) -> Iterator[Callable[[Request], Found]]:
@@ -98,12 +108,12 @@ def _unchanged(candidate: Candidate, request: Request) -> Found:
     return candidate
 
 
-def _roomy(choice: _Choice, request: Request) -> Found:
+def _roomy(choice: Choice, request: Request) -> Found:
     return _tried(_chain, request, choice, "roomiest", roomiest)
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class Choice:
     """A strategy for chains and everything it leaves open."""
 
     strategy: str
@@ -113,7 +123,7 @@ class _Choice:
     spread: bool
 
 
-def _choices(request: Request) -> Iterator[_Choice | UsageError]:
+def _choices(request: Request) -> Iterator[Choice | UsageError]:
     """Strategies with every number of replicas, size and recomputation that is open.
 
     All strategies come early: there may not be time for all candidates.
@@ -125,7 +135,7 @@ def _choices(request: Request) -> Iterator[_Choice | UsageError]:
         for batch in batches:
             for recompute, strategy in product(request.recomputes, _strategies(request)):
                 for spread in _spreads(request, replicas):
-                    yield _Choice(strategy, replicas, batch, recompute, spread)
+                    yield Choice(strategy, replicas, batch, recompute, spread)
 
 
 def _strategies(request: Request) -> Iterable[str]:
@@ -154,7 +164,7 @@ def _chains(request: Request) -> Iterator[Found]:
                 yield _tried(_chain, request, choice, source, cut)
 
 
-def _chain(request: Request, choice: _Choice, source: str, cut: Callable[[Chain], tuple[int, ...]] | None) -> Candidate:
+def _chain(request: Request, choice: Choice, source: str, cut: Callable[[Chain], tuple[int, ...]] | None) -> Candidate:
     batch, strategy = choice.batch, choice.strategy
     if batch.num_microbatches % 2 and STRATEGIES[strategy].two_ways:
         raise UsageError(f"--placement {strategy} needs an even number of micro-batches, not {batch.num_microbatches}")
@@ -221,7 +231,7 @@ def _spreads(request: Request, replicas: int) -> Sequence[bool]:
     return (False, True) if possible else (False,)
 
 
-def _cuts(request: Request, choice: _Choice) -> Iterator[tuple[str, Callable[[Chain], tuple[int, ...]] | None]]:
+def _cuts(request: Request, choice: Choice) -> Iterator[tuple[str, Callable[[Chain], tuple[int, ...]] | None]]:
     """The balanced cut, and AutoPipe's where that is for: one stage per device."""
     yield "balanced", None
     if choice.strategy != "one-to-one" or choice.spread:

@@ -1,4 +1,4 @@
-"""From a trial to its plan: assembled, checked, with where it comes from."""
+"""From a schedule to its plan: assembled, checked, with where it comes from."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from pipeplan.model import Plan, Provenance, sha256_of
 from pipeplan.planner.assembly import assemble
 from pipeplan.planner.candidates import Candidate
 from pipeplan.planner.request import Request
-from pipeplan.planner.trials import Trial
 from pipeplan.schedule.bounds import period_bound
 from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.state import Schedule
 
 __all__ = ["planned"]
 
 
-def planned(request: Request, trial: Trial) -> Plan:
-    """The plan of a trial's best schedule, checked against profile and cluster."""
-    schedule = trial.settled
+def planned(request: Request, candidate: Candidate, schedule: Schedule) -> Plan:
+    """The plan of a candidate's schedule, checked against profile and cluster."""
     problem = Problem.of(schedule.workload)
     plan = assemble(
         schedule.graph,
@@ -30,7 +29,7 @@ def planned(request: Request, trial: Trial) -> Plan:
         period_bound(problem) / problem.microbatches_per_round,
         schedule.scheduler,
         split_overhead_ns=request.options.split_overhead_ns,
-        provenance=_provenance(request, trial.candidate),
+        provenance=_provenance(request, candidate),
     )
     # --memory goes before the cluster's memory, so such a plan is not one for the cluster as it stands
     cluster = request.cluster if request.memory_bytes is None else None

@@ -13,17 +13,27 @@ from pipeplan.planner.candidates import Candidate
 from pipeplan.planner.request import Request
 from pipeplan.schedule.reduction import device_groups
 
-__all__ = ["on_cluster"]
+__all__ = ["may_move", "on_cluster"]
+
+
+def may_move(request: Request, candidate: Candidate) -> bool:
+    """Whether other devices may be nearer: not where the placement was given, or all are equally near.
+
+    Devices that split blocks stay neighbours, as their collectives are priced.
+    """
+    cluster = request.cluster
+    if cluster is None or len(cluster.levels) < 2 or isinstance(request.placement, Placement):
+        return False
+    return not any(stage.shards > 1 and stage.replicas > 1 for stage in candidate.placement.stages)
 
 
 def on_cluster(request: Request, candidate: Candidate) -> Candidate | None:
     """The candidate with its groups of devices where the cluster's links are least busy.
 
-    Devices with the same stages are a group and stay one. None where that changes nothing: a placement that was given,
-    or a cluster whose devices are all equally near.
+    Devices with the same stages are a group and stay one. None where that changes nothing.
     """
     cluster = request.cluster
-    if cluster is None or len(cluster.levels) < 2 or isinstance(request.placement, Placement):
+    if cluster is None or not may_move(request, candidate):
         return None
     workload = build_workload(
         request.profile,

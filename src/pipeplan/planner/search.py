@@ -25,7 +25,7 @@ from pipeplan.planner.trials import Trial
 from pipeplan.schedule.search import Progress
 from pipeplan.schedule.solver import Budget, load_solver
 
-__all__ = ["search_plan"]
+__all__ = ["most_telling", "search_plan"]
 
 _ROUNDS = ((8, 0.4), (3, 0.5), (1, 1.0))
 """In each round so many of the best candidates share this part of the time that is left."""
@@ -198,7 +198,7 @@ class _Search:
 
     def _failure(self) -> PipeplanError:
         """Why nothing was found; where memory is short, with what would do."""
-        error = _most_telling(self._failures)
+        error = most_telling(self._failures)
         if not isinstance(error, InfeasibleError) or self._budget.interrupted:
             return error
         try:
@@ -213,7 +213,8 @@ class _Search:
         trial = self._best
         if trial is None or trial.best is None:
             raise self._failure()
-        plan, schedule = planned(self._request, trial), trial.settled
+        schedule = trial.settled
+        plan = planned(self._request, trial.candidate, schedule)
         chosen = None if isinstance(self._request.placement, Placement) else self._partition_seconds
         return Result(plan, schedule, self._budget.elapsed, chosen, self._budget.interrupted)
 
@@ -228,7 +229,7 @@ def _num_actions(workload: Workload) -> int:
     return sum(map(len, workload.slots))
 
 
-def _most_telling(failures: Sequence[PipeplanError]) -> PipeplanError:
+def most_telling(failures: Sequence[PipeplanError]) -> PipeplanError:
     """What to say where nothing was found: that it does not fit goes before what could not be asked."""
     kinds: tuple[Callable[[PipeplanError], bool], ...] = (
         lambda error: isinstance(error, InfeasibleError),

@@ -197,5 +197,5 @@ def _beats(figures: tuple[int, ...], others: tuple[int, ...]) -> bool:
 
 
 def _point(tried: _Tried) -> PlanPoint:
-    plan = planned(tried.request, tried.trial)
+    plan = planned(tried.request, tried.trial.candidate, tried.trial.settled)
     return PlanPoint(plan, tried.memory_bytes, plan.predicted.iteration_ns, tried.request.num_devices)

@@ -34,7 +34,7 @@ from pipeplan.simulate.memory import overflow, peak_memory
 from pipeplan.simulate.repetend import extend, find_repetend
 from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts, task_graph, with_links
 
-__all__ = ["SEARCHING", "Progress", "Schedule", "first_look", "search_schedule"]
+__all__ = ["SEARCHING", "Progress", "Schedule", "first_look", "search_schedule", "timed"]
 
 SEARCHING = ("auto", "repetend")
 """Schedulers that make more of more time; the others make one schedule."""
@@ -91,7 +91,7 @@ def first_look(workload: Workload, *, thorough: bool = False) -> Schedule | None
     graph = task_graph(problem.workload)
     best: Schedule | None = None
     for name, orders in _known_orders(problem, graph, thorough and graph.num_tasks <= CHEAP_TASKS):
-        found = _timed(problem, workload, orders, name)
+        found = timed(problem, workload, orders, name)
         if found is not None and (best is None or found.makespan_ns < best.makespan_ns):
             best = found
     return best
@@ -117,7 +117,7 @@ _GREEDY_TASKS = 1_500
 """Up to so many actions the greedy schedule is quick enough for a first look: it tries many limits."""
 
 
-def _timed(problem: Problem, workload: Workload, orders: Orders, scheduler: str) -> Schedule | None:
+def timed(problem: Problem, workload: Workload, orders: Orders, scheduler: str) -> Schedule | None:
     """The schedule of a problem's orders; None if they block each other or do not fit into memory."""
     graph = task_graph(workload)
     own = orders if problem.reduction is None else problem.reduction.from_reduced(orders)

@@ -1,0 +1,262 @@
+"""The auto-tuner (FlexPipe, section 6): a grid over depth, replicas, sizes, placements and rules, the best row a plan.
+
+Cells come in the order of their bounds, and in rounds of a fixed number, so that what is skipped because it cannot
+become the best depends on nothing but what is asked: not on how many processes share the work.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Protocol, TypeVar
+
+from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
+from pipeplan.model import Placement
+from pipeplan.planner.candidates import Candidate, Choice, grid
+from pipeplan.planner.finishing import planned
+from pipeplan.planner.request import Request
+from pipeplan.planner.result import Result
+from pipeplan.planner.search import most_telling
+from pipeplan.planner.shortage import shortage
+from pipeplan.planner.tuning.cache import Cache
+from pipeplan.planner.tuning.cells import Cell, Rows, cell_of, rows_of, schedule_of, settled_cell
+from pipeplan.planner.tuning.workers import Work, Workers
+from pipeplan.report.tuning import Row
+
+__all__ = ["Tuning", "tune"]
+
+_ROUND = 8
+"""Cells of a round: no more of them are looked into than needed, and so many processes can share them."""
+
+_EXPLAINING = 5.0
+"""Seconds in which it is looked for what would do where nothing fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """The best plan, every row by rank, and how many cells there were.
+
+    Of ``num_cells``, ``num_unfit`` fit under no schedule, ``num_skipped`` have a bound that is not below the best
+    row's iteration, ``num_known`` were in the cache and ``num_open`` were left when time was up. ``num_failed`` rows
+    of the others do not fit, or came to a stop; they are not in ``rows``.
+    """
+
+    result: Result
+    rows: tuple[Row, ...]
+    num_cells: int
+    num_unfit: int
+    num_skipped: int
+    num_known: int
+    num_open: int
+    num_failed: int
+
+    @property
+    def said(self) -> str:
+        """How many cells there were, in words."""
+        looked = self.num_cells - self.num_unfit - self.num_skipped - self.num_open
+        parts = [f"{self.num_cells} cells: {looked} looked into"]
+        parts += [f"{self.num_known} of them known"] if self.num_known else []
+        parts += [f"{self.num_skipped} skipped, whose bound is above the best"] if self.num_skipped else []
+        parts += [f"{self.num_unfit} out of memory"] if self.num_unfit else []
+        parts += [f"{self.num_open} left when time was up"] if self.num_open else []
+        parts += [f"{self.num_failed} rules that stop or do not fit"] if self.num_failed else []
+        return ", ".join(parts)
+
+    def summary(self) -> dict[str, object]:
+        """The figures of ``search --json``, with the rows under ``candidates``."""
+        return {
+            **self.result.summary(),
+            "candidates": [{"rank": rank, **asdict(row)} for rank, row in enumerate(self.rows, 1)],
+            "cells": self.num_cells,
+            "cells_unfit": self.num_unfit,
+            "cells_skipped": self.num_skipped,
+            "cells_known": self.num_known,
+            "cells_open": self.num_open,
+            "rows_failed": self.num_failed,
+        }
+
+
+def tune(request: Request, *, workers: int = 1, cache: str | None = None) -> Tuning:
+    """Look into the grid that the request leaves open, by so many processes, until all is known or time is up.
+
+    ``cache`` names a file that keeps what is found, and from which a tuning that was interrupted goes on.
+
+    Raises:
+        InfeasibleError: no cell fits; the text names the device, the bytes and what to change.
+        SearchTimeoutError: time was up before there was a row.
+        UsageError: options that contradict the profile, or a cache that is none.
+    """
+    begun = time.monotonic()
+    known = Cache(cache, request)
+    quiet = replace(request, progress=None)
+    with Workers(quiet, workers, begun + request.options.time_limit) as shared:
+        return _Tuner(request, shared, known, begun).run()
+
+
+class _Looked(Protocol):
+    """What is known of a point."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether that is all."""
+
+
+Item = TypeVar("Item")
+Looked = TypeVar("Looked", bound=_Looked)
+
+
+@dataclass(slots=True)
+class _Point:
+    """A point of the grid, its text, and what is known of it."""
+
+    choice: Choice | Candidate
+    text: str
+    cell: Cell = field(default_factory=Cell)
+
+
+@dataclass(slots=True)
+class _Tuner:
+    """What a tuning knows: the rows of each cell it has looked into."""
+
+    request: Request
+    workers: Workers
+    cache: Cache
+    begun: float
+    failures: list[PipeplanError] = field(default_factory=list)
+    found: list[tuple[Cell, Row]] = field(default_factory=list)
+    num_unfit: int = 0
+    num_skipped: int = 0
+    num_known: int = 0
+    num_done: int = 0
+    num_failed: int = 0
+
+    def run(self) -> Tuning:
+        """All rounds."""
+        points = self._points()
+        partition_seconds = self._elapsed
+        cells = [point for point in points if point.cell.candidate is not None]
+        cells.sort(key=lambda point: point.cell.bound_ns)
+        for first in range(0, len(cells), _ROUND):
+            if not self.workers.stopped:
+                self._round(cells[first : first + _ROUND])
+                self._report()
+        ranked = sorted(self.found, key=lambda pair: pair[1].rank)
+        return Tuning(
+            result=self._result(ranked, partition_seconds),
+            rows=tuple(row for _, row in ranked),
+            num_cells=len(points),
+            num_unfit=self.num_unfit,
+            num_skipped=self.num_skipped,
+            num_known=self.num_known,
+            num_open=len(points) - self.num_unfit - self.num_skipped - self.num_done,
+            num_failed=self.num_failed,
+        )
+
+    @property
+    def _elapsed(self) -> float:
+        return time.monotonic() - self.begun
+
+    @property
+    def _best_ns(self) -> float:
+        return min((row.iteration_ns for _, row in self.found), default=math.inf)
+
+    def _points(self) -> list[_Point]:
+        """The grid, placed; what cannot be placed for other reasons than memory, or is there already, is none of it."""
+        points = []
+        for choice in grid(self.request):
+            if isinstance(choice, UsageError):
+                self.failures.append(choice)
+            else:
+                points.append(_Point(choice, repr(choice)))
+        cells = self._look_up("cell", Cell, cell_of, points, [point.choice for point in points])
+        seen: dict[Hashable, _Point] = {}
+        for point, cell in zip(points, cells, strict=True):
+            point.cell = cell
+            self._note_failure(point)
+            if point.cell.candidate is not None:
+                seen.setdefault(point.cell.candidate.key, point)
+            elif point.cell.unfit or not point.cell.complete:
+                seen[point.text] = point
+        return list(seen.values())
+
+    def _round(self, points: Sequence[_Point]) -> None:
+        """Look into those that may become the best; their bounds may rise when their devices are chosen."""
+        live = self._live(points)
+        settled = self._look_up("settled cell", Cell, settled_cell, live, [point.cell for point in live])
+        for point, cell in zip(live, settled, strict=True):
+            point.cell = cell
+            self._note_failure(point)
+        live = self._live([point for point in live if point.cell.settled])
+        limit = min((row.iteration_ns for _, row in self.found), default=None)
+        asked = [(point.cell, limit) for point in live]
+        for point, rows in zip(live, self._look_up(f"rows below {limit}", Rows, rows_of, live, asked), strict=True):
+            self.num_done += rows.complete
+            self.num_failed += rows.num_failed
+            self.found += [(point.cell, row) for row in rows.rows]
+
+    def _live(self, points: Sequence[_Point]) -> list[_Point]:
+        """Those that may become the best."""
+        best = self._best_ns
+        live = [point for point in points if point.cell.bound_ns < best]
+        self.num_skipped += len(points) - len(live)
+        return live
+
+    def _look_up(
+        self,
+        what: str,
+        kind: type[Looked],
+        work: Work[Item, Looked],
+        points: Sequence[_Point],
+        items: Sequence[Item],
+    ) -> list[Looked]:
+        """What the cache or the work says of each point; nothing where it was stopped."""
+        known = [self.cache.get(what, point.text, kind) for point in points]
+        new = [number for number, found in enumerate(known) if found is None]
+        self.num_known += len(known) - len(new) if kind is Rows else 0
+        for number, found in zip(new, self.workers.run(work, [items[number] for number in new]), strict=False):
+            known[number] = found
+            if found.complete:
+                self.cache.put(what, points[number].text, found)
+        return [found if found is not None else kind() for found in known]
+
+    def _note_failure(self, point: _Point) -> None:
+        if point.cell.failure:
+            self.failures.append(point.cell.error)
+            self.num_unfit += point.cell.unfit
+
+    def _report(self) -> None:
+        if self.request.progress is not None and self.found:
+            cell, row = min(self.found, key=lambda pair: pair[1].rank)
+            self.request.progress(f"{row.placement}, {row.rules}", row.iteration_ns, cell.bound_ns, self._elapsed)
+
+    def _result(self, ranked: Sequence[tuple[Cell, Row]], partition_seconds: float) -> Result:
+        """The plan of the best row, made again.
+
+        Raises:
+            PipeplanError: there is none.
+        """
+        if not ranked:
+            raise self._failure()
+        cell, row = ranked[0]
+        assert cell.candidate is not None
+        schedule = schedule_of(self.request, cell.candidate, row)
+        plan = planned(self.request, cell.candidate, schedule)
+        chosen = None if isinstance(self.request.placement, Placement) else partition_seconds
+        return Result(plan, schedule, self._elapsed, chosen, self.workers.interrupted)
+
+    def _failure(self) -> PipeplanError:
+        """Why there is no row; where memory is short, with what would do."""
+        if self.workers.interrupted:
+            return SearchTimeoutError("interrupted before any schedule was found; let it run longer")
+        if self.num_failed:
+            return InfeasibleError(
+                f"{self.num_failed} schedules were tried, and none fits into the devices' memory; raise --memory or "
+                "--devices, lower --microbatch-size, or let --scheduler auto search"
+            )
+        if not self.failures or self.workers.stopped:
+            limit = self.request.options.time_limit
+            return SearchTimeoutError(f"no schedule was found in {limit:g} s; raise --time-limit")
+        error = most_telling(self.failures)
+        return shortage(self.request, error, _EXPLAINING) if isinstance(error, InfeasibleError) else error

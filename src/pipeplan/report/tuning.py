@@ -1,0 +1,72 @@
+"""What a tuning says, and how it looks as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from pipeplan.units import format_bytes, format_ns
+
+__all__ = ["Row", "print_ranking"]
+
+_PLAIN_WIDTH = 160
+_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A cell under one set of rules.
+
+    ``depth`` is how many groups of devices form a pipeline, ``microbatch_size`` the samples of a micro-batch on each
+    of the ``replicas``. ``bubble_rate`` is of the iteration, ``peak_memory_bytes`` of the device that needs most.
+    """
+
+    depth: int
+    replicas: int
+    microbatch_size: int
+    num_microbatches: int
+    placement: str
+    recompute: bool
+    separated: bool
+    rules: str = ""
+    iteration_ns: int = 0
+    makespan_ns: int = 0
+    bubble_rate: float = 0.0
+    peak_memory_bytes: int = 0
+
+    @property
+    def rank(self) -> tuple[int, int, int, str]:
+        """What is better comes first: shorter, then less memory, then fewer groups; names make it definite."""
+        return self.iteration_ns, self.peak_memory_bytes, self.depth, f"{self.placement}, {self.rules}"
+
+
+def print_ranking(rows: Sequence[Row], file: TextIO | None = None) -> None:
+    """Print the first rows as a table, to stdout unless ``file`` is given."""
+    console = Console(file=file, highlight=False)
+    if not console.is_terminal:
+        console = Console(file=file, highlight=False, width=_PLAIN_WIDTH)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for title in ("rank", "pp", "dp", "size"):
+        table.add_column(title, justify="right")
+    for title in ("placement", "rules", "backward"):
+        table.add_column(title)
+    for title in ("iteration", "bubble rate", "peak memory"):
+        table.add_column(title, justify="right")
+    for rank, row in enumerate(rows[:_SHOWN], 1):
+        table.add_row(
+            *map(str, (rank, row.depth, row.replicas, row.microbatch_size)),
+            row.placement,
+            row.rules,
+            ("separated" if row.separated else "whole") + (", recomputed" if row.recompute else ""),
+            format_ns(row.iteration_ns),
+            f"{row.bubble_rate:.2%}",
+            format_bytes(row.peak_memory_bytes),
+        )
+    console.print(table)
+    if len(rows) > _SHOWN:
+        console.print(f"and {len(rows) - _SHOWN} more", style="dim")
