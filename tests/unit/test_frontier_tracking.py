@@ -7,7 +7,7 @@ from dataclasses import replace
 import frontier_graphs as graphs
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipeplan.frontier.graph import CostGraph, CostNode
@@ -48,6 +48,7 @@ def drawn(seed: int, kind: str, num: int, variants: int, high: int, forbidden: f
     st.booleans(),
     st.booleans(),
 )
+@example(1103, "chain", 3, 2, 4, 0.0, True, True)  # two tables with equal costs, but not of the same variants
 def test_the_frontier_is_that_of_full_enumeration(
     seed: int, kind: str, num: int, variants: int, high: int, forbidden: float, linear: bool, pruned: bool
 ) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,13 +25,14 @@ class Reduced:
     """What is left of a graph: a row of frontiers per node, a matrix per pair of neighbours.
 
     Nodes are numbers in topological order; an edge's table has its earlier node's configurations in its rows. ``done``
-    counts the eliminations of each kind.
+    counts the eliminations of each kind; ``joint`` are nodes that stand for several.
     """
 
     nodes: dict[int, Expression]
     edges: dict[tuple[int, int], Expression]
     writer: Writer
     done: Counter[str] = field(default_factory=Counter)
+    joint: set[int] = field(default_factory=set)
 
     @classmethod
     def of(cls, graph: CostGraph) -> tuple[Reduced, dict[str, Expression], list[Expression]]:
@@ -44,10 +45,6 @@ class Reduced:
         for edge, leaf in zip(graph.edges, leaves, strict=True):
             reduced._add_edge(number[edge.source], number[edge.target], leaf)
         return reduced, rows, leaves
-
-    def copy(self) -> Reduced:
-        """The same, to go on with in two ways."""
-        return replace(self, nodes=dict(self.nodes), edges=dict(self.edges), done=Counter(self.done))
 
     def neighbours(self, node: int) -> list[int]:
         """The other ends of a node's edges, ascending."""
@@ -73,31 +70,25 @@ class Reduced:
             return True
         return self._merge(kept, merged)
 
-    def fix(self, node: int, configuration: int) -> Reduced:
-        """What is left when a node takes one configuration: its costs go to its neighbours (equation 7)."""
-        rest = self.copy()
-        chosen = self.writer.gather(self.nodes[node], np.array([[configuration]]))
-        for other in self.neighbours(node):
-            edge = self.between(node, other)
-            cells = configuration * edge.columns + np.arange(edge.columns)
-            rest._add_cost(other, self.writer.gather(edge, cells[None, :]))
-        rest._forget(node)
-        rest._add_cost(min(rest.nodes), chosen)
-        rest.done["heuristic"] += 1
-        return rest
-
     def _steps(self, kept: Collection[int]) -> Iterator[tuple[int, int]]:
         """(combinations to go through, node) of every node that can be eliminated exactly."""
         for node in self.nodes.keys() - set(kept):
             others = self.neighbours(node)
-            if len(others) <= 2:
+            if len(others) <= 2 or self.nodes[node].columns == 1:
                 yield math.prod(self.nodes[end].columns for end in (node, *others)), node
 
     def _remove(self, node: int) -> None:
-        """A node with at most two neighbours, into the edge between them, its neighbour, or any other (4), (6)."""
+        """A node with at most two neighbours, into the edge between them, its neighbour, or any other (4), (6).
+
+        A node with a single configuration has its edges' costs added to its neighbours (7).
+        """
         others = self.neighbours(node)
         row = self.nodes[node]
-        if len(others) == 2:
+        if row.columns == 1 and others:
+            self._add_cost(others[0], row)
+            for other in others:
+                self._add_cost(other, self.between(node, other))
+        elif len(others) == 2:
             first, second = others
             before = self.writer.product(self.between(first, node), row)
             self._add_edge(first, second, self.writer.contract(before, self.between(node, second)))
@@ -105,7 +96,7 @@ class Reduced:
             self._add_cost(others[0], self.writer.contract(row, self.between(node, others[0])))
         else:
             self._add_cost(next(other for other in sorted(self.nodes) if other != node), self.writer.union(row))
-        self.done["node" if len(others) == 2 else "branch"] += 1
+        self.done["single" if row.columns == 1 else "node" if len(others) == 2 else "branch"] += 1
         self._forget(node)
 
     def _merge(self, kept: Collection[int], merged: int) -> bool:
@@ -132,6 +123,7 @@ class Reduced:
         self._forget(node)
         self._forget(into)
         self.nodes[into] = row
+        self.joint.add(into)
         for other, edge, part in widened:
             cells = np.arange(edge.rows)[:, None] * edge.columns + part[None, :]
             self._add_edge(other, into, self.writer.gather(edge, cells))

@@ -41,9 +41,9 @@ class Writer:
     numbers: dict[Hashable, int] = field(default_factory=dict)
 
     def given(self, costs: Table) -> Expression:
-        """A given table, known by its content."""
+        """A given table, known by its content, variants included."""
         content = hashlib.blake2b(digest_size=16)
-        for array in (costs.starts, costs.memory_bytes, costs.time_ns):
+        for array in (costs.starts, costs.memory_bytes, costs.time_ns, costs.picks):
             content.update(array.tobytes())
         key = self._number("given", costs.rows, costs.columns, content.digest())
         return Expression("given", costs.rows, costs.columns, key, given=costs)

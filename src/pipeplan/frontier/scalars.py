@@ -32,9 +32,9 @@ def weighed(table: Table, weights: Weights) -> FloatArray:
     return cost
 
 
-def inside(root: Expression, weights: Weights) -> dict[int, FloatArray]:
-    """The least weighted cost of every cell of every part, [rows, columns], by the part's key."""
-    values: dict[int, FloatArray] = {}
+def inside(root: Expression, weights: Weights, known: dict[int, FloatArray] | None = None) -> dict[int, FloatArray]:
+    """The least weighted cost of every cell of every part, [rows, columns], by the part's key; with those ``known``."""
+    values = {} if known is None else known
     for part in in_order(root):
         if part.key not in values:
             values[part.key] = _inside(part, weights, [values[source.key] for source in part.sources])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -44,28 +44,57 @@ class Tracked:
     exact: bool
     eliminations: Counter[str]
     num_computed: int
-    _strategy: Callable[[int], Strategy]
+    _of: tuple[_Computed, ...]
+    _picks: IntArray
 
     def strategy(self, point: int) -> Strategy:
         """The strategy of a point, unrolled."""
-        return self._strategy(point)
+        part, inside_part = self._picks[:, point].tolist()
+        return self._of[part].strategy(inside_part)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A graph that eliminations reduce to one cell: all of the given one, or with some operators held to a choice.
+
+    ``places`` says which of an operator's configurations are left, by their places in the given graph.
+    """
+
+    graph: CostGraph
+    places: Mapping[str, IntArray]
+
+    def fewer(self, kept: Mapping[str, IntArray]) -> _Part:
+        """With these configurations of what is left."""
+        places = {name: old[kept[name]] for name, old in self.places.items()}
+        return _Part(self.graph.restricted(kept), places)
 
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """The frontier of an end, and all tables on the way to it."""
+    """The frontier of a part, and what its strategies are read off from."""
 
-    table: Table
-    tables: Tables
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    """A graph reduced to one cell, and whether everything was tried on the way."""
-
+    part: _Part
     whole: Expression
-    exact: bool
+    rows: dict[str, Expression]
+    edges: list[Expression]
+    tables: Tables
     done: Counter[str]
+
+    @property
+    def table(self) -> Table:
+        return self.tables[self.whole.key]
+
+    def strategy(self, point: int) -> Strategy:
+        """The strategy of a point, unrolled."""
+        taken = points_taken(self.whole, point, self.tables)
+        rows = {name: (self.tables[row.key], taken[row]) for name, row in self.rows.items()}
+        return Strategy(
+            memory_bytes=int(self.table.memory_bytes[point]),
+            time_ns=int(self.table.time_ns[point]),
+            configurations={name: int(self.part.places[name][row.cell_of(at)]) for name, (row, at) in rows.items()},
+            node_variants={name: int(row.picks[0, at]) for name, (row, at) in rows.items()},
+            edge_variants=tuple(int(self.tables[edge.key].picks[0, taken[edge]]) for edge in self.edges),
+        )
 
 
 def track(graph: CostGraph, *, linear: bool = True, pruned: bool = True, merged: int = _MERGED) -> Tracked:
@@ -75,89 +104,85 @@ def track(graph: CostGraph, *, linear: bool = True, pruned: bool = True, merged:
     proved to be in no frontier strategy is dropped before and between the steps; the result is the same. ``merged``
     bounds the configurations that branch elimination may make; what would need more is settled heuristically.
     """
-    places = {node.name: np.arange(len(node.configurations)) for node in graph.nodes}
-    for weightings in _ROUNDS if pruned else ():
-        graph, places = _fewer(graph, places, weightings, linear, merged)
-    reduced, rows, edges = Reduced.of(graph)
-    ends = _finish(reduced, linear, merged)
-    computed = [_computed(end, pruned) for end in ends]
-    found = reduce_points(union([_points(index, end.table) for index, end in enumerate(computed)]))
+    way = _Way(linear, pruned, merged)
+    whole = _Part(graph, {node.name: np.arange(len(node.configurations)) for node in graph.nodes})
+    parts, num_settled, exact = way.settled(whole)
+    computed = [way.computed(part) for part in parts]
+    found = reduce_points(union([_points(index, each.table) for index, each in enumerate(computed)]))
+    done = computed[0].done + Counter(heuristic=num_settled)
 
-    def strategy(point: int) -> Strategy:
-        index, inside_end = found.picks[:, point].tolist()
-        tables = computed[index].tables
-        taken = points_taken(ends[index].whole, inside_end, tables)
-        return Strategy(
-            memory_bytes=int(found.memory_bytes[point]),
-            time_ns=int(found.time_ns[point]),
-            configurations={name: int(places[name][tables[row.key].cell_of(taken[row])]) for name, row in rows.items()},
-            node_variants={name: int(tables[row.key].picks[0, taken[row]]) for name, row in rows.items()},
-            edge_variants=tuple(int(tables[edge.key].picks[0, taken[edge]]) for edge in edges),
-        )
-
-    exact = all(end.exact for end in ends)
-    num_computed = sum(len(end.tables) for end in computed)
-    return Tracked(found.memory_bytes, found.time_ns, exact, ends[0].done, num_computed, strategy)
+    num_computed = sum(len(each.tables) for each in computed)
+    return Tracked(found.memory_bytes, found.time_ns, exact, done, num_computed, tuple(computed), found.picks)
 
 
-Places = dict[str, IntArray]
-"""Which of an operator's configurations are left, by their places in the whole graph."""
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """The options of :func:`track`, and its steps."""
 
+    linear: bool
+    pruned: bool
+    merged: int
 
-def _fewer(graph: CostGraph, places: Places, weightings: int, linear: bool, merged: int) -> tuple[CostGraph, Places]:
-    """The graph without configurations that no frontier strategy has; equal operators keep the same.
+    def settled(self, part: _Part) -> tuple[list[_Part], int, bool]:
+        """Parts that need no heuristics, operators settled in each, and whether every configuration is in some part."""
+        reduced, rows, _ = Reduced.of(part.graph)
+        if self._reduce(reduced):
+            return [part], 0, True
+        left = [node for node in reduced.nodes.keys() - set(self._kept(reduced)) if node not in reduced.joint]
+        node = max(left or set(reduced.nodes) - reduced.joint, key=lambda each: (len(reduced.neighbours(each)), -each))
+        choices, every = _promising(reduced, node)
+        name = part.graph.order()[node]
+        all_of = {other: np.arange(row.columns) for other, row in rows.items()}
+        found = [self.settled(part.fewer({**all_of, name: np.array([choice])})) for choice in choices]
+        parts = [each for parts, _, _ in found for each in parts]
+        return parts, 1 + max(num for _, num, _ in found), every and all(exact for _, _, exact in found)
 
-    Where heuristics leave something out they would prove nothing of the whole, and all stays.
-    """
-    reduced, rows, _ = Reduced.of(graph)
-    ends = _finish(reduced, linear, merged)
-    if not all(end.exact for end in ends):
-        return graph, places
-    costs = {node.name: node.costs for node in graph.nodes}
-    used: dict[int, npt.NDArray[np.bool_]] = {}
-    for end in ends:
-        bounds = bounds_of(end.whole, weightings)
-        for name, row in rows.items():
-            row_table = costs[name]
-            points = np.flatnonzero(bounds.useful(row, row_table))
-            cells = np.searchsorted(row_table.starts, points, side="right") - 1
+    def computed(self, part: _Part) -> _Computed:
+        """The frontier of a part that needs no heuristics."""
+        for weightings in _ROUNDS if self.pruned else ():
+            part = self._fewer(part, weightings)
+        reduced, rows, edges = Reduced.of(part.graph)
+        whole = self._whole(reduced)
+        tables: Tables = {}
+        evaluate(whole, tables, _kept_of(whole) if self.pruned else None)
+        return _Computed(part, whole, rows, edges, tables, reduced.done)
+
+    def _fewer(self, part: _Part, weightings: int) -> _Part:
+        """A part without configurations that no frontier strategy has; equal operators keep the same."""
+        reduced, rows, _ = Reduced.of(part.graph)
+        bounds = bounds_of(self._whole(reduced), weightings)
+        used: dict[int, npt.NDArray[np.bool_]] = {}
+        for node in part.graph.nodes:
+            row = rows[node.name]
+            points = np.flatnonzero(bounds.useful(row, node.costs))
+            cells = np.searchsorted(node.costs.starts, points, side="right") - 1
             used.setdefault(row.key, np.zeros(row.columns, dtype=bool))[cells] = True
-    kept = {name: np.flatnonzero(used[row.key]) for name, row in rows.items()}
-    return graph.restricted(kept), {name: places[name][kept[name]] for name in places}
+        return part.fewer({name: np.flatnonzero(used[row.key]) for name, row in rows.items()})
+
+    def _whole(self, reduced: Reduced) -> Expression:
+        done = self._reduce(reduced)
+        assert done
+        return _along(reduced, sorted(reduced.nodes))
+
+    def _reduce(self, reduced: Reduced) -> bool:
+        """Algorithm 2 without heuristics; whether what is left is linear."""
+        kept = self._kept(reduced)
+        while len(kept) < len(reduced.nodes) and reduced.eliminate(kept, merged=self.merged, in_order=not self.linear):
+            kept = self._kept(reduced)
+        return len(kept) == len(reduced.nodes)
+
+    def _kept(self, reduced: Reduced) -> Collection[int]:
+        """What no step may eliminate: the linear part, or the two ends."""
+        return reduced.linear() if self.linear else {min(reduced.nodes), max(reduced.nodes)}
 
 
-def _computed(end: _End, pruned: bool) -> _Computed:
-    """The frontier of one end, with the tables it is read off from."""
-    tables: Tables = {}
-    if not pruned:
-        return _Computed(evaluate(end.whole, tables), tables)
-    bounds = bounds_of(end.whole, _WEIGHTINGS)
+def _kept_of(whole: Expression) -> Callable[[int, Table], Table]:
+    """Drops the points of a part that no instance of it has use for."""
+    bounds = bounds_of(whole, _WEIGHTINGS)
     parts = defaultdict(list)
-    for part in in_order(end.whole):
+    for part in in_order(whole):
         parts[part.key].append(part)
-
-    def kept(key: int, table: Table) -> Table:
-        return select(table, np.logical_or.reduce([bounds.useful(part, table) for part in parts[key]]))
-
-    return _Computed(evaluate(end.whole, tables, kept), tables)
-
-
-def _finish(reduced: Reduced, linear: bool, merged: int) -> list[_End]:
-    """Algorithm 2; one end for every choice made heuristically."""
-    kept = _kept(reduced, linear)
-    while len(kept) < len(reduced.nodes) and reduced.eliminate(kept, merged=merged, in_order=not linear):
-        kept = _kept(reduced, linear)
-    if len(kept) == len(reduced.nodes):
-        return [_End(_along(reduced, sorted(kept)), True, reduced.done)]
-    node = max(reduced.nodes.keys() - set(kept), key=lambda other: (len(reduced.neighbours(other)), -other))
-    choices, every = _promising(reduced, node)
-    ends = [end for choice in choices for end in _finish(reduced.fix(node, choice), linear, merged)]
-    return [_End(end.whole, end.exact and every, end.done) for end in ends]
-
-
-def _kept(reduced: Reduced, linear: bool) -> Collection[int]:
-    """What no step may eliminate: the linear part, or the two ends."""
-    return reduced.linear() if linear else {min(reduced.nodes), max(reduced.nodes)}
+    return lambda key, table: select(table, np.logical_or.reduce([bounds.useful(each, table) for each in parts[key]]))
 
 
 def _along(reduced: Reduced, chain: list[int]) -> Expression:
@@ -177,18 +202,19 @@ def _promising(reduced: Reduced, node: int) -> tuple[list[int], bool]:
     Each is judged by its own costs and, for every neighbour, the best that its edge offers.
     """
     memory, time = (_judged(reduced, node, weights) for weights in ((1.0, 0.0), (0.0, 1.0)))
-    both = _judged(reduced, node, (1 / max(memory.min(), 1), 1 / max(time.min(), 1)))
+    both = memory / max(memory.min(), 1) + time / max(time.min(), 1)
     choices = sorted({int(np.argmin(costs)) for costs in (memory, time, both)})
     return choices, len(choices) == np.count_nonzero(np.isfinite(both))
 
 
 def _judged(reduced: Reduced, node: int, weights: tuple[float, float]) -> FloatArray:
+    values: dict[int, FloatArray] = {}
     row = reduced.nodes[node]
-    costs = inside(row, weights)[row.key][0].copy()
+    costs: FloatArray = inside(row, weights, values)[row.key][0].copy()
     for other in reduced.neighbours(node):
         edge = reduced.between(node, other)
-        costs += inside(edge, weights)[edge.key].min(axis=1)
-    return np.asarray(costs)
+        costs += inside(edge, weights, values)[edge.key].min(axis=1)
+    return costs
 
 
 def _points(end: int, table: Table) -> Points:
