@@ -49,7 +49,7 @@ class Tracked:
 
     def strategy(self, point: int) -> Strategy:
         """The strategy of a point, unrolled."""
-        part, inside_part = self._picks[:, point].tolist()
+        part, inside_part = map(int, self._picks[:, point])
         return self._of[part].strategy(inside_part)
 
 
