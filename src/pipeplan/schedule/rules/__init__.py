@@ -1,5 +1,7 @@
 """Schedules as rules (FlexPipe): a language, a file for it, and the scheduler that runs it."""
 
+from pipeplan.schedule.rules.engine import schedule_by_rules
+from pipeplan.schedule.rules.files import read_rules
 from pipeplan.schedule.rules.instructions import with_instruction, with_instructions
 from pipeplan.schedule.rules.language import (
     Candidate,
@@ -12,6 +14,7 @@ from pipeplan.schedule.rules.language import (
     SubmoduleRules,
     TypeTraversal,
 )
+from pipeplan.schedule.rules.sweep import built_in_rules, sweep
 
 __all__ = [
     "Candidate",
@@ -23,6 +26,10 @@ __all__ = [
     "State",
     "SubmoduleRules",
     "TypeTraversal",
+    "built_in_rules",
+    "read_rules",
+    "schedule_by_rules",
+    "sweep",
     "with_instruction",
     "with_instructions",
 ]
