@@ -7,8 +7,13 @@ from collections.abc import Sequence
 import pytest
 from helpers import chain_workload, shared_workload
 
+from pipeplan.costs import build_workload
 from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.examples import shape
 from pipeplan.model.workload import Workload
+from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.classic.base import makespan
+from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import (
     Candidate,
     Check,
@@ -21,6 +26,7 @@ from pipeplan.schedule.rules import (
 )
 from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.numbers import evaluate
+from pipeplan.schedule.rules.sweep import built_in_rules, run_rules
 from pipeplan.simulate.timing import task_graph
 
 
@@ -83,7 +89,7 @@ def test_rules_for_what_is_not_there_are_refused() -> None:
         texts(chain_workload(2, 2), Rules(devices=(DeviceRules(devices=(7,), in_flight=1),)))
     with pytest.raises(UsageError, match=r"'text\.\*' matches no stage.* begin with block0, block1"):
         texts(chain_workload(2, 2), Rules(submodules=(SubmoduleRules(blocks="text.*"),)))
-    with pytest.raises(UsageError, match="in_flight has 1 numbers, but there is a place 1"):
+    with pytest.raises(UsageError, match="in_flight has 1 numbers for 2 places"):
         texts(chain_workload(2, 2), Rules(in_flight=(1,)))
 
 
@@ -210,10 +216,44 @@ def test_figure_7_iii_priorities_of_ones_own() -> None:
         return candidates[-1]
 
     one = chain_workload(1, 3)
+
+    def as_many_as_there_are(state: State, device: int) -> Sequence[str]:
+        """All forwards that are ready at the start, the backwards, then what is left: W last."""
+        assert all(each.kind == "I" for each in state.ready(device, "I"))
+        return "FIW" if state.now == 0 or state.ready(device, "F") else "IW"
+
     assert texts(one, Rules(types=TypeTraversal(by_turns))) == ["0F0 0B0 0F1 0B1 0F2 0B2"]
+    split = chain_workload(1, 2, split=(10, 10))
+    assert texts(split, Rules(types=TypeTraversal(as_many_as_there_are))) == ["0F0 0F1 0I0 0I1 0W0 0W1"]
     two = chain_workload(1, 2, devices=[(0,), (0,)])
     rules = Rules(types=TypeTraversal("fwd-first"), forward=StageTraversal(newest))
     assert texts(two, rules) == texts(two, rules.but(forward=StageTraversal("depth-first")))
+
+
+def test_a_stage_order_that_chooses_something_else_is_refused() -> None:
+    def another(state: State, candidates: Sequence[Candidate]) -> Candidate:
+        return Candidate(0, "F", 0, 7, 7)
+
+    with pytest.raises(UsageError, match=r"device 0 chose Candidate.* none of those it was given"):
+        texts(chain_workload(1, 2), Rules(forward=StageTraversal(another)))
+
+
+# Shapes with shared stages ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["m", "mllm", "nn", "k"])
+def test_shared_stages_neither_stop_nor_drift(name: str) -> None:
+    """No built-in rules get stuck; the best ones' period is 1F1B+'s or less, however many micro-batches there are."""
+    profile = shape(name, 4)
+    assert profile.placement is not None
+    spans, plus = [], []
+    for count in (16, 24):
+        workload = build_workload(profile, profile.placement, num_microbatches=count, microbatch_size=1)
+        graph, problem = task_graph(workload), Problem.of(workload)
+        spans.append(min(run_rules(graph, rules).makespan_ns for rules in built_in_rules(workload)))
+        if CLASSIC["1f1b+"].applies(problem) is None:
+            plus.append(makespan(graph, CLASSIC["1f1b+"].orders(problem, graph)))
+    assert spans[1] - spans[0] <= (plus[1] - plus[0] if plus else 8 * 6_000_000)
 
 
 # Bad rules -----------------------------------------------------------------------------------------------------

@@ -183,9 +183,9 @@ class Resolved:
     def _stage_limit(self, stage: int) -> int | None:
         settings, sizes = self._settings(stage, self._workload.stages[stage].devices[0]), self._sizes(stage)
         if self.is_shared[stage]:
-            place = self._part(stage).shared.index(stage)
-            return _limit("in_flight_shared", settings.in_flight_shared, place, sizes)
-        return _limit("in_flight", settings.in_flight, sizes["s"], sizes)
+            shared = self._part(stage).shared
+            return _limit("in_flight_shared", settings.in_flight_shared, shared.index(stage), len(shared), sizes)
+        return _limit("in_flight", settings.in_flight, sizes["s"], sizes["S"], sizes)
 
     def _device(self, device: int) -> DeviceSettings:
         there = [number for number, stage in enumerate(self._workload.stages) if device in stage.devices]
@@ -198,7 +198,7 @@ class Resolved:
             evaluate("backward_unit", types.backward_unit, sizes),
             _traversal("forward", settings.forward, sizes),
             _traversal("backward", settings.backward, sizes),
-            _limit("in_flight_device", settings.in_flight_device, sizes["d"], sizes),
+            _limit("in_flight_device", settings.in_flight_device, sizes["d"], sizes["D"], sizes),
             evaluate("weights_late", settings.weights_late or 0, sizes, least=0),
             bool(settings.weights_fill),
         )
@@ -209,14 +209,12 @@ def _traversal(key: str, rules: StageTraversal | None, sizes: Mapping[str, int])
     return Traversal(rules, None if rules.interval is None else evaluate(f"{key}.interval", rules.interval, sizes))
 
 
-def _limit(key: str, limit: Limit | None, place: int, sizes: Mapping[str, int]) -> int | None:
-    """The limit of the stage, or device, at this place of its submodule."""
+def _limit(key: str, limit: Limit | None, place: int, count: int, sizes: Mapping[str, int]) -> int | None:
+    """The limit of the stage, or device, at this of so many places of its submodule."""
     if limit is None:
         return None
     if not isinstance(limit, tuple):
         return evaluate(key, limit, sizes)
-    if place >= len(limit):
-        raise UsageError(
-            f"{key} has {len(limit)} numbers, but there is a place {place} in the submodule; write one each"
-        )
+    if len(limit) != count:
+        raise UsageError(f"{key} has {len(limit)} numbers for {count} places of the submodule; write one each, or one")
     return evaluate(f"{key}[{place}]", limit[place], sizes)
