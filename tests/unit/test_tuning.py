@@ -97,7 +97,7 @@ def test_rows_are_ranked_and_their_figures_are_the_plans(whole: Tuning) -> None:
     assert first.peak_memory_bytes == max(memory.peak_bytes for memory in predicted.memory) <= 2 * GB
     assert first.bubble_rate == predicted.bubble_rate
     assert predicted.iteration_ns >= predicted.lower_bound_ns
-    assert {row.separated for row in whole.rows} == {True, False}
+    assert {row.split for row in whole.rows} == {True, False}
     summary = whole.summary()
     assert [row["rank"] for row in summary["candidates"]] == list(range(1, len(whole.rows) + 1))  # type: ignore[attr-defined]  # a list of dicts
 

@@ -23,7 +23,8 @@ class Row:
     """A cell under one set of rules.
 
     ``depth`` is how many groups of devices form a pipeline, ``microbatch_size`` the samples of a micro-batch on each
-    of the ``replicas``. ``bubble_rate`` is of the iteration, ``peak_memory_bytes`` of the device that needs most.
+    of the ``replicas``; ``split``: backward has two parts. ``bubble_rate`` is of the iteration, ``peak_memory_bytes``
+    of the device that needs most.
     """
 
     depth: int
@@ -32,12 +33,12 @@ class Row:
     num_microbatches: int
     placement: str
     recompute: bool
-    separated: bool
-    rules: str = ""
-    iteration_ns: int = 0
-    makespan_ns: int = 0
-    bubble_rate: float = 0.0
-    peak_memory_bytes: int = 0
+    split: bool
+    rules: str
+    iteration_ns: int
+    makespan_ns: int
+    bubble_rate: float
+    peak_memory_bytes: int
 
     @property
     def rank(self) -> tuple[int, int, int, str]:
@@ -62,7 +63,7 @@ def print_ranking(rows: Sequence[Row], file: TextIO | None = None) -> None:
             *map(str, (rank, row.depth, row.replicas, row.microbatch_size)),
             row.placement,
             row.rules,
-            ("separated" if row.separated else "whole") + (", recomputed" if row.recompute else ""),
+            ("split" if row.split else "whole") + (", recomputed" if row.recompute else ""),
             format_ns(row.iteration_ns),
             f"{row.bubble_rate:.2%}",
             format_bytes(row.peak_memory_bytes),

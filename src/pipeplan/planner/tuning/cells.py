@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -17,18 +17,15 @@ from pipeplan.schedule.bounds import makespan_bound
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.reduction import device_groups
 from pipeplan.schedule.rules import Rules
-from pipeplan.schedule.rules.engine import schedule_by_rules
-from pipeplan.schedule.rules.joining import Joined
-from pipeplan.schedule.rules.separation import separate
-from pipeplan.schedule.rules.sweep import built_in_rules
+from pipeplan.schedule.rules.sweep import Swept, built_in_rules, run_rules, sweep
 from pipeplan.schedule.search import Schedule, timed
-from pipeplan.simulate.memory import overflow, peak_memory
+from pipeplan.simulate.memory import peak_memory
 from pipeplan.simulate.metrics import iteration_time, rates
-from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts, task_graph
+from pipeplan.simulate.timing import task_graph
 
 __all__ = ["Cell", "Rows", "cell_of", "rows_of", "schedule_of", "settled_cell"]
 
-_MOST_RULES = 64
+_MOST_RULES = 128
 """So many rules are tried with limits of micro-batches in flight, too; if there are more, section 6's alone."""
 
 
@@ -57,16 +54,11 @@ class Cell:
         return InfeasibleError(self.failure) if self.unfit else UsageError(self.failure)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Rows:
-    """What is known of a cell's rows below ``limit_ns`` (None is no limit), and whether that is all.
-
-    ``num_failed`` sets of rules came to a stop, or their schedule does not fit.
-    """
+    """What is known of a cell's rows, and whether that is all."""
 
     rows: list[Row] = field(default_factory=list)
-    num_failed: int = 0
-    limit_ns: int | None = None
     complete: bool = False
 
 
@@ -110,163 +102,46 @@ def _with_free_links(request: Request) -> Request:
     return replace(request, cluster=None, memory_bytes=most)
 
 
-def rows_of(request: Request, asked: tuple[Cell, int | None], stopped: Callable[[], bool]) -> Rows:
-    """A row for every set of rules, or for those there was time for; ``asked`` is a cell, and a limit in ns or None.
-
-    Rules that give the same orders share a row, which has the name of the simplest. To separate gradients takes longer
-    than to run rules: it is left out for orders that then could not become the cell's best, or stay below the limit.
-    """
-    cell, limit_ns = asked
+def rows_of(request: Request, cell: Cell, stopped: Callable[[], bool]) -> Rows:
+    """A row for each schedule that the built-in rules make, or those there was time for."""
     assert cell.candidate is not None
-    found = _Finding(Rows(limit_ns=limit_ns, complete=True))
-    runner: _Runner | None = None
-    for workload in reversed(workloads(request, cell.candidate)):
-        runner = _Runner.of(workload) if runner is None else _Runner.of(workload).sharing(runner)
-        if not found.look(runner, _blank(cell.candidate, workload), stopped):
-            return replace(found.rows, complete=False)
-    return found.rows
-
-
-@dataclass(slots=True)
-class _Finding:
-    """The rows of a cell as they are found."""
-
-    rows: Rows
-
-    def look(self, runner: _Runner, blank: Row, stopped: Callable[[], bool]) -> bool:
-        """Find the rows of a workload; whether there was time for all."""
-        ordered: dict[_Orders, Rules] = {}
-        for rules in runner.rules:
-            if stopped():
-                return False
-            orders = runner.orders(rules)
-            if orders is None:
-                self.rows.num_failed += 1
-            else:
-                ordered.setdefault(orders, rules)
-        for orders, rules in sorted(ordered.items(), key=lambda pair: runner.bound_ns(pair[0])):
-            if stopped():
-                return False
-            if runner.joined is None or runner.bound_ns(orders) < self._best_ns:
-                self._add(blank, runner.schedule(rules, orders), rules)
-        return True
-
-    @property
-    def _best_ns(self) -> float:
-        limit = math.inf if self.rows.limit_ns is None else self.rows.limit_ns
-        return min([limit, *(row.iteration_ns for row in self.rows.rows)])
-
-    def _add(self, blank: Row, schedule: Schedule | None, rules: Rules) -> None:
-        if schedule is None:
-            self.rows.num_failed += 1
-            return
-        figures = rates(schedule.graph, schedule.orders, schedule.starts)
-        row = replace(
-            blank,
-            rules=rules.name,
-            iteration_ns=iteration_time(schedule.workload, figures),
-            makespan_ns=figures.makespan_ns,
-            bubble_rate=figures.bubble_rate,
-            peak_memory_bytes=max(memory.peak_bytes for memory in peak_memory(schedule.graph, schedule.orders)),
-        )
-        self.rows.rows.append(row)
+    found = Rows(complete=True)
+    for workload in workloads(request, cell.candidate):
+        problem = Problem.of(workload)
+        rules = _rules(problem.workload)
+        tried = itertools.takewhile(lambda _: not stopped(), rules)
+        for swept in sweep(problem.workload, tried):
+            schedule = _schedule(problem, workload, swept)
+            if schedule is not None:
+                found.rows.append(_row(cell.candidate, schedule, swept.rules))
+    return replace(found, complete=not stopped())
 
 
 def schedule_of(request: Request, candidate: Candidate, row: Row) -> Schedule:
     """The schedule of one of a cell's rows, made again."""
     for workload in workloads(request, candidate):
-        if _is_split(workload) == row.separated:
-            runner = _Runner.of(workload)
-            rules = next(rules for rules in runner.rules if rules.name == row.rules)
-            orders = runner.orders(rules)
-            schedule = None if orders is None else runner.schedule(rules, orders)
+        if is_split(workload) == row.split:
+            problem = Problem.of(workload)
+            rules = next(rules for rules in _rules(problem.workload) if rules.name == row.rules)
+            schedule = _schedule(problem, workload, run_rules(task_graph(problem.workload), rules))
             assert schedule is not None
             return schedule
     raise AssertionError("a row is of one of its cell's workloads")
 
 
-_Orders = tuple[tuple[int, ...], ...]
+def _rules(workload: Workload) -> list[Rules]:
+    """The rules to try on a workload."""
+    rules = built_in_rules(workload)
+    return rules if len(rules) <= _MOST_RULES else built_in_rules(workload, limits=(None,))
 
 
-@dataclass(frozen=True, slots=True)
-class _Runner:
-    """A workload, its rules and graph; where backward is split, ``joined`` is the graph that the rules see.
-
-    ``plain`` [name of rules] are the orders of the graph that the rules see, found so far, without regard to memory.
-    """
-
-    workload: Workload
-    problem: Problem
-    graph: TaskGraph
-    joined: Joined | None
-    rules: tuple[Rules, ...]
-    plain: dict[str, Orders | None]
-
-    @classmethod
-    def of(cls, workload: Workload) -> _Runner:
-        problem = Problem.of(workload)
-        graph = task_graph(problem.workload)
-        rules = built_in_rules(problem.workload)
-        if len(rules) > _MOST_RULES:
-            rules = built_in_rules(problem.workload, limits=(None,))
-        return cls(workload, problem, graph, Joined.of(graph) if _is_split(workload) else None, tuple(rules), {})
-
-    @property
-    def seen(self) -> TaskGraph:
-        """The graph that the rules see: backwards are whole."""
-        return self.graph if self.joined is None else self.joined.graph
-
-    def sharing(self, other: _Runner) -> _Runner:
-        """The same with what is known of another way to run backward, if to the rules there is no difference."""
-        alike = self.seen.offsets == other.seen.offsets and self.seen.durations == other.seen.durations
-        return replace(self, plain=other.plain) if alike else self
-
-    def orders(self, rules: Rules) -> _Orders | None:
-        """The orders of the rules, W right behind I; None if they come to a stop, or do not fit.
-
-        Forwards are held back for memory only where it would be too little.
-        """
-        if rules.name not in self.plain:
-            self.plain[rules.name] = self._run(rules.but(separate=False, fit_memory=False))
-        orders = self._apart(self.plain[rules.name])
-        if orders is not None and overflow(self.graph, orders) is not None:
-            orders = self._apart(self._run(rules.but(separate=False, fit_memory=True)))
-        return orders
-
-    def _run(self, rules: Rules) -> Orders | None:
-        try:
-            return schedule_by_rules(self.seen, rules)
-        except (InfeasibleError, UsageError):
-            return None
-
-    def _apart(self, orders: Orders | None) -> _Orders | None:
-        if orders is None:
-            return None
-        return tuple(map(tuple, orders if self.joined is None else self.joined.apart(orders)))
-
-    def bound_ns(self, orders: Orders) -> int:
-        """No schedule with these orders of forwards and input gradients is shorter, wherever weight gradients go."""
-        operations = self.graph.workload.operations
-        free: list[list[int]] = [[] for _ in self.graph.workload.links]
-        weights = {number for number, operation in enumerate(operations) if operation.kind == "W"}
-        bare = [[task for task in order if self.graph.operation_of[task] not in weights] for order in orders]
-        starts = earliest_starts(self.graph, [*bare, *free])
-        ends = map(sum, zip(starts, self.graph.durations, strict=True))
-        worked = (
-            min(starts[task] for task in order) + sum(self.graph.durations[task] for task in order)
-            for order in orders
-            if order
-        )
-        return max(*ends, *worked)
-
-    def schedule(self, rules: Rules, orders: Orders) -> Schedule | None:
-        """The schedule of orders, gradients separated; None if it does not fit."""
-        final: Orders = orders if self.joined is None else separate(self.graph, orders)
-        return timed(self.problem, self.workload, final, f"rules: {rules.name}")
+def _schedule(problem: Problem, workload: Workload, swept: Swept) -> Schedule | None:
+    return timed(problem, workload, swept.orders[: problem.num_devices], f"rules: {swept.rules.name}")
 
 
-def _blank(candidate: Candidate, workload: Workload) -> Row:
-    replicas = max(stage.replicas for stage in candidate.placement.stages)
+def _row(candidate: Candidate, schedule: Schedule, rules: Rules) -> Row:
+    workload, replicas = schedule.workload, max(stage.replicas for stage in candidate.placement.stages)
+    figures = rates(schedule.graph, schedule.orders, schedule.starts)
     return Row(
         depth=len(set(device_groups(workload))),
         replicas=replicas,
@@ -274,9 +149,15 @@ def _blank(candidate: Candidate, workload: Workload) -> Row:
         num_microbatches=candidate.batch.num_microbatches,
         placement=candidate.placement.strategy,
         recompute=candidate.recompute,
-        separated=_is_split(workload),
+        split=is_split(workload),
+        rules=rules.name,
+        iteration_ns=iteration_time(workload, figures),
+        makespan_ns=figures.makespan_ns,
+        bubble_rate=figures.bubble_rate,
+        peak_memory_bytes=max(memory.peak_bytes for memory in peak_memory(schedule.graph, schedule.orders)),
     )
 
 
-def _is_split(workload: Workload) -> bool:
+def is_split(workload: Workload) -> bool:
+    """Whether backward has two parts."""
     return any(operation.kind == "W" for operation in workload.operations)

@@ -30,6 +30,11 @@ __all__ = ["Tuning", "tune"]
 _ROUND = 8
 """Cells of a round: no more of them are looked into than needed, and so many processes can share them."""
 
+_NO_RULES = (
+    "no built-in rules make a schedule that fits into the devices' memory; raise --memory or --devices, lower "
+    "--microbatch-size, or let --scheduler auto search"
+)
+
 _EXPLAINING = 5.0
 """Seconds in which it is looked for what would do where nothing fits."""
 
@@ -38,9 +43,8 @@ _EXPLAINING = 5.0
 class Tuning:
     """The best plan, every row by rank, and how many cells there were.
 
-    Of ``num_cells``, ``num_unfit`` fit under no schedule, ``num_skipped`` have a bound that is not below the best
-    row's iteration, ``num_known`` were in the cache and ``num_open`` were left when time was up. ``num_failed`` rows
-    of the others do not fit, or came to a stop; they are not in ``rows``.
+    Of ``num_cells``, ``num_unfit`` fit under no rules, ``num_skipped`` have a bound that is not below the best
+    row's iteration, ``num_known`` were in the cache and ``num_open`` were left when time was up.
     """
 
     result: Result
@@ -50,7 +54,6 @@ class Tuning:
     num_skipped: int
     num_known: int
     num_open: int
-    num_failed: int
 
     @property
     def said(self) -> str:
@@ -61,7 +64,6 @@ class Tuning:
         parts += [f"{self.num_skipped} skipped, whose bound is above the best"] if self.num_skipped else []
         parts += [f"{self.num_unfit} out of memory"] if self.num_unfit else []
         parts += [f"{self.num_open} left when time was up"] if self.num_open else []
-        parts += [f"{self.num_failed} rules that stop or do not fit"] if self.num_failed else []
         return ", ".join(parts)
 
     def summary(self) -> dict[str, object]:
@@ -74,7 +76,6 @@ class Tuning:
             "cells_skipped": self.num_skipped,
             "cells_known": self.num_known,
             "cells_open": self.num_open,
-            "rows_failed": self.num_failed,
         }
 
 
@@ -130,7 +131,6 @@ class _Tuner:
     num_skipped: int = 0
     num_known: int = 0
     num_done: int = 0
-    num_failed: int = 0
 
     def run(self) -> Tuning:
         """All rounds."""
@@ -151,7 +151,6 @@ class _Tuner:
             num_skipped=self.num_skipped,
             num_known=self.num_known,
             num_open=len(points) - self.num_unfit - self.num_skipped - self.num_done,
-            num_failed=self.num_failed,
         )
 
     @property
@@ -189,11 +188,13 @@ class _Tuner:
             point.cell = cell
             self._note_failure(point)
         live = self._live([point for point in live if point.cell.settled])
-        limit = min((row.iteration_ns for _, row in self.found), default=None)
-        asked = [(point.cell, limit) for point in live]
-        for point, rows in zip(live, self._look_up(f"rows below {limit}", Rows, rows_of, live, asked), strict=True):
-            self.num_done += rows.complete
-            self.num_failed += rows.num_failed
+        found = self._look_up("rows", Rows, rows_of, live, [point.cell for point in live])
+        for point, rows in zip(live, found, strict=True):
+            unfit = rows.complete and not rows.rows
+            if unfit:
+                self.num_unfit += 1
+                self.failures.append(InfeasibleError(_NO_RULES))
+            self.num_done += rows.complete and not unfit
             self.found += [(point.cell, row) for row in rows.rows]
 
     def _live(self, points: Sequence[_Point]) -> list[_Point]:
@@ -250,12 +251,7 @@ class _Tuner:
         """Why there is no row; where memory is short, with what would do."""
         if self.workers.interrupted:
             return SearchTimeoutError("interrupted before any schedule was found; let it run longer")
-        if self.num_failed:
-            return InfeasibleError(
-                f"{self.num_failed} schedules were tried, and none fits into the devices' memory; raise --memory or "
-                "--devices, lower --microbatch-size, or let --scheduler auto search"
-            )
-        if not self.failures or self.workers.stopped:
+        if self.workers.stopped:
             limit = self.request.options.time_limit
             return SearchTimeoutError(f"no schedule was found in {limit:g} s; raise --time-limit")
         error = most_telling(self.failures)
