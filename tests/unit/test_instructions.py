@@ -76,14 +76,14 @@ def test_actions_of_any_kind_have_one_text(text: str) -> None:
     assert Action.parse(text).is_compute == ("_" not in text)
 
 
-@pytest.mark.parametrize("text", ["5SEND0", "5RECV0", "5X0", "5GATHER", "5Gather0", "5ALLGATHER0>3", "5SEND_W0"])
+@pytest.mark.parametrize("text", ["5SEND0", "5RECV0", "5FB0", "5GATHER", "5Gather0", "5ALLGATHER0>3", "5SEND_W0"])
 def test_what_is_no_action(text: str) -> None:
     with pytest.raises(ValueError, match="is not an action"):
         Action.parse(text)
 
 
 def test_kinds_have_one_order() -> None:
-    assert in_order(["NORM", "W", "GATHER", "I", "F", "BI", "B"]) == ["F", "B", "I", "W", "BI", "GATHER", "NORM"]
+    assert in_order(["NORM", "W", "GATHER", "I", "F", "BIW", "B"]) == ["F", "B", "I", "W", "BIW", "GATHER", "NORM"]
 
 
 def test_dependencies_go_through_an_instruction() -> None:
@@ -277,7 +277,7 @@ def test_counts_are_for_instructions() -> None:
         ({"devices": (1, 9)}, r"devices \[1, 9\] must be different ones of the 4 there are"),
         ({"devices": (0,)}, "device 0 gets nothing from 1F, which runs on"),
         ({"devices": (3,)}, "device 3 gets nothing from 1F"),
-        ({"kind": "SEND"}, "a kind is a word of 2 to 24 capital letters other than SEND and RECV"),
+        ({"kind": "SEND"}, "a kind is a word of 3 to 24 capital letters other than SEND and RECV"),
         ({"kind": "F"}, "a kind is a word"),
         ({"attributes": {"nested": {"a": 1}}}, "attributes are texts, finite numbers"),
         ({"after": ("loss",), "before": ("image.0",)}, "would wait for each other"),
@@ -303,6 +303,12 @@ def test_instructions_must_say_what_they_follow() -> None:
 def test_attributes_are_for_instructions() -> None:
     with pytest.raises(ValueError, match="attributes are for instructions"):
         Operation(kind="F", stage=0, duration_ns=1, attributes={"a": 1})
+
+
+def test_workloads_can_be_told_apart_by_their_hash() -> None:
+    """Attributes are a mapping, which has none."""
+    norm = replace(GATHER, attributes={"by": 0.5})
+    assert len({with_instruction(towers(every=2), each) for each in (GATHER, norm, norm)}) == 2
 
 
 def test_stages_without_blocks_run_instructions_and_stand_last() -> None:

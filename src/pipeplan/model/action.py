@@ -37,7 +37,7 @@ __all__ = [
 COMPUTE_KINDS = ("F", "B", "I", "W")
 """Forward, (full) backward, input gradient, weight gradient."""
 
-KIND_PATTERN = "([FBIW]|[A-Z]{2,24})"
+KIND_PATTERN = "([FBIW]|[A-Z]{3,24})"
 """A compute kind, or an instruction's word; ``SEND`` and ``RECV`` are taken."""
 
 _PAYLOAD = {"F": "F", "B": "B", "I": "B", "W": ""}
@@ -47,12 +47,12 @@ NUMBER_PATTERN = "(0|[1-9][0-9]{0,6})"
 """A stage, micro-batch or device: one spelling for each number, so that equal actions are equal texts."""
 
 ACTION_PATTERN = (
-    f"^{NUMBER_PATTERN}({KIND_PATTERN}{NUMBER_PATTERN}([.][01])?|(SEND|RECV)_([FB]|[A-Z]{{2,24}}){NUMBER_PATTERN}([.][01])?"
+    f"^{NUMBER_PATTERN}({KIND_PATTERN}{NUMBER_PATTERN}([.][01])?|(SEND|RECV)_([FB]|[A-Z]{{3,24}}){NUMBER_PATTERN}([.][01])?"
     f"(>{NUMBER_PATTERN})?(@{NUMBER_PATTERN})?)$"
 )
 
 _PARSE = re.compile(
-    f"{NUMBER_PATTERN}((?:[FBIW]|[A-Z]{{2,24}})|(?:SEND|RECV)_(?:[FB]|[A-Z]{{2,24}})){NUMBER_PATTERN}(?:[.]([01]))?"
+    f"{NUMBER_PATTERN}((?:[FBIW]|[A-Z]{{3,24}})|(?:SEND|RECV)_(?:[FB]|[A-Z]{{3,24}})){NUMBER_PATTERN}(?:[.]([01]))?"
     f"(?:>{NUMBER_PATTERN})?(?:@{NUMBER_PATTERN})?"
 )
 _OPERATION = re.compile(f"{NUMBER_PATTERN}{KIND_PATTERN}")
@@ -138,7 +138,7 @@ def is_instruction(kind: str) -> bool:
 
 def is_instruction_word(text: str) -> bool:
     """Whether a text can be the kind of an instruction."""
-    return re.fullmatch("[A-Z]{2,24}", text) is not None and text not in _RESERVED
+    return re.fullmatch("[A-Z]{3,24}", text) is not None and text not in _RESERVED
 
 
 def in_order(kinds: Iterable[str]) -> list[str]:

@@ -103,6 +103,9 @@ class Operation(FileModel):
     part_ns: Annotated[PositiveNs | None, Field(description="of one part of a micro-batch that runs in two")] = None
     attributes: Annotated[dict[Name, Attribute], Field(description="of an instruction, for its function")] = {}
 
+    def __hash__(self) -> int:
+        return hash((self.id, self.duration_ns, self.acquire_bytes, self.release_bytes, self.workspace_bytes))
+
     @field_validator("kind")
     @classmethod
     def _is_free(cls, kind: str) -> str:

@@ -106,10 +106,10 @@ def register(kind: str, function: Function) -> Function:
     """Say what instructions of a kind do. Returns the function.
 
     Raises:
-        UsageError: the kind is not a word of 2 to 24 capital letters, or has another function.
+        UsageError: the kind is not a word of 3 to 24 capital letters, or has another function.
     """
     if not is_instruction_word(kind):
-        raise UsageError(f"{kind!r} cannot be an instruction: write 2 to 24 capital letters, not SEND or RECV")
+        raise UsageError(f"{kind!r} cannot be an instruction: write 3 to 24 capital letters, not SEND or RECV")
     known = _FUNCTIONS.setdefault(kind, function)
     if known is not function:
         raise UsageError(f"instruction {kind} is already {known.__module__}.{known.__qualname__}; choose another word")

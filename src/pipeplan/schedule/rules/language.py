@@ -237,7 +237,7 @@ class Instruction:
     def __post_init__(self) -> None:
         if not is_instruction_word(self.kind):
             raise UsageError(
-                f"instruction {self.kind!r}: a kind is a word of 2 to 24 capital letters other than SEND and RECV"
+                f"instruction {self.kind!r}: a kind is a word of 3 to 24 capital letters other than SEND and RECV"
             )
         if not self.after:
             raise UsageError(f"instruction {self.kind}: after is empty; name the stages or blocks it waits for")
