@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from fractions import Fraction
 
 import pytest
 from helpers import Placed, chain_workload, placed
@@ -11,13 +12,16 @@ from hypothesis import strategies as st
 from rules_reference import Reference
 from strategies import problems
 
+from pipeplan.check import check
 from pipeplan.errors import InfeasibleError
 from pipeplan.model.workload import Workload
+from pipeplan.planner.assembly import assemble
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import DeviceRules, Rules, StageTraversal, TypeTraversal
 from pipeplan.schedule.rules.engine import schedule_by_rules
+from pipeplan.simulate.bounds import makespan_bound
 from pipeplan.simulate.memory import fits
-from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.simulate.timing import TaskGraph, task_graph
 
 number = st.sampled_from([1, 2, 3, "D", "D - d", "max(1, S - s)", "C * N"])
 types = st.builds(
@@ -75,7 +79,7 @@ def test_every_choice_is_that_of_the_plain_algorithm(workload: Workload, rules: 
 
 @settings(max_examples=40, deadline=None)
 @given(placed(links=True), rules)
-def test_orders_are_complete_and_can_run(drawn: Placed, rules: Rules) -> None:
+def test_orders_are_complete_and_their_plans_pass_check(drawn: Placed, rules: Rules) -> None:
     graph = task_graph(drawn.workload)
     orders = orders_of(graph, rules)
     if orders is None:
@@ -83,7 +87,8 @@ def test_orders_are_complete_and_can_run(drawn: Placed, rules: Rules) -> None:
     for device, order in enumerate(orders):
         expected = {task for task in range(graph.num_actions) if device in graph.devices_of(task)}
         assert Counter(order) == Counter(expected)
-    earliest_starts(graph, with_links(graph, orders))
+    plan = assemble(graph, orders, makespan_bound(graph.workload), Fraction(0), "rules")
+    check(plan).require("the plan of the rules")
 
 
 @pytest.mark.parametrize("time", ["unit", "true"])
