@@ -139,7 +139,7 @@ def test_classic_schedulers_by_name() -> None:
     assert found.scheduler == "gpipe"
     with pytest.raises(UsageError, match="does not apply"):
         search_schedule(workload_of("m"), Budget(5), scheduler="1f1b")
-    with pytest.raises(UsageError, match="choose from auto, repetend, gpipe, 1f1b"):
+    with pytest.raises(UsageError, match="choose from auto, repetend, rules, gpipe, 1f1b"):
         search_schedule(workload_of("m"), Budget(5), scheduler="zb-h9")
     with pytest.raises(InfeasibleError, match="gpipe does not fit"):
         search_schedule(workload_of("v", memory=4 * GB), Budget(5), scheduler="gpipe")
