@@ -22,7 +22,7 @@ from pipeplan.schedule.rules.stashing import refill
 from pipeplan.simulate.memory import memory_levels
 from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts, with_links
 
-__all__ = ["separate"]
+__all__ = ["Timed", "separate", "separated"]
 
 
 def separate(graph: TaskGraph, orders: Orders, *, tries: int | None = None) -> list[list[int]]:
@@ -36,10 +36,14 @@ def separate(graph: TaskGraph, orders: Orders, *, tries: int | None = None) -> l
     Raises:
         InvalidPlanError: the orders and the dependencies wait for each other.
     """
-    given = _Timed.of(graph, with_links(graph, graph.on_devices(orders)))
+    return separated(graph, orders, tries=tries).orders[: len(graph.workload.devices)]
+
+
+def separated(graph: TaskGraph, orders: Orders, *, tries: int | None = None) -> Timed:
+    """The same with the orders of links, starts and the makespan."""
+    given = Timed.of(graph, with_links(graph, graph.on_devices(orders)))
     weights = _weights(graph)
-    best = _best(_Case.of(graph, given, weights), tries) if weights else given
-    return best.orders[: len(graph.workload.devices)]
+    return _best(_Case.of(graph, given, weights), tries) if weights else given
 
 
 def _weights(graph: TaskGraph) -> frozenset[int]:
@@ -50,7 +54,7 @@ def _weights(graph: TaskGraph) -> frozenset[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Timed:
+class Timed:
     """Orders of devices and links, starts [task] and the makespan in ns."""
 
     orders: list[list[int]]
@@ -58,7 +62,8 @@ class _Timed:
     makespan: int
 
     @classmethod
-    def of(cls, graph: TaskGraph, orders: list[list[int]]) -> _Timed:
+    def of(cls, graph: TaskGraph, orders: list[list[int]]) -> Timed:
+        """Every action starts as soon as it can."""
         starts = earliest_starts(graph, orders)
         return cls(orders, starts, max(map(sum, zip(starts, graph.durations, strict=True)), default=0))
 
@@ -73,14 +78,14 @@ class _Case:
     """
 
     graph: TaskGraph
-    given: _Timed
+    given: Timed
     weights: frozenset[int]
     capacity: tuple[int | None, ...]
     unhindered: list[int]
     target: int
 
     @classmethod
-    def of(cls, graph: TaskGraph, given: _Timed, weights: frozenset[int]) -> _Case:
+    def of(cls, graph: TaskGraph, given: Timed, weights: frozenset[int]) -> _Case:
         durations = graph.durations
         kept = [[task for task in order if task not in weights] for order in given.orders]
         unhindered = earliest_starts(graph, kept)
@@ -89,19 +94,19 @@ class _Case:
         ends = map(sum, zip(unhindered, durations, strict=True))
         return cls(graph, given, weights, _capacity(graph, given.orders), unhindered, max(*work, *ends))
 
-    def tried(self, stashed: frozenset[int], patience: float) -> _Timed | None:
+    def tried(self, stashed: frozenset[int], patience: float) -> Timed | None:
         """What comes of it if these are stashed; None where it cannot be carried out."""
         devices = self.given.orders[: len(self.graph.workload.devices)]
         orders = refill(self.graph, devices, stashed, self.capacity, self.unhindered, patience)
         if orders is None:
             return None
         try:
-            found = _Timed.of(self.graph, with_links(self.graph, orders))
+            found = Timed.of(self.graph, with_links(self.graph, orders))
         except InvalidPlanError:
             return None
         return found if self._fits(found) else None
 
-    def _fits(self, found: _Timed) -> bool:
+    def _fits(self, found: Timed) -> bool:
         """Whether all devices stay within what they may hold."""
         return all(
             limit is None or max(memory_levels(self.graph, order), default=0) <= limit
@@ -120,7 +125,7 @@ def _capacity(graph: TaskGraph, orders: Orders) -> tuple[int | None, ...]:
     )
 
 
-def _best(case: _Case, most: int | None) -> _Timed:
+def _best(case: _Case, most: int | None) -> Timed:
     """The shortest of all tries, or of the first so many; among equals the first."""
     best = case.given
     for found in islice(_tries(case), most):
@@ -131,7 +136,7 @@ def _best(case: _Case, most: int | None) -> _Timed:
     return best
 
 
-def _tries(case: _Case) -> Iterator[_Timed]:
+def _tries(case: _Case) -> Iterator[Timed]:
     """Everything stashed, which is often enough; then what backtracking says."""
     yield from filter(None, (case.tried(case.weights, patience) for patience in _PATIENCES))
     yield from _backtracked(case)
@@ -141,9 +146,9 @@ _PATIENCES = (1.0, 0.5)
 """How late W may end where all are stashed, in shares of their durations: 0 and the rest bring nothing more."""
 
 
-def _backtracked(case: _Case) -> Iterator[_Timed]:
+def _backtracked(case: _Case) -> Iterator[Timed]:
     """Stash what blocked the bubbles of the last result, as long as there is more; bubbles that are too short stay."""
-    found: _Timed | None = case.given
+    found: Timed | None = case.given
     stashed: frozenset[int] = frozenset()
     sources = _sources(case.graph)
     for _ in range(_PASSES):
@@ -168,7 +173,7 @@ def _sources(graph: TaskGraph) -> list[list[tuple[int, int]]]:
     return sources
 
 
-def _blocking(case: _Case, sources: list[list[tuple[int, int]]], found: _Timed) -> frozenset[int]:
+def _blocking(case: _Case, sources: list[list[tuple[int, int]]], found: Timed) -> frozenset[int]:
     """The W on the paths by which actions behind a bubble were held up: what ended just when the next could start."""
     starts = found.starts
     ends = list(map(sum, zip(starts, case.graph.durations, strict=True)))

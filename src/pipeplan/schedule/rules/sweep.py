@@ -13,7 +13,7 @@ from pipeplan.model.workload import Workload
 from pipeplan.schedule.rules.engine import schedule_by_rules, unseparated
 from pipeplan.schedule.rules.joining import Joined
 from pipeplan.schedule.rules.language import First, Limit, Rules, StageTraversal, TypeTraversal
-from pipeplan.schedule.rules.separation import separate
+from pipeplan.schedule.rules.separation import Timed, separated
 from pipeplan.schedule.rules.settings import Resolved
 from pipeplan.simulate.memory import fits, overflow
 from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph, with_links
@@ -56,8 +56,8 @@ _SEPARATED = 4
 
 def _finished(graph: TaskGraph, rules: Rules, orders: list[list[int]], tries: int | None) -> Swept | None:
     """The schedule that rules give with these orders before separation; None if it does not fit into memory."""
-    complete = with_links(graph, separate(graph, orders, tries=tries) if rules.separate else orders)
-    return _timed(graph, rules, complete) if fits(graph, complete) else None
+    found = separated(graph, orders, tries=tries) if rules.separate else Timed.of(graph, with_links(graph, orders))
+    return Swept(rules, found.orders, found.starts, found.makespan) if fits(graph, found.orders) else None
 
 
 def distinct(graph: TaskGraph, rules: Iterable[Rules]) -> Iterator[tuple[Rules, list[list[int]]]]:
