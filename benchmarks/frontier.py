@@ -1,0 +1,329 @@
+"""The cost frontier beside TensorOpt's paper: how long it takes, what restricted planners miss, what links change.
+
+The models of the paper's Table 1 with estimated V100 costs on its testbed, 2 nodes of 8, batch 256, plain gradient
+descent as in the paper. Asserted: the two large models take at most a tenth of the paper's time; seconds grow at most
+with the square of the number of blocks; no restricted planner lies below the frontier.
+
+    python benchmarks/frontier.py [--part time,ratio,growth,models,hidden,network,intra,devices] [--limit 600]
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from time import perf_counter
+
+import numpy as np
+from tables import machine, markdown, note
+
+from pipeplan.costs.presets import device_preset
+from pipeplan.costs.testbeds import cluster_of_paper
+from pipeplan.errors import PipeplanError
+from pipeplan.examples.layout import Layout
+from pipeplan.examples.models import MODELS, model
+from pipeplan.examples.tables import TRANSLATION
+from pipeplan.frontier.configurations.building import CostModel, CostOptions, cost_model
+from pipeplan.frontier.configurations.details import Details, details_of
+from pipeplan.frontier.configurations.published import (
+    Point,
+    data_parallel,
+    fastest,
+    one_mesh_for_all,
+    split_everything,
+)
+from pipeplan.frontier.tracking import Tracked, track
+from pipeplan.frontier.turning import turning_point
+from pipeplan.model import Cluster, Profile
+
+BATCH = 256
+DEVICES = 16
+MEMORY = 16_000_000_000
+NAMES = ("rnn", "wideresnet", "transformer", "vgg16")
+PRINTED = {"wideresnet": (1292, 19666), "rnn": (0.28, 1.78), "transformer": (201, 3030), "vgg16": (None, None)}
+"""Table 3: seconds of FT-LDP and of FT-Elimination."""
+TABLE_1 = {"rnn": 126, "wideresnet": 83, "transformer": 74, "vgg16": 30}
+"""Table 1: GB of training on a single device, estimated by the paper."""
+LARGE = ("wideresnet", "transformer")
+
+
+@cache
+def profile_of(name: str) -> Profile:
+    return trained_plainly(model(f"tensoropt-{name}", device="v100-16gb", microbatch_sizes=[BATCH]))
+
+
+def trained_plainly(profile: Profile) -> Profile:
+    """Without optimizer state: parameters and gradients in 16 bits take what the paper's float32 parameters do."""
+    blocks = tuple(block.model_copy(update={"optimizer_bytes": 0}) for block in profile.blocks)
+    return profile.model_copy(update={"blocks": blocks})
+
+
+@cache
+def transformer(hidden: int, layers: int) -> Profile:
+    """The paper's Transformer with another width (heads of 64) and as many layers in encoder and decoder."""
+    layout = Layout(device_preset("v100-16gb"), [BATCH])
+    build = MODELS["tensoropt-transformer"].build
+    assert isinstance(build, partial)
+    table = replace(TRANSLATION, hidden=hidden, heads=hidden // 64, layers=layers)
+    build.func(layout, **{**build.keywords, "table": table})
+    whole = profile_of("transformer")
+    changed = {"blocks": tuple(layout.blocks), "edges": tuple(layout.edges)}
+    return trained_plainly(whole.model_copy(update=changed))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A frontier, and the seconds that configurations with their costs and tracking took."""
+
+    model: CostModel
+    frontier: Tracked
+    cost_seconds: float
+    track_seconds: float
+
+    @property
+    def turn(self) -> int:
+        return turning_point(self.frontier.memory_bytes, self.frontier.time_ns)
+
+    def point(self, index: int) -> str:
+        return shown(Point(int(self.frontier.memory_bytes[index]), int(self.frontier.time_ns[index])))
+
+
+def run(profile: Profile, cluster: Cluster, devices: int = DEVICES) -> Run:
+    start = perf_counter()
+    built = cost_model(profile, cluster, devices, BATCH)
+    graph = built.graph
+    priced = perf_counter()
+    frontier = track(graph)
+    return Run(built, frontier, priced - start, perf_counter() - priced)
+
+
+@cache
+def run_of(name: str, devices: int = DEVICES) -> Run:
+    note(f"{name} on {devices} devices")
+    return run(profile_of(name), cluster_of_paper("tensoropt", devices), devices)
+
+
+def shown(point: Point | None) -> str:
+    return "-" if point is None else f"{point.memory_bytes / 1e9:.2f} GB, {point.time_ns / 1e6:.1f} ms"
+
+
+def attempted(planner: Callable[[CostModel], Point], built: CostModel) -> Point | None:
+    try:
+        return planner(built)
+    except PipeplanError:
+        return None
+
+
+def time_part(limit: float) -> None:
+    rows = []
+    for name in NAMES:
+        done = run_of(name)
+        counts = [len(each) for each in done.model.configurations.values()]
+        seconds = done.cost_seconds + done.track_seconds
+        printed = PRINTED[name][0]
+        alone = cost_model(profile_of(name), None, 1, BATCH, options=CostOptions(reuse=False))
+        rows.append(
+            [
+                name,
+                f"{len(done.model.graph.nodes)}, {len(done.model.graph.edges)}",
+                f"{min(counts)} to {max(counts)}, {sum(counts)} in all",
+                f"{track(alone.graph).memory_bytes[0] / 1e9:.0f} ({TABLE_1[name]})",
+                f"{done.cost_seconds:.1f} + {done.track_seconds:.1f}",
+                "-" if printed is None else f"{printed:,}",
+                "-" if printed is None else f"{printed / seconds:.1f}",
+                f"{len(done.frontier.memory_bytes)}{'' if done.frontier.exact else ' (heuristic)'}",
+            ]
+        )
+        assert name not in LARGE or (printed is not None and seconds <= printed / 10), (name, seconds)
+    header = [
+        "model",
+        "operators, tensors",
+        "configurations of an operator",
+        "GB on one device (Table 1)",
+        "s: costs + tracking",
+        "s, Table 3",
+        "times less",
+        "points",
+    ]
+    print(markdown(header, rows))
+
+
+def _eliminated(name: str, sender: multiprocessing.Queue[float]) -> None:
+    graph = cost_model(profile_of(name), cluster_of_paper("tensoropt"), DEVICES, BATCH).graph
+    start = perf_counter()
+    track(graph, linear=False)
+    sender.put(perf_counter() - start)
+
+
+def ratio_part(limit: float) -> None:
+    """Each elimination-only run in a process of its own, ended at the limit."""
+    rows = []
+    for name in NAMES:
+        linear = run_of(name).track_seconds
+        note(f"{name}, elimination only, up to {limit:.0f} s")
+        context = multiprocessing.get_context("spawn")
+        queue = context.Queue()
+        child = context.Process(target=_eliminated, args=(name, queue))
+        child.start()
+        child.join(limit)
+        ended = child.is_alive()
+        if ended:
+            child.kill()
+            child.join()
+        seconds = limit if ended else queue.get()
+        more = "more than " if ended else ""
+        printed = PRINTED[name]
+        paper = "-" if printed[0] is None else f"{printed[1] / printed[0]:.1f}"
+        rows.append([name, f"{linear:.1f}", f"{more}{seconds:.1f}", f"{more}{seconds / linear:.1f}", paper])
+    print(markdown(["model", "s, linear DP", "s, elimination only", "ratio", "ratio, Table 3"], rows))
+
+
+def growth_part(limit: float) -> None:
+    rows, sizes, seconds = [], [], []
+    for layers in (1, 2, 4, 8, 16):
+        note(f"{layers} + {layers} layers")
+        profile = transformer(1024, layers)
+        built = cost_model(profile, cluster_of_paper("tensoropt", 8), 8, BATCH)
+        graph = built.graph
+        start = perf_counter()
+        frontier = track(graph)
+        spent = perf_counter() - start
+        sizes.append(len(profile.blocks))
+        seconds.append(spent)
+        rows.append([str(len(profile.blocks)), str(len(graph.nodes)), f"{spent:.2f}", str(len(frontier.memory_bytes))])
+    exponent = float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
+    print(markdown(["blocks", "operators", "s, tracking", "points"], rows))
+    print(f"\nseconds grow with the number of blocks to the power of {exponent:.2f}")
+    assert exponent <= 2
+
+
+def models_part(limit: float) -> None:
+    rows = []
+    for name in NAMES:
+        done = run_of(name)
+        frontier = done.frontier
+        points = {
+            "data parallel": attempted(data_parallel, done.model),
+            "OptCNN-like": attempted(fastest, done.model),
+            "ToFu-like": attempted(split_everything, done.model),
+        }
+        meshes = one_mesh_for_all(done.model)
+        for point in [*points.values(), *meshes]:
+            assert point is None or at_or_above(point, frontier), (name, point)
+        ends = f"{shown(meshes[0])} to {shown(meshes[-1])} ({len(meshes)})" if meshes else "-"
+        turn = details_of(done.model, frontier.strategy(done.turn))
+        least = details_of(done.model, frontier.strategy(0))
+        rows.append(
+            [
+                name,
+                done.point(0),
+                done.point(done.turn),
+                done.point(-1),
+                f"{share(least):.0%}, {share(turn):.0%}",
+                *(shown(point) for point in points.values()),
+                ends,
+            ]
+        )
+    header = ["model", "least memory", "turning point", "least time", "network time at the first two"]
+    print(markdown([*header, "data parallel", "OptCNN-like", "ToFu-like", "Mesh-TensorFlow-like"], rows))
+
+
+def share(details: Details) -> float:
+    return details.network_ns / (details.network_ns + details.compute_ns)
+
+
+def at_or_above(point: Point, frontier: Tracked) -> bool:
+    return bool(((frontier.memory_bytes <= point.memory_bytes) & (frontier.time_ns <= point.time_ns)).any())
+
+
+def compared(label: str, runs: Sequence[tuple[str, Run]]) -> None:
+    rows = []
+    for name, done in runs:
+        rows.append([name, done.point(0), done.point(done.turn), done.point(-1)])
+    print(markdown([label, "least memory", "turning point", "least time"], rows))
+
+
+def hidden_part(limit: float) -> None:
+    runs = []
+    for hidden in (1920, 3840, 7680):
+        note(f"hidden {hidden}")
+        runs.append((str(hidden), run(transformer(hidden, 6), cluster_of_paper("tensoropt"))))
+    compared("hidden size of the Transformer", runs)
+    turns = [int(done.frontier.memory_bytes[done.turn]) for _, done in runs]
+    assert turns == sorted(turns), turns
+
+
+def network_part(limit: float) -> None:
+    runs = []
+    for name, factor in (("no RDMA (0.5 x)", 0.5), ("RDMA", 1.0), ("4 x RDMA", 4.0)):
+        note(name)
+        runs.append((name, run(profile_of("transformer"), with_rate(cluster_of_paper("tensoropt"), -1, factor))))
+    compared("between nodes, Transformer", runs)
+    times = [int(done.frontier.time_ns[-1]) for _, done in runs]
+    assert times == sorted(times, reverse=True), times
+
+
+def intra_part(limit: float) -> None:
+    cluster = cluster_of_paper("tensoropt", 8)
+    runs = [
+        (name, run(profile_of("transformer"), with_rate(cluster, 0, factor), 8))
+        for name, factor in (("NVLink", 1.0), ("PCI Express (1/20)", 1 / 20))
+    ]
+    compared("within a node of 8, Transformer", runs)
+    fast, slow = (done.frontier for _, done in runs)
+    for memory, time in zip(slow.memory_bytes, slow.time_ns, strict=True):
+        assert fast.time_ns[fast.memory_bytes <= memory].min(initial=time + 1) <= time
+
+
+def with_rate(cluster: Cluster, level: int, factor: float) -> Cluster:
+    levels = list(cluster.levels)
+    rate = round(levels[level].bandwidth_bytes_per_s * factor)
+    levels[level] = levels[level].model_copy(update={"bandwidth_bytes_per_s": rate})
+    return cluster.model_copy(update={"levels": tuple(levels)})
+
+
+def devices_part(limit: float) -> None:
+    rows = []
+    for name in LARGE:
+        for devices in (8, 16, 32):
+            done = run_of(name, devices)
+            fits = np.flatnonzero(done.frontier.memory_bytes <= MEMORY)
+            others = [attempted(planner, done.model) for planner in (data_parallel, fastest, split_everything)]
+            rows.append(
+                [
+                    name,
+                    str(devices),
+                    done.point(int(fits[-1])) if len(fits) else "-",
+                    *(shown(point) if point is not None and point.memory_bytes <= MEMORY else "-" for point in others),
+                ]
+            )
+    print(markdown(["model", "devices", "ours in 16 GB", "data parallel", "OptCNN-like", "ToFu-like"], rows))
+
+
+PARTS: dict[str, Callable[[float], None]] = {
+    "time": time_part,
+    "ratio": ratio_part,
+    "growth": growth_part,
+    "models": models_part,
+    "hidden": hidden_part,
+    "network": network_part,
+    "intra": intra_part,
+    "devices": devices_part,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", default=",".join(PARTS), help="parts to run, by commas")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for each elimination-only run")
+    options = parser.parse_args()
+    print(machine())
+    for part in options.part.split(","):
+        print(f"\n{part}:\n", flush=True)
+        PARTS[part](options.limit)
+
+
+if __name__ == "__main__":
+    main()
