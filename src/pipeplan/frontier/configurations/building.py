@@ -26,6 +26,7 @@ from pipeplan.frontier.configurations.operations import Axis, Data, Operation
 from pipeplan.frontier.configurations.pricing import Configuration, Rule, Scale, configurations
 from pipeplan.frontier.configurations.resharding import Resharding
 from pipeplan.frontier.configurations.rows import row_for
+from pipeplan.frontier.configurations.splits import MOST_DIMENSIONS
 from pipeplan.frontier.graph import CostEdge, CostGraph, CostNode
 from pipeplan.frontier.table import IntArray, Table, table
 from pipeplan.model import Block, Cluster, Profile
@@ -45,7 +46,7 @@ class CostOptions:
     ``blocks``: every block is one operator, by its rows. ``data_parallel_loading``: inputs come split by samples over
     all devices. ``microbatches`` of one iteration share the sum of gradients; ``in_flight`` of them hold activations
     at once. ``rule`` restricts configurations, ``reuse`` False keeps what every operator needs where it needs it, and
-    ``aligned`` lets no tensor change its layout on the way, but for sums.
+    ``aligned`` lets no tensor change its layout on the way, but for sums. Meshes have up to ``mesh_dimensions``.
     """
 
     blocks: bool = False
@@ -55,6 +56,7 @@ class CostOptions:
     rule: Rule | None = None
     reuse: bool = True
     aligned: bool = False
+    mesh_dimensions: int = MOST_DIMENSIONS
 
 
 class Need(NamedTuple):
@@ -97,7 +99,13 @@ class CostModel:
         for node in self.operators.nodes:
             key = (node.operation, self.scales[node.name])
             if key not in known:
-                known[key] = configurations(*key, self.device, self.resharding, rule=self.options.rule)
+                known[key] = configurations(
+                    *key,
+                    self.device,
+                    self.resharding,
+                    rule=self.options.rule,
+                    mesh_dimensions=self.options.mesh_dimensions,
+                )
             if not known[key]:
                 raise UsageError(_nothing_fits(node, self.resharding.devices))
             found[node.name] = known[key]

@@ -11,7 +11,7 @@ from pipeplan.costs.presets import DevicePreset
 from pipeplan.frontier.configurations.layouts import ANY, Layout, Tensor
 from pipeplan.frontier.configurations.operations import InnerExchange, Map, Operation
 from pipeplan.frontier.configurations.resharding import Resharding, groups_along
-from pipeplan.frontier.configurations.splits import Split, mesh_name, ways_to_split
+from pipeplan.frontier.configurations.splits import MOST_DIMENSIONS, Split, mesh_name, ways_to_split
 
 __all__ = ["Configuration", "Rule", "Scale", "Splits", "configurations"]
 
@@ -75,11 +75,17 @@ class Configuration:
 
 
 def configurations(
-    operation: Operation, scale: Scale, device: DevicePreset, resharding: Resharding, *, rule: Rule | None = None
+    operation: Operation,
+    scale: Scale,
+    device: DevicePreset,
+    resharding: Resharding,
+    *,
+    rule: Rule | None = None,
+    mesh_dimensions: int = MOST_DIMENSIONS,
 ) -> tuple[Configuration, ...]:
     """Every valid configuration of an operator on the devices of ``resharding``, in a fixed order."""
     found = []
-    for way in ways_to_split(resharding.devices, [axis.size for axis in operation.axes]):
+    for way in ways_to_split(resharding.devices, [axis.size for axis in operation.axes], mesh_dimensions):
         splits = {axis.name: split for axis, split in zip(operation.axes, way, strict=True) if split}
         extents = {axis.name: split.extent if split else 1 for axis, split in zip(operation.axes, way, strict=True)}
         if operation.allows(extents) and (rule is None or rule(operation, splits)):

@@ -12,7 +12,7 @@ from functools import cache
 from itertools import combinations, permutations
 from typing import NamedTuple
 
-__all__ = ["Split", "factorizations", "mesh_name", "nested", "splits_of", "ways_to_split"]
+__all__ = ["MOST_DIMENSIONS", "Split", "factorizations", "mesh_name", "nested", "splits_of", "ways_to_split"]
 
 MOST_DIMENSIONS = 3
 """Dimensions of a mesh."""
