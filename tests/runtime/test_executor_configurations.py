@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
+from dataclasses import replace
+from itertools import combinations, product
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runtime_models import branches
-from runtime_plans import placed_plan, profile_of
+from runtime_plans import TRAINING, Unsplit, placed_plan, profile_of
 from runtime_threads import require_equal_to_unsplit, together
 from torch import nn
 
@@ -23,12 +26,23 @@ from pipeplan.runtime.model import Model
 from pipeplan.runtime.sequential import sequential_model
 from pipeplan.runtime.shards import Cut, Part, Shards, Slice
 from pipeplan.runtime.training import require_splittable
+from pipeplan.runtime.zoo import ZOO
+from pipeplan.runtime.zoo.gpt import GPTSize
 from pipeplan.simulate.simulation import simulate
 
 SIZE = 4
 """Samples of a micro-batch."""
 
-MODELS = ("gpt2-tiny", "tessel-mt5-tiny", "mmt-tiny", "dlrm-tiny", "candle-uno-tiny", "runtime_models:worded")
+OPERATORS = "gpt2-tiny-operators"
+MODELS = (
+    "gpt2-tiny",
+    OPERATORS,
+    "tessel-mt5-tiny",
+    "mmt-tiny",
+    "dlrm-tiny",
+    "candle-uno-tiny",
+    "runtime_models:worded",
+)
 
 
 def meshes(names: tuple[str, ...], devices: int) -> list[Mesh]:
@@ -95,6 +109,9 @@ def test_matrix_products_can_be_split_in_every_way() -> None:
     assert "samples2-shards2" in ways("gpt2-tiny", "layer0.attention", 4), "heads and samples"
     assert {"shards4", "hidden4", "shards2-hidden2"} <= set(ways("gpt2-tiny", "embedding", 4)), "words and width"
     assert {"shards4", "samples4"} <= set(ways("gpt2-tiny", "head", 4)), "loss by words, or by samples"
+    core = {"places4", "features2-places2", "samples2-places2", "places2-copies2"}
+    assert core <= set(ways(OPERATORS, "layer0.attention.core", 4)), "attention by heads and places"
+    assert {"features4", "places4"} <= set(ways(OPERATORS, "head.loss", 4))
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.data())
@@ -102,9 +119,9 @@ def test_matrix_products_can_be_split_in_every_way() -> None:
 def test_tensors_become_what_the_next_block_takes(devices: int, data: st.DataObject) -> None:
     """From any layout to any other every device gets its part of the same tensor, and its gradient comes back."""
     axes = [Axis(size, stride) for size in (1, 2, 4, 8) for stride in (1, 2, 4) if size * stride <= devices]
-    pairs = [(a, b) for a in axes for b in axes if a.size == 1 or b.size == 1 or apart(a, b)]
-    source, target = (Layout(*data.draw(st.sampled_from(pairs))) for _ in range(2))
-    whole = torch.arange(64.0).reshape(8, 8)
+    fitting = [each for each in product(axes, repeat=3) if all(apart(a, b) for a, b in combinations(each, 2))]
+    source, target = (Layout(*data.draw(st.sampled_from(fitting))) for _ in range(2))
+    whole = torch.arange(512.0).reshape(8, 8, 8)
 
     def part(layout: Layout, tensor: torch.Tensor, device: int) -> torch.Tensor:
         for dimension, axis in layout.dimensions:
@@ -144,8 +161,39 @@ def test_tensors_become_what_the_next_block_takes(devices: int, data: st.DataObj
 
 def apart(a: Axis, b: Axis) -> bool:
     """Whether two axes can be of one mesh."""
+    if 1 in (a.size, b.size):
+        return True
     low, high = sorted((a, b), key=lambda axis: axis.stride)
     return low.size * low.stride <= high.stride
+
+
+def test_a_block_for_each_operator_computes_as_halves_of_layers() -> None:
+    """The same loss and gradients with the same parameters; queries, keys and values lie head by head."""
+    size = ZOO[OPERATORS]
+    assert isinstance(size, GPTSize)
+    names = {"norm": "norm", "qkv": "made", "project": "projection", "expand": "expand"}
+    pair = load_model(OPERATORS), replace(size, by_operator=False).model("halves")
+    ours, halves = (Unsplit(model, replace(TRAINING, clip_norm=math.inf)) for model in pair)
+    own, matched = ours.parameters(), {}
+    for name in halves.parameters():
+        block, part, leaf = name.rsplit(".", 2)
+        whole = name if block == "embedding" else f"{block}.{names.get(part, part)}.{leaf}"
+        matched[name] = own[whole]
+    with torch.no_grad():
+        for name, parameter in halves.parameters().items():
+            parameter.copy_(apart_by_heads(matched[name], size.heads) if ".qkv." in name else matched[name])
+    assert ours.step(0, 4) == pytest.approx(halves.step(0, 4), abs=1e-12)
+    for name, parameter in halves.parameters().items():
+        gradient = matched[name].grad
+        assert gradient is not None
+        assert parameter.grad is not None
+        expected = apart_by_heads(gradient, size.heads) if ".qkv." in name else gradient
+        torch.testing.assert_close(parameter.grad, expected, atol=1e-12, rtol=0)
+
+
+def apart_by_heads(together_: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of query, key and value of each head, to all queries', all keys' and all values'."""
+    return together_.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)  # type: ignore[no-untyped-call]
 
 
 def test_a_mesh_is_its_text() -> None:
@@ -153,7 +201,7 @@ def test_a_mesh_is_its_text() -> None:
     assert (str(mesh), mesh.size) == ("samples2-shards3-copies2", 12)
     assert (mesh.axis("samples"), mesh.axis("shards"), mesh.axis("rows")) == (Axis(2, 6), Axis(3, 2), Axis(1, 1))
     assert mesh.axis("shards").of(9) == (7, 9, 11)
-    assert mesh.line_without("samples", 8) == (6, 7, 8, 9, 10, 11)
+    assert mesh.plane_without(("samples",), 8) == (Mesh.parse("shards3-copies2"), (6, 7, 8, 9, 10, 11))
     for text in ("samples", "samples2-samples2", "2", "samples0", "samples2--shards2", "Samples2", ""):
         with pytest.raises(ValueError, match="is no mesh"):
             Mesh.parse(text)

@@ -141,7 +141,7 @@ CONFIGURATIONS: dict[str, tuple[str, list[tuple[str, tuple[int, ...], int, str]]
 }
 """Blocks of a stage, its devices, how many of them split each block, and how they do."""
 
-FRONTIERS = ("tessel-gpt-tiny", "candle-uno-tiny")
+FRONTIERS = ("tessel-gpt-tiny", "gpt2-tiny-operators", "candle-uno-tiny")
 """Models of whose frontier on four devices the middle strategy is trained with."""
 
 SIZES = {"two shards, two replicas": [2, 4], "four, three, two and one": [1, 2, 4, 2, 1]}
@@ -193,7 +193,9 @@ def middle_of_frontier(name: str) -> Plan:
     """The plan of the strategy in the middle of a model's frontier, for two micro-batches in flight."""
     cluster = cluster_of_paper("tensoropt", 4)
     preset = device_preset("v100-16gb")
-    profile = estimate_model(load_model(name), (1, 2, 4), device=preset, dtype=torch.float32, shards=(1, 2, 4))
+    model = load_model(name)
+    shards = (1,) if model.sharded is None else (1, 2, 4)
+    profile = estimate_model(model, (1, 2, 4), device=preset, dtype=torch.float32, shards=shards)
     options = CostOptions(blocks=True, microbatches=2, in_flight=2)
     built = cost_model(profile, cluster, 4, 4, options=options)
     found = track(built.graph)

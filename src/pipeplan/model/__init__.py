@@ -15,7 +15,7 @@ from pipeplan.model.files import (
     write_file,
     write_text,
 )
-from pipeplan.model.mesh import COPIES, SAMPLES, SHARDS, Axis, Mesh
+from pipeplan.model.mesh import COPIES, PLACES, SAMPLES, SHARDS, Axis, Mesh
 from pipeplan.model.placement import PlacedStage, Placement
 from pipeplan.model.plan import (
     Dependency,
@@ -35,6 +35,7 @@ __all__ = [
     "COMPUTE_KINDS",
     "COPIES",
     "FORMATS",
+    "PLACES",
     "SAMPLES",
     "SHARDS",
     "Action",

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
-__all__ = ["COPIES", "SAMPLES", "SHARDS", "Axis", "Mesh"]
+__all__ = ["COPIES", "PLACES", "SAMPLES", "SHARDS", "Axis", "Mesh"]
 
 SAMPLES = "samples"
 """The axis along which devices share the samples."""
+
+PLACES = "places"
+"""The axis along which devices share the positions of a sequence."""
 
 SHARDS = "shards"
 """The axis along which the block is split in its usual way: heads, inner width, words."""
@@ -95,11 +99,9 @@ class Mesh:
         """Where an axis lies; of size 1 where there is none of the name."""
         return dict(self.named).get(name, Axis(1, 1))
 
-    def without(self, name: str) -> Mesh:
-        """The mesh of the other axes."""
-        return Mesh(tuple(each for each in self.axes if each[0] != name))
-
-    def line_without(self, name: str, device: int) -> tuple[int, ...]:
-        """The devices at this one's place along an axis, in order: those that stand on the mesh without it."""
-        axis = self.axis(name)
-        return tuple(each for each in range(self.size) if axis.place(each) == axis.place(device))
+    def plane_without(self, names: Collection[str], device: int) -> tuple[Mesh, tuple[int, ...]]:
+        """The mesh without some axes, and the devices that stand on it: those at this one's place along all of them."""
+        fixed = [self.axis(name) for name in names]
+        rest = Mesh(tuple(each for each in self.axes if each[0] not in names))
+        same = (each for each in range(self.size) if all(axis.place(each) == axis.place(device) for axis in fixed))
+        return rest, tuple(same)

@@ -41,7 +41,8 @@ def split_blocks(model: CostModel, strategy: Strategy) -> SplitBlocks:
     memory.
 
     Raises:
-        UsageError: the strategy splits operators inside of blocks, or it loads data by an operator of its own.
+        UsageError: the strategy splits operators inside of blocks, loads data by an operator of its own, or makes
+            tensors again for backward.
     """
     details = details_of(model, strategy)
     blocks = tuple(each.name for each in details.operators)
@@ -51,6 +52,12 @@ def split_blocks(model: CostModel, strategy: Strategy) -> SplitBlocks:
                 f"the strategy splits {each.name!r}, an operator of block {each.block!r}, and plans run whole blocks; "
                 "track the frontier of whole blocks"
             )
+    again = next((each.link for each in details.tensors if each.again), None)
+    if again is not None:
+        raise UsageError(
+            f"the strategy makes the output of {again.source!r} again for the backward of {again.target!r}, and plans "
+            "keep what backward needs; track a frontier of blocks that keep it themselves"
+        )
     devices = model.resharding.devices
     names = tuple(each.configuration.name for each in details.operators)
     return SplitBlocks(blocks, names if devices > 1 else (), _costs(details, strategy, model.options.microbatches))

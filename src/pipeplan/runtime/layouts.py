@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from pipeplan.model import SAMPLES, Axis
+from pipeplan.model import PLACES, SAMPLES, Axis
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.program import Numbers, StagePart
 from pipeplan.runtime.shards import Shards
@@ -25,15 +25,19 @@ _ALONE = Axis(1, 1)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The devices among which a tensor's first dimension, its samples, is cut, and its last, its features."""
+    """The devices among which a tensor's dimensions are cut: the first is samples, the last features.
+
+    The second is places, where a tensor has three.
+    """
 
     samples: Axis = _ALONE
     features: Axis = _ALONE
+    places: Axis = _ALONE
 
     @property
     def dimensions(self) -> tuple[tuple[int, Axis], ...]:
         """Each dimension with the axis that cuts it."""
-        return (0, self.samples), (-1, self.features)
+        return (0, self.samples), (1, self.places), (-1, self.features)
 
 
 WHOLE = Layout()
@@ -64,9 +68,9 @@ class Layouts:
         """As the meshes of the stage's blocks say; ``along`` is the place of this rank in a line of ranks."""
         taken, given = {}, {}
         for block, share, mesh in zip(part.blocks, part.shares, part.meshes, strict=True):
-            samples = mesh.axis(SAMPLES)
+            samples, places = mesh.axis(SAMPLES), mesh.axis(PLACES)
             takes, gives = (_ALONE if name is None else mesh.axis(name) for name in model.slices_of(share))
-            taken[block], given[block] = Layout(samples, takes), Layout(samples, gives)
+            taken[block], given[block] = Layout(samples, takes, places), Layout(samples, gives, places)
         return cls(taken, given, lambda axis: along(part.line(axis)))
 
     def rows(self, block: str, own: Numbers) -> Numbers:
@@ -75,12 +79,15 @@ class Layouts:
         return own[begin:end]
 
     def sample(self, block: str, rows: Tensor) -> Tensor:
-        """What a block takes of a tensor of the mini-batch, whose rows are this rank's."""
-        return self.place(self.taken.get(block, WHOLE).features).sliced(rows)
+        """What a block takes of a tensor of the mini-batch, whose rows are this rank's; indices have no features."""
+        layout = self.taken.get(block, WHOLE)
+        mine = self.place(layout.places).sliced(rows, 1) if layout.places.size > 1 else rows
+        return self.place(layout.features).sliced(mine) if rows.is_floating_point() else mine
 
     def summed(self, block: str, loss: Tensor) -> Tensor:
-        """The loss of all samples, of the losses of each device's."""
-        return self.place(self.given.get(block, WHOLE).samples).summed(loss)
+        """The loss of all samples and places, of the losses of each device's."""
+        layout = self.given.get(block, WHOLE)
+        return self.place(layout.places).summed(self.place(layout.samples).summed(loss))
 
     def converted(self, tensor: Tensor, source: Layout, target: Layout, num_samples: int) -> Tensor:
         """A tensor in another layout: gathered along what differs, then cut.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.model import COPIES, SAMPLES, SHARDS, Mesh
+from pipeplan.model import COPIES, PLACES, SAMPLES, SHARDS, Mesh
 from pipeplan.runtime.modules import defer_weight_gradients
 from pipeplan.runtime.precision import Autocast, Pretending, called
 from pipeplan.runtime.program import Share
@@ -244,9 +244,11 @@ class Model:
 
     def require_splittable(self, id_: str, mesh: Mesh) -> None:
         """Check that a block can be split over a mesh of devices, without making its parameters. Raises UsageError."""
-        spec, inner = self.block(id_), mesh.without(SAMPLES)
-        if mesh.size > inner.size and not (spec.sources or spec.samples):
+        spec, (inner, _) = self.block(id_), mesh.plane_without((SAMPLES, PLACES), 0)
+        if mesh.size_of(SAMPLES) > 1 and not (spec.sources or spec.samples):
             raise UsageError(f"{self._cannot(id_, mesh)}it takes no samples that they could share")
+        if mesh.size_of(PLACES) > 1 and PLACES not in spec.splits:
+            raise UsageError(f"{self._cannot(id_, mesh)}it does not say that it can be split by {PLACES}")
         with torch.device("meta"):
             whole = spec.build()
             for index in {0, inner.size - 1}:  # the largest share and the smallest
@@ -255,7 +257,7 @@ class Model:
 
     def _share(self, share: Share, whole: nn.Module, shards: Shards) -> nn.Module:
         try:
-            splits = self._splits_of(share)
+            splits = self._splits_of(share) | ({PLACES: self.block(share.block).splits[PLACES]} if share.places else {})
             if not splits:
                 return whole
             made = next(iter(splits.values())).build(shards)
@@ -385,7 +387,7 @@ def placed(share: Share, along: Callable[[tuple[int, ...]], Shards]) -> Shards:
     ``along`` is its place in a line of ranks.
     """
     axes = [name for name, size in share.mesh.axes if size > 1 and name != COPIES]
-    found = {name: along(share.along(name)) for name in axes}
+    found = {name: along(share.along(name)) for name in axes} | ({PLACES: along(share.places)} if share.places else {})
     return replace(found.get(SHARDS, WHOLE), along=found)
 
 

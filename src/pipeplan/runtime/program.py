@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeplan.errors import UsageError
-from pipeplan.model import COPIES, SAMPLES, SHARDS, Action, Axis, Mesh, Plan, Stage, is_instruction
+from pipeplan.model import COPIES, PLACES, SAMPLES, SHARDS, Action, Axis, Mesh, Plan, Stage, is_instruction
 from pipeplan.model.plan import Attribute, slots_of
 from pipeplan.model.samples import replica_samples
 from pipeplan.runtime.flow import Flow, Message, model_flow, planned_flow
@@ -55,13 +55,15 @@ class Share:
     """What a rank has of a block: all of it, or number ``index`` of as many shares as there are ``partners``.
 
     ``partners`` are the ranks that split the block, this one among them, in the order of their shares: they stand on
-    a mesh of these ``axes``, names and sizes, where it is not split in the usual way alone.
+    a mesh of these ``axes``, names and sizes, where it is not split in the usual way alone. ``places`` are those that
+    have the same share and other positions of a sequence, in order, this one among them.
     """
 
     block: str
     index: int = 0
     partners: tuple[int, ...] = ()
     axes: tuple[tuple[str, int], ...] = ()
+    places: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
@@ -296,12 +298,17 @@ def _shares_of(stage: Stage, rank: int) -> tuple[Share, ...]:
 
 
 def _share(block: str, mesh: Mesh, group: tuple[int, ...], place: int) -> Share:
-    inner = mesh.without(SAMPLES)
+    places = mesh.axis(PLACES).of(place) if mesh.size_of(PLACES) > 1 else ()
+    inner, numbers = mesh.plane_without((SAMPLES, PLACES), place)
     if inner.size == 1:
-        return Share(block)
-    numbers = mesh.line_without(SAMPLES, place)
-    usual = inner.axes == ((SHARDS, inner.size),)
-    return Share(block, numbers.index(place), tuple(group[n] for n in numbers), () if usual else inner.axes)
+        return Share(block, places=tuple(group[n] for n in places))
+    return Share(
+        block,
+        numbers.index(place),
+        tuple(group[n] for n in numbers),
+        () if inner.axes == ((SHARDS, inner.size),) else inner.axes,
+        tuple(group[n] for n in places),
+    )
 
 
 def _lines(plan: Plan) -> frozenset[tuple[int, ...]]:

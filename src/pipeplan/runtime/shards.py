@@ -20,6 +20,7 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.modules import embedding, linear
 
 __all__ = [
+    "FEATURES",
     "HIDDEN",
     "WHOLE",
     "Collectives",
@@ -97,11 +98,13 @@ class Shards:
         Raises:
             UsageError: the slices would not be of one size.
         """
+        if self.count == 1:
+            return whole
         if whole.shape[dimension] % self.count:
             raise UsageError(
                 f"dimension {dimension} of a tensor of shape {list(whole.shape)} cannot be cut into {self.count}"
             )
-        return whole if self.count == 1 else _sliced(whole, self._together, self.count, self.index, dimension)
+        return _sliced(whole, self._together, self.count, self.index, dimension)
 
     @property
     def _together(self) -> Collectives:
@@ -114,6 +117,10 @@ WHOLE = Shards()
 
 HIDDEN = "hidden"
 """The axis along which an embedding's width is split: each device makes its part of every sample."""
+
+
+FEATURES = "features"
+"""The axis along which a block takes slices of its inputs' last dimension, and gives such a slice."""
 
 
 def hidden_of(shards: Shards) -> Shards:
@@ -240,7 +247,8 @@ class Split:
     shares. All others are whole on every device, and so must be their gradients. Values are copied from the whole
     block.
 
-    With ``takes`` its inputs are slices along their last dimension, with ``gives`` its output is one.
+    With ``takes`` its inputs are slices along their last dimension, with ``gives`` its output is one. Of the axis
+    ``places`` inputs and outputs always are slices along their second dimension, and parameters whole.
     """
 
     build: Callable[[Shards], nn.Module]

@@ -203,7 +203,8 @@ def _families(model: Model, holders: Iterable[tuple[Share, int]]) -> list[_Famil
     """All parameters of the model, each once, in the same order on every rank."""
     ranks_of: dict[str, dict[Share, set[int]]] = defaultdict(lambda: defaultdict(set))
     for share, rank in holders:
-        alike = replace(share, partners=tuple(range(share.count)) if share.partners else ())  # whoever has the others
+        partners = tuple(range(share.count)) if share.partners else ()  # whoever they are
+        alike = replace(share, partners=partners, places=())
         ranks_of[share.block][alike].add(rank)
     shapes = model.parameter_shapes()
     tied = {holder for group in model.tied for holder in group}

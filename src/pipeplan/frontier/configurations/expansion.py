@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from pipeplan.frontier.configurations import operations as ops
 from pipeplan.frontier.configurations.operations import Axis, Operation
-from pipeplan.frontier.configurations.rows import LinearLayer, WholeBlock, WordTable, shards_axis
+from pipeplan.frontier.configurations.rows import WholeBlock, WordTable, shards_axis
+from pipeplan.frontier.configurations.single import single_operator
 from pipeplan.model import Block, Edge, Profile
 
 __all__ = ["Link", "OperatorGraph", "OperatorNode", "expand"]
@@ -140,22 +141,13 @@ def _expanded(
 
 def _whole(built: _Builder, incoming: Sequence[Edge]) -> str:
     known = built.known
-    operation = _layer(built) or _block(known, learns=built.learns)
+    single = single_operator(known.block, known.samples, known.width, known.taken, learns=built.learns)
+    operation = single or _block(known, learns=built.learns)
     name = known.block.id
     built.nodes.append(OperatorNode(name, name, operation))
     for port, (edge, flow) in enumerate(zip(incoming, built.inputs, strict=True)):
         built.links.append(Link(flow.main, name, port, edge.gradient, edge.broadcast))
     return name
-
-
-def _layer(built: _Builder) -> Operation | None:
-    """A linear layer by its product's rows and columns."""
-    known = built.known
-    if known.block.operator != "linear" or {*known.block.dimensions} != {"inputs", "outputs"}:
-        return None
-    axes = _layer_axes(known, "inputs", "outputs")
-    alone = axes[1].size == 1  # more places than one are for the block to know
-    return LinearLayer(axes, known.width, learns=built.learns) if alone else None
 
 
 def _block(known: _Known, *, learns: bool) -> WholeBlock:

@@ -15,10 +15,10 @@ from pipeplan.costs.operators import Operator
 from pipeplan.costs.presets import DevicePreset
 from pipeplan.errors import UsageError
 from pipeplan.frontier.configurations.layouts import ANY, Tensor
-from pipeplan.frontier.configurations.operations import Axis, InnerExchange, Map, Numbers, Operation, Product, Times
+from pipeplan.frontier.configurations.operations import Axis, Map, Numbers, Operation, Times
 from pipeplan.model import Block, CostRow
 
-__all__ = ["LinearLayer", "WholeBlock", "WordTable", "row_for", "shards_axis"]
+__all__ = ["WholeBlock", "WordTable", "row_for", "shards_axis"]
 
 _SCALED = (
     "forward_ns",
@@ -91,27 +91,6 @@ class WordTable(WholeBlock):
     def tensor(self) -> Tensor:
         samples, hidden = (self.axis(name).size for name in ("samples", "hidden"))
         return Tensor((samples, ANY, hidden), samples * self.sample_bytes)
-
-
-@dataclass(frozen=True)
-class LinearLayer(Product):
-    """A matrix product and a function of each number behind it, which shares of the rows sum before.
-
-    Input and output are kept, each where it lies.
-    """
-
-    kind = "layer"
-    combined = frozenset({"rows"})
-    keeps = (False,)  # they are counted here
-
-    def exchanges(self, numbers: Numbers) -> tuple[InnerExchange, ...]:
-        return (InnerExchange("rows", "all_reduce", self._output_bytes(numbers), 1, 0),)
-
-    def inside_bytes(self, numbers: Numbers) -> int:
-        return self.entry_bytes(numbers) + self._output_bytes(numbers)
-
-    def _output_bytes(self, numbers: Numbers) -> int:
-        return self.width * numbers["samples"] * numbers["places"] * numbers["columns"]
 
 
 def shards_axis(block: Block) -> Axis:

@@ -15,6 +15,7 @@ from pipeplan.runtime.batches import next_tokens, token_batch
 from pipeplan.runtime.model import BlockSpec, Model, Texts
 from pipeplan.runtime.shards import HIDDEN, WHOLE, Cut, Shards, Split, WordEmbedding, hidden_of
 from pipeplan.runtime.zoo.layers import Stack, layers, linear
+from pipeplan.runtime.zoo.operators import operators_of_head, operators_of_layers
 from pipeplan.runtime.zoo.parts import num_targets
 from pipeplan.runtime.zoo.splitting import WORDS, exchanged, summed_loss, with_shares, words_told
 
@@ -27,6 +28,7 @@ class GPTSize:
 
     ``positions`` is the longest sequence it can take, ``sequence`` the one its batches have. With ``tied`` the output
     layer shares the token embedding's weight. ``shared`` spreads embedding and head over all devices, as Tessel does.
+    With ``by_operator`` every operator is a block.
     """
 
     layers: int
@@ -37,6 +39,7 @@ class GPTSize:
     sequence: int = 1024
     tied: bool = True
     shared: bool = False
+    by_operator: bool = False
 
     @property
     def longest(self) -> int:
@@ -50,7 +53,7 @@ class GPTSize:
 
     def model(self, name: str) -> Model:
         """The model of this size."""
-        return gpt(name, self)
+        return _by_operator(name, self) if self.by_operator else gpt(name, self)
 
 
 class Embedding(nn.Module):
@@ -100,6 +103,20 @@ def _gpt(name: str, size: GPTSize, shards: Shards) -> Model:
         partial(token_batch, size.vocabulary, size.sequence),
         num_targets,
         tied=((("embedding", "token.weight"), ("head", "output.weight")),) if size.tied else (),
+        texts=Texts(size.vocabulary, size.sequence + 1, next_tokens),
+    )
+
+
+def _by_operator(name: str, size: GPTSize) -> Model:
+    """The model with an operator to a block."""
+    first = words(size, "embedding", WHOLE)
+    middle = operators_of_layers(size.stack, first.id)
+    return Model(
+        name,
+        (first, *middle, *operators_of_head(size.stack, size.vocabulary, middle[-1].id)),
+        partial(token_batch, size.vocabulary, size.sequence),
+        num_targets,
+        tied=((("embedding", "token.weight"), ("head.output", "weight")),) if size.tied else (),
         texts=Texts(size.vocabulary, size.sequence + 1, next_tokens),
     )
 

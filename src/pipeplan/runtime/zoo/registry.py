@@ -33,6 +33,8 @@ class Size(Protocol):
 _GPT2: dict[str, Size] = {
     "gpt2-tiny": GPTSize(layers=4, hidden=32, heads=2, vocabulary=64, positions=16, sequence=16),
     "gpt2-124m": GPTSize(layers=12, hidden=768, heads=12),
+    "gpt2-tiny-operators": GPTSize(2, 32, 4, 64, positions=16, sequence=16, by_operator=True),
+    "gpt2-124m-operators": GPTSize(layers=12, hidden=768, heads=12, by_operator=True),
     "gpt2-345m": GPTSize(layers=24, hidden=1024, heads=16),
     "gpt2-762m": GPTSize(layers=36, hidden=1280, heads=20),
     "gpt2-1.3b": GPTSize(layers=24, hidden=2048, heads=16),
