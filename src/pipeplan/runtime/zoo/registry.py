@@ -56,7 +56,9 @@ _TESSEL: dict[str, Size] = {
 }
 
 _FLEXPIPE: dict[str, Size] = {
-    f"flexpipe-gpt-{size}-{name}": GPTSize(layers, hidden, heads, vocabulary, sequence, sequence, tied=False)
+    f"flexpipe-gpt-{size}-{name}": GPTSize(
+        layers, hidden, heads, vocabulary, sequence, sequence, tied=False, shared=True
+    )
     for size, layers, hidden, heads, sequence, vocabularies in (
         ("5b", 64, 2560, 64, 512, {"64k": 64_000, "128k": 128_000, "256k": 256_000, "512k": 512_000, "1m": _MILLION}),
         ("16b", 80, 4096, 32, 1024, {"256k": 256_000, "512k": 512_000, "1m": _MILLION}),
