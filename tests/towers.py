@@ -16,9 +16,10 @@ def towers(
     before: bool = False,
     parameter_bytes: int = 0,
 ) -> Profile:
-    """Two chains whose blocks run forward and backward in ``image`` and ``text`` [block] ns, joined by ``loss``.
+    """Two chains with blocks that run forward in ``image`` and ``text`` [block] ns and backward in twice that.
 
-    Each block holds 2 bytes per micro-batch. ``before`` puts a block before the first ones of both.
+    Block ``contrast``, which takes ``loss`` ns, joins them. Each block holds 2 bytes per micro-batch. ``before`` puts a
+    block before the first ones of both.
     """
     names = {"image": image, "text": text}
     blocks = [
@@ -31,11 +32,11 @@ def towers(
         for name, times in names.items()
         for index in range(1, len(times))
     ]
-    edges += [Edge(source=f"{name}.{len(times) - 1}", target="loss") for name, times in names.items()]
+    edges += [Edge(source=f"{name}.{len(times) - 1}", target="contrast") for name, times in names.items()]
     if before:
         blocks.append(_block("start", 1))
         edges += [Edge(source="start", target=f"{name}.0") for name in names]
-    blocks.append(_block("loss", loss, shards=loss_shards))
+    blocks.append(_block("contrast", loss, shards=loss_shards))
     return Profile(name="towers", source=Source(method="estimated"), blocks=tuple(blocks), edges=tuple(edges))
 
 

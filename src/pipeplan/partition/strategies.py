@@ -18,7 +18,7 @@ from pipeplan.partition.chain import Chain
 from pipeplan.partition.level import levelled, roomiest
 from pipeplan.units import format_bytes
 
-__all__ = ["STRATEGIES", "Strategy", "can_spread", "in_topological_order", "place"]
+__all__ = ["STRATEGIES", "Cut", "Strategy", "can_spread", "in_topological_order", "place"]
 
 Positions = list[list[int]]
 """[route][stage] the position that runs it: positions are devices, or groups of devices that are replicas."""

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pipeplan.costs import stage_costs
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model import PlacedStage, Placement, Profile
-from pipeplan.partition.strategies import STRATEGIES, in_topological_order, place
+from pipeplan.partition.strategies import STRATEGIES, Cut, in_topological_order, place
 
 __all__ = ["Submodule", "place_submodules"]
 
@@ -40,12 +40,13 @@ def place_submodules(
     memory_bytes: Sequence[int | None] | None = None,
     recompute: bool = False,
     replicas: int = 1,
+    cut: Cut | None = None,
 ) -> Placement:
     """Place every submodule as :func:`~pipeplan.partition.strategies.place` does a chain, on its own devices.
 
     A *position* is a device, or ``replicas`` neighbouring ones that share every micro-batch. Blocks of no submodule
     must come behind all of them: they are one stage on the positions that feed it, split over them if the profile has
-    costs for that (and there are no replicas), else on the last of them alone.
+    costs for that (and there are no replicas), else on the last of them alone. ``cut`` cuts each chain otherwise.
 
     Raises:
         UsageError: a pattern matches no block or one that another has, devices that are not there or not enough, a
@@ -70,6 +71,7 @@ def place_submodules(
                 memory_bytes=memory[first * replicas : end * replicas],
                 recompute=recompute,
                 replicas=replicas,
+                cut=cut,
             )
         except (InfeasibleError, UsageError) as error:
             where = f"of submodule {submodule.blocks!r}, whose device 0 is device {first * replicas}"

@@ -18,6 +18,7 @@ from pipeplan.partition.graphpipe import Problem, StageGraph, partition
 from pipeplan.partition.level import roomiest
 from pipeplan.partition.published import PublishedPlan, Question, dapple, pipedream, piper
 from pipeplan.planner.batch import Batch
+from pipeplan.planner.by_rules import SUBMODULES, place_by_rules
 from pipeplan.planner.request import Request
 
 __all__ = ["Candidate", "Choice", "Found", "candidates", "graphs", "grid", "open_sizes", "placed", "roomy"]
@@ -166,6 +167,8 @@ def _chains(request: Request) -> Iterator[Found]:
 
 def _chain(request: Request, choice: Choice, source: str, cut: Callable[[Chain], tuple[int, ...]] | None) -> Candidate:
     batch, strategy = choice.batch, choice.strategy
+    if strategy == SUBMODULES:
+        return _by_submodules(request, choice, source, cut)
     if batch.num_microbatches % 2 and STRATEGIES[strategy].two_ways:
         raise UsageError(f"--placement {strategy} needs an even number of micro-batches, not {batch.num_microbatches}")
     placement = place(
@@ -181,6 +184,23 @@ def _chain(request: Request, choice: Choice, source: str, cut: Callable[[Chain],
         cut=cut,
     )
     return Candidate(placement, batch, choice.recompute, source, _is_fallback(request, choice.recompute))
+
+
+def _by_submodules(
+    request: Request, choice: Choice, source: str, cut: Callable[[Chain], tuple[int, ...]] | None
+) -> Candidate:
+    assert request.options.rules is not None  # choose_placement
+    placement = place_by_rules(
+        request.options.rules,
+        request.profile,
+        request.num_devices,
+        microbatch_size=choice.batch.microbatch_size,
+        memory_bytes=request.memory,
+        recompute=choice.recompute,
+        replicas=choice.replicas,
+        cut=cut,
+    )
+    return Candidate(placement, choice.batch, choice.recompute, source, _is_fallback(request, choice.recompute))
 
 
 def _is_fallback(request: Request, recompute: bool) -> bool:

@@ -10,6 +10,7 @@ from pipeplan.errors import UsageError
 from pipeplan.model import Cluster, Placement, Profile, read_placement
 from pipeplan.partition import STRATEGIES
 from pipeplan.planner.batch import Batch
+from pipeplan.planner.by_rules import SUBMODULES, places_submodules
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.search import Progress
 
@@ -85,13 +86,15 @@ def choose_placement(
 ) -> tuple[Placement | str, int]:
     """What ``--placement`` and ``--devices`` mean: a placement that exists, or a strategy; and how many devices.
 
-    ``wanted`` is ``auto`` (the strategy of the rules, else the profile's own placement, else all strategies), a
-    strategy, or a placement file.
+    ``wanted`` is ``auto`` (the strategy of the rules, or :data:`SUBMODULES` where they have one for each, else the
+    profile's own placement, else all strategies), a strategy, or a placement file.
 
     Raises:
         UsageError: ``num_devices`` contradicts the placement, is missing, or the strategy is not known.
     """
     given: Placement | None = None
+    if wanted == "auto" and rules is not None and places_submodules(rules):
+        return SUBMODULES, _count(profile, num_devices)
     if wanted == "auto" and rules is not None and rules.placement is not None:
         return _ruled_strategy(profile, rules.name, rules.placement, num_devices)
     if wanted == "auto":
@@ -112,16 +115,19 @@ def choose_placement(
                 "out, or choose a --placement strategy"
             )
         return given, given.num_devices
-    if num_devices is None:
-        raise UsageError(f"profile {profile.name!r} has no placement; say how many --devices, or give a --cluster")
-    return wanted, num_devices
+    return wanted, _count(profile, num_devices)
 
 
 def _ruled_strategy(profile: Profile, name: str, strategy: str, num_devices: int | None) -> tuple[str, int]:
     """The strategy that rules name, on so many devices, or on as many as the profile's own placement has."""
     if strategy not in STRATEGIES:
         raise UsageError(f"rules {name!r}: placement is {strategy!r}; choose from {', '.join(STRATEGIES)}")
+    return strategy, _count(profile, num_devices)
+
+
+def _count(profile: Profile, num_devices: int | None) -> int:
+    """The devices that are asked for, or those of the profile's own placement."""
     count = num_devices or (None if profile.placement is None else profile.placement.num_devices)
     if count is None:
         raise UsageError(f"profile {profile.name!r} has no placement; say how many --devices, or give a --cluster")
-    return strategy, count
+    return count

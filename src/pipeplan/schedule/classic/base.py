@@ -23,7 +23,6 @@ __all__ = [
     "alternating",
     "as_given",
     "chains",
-    "forwards",
     "is_chain",
     "is_split",
     "makespan",
@@ -51,11 +50,6 @@ class Classic:
 def all_of(*conditions: Callable[[Problem], str | None]) -> Callable[[Problem], str | None]:
     """Applies where all conditions hold; else the first reason."""
     return lambda problem: next((reason for condition in conditions if (reason := condition(problem))), None)
-
-
-def forwards(problem: Problem) -> set[int]:
-    """The forward operations."""
-    return {x for x, kind in enumerate(problem.kinds) if kind == "F"}
 
 
 def chains(problem: Problem) -> list[list[int]]:

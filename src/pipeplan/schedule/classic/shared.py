@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeplan.schedule.classic.base import Orders, alternating, chains, sorted_by
+from pipeplan.schedule.classic.base import Orders, alternating, chains
 from pipeplan.schedule.problem import Problem
 from pipeplan.simulate.timing import TaskGraph
 
-__all__ = ["chimera_direct", "needs_shared", "needs_two_ways", "one_forward_one_backward_plus"]
+__all__ = ["needs_shared", "needs_two_ways", "one_forward_one_backward_plus"]
 
 
 def one_forward_one_backward_plus(problem: Problem, graph: TaskGraph) -> Orders:
@@ -97,26 +97,6 @@ class _SharedInsertion:
         for device in devices:
             self._free[device] = self._end[x, m]
             self._orders[device].append(x * self._count + m)
-
-
-def chimera_direct(problem: Problem, graph: TaskGraph) -> Orders:
-    """Chimera with direct concatenation (SC'21, III-A and III-C): units of D micro-batches, D/2 each way.
-
-    In a unit each direction runs 1F1B in equal slots, every second one a micro-batch: the n-th runs forward on the
-    d-th device of its way in slot d + 2n and backward in slot 2D - 1 - d + 2n. For even D the two ways never meet.
-    A unit begins 2D slots after the last one, so that its first forwards take the bubbles that one ends with.
-    """
-    num_devices, count = problem.num_devices, problem.num_microbatches
-    slots: dict[tuple[int, int], int] = {}
-    for direction in chains(problem):
-        for place, stage in enumerate(direction):
-            forward, *backward = problem.stage_operations[stage]
-            for m in range(count):
-                unit, n = divmod(m, num_devices // 2)
-                begin = 2 * num_devices * unit + 2 * n
-                slots[forward, m] = begin + place
-                slots.update({(x, m): begin + 2 * num_devices - 1 - place for x in backward})
-    return sorted_by(problem, lambda x, m: (slots[x, m], x))
 
 
 def needs_shared(problem: Problem) -> str | None:

@@ -1,4 +1,4 @@
-"""Classic schedules of v-shapes: two stages per device, the chain going down and up; and Hanayo's waves."""
+"""Classic schedules of v-shapes: two stages per device, the chain going down and up."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from dataclasses import replace
 from itertools import product
 
 from pipeplan.schedule.classic.base import Orders, Script, makespan, sorted_by
-from pipeplan.schedule.listing import Policy, list_schedule
 from pipeplan.schedule.problem import Problem
 from pipeplan.simulate.memory import peak_memory
 from pipeplan.simulate.timing import TaskGraph, task_graph
 
-__all__ = ["dualpipe_v", "enough_for_dualpipe", "hanayo", "repeated_block", "zero_bubble_v"]
+__all__ = ["dualpipe_v", "enough_for_dualpipe", "repeated_block", "zero_bubble_v"]
 
 
 def zero_bubble_v(script: Script, device: int, problem: Problem) -> None:
@@ -98,43 +97,3 @@ def _with_weights(taken: list[int]) -> tuple[int, ...]:
         used = {slot % 6 for slot in taken}
         taken = [*taken, next(slot for slot in range(after + 1, after + 7) if slot % 6 not in used)]
     return tuple(taken)
-
-
-def hanayo(problem: Problem, graph: TaskGraph) -> Orders:
-    """Hanayo's waves (Liu et al., SC'23): backward first, else the deepest forward, with at most D micro-batches open.
-
-    One wave is a v-shape of two stages per device; W waves have 2 W. The paper runs D micro-batches; more follow in
-    units of D, or all together where that is shorter. Where backward is split, W follows its I at once.
-    """
-    whole = _with_whole_backward(problem.without_links)
-    sizes = {min(problem.num_devices, problem.num_microbatches), problem.num_microbatches}
-    return min((_in_units(whole, size) for size in sorted(sizes)), key=lambda orders: makespan(graph, orders))
-
-
-def _with_whole_backward(problem: Problem) -> Problem:
-    """The same on unlimited devices, with the time of W in its I."""
-    durations = list(problem.durations)
-    for _, first, *rest in problem.stage_operations:
-        for x in rest:
-            durations[first] += durations[x]
-            durations[x] = 0
-    return replace(problem, durations=tuple(durations), capacity=(None,) * problem.num_devices)
-
-
-def _in_units(problem: Problem, size: int) -> Orders:
-    """Units of ``size`` micro-batches one after another, each listed by itself, the last one cut; W behind its I."""
-    count = problem.num_microbatches
-    unit = replace(problem, workload=problem.workload.with_microbatches(size))
-    listed = list_schedule(unit, Policy(patience=0.0, in_flight=(problem.num_devices,) * problem.num_devices))
-    assert listed is not None
-    follow = {part[0]: part for first, *backward in problem.stage_operations for part in ([first], backward)}
-    return [
-        [
-            part * count + base + m
-            for base in range(0, count, size)
-            for x, m in (divmod(task, size) for task in order)
-            if base + m < count
-            for part in follow.get(x, [])
-        ]
-        for order in listed
-    ]

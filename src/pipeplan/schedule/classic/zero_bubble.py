@@ -1,4 +1,4 @@
-"""Zero-bubble schedules of chains with one stage per device (Qi et al., Zero Bubble Pipeline Parallelism, ICLR'24)."""
+"""Automatic zero-bubble schedules of chains with one stage per device (Qi et al., Zero Bubble, ICLR'24)."""
 
 from __future__ import annotations
 
@@ -6,27 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 
-from pipeplan.schedule.classic.base import Orders, Script, makespan, scripted
+from pipeplan.schedule.classic.base import Orders, makespan
+from pipeplan.schedule.classic.ruled import by_rules
 from pipeplan.schedule.listing import in_flight_limits, list_schedule, policies
 from pipeplan.schedule.problem import Problem
 from pipeplan.simulate.memory import fits
 from pipeplan.simulate.timing import TaskGraph
 
-__all__ = ["automatic", "handcrafted_h1", "handcrafted_h2"]
-
-
-def handcrafted_h1(script: Script, device: int, problem: Problem) -> None:
-    """ZB-H1 (section 2.1): 1F1B whose weight gradients come d backwards late on device d; memory as 1F1B's."""
-    _late_weights(script, problem, warmup=problem.num_devices - device, late=device)
-
-
-def handcrafted_h2(script: Script, device: int, problem: Problem) -> None:
-    """ZB-H2 (section 2.2): twice the forwards ahead, less one, and weight gradients 2d backwards late: no bubble."""
-    _late_weights(script, problem, warmup=2 * (problem.num_devices - device) - 1, late=2 * device)
-
-
-def _late_weights(script: Script, problem: Problem, *, warmup: int, late: int) -> None:
-    script.add("F0", warmup).add("I0 F0", late).add("I0 W0 F0", problem.num_microbatches)
+__all__ = ["automatic"]
 
 
 def automatic(depth: int | None) -> Callable[[Problem, TaskGraph], Orders]:
@@ -51,8 +38,8 @@ def automatic(depth: int | None) -> Callable[[Problem, TaskGraph], Orders]:
 
 def _handcrafted(problem: Problem, graph: TaskGraph, depth: int | None) -> list[Orders]:
     """ZB-H2, which needs room for 2 D - 1 micro-batches, and ZB-H1 for D: those for which there is that much."""
-    writers = [handcrafted_h1] if depth == 1 else [handcrafted_h2, handcrafted_h1]
-    written = [scripted(write)(problem, graph) for write in writers]
+    names = ["zb-h1"] if depth == 1 else ["zb-h2", "zb-h1"]
+    written = [by_rules(name)(problem, graph) for name in names]
     return [orders for orders in written if depth is not None or fits(graph, orders)]
 
 
