@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from instruction_models import GATHERED, one_loss, plan_by_rules, towers_plan, two_losses
 from runtime_plans import TRAINING, Reports, assert_as_unsplit, reports_of
@@ -16,9 +18,12 @@ from pipeplan.cli.main import cli
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model import Plan, write_file
 from pipeplan.model.workload import Workload
-from pipeplan.runtime.instructions import functions_of, register
+from pipeplan.runtime.instructions import Context, Function, FunctionRunner, functions_of, register
 from pipeplan.runtime.model import Model
+from pipeplan.runtime.partners import Partners
 from pipeplan.runtime.program import Message, planned_programs, programs_of
+from pipeplan.runtime.progress import Board, Progress
+from pipeplan.runtime.stages import StageError
 from pipeplan.schedule.rules import Instruction, Rules
 from pipeplan.simulate.bounds import makespan_bound
 from pipeplan.simulate.simulation import simulate
@@ -140,6 +145,38 @@ def test_kinds_that_nobody_knows_are_refused_before_anything_starts() -> None:
         functions_of(plan, None)
     with pytest.raises(UsageError, match="--instructions 'no_such_module' cannot be imported"):
         functions_of(plan, "no_such_module")
+
+
+def runner(function: Function) -> FunctionRunner:
+    """Rank 1's end of the gathering instruction, with another function."""
+    model, plan = PLANS["gather"]
+    program = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)[1]
+    board = os.memfd_create("board")
+    os.truncate(board, Board.size(4))
+    meeting = Partners(program, Progress(Board(board, 4), 1)).meeting((1, 3))
+    os.close(board)
+    return FunctionRunner(program.operations[5], program, function, meeting, {}, torch.device("cpu"))
+
+
+def broken(context: Context) -> dict[str, torch.Tensor]:
+    raise ValueError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (broken, "instruction GATHER: ValueError: no such thing"),
+        (
+            lambda context: {"image.1": torch.ones(4)},
+            "instruction GATHER returned no tensor for block 'text.1', which a later action takes on rank 1",
+        ),
+    ],
+)
+def test_functions_that_fail(function: Function, text: str) -> None:
+    end = runner(function)
+    (first,) = [i for i in end.program.instructions if str(i.action) == "5GATHER0"]
+    with pytest.raises(StageError, match=text):
+        end.run(first, {"image.1": torch.ones(4)})
 
 
 def test_a_new_instruction_takes_few_lines() -> None:

@@ -4,23 +4,43 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
+from click.testing import CliRunner
 from helpers import Orders, placed, plan_of, random_orders
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from instruction_workloads import towers, towers_profile
 
 from pipeplan.check import check
-from pipeplan.errors import UsageError
-from pipeplan.model import Action, Cluster, Dependency, DeviceKind, LinkLevel, Operation, Plan, Source, in_order, parse
+from pipeplan.cli.main import cli
+from pipeplan.errors import FileError, UsageError
+from pipeplan.model import (
+    Action,
+    Cluster,
+    Dependency,
+    DeviceKind,
+    LinkLevel,
+    Operation,
+    PlacedStage,
+    Placement,
+    Plan,
+    Source,
+    in_order,
+    parse,
+    read_plan,
+    write_file,
+    write_text,
+)
 from pipeplan.model.workload import Workload
 from pipeplan.planner import assemble
 from pipeplan.report.svg import timeline_svg
 from pipeplan.report.terminal import print_simulation
 from pipeplan.report.trace import predicted_trace
 from pipeplan.schedule.rules import Instruction, with_instruction, with_instructions
+from pipeplan.schedule.rules.files import parse_rules
 from pipeplan.schedule.search import first_look, search_schedule
 from pipeplan.schedule.solver import Budget
 from pipeplan.simulate.bounds import makespan_bound
@@ -314,6 +334,79 @@ def test_other_searches_refuse_instructions() -> None:
         search_schedule(workload, Budget(1))
     with pytest.raises(UsageError, match="--scheduler rules"):
         first_look(workload)
+
+
+# Files -----------------------------------------------------------------------------------------------------------
+
+RULES = """
+types = "bwd-first"
+in_flight = 5
+
+[[instruction]]
+kind = "GATHER"
+after = ["image.*", "text.*"]
+before = "loss"
+every = 2
+duration = "7ns"
+[instruction.attributes]
+to = [1, 3]
+scale = 0.5
+
+[[instruction]]
+kind = "NORM"
+after = ["GATHER"]
+before = [4]
+devices = [1, 3]
+every = 2
+bytes_per_sample = "2KB"
+last = true
+"""
+
+
+def test_rules_files_say_what_python_says() -> None:
+    found = parse_rules(RULES, "rules").instructions
+    gather = replace(GATHER, attributes={"to": (1, 3), "scale": 0.5})
+    norm = Instruction("NORM", True, ("GATHER",), (4,), (1, 3), 2, None, 2000)
+    assert found == (gather, norm)
+    assert with_instructions(towers(every=2), found) == with_instructions(towers(every=2), [gather, norm])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ('kind = "NORM"', 'kind = "norm"', r"instruction\[1\].*'norm': a kind is a word"),
+        ("every = 2\nduration", "every = 0\nduration", r"instruction\[0\].*every is 0; it must be at least 1"),
+        ('"7ns"', '"soon"', r"instruction\[0\].duration: 'soon' is not a duration"),
+        ('"7ns"', "7", r"instruction\[0\].duration is 7; write a text"),
+        ('"2KB"', '"much"', r"instruction\[1\].bytes_per_sample: 'much' is not a size"),
+        ("before = [4]", "before = [4.5]", r"instruction\[1\].before\[0\] is 4.5; write a stage's number or the name"),
+        ("last = true", "code = 'x'", r"instruction\[1\].code is not known; choose from kind, last, after"),
+        ('after = ["GATHER"]', "", r"instruction\[1\].*after is empty"),
+    ],
+)
+def test_what_rules_files_may_not_say(old: str, new: str, text: str) -> None:
+    assert RULES.count(old) == 1
+    with pytest.raises(FileError, match=text):
+        parse_rules(RULES.replace(old, new), "rules")
+
+
+def test_search_takes_instructions_from_rules_files(tmp_path: Path) -> None:
+    """From profile, placement and rules to a plan that passes check with the profile."""
+    workload = towers(every=2)
+    stages = [
+        PlacedStage(blocks=s.blocks, devices=s.devices, microbatch_size=s.microbatch_size) for s in workload.stages
+    ]
+    placement = Placement(strategy="towers", num_devices=4, stages=tuple(stages))
+    paths = [str(tmp_path / name) for name in ("profile.json", "rules.toml", "plan.json")]
+    write_file(towers_profile().model_copy(update={"placement": placement}), paths[0])
+    write_text(RULES, paths[1])
+    asked = ["search", paths[0], "--scheduler", "rules", "--rules", paths[1], "--microbatches", "8", "-o", paths[2]]
+    for verb in (asked, ["check", paths[2], "--profile", paths[0]], ["simulate", paths[2]]):
+        found = CliRunner().invoke(cli, verb)
+        assert found.exit_code == 0, found.output
+    plan = read_plan(paths[2])
+    assert [operation.id for operation in Workload.of(plan).instructions] == ["5GATHER", "6NORM"]
+    assert plan.operation("5GATHER").attributes == {"to": (1, 3), "scale": 0.5}
 
 
 # Everything that reads plans -------------------------------------------------------------------------------------

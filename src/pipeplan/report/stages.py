@@ -65,13 +65,14 @@ def _table(plan: Plan) -> Table:
     table.add_column("work", justify="right")
     table.add_column("parameters", justify="right")
     ways = [_way(plan, stage) for stage in plan.stages]
+    kinds = {operation.stage: operation.kind for operation in plan.operations}
     if any(ways):
         table.add_column("runs with", overflow="fold")
     rows = [
         (
             str(index),
             _shortened([str(device) for device in stage.devices]),
-            _shortened(stage.blocks),
+            _shortened(stage.blocks) if stage.blocks else kinds[index],
             format_ns(work),
             format_bytes(stage.parameter_bytes),
             *([way] if any(ways) else []),
@@ -89,7 +90,7 @@ def _table(plan: Plan) -> Table:
 def _way(plan: Plan, stage: Stage) -> str:
     """What is special about how a stage runs, in words."""
     words = [
-        (stage.shards > 1, f"{stage.shards} shards"),
+        (stage.shards > 1 and bool(stage.blocks), f"{stage.shards} shards"),
         (bool(stage.configurations), _configurations(stage)),
         (stage.replicas > 1, f"{stage.replicas} replicas"),
         (stage.microbatch_size != plan.microbatch_size, f"micro-batches of {stage.microbatch_size}"),

@@ -32,7 +32,7 @@ class PartnersError(TransferError):
     @property
     def who(self) -> str:
         """The other end."""
-        return "a rank that runs it, too"
+        return "a rank that shares the action"
 
 
 class Partners:

@@ -24,6 +24,7 @@ from pipeplan.schedule.rules.language import (
     TypeTraversal,
 )
 from pipeplan.schedule.rules.numbers import Number, check_number
+from pipeplan.units import parse_bytes, parse_ns
 
 __all__ = ["catalogue", "named_rules", "parse_rules", "read_rules"]
 
@@ -169,6 +170,31 @@ def _range(value: object, path: str) -> object:
     return _limit(value, path)
 
 
+def _ends(value: object, path: str) -> object:
+    """Stages by number or name; one of them may stand without a list."""
+    entries = value if isinstance(value, list) else [value]
+    for index, entry in enumerate(entries):
+        if type(entry) not in (int, str):
+            raise UsageError(f"{path}[{index}] is {entry!r}; write a stage's number or the name of a block")
+    return tuple(entries)
+
+
+def _in_units(parse: Callable[[str], int]) -> _Reader:
+    def read(value: object, path: str) -> object:
+        try:
+            return parse(_TEXT(value, path))
+        except UsageError as error:
+            raise UsageError(str(error) if path in str(error) else f"{path}: {error}") from None
+
+    return read
+
+
+def _attributes(value: object, path: str) -> object:
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} is {value!r}; write a table [{path}]")
+    return {key: tuple(entry) if isinstance(entry, list) else entry for key, entry in value.items()}
+
+
 def _weights(**said: object) -> dict[str, object]:
     return {f"weights_{key}": value for key, value in said.items()}
 
@@ -188,8 +214,20 @@ _SETTINGS: dict[str, _Reader] = {
 
 _PLACE: dict[str, _Reader] = {"placement": _TEXT, "chunks": _INTEGER}
 
-_FIELDS = {"device": "devices", "submodule": "submodules", "instruction": "instructions"}
-"""Tables in the plural, as the language has them."""
+_INSTRUCTION: dict[str, _Reader] = {
+    "kind": _TEXT,
+    "last": _FLAG,
+    "after": _ends,
+    "before": _ends,
+    "devices": _device_numbers,
+    "every": _INTEGER,
+    "duration": _in_units(parse_ns),
+    "bytes_per_sample": _in_units(parse_bytes),
+    "attributes": _attributes,
+}
+
+_FIELDS = {"device": "devices", "submodule": "submodules", "instruction": "instructions", "duration": "duration_ns"}
+"""Tables in the plural, and times in ns, as the language has them."""
 
 _RULES: dict[str, _Reader] = {
     "name": _TEXT,
@@ -200,5 +238,5 @@ _RULES: dict[str, _Reader] = {
     **_SETTINGS,
     "device": _tables({"devices": _device_numbers, **_SETTINGS}, DeviceRules),
     "submodule": _tables({"blocks": _TEXT, **_PLACE, "devices": _range, **_SETTINGS}, SubmoduleRules),
-    "instruction": _tables({"kind": _TEXT, "last": _FLAG}, Instruction),
+    "instruction": _tables(_INSTRUCTION, Instruction),
 }
