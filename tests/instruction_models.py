@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from helpers import Orders
-from runtime_models import WIDTH, Mix, vectors
+from runtime_models import WIDTH, Mix, loss_block, mix_block, vectors
 from runtime_plans import placed_plan
 from torch import Tensor, nn
 
@@ -25,6 +25,10 @@ GROUP = 4
 
 GATHERED = Instruction("ALLGATHER", after=("image.*", "text.*"), before=("image_loss", "text_loss"), every=2)
 """What both towers made of two micro-batches, on the devices of both losses."""
+
+
+LOSSES = {("loss",): (1,), ("image_loss",): (1,), ("text_loss",): (3,), ("join", "end"): (1, 3)}
+"""Devices of the stages behind both towers."""
 
 
 class Contrast(nn.Module):
@@ -79,6 +83,11 @@ def two_losses() -> Model:
     )
 
 
+def shared_loss() -> Model:
+    """A block that mixes both towers and its loss, which both last devices split."""
+    return _model(mix_block("join", ("image.1", "text.1")), loss_block("end", "join"))
+
+
 def plan_by_rules(model: Model, rules: Rules) -> Plan:
     """The same with the rules' instructions, ordered by the rules."""
 
@@ -106,12 +115,9 @@ def towers_plan(
     else:
         groups = zip(towers, ((0, 1), (2, 3)), strict=True)
         stages = [PlacedStage(blocks=blocks, devices=devices, replicas=2) for blocks, devices in groups]
-    places = {"loss": 1, "image_loss": 1, "text_loss": 3}
-    stages += [
-        PlacedStage(blocks=(block.id,), devices=(places[block.id],), microbatch_size=GROUP)
-        for block in model.blocks
-        if block.loss
-    ]
+    for blocks, devices in LOSSES.items():
+        if blocks[0] in {block.id for block in model.blocks}:
+            stages.append(PlacedStage(blocks=blocks, devices=devices, shards=len(devices), microbatch_size=GROUP))
     return placed_plan(
         model, stages, num_microbatches=4, microbatch_size=2, split=split, orders=orders, instructions=instructions
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from instruction_models import GATHERED, one_loss, plan_by_rules, towers_plan, two_losses
+from instruction_models import GATHERED, one_loss, plan_by_rules, shared_loss, towers_plan, two_losses
 from runtime_plans import TRAINING, Reports, assert_as_unsplit, reports_of
 
 from pipeplan.check import check
@@ -32,7 +32,8 @@ GATHER = Instruction("GATHER", after=("image.*", "text.*"), before=("loss",), ev
 ALLGATHER = replace(GATHERED, duration_ns=500)
 TURN = replace(ALLGATHER, kind="TURN", attributes={"times": 1.0})
 
-ONE, TWO = one_loss(), two_losses()
+NAMES = ("one_loss", "two_losses", "shared_loss")
+ONE, TWO, SHARED = one_loss(), two_losses(), shared_loss()
 PLANS: dict[str, tuple[Model, Plan]] = {
     "gather": (ONE, towers_plan(ONE, [GATHER])),
     "gather, split": (ONE, towers_plan(ONE, [GATHER], split=True)),
@@ -43,9 +44,14 @@ PLANS: dict[str, tuple[Model, Plan]] = {
     "all-gather, replicas": (TWO, towers_plan(TWO, [ALLGATHER], replicas=2)),
     "one after the other": (TWO, towers_plan(TWO, [ALLGATHER, replace(TURN, after=("ALLGATHER",))])),
     "our own, replicas": (TWO, towers_plan(TWO, [TURN], replicas=2)),
+    "all-gather, split loss": (SHARED, towers_plan(SHARED, [replace(ALLGATHER, before=("join",))])),
+    "between forward and backward": (
+        ONE,
+        towers_plan(ONE, [replace(ALLGATHER, after=("1F", "3F"), before=("1B", "3B"))]),
+    ),
     "in halves": (TWO, towers_plan(TWO, [replace(ALLGATHER, every=1)])),
 }
-PATHS = {id(ONE): "instruction_models:one_loss", id(TWO): "instruction_models:two_losses"}
+PATHS = {id(model): f"instruction_models:{name}" for model, name in zip((ONE, TWO, SHARED), NAMES, strict=True)}
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from instruction_workloads import towers, towers_profile
 
 from pipeplan.check import check
 from pipeplan.cli.main import cli
+from pipeplan.costs import build_workload
 from pipeplan.errors import FileError, UsageError
 from pipeplan.model import (
     Action,
@@ -27,6 +28,7 @@ from pipeplan.model import (
     PlacedStage,
     Placement,
     Plan,
+    Profile,
     Source,
     in_order,
     parse,
@@ -110,6 +112,39 @@ def test_messages_end_at_an_instruction_that_does_not_stand_where_they_began() -
     assert by_ends["1F", "5GATHER"].hops == ()
     assert workload.instructions[0].duration_ns == 1
     assert check(any_plan(workload)).problems == ()
+
+
+@pytest.mark.parametrize("backward", ["B", "I"])
+def test_instructions_stand_between_forward_and_backward(backward: str) -> None:
+    """Fig. 6: behind the forwards of both last stages and before their backwards, whose own order stays."""
+    base = towers()
+    if backward == "I":
+        place = placement_of(base)
+        base = build_workload(split_towers(), place, num_microbatches=8, microbatch_size=1, split_backward=True)
+    workload = with_instruction(base, Instruction("SYNC", after=("1F", "3F"), before=("1B", "3B"), every=2))
+    ends = {("1F", "5SYNC"), ("3F", "5SYNC"), ("5SYNC", f"1{backward}"), ("5SYNC", f"3{backward}")}
+    assert pairs(workload) == pairs(base) | ends
+    assert check(any_plan(workload)).problems == ()
+
+
+def split_towers() -> Profile:
+    """The same model with backwards in two parts."""
+    parts = {"backward_ns": None, "input_grad_ns": 10, "weight_grad_ns": 10}
+    profile = towers_profile()
+    blocks = tuple(
+        block.model_copy(update={"costs": tuple(row.model_copy(update=parts) for row in block.costs)})
+        for block in profile.blocks
+    )
+    return profile.model_copy(update={"blocks": blocks})
+
+
+def placement_of(workload: Workload) -> Placement:
+    """Where a workload's stages stand."""
+    stages = tuple(
+        PlacedStage(blocks=each.blocks, devices=each.devices, microbatch_size=each.microbatch_size)
+        for each in workload.stages
+    )
+    return Placement(strategy="towers", num_devices=4, stages=stages)
 
 
 def test_instructions_follow_each_other() -> None:
@@ -392,13 +427,8 @@ def test_what_rules_files_may_not_say(old: str, new: str, text: str) -> None:
 
 def test_search_takes_instructions_from_rules_files(tmp_path: Path) -> None:
     """From profile, placement and rules to a plan that passes check with the profile."""
-    workload = towers(every=2)
-    stages = [
-        PlacedStage(blocks=s.blocks, devices=s.devices, microbatch_size=s.microbatch_size) for s in workload.stages
-    ]
-    placement = Placement(strategy="towers", num_devices=4, stages=tuple(stages))
     paths = [str(tmp_path / name) for name in ("profile.json", "rules.toml", "plan.json")]
-    write_file(towers_profile().model_copy(update={"placement": placement}), paths[0])
+    write_file(towers_profile().model_copy(update={"placement": placement_of(towers(every=2))}), paths[0])
     write_text(RULES, paths[1])
     asked = ["search", paths[0], "--scheduler", "rules", "--rules", paths[1], "--microbatches", "8", "-o", paths[2]]
     for verb in (asked, ["check", paths[2], "--profile", paths[0]], ["simulate", paths[2]]):

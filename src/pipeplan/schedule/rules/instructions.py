@@ -109,8 +109,9 @@ def _meant(workload: Workload, name: int | str, place: str, *, last: bool) -> li
     instructions = [operation.id for operation in workload.instructions if operation.kind == name]
     if isinstance(name, int) and f"{name}F" in ids:
         return [f"{name}F"]
-    if name in ids:
-        return [str(name)]
+    split = f"{str(name)[:-1]}I"  # a backward in two parts begins with the input gradient
+    if name in ids or (str(name).endswith("B") and split in ids):
+        return [str(name) if name in ids else split]
     found = instructions or _of_blocks(workload, str(name), last=last)
     if not found:
         key = "after" if last else "before"
@@ -146,9 +147,9 @@ class _Joined:
     operation: Operation
 
     def dependencies(self, sources: Sequence[str], targets: Sequence[str]) -> tuple[Dependency, ...]:
-        """All of the workload's, those from a source to a target led through the instruction."""
-        between = [each for each in self.workload.dependencies if each.source in sources and each.target in targets]
-        kept = [each for each in self.workload.dependencies if not (each.source in sources and each.target in targets)]
+        """All of the workload's, those between stages from a source to a target led through the instruction."""
+        between = [each for each in self.workload.dependencies if _leads(each, sources, targets)]
+        kept = [each for each in self.workload.dependencies if not _leads(each, sources, targets)]
         into = [self._into(id_, [each for each in between if each.source == id_]) for id_ in sources]
         out = [self._out(id_, [each for each in between if each.target == id_]) for id_ in targets]
         return (*kept, *into, *out)
@@ -223,6 +224,12 @@ class _Joined:
 
     def _count(self, id_: str) -> int:
         return len(self._slots(id_))
+
+
+def _leads(dependency: Dependency, sources: Sequence[str], targets: Sequence[str]) -> bool:
+    """Whether a dependency joins stages, from one of the sources to one of the targets; a stage's own order stays."""
+    own = dependency.source_stage == dependency.target_stage
+    return not own and dependency.source in sources and dependency.target in targets
 
 
 def _sorted(operations: Sequence[Operation], dependencies: Sequence[Dependency], place: str) -> tuple[Operation, ...]:

@@ -211,7 +211,7 @@ class Instruction:
     It runs once for ``every`` micro-batches (FlexPipe's ``sched_unit``) on all ``devices``, behind the operations
     ``after`` it stands and before those it stands ``before``. These are stages by number, or by the names of their
     blocks, which may be patterns: of the stages that match ``image.*`` the last ones come first and the first ones come
-    behind. They mean forwards; ``2B`` and ``GATHER`` mean that operation and that instruction. Without ``devices`` it
+    behind. They mean forwards; ``2B`` and ``GATHER`` mean that backward and that instruction. Without ``devices`` it
     runs on those of all of them.
 
     It takes ``duration_ns``, or what the cluster needs to all-gather ``bytes_per_sample`` there (of all samples of its
