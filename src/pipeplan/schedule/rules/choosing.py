@@ -190,7 +190,7 @@ class Chooser:
         """The action a device would start now; None if there is none it may."""
         mine = self._devices[device]
         types = mine.settings.types
-        if callable(types.first):
+        if not isinstance(types.first, str):
             return self._by_function(device, types.first(self._state, device))
         if len(mine.owed) > mine.settings.weights_late and self._obstacle(mine.owed[0]) is None:
             return mine.owed[0]
@@ -230,7 +230,7 @@ class Chooser:
     def _pick(self, device: int, lane: _Lane) -> int | None:
         """The action of a lane whose turn it is, or the first one in the order of preference that may start."""
         direction = lane.traversal.rules.direction
-        if callable(direction):
+        if not isinstance(direction, str):
             heads = [self._queues[x][0] for x in lane.operations if self._queues[x]]
             allowed = [self.candidate(device, task) for task in heads if self._obstacle(task) is None]
             chosen = direction(self._state, allowed) if allowed else None

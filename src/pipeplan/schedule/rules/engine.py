@@ -74,6 +74,7 @@ class _Run:
         self._checks = rules.checks
         self._memory = Memory(graph) if rules.fit_memory else None
         self._devices = workload.resources
+        self._together = [len(devices) > 1 for devices in workload.resources]
         self._stage = [operation.stage for operation in operations]
         self._kind: list[str] = [operation.kind for operation in operations]
         self._own = [not shared for shared in self._resolved.is_shared]
@@ -158,10 +159,10 @@ class _Run:
 
     def _resolve(self, task: int, end: int) -> None:
         """The dependency resolver: an action, or a message, has ended."""
-        waiting = self._waiting
+        waiting, unit = self._waiting, self._unit
         for other, lag in self.graph.successors[task]:
             waiting[other] -= 1
-            if self._unit:
+            if unit:
                 if waiting[other] == 0:
                     self._arrive(other)
                 continue
@@ -193,14 +194,13 @@ class _Run:
         for call in self._startable:
             self._start(call.task)
         self._startable.clear()
-        for device, task in sorted((pick for pick in picks if self._is_shared(pick[1])), key=self._calling_order):
+        together = [pick for pick in picks if self._together[self.graph.operation_of[pick[1]]]]
+        for device, task in sorted(together, key=self._calling_order):
             self._call(device, task)
         for device, task in picks:
-            if not self._is_shared(task) and self._calls[device] is None and not self._busy[device]:
+            alone = not self._together[self.graph.operation_of[task]]
+            if alone and self._calls[device] is None and not self._busy[device]:
                 self._start(self._chooser.take(task))
-
-    def _is_shared(self, task: int) -> bool:
-        return len(self._devices[self.graph.operation_of[task]]) > 1
 
     def _calling_order(self, pick: tuple[int, int]) -> tuple[bool, int]:
         return self._kind[self.graph.operation_of[pick[1]]] not in "BI", pick[0]

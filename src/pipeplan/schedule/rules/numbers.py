@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 from pipeplan.errors import UsageError
 
@@ -60,9 +61,7 @@ def evaluate(key: str, value: Number, sizes: Mapping[str, int], least: int = 1) 
     if isinstance(value, int):
         return value
     try:
-        if len(value) > _LONGEST:
-            raise ValueError(f"it is longer than {_LONGEST} characters")
-        result = _value(ast.parse(value.strip(), mode="eval").body, sizes)
+        result = _value(_parsed(value), sizes)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError) as error:
         raise UsageError(f"{key} = {value!r} cannot be evaluated: {_reason(error)}") from None
     if result < least:
@@ -71,6 +70,14 @@ def evaluate(key: str, value: Number, sizes: Mapping[str, int], least: int = 1) 
             f"{key} = {value!r} is {result}{f' where {used}' if used else ''}; it must be at least {least}"
         )
     return result
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str) -> ast.expr:
+    """The text's expression; the same few texts are asked for every stage and device."""
+    if len(text) > _LONGEST:
+        raise ValueError(f"it is longer than {_LONGEST} characters")
+    return ast.parse(text.strip(), mode="eval").body
 
 
 def _value(node: ast.expr, sizes: Mapping[str, int]) -> int:
