@@ -6,7 +6,7 @@ from collections import Counter
 from fractions import Fraction
 
 import pytest
-from helpers import Placed, chain_workload, placed
+from helpers import Placed, chain_workload, placed, placed_chains
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rules_reference import Reference
@@ -18,10 +18,11 @@ from pipeplan.model.workload import Workload
 from pipeplan.planner.assembly import assemble
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import DeviceRules, Rules, StageTraversal, TypeTraversal
-from pipeplan.schedule.rules.engine import schedule_by_rules
+from pipeplan.schedule.rules.engine import Run, schedule_by_rules
+from pipeplan.schedule.rules.language import First
 from pipeplan.simulate.bounds import makespan_bound
 from pipeplan.simulate.memory import fits
-from pipeplan.simulate.timing import TaskGraph, task_graph
+from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph, with_links
 
 number = st.sampled_from([1, 2, 3, "D", "D - d", "max(1, S - s)", "C * N"])
 types = st.builds(
@@ -114,3 +115,16 @@ def test_memory_is_kept(problem: Problem, rules: Rules) -> None:
     orders = orders_of(graph, rules)
     if orders is not None:
         assert fits(graph, orders)
+
+
+@settings(max_examples=60, deadline=None)
+@given(placed_chains(), st.sampled_from(["bwd-first", "fwd-first", "interleaved"]), st.none() | st.just("D - d"))
+def test_true_time_is_that_of_the_simulation(drawn: Placed, first: First, most: str | None) -> None:
+    """Chains over busy links: what starts when in the rules' own time is what the simulation says of their orders."""
+    graph = task_graph(drawn.workload)
+    run = Run(graph, Rules(types=TypeTraversal(first), in_flight=most, time="true"))
+    starts = earliest_starts(graph, with_links(graph, run.run()))
+    operations = drawn.workload.operations
+    for x, operation in enumerate(operations):
+        for number in range(graph.offsets[x + 1] - graph.offsets[x]):
+            assert run.step_of(operation.kind, operation.stage, number) == starts[graph.offsets[x] + number]
