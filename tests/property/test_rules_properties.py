@@ -79,7 +79,7 @@ def test_every_choice_is_that_of_the_plain_algorithm(workload: Workload, rules: 
 
 
 @settings(max_examples=40, deadline=None)
-@given(placed(links=True), rules)
+@given(placed(links=True, parts=False) | placed_chains(), rules)
 def test_orders_are_complete_and_their_plans_pass_check(drawn: Placed, rules: Rules) -> None:
     graph = task_graph(drawn.workload)
     orders = orders_of(graph, rules)
@@ -109,7 +109,7 @@ def test_limits_hold(time: str, drawn: Placed, most: int) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(problems(), rules.map(lambda each: each.but(fit_memory=True)))
+@given(problems(), rules.map(lambda each: each.but(fit_memory=True, devices=())))
 def test_memory_is_kept(problem: Problem, rules: Rules) -> None:
     graph = task_graph(problem.workload)
     orders = orders_of(graph, rules)
