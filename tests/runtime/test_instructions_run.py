@@ -23,6 +23,7 @@ from pipeplan.runtime.model import Model
 from pipeplan.runtime.partners import Partners
 from pipeplan.runtime.program import Message, planned_programs, programs_of
 from pipeplan.runtime.progress import Board, Progress
+from pipeplan.runtime.rows import Rows, TensorSpec
 from pipeplan.runtime.stages import StageError
 from pipeplan.schedule.rules import Instruction, Rules
 from pipeplan.simulate.bounds import makespan_bound
@@ -48,6 +49,10 @@ PLANS: dict[str, tuple[Model, Plan]] = {
     "between forward and backward": (
         ONE,
         towers_plan(ONE, [replace(ALLGATHER, after=("1F", "3F"), before=("1B", "3B"))]),
+    ),
+    "by counts": (
+        ONE,
+        towers_plan(ONE, [replace(GATHER, check_prev=lambda s, done, own, m, unit: done >= min(4, 3 + 2 * m))]),
     ),
     "in halves": (TWO, towers_plan(TWO, [replace(ALLGATHER, every=1)])),
 }
@@ -189,6 +194,14 @@ def test_a_new_instruction_takes_few_lines() -> None:
     """Definition, rules, plan and run are all in that file."""
     lines = Path(__file__).with_name("test_new_instruction.py").read_text().splitlines()
     assert sum(bool(line.strip()) for line in lines) < 20
+
+
+def test_what_is_not_there_by_then_is_refused() -> None:
+    """An instruction that counts less than its samples has nothing to bring."""
+    rows = Rows({Message("GATHER", 5, 4): ("image.1",)}, {"image.1": TensorSpec((8,), torch.float64)})
+    rows.put(Message("GATHER", 5, 4), (0, 1))
+    with pytest.raises(UsageError, match="stage 4 takes what stage 5 makes of sample 2, which is not there by then"):
+        rows.take(Message("GATHER", 5, 4), (0, 1, 2, 3))
 
 
 def test_a_kind_has_one_function() -> None:
