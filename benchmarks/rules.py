@@ -1,7 +1,7 @@
 """Schedules as rules: what a search through them costs, and how good the best are beside the repetend (FlexPipe).
 
     python benchmarks/rules.py cost [--devices 2,4,8,16,32] [--processes 2]
-    python benchmarks/rules.py bubbles [--limit 20]
+    python benchmarks/rules.py bubbles [--limit 10]
 
 ``cost`` is FlexPipe's Table 5: all rules of its section 6 (backward first and interleaved, every stage traversal, on
 unit steps) on the shared-embedding placement, and on every placement it names with its shared blocks spread, four
@@ -142,8 +142,10 @@ def bubbles_row(count: int, limit: float) -> list[str]:
         for strategy in PLACEMENTS[1:]
         for w in (workload_of(strategy, 4, count, split=True),)
     )
-    repetend = [search_schedule(workload, Budget(limit), scheduler="repetend") for workload in workloads]
-    chosen = [search_schedule(workload, Budget(limit)) for workload in workloads]
+    repetend = [
+        search_schedule(workload, Budget(limit, deterministic=True), scheduler="repetend") for workload in workloads
+    ]
+    chosen = [search_schedule(workload, Budget(limit, deterministic=True)) for workload in workloads]
     least = [bubble(workload, found) for workload, found in zip(workloads, chosen, strict=True)]
     note(f"{count} micro-batches: {[found.scheduler for found in chosen]}")
     for split, found in enumerate(chosen):
@@ -178,7 +180,7 @@ def main() -> None:
     parser.add_argument("--devices", default="2,4,8,16,32")
     parser.add_argument("--one-placement", action="store_true", help="the shared-embedding placement alone")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=20.0, help="seconds for one search")
+    parser.add_argument("--limit", type=float, default=10.0, help="deterministic seconds for one search")
     options = parser.parse_args()
     if options.part == "cost":
         placements = PLACEMENTS[: 1 if options.one_placement else None]

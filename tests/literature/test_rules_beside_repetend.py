@@ -1,0 +1,56 @@
+"""FlexPipe, Fig. 11: schedules made by rules beside those of the repetend search, on 4 devices; the search has both."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeplan.costs import build_workload
+from pipeplan.examples import ShapeCosts, shape
+from pipeplan.model.workload import Workload
+from pipeplan.schedule.rules.sweep import built_in_rules, sweep
+from pipeplan.schedule.search import search_schedule
+from pipeplan.schedule.solver import Budget
+from pipeplan.simulate.memory import fits
+from pipeplan.simulate.timing import earliest_starts, task_graph
+
+MS = 1_000_000
+
+
+def workload_of(name: str, count: int, *, split: bool) -> Workload:
+    """Forward 1, backward 3 in two parts, shared blocks 1 and 1; room for 8 micro-batches and their W."""
+    costs = ShapeCosts(MS, None, 2 * MS, MS, activation_bytes=10, weight_grad_bytes=10)
+    profile = shape(name, 4, costs=costs)
+    assert profile.placement is not None
+    return build_workload(
+        profile,
+        profile.placement,
+        num_microbatches=count,
+        microbatch_size=1,
+        split_backward=split,
+        memory_bytes=[80] * 4,
+    )
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("name", ["mllm", "m", "nn"])
+def test_the_automatic_search_returns_the_better_one(name: str, split: bool) -> None:
+    workload = workload_of(name, 6, split=split)
+    rules = sweep(workload)
+    repetend = search_schedule(workload, Budget(1, deterministic=True), scheduler="repetend")
+    found = search_schedule(workload, Budget(2, deterministic=True))
+    assert found.makespan_ns <= min(rules[0].makespan_ns, repetend.makespan_ns)
+    assert found.bound_ns <= rules[0].makespan_ns
+
+
+@pytest.mark.parametrize("name", ["mllm", "nn"])
+def test_separation_lessens_bubbles_of_the_best_rules(name: str) -> None:
+    """Of the same rules, with backward in two parts; every schedule fits and is as long as it is said to be."""
+    workload = workload_of(name, 8, split=True)
+    rules = built_in_rules(workload)
+    with_it, without = (sweep(workload, [each for each in rules if each.separate == which]) for which in (True, False))
+    assert with_it[0].makespan_ns < without[0].makespan_ns
+    assert [swept.makespan_ns for swept in with_it] == sorted(swept.makespan_ns for swept in with_it)
+    graph = task_graph(workload)
+    for swept in (*with_it, *without):
+        assert fits(graph, swept.orders)
+        assert swept.starts == earliest_starts(graph, swept.orders)
