@@ -75,13 +75,6 @@ def test_heuristic_eliminations_give_strategies_that_are_there_and_say_so(seed: 
         assert any(m <= memory and t <= time for m, t in points(exact))
 
 
-def test_heuristics_that_try_every_configuration_are_exact() -> None:
-    graph = graphs.graph_of(np.random.default_rng(3), [2] * 5, graphs.complete(5), high=1000)
-    tracked = track(graph, merged=1)
-    if tracked.exact:
-        assert points(tracked) == graphs.enumerate_frontier(graph)
-
-
 @pytest.mark.parametrize("linear", [True, False])
 def test_identical_layers_are_computed_once(linear: bool) -> None:
     layers = 20

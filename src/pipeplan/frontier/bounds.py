@@ -35,7 +35,7 @@ class _Solved:
     memory_bytes: int
     time_ns: int
     weights: tuple[float, float]
-    rest: dict[Expression, FloatArray]
+    rest: dict[int, FloatArray]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,12 @@ class Bounds:
 
     corners: tuple[_Corner, ...]
 
-    def useful(self, part: Expression, table: Table) -> BoolArray:
-        """Which points of a part's table may be in a strategy of the frontier, [P]."""
+    def useful(self, key: int, table: Table) -> BoolArray:
+        """Which points of the table of the parts with this key may be in a strategy of the frontier, [P]."""
         cells = np.repeat(np.arange(table.rows * table.columns), table.counts.ravel())
         useful = np.zeros(table.num_points, dtype=bool)
         for corner in self.corners:
-            useful[_under(corner, part, table, cells, np.flatnonzero(~useful))] = True
+            useful[_under(corner, key, table, cells, np.flatnonzero(~useful))] = True
         return useful
 
 
@@ -92,12 +92,12 @@ def bounds_of(root: Expression, num_weightings: int) -> Bounds:
     )
 
 
-def _under(corner: _Corner, part: Expression, table: Table, cells: IntArray, points: IntArray) -> IntArray:
+def _under(corner: _Corner, key: int, table: Table, cells: IntArray, points: IntArray) -> IntArray:
     """Those of some points of a part that can be under a corner in all of its weightings."""
     for solved in corner.weightings:
         cost = _dot(solved.weights, table.memory_bytes[points], table.time_ns[points])
         limit = _dot(solved.weights, np.int64(corner.memory_bytes), np.int64(corner.time_ns))
-        points = points[cost + solved.rest[part].ravel()[cells[points]] <= limit * (1 + _RELAXED)]
+        points = points[cost + solved.rest[key].ravel()[cells[points]] <= limit * (1 + _RELAXED)]
     return points
 
 

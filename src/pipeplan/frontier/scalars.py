@@ -41,12 +41,19 @@ def inside(root: Expression, weights: Weights, known: dict[int, FloatArray] | No
     return values
 
 
-def outside(root: Expression, values: dict[int, FloatArray]) -> dict[Expression, FloatArray]:
-    """The least that the rest of the whole adds to every cell of every part, [rows, columns]."""
-    rest = {root: np.zeros((root.rows, root.columns))}
-    for part in reversed(in_order(root)):
-        shares = _shares(part, rest[part], [values[source.key] for source in part.sources])
-        rest.update(zip(part.sources, shares, strict=True))
+def outside(root: Expression, values: dict[int, FloatArray]) -> dict[int, FloatArray]:
+    """The least that the rest of the whole adds to every cell of every part, [rows, columns], by the part's key.
+
+    For parts that are equal, wherever they stand: the least of all their places.
+    """
+    rest = {root.key: np.zeros((root.rows, root.columns))}
+    distinct: dict[int, Expression] = {}
+    for part in in_order(root):
+        distinct.setdefault(part.key, part)
+    for part in reversed(distinct.values()):  # whatever is made of a part comes before it
+        shares = _shares(part, rest[part.key], [values[source.key] for source in part.sources])
+        for source, share in zip(part.sources, shares, strict=True):
+            rest[source.key] = np.minimum(rest[source.key], share) if source.key in rest else share
     return rest
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeplan.frontier.bounds import bounds_of
 from pipeplan.frontier.elimination import Reduced
 from pipeplan.frontier.evaluation import Tables, evaluate, points_taken
-from pipeplan.frontier.expression import Expression, in_order
+from pipeplan.frontier.expression import Expression
 from pipeplan.frontier.graph import CostGraph, Strategy
 from pipeplan.frontier.scalars import FloatArray, inside
 from pipeplan.frontier.table import IntArray, Points, Table, reduce_points, select, union
@@ -23,7 +22,7 @@ __all__ = ["Tracked", "track"]
 _MERGED = 4096
 """Branch elimination makes at most so many configurations; a node that would make more is settled by heuristics."""
 
-_ROUNDS = (6, 16)
+_ROUNDS = (8, 24)
 """Weightings by which configurations are dropped, few while there are many configurations."""
 
 _WEIGHTINGS = 48
@@ -68,6 +67,16 @@ class _Part:
         places = {name: old[kept[name]] for name, old in self.places.items()}
         return _Part(self.graph.restricted(kept), places)
 
+    def held(self, name: str, choice: int) -> _Part:
+        """With one configuration of an operator, all others as they are."""
+        return self.fewer(
+            {**{each: np.arange(len(left)) for each, left in self.places.items()}, name: np.array([choice])}
+        )
+
+    def same(self, other: _Part) -> bool:
+        """Whether both leave the same configurations."""
+        return all(np.array_equal(left, other.places[name]) for name, left in self.places.items())
+
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
@@ -106,13 +115,13 @@ def track(graph: CostGraph, *, linear: bool = True, pruned: bool = True, merged:
     """
     way = _Way(linear, pruned, merged)
     whole = _Part(graph, {node.name: np.arange(len(node.configurations)) for node in graph.nodes})
-    parts, num_settled, exact = way.settled(whole)
+    parts, settled = way.parts(whole)
     computed = [way.computed(part) for part in parts]
     found = reduce_points(union([_points(index, each.table) for index, each in enumerate(computed)]))
-    done = computed[0].done + Counter(heuristic=num_settled)
+    done = computed[0].done + Counter(heuristic=settled)
 
     num_computed = sum(len(each.tables) for each in computed)
-    return Tracked(found.memory_bytes, found.time_ns, exact, done, num_computed, tuple(computed), found.picks)
+    return Tracked(found.memory_bytes, found.time_ns, not settled, done, num_computed, tuple(computed), found.picks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,19 +132,32 @@ class _Way:
     pruned: bool
     merged: int
 
-    def settled(self, part: _Part) -> tuple[list[_Part], int, bool]:
-        """Parts that need no heuristics, operators settled in each, and whether every configuration is in some part."""
-        reduced, rows, _ = Reduced.of(part.graph)
+    def parts(self, whole: _Part) -> tuple[list[_Part], int]:
+        """The graph, or one part for each of the heuristics; and how many operators they hold to a choice.
+
+        One chooses for least memory, one for least time, one for least of both, all along.
+        """
+        found: list[_Part] = []
+        held = 0
+        for weights in ((1.0, 0.0), (0.0, 1.0), None):
+            part, settled = whole, 0
+            while (chosen := self._choice(part, weights)) is not None:
+                part, settled = part.held(*chosen), settled + 1
+            if not settled:
+                return [whole], 0
+            held = max(held, settled)
+            if not any(part.same(other) for other in found):
+                found.append(part)
+        return found, held
+
+    def _choice(self, part: _Part, weights: tuple[float, float] | None) -> tuple[str, int] | None:
+        """The operator with most neighbours that cannot be eliminated exactly, and its configuration."""
+        reduced, _, _ = Reduced.of(part.graph)
         if self._reduce(reduced):
-            return [part], 0, True
+            return None
         left = [node for node in reduced.nodes.keys() - set(self._kept(reduced)) if node not in reduced.joint]
         node = max(left or set(reduced.nodes) - reduced.joint, key=lambda each: (len(reduced.neighbours(each)), -each))
-        choices, every = _promising(reduced, node)
-        name = part.graph.order()[node]
-        all_of = {other: np.arange(row.columns) for other, row in rows.items()}
-        found = [self.settled(part.fewer({**all_of, name: np.array([choice])})) for choice in choices]
-        parts = [each for parts, _, _ in found for each in parts]
-        return parts, 1 + max(num for _, num, _ in found), every and all(exact for _, _, exact in found)
+        return part.graph.order()[node], _promising(reduced, node, weights)
 
     def computed(self, part: _Part) -> _Computed:
         """The frontier of a part that needs no heuristics."""
@@ -151,13 +173,11 @@ class _Way:
         """A part without configurations that no frontier strategy has; equal operators keep the same."""
         reduced, rows, _ = Reduced.of(part.graph)
         bounds = bounds_of(self._whole(reduced), weightings)
-        used: dict[int, npt.NDArray[np.bool_]] = {}
+        kept = {}
         for node in part.graph.nodes:
-            row = rows[node.name]
-            points = np.flatnonzero(bounds.useful(row, node.costs))
-            cells = np.searchsorted(node.costs.starts, points, side="right") - 1
-            used.setdefault(row.key, np.zeros(row.columns, dtype=bool))[cells] = True
-        return part.fewer({name: np.flatnonzero(used[row.key]) for name, row in rows.items()})
+            points = np.flatnonzero(bounds.useful(rows[node.name].key, node.costs))
+            kept[node.name] = np.unique(np.searchsorted(node.costs.starts, points, side="right") - 1)
+        return part.fewer(kept)
 
     def _whole(self, reduced: Reduced) -> Expression:
         done = self._reduce(reduced)
@@ -177,12 +197,9 @@ class _Way:
 
 
 def _kept_of(whole: Expression) -> Callable[[int, Table], Table]:
-    """Drops the points of a part that no instance of it has use for."""
+    """Drops the points of a part's table that no frontier strategy has."""
     bounds = bounds_of(whole, _WEIGHTINGS)
-    parts = defaultdict(list)
-    for part in in_order(whole):
-        parts[part.key].append(part)
-    return lambda key, table: select(table, np.logical_or.reduce([bounds.useful(each, table) for each in parts[key]]))
+    return lambda key, table: select(table, bounds.useful(key, table))
 
 
 def _along(reduced: Reduced, chain: list[int]) -> Expression:
@@ -196,15 +213,15 @@ def _along(reduced: Reduced, chain: list[int]) -> Expression:
     return writer.union(frontier)
 
 
-def _promising(reduced: Reduced, node: int) -> tuple[list[int], bool]:
-    """Configurations that heuristic elimination tries: least memory, least time, least of both; and if that is all.
+def _promising(reduced: Reduced, node: int, weights: tuple[float, float] | None) -> int:
+    """The best configuration by these weights, or by both costs over their least.
 
     Each is judged by its own costs and, for every neighbour, the best that its edge offers.
     """
-    memory, time = (_judged(reduced, node, weights) for weights in ((1.0, 0.0), (0.0, 1.0)))
-    both = memory / max(memory.min(), 1) + time / max(time.min(), 1)
-    choices = sorted({int(np.argmin(costs)) for costs in (memory, time, both)})
-    return choices, len(choices) == np.count_nonzero(np.isfinite(both))
+    if weights is not None:
+        return int(np.argmin(_judged(reduced, node, weights)))
+    memory, time = (_judged(reduced, node, each) for each in ((1.0, 0.0), (0.0, 1.0)))
+    return int(np.argmin(memory / max(memory.min(), 1) + time / max(time.min(), 1)))
 
 
 def _judged(reduced: Reduced, node: int, weights: tuple[float, float]) -> FloatArray:

@@ -1,0 +1,208 @@
+"""What a frontier says: a table, a plot of time against memory in the terminal, and the same as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TextIO
+from xml.sax.saxutils import escape
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pipeplan.units import format_bytes, format_ns
+
+__all__ = ["FrontierReport", "Point", "frontier_svg", "print_frontier"]
+
+_PLAIN_WIDTH = 120
+_MOST_ROWS = 24
+_WIDTH, _HEIGHT = 72, 16
+_DOT, _TURNING, _SIGNS = "o", "X", "123456789abcdefghijklmn"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A point: memory of the device that needs most, time of one iteration, and what it is in a few words.
+
+    ``price_per_hour`` is that of its devices, None where the cluster has no prices. At the turning point more memory
+    stops to bring much.
+    """
+
+    num_devices: int
+    memory_bytes: int
+    time_ns: int
+    what: str
+    turning_point: bool = False
+    chosen: bool = False
+    price_per_hour: float | None = None
+
+    @property
+    def price(self) -> float | None:
+        """Of one iteration."""
+        return None if self.price_per_hour is None else self.price_per_hour * self.time_ns / 3.6e12
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierReport:
+    """A frontier, fewest devices and then least memory first.
+
+    ``exact`` says whether every strategy was covered; where it is not, ``notes`` say what was left out.
+    """
+
+    name: str
+    mode: str
+    of: str
+    samples: int
+    exact: bool
+    seconds: float
+    points: tuple[Point, ...]
+    notes: tuple[str, ...] = ()
+    interrupted: bool = False
+
+    def summary(self) -> dict[str, object]:
+        """The object of ``frontier --json``."""
+        return {
+            "name": self.name,
+            "mode": self.mode,
+            "of": self.of,
+            "samples": self.samples,
+            "exact": self.exact,
+            "seconds": self.seconds,
+            "points": [asdict(point) | {"price": point.price} for point in self.points],
+            "notes": list(self.notes),
+            "interrupted": self.interrupted,
+        }
+
+
+def print_frontier(report: FrontierReport, file: TextIO | None = None) -> None:
+    """Print a heading, the plot where there is something to see, the table, and notes."""
+    console = Console(file=file, highlight=False)
+    if not console.is_terminal:
+        console = Console(file=file, highlight=False, width=_PLAIN_WIDTH)
+    counts = sorted({point.num_devices for point in report.points})
+    heading = f": {report.of}, {report.samples} samples, {', '.join(map(str, counts))} devices"
+    console.print(Text.assemble((report.name, "bold"), heading))
+    if len(report.points) > 1:
+        console.print("\n".join(_plot(report.points)), markup=False)
+    shown = _shown(report.points)
+    console.print(_table(shown))
+    if len(shown) < len(report.points):
+        console.print(f"{len(report.points) - len(shown)} more points in between: --json has all", style="dim")
+    for note in report.notes:
+        console.print(note, style="dim")
+
+
+def _table(points: Sequence[Point]) -> Table:
+    priced = any(point.price_per_hour is not None for point in points)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for title in ("devices", "memory", "iteration", *(["per hour", "per iteration"] if priced else [])):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    table.add_column("how", overflow="fold")
+    for point in points:
+        marks = ", ".join(["turning point"] * point.turning_point + ["chosen"] * point.chosen)
+        prices = (_price(point.price_per_hour), _price(point.price)) if priced else ()
+        row = (str(point.num_devices), format_bytes(point.memory_bytes), format_ns(point.time_ns), *prices)
+        table.add_row(*row, marks, point.what, style="bold" if marks else None)
+    return table
+
+
+def _price(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _shown(points: Sequence[Point]) -> list[Point]:
+    """All, or some at even distances with the first, the last and those that are marked."""
+    if len(points) <= _MOST_ROWS:
+        return list(points)
+    even = {round(index * (len(points) - 1) / (_MOST_ROWS - 1)) for index in range(_MOST_ROWS)}
+    return [point for index, point in enumerate(points) if index in even or point.turning_point or point.chosen]
+
+
+def _plot(points: Sequence[Point]) -> Iterator[str]:
+    """Time against memory; a digit or letter is the number of devices where there are several, X the turning point."""
+    counts = sorted({point.num_devices for point in points})
+    signs = {count: _DOT if len(counts) == 1 else _SIGNS[i % len(_SIGNS)] for i, count in enumerate(counts)}
+    x, y = _Scale.of([p.memory_bytes for p in points]), _Scale.of([p.time_ns for p in points])
+    cells = [[" "] * _WIDTH for _ in range(_HEIGHT)]
+    for point in sorted(points, key=lambda each: each.turning_point):
+        row = _HEIGHT - 1 - round(y.at(point.time_ns) * (_HEIGHT - 1))
+        sign = _TURNING if point.turning_point and len(counts) == 1 else signs[point.num_devices]
+        cells[row][round(x.at(point.memory_bytes) * (_WIDTH - 1))] = sign
+    labels = {0: format_ns(max(p.time_ns for p in points)), _HEIGHT - 1: format_ns(min(p.time_ns for p in points))}
+    margin = max(map(len, labels.values()))
+    for row, line in enumerate(cells):
+        yield f"{labels.get(row, ''):>{margin}} |{''.join(line).rstrip()}"
+    least, most = (format_bytes(limit(p.memory_bytes for p in points)) for limit in (min, max))
+    yield f"{'':{margin}} +{'-' * _WIDTH}"
+    yield f"{'':{margin}}  {least}{most:>{_WIDTH - len(least)}}"
+    if len(counts) > 1:
+        yield f"{'':{margin}}  {', '.join(f'{signs[count]}: {count} devices' for count in counts)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """From values to 0..1 between their least and largest."""
+
+    least: int
+    width: int
+
+    @classmethod
+    def of(cls, values: Sequence[int]) -> _Scale:
+        return cls(min(values), max(max(values) - min(values), 1))
+
+    def at(self, value: int) -> float:
+        return (value - self.least) / self.width
+
+
+_SVG_WIDTH, _SVG_HEIGHT, _MARGIN = 720, 420, 60
+_COLOURS = ("#3b6fb6", "#c2571a", "#5f8f3e", "#a8710b", "#7a4a9e", "#c00")
+
+
+def frontier_svg(report: FrontierReport) -> str:
+    """The text of an SVG file: a line per number of devices, a dot with a tooltip per point, turning points ringed."""
+    points = report.points
+    x, y = _Scale.of([p.memory_bytes for p in points]), _Scale.of([p.time_ns for p in points])
+
+    def place(point: Point) -> tuple[float, float]:
+        across = _MARGIN + x.at(point.memory_bytes) * (_SVG_WIDTH - 2 * _MARGIN)
+        return round(across, 1), round(_SVG_HEIGHT - _MARGIN - y.at(point.time_ns) * (_SVG_HEIGHT - 2 * _MARGIN), 1)
+
+    counts = sorted({point.num_devices for point in points})
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_SVG_WIDTH}" height="{_SVG_HEIGHT}" '
+        f'viewBox="0 0 {_SVG_WIDTH} {_SVG_HEIGHT}">',
+        "<style>text { font: 12px sans-serif; fill: #222 } path { fill: none }</style>",
+        f'<rect width="{_SVG_WIDTH}" height="{_SVG_HEIGHT}" fill="#fff"/>',
+        f'<text x="{_MARGIN}" y="24">{escape(report.name)}: {escape(report.of)}, {report.samples} samples</text>',
+        *_axes(points),
+    ]
+    for index, count in enumerate(counts):
+        colour = _COLOURS[index % len(_COLOURS)]
+        own = [point for point in points if point.num_devices == count]
+        line = " ".join(f"{across},{up}" for across, up in map(place, own))
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-opacity=".5"/>')
+        parts.append(
+            f'<text x="{_SVG_WIDTH - _MARGIN - 80}" y="{44 + 16 * index}" fill="{colour}">{count} devices</text>'
+        )
+        parts += [_dot(point, *place(point), colour) for point in own]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _dot(point: Point, across: float, up: float, colour: str) -> str:
+    tip = f"{format_bytes(point.memory_bytes)}, {format_ns(point.time_ns)}, {point.num_devices} devices: {point.what}"
+    ring = ' stroke="#000" stroke-width="2"' if point.turning_point or point.chosen else ""
+    return f'<circle cx="{across}" cy="{up}" r="4" fill="{colour}"{ring}><title>{escape(tip)}</title></circle>'
+
+
+def _axes(points: Sequence[Point]) -> Iterator[str]:
+    bottom, right = _SVG_HEIGHT - _MARGIN, _SVG_WIDTH - _MARGIN
+    yield f'<path d="M{_MARGIN} {_MARGIN}V{bottom}H{right}" stroke="#999"/>'
+    times, sizes = [p.time_ns for p in points], [p.memory_bytes for p in points]
+    for up, time in ((_MARGIN, max(times)), (bottom, min(times))):
+        yield f'<text x="{_MARGIN - 4}" y="{up + 4}" text-anchor="end">{format_ns(time)}</text>'
+    for across, size in ((_MARGIN, min(sizes)), (right, max(sizes))):
+        yield f'<text x="{across}" y="{bottom + 18}" text-anchor="middle">{format_bytes(size)}</text>'
+    yield f'<text x="{(_MARGIN + right) / 2}" y="{bottom + 36}" text-anchor="middle">memory per device</text>'
