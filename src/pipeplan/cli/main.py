@@ -19,6 +19,7 @@ __all__ = ["cli", "main"]
 VERBS = {
     "search": "Search a schedule for a profile and write the plan.",
     "compare": "Compare every known schedule, ours beside them.",
+    "frontier": "Show what more memory and more devices bring.",
     "simulate": "Simulate a plan: bubbles, memory, critical path, timeline.",
     "run": "Run a plan on torch.distributed, or rehearse it.",
     "profile": "Measure a model block by block and write the profile.",

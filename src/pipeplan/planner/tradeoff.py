@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 from pipeplan.errors import InfeasibleError, PipeplanError
 from pipeplan.model import Plan
@@ -84,10 +85,8 @@ def plan_frontier(request: Request, device_counts: Sequence[int]) -> PlanFrontie
     requests = [_on(request, count) for count in device_counts]
     interrupted = False
     try:
-        for asked in requests:
-            search.try_all(_chains(asked))
-        for asked in requests:
-            search.try_all(_graphs(asked, search.memories(asked.num_devices)))
+        search.try_all(_in_turn([_chains(asked) for asked in requests]))
+        search.try_all(_in_turn([_graphs(asked, search.memories(asked.num_devices)) for asked in requests]))
     except KeyboardInterrupt:
         interrupted = True
     if not search.best:
@@ -127,6 +126,12 @@ class _Search:
 
 
 Asked = tuple[Request, Candidate | PipeplanError]
+
+
+def _in_turn(found: Sequence[Iterator[Asked]]) -> Iterator[Asked]:
+    """One of each, again and again: there may not be time for all."""
+    for each in zip_longest(*found):
+        yield from filter(None, each)
 
 
 def _on(request: Request, num_devices: int) -> Request:

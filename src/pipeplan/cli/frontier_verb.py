@@ -1,0 +1,131 @@
+"""``pipeplan frontier``: time against memory against devices, for splits of a whole model or for whole plans."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from pipeplan.cli.outputs import require_stdout_once, require_writable
+from pipeplan.cli.planning import interrupt_on_sigterm
+from pipeplan.cli.types import BYTES, COUNTS, DURATION
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["command"]
+
+_MODES = ("all", "min-time", "min-devices", "profile")
+
+
+@click.command("frontier", short_help="Time against memory against devices.")
+@click.argument("profile_path", metavar="PROFILE")
+@click.option("--devices", type=COUNTS, metavar="D,...", help="Numbers of devices.  [default: the cluster's]")
+@click.option("--cluster", "cluster_path", metavar="FILE", help="Cluster file: devices, memory, links, prices.")
+@click.option("--memory", type=BYTES, help="Most memory of each device, as 16GB.  [default: the cluster's]")
+@click.option(
+    "--mode",
+    type=click.Choice(_MODES),
+    default="all",
+    show_default=True,
+    help="all points; the quickest; the one with fewest devices; or the quickest for each number of devices.",
+)
+@click.option("--plans", is_flag=True, help="Whole plans with pipelines, instead of one stage on all devices.")
+@click.option("--mini-batch", type=click.IntRange(min=1), help="Samples per iteration, on any number of devices.")
+@click.option(
+    "--grain",
+    type=click.Choice(["block", "operator"]),
+    default="block",
+    show_default=True,
+    help="What is split in one way: whole blocks, as plans run them, or every operator inside.",
+)
+@click.option("--device", metavar="PRESET", help="Device whose times splits are estimated with.  [default: profile's]")
+@click.option("--data-parallel-loading", is_flag=True, help="Inputs come split by samples over all devices.")
+@click.option("--time-limit", type=DURATION, default="60s", show_default=True, help="With --plans: stop after this.")
+@click.option("--svg", metavar="FILE", help="Draw time against memory as SVG.")
+@click.option("-o", "--output", metavar="FILE", help="Write the plan that is chosen; by --mode all, the turning point.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
+def command(
+    profile_path: str,
+    devices: tuple[int, ...] | None,
+    cluster_path: str | None,
+    memory: int | None,
+    mode: str,
+    plans: bool,
+    mini_batch: int | None,
+    grain: str,
+    device: str | None,
+    data_parallel_loading: bool,
+    time_limit: int,
+    svg: str | None,
+    output: str | None,
+    as_json: bool,
+) -> None:
+    """What more memory and more devices bring PROFILE: all strategies that no other beats in memory and time.
+
+    Without --plans the model is one stage on all devices, each block split in a way of its own. With --plans it may be
+    a pipeline, and every point is a plan.
+    """
+    from pipeplan.cli.frontiers import Asked, chosen_points, of_plans, of_splits
+    from pipeplan.errors import UsageError
+    from pipeplan.model import read_cluster, read_profile, write_file
+    from pipeplan.report.frontier import frontier_svg, print_frontier
+
+    if output is not None:
+        require_stdout_once(output, as_json)
+    for path, option in ((output, "-o"), (svg, "--svg")):
+        if path is not None:
+            require_writable(path, option)
+    if output is not None and grain == "operator" and not plans:
+        raise UsageError("-o writes plans, and these run whole blocks; leave out --grain operator")
+    profile = read_profile(profile_path)
+    cluster = read_cluster(cluster_path) if cluster_path is not None else None
+    asked = Asked(
+        profile=profile,
+        cluster=cluster,
+        counts=_counts(devices, cluster_path, 0 if cluster is None else cluster.num_devices, mode, plans),
+        memory_bytes=memory,
+        mini_batch=mini_batch,
+        time_limit=time_limit / 1e9,
+        device=device,
+        whole_blocks=grain == "block",
+        data_parallel_loading=data_parallel_loading,
+    )
+    interrupt_on_sigterm()
+    found = of_plans(asked) if plans else of_splits(asked)
+    report, plan = chosen_points(asked, found, mode, want_plan=output is not None)
+    if output is not None and plan is not None:
+        write_file(plan, output)
+    if svg is not None:
+        _write(svg, frontier_svg(report))
+    if as_json:
+        click.echo(json.dumps(report.summary()))
+    elif output != "-":
+        print_frontier(report, file=sys.stdout)
+
+
+def _counts(devices: Sequence[int] | None, cluster: str | None, available: int, mode: str, plans: bool) -> list[int]:
+    """Numbers of devices to look at: those asked for, and powers of two below where a mode compares."""
+    from pipeplan.errors import UsageError
+
+    if devices is None and cluster is None:
+        raise UsageError("say how many --devices, or give a --cluster")
+    most = max(devices) if devices is not None else available
+    if cluster is not None and most > available:
+        raise UsageError(f"{cluster} has {available} devices, not {most}; lower --devices or give a larger --cluster")
+    if devices is not None and len(devices) > 1:
+        return list(devices)
+    if mode in ("min-devices", "profile") or (plans and mode == "all"):
+        return sorted({1 << power for power in range(most.bit_length()) if 1 << power <= most} | {most})
+    return [most]
+
+
+def _write(path: str, text: str) -> None:
+    if path == "-":
+        click.echo(text, nl=False)
+    else:
+        with click.open_file(path, "w", encoding="utf-8", atomic=True) as file:
+            file.write(text)
