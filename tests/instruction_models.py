@@ -89,7 +89,7 @@ def shared_loss() -> Model:
 
 
 def plan_by_rules(model: Model, rules: Rules) -> Plan:
-    """The same with the rules' instructions, ordered by the rules."""
+    """Each tower on a device, with the rules' instructions, ordered by the rules."""
 
     def orders(workload: Workload) -> Orders:
         graph = task_graph(workload)
@@ -97,7 +97,7 @@ def plan_by_rules(model: Model, rules: Rules) -> Plan:
         numbers = [task - graph.offsets[x] for task, x in enumerate(graph.operation_of)]
         return [[(ids[task], numbers[task]) for task in order] for order in schedule_by_rules(graph, rules)]
 
-    return towers_plan(model, rules.instructions, orders=orders)
+    return towers_plan(model, rules.instructions, num_devices=2, orders=orders)
 
 
 def towers_plan(
@@ -106,18 +106,24 @@ def towers_plan(
     *,
     split: bool = False,
     replicas: int = 1,
+    num_devices: int = 4,
     orders: Callable[[Workload], Orders] | None = None,
 ) -> Plan:
-    """Images on devices 0 and 1, texts on 2 and 3; losses compare two micro-batches, behind the instructions."""
+    """Images on devices 0 and 1, texts on 2 and 3; losses compare two micro-batches, behind the instructions.
+
+    On two devices each tower has one of them.
+    """
     towers = [("image.0", "image.1"), ("text.0", "text.1")]
     if replicas == 1:
-        stages = [PlacedStage(blocks=(block,), devices=(d,)) for d, block in enumerate(towers[0] + towers[1])]
+        blocks = enumerate(towers[0] + towers[1])
+        stages = [PlacedStage(blocks=(block,), devices=(d * num_devices // 4,)) for d, block in blocks]
     else:
         groups = zip(towers, ((0, 1), (2, 3)), strict=True)
         stages = [PlacedStage(blocks=blocks, devices=devices, replicas=2) for blocks, devices in groups]
-    for blocks, devices in LOSSES.items():
-        if blocks[0] in {block.id for block in model.blocks}:
-            stages.append(PlacedStage(blocks=blocks, devices=devices, shards=len(devices), microbatch_size=GROUP))
+    for loss, ends in LOSSES.items():
+        if loss[0] in {block.id for block in model.blocks}:
+            devices = tuple(d * num_devices // 4 for d in ends)
+            stages.append(PlacedStage(blocks=loss, devices=devices, shards=len(devices), microbatch_size=GROUP))
     return placed_plan(
         model, stages, num_microbatches=4, microbatch_size=2, split=split, orders=orders, instructions=instructions
     )
