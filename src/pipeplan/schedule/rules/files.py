@@ -219,7 +219,7 @@ _INSTRUCTION: dict[str, _Reader] = {
     "last": _FLAG,
     "after": _ends,
     "before": _ends,
-    "devices": _device_numbers,
+    "devices": lambda value, path: value if value == "before" else _device_numbers(value, path),
     "every": _INTEGER,
     "duration": _in_units(parse_ns),
     "bytes_per_sample": _in_units(parse_bytes),

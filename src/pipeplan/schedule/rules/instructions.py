@@ -51,7 +51,7 @@ def with_instruction(workload: Workload, instruction: Instruction, cluster: Clus
     if workload.num_routes > 1:
         raise UsageError(f"{place}: the placement has {workload.num_routes} routes, and instructions need one")
     sources, targets = (_named(workload, names, place, last=last) for names, last in _ends(instruction))
-    stage = _stage(workload, instruction, [*sources, *targets])
+    stage = _stage(workload, instruction, targets if instruction.devices == "before" else [*sources, *targets])
     if workload.mini_batch % stage.microbatch_size:
         raise UsageError(
             f"{place}: every {instruction.every} micro-batches are {stage.microbatch_size} samples, which do not "
@@ -69,9 +69,10 @@ def _ends(instruction: Instruction) -> tuple[tuple[Sequence[int | str], bool], t
 
 
 def _stage(workload: Workload, instruction: Instruction, ends: Sequence[str]) -> Stage:
-    """A stage without blocks, on the devices of both ends unless others are given."""
+    """A stage without blocks, on the devices of its ends unless others are given."""
     own = {device for id_ in ends for device in workload.stages[operation_of(id_)[0]].devices}
-    devices = instruction.devices or tuple(sorted(own))
+    given = () if instruction.devices == "before" else instruction.devices
+    devices = given or tuple(sorted(own))
     if len(set(devices)) != len(devices) or not set(devices) <= set(range(len(workload.devices))):
         raise UsageError(
             f"instruction {instruction.kind}: devices {list(devices)} must be different ones of the "

@@ -212,7 +212,7 @@ class Instruction:
     ``after`` it stands and before those it stands ``before``. These are stages by number, or by the names of their
     blocks, which may be patterns: of the stages that match ``image.*`` the last ones come first and the first ones come
     behind. They mean forwards; ``2B`` and ``GATHER`` mean that backward and that instruction. Without ``devices`` it
-    runs on those of all of them.
+    runs on those of all of them, with ``before`` on those of what it stands before.
 
     It takes ``duration_ns``, or what the cluster needs to all-gather ``bytes_per_sample`` there (of all samples of its
     micro-batches). ``attributes`` are what its function is told (``inst_attr``).
@@ -226,7 +226,7 @@ class Instruction:
     last: bool = False
     after: tuple[int | str, ...] = ()
     before: tuple[int | str, ...] = ()
-    devices: tuple[int, ...] = ()
+    devices: tuple[int, ...] | Literal["before"] = ()
     every: int = 1
     duration_ns: int | None = None
     bytes_per_sample: int = 0
