@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol, TypeVar
@@ -26,6 +27,9 @@ from pipeplan.planner.tuning.workers import Work, Workers
 from pipeplan.report.tuning import Row
 
 __all__ = ["Tuning", "tune"]
+
+_PLACED, _PLACING = 32, 0.4
+"""So many points of the grid are placed at once, for this part of the time that is left before their cells are tried."""
 
 _ROUND = 8
 """Cells of a round: no more of them are looked into than needed, and so many processes can share them."""
@@ -127,6 +131,7 @@ class _Tuner:
     begun: float
     failures: list[PipeplanError] = field(default_factory=list)
     found: list[tuple[Cell, Row]] = field(default_factory=list)
+    seen: set[Hashable] = field(default_factory=set)
     num_unfit: int = 0
     num_skipped: int = 0
     num_known: int = 0
@@ -134,23 +139,27 @@ class _Tuner:
 
     def run(self) -> Tuning:
         """All rounds."""
-        points = self._points()
-        partition_seconds = self._elapsed
-        cells = [point for point in points if point.cell.candidate is not None]
-        cells.sort(key=lambda point: point.cell.bound_ns)
-        for first in range(0, len(cells), _ROUND):
-            if not self.workers.stopped:
-                self._round(cells[first : first + _ROUND])
-                self._report()
+        waiting = self._points()
+        partition_seconds = 0.0
+        while waiting and not self.workers.stopped:
+            begun = self._elapsed
+            cells = self._placed(waiting, begun + _PLACING * (self.request.options.time_limit - begun))
+            partition_seconds += self._elapsed - begun
+            cells.sort(key=lambda point: point.cell.bound_ns)
+            for first in range(0, len(cells), _ROUND):
+                if not self.workers.stopped:
+                    self._round(cells[first : first + _ROUND])
+                    self._report()
+        num_cells = len(self.seen) + len(waiting)
         ranked = sorted(self.found, key=lambda pair: pair[1].rank)
         return Tuning(
             result=self._result(ranked, partition_seconds),
             rows=tuple(row for _, row in ranked),
-            num_cells=len(points),
+            num_cells=num_cells,
             num_unfit=self.num_unfit,
             num_skipped=self.num_skipped,
             num_known=self.num_known,
-            num_open=len(points) - self.num_unfit - self.num_skipped - self.num_done,
+            num_open=num_cells - self.num_unfit - self.num_skipped - self.num_done,
         )
 
     @property
@@ -161,24 +170,33 @@ class _Tuner:
     def _best_ns(self) -> float:
         return min((row.iteration_ns for _, row in self.found), default=math.inf)
 
-    def _points(self) -> list[_Point]:
-        """The grid, placed; what cannot be placed for other reasons than memory, or is there already, is none of it."""
-        points = []
+    def _points(self) -> deque[_Point]:
+        """The grid, to be placed."""
+        points: deque[_Point] = deque()
         for choice in grid(self.request):
             if isinstance(choice, UsageError):
                 self.failures.append(choice)
             else:
                 points.append(_Point(choice, repr(choice)))
-        cells = self._look_up("cell", Cell, cell_of, points, [point.choice for point in points])
-        seen: dict[Hashable, _Point] = {}
-        for point, cell in zip(points, cells, strict=True):
-            point.cell = cell
-            self._note_failure(point)
-            if point.cell.candidate is not None:
-                seen.setdefault(point.cell.candidate.key, point)
-            elif point.cell.unfit or not point.cell.complete:
-                seen[point.text] = point
-        return list(seen.values())
+        return points
+
+    def _placed(self, waiting: deque[_Point], until: float) -> list[_Point]:
+        """The next points, placed, until there has been time for it.
+
+        What cannot be placed for other reasons than memory, or is there already, is none of the grid.
+        """
+        found: list[_Point] = []
+        while waiting and (self._elapsed < until or not found) and not self.workers.stopped:
+            points = [waiting.popleft() for _ in range(min(_PLACED, len(waiting)))]
+            cells = self._look_up("cell", Cell, cell_of, points, [point.choice for point in points])
+            for point, cell in zip(points, cells, strict=True):
+                point.cell = cell
+                self._note_failure(point)
+                key = point.text if cell.candidate is None else cell.candidate.key
+                if key not in self.seen and (cell.candidate is not None or cell.unfit or not cell.complete):
+                    self.seen.add(key)
+                    found += [point] if cell.candidate is not None else []
+        return found
 
     def _round(self, points: Sequence[_Point]) -> None:
         """Look into those that may become the best; their bounds may rise when their devices are chosen."""

@@ -1,0 +1,279 @@
+"""FlexPipe's GPT models on its cluster: the best plan by rules beside even 1F1B, T-1F1B and the repetend alone.
+
+    python benchmarks/flexpipe.py [--size 5b] [--vocabulary 1m] [--workers 2] [--limit 300s] [--cache FILE] [--scaling]
+
+Prints Markdown tables (FlexPipe, section 7.1, Fig. 12 to 15). Costs are estimated and iterations simulated: nothing is
+measured. Every schedule has the best of all depths, replicas and micro-batch sizes that are powers of two, with and
+without recomputation. Fails where the rules are slower than even 1F1B or T-1F1B.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from tables import machine, markdown, note
+
+from pipeplan.costs.testbeds import cluster_of_paper
+from pipeplan.errors import InfeasibleError, SearchTimeoutError
+from pipeplan.examples import model
+from pipeplan.model import Plan, Profile
+from pipeplan.partition import place
+from pipeplan.partition.chain import Chain
+from pipeplan.planner import Batch, Candidate, Options, Request
+from pipeplan.planner.finishing import planned
+from pipeplan.planner.trials import Trial, iteration_of
+from pipeplan.planner.tuning import tune
+from pipeplan.planner.tuning.cells import Cell, settled_cell
+from pipeplan.schedule.search import search_schedule
+from pipeplan.schedule.solver import Budget
+
+GPUS, MINI_BATCH, SIZES = 32, 128, (1, 2, 4)
+VOCABULARIES = {"5b": ("64k", "128k", "256k", "512k", "1m"), "16b": ("256k", "512k", "1m", "1.1m", "1.2m")}
+LAYERS = {"5b": 64, "16b": 80}
+STATED = {"5b": ("1.14-1.91", "1.20-1.28", "1.13-1.30"), "16b": ("1.31-2.28", "1.27-1.31", "1.24-1.49")}
+"""The paper's speedups over Megatron-LM, T-1F1B and Tessel (section 7.1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """What a schedule keeps when devices are added: depth, samples of a micro-batch, recomputation."""
+
+    depth: int
+    size: int
+    recompute: bool
+
+    @classmethod
+    def of(cls, plan: Plan) -> Fixed:
+        replicas = plan.stages[0].replicas
+        return cls(len(plan.devices) // replicas, plan.microbatch_size // replicas, plan.stages[0].recompute)
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """A schedule and its placement: the vocabulary spread, or on the first and last stage of evenly many layers each.
+
+    ``seconds`` is what its search has for each placement.
+    """
+
+    name: str
+    scheduler: str
+    spread: bool
+    deepest: int = GPUS
+    seconds: float = 0.0
+
+
+@cache
+def profile_of(name: str) -> Profile:
+    """The model's estimated costs on an A800, its vocabulary split over 1 to 32 devices of a node or more."""
+    cluster = cluster_of_paper("flexpipe")
+    shards = (1, 2, 4, 8, 16, 32)
+    return model(name, device="a800-80gb", microbatch_sizes=SIZES, shards=shards, cluster=cluster)
+
+
+def request_of(profile: Profile, devices: int, options: Options, sizes: Sequence[int] = SIZES) -> Request:
+    """So many of the paper's GPUs, and as many samples for each as in the paper."""
+    batch = Batch(MINI_BATCH * devices // GPUS, 1)
+    cluster = cluster_of_paper("flexpipe", devices)
+    return Request(profile, "auto", devices, None, batch, tuple(sizes), options, cluster, None, None)
+
+
+def even(layers: int) -> Callable[[Chain], tuple[int, ...]]:
+    """As many layers on every stage, the embedding before and the head behind them."""
+
+    def cut(chain: Chain) -> tuple[int, ...]:
+        each = 2 * layers // chain.num_stages
+        return (0, *(1 + each * stage for stage in range(1, chain.num_stages)))
+
+    return cut
+
+
+def settings(request: Request, rival: Rival, layers: int) -> Iterator[Fixed]:
+    """Powers of two: depths that divide the layers, and sizes."""
+    for depth in (2**power for power in range(1, request.num_devices.bit_length())):
+        for size in SIZES:
+            fits = request.batch.mini_batch % (size * request.num_devices // depth) == 0
+            if fits and layers % depth == 0 and depth <= rival.deepest:
+                yield from (Fixed(depth, size, recompute) for recompute in (False, True))
+
+
+def cell_of(request: Request, rival: Rival, layers: int, fixed: Fixed) -> Cell:
+    """Its placement on the cluster's devices, with a bound; a failure where it does not fit."""
+    replicas = request.num_devices // fixed.depth
+    size = fixed.size * replicas
+    try:
+        placement = place(
+            request.profile,
+            "one-to-one",
+            request.num_devices,
+            microbatch_size=size,
+            memory_bytes=request.memory,
+            recompute=fixed.recompute,
+            replicas=replicas,
+            spread=rival.spread,
+            cut=None if rival.spread else even(layers),
+        )
+    except InfeasibleError as error:
+        return Cell(failure=str(error))
+    batch = Batch(request.batch.mini_batch // size, size)
+    return settled_cell(request, Cell(Candidate(placement, batch, fixed.recompute, rival.name)), lambda: False)
+
+
+def rival_plan(request: Request, rival: Rival, layers: int, fixed: Fixed | None = None) -> Plan | None:
+    """Its shortest iteration over all it may choose, or with what is fixed; None where nothing fits into the memory."""
+    choices = settings(request, rival, layers) if fixed is None else [fixed]
+    cells = [cell_of(request, rival, layers, choice) for choice in choices]
+    best = None
+    for cell in sorted((cell for cell in cells if cell.candidate), key=lambda cell: cell.bound_ns):
+        assert cell.candidate is not None
+        if best is not None and cell.bound_ns >= iteration_of(best[1]):
+            break
+        workload = Trial.of(request, cell.candidate).ways[0]
+        try:
+            found = search_schedule(workload, Budget(rival.seconds, 0), scheduler=rival.scheduler)
+        except (InfeasibleError, SearchTimeoutError):
+            continue
+        if best is None or iteration_of(found) < iteration_of(best[1]):
+            best = cell.candidate, found
+    return None if best is None else planned(request, *best)
+
+
+def rules_plan(request: Request, workers: int, kept: str | None) -> Plan:
+    """The best of the auto-tuner."""
+    begun = time.monotonic()
+    found = tune(request, workers=workers, cache=kept)
+    note(f"  {found.said} ({time.monotonic() - begun:.0f} s)")
+    return found.result.plan
+
+
+def described(plan: Plan | None) -> str:
+    """Iteration in ms, depth x replicas, samples of a micro-batch."""
+    if plan is None:
+        return "out of memory"
+    fixed = Fixed.of(plan)
+    again = ", recomputed" if fixed.recompute else ""
+    time_ms = plan.predicted.iteration_ns / 1e6
+    return f"{time_ms:,.0f} ms ({fixed.depth} x {len(plan.devices) // fixed.depth}, {fixed.size}{again})"
+
+
+def speedup(plan: Plan, rival: Plan | None) -> str:
+    """By how much the rival's iteration is longer."""
+    return "-" if rival is None else f"{rival.predicted.iteration_ns / plan.predicted.iteration_ns:.2f}"
+
+
+def chosen(plan: Plan) -> str:
+    """Placement and rules."""
+    placement = plan.placement.removesuffix(", shared blocks spread")
+    return f"{placement}: {plan.provenance.scheduler.removeprefix('rules: ')}"
+
+
+def parted(plan: Plan) -> tuple[str, str]:
+    """Ms that a device computes, and waits, on average: Fig. 14's two parts of an iteration."""
+    stages, work = plan.stages, 0
+    for operation in plan.operations:
+        work += operation.duration_ns * plan.num_instances(operation) * len(stages[operation.stage].devices)
+    busy = work / len(plan.devices)
+    return f"{busy / 1e6:,.0f}", f"{(plan.predicted.iteration_ns - busy) / 1e6:,.0f}"
+
+
+def scaled(
+    name: str, plans: dict[str, Plan | None], rivals: Sequence[Rival], workers: int, limit: float
+) -> list[list[str]]:
+    """Iterations on 16 to 64 devices, each schedule with the configuration that is best on 32 (Fig. 15)."""
+    profile, layers = profile_of(name), LAYERS[name.split("-")[2]]
+    rows = []
+    for devices in (16, 32, 64):
+        row = [str(devices)]
+        for rival in rivals:
+            plan = plans[rival.name]
+            asked = request_of(profile, devices, Options(split_backward=False))
+            found = None if plan is None else rival_plan(asked, rival, layers, Fixed.of(plan))
+            row.append(described(found))
+        ours = plans["rules"]
+        assert ours is not None
+        fixed = Fixed.of(ours)
+        options = Options(
+            replicas=devices // fixed.depth,
+            recompute=fixed.recompute,
+            spread=True,
+            time_limit=limit,
+        )
+        asked = request_of(profile, devices, options, (fixed.size,))
+        row.append(described(rules_plan(asked, workers, None)))
+        rows.append(row)
+    return rows
+
+
+def main() -> int:
+    """Print the tables asked for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--size", choices=list(LAYERS), action="append")
+    parser.add_argument("--vocabulary", action="append")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds of a tuning")
+    parser.add_argument("--tessel", type=float, default=3.0, help="seconds of a repetend's search")
+    parser.add_argument("--cache")
+    parser.add_argument("--scaling", action="store_true", help="16 to 64 devices, for the last vocabulary of a size")
+    asked = parser.parse_args()
+    rivals = (
+        Rival("Megatron-LM", "1f1b", spread=False),
+        Rival("T-1F1B", "1f1b+", spread=True),
+        Rival("Tessel", "repetend", spread=True, deepest=8, seconds=asked.tessel),
+    )
+    worse = 0
+    print(machine())
+    for size in asked.size or list(LAYERS):
+        rows = []
+        plans: dict[str, Plan | None] = {}
+        for vocabulary in asked.vocabulary or VOCABULARIES[size]:
+            name = f"flexpipe-gpt-{size}-{vocabulary}"
+            note(name)
+            profile = profile_of(name)
+            whole = request_of(profile, GPUS, Options(split_backward=False))
+            plans = {rival.name: rival_plan(whole, rival, LAYERS[size]) for rival in rivals}
+            ours = rules_plan(
+                request_of(profile, GPUS, Options(spread=True, time_limit=asked.limit)), asked.workers, asked.cache
+            )
+            plans["rules"] = ours
+            others = [plans[rival.name] for rival in rivals]
+            rows.append(
+                [
+                    vocabulary,
+                    *map(described, (*others, ours)),
+                    *(speedup(ours, other) for other in others),
+                    chosen(ours),
+                ]
+            )
+            note(" | ".join(rows[-1]))
+            worse += any(
+                other is not None and other.predicted.iteration_ns < ours.predicted.iteration_ns for other in others[:2]
+            )
+        names = [rival.name for rival in rivals]
+        print(f"\n{size}\n")
+        over = [f"over {rival} ({stated})" for rival, stated in zip(names, STATED[size], strict=True)]
+        print(markdown(["vocabulary", *names, "rules", *over, "chosen"], rows))
+        print(f"\n{size}, {rows[-1][0]}: computing and waiting\n")
+        there = {name: plan for name, plan in plans.items() if plan is not None}
+        print(
+            markdown(["schedule", "compute, ms", "wait, ms"], [[name, *parted(plan)] for name, plan in there.items()])
+        )
+        if asked.scaling:
+            print(f"\n{size}, {rows[-1][0]}: 16 to 64 devices\n")
+            table = scaled(name_of(size, rows[-1][0]), plans, rivals, asked.workers, asked.limit)
+            print(markdown(["devices", *names, "rules"], table))
+    if worse:
+        print(f"the rules are slower than even 1F1B or T-1F1B in {worse} cases", file=sys.stderr)
+    return 1 if worse else 0
+
+
+def name_of(size: str, vocabulary: str) -> str:
+    """The model's name."""
+    return f"flexpipe-gpt-{size}-{vocabulary}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
