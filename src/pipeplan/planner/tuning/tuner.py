@@ -29,7 +29,7 @@ from pipeplan.report.tuning import Row
 __all__ = ["Tuning", "tune"]
 
 _PLACED, _PLACING = 32, 0.4
-"""So many points of the grid are placed at once, for this part of the time that is left before their cells are tried."""
+"""So many points of the grid are placed at once, and more for this part of the time left, before cells are tried."""
 
 _ROUND = 8
 """Cells of a round: no more of them are looked into than needed, and so many processes can share them."""
