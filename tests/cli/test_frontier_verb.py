@@ -13,7 +13,6 @@ from pipeplan.cli.main import cli
 from pipeplan.costs.testbeds import cluster_of_paper
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import model
-from pipeplan.frontier.choosing import least_time, turning_point
 from pipeplan.model import Profile, read_plan, write_file
 from pipeplan.simulate.simulation import simulate
 
@@ -90,11 +89,3 @@ def test_what_cannot_be_is_said(profile_path: Path, tmp_path: Path) -> None:
     assert "--devices" in str(run(profile_path, fails=UsageError).exception)
     refused = run(profile_path, "--devices", 2, "--grain", "operator", "-o", tmp_path / "p.json", fails=UsageError)
     assert "--grain" in str(refused.exception)
-
-
-def test_the_turning_point_is_where_more_memory_stops_to_bring_much() -> None:
-    memory, time = [0, 1, 2, 10], [100, 40, 35, 30]
-    assert turning_point(memory, time) == 1
-    assert turning_point([5], [5]) == 0
-    assert least_time(memory, time, 9) == 2
-    assert least_time(memory, time, -1) is None

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from pipeplan.errors import InfeasibleError
-from pipeplan.frontier.choosing import least_time, turning_point
 from pipeplan.frontier.configurations.building import CostOptions
+from pipeplan.frontier.turning import turning_point
 from pipeplan.model import Cluster, Plan, Profile
 from pipeplan.planner import Batch, Options, Request, resolve_batch
 from pipeplan.planner.splits import Splits, split_frontier
@@ -193,9 +193,7 @@ def _of_mode(points: Sequence[Point], mode: str, turning: set[int]) -> tuple[Seq
 
 
 def _quickest(points: Sequence[Point], among: Sequence[int]) -> int:
-    place = least_time([points[i].memory_bytes for i in among], [points[i].time_ns for i in among], None)
-    assert place is not None
-    return among[place]
+    return min(among, key=lambda index: points[index].time_ns)
 
 
 def _by_devices(points: Sequence[Point]) -> Iterator[list[int]]:

@@ -1,0 +1,170 @@
+"""A graph reduced to one expression: exactly where that can be, else with operators held to a choice (Algorithm 2)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from pipeplan.frontier.elimination import Reduced
+from pipeplan.frontier.expression import Expression
+from pipeplan.frontier.graph import CostGraph, Strategy
+from pipeplan.frontier.scalars import FloatArray, inside
+from pipeplan.frontier.table import IntArray, Table
+
+__all__ = ["Part", "Reducing", "Whole"]
+
+_MERGED = 4096
+"""Branch elimination makes at most so many configurations; a node that would make more is settled by heuristics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A graph that eliminations reduce to one cell: all of the given one, or with some operators held to a choice.
+
+    ``places`` says which of an operator's configurations are left, by their places in the given graph.
+    """
+
+    graph: CostGraph
+    places: Mapping[str, IntArray]
+
+    @classmethod
+    def of(cls, graph: CostGraph) -> Part:
+        """All of a graph."""
+        return cls(graph, {node.name: np.arange(len(node.configurations)) for node in graph.nodes})
+
+    def fewer(self, kept: Mapping[str, IntArray]) -> Part:
+        """With these configurations of what is left."""
+        places = {name: old[kept[name]] for name, old in self.places.items()}
+        return Part(self.graph.restricted(kept), places)
+
+    def held(self, name: str, choice: int) -> Part:
+        """With one configuration of an operator, all others as they are."""
+        everything = {each: np.arange(len(left)) for each, left in self.places.items()}
+        return self.fewer({**everything, name: np.array([choice])})
+
+    def same(self, other: Part) -> bool:
+        """Whether both leave the same configurations."""
+        return all(np.array_equal(left, other.places[name]) for name, left in self.places.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A part as one expression of one cell, with those of its operators and tensors in it, and eliminations by kind."""
+
+    part: Part
+    expression: Expression
+    rows: Mapping[str, Expression]
+    edges: tuple[Expression, ...]
+    done: Counter[str]
+
+    def strategy(self, taken: Mapping[Expression, int], tables: Mapping[int, Table] | None = None) -> Strategy:
+        """What takes these points of the given tables, or of ``tables`` by key where points were dropped from them."""
+
+        def point(given: Expression) -> tuple[Table, int]:
+            table = given.given if tables is None else tables[given.key]
+            assert table is not None
+            return table, taken[given]
+
+        rows = {name: point(row) for name, row in self.rows.items()}
+        edges = [point(edge) for edge in self.edges]
+        every = [*rows.values(), *edges]
+        return Strategy(
+            memory_bytes=sum(int(table.memory_bytes[at]) for table, at in every),
+            time_ns=sum(int(table.time_ns[at]) for table, at in every),
+            configurations={name: int(self.part.places[name][row.cell_of(at)]) for name, (row, at) in rows.items()},
+            node_variants={name: int(row.picks[0, at]) for name, (row, at) in rows.items()},
+            edge_variants=tuple(int(edge.picks[0, at]) for edge, at in edges),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Reducing:
+    """How graphs are reduced: to a ``linear`` part, then along it, or (FT-Elimination) to two nodes.
+
+    Branch elimination makes at most ``merged`` configurations; what would need more is settled heuristically.
+    """
+
+    linear: bool = True
+    merged: int = _MERGED
+
+    def parts(self, graph: CostGraph) -> tuple[list[Part], int]:
+        """The graph, or one part for each of the heuristics; and how many operators they hold to a choice.
+
+        One chooses for least memory, one for least time, one for least of both, all along.
+        """
+        whole = Part.of(graph)
+        found: list[Part] = []
+        held = 0
+        for weights in ((1.0, 0.0), (0.0, 1.0), None):
+            part, settled = whole, 0
+            while (chosen := self._choice(part, weights)) is not None:
+                part, settled = part.held(*chosen), settled + 1
+            if not settled:
+                return [whole], 0
+            held = max(held, settled)
+            if not any(part.same(other) for other in found):
+                found.append(part)
+        return found, held
+
+    def _choice(self, part: Part, weights: tuple[float, float] | None) -> tuple[str, int] | None:
+        """The operator with most neighbours that cannot be eliminated exactly, and its configuration."""
+        reduced, _, _ = Reduced.of(part.graph)
+        if self._reduce(reduced):
+            return None
+        left = [node for node in reduced.nodes.keys() - set(self._kept(reduced)) if node not in reduced.joint]
+        node = max(left or set(reduced.nodes) - reduced.joint, key=lambda each: (len(reduced.neighbours(each)), -each))
+        return part.graph.order()[node], _promising(reduced, node, weights)
+
+    def whole(self, part: Part) -> Whole:
+        """A part that needs no heuristics, as one expression."""
+        reduced, rows, edges = Reduced.of(part.graph)
+        done = self._reduce(reduced)
+        assert done
+        return Whole(part, _along(reduced, sorted(reduced.nodes)), rows, tuple(edges), reduced.done)
+
+    def _reduce(self, reduced: Reduced) -> bool:
+        """Algorithm 2 without heuristics; whether what is left is linear."""
+        kept = self._kept(reduced)
+        while len(kept) < len(reduced.nodes) and reduced.eliminate(kept, merged=self.merged, in_order=not self.linear):
+            kept = self._kept(reduced)
+        return len(kept) == len(reduced.nodes)
+
+    def _kept(self, reduced: Reduced) -> Collection[int]:
+        """What no step may eliminate: the linear part, or the two ends."""
+        return reduced.linear() if self.linear else {min(reduced.nodes), max(reduced.nodes)}
+
+
+def _along(reduced: Reduced, chain: list[int]) -> Expression:
+    """Linear dynamic programming (Algorithm 3) over nodes of which each has an edge to the next at most."""
+    writer = reduced.writer
+    frontier = reduced.nodes[chain[0]]
+    for before, node in pairwise(chain):
+        joined = (before, node) in reduced.edges
+        reached = writer.contract(frontier, reduced.between(before, node)) if joined else writer.union(frontier)
+        frontier = writer.product(reached, reduced.nodes[node])
+    return writer.union(frontier)
+
+
+def _promising(reduced: Reduced, node: int, weights: tuple[float, float] | None) -> int:
+    """The best configuration by these weights, or by both costs over their least.
+
+    Each is judged by its own costs and, for every neighbour, the best that its edge offers.
+    """
+    if weights is not None:
+        return int(np.argmin(_judged(reduced, node, weights)))
+    memory, time = (_judged(reduced, node, each) for each in ((1.0, 0.0), (0.0, 1.0)))
+    return int(np.argmin(memory / max(memory.min(), 1) + time / max(time.min(), 1)))
+
+
+def _judged(reduced: Reduced, node: int, weights: tuple[float, float]) -> FloatArray:
+    values: dict[int, FloatArray] = {}
+    row = reduced.nodes[node]
+    costs: FloatArray = inside(row, weights, values)[row.key][0].copy()
+    for other in reduced.neighbours(node):
+        edge = reduced.between(node, other)
+        costs += inside(edge, weights, values)[edge.key].min(axis=1)
+    return costs
