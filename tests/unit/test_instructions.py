@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from fractions import Fraction
+from itertools import product
 from pathlib import Path
 from random import Random
+from typing import Literal
 
 import pytest
 from click.testing import CliRunner
@@ -41,7 +44,8 @@ from pipeplan.planner import assemble
 from pipeplan.report.svg import timeline_svg
 from pipeplan.report.terminal import print_simulation
 from pipeplan.report.trace import predicted_trace
-from pipeplan.schedule.rules import Instruction, with_instruction, with_instructions
+from pipeplan.schedule.rules import Instruction, Rules, TypeTraversal, with_instruction, with_instructions
+from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.files import parse_rules
 from pipeplan.schedule.search import first_look, search_schedule
 from pipeplan.schedule.solver import Budget
@@ -181,7 +185,7 @@ def test_random_workloads_with_random_instructions(data: st.DataObject) -> None:
     orders = with_links(
         graph, random_orders(graph, data.draw(st.randoms(use_true_random=False)))[: len(workload.devices)]
     )
-    plan = assemble(graph, orders, makespan_bound(workload), 0, "random")  # type: ignore[arg-type]  # an exact number
+    plan = assemble(graph, orders, makespan_bound(workload), Fraction(0), "random")
     assert check(plan).problems == ()
     starts = earliest_starts(graph, orders)
     assert simulate(plan).starts == starts
@@ -439,6 +443,23 @@ def test_search_takes_instructions_from_rules_files(tmp_path: Path) -> None:
     assert plan.operation("5GATHER").attributes == {"to": (1, 3), "scale": 0.5}
 
 
+@pytest.mark.parametrize("time", ["unit", "true"])
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("devices", [(), (1,)])
+def test_rules_of_all_sorts_order_instructions(
+    time: Literal["unit", "true"], separate: bool, devices: tuple[int, ...]
+) -> None:
+    base = build_workload(
+        split_towers(), placement_of(towers(every=2)), num_microbatches=8, microbatch_size=1, split_backward=True
+    )
+    for first, last, every in product(("bwd-first", "fwd-first", "interleaved"), (False, True), (2, 4)):
+        gather = replace(GATHER, devices=devices, every=every, last=last)
+        rules = Rules(types=TypeTraversal(first), time=time, separate=separate, in_flight=6, instructions=(gather,))
+        graph = task_graph(with_instructions(base, rules.instructions))
+        plan = assemble(graph, schedule_by_rules(graph, rules), makespan_bound(graph.workload), Fraction(0), "rules")
+        assert check(plan).problems == ()
+
+
 # Everything that reads plans -------------------------------------------------------------------------------------
 
 
@@ -460,7 +481,7 @@ def test_more_microbatches_where_all_are_alike() -> None:
         key=lambda task: (task - graph.offsets[graph.operation_of[task]], graph.operation_of[task]),
     )
     orders = [[task for task in ranked if device in graph.devices_of(task)] for device in range(4)]
-    plan = assemble(graph, orders, makespan_bound(workload), 0, "serial")  # type: ignore[arg-type]  # an exact number
+    plan = assemble(graph, orders, makespan_bound(workload), Fraction(0), "serial")
     assert plan.repetend is not None
     assert "5GATHER" in plan.repetend.first
     longer = simulate(plan, 40)
