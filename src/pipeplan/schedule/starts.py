@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
-
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.completion import compose, microbatch_by_microbatch
 from pipeplan.schedule.insertion import insert_microbatches
 from pipeplan.schedule.listing import Tuning, list_schedule
 from pipeplan.schedule.repetend import sequential_time, solve_pattern
-from pipeplan.schedule.rules.language import Rules
-from pipeplan.schedule.rules.separation import separate
-from pipeplan.schedule.rules.sweep import built_in_rules, distinct
+from pipeplan.schedule.rules.sweep import built_in_rules, sweeping
 from pipeplan.schedule.state import State
 
 __all__ = ["CHEAP_TASKS", "first_schedule", "offer_built_in", "offer_classics", "offer_insertion", "offer_rules"]
@@ -66,32 +62,14 @@ def offer_insertion(state: State) -> None:
 
 
 def offer_built_in(state: State) -> None:
-    """The built-in rules (FlexPipe, section 6), or some of them where there are many actions.
-
-    They see backwards whole; then W go into bubbles, first in one way, for the best few in all ways.
-    """
-    graph, limit = state.graph, state.budget.used + state.budget.seconds * _BUILT_IN_SHARE
+    """The built-in rules (FlexPipe, section 6), or some of them where there are many actions."""
+    graph, budget = state.graph, state.budget
+    limit = budget.used + budget.seconds * _BUILT_IN_SHARE
     rules = built_in_rules(state.problem.workload)
-    tried: list[tuple[int, int, Rules, list[list[int]]]] = []
-    for each, orders in distinct(graph, rules[:: 1 + len(rules) * graph.num_tasks // _BUILT_IN_TASKS]):
-        if state.finished or state.budget.used > limit:
-            return
-        makespan = _offer_separated(state, each, orders, tries=1)
-        if makespan is not None and each.separate:
-            tried.append((makespan, len(tried), each, orders))
-    for _, _, each, orders in heapq.nsmallest(_SEPARATED, tried):
-        if state.finished or state.budget.used > limit:
-            return
-        _offer_separated(state, each, orders, tries=None)
-
-
-def _offer_separated(state: State, rules: Rules, orders: list[list[int]], tries: int | None) -> int | None:
-    """Offer the orders that rules give, their W in bubbles; the makespan, if they fit into memory."""
-    state.budget.charge(state.graph.num_tasks * _SECONDS_PER_TASK)
-    found = separate(state.graph, orders, tries=tries) if rules.separate else orders
-    candidate = state.candidate(found, f"rules: {rules}")
-    state.offer(candidate)
-    return None if candidate is None else candidate.makespan
+    swept = sweeping(graph, rules[:: 1 + len(rules) * graph.num_tasks // _BUILT_IN_TASKS])
+    while not state.finished and budget.used <= limit and (found := next(swept, None)) is not None:
+        state.offer(state.candidate(found.orders, f"rules: {found.rules}"))
+        budget.charge(graph.num_tasks * _SECONDS_PER_SWEPT_TASK)
 
 
 _BUILT_IN_SHARE = 0.1
@@ -100,8 +78,8 @@ _BUILT_IN_SHARE = 0.1
 _BUILT_IN_TASKS = 20_000
 """So many of them are tried as have about so many actions together."""
 
-_SEPARATED = 4
-"""For so many of the best all ways of separating are tried."""
+_SECONDS_PER_SWEPT_TASK = 5e-5
+"""What running rules and separating gradients costs per action where seconds are deterministic."""
 
 
 def offer_rules(state: State) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ from pipeplan.schedule.rules.language import First, Limit, Rules, StageTraversal
 from pipeplan.schedule.rules.separation import Timed, separated
 from pipeplan.schedule.rules.settings import Resolved
 from pipeplan.simulate.memory import fits, overflow
-from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.simulate.timing import TaskGraph, task_graph, with_links
 
-__all__ = ["Swept", "built_in_rules", "distinct", "run_rules", "sweep"]
+__all__ = ["Swept", "built_in_rules", "run_rules", "sweep", "sweeping"]
 
 _LIMITS: tuple[Limit | None, ...] = (None, "S - s", "2 * (S - s) - 1")
 """Micro-batches in flight per stage: no limit, 1F1B's, and twice as many less one, as zero-bubble schedules have."""
@@ -43,11 +44,29 @@ def sweep(workload: Workload, rules: Iterable[Rules] | None = None, *, graph: Ta
     Rules that get stuck, or whose schedule does not fit into memory, are left out.
     """
     graph = graph or task_graph(workload)
-    tried = distinct(graph, built_in_rules(workload) if rules is None else rules)
-    found = [(swept, orders) for each, orders in tried if (swept := _finished(graph, each, orders, 1)) is not None]
-    found.sort(key=lambda pair: pair[0].makespan_ns)
-    best = [_finished(graph, swept.rules, orders, None) or swept for swept, orders in found[:_SEPARATED]]
-    return sorted([*best, *(swept for swept, _ in found[_SEPARATED:])], key=lambda swept: swept.makespan_ns)
+    best: dict[Rules, Swept] = {}
+    for swept in sweeping(graph, built_in_rules(workload) if rules is None else rules):
+        known = best.get(swept.rules)
+        if known is None or swept.makespan_ns < known.makespan_ns:
+            best[swept.rules] = swept
+    return sorted(best.values(), key=lambda swept: swept.makespan_ns)
+
+
+def sweeping(graph: TaskGraph, rules: Iterable[Rules]) -> Iterator[Swept]:
+    """One set of rules after another, gradients separated in one way; then the best few again, in all ways.
+
+    Of rules with the same orders there are the first alone.
+    """
+    found: list[tuple[int, int, Rules, list[list[int]]]] = []
+    for each, orders in _distinct(graph, rules):
+        swept = _finished(graph, each, orders, 1)
+        if swept is not None:
+            yield swept
+            found.append((swept.makespan_ns, len(found), each, orders))
+    for _, _, each, orders in heapq.nsmallest(_SEPARATED, found):
+        swept = _finished(graph, each, orders, None) if each.separate else None
+        if swept is not None:
+            yield swept
 
 
 _SEPARATED = 4
@@ -60,7 +79,7 @@ def _finished(graph: TaskGraph, rules: Rules, orders: list[list[int]], tries: in
     return Swept(rules, found.orders, found.starts, found.makespan) if fits(graph, found.orders) else None
 
 
-def distinct(graph: TaskGraph, rules: Iterable[Rules]) -> Iterator[tuple[Rules, list[list[int]]]]:
+def _distinct(graph: TaskGraph, rules: Iterable[Rules]) -> Iterator[tuple[Rules, list[list[int]]]]:
     """Rules and the orders of devices that they give, before separation; of rules with the same orders the first.
 
     Rules that get stuck, or do not apply, are passed over.
@@ -84,19 +103,14 @@ def run_rules(graph: TaskGraph, rules: Rules) -> Swept:
         InfeasibleError: they get stuck, or what they make does not fit into memory.
         UsageError: they do not apply to the workload.
     """
-    orders = with_links(graph, schedule_by_rules(graph, rules))
-    over = overflow(graph, orders)
+    found = Timed.of(graph, with_links(graph, schedule_by_rules(graph, rules)))
+    over = overflow(graph, found.orders)
     if over is not None:
         raise InfeasibleError(
             f"the schedule of rules {rules.name!r} does not fit: {over}; lower in_flight, set fit_memory, or raise "
             "--memory"
         )
-    return _timed(graph, rules, orders)
-
-
-def _timed(graph: TaskGraph, rules: Rules, orders: list[list[int]]) -> Swept:
-    starts = earliest_starts(graph, orders)
-    return Swept(rules, orders, starts, max(map(sum, zip(starts, graph.durations, strict=True))))
+    return Swept(rules, found.orders, found.starts, found.makespan)
 
 
 def built_in_rules(
