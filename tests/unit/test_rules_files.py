@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 from helpers import chain_workload, shared_workload
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeplan.errors import FileError, UsageError
 from pipeplan.schedule.rules import DeviceRules, Rules, StageTraversal, SubmoduleRules, TypeTraversal
@@ -116,6 +119,22 @@ def test_files_that_are_not_there() -> None:
         read_rules("nowhere.toml")
     with pytest.raises(UsageError, match="there are no rules 'nothing'"):
         read_rules("nothing")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_damaged_files_are_refused_or_read(data: st.DataObject) -> None:
+    """Whatever one piece of a file is replaced by, nothing but a FileError comes of it."""
+    begin = data.draw(st.integers(0, len(EVERYTHING)))
+    end = data.draw(st.integers(begin, min(len(EVERYTHING), begin + 12)))
+    piece = data.draw(st.text(max_size=4) | st.sampled_from(["0", "-1", "true", "[]", "{}", "'D // 0'", "1e99", "nan"]))
+    with contextlib.suppress(FileError):
+        parse_rules(EVERYTHING[:begin] + piece + EVERYTHING[end:], "damaged")
+
+
+def test_too_much_to_be_rules() -> None:
+    with pytest.raises(FileError, match="more than the 1000000"):
+        parse_rules("# " + "x" * 1_000_000, "long")
 
 
 # The sweep -----------------------------------------------------------------------------------------------------

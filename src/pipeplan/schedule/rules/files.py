@@ -32,6 +32,9 @@ _Reader = Callable[[object, str], Any]
 """Turns what stands under a key, whose path is given, into what the language takes."""
 
 
+_MOST_CHARACTERS = 1_000_000
+
+
 @cache
 def catalogue() -> Mapping[str, str]:
     """{name: text} of the rules files that ship, by name."""
@@ -79,6 +82,8 @@ def parse_rules(text: str, name: str, where: str | None = None) -> Rules:
         FileError: the text is not TOML, or says something that the language does not know.
     """
     where = where or name
+    if len(text) > _MOST_CHARACTERS:
+        raise FileError(f"{where}: {len(text)} characters are more than the {_MOST_CHARACTERS} that rules may have")
     try:
         table = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
