@@ -7,8 +7,14 @@ import torch
 from helpers import gpipe_orders, plan_of
 
 from pipeplan.costs import build_workload
+from pipeplan.costs.presets import device_preset
+from pipeplan.costs.testbeds import cluster_of_paper
+from pipeplan.frontier.configurations.building import CostOptions, cost_model
+from pipeplan.frontier.tracking import track
 from pipeplan.model import CostRow, PlacedStage, Placement, Plan, Source
+from pipeplan.planner.strategies import plan_of_strategy
 from pipeplan.runtime.assembly import profile_of
+from pipeplan.runtime.estimator import estimate_model
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.program import programs_of
@@ -48,6 +54,17 @@ def test_nothing_is_told_of_the_same_model(name: str, replicas: int, shards: int
     plan = plan_for(model, replicas=replicas, shards=shards)
     assert any(hop.bytes for dependency in plan.dependencies for hop in dependency.hops)
     assert told(plan, model) is None
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny-operators", "candle-uno-tiny"])
+def test_nothing_is_told_of_a_strategy_either(name: str) -> None:
+    """Parameters are cut along some of a mesh's axes; devices that share samples, or do the same, have all."""
+    model, cluster = load_model(name), cluster_of_paper("tensoropt", 4)
+    profile = estimate_model(model, (4,), device=device_preset("v100-16gb"), dtype=torch.float32)
+    built = cost_model(profile, cluster, 4, 4, options=CostOptions(blocks=True))
+    found = track(built.graph)
+    for point in (0, len(found.memory_bytes) // 2, len(found.memory_bytes) - 1):
+        assert told(plan_of_strategy(profile, built, found.strategy(point), cluster=cluster), model) is None
 
 
 @pytest.mark.parametrize("planned", FORMATS)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
-from pipeplan.model import Plan
+from pipeplan.model import COPIES, PLACES, SAMPLES, Mesh, Plan
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.program import Message, Program
 from pipeplan.runtime.rows import TensorSpec
@@ -67,7 +67,14 @@ def _parameters(plan: Plan, model: Model, dtype: torch.dtype) -> Iterator[tuple[
     with torch.device("meta"):
         counts = {block.id: sum(each.numel() for each in block.build().parameters()) for block in model.blocks}
     for stage in plan.stages:
-        yield stage.parameter_bytes, sum(counts[block] for block in stage.blocks) * dtype.itemsize / stage.shards
+        own = (counts[block] / _num_parts(stage.mesh_of(n)) for n, block in enumerate(stage.blocks))
+        yield stage.parameter_bytes, sum(own) * dtype.itemsize
+
+
+def _num_parts(mesh: Mesh) -> int:
+    """Into how many parts a block's parameters are cut; plans count all of them as cut."""
+    parts, _ = mesh.plane_without((SAMPLES, PLACES, COPIES), 0)
+    return parts.size
 
 
 def _messages(
