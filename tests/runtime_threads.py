@@ -130,6 +130,10 @@ class Meeting:
         assert len(here) == self._members, f"only {sorted(here)} of {self._members} came to {self._name}"
         return [here[index] for index in range(self._members)]
 
+    def exchange(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Each member's piece for this one."""
+        return [found[self._index] for found in self.gather(torch.stack(list(pieces)))]
+
 
 def together(count: int, work: Callable[[Shards], Result]) -> list[Result]:
     """What each of so many devices makes that split something."""

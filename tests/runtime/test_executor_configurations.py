@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, product
 
@@ -144,6 +145,10 @@ def test_tensors_become_what_the_next_block_takes(devices: int, data: st.DataObj
 
             def sum(self, tensor: torch.Tensor) -> torch.Tensor:
                 return torch.stack(self.gather(tensor)).sum(0)
+
+            def exchange(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+                place = self.members.index(shards.index)
+                return [found[place] for found in self.gather(torch.stack(list(pieces)))]
 
         def place(axis: Axis) -> Shards:
             return Shards(axis.size, axis.place(shards.index), Line(axis.of(shards.index)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -141,6 +142,17 @@ CONFIGURATIONS: dict[str, tuple[str, list[tuple[str, tuple[int, ...], int, str]]
 }
 """Blocks of a stage, its devices, how many of them split each block, and how they do."""
 
+OPERATORS = {
+    "embedding": ["hidden4"],
+    "norm": ["samples2-places2", "features4", "features2-copies2"],  # the second one behind a sum by places4
+    "product": ["rows2-columns2", "samples4", "columns4", "places2-rows2"],
+    "attention-core": ["places2-features2", "features4"],
+    "activation": ["features4", "samples2-features2"],
+    "add": ["places4", "features2-samples2", "copies4"],
+    "loss": ["features2-places2"],
+}
+"""How blocks of a model by operator are split, in turn, on devices in another order than their numbers."""
+
 FRONTIERS = ("tessel-gpt-tiny", "gpt2-tiny-operators", "candle-uno-tiny")
 """Models of whose frontier on four devices the middle strategy is trained with."""
 
@@ -184,9 +196,22 @@ def cases() -> dict[str, Case]:
                 load_model(model), stages, num_microbatches=2, microbatch_size=4, split=split, recompute=recompute
             )
             found[f"{name} {kind}"] = plan, replace(TRAINING, model=model)
+    found["by operator"] = by_operator(), replace(TRAINING, model="gpt2-tiny-operators")
     for model in FRONTIERS:
         found[f"frontier of {model}"] = middle_of_frontier(model), replace(TRAINING, model=model)
     return found
+
+
+def by_operator() -> Plan:
+    """Every operator in its own way; slices of places, samples and features become one another."""
+    model, turns = load_model("gpt2-tiny-operators"), {name: itertools.cycle(ways) for name, ways in OPERATORS.items()}
+    stage = PlacedStage(
+        blocks=tuple(block.id for block in model.blocks),
+        devices=(3, 1, 0, 2),
+        shards=4,
+        configurations=tuple(next(turns[block.operator]) for block in model.blocks),
+    )
+    return placed_plan(model, [stage], num_microbatches=2, microbatch_size=4, split=True)
 
 
 def middle_of_frontier(name: str) -> Plan:

@@ -90,16 +90,33 @@ class Layouts:
         return self.place(layout.places).summed(self.place(layout.samples).summed(loss))
 
     def converted(self, tensor: Tensor, source: Layout, target: Layout, num_samples: int) -> Tensor:
-        """A tensor in another layout: gathered along what differs, then cut.
+        """A tensor in another layout: of what differs, slices are exchanged for others, or gathered, and cut.
 
         ``num_samples`` are those of all the replica. What is of one size for any number of samples is not cut among
         those who have some each: its gradient is the sum of theirs.
         """
-        kept = [a.shared(b) for (_, a), (_, b) in zip(source.dimensions, target.dimensions, strict=True)]
-        for (dimension, axis), size in zip(source.dimensions, kept, strict=True):
-            tensor = self.place(axis.without(size)).gathered(tensor, dimension)
-        for (dimension, axis), size in zip(target.dimensions, kept, strict=True):
-            place = self.place(axis.without(size))
-            same_for_all = dimension == 0 and size == 1 and (not tensor.ndim or tensor.shape[0] != num_samples)
-            tensor = place.shared(tensor) if same_for_all else place.sliced(tensor, dimension)
+        ends = zip(source.dimensions, target.dimensions, strict=True)
+        pairs = [(dimension, old, new, old.shared(new)) for (dimension, old), (_, new) in ends]
+        given = {dimension: old.without(kept) for dimension, old, _, kept in pairs if old.size > kept}
+        taken = {dimension: new.without(kept) for dimension, _, new, kept in pairs if new.size > kept}
+        for_all = source.samples.size == 1 and (not tensor.ndim or tensor.shape[0] != num_samples)
+        if for_all and 0 in taken:
+            tensor = self.place(taken.pop(0)).shared(tensor)
+        for gone, come in _exchanges(given, taken):
+            tensor = self.place(given.pop(gone)).exchanged(tensor, come, gone)
+            del taken[come]
+        for dimension, axis in given.items():
+            tensor = self.place(axis).gathered(tensor, dimension)
+        for dimension, axis in taken.items():
+            tensor = self.place(axis).sliced(tensor, dimension)
         return tensor
+
+
+def _exchanges(given: Mapping[int, Axis], taken: Mapping[int, Axis]) -> list[tuple[int, int]]:
+    """Dimensions of which one gives up the axis that the other is to be cut along, and nothing else happens to both."""
+    return [
+        (gone, come)
+        for gone, old in given.items()
+        for come, new in taken.items()
+        if old == new and gone not in taken and come not in given
+    ]

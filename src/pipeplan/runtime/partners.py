@@ -7,7 +7,7 @@ order that cannot deadlock, so their exchanges meet.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -110,6 +110,15 @@ class Meeting:
         found = [torch.empty_like(own) for _ in self._ranks]
         with self._waiting():
             dist.all_gather(found, own, group=self.group)
+        return [found[place] for place in self._order]
+
+    def exchange(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Give each rank its piece, and get theirs, in the order of their shares."""
+        numbered = sorted(range(len(pieces)), key=self._order.__getitem__)  # the group's order of ranks
+        own = torch.stack([pieces[place].detach() for place in numbered])
+        found = torch.empty_like(own)
+        with self._waiting():
+            dist.all_to_all_single(found, own, group=self.group)
         return [found[place] for place in self._order]
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:

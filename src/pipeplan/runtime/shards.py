@@ -47,6 +47,9 @@ class Collectives(Protocol):
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all devices, of one shape, in the order of their shares."""
 
+    def exchange(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Give each device its piece, and get theirs for this one; all are of one shape, in the order of the shares."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Alone:
@@ -59,6 +62,9 @@ class _Alone:
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         return [tensor] * self.count
+
+    def exchange(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        return list(pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +106,23 @@ class Shards:
         """
         if self.count == 1:
             return whole
+        self._require_cut(whole, dimension)
+        return _sliced(whole, self._together, self.count, self.index, dimension)
+
+    def exchanged(self, share: Tensor, taken: int, given: int) -> Tensor:
+        """A slice along dimension ``given`` becomes one along ``taken``: what gathering and slicing would make.
+
+        Raises:
+            UsageError: as :meth:`sliced`.
+        """
+        self._require_cut(share, taken)
+        return _exchanged(share, self._together, self.count, taken, given)
+
+    def _require_cut(self, whole: Tensor, dimension: int) -> None:
         if whole.shape[dimension] % self.count:
             raise UsageError(
                 f"dimension {dimension} of a tensor of shape {list(whole.shape)} cannot be cut into {self.count}"
             )
-        return _sliced(whole, self._together, self.count, self.index, dimension)
 
     @property
     def _together(self) -> Collectives:
@@ -425,7 +443,20 @@ class _Sliced(torch.autograd.Function):
         return torch.cat(together.gather(gradients[0]), ctx.dimension), None, None, None, None
 
 
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, together: Collectives, count: int, taken: int, given: int) -> Tensor:
+        ctx.place = together, count, taken, given
+        return torch.cat(together.exchange(share.chunk(count, taken)), given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        together, count, taken, given = ctx.place
+        return torch.cat(together.exchange(gradients[0].chunk(count, given)), taken), None, None, None, None
+
+
 _shared: Callable[..., Tensor] = _Shared.apply
 _summed: Callable[..., Tensor] = _Summed.apply
 _gathered: Callable[..., Tensor] = _Gathered.apply
 _sliced: Callable[..., Tensor] = _Sliced.apply
+_exchanged: Callable[..., Tensor] = _Exchanged.apply
