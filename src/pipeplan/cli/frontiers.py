@@ -82,6 +82,8 @@ def of_splits(asked: Asked) -> Found:
             if limit is None or bytes_ <= limit
         ]
         least.append(memory[0])
+        if limit is not None and memory[0] > limit:
+            notes.append(f"{count} devices: not enough, each would need at least {format_bytes(memory[0])}")
         exact, seconds = exact and splits.tracked.exact, seconds + splits.seconds
         if not splits.tracked.exact:
             held = splits.tracked.eliminations["heuristic"]
