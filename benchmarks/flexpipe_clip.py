@@ -1,0 +1,108 @@
+"""FlexPipe's CLIP models on 40 of its devices: DistMM-Pipe, its exchange in the background, mixed schedules.
+
+    python benchmarks/flexpipe_clip.py [--model 4.7b]
+
+Prints a Markdown table (FlexPipe, section 7.2, Fig. 16). Costs are estimated and iterations simulated: nothing is
+measured. Every schedule has the best depth, micro-batch size and recomputation; the towers share the devices by their
+work. Fails where the exchange in the background is slower than the one that all wait for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from itertools import product
+
+from flexpipe import described, speedup
+from tables import markdown, note
+
+from pipeplan.costs.testbeds import cluster_of_paper
+from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.examples import model
+from pipeplan.model import Plan
+from pipeplan.planner import Batch, Candidate, Options, Request
+from pipeplan.planner.by_rules import SUBMODULES, place_by_rules
+from pipeplan.planner.finishing import planned
+from pipeplan.planner.trials import Trial, iteration_of
+from pipeplan.schedule.rules import Rules
+from pipeplan.schedule.rules.files import named_rules
+from pipeplan.schedule.search import search_schedule
+from pipeplan.schedule.solver import Budget
+
+GPUS, MINI_BATCH, SIZES = 40, 128, (1, 2, 4)
+STATED = {"4.7b": "1.26", "8.2b": "1.29", "9.7b": "1.18"}
+"""The paper's speedups over DistMM-Pipe."""
+
+
+def schedules() -> dict[str, Rules]:
+    """What is compared; the last is the paper's own."""
+    synchronous, background, mixed = map(named_rules, ("distmm-pipe", "distmm-async", "clip-mixed"))
+    mixed = mixed.but(name="mixed, in the background", instructions=background.instructions)
+    return {
+        "DistMM-Pipe": synchronous,
+        "in the background": background,
+        "mixed": mixed,
+        "mixed, gradients separated": mixed.but(separate=True),
+    }
+
+
+def candidates(request: Request, rules: Rules) -> Iterator[Candidate]:
+    """Depths that leave a power of two of replicas, sizes, recomputation; what cannot be placed is left out."""
+    for replicas, size, recompute in product((1, 2, 4, 8), SIZES, (False, True)):
+        batch = Batch(MINI_BATCH // (size * replicas), size * replicas)
+        try:
+            placement = place_by_rules(
+                rules,
+                request.profile,
+                GPUS,
+                microbatch_size=batch.microbatch_size,
+                memory_bytes=request.memory,
+                recompute=recompute,
+                replicas=replicas,
+            )
+        except (InfeasibleError, UsageError):
+            continue
+        yield Candidate(placement, batch, recompute, "rules")
+
+
+def best_plan(name: str, rules: Rules) -> Plan | None:
+    """The shortest iteration; None where nothing fits."""
+    profile = model(f"flexpipe-clip-{name}", device="a800-80gb", microbatch_sizes=SIZES)
+    cluster = cluster_of_paper("flexpipe", GPUS)
+    options = Options(scheduler="rules", rules=rules, split_backward=rules.separate)
+    request = Request(profile, SUBMODULES, GPUS, None, Batch(MINI_BATCH, 1), SIZES, options, cluster, None, None)
+    best = None
+    for candidate in candidates(request, rules):
+        try:
+            trial = Trial.of(request, candidate)
+            if best is not None and trial.bound_ns >= iteration_of(best[1]):
+                continue
+            found = search_schedule(trial.ways[0], Budget(0.0, 0), scheduler="rules", rules=rules)
+        except (InfeasibleError, UsageError):
+            continue
+        if best is None or iteration_of(found) < iteration_of(best[1]):
+            best = candidate, found
+    return None if best is None else planned(request, *best)
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", choices=list(STATED), action="append")
+    rows, worse = [], 0
+    for name in parser.parse_args().model or list(STATED):
+        plans = {what: best_plan(name, rules) for what, rules in schedules().items()}
+        first, *others = plans.values()
+        rows.append([name, *map(described, plans.values())])
+        rows[-1] += ["-" if plan is None else speedup(plan, first) for plan in others] + [STATED[name]]
+        note(" | ".join(rows[-1]))
+        waiting, background = (plan and plan.predicted.iteration_ns for plan in (first, others[0]))
+        worse += waiting is not None and (background is None or background > waiting)
+    over = [f"{what}, over DistMM-Pipe" for what in list(schedules())[1:]]
+    print(markdown(["model", *schedules(), *over, "stated"], rows))
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
