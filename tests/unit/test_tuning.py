@@ -14,7 +14,9 @@ from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.model import read_profile
 from pipeplan.partition import STRATEGIES, place
 from pipeplan.planner import Batch, Options, Request
+from pipeplan.planner.candidates import grid
 from pipeplan.planner.tuning import Tuning, tune
+from pipeplan.planner.tuning.cells import cell_of, rows_of
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.sweep import built_in_rules, run_rules
 from pipeplan.simulate.metrics import iteration_time, rates
@@ -118,6 +120,40 @@ def test_an_interrupted_tuning_goes_on_where_it_was(whole: Tuning, tmp_path: Pat
     path.write_bytes(b"".join(lines[: len(lines) // 2]) + lines[-1][:20])
     assert tune(quick(), cache=str(path)).rows == whole.rows
     assert sorted(path.read_bytes().splitlines()) == sorted(complete.splitlines())
+
+
+def test_ctrl_c_leaves_the_best_so_far_and_what_is_known(tmp_path: Path) -> None:
+    """Ctrl-C behind the first round; the next tuning knows that round's cells, and ends like one in one go."""
+    asked = replace(request(4 * GB), sizes=(1,))
+    heard: list[int] = []
+
+    def press(what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
+        heard.append(best_ns)
+        raise KeyboardInterrupt
+
+    path = str(tmp_path / "cache.jsonl")
+    first = tune(replace(asked, progress=press), cache=path)
+    assert first.result.interrupted
+    assert [first.rows[0].iteration_ns] == heard
+    assert check(first.result.plan, asked.profile).valid
+    rest = tune(asked, cache=path)
+    assert not rest.result.interrupted
+    assert first.num_open > 0
+    assert rest.num_known > 0
+    assert set(first.rows) <= set(rest.rows)
+    assert rest.num_open == 0
+
+
+def test_a_cell_that_is_stopped_has_the_rows_so_far() -> None:
+    asked = quick()
+    point = next(point for point in grid(asked) if not isinstance(point, UsageError))
+    cell = cell_of(asked, point, lambda: False)
+    left = iter([False] * 3)
+    some = rows_of(asked, cell, lambda: next(left, True))
+    every = rows_of(asked, cell, lambda: False)
+    assert (some.complete, every.complete) == (False, True)
+    assert 0 < len(some.rows) <= 3
+    assert {row.rules for row in some.rows} <= {row.rules for row in every.rows}
 
 
 def test_a_cache_is_of_what_was_asked(whole: Tuning, tmp_path: Path) -> None:

@@ -136,24 +136,19 @@ class _Tuner:
     num_skipped: int = 0
     num_known: int = 0
     num_done: int = 0
+    partition_seconds: float = 0.0
 
     def run(self) -> Tuning:
         """All rounds."""
         waiting = self._points()
-        partition_seconds = 0.0
-        while waiting and not self.workers.stopped:
-            begun = self._elapsed
-            cells = self._placed(waiting, begun + _PLACING * (self.request.options.time_limit - begun))
-            partition_seconds += self._elapsed - begun
-            cells.sort(key=lambda point: point.cell.bound_ns)
-            for first in range(0, len(cells), _ROUND):
-                if not self.workers.stopped:
-                    self._round(cells[first : first + _ROUND])
-                    self._report()
+        try:
+            self._look_into(waiting)
+        except KeyboardInterrupt:  # between two pieces of work; in one, the workers hear it
+            self.workers.interrupt()
         num_cells = len(self.seen) + len(waiting)
         ranked = sorted(self.found, key=lambda pair: pair[1].rank)
         return Tuning(
-            result=self._result(ranked, partition_seconds),
+            result=self._result(ranked),
             rows=tuple(row for _, row in ranked),
             num_cells=num_cells,
             num_unfit=self.num_unfit,
@@ -161,6 +156,18 @@ class _Tuner:
             num_known=self.num_known,
             num_open=num_cells - self.num_unfit - self.num_skipped - self.num_done,
         )
+
+    def _look_into(self, waiting: deque[_Point]) -> None:
+        """Place points and try their cells, in turn, until all are done or time is up."""
+        while waiting and not self.workers.stopped:
+            begun = self._elapsed
+            cells = self._placed(waiting, begun + _PLACING * (self.request.options.time_limit - begun))
+            self.partition_seconds += self._elapsed - begun
+            cells.sort(key=lambda point: point.cell.bound_ns)
+            for first in range(0, len(cells), _ROUND):
+                if not self.workers.stopped:
+                    self._round(cells[first : first + _ROUND])
+                    self._report()
 
     @property
     def _elapsed(self) -> float:
@@ -250,7 +257,7 @@ class _Tuner:
             cell, row = min(self.found, key=lambda pair: pair[1].rank)
             self.request.progress(f"{row.placement}, {row.rules}", row.iteration_ns, cell.bound_ns, self._elapsed)
 
-    def _result(self, ranked: Sequence[tuple[Cell, Row]], partition_seconds: float) -> Result:
+    def _result(self, ranked: Sequence[tuple[Cell, Row]]) -> Result:
         """The plan of the best row, made again.
 
         Raises:
@@ -262,7 +269,7 @@ class _Tuner:
         assert cell.candidate is not None
         schedule = schedule_of(self.request, cell.candidate, row)
         plan = planned(self.request, cell.candidate, schedule)
-        chosen = None if isinstance(self.request.placement, Placement) else partition_seconds
+        chosen = None if isinstance(self.request.placement, Placement) else self.partition_seconds
         return Result(plan, schedule, self._elapsed, chosen, self.workers.interrupted)
 
     def _failure(self) -> PipeplanError:

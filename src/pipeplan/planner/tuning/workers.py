@@ -46,6 +46,12 @@ class Workers:
         """Whether no more work is to begin."""
         return self.interrupted or time.monotonic() >= self._deadline
 
+    def interrupt(self) -> None:
+        """Let what is at work come to its end soon, and begin no more."""
+        self.interrupted = True
+        if self._pool is not None:
+            self._stop.set()
+
     def run(self, work: Work[Item, Found], items: Sequence[Item]) -> list[Found]:
         """What is found for each item, in their order; fewer where it was stopped."""
         if self._pool is None:
@@ -59,7 +65,7 @@ class Workers:
             for item in items:
                 found.append(work(self._request, item, lambda: self.stopped))  # noqa: PERF401  # kept by an interrupt
         except KeyboardInterrupt:
-            self.interrupted = True
+            self.interrupt()
         return found
 
     def _result(self, future: Future[Found]) -> Found:
@@ -67,8 +73,7 @@ class Workers:
         try:
             return future.result()
         except KeyboardInterrupt:
-            self.interrupted = True
-            self._stop.set()
+            self.interrupt()
             return future.result()
 
 
