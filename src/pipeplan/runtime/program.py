@@ -6,16 +6,15 @@ model's edges say is refused before anything starts.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeplan.errors import UsageError
 from pipeplan.model import COPIES, PLACES, SAMPLES, SHARDS, Action, Axis, Mesh, Plan, Stage, is_instruction
-from pipeplan.model.plan import Attribute, slots_of
-from pipeplan.model.samples import replica_samples
+from pipeplan.model.plan import Attribute
 from pipeplan.runtime.flow import Flow, Message, model_flow, planned_flow
+from pipeplan.runtime.holdings import Holdings, Numbers
 
 __all__ = [
     "Instruction",
@@ -28,9 +27,6 @@ __all__ = [
     "planned_programs",
     "programs_of",
 ]
-
-Numbers = tuple[int, ...]
-"""Samples of the mini-batch by number, ascending: row i of a tensor is that of the i-th."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +194,7 @@ def planned_programs(plan: Plan) -> tuple[Program, ...]:
 
 
 def _programs(plan: Plan, flow: Flow) -> tuple[Program, ...]:
-    shares, everyone = _Shares(plan), _Everyone(_holders(plan), _lines(plan))
+    shares, everyone = Holdings(plan), _Everyone(_holders(plan), _lines(plan))
     return tuple(_program(plan, rank, flow, shares, everyone) for rank in range(len(plan.devices)))
 
 
@@ -219,7 +215,7 @@ def _require_same_blocks(plan: Plan, blocks: Sequence[str], model: str) -> None:
             )
 
 
-def _program(plan: Plan, rank: int, flow: Flow, shares: _Shares, everyone: _Everyone) -> Program:
+def _program(plan: Plan, rank: int, flow: Flow, shares: Holdings, everyone: _Everyone) -> Program:
     texts = plan.programs[rank]
     resolver = _Resolver(plan, rank, shares, flow)
     here = [index for index, stage in enumerate(plan.stages) if rank in stage.devices]
@@ -339,74 +335,10 @@ def _holders(plan: Plan) -> tuple[tuple[Share, int], ...]:
     return tuple(dict.fromkeys(found))
 
 
-class _Shares:
-    """Which samples each rank works on, and which it sends."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._num_parted = max(stage.num_parted for stage in plan.stages)
-        self._all: dict[tuple[int, int], frozenset[int]] = {}
-        self._held: dict[tuple[Message, int], frozenset[int]] = {}
-
-    def forwards(self, stage: int, rank: int, microbatch: int, part: int | None = None) -> tuple[Numbers, ...]:
-        """A rank's samples of a micro-batch, or of a part of it: those of each of the forwards that ran it."""
-        parted = part is None and microbatch < self._plan.stages[stage].num_parted
-        parts = (0, 1) if parted else (part,)
-        return tuple(self.of(stage, rank, microbatch, each) for each in parts)
-
-    def of(self, stage: int, rank: int, microbatch: int, part: int | None) -> Numbers:
-        """The samples of an action that a rank works on, or of a whole micro-batch that may have run in parts."""
-        group = self._plan.stages[stage]
-        begin, end = self._samples(group, microbatch, part)
-        replica = group.devices.index(rank) // group.shards
-        if part is None and microbatch < self._num_parted:
-            order = _half_by_half(begin, end)
-            begin, end = replica_samples((0, len(order)), group.replicas, replica)
-            return tuple(sorted(order[begin:end]))
-        return tuple(range(*replica_samples((begin, end), group.replicas, replica)))
-
-    def held(self, message: Message, rank: int) -> frozenset[int]:
-        """Samples of a message's source that a rank has: made there, or sent there."""
-        if (message, rank) not in self._held:
-            hops = [hop for each in self._plan.dependencies if Message.of(each) == message for hop in each.hops]
-            makers = {hop.source_device for hop in hops if hop.target_device == rank}
-            makers |= {rank} & set(self._plan.stages[message.source].devices)
-            self._held[message, rank] = frozenset().union(*(self._all_of(message.source, maker) for maker in makers))
-        return self._held[message, rank]
-
-    def sent(self, message: Message, ranks: tuple[int, int], microbatch: int, part: int | None) -> Numbers:
-        """What a source rank has made of its stage's micro-batch or part, and the target rank works on."""
-        needed = self._all_of(message.target, ranks[1])
-        return tuple(sample for sample in self.of(message.source, ranks[0], microbatch, part) if sample in needed)
-
-    def _all_of(self, stage: int, rank: int) -> frozenset[int]:
-        """All samples of the mini-batch that a rank works on for a stage."""
-        if (stage, rank) not in self._all:
-            count = len(slots_of(self._plan.stages[stage], "B", self._plan.mini_batch, self._plan.num_routes))
-            found = (sample for m in range(count) for sample in self.of(stage, rank, m, None))
-            self._all[stage, rank] = frozenset(found)
-        return self._all[stage, rank]
-
-    def _samples(self, stage: Stage, microbatch: int, part: int | None) -> tuple[int, int]:
-        slots = slots_of(stage, "B" if part is None else "F", self._plan.mini_batch, self._plan.num_routes)
-        number = slots.number(microbatch, part)
-        assert number is not None, "check accepts only actions that exist"
-        return slots.samples(number)
-
-
-def _half_by_half(begin: int, end: int) -> Numbers:
-    """Samples of a micro-batch that some stage runs in parts, so ordered that neighbours are from both halves.
-
-    Replicas share a whole micro-batch in this order: each then has its share of either half, in every stage.
-    """
-    middle = (begin + end) // 2
-    return tuple(itertools.chain.from_iterable(zip(range(begin, middle), range(middle, end), strict=True)))
-
-
 class _Resolver:
     """Finds which samples an action of one rank is about, and which message a SEND or a RECV means."""
 
-    def __init__(self, plan: Plan, rank: int, shares: _Shares, flow: Flow) -> None:
+    def __init__(self, plan: Plan, rank: int, shares: Holdings, flow: Flow) -> None:
         self._plan, self._rank, self._shares, self._flow = plan, rank, shares, flow
         self._sent: dict[tuple[int, str], list[tuple[Message, int]]] = defaultdict(list)
         self._received: dict[tuple[int, str], list[tuple[Message, int]]] = defaultdict(list)
