@@ -20,7 +20,7 @@ class Reference:
     def __init__(self, graph: TaskGraph, rules: Rules) -> None:
         assert rules.time == "unit" or not graph.workload.links
         self.graph, self.unit = graph, rules.time == "unit"
-        self.resolved = Resolved(graph.workload, rules)
+        self.resolved, self.shared_first = Resolved(graph.workload, rules), rules.shared_first
         self.begun: dict[int, int] = {}
         self.called: dict[int, list[int]] = {}  # action of several devices: those that have not joined
         self.orders: list[list[int]] = [[] for _ in graph.workload.devices]
@@ -54,7 +54,8 @@ class Reference:
             if all(self.is_free(device) for device in devices):
                 self.start(task)
         shared = [pick for pick in picks if len(self.graph.devices_of(pick[1])) > 1]
-        for device, task in sorted(shared, key=lambda pick: (self.kind(pick[1]) not in "BI", pick[0])):
+        in_turn = self.waited if self.shared_first else lambda pick: (self.kind(pick[1]) not in "BI", pick[0])
+        for device, task in sorted(shared, key=in_turn):
             devices = list(self.graph.devices_of(task))
             taken = {other for others in self.called.values() for other in others}
             if self.is_free(device) and not taken & set(devices) and task not in self.begun and self.may(task):
@@ -77,6 +78,10 @@ class Reference:
         owed = sorted(self.ready(device, "W"), key=lambda task: (self.arrival(task), task))
         if len(owed) > settings.weights_late:
             return owed[0]
+        together = [task for lane in "FB" for task in self.ready(device, lane) if self.goes_first(task)]
+        allowed = [task for task in together if self.is_next(task) and self.may(task)]
+        if allowed:
+            return min(allowed, key=lambda task: self.waited((device, task)))
         backward = self.backward_first(device)
         for lane in "BF" if backward else "FB":
             task, waits = self.pick(device, lane)
@@ -90,9 +95,7 @@ class Reference:
 
     def backward_first(self, device: int) -> bool:
         settings = self.resolved.devices[device]
-        lanes = [
-            self.lane(task) for task in self.orders[device] if self.calls(device, task) and self.lane(task) in "FB"
-        ]
+        lanes = [self.lane(task) for task in self.chosen(device) if self.lane(task) in "FB"]
         last = lanes[-1] if lanes else "B"
         run = next((n for n, lane in enumerate(reversed(lanes)) if lane != last), len(lanes))
         unit = settings.forward_unit if last == "F" else settings.backward_unit
@@ -108,8 +111,8 @@ class Reference:
         """What the device takes of a lane, and whether nothing but time keeps it from taking something."""
         settings = self.resolved.devices[device]
         traversal = settings.forward if lane == "F" else settings.backward
-        ready = self.ready(device, lane)
-        mine = self.of_lane(device, lane)
+        ready = [task for task in self.ready(device, lane) if not self.goes_first(task)]
+        mine = [task for task in self.of_lane(device, lane) if not self.goes_first(task)]
         stages = sorted(
             {self.stage(task) for task in mine},
             key=lambda stage: (self.place(stage), stage),
@@ -127,22 +130,60 @@ class Reference:
             if not heads and traversal.interval is not None and turn is not None and not self.pressed:
                 break
         awaited = left[:1] if traversal.interval is not None and turn is not None else left
-        return None, bool(left) and not any(self.stage(task) in awaited for task in ready)
+        coming = [min(t for t in mine if self.stage(t) == s and t not in self.begun) for s in awaited]
+        some = any(self.may(task) for task in coming)
+        return None, some and not any(self.stage(task) in awaited for task in ready)
 
     def turn(self, device: int, lane: str, interval: int | None) -> tuple[int | None, int]:
         """The stage that had the last turn, and how many actions of it."""
         stage, count = None, 0
-        for task in self.orders[device]:
-            if self.calls(device, task) and self.lane(task) == lane:
+        for task in self.chosen(device):
+            if self.lane(task) == lane:
                 fresh = self.stage(task) != stage or count == interval
                 stage, count = self.stage(task), 1 if fresh else count + 1
         return stage, count
+
+    def chosen(self, device: int) -> list[int]:
+        """The device's own choices so far."""
+        return [task for task in self.orders[device] if self.calls(device, task) and not self.goes_first(task)]
+
+    def goes_first(self, task: int) -> bool:
+        return self.shared_first and len(self.graph.devices_of(task)) > 1 and self.lane(task) in "FB"
+
+    def is_next(self, task: int) -> bool:
+        alike = [
+            t for t in range(self.graph.num_actions) if self.graph.operation_of[t] == self.graph.operation_of[task]
+        ]
+        return task == min(t for t in alike if t not in self.begun)
+
+    def waited(self, pick: tuple[int, int]) -> tuple[int, int]:
+        """When a shared action was there: now, if it waits for nothing; then the number of its operation."""
+        task = pick[1]
+        return (self.arrival(task) or 0) if self.sources[task] else self.now, self.graph.operation_of[task]
+
+    def is_asked_for(self, task: int) -> bool:
+        """Whether a first action of several devices is just what the forward behind it could take now."""
+        behind = [t for t, _ in self.graph.successors[task] if t < self.graph.num_actions and self.kind(t) == "F"]
+        alone = [t for t in behind if len(self.graph.devices_of(t)) == 1]
+        if self.sources[task] or not self.goes_first(task) or self.kind(task) != "F":
+            return True
+        counted = [t for t in alone if self.count(t) == self.count(task)]
+        return not counted or any(self.is_next(t) and self.has_room(t) for t in counted)
+
+    def count(self, task: int) -> int:
+        return self.graph.operation_of.count(self.graph.operation_of[task])
+
+    def has_room(self, task: int) -> bool:
+        most = self.resolved.in_flight[self.stage(task)]
+        return most is None or self.in_flight([self.stage(task)]) < most
 
     def next(self, task: int) -> int:
         """When the operation of an action that has begun may start the next one."""
         return self.begun[task] + self.resolved.every[self.stage(task)].get(self.kind(task), 0)
 
     def may(self, task: int) -> bool:
+        if not self.is_asked_for(task):
+            return False
         alike = [t for t in self.begun if self.graph.operation_of[t] == self.graph.operation_of[task]]
         if any(self.next(other) > self.now for other in alike):
             return False

@@ -45,6 +45,7 @@ rules = st.builds(
     Rules,
     **settings_of_all,
     time=st.sampled_from(["unit", "true"]),
+    shared_first=st.booleans(),
     devices=st.just(()) | st.tuples(st.builds(DeviceRules, types=types, forward=stages, devices=st.just((1,)))),
 )
 paced = st.builds(StageTraversal, direction, st.none() | number, st.sampled_from([None, 2, 3]))

@@ -12,6 +12,7 @@ from helpers import chain_workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from known_orders import KNOWN, known_orders
+from shared_insertion import SharedInsertion
 from towers import towers
 
 from pipeplan.costs import build_workload
@@ -22,7 +23,6 @@ from pipeplan.model.workload import Workload
 from pipeplan.partition import place
 from pipeplan.planner import Batch, Options, choose_placement, search_plan
 from pipeplan.planner.by_rules import place_by_rules
-from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.listing import Policy, list_schedule
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import with_instructions
@@ -198,6 +198,18 @@ def test_hanayo_is_a_list_schedule_with_as_many_open_as_devices(
     assert ordered(workload, "hanayo") == list_schedule(Problem.of(workload), policy)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["m", "mllm", "nn"]), st.sampled_from([2, 4, 6]), st.integers(1, 10), st.integers())
+def test_shared_stages_are_inserted_into_1f1b_whatever_the_costs(
+    kind: str, num_devices: int, count: int, seed: int
+) -> None:
+    profile = shape(kind, num_devices)
+    assert profile.placement is not None
+    workload = build_workload(profile, profile.placement, num_microbatches=count, microbatch_size=1)
+    workload = with_random_times(workload, Random(seed))
+    assert ordered(workload, "1f1b+") == SharedInsertion(Problem.of(workload)).run()
+
+
 def with_random_times(workload: Workload, random: Random) -> Workload:
     return replace(
         workload,
@@ -310,16 +322,6 @@ def test_shared_stages_pass_check(kind: str, num_devices: int) -> None:
     profile = shape(kind, num_devices)
     for count in (1, num_devices, 2 * num_devices + 1):
         searched("1f1b+", profile, None, count)
-
-
-@pytest.mark.parametrize("kind", ["m", "mllm", "nn"])
-def test_shared_stages_run_as_the_classic_where_nothing_is_late(kind: str) -> None:
-    """With one micro-batch; with more the classic waits where the rules take what is ready."""
-    profile = shape(kind, 4)
-    assert profile.placement is not None
-    workload = build_workload(profile, profile.placement, num_microbatches=1, microbatch_size=1)
-    problem, graph = Problem.of(workload), task_graph(workload)
-    assert ordered(workload, "1f1b+") == CLASSIC["1f1b+"].orders(problem, graph)
 
 
 @pytest.mark.parametrize("num_devices", [2, 4, 8])

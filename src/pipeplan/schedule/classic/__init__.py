@@ -43,6 +43,6 @@ CLASSIC: dict[str, Classic] = {
     "chimera": Classic(shared.needs_two_ways, by_rules("chimera")),
     "kfkb": Classic(one_stage_each, as_given(best_kfkb_orders)),
     "greedy": Classic(lambda problem: None, as_given(greedy_orders)),
-    "1f1b+": Classic(shared.needs_shared, shared.one_forward_one_backward_plus),
+    "1f1b+": Classic(shared.needs_shared, by_rules("1f1b+")),
 }
 """Every classic schedule by the name ``--scheduler`` takes."""

@@ -7,7 +7,7 @@ A schedule is an order per device: task numbers ``operation * N + micro-batch``,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeplan.model.workload import Workload
@@ -20,7 +20,6 @@ __all__ = [
     "Orders",
     "Script",
     "all_of",
-    "alternating",
     "as_given",
     "chains",
     "is_chain",
@@ -191,16 +190,6 @@ def scripted(write: Callable[[Script, int, Problem], object]) -> Callable[[Probl
         return [script.finish() for script in scripts]
 
     return orders
-
-
-def alternating(operations: Sequence[int], warmup: int, microbatches: int) -> Iterator[tuple[int, int]]:
-    """``warmup`` forwards, then backward and forward in turn; I and W stay together."""
-    forward, *backward = operations
-    yield from ((forward, m) for m in range(warmup))
-    for m in range(microbatches):
-        yield from ((x, m) for x in backward)
-        if warmup + m < microbatches:
-            yield forward, warmup + m
 
 
 def makespan(graph: TaskGraph, orders: Orders) -> int:

@@ -23,6 +23,9 @@ __all__ = ["Chooser"]
 _BACKWARD = {"B": "B", "I": "B"}
 """Kinds that share a lane, and its name; every other kind is a lane of its own."""
 
+_SHARED = "shared"
+"""The lane of stages on several devices where they go first: no kind is written so."""
+
 
 @dataclass(slots=True)
 class _Lane:
@@ -103,6 +106,13 @@ class Chooser:
         self._callers = [callers(graph, x) for x in range(len(operations))]
         self._last = {instruction.kind for instruction in rules.instructions if instruction.last}
         self._pressed = False
+        self._lane_of = [_BACKWARD.get(kind, kind) for kind in self._kind]
+        if rules.shared_first:
+            several = {x for x, devices in enumerate(graph.workload.resources[: len(operations)]) if len(devices) > 1}
+            self._lane_of = [_SHARED if x in several and name in "FB" else name for x, name in enumerate(self._lane_of)]
+        waiting = {target for _, target, _ in graph.workload.lags}
+        self._is_first = [x not in waiting for x in range(len(operations))]
+        self._since: dict[int, int] = {}  # [action of the shared lane] when it became ready
         self._devices = [
             self._device(device, settings, resolved.depths) for device, settings in enumerate(resolved.devices)
         ]
@@ -133,6 +143,10 @@ class Chooser:
         """The operation of a kind and stage; None if there is none."""
         return self._number.get((kind, stage))
 
+    def left(self, x: int) -> int:
+        """How many actions of an operation have not started."""
+        return self._left[x]
+
     def callers_of(self, x: int) -> tuple[int, ...]:
         """The devices that may choose an operation's actions."""
         return self._callers[x]
@@ -151,10 +165,17 @@ class Chooser:
         """Put an action into its ready queue; the devices that may choose it."""
         x = self._graph.operation_of[task]
         heapq.heappush(self._queues[x], task)
+        if self._lane_of[x] == _SHARED:
+            self._since[task] = self._state.now
         if self._kind[x] == "W":
             for device in self._callers[x]:
                 self._devices[device].owed.append(task)
         return self._callers[x]
+
+    def calling_order(self, task: int) -> tuple[int, int]:
+        """Sort key of shared actions that go first: what became ready first; what waits for nothing does so now."""
+        x = self._graph.operation_of[task]
+        return (self._state.now if self._is_first[x] else self._since.get(task, 0)), x
 
     def take(self, task: int) -> int:
         """Take an action out of its ready queue."""
@@ -178,7 +199,7 @@ class Chooser:
             return
         for device in self._graph.devices_of(task):
             self._devices[device].left -= 1
-        name = _BACKWARD.get(kind, kind)
+        name = self._lane_of[x]
         for device in self._callers[x]:
             mine = self._devices[device]
             mine.lanes[name].started(x)
@@ -203,15 +224,17 @@ class Chooser:
         return self._filling(mine)
 
     def _is_waited_for(self, lane: _Lane) -> bool:
-        """Whether nothing but time keeps all actions of a lane that are left."""
+        """Whether nothing but time keeps all actions of a lane that are left, and one would be allowed."""
         left = list(lane.turns(self._left))
         if lane.turn >= 0 and lane.interval is not None:
             left = left[:1]
-        return bool(left) and not self._pressed and not any(self._queues[x] for x in left)
+        if self._pressed or any(self._queues[x] for x in left):
+            return False
+        return any(self._obstacle(self._graph.offsets[x + 1] - self._left[x]) is None for x in left)
 
     def _by_function(self, device: int, kinds: Sequence[str]) -> int | None:
         mine = self._devices[device]
-        for kind in kinds:
+        for kind in (_SHARED, *kinds):
             if kind == "W":
                 task = next((owed for owed in mine.owed if self._obstacle(owed) is None), None)
             else:
@@ -239,6 +262,9 @@ class Chooser:
                     f"the stage order of device {device} chose {chosen}, which is none of those it was given"
                 )
             return None if chosen is None else chosen.task
+        if lane.name == _SHARED:
+            ready = [self._queues[x][0] for x in lane.operations if self._queues[x]]
+            return min((task for task in ready if not self._obstacle(task)), key=self.calling_order, default=None)
         waits = lane.interval is not None and lane.turn >= 0 and not self._pressed
         for x in lane.operations if lane.interval is None else lane.turns(self._left):
             queue = self._queues[x]
@@ -258,7 +284,7 @@ class Chooser:
         lanes: dict[str, _Lane] = {}
         for x, kind in enumerate(self._kind):
             if device in self._callers[x] and kind != "W":
-                name = _BACKWARD.get(kind, kind)
+                name = self._lane_of[x]
                 traversal = settings.backward if name == "B" else settings.forward
                 lanes.setdefault(name, _Lane(name, [], traversal, traversal.interval)).operations.append(x)
         for lane in lanes.values():

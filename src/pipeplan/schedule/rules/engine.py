@@ -94,6 +94,10 @@ class Run:
         self._events: list[tuple[int, int]] = []  # (time, task) ends; behind num_tasks arrivals, twice that operations
         self._orders: list[list[int]] = [[] for _ in workload.devices]
         self._chooser = Chooser(graph, rules, self._resolved, self.obstacle, self)
+        self._shared_first = rules.shared_first
+        self._asking: dict[int, list[int]] = {}
+        if rules.shared_first:
+            self._asking = self._askers()
         self._attentive = self._chooser.has_functions or bool(rules.checks)
 
     # what user functions see (language.State)
@@ -202,7 +206,9 @@ class Run:
             if alone and self._calls[device] is None and not self._busy[device]:
                 self._start(self._chooser.take(task))
 
-    def _calling_order(self, pick: tuple[int, int]) -> tuple[bool, int]:
+    def _calling_order(self, pick: tuple[int, int]) -> tuple[int, int]:
+        if self._shared_first:
+            return self._chooser.calling_order(pick[1])
         return self._kind[self.graph.operation_of[pick[1]]] not in "BI", pick[0]
 
     def _call(self, device: int, task: int) -> None:
@@ -255,6 +261,8 @@ class Run:
         stage, kind = self._stage[x], self._kind[x]
         if self.now < self._earliest[x]:
             return Obstacle("every", stage, self._every[x])
+        if x in self._asking and not any(self._asks(x, y) for y in self._asking[x]):
+            return Obstacle("shared_first", stage)
         if kind == "F" and not self._is_second_part(x, task):
             limit = self._limits[stage]
             if limit is not None and self._in_flight[stage] >= limit:
@@ -271,6 +279,23 @@ class Run:
                 if not check(self, candidate):
                     return Obstacle("check", number=0, name=getattr(check, "__name__", repr(check)))
         return None
+
+    def _askers(self) -> dict[int, list[int]]:
+        """{forward on several devices that waits for nothing: forwards behind it on one device}"""
+        lags, kinds = self.graph.workload.lags, self._kind
+        first = set(range(len(kinds))) - {target for _, target, _ in lags}
+        asking: dict[int, list[int]] = {}
+        for x, y, _ in lags:
+            alike = self._chooser.left(x) == self._chooser.left(y)
+            if x in first and kinds[x] == kinds[y] == "F" and self._together[x] and not self._together[y] and alike:
+                asking.setdefault(x, []).append(y)
+        return asking
+
+    def _asks(self, x: int, y: int) -> bool:
+        """Whether y has run all that x has made for it, and its limit lets it run more."""
+        limit = self._limits[self._stage[y]]
+        room = limit is None or self._in_flight[self._stage[y]] < limit
+        return room and self._chooser.left(x) == self._chooser.left(y)
 
     def _stir(self) -> bool:
         """Nothing runs: let time pass for user functions, then let strict turns give way. False if nothing helps."""

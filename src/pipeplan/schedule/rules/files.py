@@ -239,6 +239,7 @@ _RULES: dict[str, _Reader] = {
     "time": _TEXT,
     "separate": _FLAG,
     "fit_memory": _FLAG,
+    "shared_first": _FLAG,
     **_PLACE,
     **_SETTINGS,
     "device": _tables({"devices": _device_numbers, **_SETTINGS}, DeviceRules),

@@ -252,15 +252,17 @@ class Rules(Settings):
 
     ``time`` is ``unit`` (every action takes one step, as in the paper) or ``true`` (as long as it takes). ``separate``
     asks for gradient separation: the rules see every backward whole, then its parts are put where they fit.
-    ``fit_memory`` asks that no forward starts that its device has no room for. ``placement``
-    and ``chunks`` say where the stages stand unless the search is told otherwise. ``checks`` must all agree before
-    an action starts.
+    ``fit_memory`` asks that no forward starts that its device has no room for. With ``shared_first`` stages on several
+    devices go before all others, the first that is ready first, and a first stage only when the one behind it could go
+    on at once (Tessel's 1F1B+). ``placement`` and ``chunks`` say where the stages stand unless the search is told
+    otherwise. ``checks`` must all agree before an action starts.
     """
 
     name: str = "rules"
     time: Literal["unit", "true"] = "unit"
     separate: bool = False
     fit_memory: bool = False
+    shared_first: bool = False
     placement: str | None = None
     chunks: int | None = None
     devices: tuple[DeviceRules, ...] = ()

@@ -34,6 +34,8 @@ class Obstacle:
                 return f"device {self.number} has its {self.limit} micro-batches in flight (in_flight_device)"
             case "every":
                 return f"stage {self.number} starts one in {self.limit} steps (every)"
+            case "shared_first":
+                return f"stage {self.number} goes no further ahead than what stands behind it asks for (shared_first)"
             case "memory":
                 return f"device {self.number} has no room for it beside its oldest micro-batch (fit_memory)"
             case _:
@@ -43,6 +45,8 @@ class Obstacle:
 _REMEDIES = {
     "in_flight": "raise in_flight",
     "in_flight_device": "raise in_flight_device",
+    "every": "lower every",
+    "shared_first": "leave out shared_first",
     "memory": "raise --memory, or lower in_flight",
     "check": "let the check allow one of them",
 }
