@@ -254,6 +254,8 @@ def test_configurations_that_make_no_sense_are_refused(texts: tuple[str, ...], t
     [
         ("gpt2-tiny", "layer0.ffn", "rows4", "as rows4: it can be split by shards, and not by rows"),
         ("gpt2-tiny", "layer0.attention", "samples2-shards4", "has 2 heads, which 4 devices cannot share evenly"),
+        (OPERATORS, "layer0.attention.core", "features8", "has 4 heads, which 8 devices cannot share evenly"),
+        ("gpt2-tiny", "embedding", "places2", "it does not say that it can be split by places"),
         ("candle-uno-tiny", "branch0.layer0", "rows2-shards2", "it cannot be split by rows and shards at once"),
         ("candle-uno-tiny", "branch0.layer0", "columns3", "3 devices cannot share evenly"),
         ("runtime_models:worded", "shift", "samples2", "it takes no samples that they could share"),

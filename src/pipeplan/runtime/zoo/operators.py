@@ -58,6 +58,7 @@ class AttentionCore(nn.Module):
 
     def __init__(self, stack: Stack, shards: Shards = WHOLE) -> None:
         super().__init__()
+        stack.heads_of(_features(shards))  # refuses slices of heads
         self.size, self.causal = stack.hidden // stack.heads, stack.causal
         self.places = shards.along.get(PLACES, WHOLE)
 
