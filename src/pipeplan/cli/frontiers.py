@@ -33,6 +33,7 @@ class Asked:
     device: str | None
     whole_blocks: bool
     data_parallel_loading: bool
+    within: float = 0.0
 
     @property
     def batch(self) -> Batch:
@@ -74,7 +75,15 @@ def of_splits(asked: Asked) -> Found:
     notes: list[str] = []
     exact, seconds = True, 0.0
     for count in asked.counts:
-        splits = split_frontier(asked.profile, asked.cluster, count, samples, device=asked.device, options=options)
+        splits = split_frontier(
+            asked.profile,
+            asked.cluster,
+            count,
+            samples,
+            device=asked.device,
+            options=options,
+            within=asked.within,
+        )
         memory, limit = splits.tracked.memory_bytes.tolist(), asked.limit(count)
         found += [
             (splits, index, Point(count, bytes_, int(splits.tracked.time_ns[index]), ""))
@@ -85,9 +94,11 @@ def of_splits(asked: Asked) -> Found:
         if limit is not None and memory[0] > limit:
             notes.append(f"{count} devices: not enough, each would need at least {format_bytes(memory[0])}")
         exact, seconds = exact and splits.tracked.exact, seconds + splits.seconds
-        if not splits.tracked.exact:
-            held = splits.tracked.eliminations["heuristic"]
+        if held := splits.tracked.eliminations["heuristic"]:
             notes.append(f"{count} devices: not exact, {held} operators were settled by heuristic elimination")
+        if splits.tracked.factor > 1:
+            beyond = splits.tracked.factor - 1
+            notes.append(f"{count} devices: proved to be within {beyond:.2%} of every strategy in memory and time")
     report = FrontierReport(
         asked.profile.name,
         "all",

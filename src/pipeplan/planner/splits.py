@@ -42,12 +42,15 @@ def split_frontier(
     *,
     device: str | None = None,
     options: CostOptions | None = None,
+    within: float = 0.0,
 ) -> Splits:
     """Track the frontier of a profile on so many devices, for iterations of one micro-batch of ``samples``.
+
+    ``within`` as in :func:`pipeplan.frontier.tracking.track`.
 
     Raises:
         UsageError: as :func:`pipeplan.frontier.configurations.building.cost_model`.
     """
     begun = time.monotonic()
     model = cost_model(profile, cluster, num_devices, samples, device=device, options=options or CostOptions())
-    return Splits(num_devices, model, track(model.graph), time.monotonic() - begun)
+    return Splits(num_devices, model, track(model.graph, within=within), time.monotonic() - begun)
