@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -9,8 +10,11 @@ import pytest
 from pipeplan.check import check
 from pipeplan.errors import InfeasibleError
 from pipeplan.examples import model
-from pipeplan.planner import Batch, Options, Request
+from pipeplan.model import PlacedStage, Placement
+from pipeplan.planner import Batch, Candidate, Options, Request
+from pipeplan.planner.stage_splits import StageSplits
 from pipeplan.planner.tradeoff import PlanFrontier, plan_frontier
+from pipeplan.planner.trials import Trial
 from pipeplan.simulate.simulation import simulate
 
 DEVICES = (1, 2, 4)
@@ -61,3 +65,19 @@ def test_memory_is_a_limit_for_all_points() -> None:
 def test_what_fits_nowhere_is_said() -> None:
     with pytest.raises(InfeasibleError):
         frontier_of("gpt2-124m", 1000)
+
+
+def test_stages_take_points_of_their_own_frontiers() -> None:
+    request, _ = frontier_of("gpt2-124m")
+    stage = PlacedStage(blocks=request.profile.topological_order(), devices=(0, 1), shards=2)
+    placement = Placement(strategy="stage graph", num_devices=2, stages=(stage,))
+    asked = replace(request, num_devices=2)
+    whole = Candidate(placement, request.batch, False, "test")
+    splits = StageSplits(asked)
+    free = splits.split(whole, None)
+    assert free is not None
+    quick = Trial.of(asked, free)
+    uniform = Trial.of(asked, whole)
+    assert free.placement.stages[0].configurations
+    assert min(quick.bounds) <= min(uniform.bounds)  # all blocks in one way are among its frontier's points
+    assert splits.split(whole, 1000) is None

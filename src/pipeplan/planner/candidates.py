@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain, islice, product
 
+from pipeplan.costs import StageCosts
 from pipeplan.costs.collectives import all_reduce_time
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.model import PlacedStage, Placement, Profile
@@ -40,7 +41,8 @@ TOLERANCE = 0.01
 class Candidate:
     """A placement for micro-batches of a size, recomputing or not where stages do not say.
 
-    ``source`` says who made it. A ``fallback`` is for when nothing else fits.
+    ``source`` says who made it. A ``fallback`` is for when nothing else fits. ``given`` are the costs of stages whose
+    blocks are each split in a way of its own, by the stage's place.
     """
 
     placement: Placement
@@ -48,6 +50,7 @@ class Candidate:
     recompute: bool
     source: str
     fallback: bool = False
+    given: Mapping[int, StageCosts] | None = None
 
     @property
     def key(self) -> Hashable:

@@ -41,6 +41,7 @@ def on_cluster(request: Request, candidate: Candidate) -> Candidate | None:
         num_microbatches=candidate.batch.num_microbatches,
         microbatch_size=candidate.batch.microbatch_size,
         recompute=candidate.recompute,
+        given=candidate.given,
     )
     group_of = device_groups(workload)
     sizes = Counter(group_of)

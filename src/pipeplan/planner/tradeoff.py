@@ -22,6 +22,7 @@ from pipeplan.planner.candidates import Candidate, graphs, open_sizes
 from pipeplan.planner.finishing import planned
 from pipeplan.planner.mapping import on_cluster
 from pipeplan.planner.request import Request
+from pipeplan.planner.stage_splits import StageSplits
 from pipeplan.planner.trials import Trial
 from pipeplan.simulate.memory import peak_memory
 
@@ -86,6 +87,7 @@ def plan_frontier(request: Request, device_counts: Sequence[int]) -> PlanFrontie
     interrupted = False
     try:
         search.try_all(_in_turn([_chains(asked) for asked in requests]))
+        search.try_all(_split(StageSplits(request), list(search.best)))
         search.try_all(_in_turn([_graphs(asked, search.memories(asked.num_devices)) for asked in requests]))
     except KeyboardInterrupt:
         interrupted = True
@@ -170,6 +172,15 @@ def _graphs(request: Request, memories: Sequence[int]) -> Iterator[Asked]:
     for limit in (request.least_memory, *memories):
         asked = replace(request, memory_bytes=limit)
         for found in graphs(replace(asked, options=short)):
+            yield asked, found
+
+
+def _split(splits: StageSplits, best: Sequence[_Tried]) -> Iterator[Asked]:
+    """The points again with every stage on several devices split as its own frontier says, under the same limits."""
+    for tried in best:
+        asked = tried.request
+        found = splits.split(tried.trial.candidate, asked.least_memory)
+        if found is not None:
             yield asked, found
 
 

@@ -189,6 +189,7 @@ def workloads(request: Request, candidate: Candidate) -> list[Workload]:
             recompute=candidate.recompute,
             cluster=request.cluster,
             memory_bytes=request.memory,
+            given=candidate.given,
         )
         for split in _backward_ways(request.profile, request.options)
     ]
