@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pipeplan import __version__
 from pipeplan.check import check
 from pipeplan.model import Plan, Provenance, sha256_of
+from pipeplan.model.workload import Workload
 from pipeplan.planner.assembly import assemble
 from pipeplan.planner.candidates import Candidate
 from pipeplan.planner.request import Request
@@ -18,9 +19,12 @@ from pipeplan.schedule.state import Schedule
 __all__ = ["planned"]
 
 
-def planned(request: Request, candidate: Candidate, schedule: Schedule) -> Plan:
-    """The plan of a candidate's schedule, checked against profile and cluster."""
-    problem = Problem.of(schedule.workload)
+def planned(request: Request, candidate: Candidate, schedule: Schedule, whole: Workload) -> Plan:
+    """The plan of a candidate's schedule, checked against profile and cluster.
+
+    ``whole`` is the schedule's workload, or the one without forwards in parts.
+    """
+    problem = Problem.of(whole)
     plan = assemble(
         schedule.graph,
         schedule.orders,

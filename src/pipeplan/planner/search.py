@@ -214,7 +214,7 @@ class _Search:
         if trial is None or trial.best is None:
             raise self._failure()
         schedule = trial.settled
-        plan = planned(self._request, trial.candidate, schedule)
+        plan = planned(self._request, trial.candidate, schedule, trial.best.workload)
         chosen = None if isinstance(self._request.placement, Placement) else self._partition_seconds
         return Result(plan, schedule, self._budget.elapsed, chosen, self._budget.interrupted)
 

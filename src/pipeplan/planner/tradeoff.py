@@ -213,5 +213,7 @@ def _beats(figures: tuple[int, ...], others: tuple[int, ...]) -> bool:
 
 
 def _point(tried: _Tried) -> PlanPoint:
-    plan = planned(tried.request, tried.trial.candidate, tried.trial.settled)
+    trial = tried.trial
+    assert trial.best is not None
+    plan = planned(tried.request, trial.candidate, trial.settled, trial.best.workload)
     return PlanPoint(plan, tried.memory_bytes, plan.predicted.iteration_ns, tried.request.num_devices)

@@ -268,7 +268,7 @@ class _Tuner:
         cell, row = ranked[0]
         assert cell.candidate is not None
         schedule = schedule_of(self.request, cell.candidate, row)
-        plan = planned(self.request, cell.candidate, schedule)
+        plan = planned(self.request, cell.candidate, schedule, schedule.workload)
         chosen = None if isinstance(self.request.placement, Placement) else self.partition_seconds
         return Result(plan, schedule, self._elapsed, chosen, self.workers.interrupted)
 

@@ -6,8 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import networkx as nx
-
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.simulate.timing import TaskGraph
 
@@ -103,6 +101,8 @@ def _unmet(graph: TaskGraph, waiting: Sequence[int], begun: Sequence[int | None]
 
 def _circle(graph: TaskGraph, unmet: Mapping[int, list[int]]) -> str | None:
     """Actions that wait for each other, each for the next; None if none do."""
+    import networkx as nx  # which takes time, and is for errors alone
+
     waits: nx.DiGraph[int] = nx.DiGraph((task, source) for task, sources in unmet.items() for source in sources)
     try:
         edges = nx.find_cycle(waits)
