@@ -1,6 +1,6 @@
 """FlexPipe's GPT models on its cluster: the best plan by rules beside even 1F1B, T-1F1B and the repetend alone.
 
-    python benchmarks/flexpipe.py [--size 5b] [--vocabulary 1m] [--workers 2] [--limit 300s] [--cache FILE] [--scaling]
+    python benchmarks/flexpipe.py [--size 5b] [--vocabulary 1m] [--workers 2] [--limit 300] [--cache FILE] [--scaling]
 
 Prints Markdown tables (FlexPipe, section 7.1, Fig. 12 to 15). Costs are estimated and iterations simulated: nothing is
 measured. Every schedule has the best of all depths, replicas and micro-batch sizes that are powers of two, with and
@@ -22,6 +22,7 @@ from pipeplan.costs.testbeds import cluster_of_paper
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.examples import model
 from pipeplan.model import Plan, Profile
+from pipeplan.model.workload import Workload
 from pipeplan.partition import place
 from pipeplan.partition.chain import Chain
 from pipeplan.planner import Batch, Candidate, Options, Request
@@ -173,9 +174,8 @@ def chosen(plan: Plan) -> str:
 
 def parted(plan: Plan) -> tuple[str, str]:
     """Ms that a device computes, and waits, on average: Fig. 14's two parts of an iteration."""
-    stages, work = plan.stages, 0
-    for operation in plan.operations:
-        work += operation.duration_ns * plan.num_instances(operation) * len(stages[operation.stage].devices)
+    workload = Workload.of(plan)
+    work = sum(workload.work_of(x) * len(workload.resources[x]) for x in range(len(workload.operations)))
     busy = work / len(plan.devices)
     return f"{busy / 1e6:,.0f}", f"{(plan.predicted.iteration_ns - busy) / 1e6:,.0f}"
 
