@@ -27,6 +27,7 @@ from pipeplan.runtime.options import RunOptions, StepResult
 
 RANK = (sys.executable, str(Path(__file__).parents[1] / "checkpoint_rank.py"))
 NUM_STEPS = 5
+OPERATORS = "gpt2-tiny-operators"
 TINY, DEEPER, ALL = "gpt2-tiny", "checkpoint_models:deeper", (0, 1, 2, 3)
 CHAIN, BRANCHES, WORDED = (f"runtime_models:{name}" for name in ("chain", "branches", "worded"))
 
@@ -59,6 +60,20 @@ def worded_on(*groups: tuple[str, tuple[int, ...], int]) -> Plan:
     return placed_plan(load_model(WORDED), stages, num_microbatches=4, microbatch_size=2)
 
 
+def operators_as(*turns: str) -> Plan:
+    """A model by operator on four devices: its blocks split as their kinds can, in turn."""
+    model = load_model(OPERATORS)
+    ways = {"product": turns, "embedding": ("hidden2-shards2", "samples2-copies2"), "norm": ("features4", "places4")}
+    found = [ways.get(block.operator, ("samples4", "copies4")) for block in model.blocks]
+    stage = PlacedStage(
+        blocks=tuple(block.id for block in model.blocks),
+        devices=(1, 3, 0, 2),
+        shards=4,
+        configurations=tuple(each[number % len(each)] for number, each in enumerate(found)),
+    )
+    return placed_plan(model, [stage], num_microbatches=3, microbatch_size=4)
+
+
 @functools.cache
 def pairs() -> dict[str, tuple[str, list[Plan]]]:
     """Models, and the plans under which one training goes on."""
@@ -87,6 +102,14 @@ def pairs() -> dict[str, tuple[str, list[Plan]]]:
             [
                 worded_on(("shift words b0 b1", (1,), 1), ("b2 b3 head", (0,), 1)),
                 worded_on(("shift words b0", (0,), 1), ("b1", (2, 1), 2), ("b2 b3", (3,), 1), ("head", (3, 1, 0), 3)),
+            ],
+        ),
+        "tiles, then other tiles, then stages": (
+            OPERATORS,
+            [
+                operators_as("rows2-columns2", "columns4", "rows4"),
+                operators_as("columns2-places2", "copies2-rows2", "samples4"),
+                model_plan(load_model(OPERATORS), [0, 1], num_microbatches=3, microbatch_size=4),
             ],
         ),
         "branches": (BRANCHES, [model_plan(branches, [0, 1, 2, 3]), model_plan(branches, [2, 0], split=True)]),
