@@ -8,7 +8,7 @@ encoder. Only what remains is merged with a neighbour, configuration by configur
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
@@ -33,6 +33,8 @@ class Reduced:
     writer: Writer
     done: Counter[str] = field(default_factory=Counter)
     joint: set[int] = field(default_factory=set)
+    ends: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """The neighbours of every node, so that no step goes through all edges."""
 
     @classmethod
     def of(cls, graph: CostGraph) -> tuple[Reduced, dict[str, Expression], list[Expression]]:
@@ -48,7 +50,7 @@ class Reduced:
 
     def neighbours(self, node: int) -> list[int]:
         """The other ends of a node's edges, ascending."""
-        return sorted({a + b - node for a, b in self.edges if node in (a, b)})
+        return sorted(self.ends[node])
 
     def between(self, first: int, second: int) -> Expression:
         """The edge of two neighbours with ``first`` in the rows."""
@@ -138,10 +140,14 @@ class Reduced:
             self.done["edge"] += 1
             edge = self.writer.product(self.edges[pair], edge)
         self.edges[pair] = edge
+        self.ends[first].add(second)
+        self.ends[second].add(first)
 
     def _add_cost(self, node: int, row: Expression) -> None:
         self.nodes[node] = self.writer.product(self.nodes[node], row)
 
     def _forget(self, node: int) -> None:
         del self.nodes[node]
-        self.edges = {pair: edge for pair, edge in self.edges.items() if node not in pair}
+        for other in self.ends.pop(node, set()):
+            self.ends[other].discard(node)
+            del self.edges[min(node, other), max(node, other)]
