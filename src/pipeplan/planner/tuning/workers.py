@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from multiprocessing.synchronize import Event
@@ -52,21 +52,22 @@ class Workers:
         if self._pool is not None:
             self._stop.set()
 
-    def run(self, work: Work[Item, Found], items: Sequence[Item]) -> list[Found]:
-        """What is found for each item, in their order; fewer where it was stopped."""
+    def run(self, work: Work[Item, Found], items: Sequence[Item]) -> Iterator[Found]:
+        """What is found for each item, in their order, as it comes; fewer where it was stopped."""
         if self._pool is None:
-            return self._run_here(work, items)
-        futures = [self._pool.submit(_apply, work, item) for item in items]
-        return [self._result(future) for future in futures]
+            yield from self._run_here(work, items)
+            return
+        for future in [self._pool.submit(_apply, work, item) for item in items]:
+            yield self._result(future)
 
-    def _run_here(self, work: Work[Item, Found], items: Sequence[Item]) -> list[Found]:
-        found: list[Found] = []
-        try:
-            for item in items:
-                found.append(work(self._request, item, lambda: self.stopped))  # noqa: PERF401  # kept by an interrupt
-        except KeyboardInterrupt:
-            self.interrupt()
-        return found
+    def _run_here(self, work: Work[Item, Found], items: Sequence[Item]) -> Iterator[Found]:
+        for item in items:
+            try:
+                found = work(self._request, item, lambda: self.stopped)
+            except KeyboardInterrupt:
+                self.interrupt()
+                return
+            yield found
 
     def _result(self, future: Future[Found]) -> Found:
         """Ctrl-C lets the processes end what they are at, at the next set of rules."""
