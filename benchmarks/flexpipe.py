@@ -202,7 +202,7 @@ def scaled(
             spread=True,
             time_limit=limit,
         )
-        asked = request_of(profile, devices, options, (fixed.size,))
+        asked = request_of(profile, devices, options, (fixed.size * devices // fixed.depth,))  # of all replicas
         row.append(described(rules_plan(asked, workers, None)))
         rows.append(row)
     return rows
