@@ -140,7 +140,7 @@ def rival_plan(request: Request, rival: Rival, layers: int, fixed: Fixed | None 
             continue
         if best is None or iteration_of(found) < iteration_of(best[1]):
             best = cell.candidate, found
-    return None if best is None else planned(request, *best)
+    return None if best is None else planned(request, *best, best[1].workload)
 
 
 def rules_plan(request: Request, workers: int, kept: str | None) -> Plan:

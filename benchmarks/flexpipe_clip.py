@@ -83,7 +83,7 @@ def best_plan(name: str, rules: Rules) -> Plan | None:
             continue
         if best is None or iteration_of(found) < iteration_of(best[1]):
             best = candidate, found
-    return None if best is None else planned(request, *best)
+    return None if best is None else planned(request, *best, best[1].workload)
 
 
 def main() -> int:
