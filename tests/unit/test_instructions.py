@@ -44,8 +44,14 @@ from pipeplan.planner import assemble
 from pipeplan.report.svg import timeline_svg
 from pipeplan.report.terminal import print_simulation
 from pipeplan.report.trace import predicted_trace
-from pipeplan.schedule.rules import Instruction, Rules, TypeTraversal, with_instruction, with_instructions
-from pipeplan.schedule.rules.engine import schedule_by_rules
+from pipeplan.schedule.rules import (
+    Instruction,
+    Rules,
+    TypeTraversal,
+    schedule_by_rules,
+    with_instruction,
+    with_instructions,
+)
 from pipeplan.schedule.rules.files import parse_rules
 from pipeplan.schedule.search import first_look, search_schedule
 from pipeplan.schedule.solver import Budget
@@ -332,6 +338,29 @@ def test_bad_instructions_are_refused(changes: dict[str, object], text: str) -> 
         with_instruction(towers(every=2), replace(GATHER, **changes))  # type: ignore[arg-type]  # drawn from a table
 
 
+@pytest.mark.parametrize(
+    ("ends", "text"),
+    [
+        (
+            [("BBB", ()), ("AAA", ())],
+            "AAA: after names BBB, and .* circle: (AAA before BBB before AAA|BBB .* BBB); lea",
+        ),
+        ([(1, "BBB"), (1, "AAA")], "AAA: before names BBB, and .* circle: (AAA before BBB before AAA|BBB .* BBB); lea"),
+        ([("AAA", ()), (1, ())], "AAA: after names AAA, and .* circle: AAA before AAA"),
+        ([("BBB", ()), (1, ())], "AAA: after names BBB, and an instruction .* earlier ones; write BBB in front of AAA"),
+        ([(1, "BBB"), (1, ())], "AAA: before names BBB, and an .* earlier ones; write BBB in front of AAA"),
+        ([(1, ()), ("nobody", ())], "BBB: after names 'nobody', which is no stage"),
+    ],
+)
+def test_instructions_name_earlier_ones_only(ends: list[tuple[int | str, str | tuple[()]]], text: str) -> None:
+    both = [
+        Instruction(kind, after=(after,), before=(before,) if before else (), duration_ns=1)
+        for kind, (after, before) in zip(("AAA", "BBB"), ends, strict=True)
+    ]
+    with pytest.raises(UsageError, match=text):
+        with_instructions(towers(), both)
+
+
 def test_instructions_must_say_what_they_follow() -> None:
     with pytest.raises(UsageError, match="after is empty"):
         Instruction("NORM")
@@ -421,6 +450,7 @@ def test_rules_files_say_what_python_says() -> None:
         ("before = [4]", "before = [4.5]", r"instruction\[1\].before\[0\] is 4.5; write a stage's number or the name"),
         ("last = true", "code = 'x'", r"instruction\[1\].code is not known; choose from kind, last, after"),
         ('after = ["GATHER"]', "", r"instruction\[1\].*after is empty"),
+        ('"7ns"', '"7ns"\nbytes_per_sample = "1KB"', r"instruction\[0\].*GATHER: duration and bytes_per_sample both"),
     ],
 )
 def test_what_rules_files_may_not_say(old: str, new: str, text: str) -> None:

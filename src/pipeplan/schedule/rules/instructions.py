@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from graphlib import CycleError, TopologicalSorter
 
 from pipeplan.costs.collectives import all_gather_time
 from pipeplan.errors import UsageError
@@ -30,9 +31,11 @@ def with_instructions(
     """The workload with these instructions, one after the other; later ones may stand after or before earlier ones.
 
     Raises:
-        UsageError: as :func:`with_instruction`.
+        UsageError: as :func:`with_instruction`, and an instruction names a later one.
     """
-    for instruction in instructions:
+    order = tuple(instructions)
+    for number, instruction in enumerate(order):
+        _require_earlier(workload, order[number:])
         workload = with_instruction(workload, instruction, cluster)
     return workload
 
@@ -62,6 +65,33 @@ def with_instruction(workload: Workload, instruction: Instruction, cluster: Clus
     joined = _Joined(grown, instruction, operation)
     dependencies = joined.dependencies(sources, targets)
     return replace(grown, operations=_sorted(grown.operations, dependencies, place), dependencies=dependencies)
+
+
+def _require_earlier(workload: Workload, instructions: Sequence[Instruction]) -> None:
+    """The first of these, which the workload has not yet, names none of them."""
+    first, kinds = instructions[0], {each.kind for each in instructions}
+    for key, names in (("after", first.after), ("before", first.before)):
+        for name in names:
+            if name in kinds and not _found(workload, name, last=True):
+                raise UsageError(
+                    f"instruction {first.kind}: {key} names {name}, and an instruction can only stand after or before "
+                    f"earlier ones; {_circle(instructions) or f'write {name} in front of {first.kind}'}"
+                )
+
+
+def _circle(instructions: Sequence[Instruction]) -> str:
+    """Which of the instructions would wait for each other; empty if none would."""
+    sorter: TopologicalSorter[int | str] = TopologicalSorter()
+    for each in instructions:
+        sorter.add(each.kind, *each.after)
+        for name in each.before:
+            sorter.add(name, each.kind)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        circle = " before ".join(str(kind) for kind in error.args[1])
+        return f"these would wait for each other in a circle: {circle}; leave out one of its steps"
+    return ""
 
 
 def _ends(instruction: Instruction) -> tuple[tuple[Sequence[int | str], bool], tuple[Sequence[int | str], bool]]:
@@ -106,14 +136,7 @@ def _named(workload: Workload, names: Sequence[int | str], place: str, *, last: 
 
 
 def _meant(workload: Workload, name: int | str, place: str, *, last: bool) -> list[str]:
-    ids = [operation.id for operation in workload.operations]
-    instructions = [operation.id for operation in workload.instructions if operation.kind == name]
-    if isinstance(name, int) and f"{name}F" in ids:
-        return [f"{name}F"]
-    split = f"{str(name)[:-1]}I"  # a backward in two parts begins with the input gradient
-    if name in ids or (str(name).endswith("B") and split in ids):
-        return [str(name) if name in ids else split]
-    found = instructions or _of_blocks(workload, str(name), last=last)
+    found = _found(workload, name, last=last)
     if not found:
         key = "after" if last else "before"
         raise UsageError(
@@ -121,6 +144,18 @@ def _meant(workload: Workload, name: int | str, place: str, *, last: bool) -> li
             "operation such as 2B and no earlier instruction"
         )
     return found
+
+
+def _found(workload: Workload, name: int | str, *, last: bool) -> list[str]:
+    """The operations that a name means, if any."""
+    ids = [operation.id for operation in workload.operations]
+    instructions = [operation.id for operation in workload.instructions if operation.kind == name]
+    if isinstance(name, int) and f"{name}F" in ids:
+        return [f"{name}F"]
+    split = f"{str(name)[:-1]}I"  # a backward in two parts begins with the input gradient
+    if name in ids or (str(name).endswith("B") and split in ids):
+        return [str(name) if name in ids else split]
+    return instructions or _of_blocks(workload, str(name), last=last)
 
 
 def _of_blocks(workload: Workload, pattern: str, *, last: bool) -> list[str]:

@@ -244,6 +244,10 @@ class Instruction:
         for key, value, least in (("every", self.every, 1), ("bytes_per_sample", self.bytes_per_sample, 0)):
             if value < least:
                 raise UsageError(f"instruction {self.kind}: {key} is {value}; it must be at least {least}")
+        if self.duration_ns is not None and self.bytes_per_sample:
+            raise UsageError(
+                f"instruction {self.kind}: duration and bytes_per_sample both say how long it takes; leave out one"
+            )
 
 
 @dataclass(frozen=True, slots=True)
