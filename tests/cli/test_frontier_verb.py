@@ -12,8 +12,8 @@ from pipeplan.check import check
 from pipeplan.cli.main import cli
 from pipeplan.costs.testbeds import cluster_of_paper
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.examples import model
-from pipeplan.model import Profile, read_plan, write_file
+from pipeplan.examples import model, shape
+from pipeplan.model import Profile, read_plan, read_profile, write_file
 from pipeplan.simulate.simulation import simulate
 
 
@@ -40,7 +40,7 @@ def profile_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_splits_have_a_turning_point_and_a_plan_that_is_right(profile_path: Path, tmp_path: Path) -> None:
     plan_path, svg_path = tmp_path / "plan.json", tmp_path / "frontier.svg"
     result = run(profile_path, "--devices", 2, "--json", "-o", plan_path, "--svg", svg_path)
-    summary = json.loads(result.output)
+    summary = json.loads(result.stdout)
     points = summary["points"]
     assert summary["exact"]
     assert [point["memory_bytes"] for point in points] == sorted(point["memory_bytes"] for point in points)
@@ -53,17 +53,17 @@ def test_splits_have_a_turning_point_and_a_plan_that_is_right(profile_path: Path
 
 
 def test_modes_choose(profile_path: Path) -> None:
-    every = json.loads(run(profile_path, "--devices", "1,2,4", "--json").output)["points"]
+    every = json.loads(run(profile_path, "--devices", "1,2,4", "--json").stdout)["points"]
     quickest = {count: min(p["time_ns"] for p in every if p["num_devices"] == count) for count in (1, 2, 4)}
-    compared = json.loads(run(profile_path, "--devices", "1,2,4", "--mode", "profile", "--json").output)["points"]
+    compared = json.loads(run(profile_path, "--devices", "1,2,4", "--mode", "profile", "--json").stdout)["points"]
     assert {point["num_devices"]: point["time_ns"] for point in compared} == quickest
     least = min(point["memory_bytes"] for point in every if point["num_devices"] == 2)
-    fewest = json.loads(run(profile_path, "--devices", 4, "--mode", "min-devices", "--memory", least, "--json").output)[
+    fewest = json.loads(run(profile_path, "--devices", 4, "--mode", "min-devices", "--memory", least, "--json").stdout)[
         "points"
     ]
     assert {point["num_devices"] for point in fewest} == {2}
     assert all(point["memory_bytes"] <= least for point in fewest)
-    limited = json.loads(run(profile_path, "--devices", 4, "--mode", "min-time", "--memory", least, "--json").output)
+    limited = json.loads(run(profile_path, "--devices", 4, "--mode", "min-time", "--memory", least, "--json").stdout)
     (chosen,) = [point for point in limited["points"] if point["chosen"]]
     assert chosen["time_ns"] == min(p["time_ns"] for p in every if p["num_devices"] == 4 and p["memory_bytes"] <= least)
 
@@ -76,7 +76,7 @@ def test_plans_are_written_and_prices_shown(profile_path: Path, tmp_path: Path) 
     cluster_path, plan_path = tmp_path / "cluster.json", tmp_path / "plan.json"
     write_file(priced, str(cluster_path))
     asked = ("--plans", "--cluster", cluster_path, "--mini-batch", 4, "--mode", "min-time", "-o", plan_path)
-    points = json.loads(run(profile_path, *asked, "--json").output)["points"]
+    points = json.loads(run(profile_path, *asked, "--json").stdout)["points"]
     (chosen,) = [point for point in points if point["chosen"]]
     assert simulate(read_plan(str(plan_path))).iteration_ns == chosen["time_ns"]
     assert all(point["price_per_hour"] == 2.5 * point["num_devices"] for point in points)
@@ -89,3 +89,63 @@ def test_what_cannot_be_is_said(profile_path: Path, tmp_path: Path) -> None:
     assert "--devices" in str(run(profile_path, fails=UsageError).exception)
     refused = run(profile_path, "--devices", 2, "--grain", "operator", "-o", tmp_path / "p.json", fails=UsageError)
     assert "--grain" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--plans", "--grain", "operator"), ("--grain", "--plans")),
+        (("--plans", "--data-parallel-loading"), ("--data-parallel-loading", "--plans")),
+        (("--plans", "--device", "a100-40gb"), ("--device", "--plans")),
+        (("--time-limit", "5s"), ("--time-limit", "--plans")),
+        (("--mode", "min-devices"), ("--memory",)),
+    ],
+)
+def test_flags_that_would_do_nothing_are_refused(
+    profile_path: Path, flags: tuple[str, ...], said: tuple[str, ...]
+) -> None:
+    refused = run(profile_path, "--devices", 2, *flags, fails=UsageError)
+    assert all(each in str(refused.exception) for each in said)
+
+
+def test_what_is_taken_for_granted_is_said(profile_path: Path, tmp_path: Path) -> None:
+    """Free links, devices that differ, prices that are missing, work that is done by several alike."""
+    uneven = run(profile_path, "--devices", 3, "--mini-batch", 4, "--json")
+    summary = json.loads(uneven.stdout)
+    assert "links are free" in summary["notes"][0]
+    assert "links are free" in uneven.stderr
+    assert any("4 samples cannot be split evenly" in note for note in summary["notes"])
+    assert 0.6 < summary["points"][-1]["repeated"] <= 2 / 3  # all but the embedding, whose width has a third
+    cluster = cluster_of_paper("tensoropt", 2)
+    (kind,) = cluster.devices
+    kinds = (
+        kind.model_copy(update={"count": 1, "price_per_hour": 2.5}),
+        kind.model_copy(update={"count": 1, "name": "other"}),
+    )
+    path = tmp_path / "mixed.json"
+    write_file(cluster.model_copy(update={"devices": kinds}), str(path))
+    notes = json.loads(run(profile_path, "--cluster", path, "--json").stdout)["notes"]
+    assert "devices differ" in notes[0]
+    assert "price_per_hour for other" in notes[1]
+
+
+def test_devices_are_those_asked_for(profile_path: Path) -> None:
+    asked = (profile_path, "--devices", 4, "--mode", "profile", "--mini-batch", 4, "--json")
+    assert {point["num_devices"] for point in json.loads(run(*asked).stdout)["points"]} == {4}
+
+
+def test_profiles_that_cannot_be_split_say_what_would_help(profile_path: Path, tmp_path: Path) -> None:
+    nameless = shape("k", 4)
+    path = tmp_path / "k.json"
+    write_file(nameless, str(path))
+    refused = run(path, "--devices", 2, fails=UsageError)
+    assert "does not say which device" in str(refused.exception)
+    whole = read_profile(str(profile_path))
+    rows = [
+        block.model_copy(update={"costs": tuple(row for row in block.costs if row.shards == 1)})
+        for block in whole.blocks
+    ]
+    write_file(whole.model_copy(update={"blocks": tuple(rows)}), str(path))
+    refused = run(path, "--devices", 2, "--memory", "1MB", fails=InfeasibleError)
+    assert "--shards" in str(refused.exception)
+    assert "--grain operator" in str(refused.exception)

@@ -8,22 +8,38 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from pipeplan.cli.outputs import require_stdout_once, require_writable
 from pipeplan.cli.planning import interrupt_on_sigterm
 from pipeplan.cli.types import BYTES, COUNTS, DURATION
 
 if TYPE_CHECKING:
-    pass
+    from pipeplan.cli.frontiers import Asked
 
 __all__ = ["command"]
 
+_ONLY_PLANS = {"time_limit": "--time-limit"}
+_ONLY_SPLITS = {
+    "grain": "--grain",
+    "device": "--device",
+    "data_parallel_loading": "--data-parallel-loading",
+    "within": "--within",
+}
+_DEVICES = (
+    "Numbers of devices, these and no others; for --mode min-devices one number is the most there may be.  "
+    "[default: the cluster's, and with --plans, profile and min-devices powers of two below]"
+)
+_MINI_BATCH = (
+    "Samples per iteration, on any number of devices.  "
+    "[default: the largest profiled size times the most devices; with --plans four times that]"
+)
 _MODES = ("all", "min-time", "min-devices", "profile")
 
 
 @click.command("frontier", short_help="Time against memory against devices.")
 @click.argument("profile_path", metavar="PROFILE")
-@click.option("--devices", type=COUNTS, metavar="D,...", help="Numbers of devices.  [default: the cluster's]")
+@click.option("--devices", type=COUNTS, metavar="D,...", help=_DEVICES)
 @click.option("--cluster", "cluster_path", metavar="FILE", help="Cluster file: devices, memory, links, prices.")
 @click.option("--memory", type=BYTES, help="Most memory of each device, as 16GB.  [default: the cluster's]")
 @click.option(
@@ -34,7 +50,7 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     help="all points; the quickest; the one with fewest devices; or the quickest for each number of devices.",
 )
 @click.option("--plans", is_flag=True, help="Whole plans with pipelines, instead of one stage on all devices.")
-@click.option("--mini-batch", type=click.IntRange(min=1), help="Samples per iteration, on any number of devices.")
+@click.option("--mini-batch", type=click.IntRange(min=1), help=_MINI_BATCH)
 @click.option(
     "--grain",
     type=click.Choice(["block", "operator"]),
@@ -55,7 +71,9 @@ _MODES = ("all", "min-time", "min-devices", "profile")
 @click.option("--svg", metavar="FILE", help="Draw time against memory as SVG.")
 @click.option("-o", "--output", metavar="FILE", help="Write the plan that is chosen; by --mode all, the turning point.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
+@click.pass_context
 def command(
+    ctx: click.Context,
     profile_path: str,
     devices: tuple[int, ...] | None,
     cluster_path: str | None,
@@ -82,6 +100,7 @@ def command(
     from pipeplan.model import read_cluster, read_profile, write_file
     from pipeplan.report.frontier import frontier_svg, print_frontier
 
+    _refuse_idle(ctx, plans)
     if output is not None:
         require_stdout_once(output, as_json)
     for path, option in ((output, "-o"), (svg, "--svg")):
@@ -103,6 +122,10 @@ def command(
         data_parallel_loading=data_parallel_loading,
         within=within,
     )
+    _require_limit(asked, mode)
+    if as_json or output == "-":
+        for note in asked.notes:
+            click.echo(f"pipeplan: {note}", err=True)
     interrupt_on_sigterm()
     found = of_plans(asked) if plans else of_splits(asked)
     report, plan = chosen_points(asked, found, mode, want_plan=output is not None)
@@ -116,8 +139,26 @@ def command(
         print_frontier(report, file=sys.stdout)
 
 
+def _refuse_idle(ctx: click.Context, plans: bool) -> None:
+    """Refuse flags that would do nothing. Raises UsageError."""
+    from pipeplan.errors import UsageError
+
+    for parameter, flag in (_ONLY_SPLITS if plans else _ONLY_PLANS).items():
+        if ctx.get_parameter_source(parameter) is ParameterSource.COMMANDLINE:
+            why = "is of no use with --plans" if plans else "is of no use without --plans: one stage is never cut short"
+            raise UsageError(f"{flag} {why}; leave out {flag}, or {'leave out' if plans else 'add'} --plans")
+
+
+def _require_limit(asked: Asked, mode: str) -> None:
+    """Fewest devices are those on which something fits. Raises UsageError."""
+    from pipeplan.errors import UsageError
+
+    if mode == "min-devices" and all(asked.limit(count) is None for count in asked.counts):
+        raise UsageError("--mode min-devices: without a memory limit one device is enough; say --memory of each device")
+
+
 def _counts(devices: Sequence[int] | None, cluster: str | None, available: int, mode: str, plans: bool) -> list[int]:
-    """Numbers of devices to look at: those asked for, and powers of two below where a mode compares."""
+    """Numbers of devices to look at: those asked for; powers of two below a most where a mode compares."""
     from pipeplan.errors import UsageError
 
     if devices is None and cluster is None:
@@ -125,7 +166,7 @@ def _counts(devices: Sequence[int] | None, cluster: str | None, available: int, 
     most = max(devices) if devices is not None else available
     if cluster is not None and most > available:
         raise UsageError(f"{cluster} has {available} devices, not {most}; lower --devices or give a larger --cluster")
-    if devices is not None and len(devices) > 1:
+    if devices is not None and (len(devices) > 1 or mode != "min-devices"):
         return list(devices)
     if mode in ("min-devices", "profile") or (plans and mode == "all"):
         return sorted({1 << power for power in range(most.bit_length()) if 1 << power <= most} | {most})

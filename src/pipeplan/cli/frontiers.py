@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from pipeplan.cli.frontier_notes import cluster_notes, remedies, repeated_share, sharing_notes
 from pipeplan.errors import InfeasibleError
 from pipeplan.frontier.configurations.building import CostOptions
 from pipeplan.frontier.turning import turning_point
@@ -53,6 +54,11 @@ class Asked:
         prices = [kind.price_per_hour * kind.count for kind in kinds if kind.price_per_hour is not None]
         return sum(prices) if kinds and len(prices) == len(kinds) else None
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is taken for granted of the cluster."""
+        return tuple(cluster_notes(self.cluster, self.counts[-1]))
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -72,7 +78,7 @@ def of_splits(asked: Asked) -> Found:
     options = CostOptions(blocks=asked.whole_blocks, data_parallel_loading=asked.data_parallel_loading)
     found: list[tuple[Splits, int, Point]] = []
     least: list[int] = []
-    notes: list[str] = []
+    notes = list(asked.notes)
     exact, seconds = True, 0.0
     for count in asked.counts:
         splits = split_frontier(
@@ -85,11 +91,13 @@ def of_splits(asked: Asked) -> Found:
             within=asked.within,
         )
         memory, limit = splits.tracked.memory_bytes.tolist(), asked.limit(count)
-        found += [
-            (splits, index, Point(count, bytes_, int(splits.tracked.time_ns[index]), ""))
+        own = [
+            (splits, index, _point(splits, index))
             for index, bytes_ in enumerate(memory)
             if limit is None or bytes_ <= limit
         ]
+        found += own
+        notes += sharing_notes(count, samples, [point.repeated or 0.0 for _, _, point in own], splits.model)
         least.append(memory[0])
         if limit is not None and memory[0] > limit:
             notes.append(f"{count} devices: not enough, each would need at least {format_bytes(memory[0])}")
@@ -106,7 +114,7 @@ def of_splits(asked: Asked) -> Found:
         samples,
         exact,
         seconds,
-        tuple(replace(point, what=splits.words(index)) for splits, index, point in found),
+        tuple(point for _, _, point in found),
         tuple(notes),
     )
 
@@ -122,6 +130,13 @@ def of_splits(asked: Asked) -> Found:
         )
 
     return Found(report, plan_of, min(least))
+
+
+def _point(splits: Splits, index: int) -> Point:
+    """A strategy of a split model as a point."""
+    memory, time = int(splits.tracked.memory_bytes[index]), int(splits.tracked.time_ns[index])
+    share = repeated_share(splits.model, splits.tracked.strategy(index))
+    return Point(splits.num_devices, memory, time, splits.words(index), repeated=share)
 
 
 def of_plans(asked: Asked) -> Found:
@@ -152,7 +167,7 @@ def of_plans(asked: Asked) -> Found:
         False,
         found.seconds,
         tuple(points),
-        (note,),
+        (*asked.notes, note),
         found.interrupted,
     )
     return Found(report, lambda chosen: found.points[chosen].plan, min(point.memory_bytes for point in points))
@@ -178,7 +193,7 @@ def chosen_points(asked: Asked, found: Found, mode: str, *, want_plan: bool) -> 
         raise InfeasibleError(
             f"nothing fits into {format_bytes(asked.limit(asked.counts[-1]) or 0)}: "
             f"{', '.join(map(str, asked.counts))} devices need at least {format_bytes(found.least_bytes)} each; "
-            "raise --memory or --devices"
+            + remedies(asked.profile, asked.whole_blocks)
         )
     turning = set(_turning(points))
     marked = [

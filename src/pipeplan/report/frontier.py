@@ -27,7 +27,8 @@ class Point:
     """A point: memory of the device that needs most, time of one iteration, and what it is in a few words.
 
     ``price_per_hour`` is that of its devices, None where the cluster has no prices. At the turning point more memory
-    stops to bring much.
+    stops to bring much. ``repeated`` is the part of the computing that several devices do alike, None where nobody
+    counted.
     """
 
     num_devices: int
@@ -37,6 +38,7 @@ class Point:
     turning_point: bool = False
     chosen: bool = False
     price_per_hour: float | None = None
+    repeated: float | None = None
 
     @property
     def price(self) -> float | None:

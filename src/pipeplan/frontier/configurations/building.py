@@ -267,9 +267,11 @@ def _preset_of(profile: Profile, cluster: Cluster | None) -> DevicePreset:
                 return preset
     if profile.source.dtype == "float32" and profile.source.method == "measured":
         return device_preset("cpu")
+    told = profile.source.device
+    why = f"is for {told!r}, of which nothing more is known" if told else "does not say which device its times are of"
     raise UsageError(
-        f"profile {profile.name!r} is for {profile.source.device or 'no named device'!r}, which is not a preset, and "
-        f"splitting its blocks needs one; give --device, one of {', '.join(PRESETS)}"
+        f"profile {profile.name!r} {why}, and the times of split blocks are worked out for a known one; "
+        f"give --device, one of {', '.join(PRESETS)}"
     )
 
 

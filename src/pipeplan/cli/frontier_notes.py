@@ -1,0 +1,62 @@
+"""What a reader of a frontier must know beside its points: what was taken for granted, and what is done twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from pipeplan.frontier.configurations.building import CostModel
+from pipeplan.frontier.graph import Strategy
+from pipeplan.model import Cluster, Profile
+
+__all__ = ["cluster_notes", "remedies", "repeated_share", "sharing_notes"]
+
+
+def cluster_notes(cluster: Cluster | None, num_devices: int) -> Iterator[str]:
+    """What is free, equal or left out, because the cluster is missing or its devices differ."""
+    if cluster is None:
+        if num_devices > 1:
+            yield "links are free: without --cluster nothing that devices exchange takes time"
+        return
+    kinds = cluster.first(num_devices).devices
+    if len({(kind.name, kind.memory_bytes) for kind in kinds}) > 1:
+        names = ", ".join(f"{kind.count} {kind.name}" for kind in kinds)
+        yield f"devices differ ({names}): all count as the profile's, with the memory of the smallest"
+    unpriced = [kind.name for kind in kinds if kind.price_per_hour is None]
+    if 0 < len(unpriced) < len(kinds):
+        yield f"no price_per_hour for {', '.join(unpriced)}: points that use them have no price"
+
+
+def repeated_share(model: CostModel, strategy: Strategy) -> float:
+    """The part of a strategy's computing that several devices do alike, 0 to 1: time of devices beyond one copy."""
+    spent = repeated = 0.0
+    for name, index in strategy.configurations.items():
+        way = model.configurations[name][index]
+        copies = model.resharding.devices / prod(split.extent for split in way.splits.values())
+        spent += way.compute_ns
+        repeated += way.compute_ns * (1 - 1 / copies)
+    return repeated / spent if spent else 0.0
+
+
+def sharing_notes(num_devices: int, samples: int, shares: Sequence[float], model: CostModel) -> Iterator[str]:
+    """Why devices of a split model do the same, how much of it there is at its points, and what is not taken apart."""
+    if samples % num_devices:
+        yield f"{num_devices} devices: {samples} samples cannot be split evenly over them"
+    least, most = min(shares, default=0.0), max(shares, default=0.0)
+    if most >= 0.01:
+        part = f"{least:.0%} to {most:.0%}" if round(most - least, 2) else f"{most:.0%}"
+        yield f"{num_devices} devices: {part} of the computing is done by several devices alike (copies)"
+    blocks = [node for node in model.operators.nodes if node.operation.kind == "block"]
+    if blocks and not model.options.blocks:
+        count = len({node.block for node in model.operators.nodes})
+        yield f"{num_devices} devices: {len(blocks)} of {count} blocks stay one operator, for lack of dimensions"
+
+
+def remedies(profile: Profile, whole_blocks: bool) -> str:
+    """What would make strategies leaner: blocks whose rows know one share only hold all their parameters."""
+    if not whole_blocks or any(row.shards > 1 for block in profile.blocks for row in block.costs):
+        return "raise --memory or --devices"
+    return (
+        "raise --memory; or let blocks be split: the profile has rows for one share only, and a new one with --shards "
+        "1,2,4, or --grain operator here, has more ways"
+    )
