@@ -53,9 +53,9 @@ def command(
 ) -> None:
     """Search the best plan for PROFILE: stages, replicas, micro-batch sizes, schedule; or what flags leave open.
 
-    The search always has a valid plan and improves it until it is proved optimal, the time limit passes, or
-    Ctrl-C; the best plan is written in every case. With --scheduler rules and no --rules it is a tuning: all built-in
-    rules on a grid of depths, replicas, sizes and placements, ranked.
+    The search soon has a valid plan and improves it until it is proved optimal, the time limit passes, or Ctrl-C;
+    the best plan is written in every case. With --scheduler rules and no --rules it is a tuning: all built-in rules on
+    a grid of depths, replicas, sizes and placements, ranked.
     """
     from pipeplan.errors import UsageError
     from pipeplan.model import write_file

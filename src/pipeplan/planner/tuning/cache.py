@@ -24,17 +24,17 @@ Known = TypeVar("Known")
 class Cache:
     """What was found of cells, by what it follows from: profile, cluster, memory, options, version, and the cell.
 
-    Without a path it only remembers.
+    Without a ``path`` it only remembers.
 
     Raises:
         UsageError: the file is something else, or cannot be read or written.
     """
 
     def __init__(self, path: str | None, request: Request) -> None:
-        self._path, self._request = None if path is None else Path(path), _digest(request)
+        self.path, self._request = None if path is None else Path(path), _digest(request)
         self._known: dict[str, object] = {}
-        if self._path is not None:
-            self._open(self._path)
+        if self.path is not None:
+            self._open(self.path)
 
     def get(self, what: str, cell: str, kind: type[Known]) -> Known | None:
         """What is known of a cell; None if nothing is."""
@@ -45,7 +45,7 @@ class Cache:
             return TypeAdapter(kind).validate_json(json.dumps(found))
         except ValidationError as error:
             raise UsageError(
-                f"--cache {self._path} has {what} of a cell that cannot be read: "
+                f"--cache {self.path} has {what} of a cell that cannot be read: "
                 f"{error.errors()[0]['msg']}; delete the file"
             ) from None
 
@@ -75,13 +75,13 @@ class Cache:
             self._known[str(entry["key"])] = entry["known"]
 
     def _append(self, entry: dict[str, object]) -> None:
-        if self._path is None:
+        if self.path is None:
             return
         try:
-            with self._path.open("ab") as file:
+            with self.path.open("ab") as file:
                 file.write(json.dumps(entry).encode() + b"\n")
         except OSError as error:
-            raise UsageError(f"--cache {self._path} cannot be written: {error.strerror}") from None
+            raise UsageError(f"--cache {self.path} cannot be written: {error.strerror}") from None
 
     def _key(self, what: str, cell: str) -> str:
         return _sha256([self._request, what, cell])

@@ -29,10 +29,10 @@ from pipeplan.report.tuning import Row
 __all__ = ["Tuning", "tune"]
 
 _PLACED, _PLACING = 32, 0.4
-"""So many points of the grid are placed at once, and more for this part of the time left, before cells are tried."""
+"""Once there is a plan, so many points of the grid are placed at once, and more for this part of the time left."""
 
 _ROUND = 8
-"""Cells of a round: no more of them are looked into than needed, and so many processes can share them."""
+"""Cells of a round, once there is a plan: so many processes can share them. As many are placed for the first plan."""
 
 _NO_RULES = (
     "no built-in rules make a schedule that fits into the devices' memory; raise --memory or --devices, lower "
@@ -121,6 +121,14 @@ class _Point:
     cell: Cell = field(default_factory=Cell)
 
 
+def _ranked(found: Sequence[tuple[Cell, Row]]) -> list[tuple[Cell, Row]]:
+    """The rows by rank; of those that differ in nothing but the names of their rules, the first."""
+    unique: dict[Row, tuple[Cell, Row]] = {}
+    for cell, row in sorted(found, key=lambda pair: pair[1].rank):
+        unique.setdefault(replace(row, rules=""), (cell, row))
+    return list(unique.values())
+
+
 @dataclass(slots=True)
 class _Tuner:
     """What a tuning knows: the rows of each cell it has looked into."""
@@ -146,7 +154,7 @@ class _Tuner:
         except KeyboardInterrupt:  # between two pieces of work; in one, the workers hear it
             self.workers.interrupt()
         num_cells = len(self.seen) + len(waiting)
-        ranked = sorted(self.found, key=lambda pair: pair[1].rank)
+        ranked = _ranked(self.found)
         return Tuning(
             result=self._result(ranked),
             rows=tuple(row for _, row in ranked),
@@ -158,16 +166,19 @@ class _Tuner:
         )
 
     def _look_into(self, waiting: deque[_Point]) -> None:
-        """Place points and try their cells, in turn, until all are done or time is up."""
+        """Place points and try their cells, in turn, until all are done or time is up.
+
+        Before there is a plan, few are placed and one cell after another is tried, the most promising first.
+        """
         while waiting and not self.workers.stopped:
             begun = self._elapsed
-            cells = self._placed(waiting, begun + _PLACING * (self.request.options.time_limit - begun))
+            placing = _PLACING * (self.request.options.time_limit - begun) if self.found else 0.0
+            cells = deque(sorted(self._placed(waiting, begun + placing), key=lambda point: point.cell.bound_ns))
             self.partition_seconds += self._elapsed - begun
-            cells.sort(key=lambda point: point.cell.bound_ns)
-            for first in range(0, len(cells), _ROUND):
-                if not self.workers.stopped:
-                    self._round(cells[first : first + _ROUND])
-                    self._report()
+            while cells and not self.workers.stopped:
+                size = _ROUND if self.found else 1
+                self._round([cells.popleft() for _ in range(min(size, len(cells)))])
+                self._report()
 
     @property
     def _elapsed(self) -> float:
@@ -194,7 +205,7 @@ class _Tuner:
         """
         found: list[_Point] = []
         while waiting and (self._elapsed < until or not found) and not self.workers.stopped:
-            points = [waiting.popleft() for _ in range(min(_PLACED, len(waiting)))]
+            points = [waiting.popleft() for _ in range(min(_PLACED if self.found else _ROUND, len(waiting)))]
             cells = self._look_up("cell", Cell, cell_of, points, [point.choice for point in points])
             for point, cell in zip(points, cells, strict=True):
                 point.cell = cell
@@ -272,12 +283,16 @@ class _Tuner:
         chosen = None if isinstance(self.request.placement, Placement) else self.partition_seconds
         return Result(plan, schedule, self._elapsed, chosen, self.workers.interrupted)
 
+    @property
+    def _kept(self) -> str:
+        return "" if self.cache.path is None else f"what is known of the cells is kept in {self.cache.path}; "
+
     def _failure(self) -> PipeplanError:
         """Why there is no row; where memory is short, with what would do."""
         if self.workers.interrupted:
-            return SearchTimeoutError("interrupted before any schedule was found; let it run longer")
+            return SearchTimeoutError(f"interrupted before any schedule was found; {self._kept}let it run longer")
         if self.workers.stopped:
             limit = self.request.options.time_limit
-            return SearchTimeoutError(f"no schedule was found in {limit:g} s; raise --time-limit")
+            return SearchTimeoutError(f"no schedule was found in {limit:g} s; {self._kept}raise --time-limit")
         error = most_telling(self.failures)
         return shortage(self.request, error, _EXPLAINING) if isinstance(error, InfeasibleError) else error

@@ -1,0 +1,49 @@
+"""Processes of a tuning: Ctrl-C stops them without tearing anything, and one that dies takes nothing along."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing import parent_process
+
+import pytest
+
+from pipeplan.examples import shape
+from pipeplan.planner import Batch, Options, Request
+from pipeplan.planner.tuning.workers import Workers
+
+REQUEST = Request(shape("v", 2), "auto", 2, None, Batch(2, 1), (1,), Options(), None, None, None)
+
+
+def pressing(request: Request, item: int, stopped: Callable[[], bool]) -> tuple[int, bool]:
+    """Ctrl-C in the second piece of work."""
+    if item == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+    return item, stopped()
+
+
+def is_deaf(request: Request, item: str, stopped: Callable[[], bool]) -> bool:
+    """Whether Ctrl-C does not come through; some items end the process, where it is not the first."""
+    if item == "dies" and parent_process() is not None:
+        os._exit(1)
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_ctrl_c_lets_work_come_to_its_end_and_the_second_one_does_not() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with Workers(REQUEST, 1, math.inf) as workers:
+        assert list(workers.run(pressing, [0, 1, 2])) == [(0, False), (1, True), (2, True)]
+        assert workers.interrupted
+        with pytest.raises(KeyboardInterrupt):
+            list(workers.run(pressing, [1]))
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_processes_begin_deaf_and_one_that_dies_takes_nothing_along() -> None:
+    with Workers(REQUEST, 2, math.inf) as workers:
+        assert list(workers.run(is_deaf, ["lives"])) == [True]
+        assert list(workers.run(is_deaf, ["lives", "dies"]))[1:] == [False]
+        assert list(workers.run(is_deaf, ["lives", "dies"])) == [False, False]
+        assert not workers.interrupted
