@@ -97,7 +97,6 @@ def test_what_cannot_be_is_said(profile_path: Path, tmp_path: Path) -> None:
         (("--plans", "--grain", "operator"), ("--grain", "--plans")),
         (("--plans", "--data-parallel-loading"), ("--data-parallel-loading", "--plans")),
         (("--plans", "--device", "a100-40gb"), ("--device", "--plans")),
-        (("--time-limit", "5s"), ("--time-limit", "--plans")),
         (("--mode", "min-devices"), ("--memory",)),
     ],
 )
@@ -149,3 +148,31 @@ def test_profiles_that_cannot_be_split_say_what_would_help(profile_path: Path, t
     refused = run(path, "--devices", 2, "--memory", "1MB", fails=InfeasibleError)
     assert "--shards" in str(refused.exception)
     assert "--grain operator" in str(refused.exception)
+
+
+def test_any_point_can_be_written(profile_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    asked = (profile_path, "--devices", 2, "--mini-batch", 4)
+    points = json.loads(run(*asked, "--json").stdout)["points"]
+    result = run(*asked, "--point", 2, "-o", path)
+    assert f"point 2 of {len(points)}" in result.stderr
+    assert str(path) in result.stderr
+    assert "; exact" in result.stdout
+    plan = read_plan(str(path))
+    assert simulate(plan).iteration_ns == points[1]["time_ns"]
+    (stage,) = plan.stages
+    assert points[1]["configurations"] == dict(zip(stage.blocks, stage.configurations, strict=True))
+    refused = run(*asked, "--point", len(points) + 1, fails=UsageError)
+    assert f"1 to {len(points)}" in str(refused.exception)
+
+
+def test_one_point_has_no_turning_point(profile_path: Path) -> None:
+    summary = json.loads(run(profile_path, "--devices", 1, "--json").stdout)
+    assert not any(point["turning_point"] for point in summary["points"])
+
+
+def test_when_time_runs_out_the_rest_is_proved_roughly(profile_path: Path) -> None:
+    summary = json.loads(run(profile_path, "--devices", 2, "--time-limit", "1ms", "--json").stdout)
+    assert summary["interrupted"]
+    assert summary["points"]
+    assert any("time ran out" in note for note in summary["notes"])

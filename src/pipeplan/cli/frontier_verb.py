@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_ONLY_PLANS = {"time_limit": "--time-limit"}
 _ONLY_SPLITS = {
     "grain": "--grain",
     "device": "--device",
@@ -33,6 +32,10 @@ _DEVICES = (
 _MINI_BATCH = (
     "Samples per iteration, on any number of devices.  "
     "[default: the largest profiled size times the most devices; with --plans four times that]"
+)
+_TIME_LIMIT = (
+    "Stop after this, as at Ctrl-C: --plans with what was found, one stage with the rest tracked --within 0.01.  "
+    "[default: 60s with --plans]"
 )
 _MODES = ("all", "min-time", "min-devices", "profile")
 
@@ -67,9 +70,15 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     show_default=True,
     help="Without --plans: points so near the frontier, 0.01 for 1 % in memory and time, in far less time; 0 is exact.",
 )
-@click.option("--time-limit", type=DURATION, default="60s", show_default=True, help="With --plans: stop after this.")
+@click.option("--time-limit", type=DURATION, help=_TIME_LIMIT)
+@click.option("--point", type=click.IntRange(min=1), metavar="N", help="Choose the N-th point shown, for -o.")
 @click.option("--svg", metavar="FILE", help="Draw time against memory as SVG.")
-@click.option("-o", "--output", metavar="FILE", help="Write the plan that is chosen; by --mode all, the turning point.")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    help="Write the plan that is chosen; by --mode all, the turning point of the most devices.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
 @click.pass_context
 def command(
@@ -85,7 +94,8 @@ def command(
     device: str | None,
     data_parallel_loading: bool,
     within: float,
-    time_limit: int,
+    time_limit: int | None,
+    point: int | None,
     svg: str | None,
     output: str | None,
     as_json: bool,
@@ -116,7 +126,7 @@ def command(
         counts=_counts(devices, cluster_path, 0 if cluster is None else cluster.num_devices, mode, plans),
         memory_bytes=memory,
         mini_batch=mini_batch,
-        time_limit=time_limit / 1e9,
+        time_limit=None if time_limit is None else time_limit / 1e9,
         device=device,
         whole_blocks=grain == "block",
         data_parallel_loading=data_parallel_loading,
@@ -128,25 +138,25 @@ def command(
             click.echo(f"pipeplan: {note}", err=True)
     interrupt_on_sigterm()
     found = of_plans(asked) if plans else of_splits(asked)
-    report, plan = chosen_points(asked, found, mode, want_plan=output is not None)
-    if output is not None and plan is not None:
-        write_file(plan, output)
+    report, chosen = chosen_points(asked, found, mode, point)
     if svg is not None:
         _write(svg, frontier_svg(report))
     if as_json:
         click.echo(json.dumps(report.summary()))
     elif output != "-":
         print_frontier(report, file=sys.stdout)
+    if output is not None:  # the table first: it says what there is even where a plan cannot be made
+        write_file(found.plan_of(chosen), output)
+        click.echo(f"pipeplan: {report.written} is in {'stdout' if output == '-' else output}", err=True)
 
 
 def _refuse_idle(ctx: click.Context, plans: bool) -> None:
     """Refuse flags that would do nothing. Raises UsageError."""
     from pipeplan.errors import UsageError
 
-    for parameter, flag in (_ONLY_SPLITS if plans else _ONLY_PLANS).items():
+    for parameter, flag in _ONLY_SPLITS.items() if plans else ():
         if ctx.get_parameter_source(parameter) is ParameterSource.COMMANDLINE:
-            why = "is of no use with --plans" if plans else "is of no use without --plans: one stage is never cut short"
-            raise UsageError(f"{flag} {why}; leave out {flag}, or {'leave out' if plans else 'add'} --plans")
+            raise UsageError(f"{flag} is of no use with --plans; leave out {flag} or --plans")
 
 
 def _require_limit(asked: Asked, mode: str) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from pipeplan.cli.alarm import interrupted_after
 from pipeplan.cli.frontier_notes import cluster_notes, remedies, repeated_share, sharing_notes
-from pipeplan.errors import InfeasibleError
+from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.frontier.configurations.building import CostOptions
 from pipeplan.frontier.turning import turning_point
 from pipeplan.model import Cluster, Plan, Profile
@@ -30,7 +31,7 @@ class Asked:
     counts: list[int]
     memory_bytes: int | None
     mini_batch: int | None
-    time_limit: float
+    time_limit: float | None
     device: str | None
     whole_blocks: bool
     data_parallel_loading: bool
@@ -79,17 +80,11 @@ def of_splits(asked: Asked) -> Found:
     found: list[tuple[Splits, int, Point]] = []
     least: list[int] = []
     notes = list(asked.notes)
-    exact, seconds = True, 0.0
-    for count in asked.counts:
-        splits = split_frontier(
-            asked.profile,
-            asked.cluster,
-            count,
-            samples,
-            device=asked.device,
-            options=options,
-            within=asked.within,
-        )
+    exact, seconds, settled = True, 0.0, 0
+    tracked, interrupted = _tracked(asked, samples, options)
+    if interrupted:
+        notes.append(f"not exact, time ran out: what there was no time for is known within about {_ROUGH:.0%}")
+    for count, splits in zip(asked.counts, tracked, strict=True):
         memory, limit = splits.tracked.memory_bytes.tolist(), asked.limit(count)
         own = [
             (splits, index, _point(splits, index))
@@ -102,6 +97,7 @@ def of_splits(asked: Asked) -> Found:
         if limit is not None and memory[0] > limit:
             notes.append(f"{count} devices: not enough, each would need at least {format_bytes(memory[0])}")
         exact, seconds = exact and splits.tracked.exact, seconds + splits.seconds
+        settled += splits.tracked.eliminations["heuristic"]
         if held := splits.tracked.eliminations["heuristic"]:
             notes.append(f"{count} devices: not exact, {held} operators were settled by heuristic elimination")
         if splits.tracked.factor > 1:
@@ -116,6 +112,8 @@ def of_splits(asked: Asked) -> Found:
         seconds,
         tuple(point for _, _, point in found),
         tuple(notes),
+        interrupted,
+        factor=None if settled else max(each.tracked.factor for each in tracked),
     )
 
     def plan_of(chosen: int) -> Plan:
@@ -132,11 +130,38 @@ def of_splits(asked: Asked) -> Found:
     return Found(report, plan_of, min(least))
 
 
+def _tracked(asked: Asked, samples: int, options: CostOptions) -> tuple[list[Splits], bool]:
+    """The frontier on every number of devices; when time runs out, or at Ctrl-C, the rest roughly, and True."""
+
+    def on(count: int, within: float) -> Splits:
+        given = (asked.profile, asked.cluster, count, samples)
+        return split_frontier(*given, device=asked.device, options=options, within=within)
+
+    found: list[Splits] = []
+    try:
+        with interrupted_after(asked.time_limit):
+            found.extend(on(count, asked.within) for count in asked.counts)  # one by one: what is done stays
+    except KeyboardInterrupt:
+        rest = asked.counts[len(found) :]
+        return found + [on(count, max(asked.within, _ROUGH)) for count in rest], True
+    return found, False
+
+
+_ROUGH = 0.01
+"""Within this a frontier is tracked in seconds where the exact one would take minutes."""
+
+
 def _point(splits: Splits, index: int) -> Point:
     """A strategy of a split model as a point."""
     memory, time = int(splits.tracked.memory_bytes[index]), int(splits.tracked.time_ns[index])
-    share = repeated_share(splits.model, splits.tracked.strategy(index))
-    return Point(splits.num_devices, memory, time, splits.words(index), repeated=share)
+    strategy = splits.tracked.strategy(index)
+    share = repeated_share(splits.model, strategy)
+    chosen = {name: splits.model.configurations[name][each].name for name, each in strategy.configurations.items()}
+    return Point(splits.num_devices, memory, time, splits.words(index), repeated=share, configurations=chosen)
+
+
+_PLANS_SECONDS = 60.0
+"""The time limit for whole plans where none is given: of them there is no end."""
 
 
 def of_plans(asked: Asked) -> Found:
@@ -149,14 +174,21 @@ def of_plans(asked: Asked) -> Found:
         chunks=None,
         batch=batch,
         sizes=asked.profile.microbatch_sizes or (batch.microbatch_size,),
-        options=Options(time_limit=asked.time_limit),
+        options=Options(time_limit=_PLANS_SECONDS if asked.time_limit is None else asked.time_limit),
         cluster=asked.cluster,
         memory_bytes=asked.memory_bytes,
         progress=None,
     )
     found = plan_frontier(request, asked.counts)
     points = [
-        Point(point.num_devices, point.memory_bytes, point.iteration_ns, _words(point.plan)) for point in found.points
+        Point(
+            point.num_devices,
+            point.memory_bytes,
+            point.iteration_ns,
+            _words(point.plan),
+            configurations=_ways(point.plan),
+        )
+        for point in found.points
     ]
     note = f"{found.num_tried} partitions were tried: no plan among them beats one of these"
     report = FrontierReport(
@@ -182,10 +214,22 @@ def _words(plan: Plan) -> str:
     return f"{number}: {stages}; {plan.provenance.scheduler}, micro-batches of {plan.microbatch_size}"
 
 
-def chosen_points(asked: Asked, found: Found, mode: str, *, want_plan: bool) -> tuple[FrontierReport, Plan | None]:
-    """The report with what a mode asks for, marked; and the plan of the chosen point, if wanted.
+def _ways(plan: Plan) -> dict[str, str]:
+    """Every block's replicas and how each of them splits it, as 2xshards4."""
+    return {
+        block: f"{stage.replicas}x{stage.configurations[index] if stage.configurations else f'shards{stage.shards}'}"
+        for stage in plan.stages
+        for index, block in enumerate(stage.blocks)
+    }
+
+
+def chosen_points(asked: Asked, found: Found, mode: str, number: int | None = None) -> tuple[FrontierReport, int]:
+    """The report with what a mode asks for, marked; and which of what was found is chosen, for its plan.
+
+    ``number`` chooses the n-th point of those that the mode shows instead.
 
     Raises:
+        UsageError: so many points there are not.
         InfeasibleError: nothing fits.
     """
     points = found.report.points
@@ -201,16 +245,21 @@ def chosen_points(asked: Asked, found: Found, mode: str, *, want_plan: bool) -> 
         for index, point in enumerate(points)
     ]
     shown, chosen = _of_mode(points, mode, turning)
-    marked[chosen] = replace(marked[chosen], chosen=mode != "all")
-    report = replace(found.report, mode=mode, points=tuple(marked[index] for index in shown))
-    return report, found.plan_of(chosen) if want_plan else None
+    if number is not None:
+        if number > len(shown):
+            raise UsageError(f"--point {number}: there are {len(shown)} points; choose one of 1 to {len(shown)}")
+        chosen = shown[number - 1]
+    marked[chosen] = replace(marked[chosen], chosen=mode != "all" or number is not None)
+    points = tuple(marked[index] for index in shown)
+    return replace(found.report, mode=mode, points=points, chosen=shown.index(chosen) + 1), chosen
 
 
 def _of_mode(points: Sequence[Point], mode: str, turning: set[int]) -> tuple[Sequence[int], int]:
     """The points that a mode shows, and the one that it chooses."""
     every = range(len(points))
     if mode == "all":
-        return every, max(turning)
+        most = [index for index in every if points[index].num_devices == points[-1].num_devices]
+        return every, max(turning & set(most), default=_quickest(points, most))
     if mode == "min-time":
         return every, _quickest(points, every)
     if mode == "min-devices":
@@ -230,6 +279,7 @@ def _by_devices(points: Sequence[Point]) -> Iterator[list[int]]:
 
 
 def _turning(points: Sequence[Point]) -> Iterator[int]:
-    """The turning point of every number of devices."""
+    """The turning point of every number of devices on whose frontier there is one: between its ends."""
     for same in _by_devices(points):
-        yield same[turning_point([points[i].memory_bytes for i in same], [points[i].time_ns for i in same])]
+        if len(same) > 2:
+            yield same[turning_point([points[i].memory_bytes for i in same], [points[i].time_ns for i in same])]

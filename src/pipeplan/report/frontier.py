@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TextIO
 from xml.sax.saxutils import escape
 
@@ -28,7 +28,7 @@ class Point:
 
     ``price_per_hour`` is that of its devices, None where the cluster has no prices. At the turning point more memory
     stops to bring much. ``repeated`` is the part of the computing that several devices do alike, None where nobody
-    counted.
+    counted; ``configurations`` says of every block how it is split.
     """
 
     num_devices: int
@@ -39,6 +39,7 @@ class Point:
     chosen: bool = False
     price_per_hour: float | None = None
     repeated: float | None = None
+    configurations: dict[str, str] = field(default_factory=dict)
 
     @property
     def price(self) -> float | None:
@@ -50,7 +51,9 @@ class Point:
 class FrontierReport:
     """A frontier, fewest devices and then least memory first.
 
-    ``exact`` says whether every strategy was covered; where it is not, ``notes`` say what was left out.
+    ``exact`` says whether every strategy was covered; where it is not, ``notes`` say what was left out. ``factor`` is
+    what was proved: no strategy has less memory and less time than all points by more; None where nothing was. The
+    ``chosen`` point is the one that is written as a plan, counted from 1.
     """
 
     name: str
@@ -62,6 +65,25 @@ class FrontierReport:
     points: tuple[Point, ...]
     notes: tuple[str, ...] = ()
     interrupted: bool = False
+    factor: float | None = None
+    chosen: int = 1
+
+    @property
+    def proved(self) -> str:
+        """How far the points are proved, in a few words."""
+        if self.exact:
+            return "exact"
+        if self.factor is not None and self.factor > 1:
+            return f"proved within {self.factor - 1:.2%}"
+        return "found, not proved"
+
+    @property
+    def written(self) -> str:
+        """The chosen point in a few words."""
+        point = self.points[self.chosen - 1]
+        figures = f"{format_bytes(point.memory_bytes)}, {format_ns(point.time_ns)}, {_devices(point.num_devices)}"
+        marks = ", the turning point" * point.turning_point
+        return f"point {self.chosen} of {len(self.points)} ({figures}{marks})"
 
     def summary(self) -> dict[str, object]:
         """The object of ``frontier --json``."""
@@ -71,8 +93,13 @@ class FrontierReport:
             "of": self.of,
             "samples": self.samples,
             "exact": self.exact,
+            "factor": self.factor,
             "seconds": self.seconds,
-            "points": [asdict(point) | {"price": point.price} for point in self.points],
+            "chosen": self.chosen,
+            "points": [
+                {"number": number} | asdict(point) | {"price": point.price}
+                for number, point in enumerate(self.points, start=1)
+            ],
             "notes": list(self.notes),
             "interrupted": self.interrupted,
         }
@@ -84,29 +111,36 @@ def print_frontier(report: FrontierReport, file: TextIO | None = None) -> None:
     if not console.is_terminal:
         console = Console(file=file, highlight=False, width=_PLAIN_WIDTH)
     counts = sorted({point.num_devices for point in report.points})
-    heading = f": {report.of}, {report.samples} samples, {', '.join(map(str, counts))} devices"
+    named = f"{', '.join(map(str, counts))} device{'s' if counts != [1] else ''}"
+    heading = f": {report.of}, {report.samples} samples, {named}; {report.proved}"
     console.print(Text.assemble((report.name, "bold"), heading))
     if len(report.points) > 1:
         console.print("\n".join(_plot(report.points)), markup=False)
     shown = _shown(report.points)
     console.print(_table(shown))
     if len(shown) < len(report.points):
-        console.print(f"{len(report.points) - len(shown)} more points in between: --json has all", style="dim")
+        console.print(
+            f"{len(report.points) - len(shown)} more points in between, left out here: --json has all", style="dim"
+        )
     for note in report.notes:
         console.print(note, style="dim")
 
 
-def _table(points: Sequence[Point]) -> Table:
-    priced = any(point.price_per_hour is not None for point in points)
+def _devices(count: int) -> str:
+    return f"{count} device{'s' if count != 1 else ''}"
+
+
+def _table(points: Sequence[tuple[int, Point]]) -> Table:
+    priced = any(point.price_per_hour is not None for _, point in points)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("devices", "memory", "iteration", *(["per hour", "per iteration"] if priced else [])):
+    for title in ("#", "devices", "memory", "iteration", *(["per hour", "per iteration"] if priced else [])):
         table.add_column(title, justify="right")
     table.add_column("")
     table.add_column("how", overflow="fold")
-    for point in points:
+    for number, point in points:
         marks = ", ".join(["turning point"] * point.turning_point + ["chosen"] * point.chosen)
         prices = (_price(point.price_per_hour), _price(point.price)) if priced else ()
-        row = (str(point.num_devices), format_bytes(point.memory_bytes), format_ns(point.time_ns), *prices)
+        row = (str(number), str(point.num_devices), format_bytes(point.memory_bytes), format_ns(point.time_ns), *prices)
         table.add_row(*row, marks, point.what, style="bold" if marks else None)
     return table
 
@@ -115,12 +149,13 @@ def _price(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _shown(points: Sequence[Point]) -> list[Point]:
-    """All, or some at even distances with the first, the last and those that are marked."""
+def _shown(points: Sequence[Point]) -> list[tuple[int, Point]]:
+    """All with their numbers, or some at even distances with the first, the last and those that are marked."""
+    numbered = list(enumerate(points, start=1))
     if len(points) <= _MOST_ROWS:
-        return list(points)
+        return numbered
     even = {round(index * (len(points) - 1) / (_MOST_ROWS - 1)) for index in range(_MOST_ROWS)}
-    return [point for index, point in enumerate(points) if index in even or point.turning_point or point.chosen]
+    return [(number, point) for number, point in numbered if number - 1 in even or point.turning_point or point.chosen]
 
 
 def _plot(points: Sequence[Point]) -> Iterator[str]:
@@ -141,7 +176,7 @@ def _plot(points: Sequence[Point]) -> Iterator[str]:
     yield f"{'':{margin}} +{'-' * _WIDTH}"
     yield f"{'':{margin}}  {least}{most:>{_WIDTH - len(least)}}"
     if len(counts) > 1:
-        yield f"{'':{margin}}  {', '.join(f'{signs[count]}: {count} devices' for count in counts)}"
+        yield f"{'':{margin}}  {', '.join(f'{signs[count]}: {_devices(count)}' for count in counts)}"
 
 
 @dataclass(frozen=True, slots=True)
