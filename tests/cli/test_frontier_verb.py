@@ -49,7 +49,11 @@ def test_splits_have_a_turning_point_and_a_plan_that_is_right(profile_path: Path
     plan = read_plan(str(plan_path))
     assert [simulate(plan).iteration_ns] == [point["time_ns"] for point in chosen]
     assert check(plan).valid
-    assert svg_path.read_text().count("<circle") == len(points)
+    drawn = svg_path.read_text()
+    assert drawn.count("<circle") == len(points)
+    assert drawn.count(">turning point: ") == len(chosen)
+    assert "2 devices</text>" in drawn
+    assert drawn.count('text-anchor="middle"') == 6  # five ticks and what they are
 
 
 def test_modes_choose(profile_path: Path) -> None:

@@ -8,6 +8,7 @@ from math import prod
 from pipeplan.frontier.configurations.building import CostModel
 from pipeplan.frontier.graph import Strategy
 from pipeplan.model import Cluster, Profile
+from pipeplan.report.frontier import named_devices
 
 __all__ = ["cluster_notes", "remedies", "repeated_share", "sharing_notes"]
 
@@ -41,15 +42,15 @@ def repeated_share(model: CostModel, strategy: Strategy) -> float:
 def sharing_notes(num_devices: int, samples: int, shares: Sequence[float], model: CostModel) -> Iterator[str]:
     """Why devices of a split model do the same, how much of it there is at its points, and what is not taken apart."""
     if samples % num_devices:
-        yield f"{num_devices} devices: {samples} samples cannot be split evenly over them"
+        yield f"{named_devices(num_devices)}: {samples} samples cannot be split evenly over them"
     least, most = min(shares, default=0.0), max(shares, default=0.0)
     if most >= 0.01:
         part = f"{least:.0%} to {most:.0%}" if round(most - least, 2) else f"{most:.0%}"
-        yield f"{num_devices} devices: {part} of the computing is done by several devices alike (copies)"
+        yield f"{named_devices(num_devices)}: {part} of the computing is done by several devices alike (copies)"
     blocks = [node for node in model.operators.nodes if node.operation.kind == "block"]
     if blocks and not model.options.blocks:
         count = len({node.block for node in model.operators.nodes})
-        yield f"{num_devices} devices: {len(blocks)} of {count} blocks stay one operator, for lack of dimensions"
+        yield f"{named_devices(num_devices)}: {len(blocks)} of {count} blocks stay one operator, for lack of dimensions"
 
 
 def remedies(profile: Profile, whole_blocks: bool) -> str:

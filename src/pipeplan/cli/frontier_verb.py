@@ -108,7 +108,8 @@ def command(
     from pipeplan.cli.frontiers import Asked, chosen_points, of_plans, of_splits
     from pipeplan.errors import UsageError
     from pipeplan.model import read_cluster, read_profile, write_file
-    from pipeplan.report.frontier import frontier_svg, print_frontier
+    from pipeplan.report.frontier import print_frontier
+    from pipeplan.report.frontier_svg import frontier_svg
 
     _refuse_idle(ctx, plans)
     if output is not None:

@@ -16,7 +16,7 @@ from pipeplan.planner import Batch, Options, Request, resolve_batch
 from pipeplan.planner.splits import Splits, split_frontier
 from pipeplan.planner.strategies import plan_of_strategy
 from pipeplan.planner.tradeoff import plan_frontier
-from pipeplan.report.frontier import FrontierReport, Point
+from pipeplan.report.frontier import FrontierReport, Point, named_devices
 from pipeplan.units import format_bytes
 
 __all__ = ["Asked", "Found", "chosen_points", "of_plans", "of_splits"]
@@ -95,14 +95,16 @@ def of_splits(asked: Asked) -> Found:
         notes += sharing_notes(count, samples, [point.repeated or 0.0 for _, _, point in own], splits.model)
         least.append(memory[0])
         if limit is not None and memory[0] > limit:
-            notes.append(f"{count} devices: not enough, each would need at least {format_bytes(memory[0])}")
+            notes.append(f"{named_devices(count)}: not enough, each would need at least {format_bytes(memory[0])}")
         exact, seconds = exact and splits.tracked.exact, seconds + splits.seconds
         settled += splits.tracked.eliminations["heuristic"]
         if held := splits.tracked.eliminations["heuristic"]:
-            notes.append(f"{count} devices: not exact, {held} operators were settled by heuristic elimination")
+            notes.append(f"{named_devices(count)}: not exact, {held} operators were settled by heuristic elimination")
         if splits.tracked.factor > 1:
             beyond = splits.tracked.factor - 1
-            notes.append(f"{count} devices: proved to be within {beyond:.2%} of every strategy in memory and time")
+            notes.append(
+                f"{named_devices(count)}: proved to be within {beyond:.2%} of every strategy in memory and time"
+            )
     report = FrontierReport(
         asked.profile.name,
         "all",

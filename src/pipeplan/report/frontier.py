@@ -1,11 +1,10 @@
-"""What a frontier says: a table, a plot of time against memory in the terminal, and the same as SVG."""
+"""What a frontier says: a table, and a plot of time against memory in the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TextIO
-from xml.sax.saxutils import escape
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -14,7 +13,7 @@ from rich.text import Text
 
 from pipeplan.units import format_bytes, format_ns
 
-__all__ = ["FrontierReport", "Point", "frontier_svg", "print_frontier"]
+__all__ = ["FrontierReport", "Point", "Scale", "named_devices", "print_frontier"]
 
 _PLAIN_WIDTH = 120
 _MOST_ROWS = 24
@@ -81,7 +80,7 @@ class FrontierReport:
     def written(self) -> str:
         """The chosen point in a few words."""
         point = self.points[self.chosen - 1]
-        figures = f"{format_bytes(point.memory_bytes)}, {format_ns(point.time_ns)}, {_devices(point.num_devices)}"
+        figures = f"{format_bytes(point.memory_bytes)}, {format_ns(point.time_ns)}, {named_devices(point.num_devices)}"
         marks = ", the turning point" * point.turning_point
         return f"point {self.chosen} of {len(self.points)} ({figures}{marks})"
 
@@ -111,7 +110,7 @@ def print_frontier(report: FrontierReport, file: TextIO | None = None) -> None:
     if not console.is_terminal:
         console = Console(file=file, highlight=False, width=_PLAIN_WIDTH)
     counts = sorted({point.num_devices for point in report.points})
-    named = f"{', '.join(map(str, counts))} device{'s' if counts != [1] else ''}"
+    named = ", ".join([*map(str, counts[:-1]), named_devices(counts[-1])])
     heading = f": {report.of}, {report.samples} samples, {named}; {report.proved}"
     console.print(Text.assemble((report.name, "bold"), heading))
     if len(report.points) > 1:
@@ -126,7 +125,8 @@ def print_frontier(report: FrontierReport, file: TextIO | None = None) -> None:
         console.print(note, style="dim")
 
 
-def _devices(count: int) -> str:
+def named_devices(count: int) -> str:
+    """A number of devices in words."""
     return f"{count} device{'s' if count != 1 else ''}"
 
 
@@ -162,7 +162,7 @@ def _plot(points: Sequence[Point]) -> Iterator[str]:
     """Time against memory; a digit or letter is the number of devices where there are several, X the turning point."""
     counts = sorted({point.num_devices for point in points})
     signs = {count: _DOT if len(counts) == 1 else _SIGNS[i % len(_SIGNS)] for i, count in enumerate(counts)}
-    x, y = _Scale.of([p.memory_bytes for p in points]), _Scale.of([p.time_ns for p in points])
+    x, y = Scale.of([p.memory_bytes for p in points]), Scale.of([p.time_ns for p in points])
     cells = [[" "] * _WIDTH for _ in range(_HEIGHT)]
     for point in sorted(points, key=lambda each: each.turning_point):
         row = _HEIGHT - 1 - round(y.at(point.time_ns) * (_HEIGHT - 1))
@@ -176,70 +176,21 @@ def _plot(points: Sequence[Point]) -> Iterator[str]:
     yield f"{'':{margin}} +{'-' * _WIDTH}"
     yield f"{'':{margin}}  {least}{most:>{_WIDTH - len(least)}}"
     if len(counts) > 1:
-        yield f"{'':{margin}}  {', '.join(f'{signs[count]}: {_devices(count)}' for count in counts)}"
+        yield f"{'':{margin}}  {', '.join(f'{signs[count]}: {named_devices(count)}' for count in counts)}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Scale:
+class Scale:
     """From values to 0..1 between their least and largest."""
 
     least: int
     width: int
 
     @classmethod
-    def of(cls, values: Sequence[int]) -> _Scale:
+    def of(cls, values: Sequence[int]) -> Scale:
+        """From the least to the largest of these."""
         return cls(min(values), max(max(values) - min(values), 1))
 
     def at(self, value: int) -> float:
+        """Where a value lies."""
         return (value - self.least) / self.width
-
-
-_SVG_WIDTH, _SVG_HEIGHT, _MARGIN = 720, 420, 60
-_COLOURS = ("#3b6fb6", "#c2571a", "#5f8f3e", "#a8710b", "#7a4a9e", "#c00")
-
-
-def frontier_svg(report: FrontierReport) -> str:
-    """The text of an SVG file: a line per number of devices, a dot with a tooltip per point, turning points ringed."""
-    points = report.points
-    x, y = _Scale.of([p.memory_bytes for p in points]), _Scale.of([p.time_ns for p in points])
-
-    def place(point: Point) -> tuple[float, float]:
-        across = _MARGIN + x.at(point.memory_bytes) * (_SVG_WIDTH - 2 * _MARGIN)
-        return round(across, 1), round(_SVG_HEIGHT - _MARGIN - y.at(point.time_ns) * (_SVG_HEIGHT - 2 * _MARGIN), 1)
-
-    counts = sorted({point.num_devices for point in points})
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_SVG_WIDTH}" height="{_SVG_HEIGHT}" '
-        f'viewBox="0 0 {_SVG_WIDTH} {_SVG_HEIGHT}">',
-        "<style>text { font: 12px sans-serif; fill: #222 } path { fill: none }</style>",
-        f'<rect width="{_SVG_WIDTH}" height="{_SVG_HEIGHT}" fill="#fff"/>',
-        f'<text x="{_MARGIN}" y="24">{escape(report.name)}: {escape(report.of)}, {report.samples} samples</text>',
-        *_axes(points),
-    ]
-    for index, count in enumerate(counts):
-        colour = _COLOURS[index % len(_COLOURS)]
-        own = [point for point in points if point.num_devices == count]
-        line = " ".join(f"{across},{up}" for across, up in map(place, own))
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-opacity=".5"/>')
-        parts.append(
-            f'<text x="{_SVG_WIDTH - _MARGIN - 80}" y="{44 + 16 * index}" fill="{colour}">{count} devices</text>'
-        )
-        parts += [_dot(point, *place(point), colour) for point in own]
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def _dot(point: Point, across: float, up: float, colour: str) -> str:
-    tip = f"{format_bytes(point.memory_bytes)}, {format_ns(point.time_ns)}, {point.num_devices} devices: {point.what}"
-    ring = ' stroke="#000" stroke-width="2"' if point.turning_point or point.chosen else ""
-    return f'<circle cx="{across}" cy="{up}" r="4" fill="{colour}"{ring}><title>{escape(tip)}</title></circle>'
-
-
-def _axes(points: Sequence[Point]) -> Iterator[str]:
-    bottom, right = _SVG_HEIGHT - _MARGIN, _SVG_WIDTH - _MARGIN
-    yield f'<path d="M{_MARGIN} {_MARGIN}V{bottom}H{right}" stroke="#999"/>'
-    times, sizes = [p.time_ns for p in points], [p.memory_bytes for p in points]
-    for up, time in ((_MARGIN, max(times)), (bottom, min(times))):
-        yield f'<text x="{_MARGIN - 4}" y="{up + 4}" text-anchor="end">{format_ns(time)}</text>'
-    for across, size in ((_MARGIN, min(sizes)), (right, max(sizes))):
-        yield f'<text x="{across}" y="{bottom + 18}" text-anchor="middle">{format_bytes(size)}</text>'
-    yield f'<text x="{(_MARGIN + right) / 2}" y="{bottom + 36}" text-anchor="middle">memory per device</text>'
