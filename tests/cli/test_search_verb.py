@@ -165,7 +165,8 @@ def test_rules_of_a_file_make_the_schedule(v: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rules", "arguments", "code", "text"),
     [
-        ("in_flight = 0", [], 2, "mine.toml: not a valid rules file: in_flight is 0"),
+        ("in_flight = 0", [], 2, "rules 'mine': in_flight is 0; it must be at least 1; 0F0 could never start"),
+        ("in_flight = -1", [], 2, "mine.toml: not a valid rules file: in_flight is -1"),
         ("in_flight = 1", ["--scheduler", "1f1b"], 2, "--rules is for --scheduler rules"),
         ('placement = "mine.toml"', [], 2, "placement is 'mine.toml'; choose from one-to-one"),
         ('types = "fwd-first"', ["--memory", "2GB", "--recompute", "none"], 1, "needs 16GB, 14GB too much"),

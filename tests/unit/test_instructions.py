@@ -41,6 +41,7 @@ from pipeplan.model import (
 )
 from pipeplan.model.workload import Workload
 from pipeplan.planner import assemble
+from pipeplan.report.figures import odd_stages
 from pipeplan.report.svg import timeline_svg
 from pipeplan.report.terminal import print_simulation
 from pipeplan.report.trace import predicted_trace
@@ -527,6 +528,7 @@ def test_reports_show_instructions() -> None:
     out = io.StringIO()
     print_simulation(simulation, out)
     assert "GATHER" in out.getvalue()
+    assert not any(5 in odd_stages(simulation, device) for device in range(4)), "an instruction is no second stage"
     svg = timeline_svg(simulation)
     assert "5GATHER0" in svg
     assert 'class="instruction"' in svg

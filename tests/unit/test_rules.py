@@ -11,6 +11,7 @@ from pipeplan.costs import build_workload
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import shape
 from pipeplan.model.workload import Workload
+from pipeplan.schedule.bounds import makespan_bound
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.classic.base import makespan
 from pipeplan.schedule.problem import Problem
@@ -25,8 +26,11 @@ from pipeplan.schedule.rules import (
     TypeTraversal,
 )
 from pipeplan.schedule.rules.engine import schedule_by_rules
+from pipeplan.schedule.rules.files import named_rules
 from pipeplan.schedule.rules.numbers import evaluate
+from pipeplan.schedule.rules.schedules import schedule_of_rules
 from pipeplan.schedule.rules.sweep import built_in_rules, run_rules
+from pipeplan.schedule.solver import Budget
 from pipeplan.simulate.timing import task_graph
 
 
@@ -70,10 +74,10 @@ def test_what_is_no_number_is_refused(text: str, why: str) -> None:
 
 
 def test_wrong_values_are_refused_with_their_key() -> None:
-    with pytest.raises(UsageError, match="in_flight is 0; it must be at least 1"):
-        Rules(in_flight=0)
-    with pytest.raises(UsageError, match=r"in_flight\[1\] is 0"):
-        Rules(in_flight=(1, 0))
+    with pytest.raises(UsageError, match="in_flight is -1; it must be at least 0"):
+        Rules(in_flight=-1)
+    with pytest.raises(UsageError, match=r"in_flight\[1\] is -2"):
+        Rules(in_flight=(1, -2))
     with pytest.raises(UsageError, match="interval is 0"):
         StageTraversal(interval=0)
     with pytest.raises(UsageError, match="forward_unit is True"):
@@ -89,8 +93,41 @@ def test_rules_for_what_is_not_there_are_refused() -> None:
         texts(chain_workload(2, 2), Rules(devices=(DeviceRules(devices=(7,), in_flight=1),)))
     with pytest.raises(UsageError, match=r"'text\.\*' matches no stage.* begin with block0, block1"):
         texts(chain_workload(2, 2), Rules(submodules=(SubmoduleRules(blocks="text.*"),)))
-    with pytest.raises(UsageError, match="in_flight has 1 numbers for 2 places"):
+    with pytest.raises(UsageError, match="in_flight has 1 numbers for 2 stages"):
         texts(chain_workload(2, 2), Rules(in_flight=(1,)))
+
+
+@pytest.mark.parametrize(
+    ("rules", "why"),
+    [
+        (Rules(in_flight=0), "in_flight is 0; it must be at least 1; 0F0 could"),
+        (Rules(in_flight=(2, 0)), r"in_flight\[1\] is 0; it must be at least 1; 1F0 could"),
+        (
+            Rules(in_flight="D - s - 1"),
+            "in_flight = 'D - s - 1' is 0 where D = 2, s = 1; it must be at least 1; 1F0 could",
+        ),
+        (Rules(in_flight_device=(1, 0)), r"in_flight_device\[1\] is 0; it must be at least 1; 1F0 could"),
+    ],
+)
+def test_limits_that_let_nothing_start_name_what_they_stop(rules: Rules, why: str) -> None:
+    with pytest.raises(UsageError, match=rf"^rules 'mine': {why} never start"):
+        texts(chain_workload(2, 2), rules.but(name="mine"))
+
+
+def test_nothing_is_said_twice() -> None:
+    with pytest.raises(UsageError, match="device: there are rules for 0 twice"):
+        Rules(devices=(DeviceRules(devices=(0,), in_flight=1), DeviceRules(devices=(1, 0), in_flight=2)))
+    with pytest.raises(UsageError, match=r"submodule: there are rules for 'text\.\*' twice"):
+        Rules(submodules=(SubmoduleRules(blocks="text.*"), SubmoduleRules(blocks="text.*", in_flight=2)))
+
+
+def test_the_bound_is_the_one_of_other_searches() -> None:
+    """Shared stages make the first and last micro-batches wait, which work and dependencies alone do not say."""
+    profile = shape("mllm", 4)
+    assert profile.placement is not None
+    workload = build_workload(profile, profile.placement, num_microbatches=8, microbatch_size=1)
+    found = schedule_of_rules(workload, named_rules("1f1b+"), Budget(1.0, 0, deterministic=True))
+    assert found.bound_ns == makespan_bound(Problem.of(workload)) == 76_000_000
 
 
 # What each rule does -------------------------------------------------------------------------------------------

@@ -88,19 +88,27 @@ def test_an_empty_file_has_the_rules_that_hold_without(tmp_path: Path) -> None:
         ("[forward]\ninterval = 0", "forward.interval is 0; it must be at least 1"),
         ("[backward]\ninterval = 'D - e'", "backward.interval = 'D - e' cannot be evaluated: 'e' is not known"),
         ("[backward]\ninterval = 'import os'", "backward.interval = 'import os' cannot be evaluated: invalid syntax"),
-        ("in_flight = 0", "in_flight is 0; it must be at least 1"),
-        ("in_flight = [2, 0]", "in_flight[1] is 0; it must be at least 1"),
+        ("in_flight = -1", "in_flight is -1; it must be at least 0"),
+        ("in_flight = [2, -1]", "in_flight[1] is -1; it must be at least 0"),
         ("in_flight = 1.5", "in_flight is 1.5; write an integer"),
         ("in_flight = true", "in_flight is True; write an integer"),
         ("separate = 1", "separate is 1; write true or false"),
         ("separate = true\nweights = {fill = true}", "weights are placed by separate = true"),
         ("time = 'fast'", "time is 'fast'; choose from unit, true"),
         ("chunks = 0", "chunks is 0"),
+        ("chunks = 3", "chunks = 3 is for a placement; add placement"),
+        ("[[submodule]]\nchunks = 3", "submodule[0].chunks = 3 is for a placement; add placement"),
+        ("[[submodule]]\ndevices = [0, 2]", "submodule[0].devices is for the placement"),
+        ("[[device]]\ndevices = [0, 0]", "device: there are rules for 0 twice"),
         ("[weights]\nlate = -1", "weights.late is -1; it must be at least 0"),
         ("[[device]]\ntypes = 'fwd-first'", "device[0].devices is empty"),
         ("device = 3", "device is 3; write tables [[device]]"),
         ("[[device]]\ndevices = 'all'", "device[0].devices is 'all'; write a list of device numbers"),
         ("[[submodule]]\ndevices = [1]", "submodule[0].devices is [1]; write the first device and the one behind"),
+        (f"in_flight = '{'1+' * 20_000}1'", "in_flight = '1+1+"),
+        (f"types = '{'x' * 20_000}'", "xxx'; choose from bwd-first"),
+        (f"{'x' * 20_000} = 1", "x is not known; choose from"),
+        (f"in_flight = {'9' * 5_000}", "not readable as TOML"),
         ("x = [", "not readable as TOML"),
         ("\x00", "not readable as TOML"),
     ],
@@ -111,6 +119,7 @@ def test_errors_name_file_key_and_value(tmp_path: Path, text: str, why: str) -> 
     with pytest.raises(FileError) as error:
         read_rules(str(path))
     assert str(error.value).startswith(f"{path}: not ")
+    assert len(str(error.value)) < 500 + len(str(path))
     assert why in str(error.value)
 
 

@@ -11,6 +11,7 @@ from pipeplan.model.workload import Workload
 from pipeplan.planner.candidates import Candidate
 from pipeplan.planner.request import Options, Request
 from pipeplan.schedule.rules import with_instructions
+from pipeplan.schedule.rules.language import naming
 from pipeplan.schedule.search import SEARCHING, Schedule, first_look, search_schedule
 from pipeplan.schedule.solver import Budget
 from pipeplan.simulate.bounds import makespan_bound
@@ -195,7 +196,8 @@ def workloads(request: Request, candidate: Candidate) -> list[Workload]:
     ]
     if rules is None or not rules.instructions:
         return found
-    return [with_instructions(workload, rules.instructions, request.cluster) for workload in found]
+    with naming(rules):
+        return [with_instructions(workload, rules.instructions, request.cluster) for workload in found]
 
 
 def _backward_ways(profile: Profile, options: Options) -> list[bool]:

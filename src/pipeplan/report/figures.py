@@ -6,7 +6,7 @@ from itertools import groupby
 
 from pipeplan.simulate.simulation import Simulation
 
-__all__ = ["figures", "path_times", "runs_by_device", "stages_of"]
+__all__ = ["figures", "odd_stages", "path_times", "runs_by_device"]
 
 
 def figures(simulation: Simulation) -> dict[str, object]:
@@ -93,6 +93,7 @@ def runs_by_device(simulation: Simulation) -> list[tuple[int, list[str]]]:
     ]
 
 
-def stages_of(simulation: Simulation, device: int) -> list[int]:
-    """The stages on a device, ascending."""
-    return [index for index, stage in enumerate(simulation.workload.stages) if device in stage.devices]
+def odd_stages(simulation: Simulation, device: int) -> list[int]:
+    """Every second of the device's stages that run blocks; those of instructions have none, and are never drawn so."""
+    stages = enumerate(simulation.workload.stages)
+    return [index for index, stage in stages if device in stage.devices and stage.blocks][1::2]

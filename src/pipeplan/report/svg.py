@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from pipeplan.model import in_order, is_instruction
-from pipeplan.report.figures import stages_of
+from pipeplan.report.figures import odd_stages
 from pipeplan.simulate.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
 
@@ -127,10 +127,10 @@ def _row(simulation: Simulation, scale: _Scale, device: int) -> Iterator[str]:
     )
     yield f'<g transform="translate(0,{y})">'
     yield f'<text x="{_MARGIN}" y="14">device {device}<title>{_text(tip)}</title></text>'
-    odd = {stage: index % 2 for index, stage in enumerate(stages_of(simulation, device))}
+    odd = odd_stages(simulation, device)
     for task in simulation.orders[device]:
         operation = graph.workload.operations[graph.operation_of[task]]
-        classes = f"{_class(operation.kind)} odd" if odd[operation.stage] else _class(operation.kind)
+        classes = f"{_class(operation.kind)} odd" if operation.stage in odd else _class(operation.kind)
         begin, duration = starts[task], graph.durations[task]
         x, width = scale.x(begin), duration * scale.pixels_per_ns
         yield (

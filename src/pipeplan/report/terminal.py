@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeplan.model import in_order
-from pipeplan.report.figures import path_times, runs_by_device, stages_of
+from pipeplan.report.figures import odd_stages, path_times, runs_by_device
 from pipeplan.report.timeline import Cell, Window, device_row, repetend_time_range, windows
 from pipeplan.simulate.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
@@ -200,7 +200,7 @@ def _timeline(simulation: Simulation, width: int, marks: str) -> Text:
         text.append("\n")
     text.append(" " * (label + 1))
     text.append_text(_legend(simulation, marks))
-    if any(len(stages_of(simulation, device)) > 1 for device in range(len(simulation.orders))):
+    if any(odd_stages(simulation, device) for device in range(len(simulation.orders))):
         text.append(f"\n{'':{label}} small letters: every second stage of a device")
     return text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from pipeplan.report.figures import stages_of
+from pipeplan.report.figures import odd_stages
 from pipeplan.simulate.simulation import Simulation
 
 __all__ = ["Cell", "Window", "device_row", "repetend_time_range", "windows"]
@@ -69,7 +69,7 @@ def device_row(simulation: Simulation, device: int, window: Window) -> list[Cell
     has the cells, its kind and micro-batch stand at its beginning: ``F12``, or ``f12`` in every second stage of
     the device.
     """
-    kinds, stages = _kinds(simulation, device, window), stages_of(simulation, device)
+    kinds, odd = _kinds(simulation, device, window), odd_stages(simulation, device)
     texts = [""] * window.num_cells
     graph = simulation.graph
     for task in _inside(simulation, device, window):
@@ -79,7 +79,7 @@ def device_row(simulation: Simulation, device: int, window: Window) -> list[Cell
             continue
         index = graph.operation_of[task]
         operation = graph.workload.operations[index]
-        kind = operation.kind.lower() if stages.index(operation.stage) % 2 else operation.kind
+        kind = operation.kind.lower() if operation.stage in odd else operation.kind
         label = f"{kind}{task - graph.offsets[index]}"
         shown = label if right - left >= len(label) else label[: min(1, right - left)]
         for offset, letter in enumerate(shown):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from pipeplan.schedule.rules.choosing import Chooser
 from pipeplan.schedule.rules.joining import Joined
-from pipeplan.schedule.rules.language import Candidate, Rules
+from pipeplan.schedule.rules.language import Candidate, Rules, naming
 from pipeplan.schedule.rules.memory import Memory
 from pipeplan.schedule.rules.separation import separate
 from pipeplan.schedule.rules.settings import Resolved
@@ -38,7 +38,8 @@ def schedule_by_rules(graph: TaskGraph, rules: Rules) -> list[list[int]]:
     Cost is linear in actions and dependencies, times the stages of a device, and a logarithm.
 
     Raises:
-        UsageError: the rules do not apply to the workload, or actions wait for each other in a circle.
+        UsageError: the rules do not apply to the workload, or actions wait for each other in a circle; the text names
+            the rules, too.
         InfeasibleError: limits, checks or memory block every action that is ready; the text names them.
     """
     if not rules.separate:
@@ -49,7 +50,8 @@ def schedule_by_rules(graph: TaskGraph, rules: Rules) -> list[list[int]]:
 
 def unseparated(graph: TaskGraph, rules: Rules) -> list[list[int]]:
     """The same without separation, whatever the rules say of it."""
-    return Run(graph, rules).run()
+    with naming(rules):
+        return Run(graph, rules).run()
 
 
 @dataclass(slots=True)

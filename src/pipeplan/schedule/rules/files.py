@@ -23,7 +23,7 @@ from pipeplan.schedule.rules.language import (
     SubmoduleRules,
     TypeTraversal,
 )
-from pipeplan.schedule.rules.numbers import Number, check_number
+from pipeplan.schedule.rules.numbers import Number, check_number, shown
 from pipeplan.units import parse_bytes, parse_ns
 
 __all__ = ["catalogue", "named_rules", "parse_rules", "read_rules"]
@@ -86,7 +86,7 @@ def parse_rules(text: str, name: str, where: str | None = None) -> Rules:
         raise FileError(f"{where}: {len(text)} characters are more than the {_MOST_CHARACTERS} that rules may have")
     try:
         table = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise FileError(f"{where}: not readable as TOML: {error}") from None
     try:
         return Rules(**{"name": name, **_read(table, _RULES, "")})
@@ -98,7 +98,7 @@ def _read(table: Mapping[str, object], readers: Mapping[str, _Reader], path: str
     """The fields that a table says."""
     unknown = next((key for key in table if key not in readers), None)
     if unknown is not None:
-        raise UsageError(f"{path}{unknown} is not known; choose from {', '.join(readers)}")
+        raise UsageError(f"{path}{shown(unknown)[1:-1]} is not known; choose from {', '.join(readers)}")
     found: dict[str, Any] = {}
     for key, value in table.items():
         result = readers[key](value, f"{path}{key}")
@@ -109,7 +109,7 @@ def _read(table: Mapping[str, object], readers: Mapping[str, _Reader], path: str
 def _exactly(kind: type, what: str) -> _Reader:
     def read(value: object, path: str) -> object:
         if type(value) is not kind:
-            raise UsageError(f"{path} is {value!r}; write {what}")
+            raise UsageError(f"{path} is {shown(value)}; write {what}")
         return value
 
     return read
@@ -120,7 +120,7 @@ _TEXT, _FLAG, _INTEGER = _exactly(str, "a text"), _exactly(bool, "true or false"
 
 def _number(value: object, path: str) -> Number:
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise UsageError(f"{path} is {value!r}; write an integer, or a text such as 'D - d'")
+        raise UsageError(f"{path} is {shown(value)}; write an integer, or a text such as 'D - d'")
     return value
 
 
@@ -143,7 +143,7 @@ def _table(readers: Mapping[str, _Reader], make: Callable[..., object]) -> _Read
     def read(value: object, path: str) -> object:
         table = {next(iter(readers)): value} if isinstance(value, str) else value
         if not isinstance(table, dict):
-            raise UsageError(f"{path} is {value!r}; write a table [{path}]")
+            raise UsageError(f"{path} is {shown(value)}; write a table [{path}]")
         said = _read(table, readers, f"{path}.")
         try:
             return make(**said)
@@ -156,7 +156,7 @@ def _table(readers: Mapping[str, _Reader], make: Callable[..., object]) -> _Read
 def _tables(readers: Mapping[str, _Reader], make: Callable[..., object]) -> _Reader:
     def read(value: object, path: str) -> object:
         if not isinstance(value, list):
-            raise UsageError(f"{path} is {value!r}; write tables [[{path}]]")
+            raise UsageError(f"{path} is {shown(value)}; write tables [[{path}]]")
         return tuple(one(entry, f"{path}[{index}]") for index, entry in enumerate(value))
 
     one = _table(readers, make)
@@ -165,13 +165,13 @@ def _tables(readers: Mapping[str, _Reader], make: Callable[..., object]) -> _Rea
 
 def _device_numbers(value: object, path: str) -> object:
     if not isinstance(value, list):
-        raise UsageError(f"{path} is {value!r}; write a list of device numbers")
+        raise UsageError(f"{path} is {shown(value)}; write a list of device numbers")
     return tuple(_INTEGER(entry, f"{path}[{index}]") for index, entry in enumerate(value))
 
 
 def _range(value: object, path: str) -> object:
     if not isinstance(value, list) or len(value) != 2:
-        raise UsageError(f"{path} is {value!r}; write the first device and the one behind the last, as [0, 'D // 2']")
+        raise UsageError(f"{path} is {shown(value)}; write the first device and the one behind the last: [0, 'D']")
     return _limit(value, path)
 
 
@@ -180,7 +180,7 @@ def _ends(value: object, path: str) -> object:
     entries = value if isinstance(value, list) else [value]
     for index, entry in enumerate(entries):
         if type(entry) not in (int, str):
-            raise UsageError(f"{path}[{index}] is {entry!r}; write a stage's number or the name of a block")
+            raise UsageError(f"{path}[{index}] is {shown(entry)}; write a stage's number or the name of a block")
     return tuple(entries)
 
 
@@ -196,7 +196,7 @@ def _in_units(parse: Callable[[str], int]) -> _Reader:
 
 def _attributes(value: object, path: str) -> object:
     if not isinstance(value, dict):
-        raise UsageError(f"{path} is {value!r}; write a table [{path}]")
+        raise UsageError(f"{path} is {shown(value)}; write a table [{path}]")
     return {key: tuple(entry) if isinstance(entry, list) else entry for key, entry in value.items()}
 
 

@@ -7,14 +7,15 @@ file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Protocol, Self, get_args
 
-from pipeplan.errors import UsageError
+from pipeplan.errors import PipeplanError, UsageError
 from pipeplan.model.action import is_instruction_word
 from pipeplan.model.plan import Attribute
-from pipeplan.schedule.rules.numbers import Number, check_number
+from pipeplan.schedule.rules.numbers import Number, check_number, shown
 
 __all__ = [
     "Candidate",
@@ -33,6 +34,7 @@ __all__ = [
     "SubmoduleRules",
     "TypeOrder",
     "TypeTraversal",
+    "naming",
 ]
 
 
@@ -198,8 +200,9 @@ class SubmoduleRules(Settings):
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
-        if self.chunks is not None:
-            check_number("chunks", self.chunks, 1)
+        _check_chunks(self.chunks, self.placement)
+        if self.devices is not None and self.placement is None:
+            raise UsageError("devices is for the placement of the submodule; give it one, or leave out devices")
         for number in self.devices or ():
             check_number("devices", number, 0)
 
@@ -237,7 +240,7 @@ class Instruction:
     def __post_init__(self) -> None:
         if not is_instruction_word(self.kind):
             raise UsageError(
-                f"instruction {self.kind!r}: a kind is a word of 3 to 24 capital letters other than SEND and RECV"
+                f"instruction {shown(self.kind)}: a kind is a word of 3 to 24 capital letters other than SEND and RECV"
             )
         if not self.after:
             raise UsageError(f"instruction {self.kind}: after is empty; name the stages or blocks it waits for")
@@ -282,8 +285,9 @@ class Rules(Settings):
         late = next((each for each in (self, *self.devices, *self.submodules) if each.places_weights), None)
         if self.separate and late is not None:
             raise UsageError("weights are placed by separate = true; leave out that, or late and fill")
-        if self.chunks is not None:
-            check_number("chunks", self.chunks, 1)
+        _check_chunks(self.chunks, self.placement)
+        _require_different("device", [device for each in self.devices for device in each.devices])
+        _require_different("submodule", [each.blocks for each in self.submodules])
 
     def but(self, **changes: object) -> Self:
         """The same rules with some changed."""
@@ -293,6 +297,15 @@ class Rules(Settings):
         return self.name
 
 
+@contextmanager
+def naming(rules: Rules) -> Iterator[None]:
+    """Lets errors that show only with the workload say which rules they are about."""
+    try:
+        yield
+    except PipeplanError as error:
+        raise type(error)(f"rules {shown(rules.name)}: {error}") from None
+
+
 def _paces(settings: Settings) -> bool:
     """Whether some stages' actions are to start so many steps apart."""
     return any(each is not None and each.every is not None for each in (settings.forward, settings.backward))
@@ -300,12 +313,28 @@ def _paces(settings: Settings) -> bool:
 
 def _require(key: str, value: object, choices: Sequence[str]) -> None:
     if not callable(value) and value not in choices:
-        raise UsageError(f"{key} is {value!r}; choose from {', '.join(choices)}")
+        raise UsageError(f"{key} is {shown(value)}; choose from {', '.join(choices)}")
+
+
+def _check_chunks(chunks: int | None, placement: str | None) -> None:
+    if chunks is None:
+        return
+    check_number("chunks", chunks, 1)
+    if placement is None:
+        raise UsageError(f"chunks = {chunks} is for a placement; add placement = 'circular', say, or leave out chunks")
+
+
+def _require_different(key: str, named: Sequence[object]) -> None:
+    """Nothing is named twice, so that its settings are said in one place."""
+    for index, each in enumerate(named):
+        if each in named[:index]:
+            raise UsageError(f"{key}: there are rules for {shown(each)} twice; put them into one table [[{key}]]")
 
 
 def _check_limit(key: str, limit: Limit | None) -> None:
+    """Limits are 0 or more here; one below 1 is refused where the actions that it stops are known."""
     if isinstance(limit, tuple):
         for index, number in enumerate(limit):
-            check_number(f"{key}[{index}]", number, 1)
+            check_number(f"{key}[{index}]", number, 0)
     elif limit is not None:
-        check_number(key, limit, 1)
+        check_number(key, limit, 0)

@@ -6,10 +6,11 @@ import ast
 import operator
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from reprlib import Repr
 
 from pipeplan.errors import UsageError
 
-__all__ = ["NAMES", "Number", "check_number", "evaluate"]
+__all__ = ["NAMES", "Number", "check_number", "evaluate", "shown"]
 
 Number = int | str
 """An integer, or a text such as ``"D - d"``."""
@@ -34,6 +35,15 @@ _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
 }
 _CALLS: dict[str, Callable[..., int]] = {"min": min, "max": max}
 
+_short = Repr()
+_short.maxstring = _short.maxother = _short.maxlong = 100
+
+
+def shown(value: object) -> str:
+    """A value of a file as an error shows it: long ones are cut."""
+    return _short.repr(value)
+
+
 _LONGEST = 200
 _LARGEST = 10**12
 
@@ -47,9 +57,9 @@ def check_number(key: str, value: Number, least: int) -> None:
     if isinstance(value, str):
         evaluate(key, value, dict.fromkeys(NAMES, 1), least=-_LARGEST)
     elif isinstance(value, bool) or not isinstance(value, int):
-        raise UsageError(f"{key} is {value!r}; write an integer, or a text such as 'D - d'")
+        raise UsageError(f"{key} is {shown(value)}; write an integer, or a text such as 'D - d'")
     elif value < least:
-        raise UsageError(f"{key} is {value}; it must be at least {least}")
+        raise UsageError(f"{key} is {shown(value)}; it must be at least {least}")
 
 
 def evaluate(key: str, value: Number, sizes: Mapping[str, int], least: int = 1) -> int:
@@ -59,11 +69,12 @@ def evaluate(key: str, value: Number, sizes: Mapping[str, int], least: int = 1) 
         UsageError: the text is no such arithmetic, or gives less than ``least``; with the key and the sizes.
     """
     if isinstance(value, int):
+        check_number(key, value, least)
         return value
     try:
         result = _value(_parsed(value), sizes)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError) as error:
-        raise UsageError(f"{key} = {value!r} cannot be evaluated: {_reason(error)}") from None
+        raise UsageError(f"{key} = {shown(value)} cannot be evaluated: {_reason(error)}") from None
     if result < least:
         used = ", ".join(f"{name} = {size}" for name, size in sizes.items() if name in value)
         raise UsageError(

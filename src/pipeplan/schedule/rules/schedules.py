@@ -7,6 +7,8 @@ from fractions import Fraction
 
 from pipeplan.errors import InfeasibleError
 from pipeplan.model.workload import Workload
+from pipeplan.schedule import bounds
+from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.language import Rules
 from pipeplan.schedule.rules.sweep import Swept, built_in_rules, run_rules, sweep
 from pipeplan.schedule.solver import Budget
@@ -24,7 +26,7 @@ def schedule_of_rules(workload: Workload, rules: Rules | None, budget: Budget) -
     """The schedule that rules make of a workload; without rules the shortest of those of the built-in ones.
 
     Raises:
-        InfeasibleError: the rules get stuck, or do not fit into memory.
+        InfeasibleError: the rules get stuck, or do not fit into memory; the text names them.
         UsageError: they do not apply to the workload.
     """
     graph = task_graph(workload)
@@ -50,7 +52,7 @@ def _while_there_is_time(tried: list[Rules], budget: Budget, num_tasks: int) -> 
 
 
 def _schedule(graph: TaskGraph, swept: Swept, budget: Budget) -> Schedule:
-    bound = min(swept.makespan_ns, makespan_bound(graph.workload))
+    bound = min(swept.makespan_ns, _bound(graph.workload))
     return Schedule(
         graph.workload,
         graph,
@@ -65,3 +67,12 @@ def _schedule(graph: TaskGraph, swept: Swept, budget: Budget) -> Schedule:
         budget.elapsed,
         budget.interrupted,
     )
+
+
+def _bound(workload: Workload) -> int:
+    """Ns that no schedule is below: the searches' own bound, which is proved for forwards and backwards of whole
+    micro-batches; work and dependencies alone where there are instructions or parts."""
+    plain = makespan_bound(workload)
+    if workload.instructions or any(slots.num_parted for slots in workload.slots):
+        return plain
+    return max(plain, bounds.makespan_bound(Problem.of(workload, require_room=False)))

@@ -166,10 +166,8 @@ class Resolved:
         settings: Settings = self._rules
         if submodule is not None:
             settings = settings.under(self._rules.submodules[submodule])
-        for rules in self._rules.devices:
-            if device in rules.devices:
-                settings = settings.under(rules)
-        return settings
+        own = next((rules for rules in self._rules.devices if device in rules.devices), None)
+        return settings if own is None else settings.under(own)
 
     def _paces(self, stage: int) -> dict[str, int]:
         settings, sizes = self._settings(stage, self._workload.stages[stage].devices[0]), self._sizes(stage)
@@ -182,10 +180,12 @@ class Resolved:
 
     def _stage_limit(self, stage: int) -> int | None:
         settings, sizes = self._settings(stage, self._workload.stages[stage].devices[0]), self._sizes(stage)
+        stopped = f"{stage}F0"
         if self.is_shared[stage]:
             shared = self._part(stage).shared
-            return _limit("in_flight_shared", settings.in_flight_shared, shared.index(stage), len(shared), sizes)
-        return _limit("in_flight", settings.in_flight, sizes["s"], sizes["S"], sizes)
+            place, count = shared.index(stage), len(shared)
+            return _limit("in_flight_shared", settings.in_flight_shared, place, count, sizes, stopped)
+        return _limit("in_flight", settings.in_flight, sizes["s"], sizes["S"], sizes, stopped)
 
     def _device(self, device: int) -> DeviceSettings:
         there = [number for number, stage in enumerate(self._workload.stages) if device in stage.devices]
@@ -198,7 +198,7 @@ class Resolved:
             evaluate("backward_unit", types.backward_unit, sizes),
             _traversal("forward", settings.forward, sizes),
             _traversal("backward", settings.backward, sizes),
-            _limit("in_flight_device", settings.in_flight_device, sizes["d"], sizes["D"], sizes),
+            _limit("in_flight_device", settings.in_flight_device, sizes["d"], sizes["D"], sizes, f"{first}F0"),
             evaluate("weights_late", settings.weights_late or 0, sizes, least=0),
             bool(settings.weights_fill),
         )
@@ -209,12 +209,19 @@ def _traversal(key: str, rules: StageTraversal | None, sizes: Mapping[str, int])
     return Traversal(rules, None if rules.interval is None else evaluate(f"{key}.interval", rules.interval, sizes))
 
 
-def _limit(key: str, limit: Limit | None, place: int, count: int, sizes: Mapping[str, int]) -> int | None:
-    """The limit of the stage, or device, at this of so many places of its submodule."""
+def _limit(key: str, limit: Limit | None, place: int, count: int, sizes: Mapping[str, int], stopped: str) -> int | None:
+    """The limit of the stage, or device, at this of so many places of its submodule; ``stopped`` is its first action.
+
+    Raises:
+        UsageError: it lets nothing start, or there are not as many numbers as places.
+    """
     if limit is None:
         return None
-    if not isinstance(limit, tuple):
-        return evaluate(key, limit, sizes)
-    if len(limit) != count:
-        raise UsageError(f"{key} has {len(limit)} numbers for {count} places of the submodule; write one each, or one")
-    return evaluate(f"{key}[{place}]", limit[place], sizes)
+    if isinstance(limit, tuple) and len(limit) != count:
+        what = "devices" if key == "in_flight_device" else "stages"
+        raise UsageError(f"{key} has {len(limit)} numbers for {count} {what} of the submodule; write one each, or one")
+    name, number = (f"{key}[{place}]", limit[place]) if isinstance(limit, tuple) else (key, limit)
+    try:
+        return evaluate(name, number, sizes)
+    except UsageError as error:
+        raise UsageError(f"{error}; {stopped} could never start, nor what waits for it") from None

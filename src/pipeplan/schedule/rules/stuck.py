@@ -61,7 +61,7 @@ def stuck_error(
     unmet = _unmet(graph, waiting, begun)
     obstacles = {task: found for task in stuck if waiting[task] == 0 and (found := obstacle(task)) is not None}
     lines = list(_lines(graph, stuck, unmet, obstacles))
-    head = f"the rules are stuck with {len(stuck)} of {graph.num_actions} actions left"
+    head = f"stuck with {len(stuck)} of {graph.num_actions} actions left"
     if (circle := _circle(graph, unmet)) is not None:
         return UsageError(f"{head}: {circle} wait for each other in a circle; take one of these dependencies out")
     never = [task for task in stuck if waiting[task] > 0 and not unmet[task]]
