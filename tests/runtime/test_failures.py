@@ -86,6 +86,7 @@ def test_death_and_exceptions(
     output = capfd.readouterr()
     assert output.out == ""
     assert ("ValueError: boom" in output.err) == (model == "raising"), "a block's traceback is shown, and no other"
+    assert "/pipeplan/runtime/" not in output.err, "it begins where our own code ends"
 
 
 def test_a_stopped_rank(mark: str) -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from instruction_models import GATHERED, one_loss, plan_by_rules, shared_loss, towers_plan, two_losses
 from runtime_plans import TRAINING, Reports, assert_as_unsplit, reports_of
 
 from pipeplan.check import check
-from pipeplan.cli.main import cli
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.model import Plan, write_file
+from pipeplan.model import Plan
 from pipeplan.model.workload import Workload
 from pipeplan.runtime.instructions import Context, Function, FunctionRunner, functions_of, register
 from pipeplan.runtime.model import Model
@@ -92,26 +89,6 @@ def test_rehearsals_take_no_less_than_the_prediction(name: str, reports: Reports
     assert all(ns >= least for ns in reports[f"rehearsed {name}"][0]["iterations_ns"])
 
 
-def test_the_verbs_know_instructions(tmp_path: Path, paths_for_ranks: None) -> None:
-    """check, simulate and run, and the measured trace beside the predicted one."""
-    path, trace = str(tmp_path / "plan.json"), str(tmp_path / "trace.json")
-    write_file(towers_plan(ONE, [GATHER], num_devices=2), path)
-    verbs = [
-        ["check", path],
-        ["simulate", path, "--svg", str(tmp_path / "plan.svg"), "--trace", str(tmp_path / "predicted.json")],
-        ["run", path, "--model", PATHS[id(ONE)], "--local", "--steps", "2", "--trace", trace, "--json"],
-        ["simulate", path, "--measured", trace, "--json"],
-    ]
-    found = [CliRunner().invoke(cli, verb) for verb in verbs]
-    assert [result.exit_code for result in found] == [0] * len(verbs), [result.output for result in found]
-    losses = [step["loss"] for step in json.loads(found[2].stdout)["steps"]]
-    assert losses[0] > losses[1] > 0
-    kinds = {kind["kind"]: kind for kind in json.loads(found[3].stdout)["measured"]["kinds"]}
-    assert kinds["GATHER"]["count"] == 2
-    assert "GATHER" in (tmp_path / "plan.svg").read_text()
-    assert '"5GATHER0"' in (tmp_path / "predicted.json").read_text()
-
-
 def test_rules_that_never_let_an_instruction_run_name_it() -> None:
     """It waits for two micro-batches of each tower, of which no more than one may be in flight."""
     with pytest.raises(InfeasibleError, match="0F1 is ready, but stage 0 has its 1 micro-batches in flight"):
@@ -180,6 +157,15 @@ def broken(context: Context) -> dict[str, torch.Tensor]:
     ("function", "text"),
     [
         (broken, "instruction GATHER: ValueError: no such thing"),
+        (
+            lambda context: {"text.1": context.inputs["text.1"]},
+            "instruction GATHER asks for block 'text.1' in context.inputs, which has it on rank 3 alone; take it from "
+            r"context.brought\(\)",
+        ),
+        (
+            lambda context: {"text.1": context.inputs["text.7"]},
+            "instruction GATHER asks for block 'text.7', and what comes to it is of 'image.1', 'text.1'",
+        ),
         (
             lambda context: {"image.1": torch.ones(4)},
             "instruction GATHER returned no tensor for block 'text.1', which a later action takes on rank 1",

@@ -37,6 +37,31 @@ class Part:
     samples: Numbers
 
 
+class Inputs(dict[str, Tensor]):
+    """Outputs that a rank has, by block; of another block, it says where that is.
+
+    Args:
+        found: outputs by block.
+        place: whose they are, for errors.
+        parts: which rank has which.
+    """
+
+    def __init__(self, found: Mapping[str, Tensor], place: str, parts: Iterable[Part]) -> None:
+        super().__init__(found)
+        self._place, self._parts = place, tuple(parts)
+
+    def __missing__(self, block: str) -> Tensor:
+        ranks = sorted({part.rank for part in self._parts if part.block == block})
+        if not ranks:
+            known = ", ".join(repr(block) for block in dict.fromkeys(part.block for part in self._parts))
+            raise StageError(f"{self._place} asks for block {block!r}, and what comes to it is of {known or 'none'}")
+        where = f"rank {', '.join(map(str, ranks))}"
+        raise StageError(
+            f"{self._place} asks for block {block!r} in context.inputs, which has it on {where} alone; take it from "
+            'context.brought(), which moves outputs, or let the plan send it: devices = "before"'
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """What a function gets.
@@ -68,6 +93,24 @@ class Context:
     def wanted(self) -> tuple[str, ...]:
         """The blocks whose outputs are taken here."""
         return tuple(block for block, ranks in self.takers.items() if self.rank in ranks)
+
+    def brought(self) -> dict[str, Tensor]:
+        """The wanted outputs, whole, moved from where they are: for all ranks of the instruction to call at once."""
+        made = {}
+        for block, takers in self.takers.items():
+            for taker in takers:
+                found = [
+                    (part, self.together.send(self.own(part), part.rank, taker))
+                    for part in self.sources(block, taker)
+                    if self.rank in (part.rank, taker)
+                ]
+                if taker == self.rank:
+                    made[block] = self.joined(block, found)
+        return made
+
+    def own(self, part: Part) -> Tensor:
+        """This rank's part, or room for another's."""
+        return self.inputs[part.block] if part.rank == self.rank else self.empty(part)
 
     def sources(self, block: str, rank: int) -> list[Part]:
         """Parts that make up a block's output for a rank, which has its own: the same list on every rank."""
@@ -165,7 +208,7 @@ class FunctionRunner:
         try:
             with torch.no_grad():
                 made = self.function(context)
-        except TransferError:
+        except (StageError, TransferError):
             raise
         except Exception as error:
             raise StageError(f"instruction {self.part.kind}: {type(error).__name__}: {error}") from error
@@ -193,7 +236,7 @@ class FunctionRunner:
             rank=self.program.rank,
             ranks=part.devices,
             samples=instruction.samples[0],
-            inputs=inputs,
+            inputs=Inputs(inputs, f"instruction {part.kind}", found.values()),
             parts=tuple(found.values()),
             takers={block: tuple(rank for rank in part.devices if rank in ranks) for block, ranks in takers.items()},
             attributes=part.attributes,
@@ -211,28 +254,8 @@ def _all_gather(context: Context) -> dict[str, Tensor]:
 
 def _broadcast(context: Context, block: str) -> Iterable[tuple[Part, Tensor]]:
     for part in context.sources(block, rank=-1):
-        yield part, context.together.broadcast(_own(context, part), part.rank)
-
-
-def _gather(context: Context) -> dict[str, Tensor]:
-    """GATHER: outputs go where they are taken."""
-    made = {}
-    for block, takers in context.takers.items():
-        for taker in takers:
-            found = [
-                (part, context.together.send(_own(context, part), part.rank, taker))
-                for part in context.sources(block, taker)
-                if context.rank in (part.rank, taker)
-            ]
-            if taker == context.rank:
-                made[block] = context.joined(block, found)
-    return made
-
-
-def _own(context: Context, part: Part) -> Tensor:
-    """This rank's part, or room for another's."""
-    return context.inputs[part.block] if part.rank == context.rank else context.empty(part)
+        yield part, context.together.broadcast(context.own(part), part.rank)
 
 
 register("ALLGATHER", _all_gather)
-register("GATHER", _gather)
+register("GATHER", Context.brought)

@@ -250,9 +250,15 @@ def _start_timeout(timeout_ns: int) -> timedelta:
 
 
 def _origin(error: RankError) -> str:
-    """The traceback of what a block raised, without ours around it."""
+    """The traceback of what a block or an instruction raised, without ours around it."""
     origin = error.__cause__.__cause__ if error.cause is Cause.RAISED and error.__cause__ is not None else None
-    return "" if origin is None else "".join(traceback.format_exception(origin, chain=False))
+    if origin is None:
+        return ""
+    at = origin.__traceback__
+    while at is not None and at.tb_frame.f_globals.get("__name__", "").startswith("pipeplan."):
+        at = at.tb_next
+    at = at or origin.__traceback__  # models of the zoo are ours, too
+    return "".join(traceback.format_exception(type(origin), origin, at, chain=False))
 
 
 def _trace(error: BaseException) -> str:
