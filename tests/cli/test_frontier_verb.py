@@ -56,6 +56,18 @@ def test_splits_have_a_turning_point_and_a_plan_that_is_right(profile_path: Path
     assert drawn.count('text-anchor="middle"') == 6  # five ticks and what they are
 
 
+def test_memory_is_what_the_plan_needs(profile_path: Path, tmp_path: Path) -> None:
+    """Workspace counts: a limit just above what a point is said to need lets that point through, and no other."""
+    points = json.loads(run(profile_path, "--devices", 2, "--json").stdout)["points"]
+    plan_path, limit = tmp_path / "plan.json", points[-1]["memory_bytes"] - 1
+    asked = ("--devices", 2, "--mode", "min-time", "--memory", limit, "-o", plan_path)
+    (chosen,) = [each for each in json.loads(run(profile_path, *asked, "--json").stdout)["points"] if each["chosen"]]
+    peak = max(simulate(read_plan(str(plan_path))).memory, key=lambda each: each.peak_bytes)
+    assert (peak.peak_bytes, peak.workspace_bytes) == (chosen["memory_bytes"], chosen["workspace_bytes"])
+    assert peak.workspace_bytes > 0
+    assert chosen["memory_bytes"] <= limit
+
+
 def test_modes_choose(profile_path: Path) -> None:
     every = json.loads(run(profile_path, "--devices", "1,2,4", "--json").stdout)["points"]
     quickest = {count: min(p["time_ns"] for p in every if p["num_devices"] == count) for count in (1, 2, 4)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 
 from pipeplan.check import check
@@ -14,6 +15,7 @@ from pipeplan.frontier.configurations.building import CostModel, CostOptions, co
 from pipeplan.frontier.tracking import Tracked, track
 from pipeplan.model import Mesh, Profile, parse, to_json
 from pipeplan.model.plan import Plan
+from pipeplan.planner.splits import split_frontier
 from pipeplan.planner.strategies import plan_of_strategy, split_blocks
 from pipeplan.simulate.simulation import simulate
 
@@ -100,3 +102,25 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
     strategy = found.strategy(0)
     with pytest.raises(InvalidPlanError, match="bytes"):
         plan_of_strategy(profile_of("candle-uno-8"), built, strategy, memory_bytes=strategy.memory_bytes)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_points_are_exact_in_peak_memory(devices: int) -> None:
+    """For every limit of workspace the strategies within it: what the largest of them takes is no sum."""
+    found = split_frontier(profile_of("candle-uno-8"), CLUSTER, devices, SAMPLES, options=CostOptions(blocks=True))
+    built = found.model
+    sizes = {name: np.array([each.workspace_bytes for each in ways]) for name, ways in built.configurations.items()}
+    levels = sorted({int(size) for each in sizes.values() for size in each})
+    least = max(int(each.min()) for each in sizes.values())
+    points = []
+    for level in levels[levels.index(least) :]:
+        within = track(built.graph.restricted({name: np.flatnonzero(each <= level) for name, each in sizes.items()}))
+        points += [(level + memory, time) for memory, time in zip(within.memory_bytes, within.time_ns, strict=True)]
+    best = sorted(one for one in points if not any(o != one and o[0] <= one[0] and o[1] <= one[1] for o in points))
+    assert [(point.memory_bytes, point.time_ns) for point in found.points] == sorted(set(best))
+    assert found.exact
+    for point in found.points:
+        plan = plan_of_strategy(profile_of("candle-uno-8"), built, point.strategy, cluster=CLUSTER.first(devices))
+        assert plan.predicted.memory[0].peak_bytes == point.memory_bytes
+        assert plan.predicted.memory[0].workspace_bytes == point.workspace_bytes
+        assert plan.predicted.iteration_ns == point.time_ns

@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 
 from pipeplan.check import check
-from pipeplan.errors import InfeasibleError
-from pipeplan.examples import model
+from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.examples import model, shape
 from pipeplan.model import PlacedStage, Placement
 from pipeplan.planner import Batch, Candidate, Options, Request
 from pipeplan.planner.stage_splits import StageSplits
@@ -81,3 +81,18 @@ def test_stages_take_points_of_their_own_frontiers() -> None:
     assert free.placement.stages[0].configurations
     assert min(quick.bounds) <= min(uniform.bounds)  # all blocks in one way are among its frontier's points
     assert splits.split(whole, 1000) is None
+
+
+def test_blocks_that_run_on_several_devices_alone_have_plans() -> None:
+    """Profiles that know no single device have no stages that split samples; chains with shards are left."""
+    profile = model("gpt2-124m", microbatch_sizes=(1,), shards=(2,))
+    batch, options = Batch(2, 1), Options(time_limit=NO_END)
+    found = plan_frontier(Request(profile, "auto", 2, None, batch, (1,), options, None, None, None), (2,))
+    assert all(stage.shards == 2 for point in found.points for stage in point.plan.stages)
+
+
+def test_blocks_without_common_shards_are_named() -> None:
+    profile = shape("m", 4)
+    request = Request(profile, "auto", 4, None, Batch(8, 1), (1,), Options(time_limit=5), None, None, None)
+    with pytest.raises(UsageError, match=r"has costs for shards 4, '.*' for 1"):
+        plan_frontier(request, (4,))

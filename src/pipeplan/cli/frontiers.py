@@ -13,7 +13,7 @@ from pipeplan.frontier.configurations.building import CostOptions
 from pipeplan.frontier.turning import turning_point
 from pipeplan.model import Cluster, Plan, Profile
 from pipeplan.planner import Batch, Options, Request, resolve_batch
-from pipeplan.planner.splits import Splits, split_frontier
+from pipeplan.planner.splits import SplitPoint, Splits, split_frontier
 from pipeplan.planner.strategies import plan_of_strategy
 from pipeplan.planner.tradeoff import plan_frontier
 from pipeplan.report.frontier import FrontierReport, Point, named_devices
@@ -77,7 +77,8 @@ def of_splits(asked: Asked) -> Found:
     """
     samples = asked.mini_batch or (max(asked.profile.microbatch_sizes, default=1) * asked.counts[-1])
     options = CostOptions(blocks=asked.whole_blocks, data_parallel_loading=asked.data_parallel_loading)
-    found: list[tuple[Splits, int, Point]] = []
+    found: list[tuple[Splits, SplitPoint]] = []
+    shown: list[Point] = []
     least: list[int] = []
     notes = list(asked.notes)
     exact, seconds, settled = True, 0.0, 0
@@ -85,26 +86,27 @@ def of_splits(asked: Asked) -> Found:
     if interrupted:
         notes.append(f"not exact, time ran out: what there was no time for is known within about {_ROUGH:.0%}")
     for count, splits in zip(asked.counts, tracked, strict=True):
-        memory, limit = splits.tracked.memory_bytes.tolist(), asked.limit(count)
-        own = [
-            (splits, index, _point(splits, index))
-            for index, bytes_ in enumerate(memory)
-            if limit is None or bytes_ <= limit
-        ]
+        limit = asked.limit(count)
+        own = [(splits, point) for point in splits.points if limit is None or point.memory_bytes <= limit]
         found += own
-        notes += sharing_notes(count, samples, [point.repeated or 0.0 for _, _, point in own], splits.model)
-        least.append(memory[0])
-        if limit is not None and memory[0] > limit:
-            notes.append(f"{named_devices(count)}: not enough, each would need at least {format_bytes(memory[0])}")
-        exact, seconds = exact and splits.tracked.exact, seconds + splits.seconds
+        shown += [_point(*each) for each in own]
+        repeated = [point.repeated or 0.0 for point in shown[len(shown) - len(own) :]]
+        notes += sharing_notes(count, samples, repeated, splits.model)
+        least.append(splits.points[0].memory_bytes)
+        if limit is not None and least[-1] > limit:
+            notes.append(f"{named_devices(count)}: not enough, each would need at least {format_bytes(least[-1])}")
+        exact, seconds = exact and splits.exact, seconds + splits.seconds
+        if not splits.proved:
+            notes.append(f"{named_devices(count)}: not exact, strategies that hold more might need less workspace")
         settled += splits.tracked.eliminations["heuristic"]
         if held := splits.tracked.eliminations["heuristic"]:
             notes.append(f"{named_devices(count)}: not exact, {held} operators were settled by heuristic elimination")
-        if splits.tracked.factor > 1:
+        if splits.proved and splits.tracked.factor > 1:
             beyond = splits.tracked.factor - 1
             notes.append(
                 f"{named_devices(count)}: proved to be within {beyond:.2%} of every strategy in memory and time"
             )
+    factor = max(each.tracked.factor for each in tracked) if all(each.proved for each in tracked) else None
     report = FrontierReport(
         asked.profile.name,
         "all",
@@ -112,19 +114,19 @@ def of_splits(asked: Asked) -> Found:
         samples,
         exact,
         seconds,
-        tuple(point for _, _, point in found),
+        tuple(shown),
         tuple(notes),
         interrupted,
-        factor=None if settled else max(each.tracked.factor for each in tracked),
+        factor=None if settled else factor,
     )
 
     def plan_of(chosen: int) -> Plan:
-        splits, index, _ = found[chosen]
+        splits, point = found[chosen]
         cluster = None if asked.cluster is None else asked.cluster.first(splits.num_devices)
         return plan_of_strategy(
             asked.profile,
             splits.model,
-            splits.tracked.strategy(index),
+            point.strategy,
             cluster=cluster,
             memory_bytes=asked.memory_bytes,
         )
@@ -153,13 +155,20 @@ _ROUGH = 0.01
 """Within this a frontier is tracked in seconds where the exact one would take minutes."""
 
 
-def _point(splits: Splits, index: int) -> Point:
+def _point(splits: Splits, point: SplitPoint) -> Point:
     """A strategy of a split model as a point."""
-    memory, time = int(splits.tracked.memory_bytes[index]), int(splits.tracked.time_ns[index])
-    strategy = splits.tracked.strategy(index)
+    strategy = point.strategy
     share = repeated_share(splits.model, strategy)
     chosen = {name: splits.model.configurations[name][each].name for name, each in strategy.configurations.items()}
-    return Point(splits.num_devices, memory, time, splits.words(index), repeated=share, configurations=chosen)
+    return Point(
+        splits.num_devices,
+        point.memory_bytes,
+        point.time_ns,
+        splits.words(strategy),
+        workspace_bytes=point.workspace_bytes,
+        repeated=share,
+        configurations=chosen,
+    )
 
 
 _PLANS_SECONDS = 60.0
@@ -188,6 +197,7 @@ def of_plans(asked: Asked) -> Found:
             point.memory_bytes,
             point.iteration_ns,
             _words(point.plan),
+            workspace_bytes=point.workspace_bytes,
             configurations=_ways(point.plan),
         )
         for point in found.points

@@ -90,7 +90,7 @@ class StageFrontiers:
         order = profile.topological_order()
         found = list(_possible(profile, order, microbatch_size, num_devices, recompute))
         if not found:
-            raise UsageError(f"profile {profile.name!r} has no costs for micro-batches of {microbatch_size} samples")
+            raise UsageError(_no_way(profile, microbatch_size))
         return cls(order, microbatch_size, tuple(found))
 
     def fastest(self, num_devices: int, num_microbatches: int, memory_bytes: int | None) -> Iterator[Cut]:
@@ -192,6 +192,20 @@ def _possible(
                         yield _runs(profile, order, microbatch_size, Way(group // split, split, again))
                     except UsageError:  # this size was not profiled with so many shards
                         continue
+
+
+def _no_way(profile: Profile, microbatch_size: int) -> str:
+    """Why no group can run any of the blocks."""
+    known = {block.id: sorted({row.shards for row in block.costs}) for block in profile.blocks}
+    first = profile.blocks[0].id
+    other = next((name for name, shards in known.items() if not set(shards) & set(known[first])), None)
+    if other is None:
+        return f"profile {profile.name!r} has no costs for micro-batches of {microbatch_size} samples"
+    return (
+        f"blocks of profile {profile.name!r} run on different numbers of devices alone: {first!r} has costs for shards "
+        f"{', '.join(map(str, known[first]))}, {other!r} for {', '.join(map(str, known[other]))}; add rows with common "
+        "shards, or give pipeplan search a --placement that says where each block runs"
+    )
 
 
 def _runs(profile: Profile, order: Sequence[str], microbatch_size: int, way: Way) -> _Runs:

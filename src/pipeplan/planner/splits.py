@@ -4,27 +4,56 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from pipeplan.frontier.configurations.building import CostModel, CostOptions, cost_model
+from pipeplan.frontier.graph import Strategy
+from pipeplan.frontier.table import IntArray
 from pipeplan.frontier.tracking import Tracked, track
 from pipeplan.model import Cluster, Profile
 
-__all__ = ["Splits", "split_frontier"]
+__all__ = ["SplitPoint", "Splits", "split_frontier"]
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPoint:
+    """A strategy and what its plan takes: ``memory_bytes`` is its peak, of which ``workspace_bytes`` is workspace."""
+
+    strategy: Strategy
+    memory_bytes: int
+    workspace_bytes: int
+
+    @property
+    def time_ns(self) -> int:
+        """Of one iteration."""
+        return self.strategy.time_ns
 
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """The strategies of a model on so many devices, and what their costs came from."""
+    """The strategies of a model on so many devices, and what their costs came from.
+
+    ``points`` are those that no other one found beats in peak memory and time, least memory first. What is proved of
+    the tracked ones is ``proved`` of these if no strategy with less workspace was left out.
+    """
 
     num_devices: int
     model: CostModel
     tracked: Tracked
+    points: tuple[SplitPoint, ...]
+    proved: bool
     seconds: float
 
-    def words(self, point: int) -> str:
+    @property
+    def exact(self) -> bool:
+        """Whether no strategy at all beats a point."""
+        return self.proved and self.tracked.exact
+
+    def words(self, strategy: Strategy) -> str:
         """A strategy in a few words: its most frequent configurations."""
-        strategy = self.tracked.strategy(point)
         names = {node.name: node.configurations for node in self.model.graph.nodes}
         counts = Counter(names[name][index] for name, index in strategy.configurations.items())
         most = [f"{name} x{count}" for name, count in counts.most_common(_MOST_WORDS)]
@@ -32,6 +61,14 @@ class Splits:
 
 
 _MOST_WORDS = 3
+
+
+def _unbeaten(points: Iterable[SplitPoint]) -> Iterator[SplitPoint]:
+    quickest: int | None = None
+    for point in sorted(points, key=lambda each: (each.memory_bytes, each.time_ns)):
+        if quickest is None or point.time_ns < quickest:
+            yield point
+            quickest = point.time_ns
 
 
 def split_frontier(
@@ -53,4 +90,49 @@ def split_frontier(
     """
     begun = time.monotonic()
     model = cost_model(profile, cluster, num_devices, samples, device=device, options=options or CostOptions())
-    return Splits(num_devices, model, track(model.graph, within=within), time.monotonic() - begun)
+    tracked = track(model.graph, within=within)
+    points, proved = _points(model, tracked, _LEVELS if options is not None and options.blocks and not within else 0)
+    return Splits(num_devices, model, tracked, points, proved, time.monotonic() - begun)
+
+
+_LEVELS = 8
+"""Frontiers of less and less workspace that are tracked at most; those of whole blocks take a second each."""
+
+
+def _points(model: CostModel, tracked: Tracked, levels: int) -> tuple[tuple[SplitPoint, ...], bool]:
+    """The strategies by their peaks, and whether none with less workspace was left out.
+
+    What a strategy holds adds up along the graph, and is tracked; of workspace only the largest counts, and comes on
+    top. So the frontier is tracked again with the configurations of less workspace than what was found takes, until
+    there are none.
+    """
+    sizes = {name: np.array([each.workspace_bytes for each in ways]) for name, ways in model.configurations.items()}
+    every = {name: np.arange(len(workspaces)) for name, workspaces in sizes.items()}
+    found = _with_workspace(tracked, sizes, every)
+    most = max(point.workspace_bytes for point in found)
+    least = max(int(workspaces.min()) for workspaces in sizes.values())
+    for _ in range(levels):
+        if most <= least:
+            break
+        kept = {name: np.flatnonzero(workspaces < most) for name, workspaces in sizes.items()}
+        try:
+            fewer = track(model.graph.restricted(kept))
+        except ValueError:  # what is left cannot follow each other
+            most = least
+            break
+        smaller = _with_workspace(fewer, sizes, kept)
+        found += smaller
+        most = max(point.workspace_bytes for point in smaller)
+    return tuple(_unbeaten(found)), most <= least
+
+
+def _with_workspace(tracked: Tracked, sizes: Mapping[str, IntArray], kept: Mapping[str, IntArray]) -> list[SplitPoint]:
+    """The strategies of a graph with some configurations as those of the whole graph."""
+    found = []
+    for point in range(len(tracked.time_ns)):
+        strategy = tracked.strategy(point)
+        chosen = {name: int(kept[name][index]) for name, index in strategy.configurations.items()}
+        workspace = max(int(sizes[name][index]) for name, index in chosen.items())
+        whole = replace(strategy, configurations=chosen)
+        found.append(SplitPoint(whole, strategy.memory_bytes + workspace, workspace))
+    return found

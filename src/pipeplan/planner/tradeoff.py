@@ -40,10 +40,11 @@ _SCHEDULED = 3
 
 @dataclass(frozen=True, slots=True)
 class PlanPoint:
-    """A plan of the frontier with what it takes; memory is that of the device that needs most."""
+    """A plan of the frontier with what it takes; memory is the peak of the device that needs most, with workspace."""
 
     plan: Plan
     memory_bytes: int
+    workspace_bytes: int
     iteration_ns: int
     num_devices: int
 
@@ -65,6 +66,7 @@ class _Tried:
     request: Request
     trial: Trial
     memory_bytes: int
+    workspace_bytes: int
     iteration_ns: int
 
     @property
@@ -196,8 +198,8 @@ def _tried(request: Request, candidate: Candidate, best: Sequence[_Tried]) -> _T
     trial.look()
     if trial.best is None or trial.value_ns is None:
         return None
-    peaks = peak_memory(trial.best.graph, trial.best.orders)
-    return _Tried(request, trial, max(peak.peak_bytes for peak in peaks), trial.value_ns)
+    peak = max(peak_memory(trial.best.graph, trial.best.orders), key=lambda each: each.peak_bytes)
+    return _Tried(request, trial, peak.peak_bytes, peak.workspace_bytes, trial.value_ns)
 
 
 def _with(best: Sequence[_Tried], found: _Tried) -> list[_Tried]:
@@ -216,4 +218,5 @@ def _point(tried: _Tried) -> PlanPoint:
     trial = tried.trial
     assert trial.best is not None
     plan = planned(tried.request, trial.candidate, trial.settled, trial.best.workload)
-    return PlanPoint(plan, tried.memory_bytes, plan.predicted.iteration_ns, tried.request.num_devices)
+    memory = tried.memory_bytes, tried.workspace_bytes
+    return PlanPoint(plan, *memory, plan.predicted.iteration_ns, tried.request.num_devices)

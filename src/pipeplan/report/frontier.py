@@ -25,6 +25,7 @@ _DOT, _TURNING, _SIGNS = "o", "X", "123456789abcdefghijklmn"
 class Point:
     """A point: memory of the device that needs most, time of one iteration, and what it is in a few words.
 
+    ``memory_bytes`` is the peak of its plan, ``workspace_bytes`` what of that is workspace.
     ``price_per_hour`` is that of its devices, None where the cluster has no prices. At the turning point more memory
     stops to bring much. ``repeated`` is the part of the computing that several devices do alike, None where nobody
     counted; ``configurations`` says of every block how it is split.
@@ -36,6 +37,7 @@ class Point:
     what: str
     turning_point: bool = False
     chosen: bool = False
+    workspace_bytes: int = 0
     price_per_hour: float | None = None
     repeated: float | None = None
     configurations: dict[str, str] = field(default_factory=dict)

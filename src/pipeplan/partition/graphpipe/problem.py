@@ -128,6 +128,12 @@ class Problem:
         sizes = _checked_sizes(microbatch_sizes, mini_batch)
         most = max(1, num_devices)
         known = [{row.microbatch_size for row in block.costs if row.shards == 1} for block in profile.blocks]
+        missing = next((block.id for block, sizes in zip(profile.blocks, known, strict=True) if not sizes), None)
+        if missing is not None:
+            raise UsageError(
+                f"block {missing!r} of {profile.name!r} has no costs on one device alone (shards 1), which stages that "
+                "split samples need; add such rows, or give a placement with shards"
+            )
         low, high = max(map(min, known)), min(map(max, known))
         pairs = [
             (size, replicas)
