@@ -277,7 +277,9 @@ def test_flags_that_contradict_the_devices(chain: Path) -> None:
 def test_rules_without_a_file_are_a_tuning(chain: Path, tmp_path: Path) -> None:
     plan, kept = tmp_path / "plan.json", tmp_path / "cells.jsonl"
     asked = ("search", chain, "--devices", 2, "--scheduler", "rules", "--placement", "circular", "--workers", 1)
-    done = pipeplan(*asked, "--cache", kept, "--json", "-o", plan)
+    best, stages = tmp_path / "best.toml", tmp_path / "stages.json"
+    to = ("--rules-output", best, "--placement-output", stages)
+    done = pipeplan(*asked, "--cache", kept, *to, "--json", "-o", plan)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     rows = figures["candidates"]
@@ -288,5 +290,8 @@ def test_rules_without_a_file_are_a_tuning(chain: Path, tmp_path: Path) -> None:
     again = pipeplan(*asked, "--cache", kept)
     assert "1 cells: 1 looked into, 1 of them known" in again.stdout
     assert "bwd-first" in again.stdout
+    same = pipeplan("search", chain, "--rules", best, "--placement", stages, "-o", tmp_path / "same.json")
+    assert same.returncode == 0, same.stderr
+    assert read_plan(str(tmp_path / "same.json")).programs == read_plan(str(plan)).programs
     refused = pipeplan("search", chain, "--devices", 2, "--workers", 2)
     assert (refused.returncode, "--scheduler rules" in refused.stderr) == (2, True)

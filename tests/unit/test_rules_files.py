@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeplan.errors import FileError, UsageError
 from pipeplan.schedule.rules import DeviceRules, Rules, StageTraversal, SubmoduleRules, TypeTraversal
-from pipeplan.schedule.rules.files import parse_rules, read_rules
+from pipeplan.schedule.rules.files import catalogue, parse_rules, read_rules, to_toml
 from pipeplan.schedule.rules.sweep import built_in_rules, run_rules, sweep
 from pipeplan.simulate.bounds import makespan_bound
 from pipeplan.simulate.timing import task_graph
@@ -50,6 +50,19 @@ in_flight = 1
 """
 
 
+SAID_OTHERWISE = """
+[[instruction]]
+kind = "GATHER"
+last = true
+after = [1, "image \\" *"]
+before = "contrast"
+devices = "before"
+every = 4
+duration = "1.5us"
+attributes = { scale = 0.5, on = false, names = ["a", "b\\u007f"], "a key" = -1 }
+"""
+
+
 def test_every_key() -> None:
     assert parse_rules(EVERYTHING, "other") == Rules(
         name="all of it",
@@ -70,6 +83,23 @@ def test_every_key() -> None:
             SubmoduleRules(blocks="image.*", placement="v-shape", chunks=2, devices=(0, "D // 2"), in_flight=1),
         ),
     )
+
+
+@pytest.mark.parametrize("name", ["", *catalogue()])
+def test_rules_that_are_written_are_read_again(name: str) -> None:
+    text = catalogue()[name] if name else EVERYTHING + SAID_OTHERWISE
+    rules = parse_rules(text, "all of them")
+    assert parse_rules(to_toml(rules), "another name") == rules
+
+
+def test_built_in_rules_are_written_and_read_again() -> None:
+    for rules in built_in_rules(chain_workload(3)):
+        assert parse_rules(to_toml(rules), "") == rules
+
+
+def test_functions_are_not_written() -> None:
+    with pytest.raises(UsageError, match="checks has a function"):
+        to_toml(Rules(checks=(lambda state, candidate: True,)))
 
 
 def test_an_empty_file_has_the_rules_that_hold_without(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ __all__ = ["command"]
 )
 @click.option("--workers", type=click.IntRange(min=1), help="Processes of a tuning.  [default: one per core]")
 @click.option("--cache", metavar="FILE", help="What a tuning finds is kept here, and not looked for again.")
+@click.option("--rules-output", metavar="FILE", help="Where to write a tuning's best rules, to give to --rules.")
 @click.option("-o", "--output", metavar="FILE", help="Where to write the plan; - for stdout.")
 @click.option(
     "--placement-output", metavar="FILE", help="Where to write the stages alone, to edit and give to --placement."
@@ -46,6 +47,7 @@ def command(
     rules_path: str | None,
     workers: int | None,
     cache: str | None,
+    rules_output: str | None,
     output: str | None,
     placement_output: str | None,
     as_json: bool,
@@ -59,8 +61,9 @@ def command(
     """
     from pipeplan.errors import UsageError
     from pipeplan.model import write_file
+    from pipeplan.model.files import write_text
     from pipeplan.planner import search_plan
-    from pipeplan.schedule.rules.files import read_rules
+    from pipeplan.schedule.rules.files import read_rules, to_toml
 
     if output == "-" and as_json:
         raise UsageError("-o - and --json would both print to stdout; write the plan to a file")
@@ -73,8 +76,10 @@ def command(
     with Status() as progress:
         if asked.options.scheduler == "rules" and rules is None:
             tuning = _tuned(asked, progress, workers, cache)
-        elif workers is not None or cache is not None:
-            raise UsageError("--workers and --cache are for --scheduler rules without --rules; leave them out")
+        elif any(given is not None for given in (workers, cache, rules_output)):
+            raise UsageError(
+                "--workers, --cache and --rules-output are for --scheduler rules without --rules; leave them out"
+            )
         result = (
             tuning.result
             if tuning is not None
@@ -93,6 +98,8 @@ def command(
         )
     if output is not None:
         write_file(result.plan, output)
+    if rules_output is not None and tuning is not None:
+        write_text(to_toml(tuning.rules), rules_output)
     if placement_output is not None:
         write_file(result.plan.placed, placement_output)
     _print(result, tuning, output, as_json)

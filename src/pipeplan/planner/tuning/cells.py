@@ -117,15 +117,15 @@ def rows_of(request: Request, cell: Cell, stopped: Callable[[], bool]) -> Rows:
     return replace(found, complete=not stopped())
 
 
-def schedule_of(request: Request, candidate: Candidate, row: Row) -> Schedule:
-    """The schedule of one of a cell's rows, made again."""
+def schedule_of(request: Request, candidate: Candidate, row: Row) -> tuple[Rules, Schedule]:
+    """The rules of one of a cell's rows, and the schedule, made again."""
     for workload in workloads(request, candidate):
         if is_split(workload) == row.split:
             problem = Problem.of(workload)
             rules = next(rules for rules in _rules(problem.workload) if rules.name == row.rules)
             schedule = _schedule(problem, workload, run_rules(task_graph(problem.workload), rules))
             assert schedule is not None
-            return schedule
+            return rules, schedule
     raise AssertionError("a row is of one of its cell's workloads")
 
 

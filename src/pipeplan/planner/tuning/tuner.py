@@ -25,6 +25,7 @@ from pipeplan.planner.tuning.cache import Cache
 from pipeplan.planner.tuning.cells import Cell, Rows, cell_of, rows_of, schedule_of, settled_cell
 from pipeplan.planner.tuning.workers import Work, Workers
 from pipeplan.report.tuning import Row
+from pipeplan.schedule.rules import Rules
 
 __all__ = ["Tuning", "tune"]
 
@@ -45,13 +46,14 @@ _EXPLAINING = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The best plan, every row by rank, and how many cells there were.
+    """The best plan, the rules that make it, every row by rank, and how many cells there were.
 
     Of ``num_cells``, ``num_unfit`` fit under no rules, ``num_skipped`` have a bound that is not below the best
     row's iteration, ``num_known`` were in the cache and ``num_open`` were left when time was up.
     """
 
     result: Result
+    rules: Rules
     rows: tuple[Row, ...]
     num_cells: int
     num_unfit: int
@@ -155,8 +157,10 @@ class _Tuner:
             self.workers.interrupt()
         num_cells = len(self.seen) + len(waiting)
         ranked = _ranked(self.found)
+        rules, result = self._result(ranked)
         return Tuning(
-            result=self._result(ranked),
+            result=result,
+            rules=rules,
             rows=tuple(row for _, row in ranked),
             num_cells=num_cells,
             num_unfit=self.num_unfit,
@@ -268,8 +272,8 @@ class _Tuner:
             cell, row = min(self.found, key=lambda pair: pair[1].rank)
             self.request.progress(f"{row.placement}, {row.rules}", row.iteration_ns, cell.bound_ns, self._elapsed)
 
-    def _result(self, ranked: Sequence[tuple[Cell, Row]]) -> Result:
-        """The plan of the best row, made again.
+    def _result(self, ranked: Sequence[tuple[Cell, Row]]) -> tuple[Rules, Result]:
+        """The rules of the best row, and its plan, made again.
 
         Raises:
             PipeplanError: there is none.
@@ -278,10 +282,10 @@ class _Tuner:
             raise self._failure()
         cell, row = ranked[0]
         assert cell.candidate is not None
-        schedule = schedule_of(self.request, cell.candidate, row)
+        rules, schedule = schedule_of(self.request, cell.candidate, row)
         plan = planned(self.request, cell.candidate, schedule, schedule.workload)
         chosen = None if isinstance(self.request.placement, Placement) else self.partition_seconds
-        return Result(plan, schedule, self._elapsed, chosen, self.workers.interrupted)
+        return rules, Result(plan, schedule, self._elapsed, chosen, self.workers.interrupted)
 
     @property
     def _kept(self) -> str:

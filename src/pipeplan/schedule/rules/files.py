@@ -6,8 +6,11 @@ Every key is that of :mod:`pipeplan.schedule.rules.language`. A text in place of
 
 from __future__ import annotations
 
+import json
+import re
 import tomllib
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -19,6 +22,7 @@ from pipeplan.schedule.rules.language import (
     DeviceRules,
     Instruction,
     Rules,
+    Settings,
     StageTraversal,
     SubmoduleRules,
     TypeTraversal,
@@ -26,7 +30,7 @@ from pipeplan.schedule.rules.language import (
 from pipeplan.schedule.rules.numbers import Number, check_number, shown
 from pipeplan.units import parse_bytes, parse_ns
 
-__all__ = ["catalogue", "named_rules", "parse_rules", "read_rules"]
+__all__ = ["catalogue", "named_rules", "parse_rules", "read_rules", "to_toml"]
 
 _Reader = Callable[[object, str], Any]
 """Turns what stands under a key, whose path is given, into what the language takes."""
@@ -246,3 +250,69 @@ _RULES: dict[str, _Reader] = {
     "submodule": _tables({"blocks": _TEXT, **_PLACE, "devices": _range, **_SETTINGS}, SubmoduleRules),
     "instruction": _tables(_INSTRUCTION, Instruction),
 }
+
+
+# Writing -------------------------------------------------------------------------------------------------------
+
+
+def to_toml(rules: Rules) -> str:
+    """The text of a rules file that says these rules, what holds without being said left out.
+
+    Raises:
+        UsageError: they have functions, which no file has.
+    """
+    said = {"name": rules.name} | _said(rules)
+    return "".join(f"{key} = {_toml(value, key)}\n" for key, value in said.items())
+
+
+_KEYS: Mapping[type, Mapping[str, str]] = {
+    Rules: {field: key for key, field in _FIELDS.items()},
+    Instruction: {"duration_ns": "duration"},
+}
+"""Fields with another key in files; those of weights have a table."""
+
+_UNITS = {"duration_ns": "ns", "bytes_per_sample": "B"}
+
+_Written = Rules | Settings | TypeTraversal | StageTraversal | Instruction
+
+
+def _said(entry: _Written) -> dict[str, object]:
+    """{key: value} of what is not as it is without; of a table's first key, which says what it is, in any case."""
+    said: dict[str, object] = {}
+    weights: dict[str, object] = {}
+    keys = _KEYS.get(type(entry), {})
+    for field in fields(entry):
+        value = getattr(entry, field.name)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if value == default and field.name not in ("name", "first", "direction"):
+            continue
+        if field.name.startswith("weights_"):
+            weights[field.name.removeprefix("weights_")] = value
+        else:
+            unit = _UNITS.get(field.name)
+            said[keys.get(field.name, field.name)] = value if unit is None else f"{value}{unit}"
+    return said | ({"weights": weights} if weights else {})
+
+
+def _toml(value: object, path: str) -> str:
+    """A value as TOML, on one line."""
+    if isinstance(value, _Written):
+        value = _said(value)
+    match value:
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return repr(value)
+        case str():
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case tuple():
+            return f"[{', '.join(_toml(entry, path) for entry in value)}]"
+        case Mapping():
+            entries = (f"{_key(key)} = {_toml(entry, path)}" for key, entry in value.items())
+            return f"{{ {', '.join(entries)} }}"
+    raise UsageError(f"{path} has a function, which a rules file cannot say; keep these rules in Python")
+
+
+def _key(text: str) -> str:
+    """A key as it is, or quoted where TOML asks for that."""
+    return text if re.fullmatch("[A-Za-z0-9_-]+", text) else _toml(text, text)
