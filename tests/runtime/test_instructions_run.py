@@ -6,10 +6,11 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import new_instruction
 import pytest
 import torch
 from instruction_models import GATHERED, one_loss, plan_by_rules, shared_loss, towers_plan, two_losses
-from runtime_plans import TRAINING, Reports, assert_as_unsplit, reports_of
+from runtime_plans import TRAINING, Reports, assert_as_unsplit, four_devices, reports_of
 
 from pipeplan.check import check
 from pipeplan.errors import InfeasibleError, UsageError
@@ -61,10 +62,12 @@ REHEARSED = {name: PLANS[name] for name in ("gather, beside computing", "all-gat
 
 @pytest.fixture(scope="module")
 def reports() -> Reports:
-    options = replace(TRAINING, instructions="instruction_models")
+    options = replace(TRAINING, instructions="instruction_models", num_steps=2)
     cases = {name: (plan, replace(options, model=PATHS[id(model)])) for name, (model, plan) in PLANS.items()}
     rehearsal = replace(options, model="", emulate=True, num_steps=2)
-    return reports_of(cases | {f"rehearsed {name}": (slower(plan), rehearsal) for name, (_, plan) in REHEARSED.items()})
+    rehearsed = {f"rehearsed {name}": (slower(plan), rehearsal) for name, (_, plan) in REHEARSED.items()}
+    new = replace(options, model=PATHS[id(TWO)], num_steps=1, instructions="new_instruction")
+    return reports_of(cases | rehearsed | {"dim": (four_devices(new_instruction.plan()), new)})
 
 
 def slower(plan: Plan) -> Plan:
@@ -78,7 +81,7 @@ def test_gradients_are_those_of_an_unsplit_run(name: str, reports: Reports) -> N
     model, plan = PLANS[name]
     assert check(plan).problems == ()
     assert simulate(plan).rates.makespan_ns == plan.predicted.makespan_ns
-    assert_as_unsplit(model, replace(TRAINING, model=model.name), reports[name])
+    assert_as_unsplit(model, replace(TRAINING, model=model.name, num_steps=2), reports[name])
 
 
 @pytest.mark.parametrize("name", REHEARSED)
@@ -179,9 +182,10 @@ def test_functions_that_fail(function: Function, text: str) -> None:
         end.run(first, {"image.1": torch.ones(4)})
 
 
-def test_a_new_instruction_takes_few_lines() -> None:
-    """Definition, rules, plan and run are all in that file."""
-    lines = Path(__file__).with_name("test_new_instruction.py").read_text().splitlines()
+def test_a_new_instruction_takes_few_lines(reports: Reports) -> None:
+    """Definition, rules, plan and what is expected of real processes are all in that file."""
+    new_instruction.assert_dark(reports)
+    lines = Path(new_instruction.__file__).read_text().splitlines()
     assert sum(bool(line.strip()) for line in lines) < 20
 
 
