@@ -46,12 +46,13 @@ def test_splits_have_a_turning_point_and_a_plan_that_is_right(profile_path: Path
     assert [point["memory_bytes"] for point in points] == sorted(point["memory_bytes"] for point in points)
     assert [point["time_ns"] for point in points] == sorted((p["time_ns"] for p in points), reverse=True)
     chosen = [point for point in points if point["turning_point"]]
+    assert [points[summary["chosen"] - 1]] == [point for point in points if point["chosen"]] == chosen
     plan = read_plan(str(plan_path))
     assert [simulate(plan).iteration_ns] == [point["time_ns"] for point in chosen]
     assert check(plan).valid
     drawn = svg_path.read_text()
     assert drawn.count("<circle") == len(points)
-    assert drawn.count(">turning point: ") == len(chosen)
+    assert drawn.count(">turning point and chosen: ") == len(chosen) == 1
     assert "2 devices</text>" in drawn
     assert drawn.count('text-anchor="middle"') == 6  # five ticks and what they are
 
@@ -191,4 +192,4 @@ def test_when_time_runs_out_the_rest_is_proved_roughly(profile_path: Path) -> No
     summary = json.loads(run(profile_path, "--devices", 2, "--time-limit", "1ms", "--json").stdout)
     assert summary["interrupted"]
     assert summary["points"]
-    assert any("time ran out" in note for note in summary["notes"])
+    assert any("ended early" in note for note in summary["notes"])

@@ -84,7 +84,7 @@ def of_splits(asked: Asked) -> Found:
     exact, seconds, settled = True, 0.0, 0
     tracked, interrupted = _tracked(asked, samples, options)
     if interrupted:
-        notes.append(f"not exact, time ran out: what there was no time for is known within about {_ROUGH:.0%}")
+        notes.append(f"ended early: what there was no time for was tracked as by --within {_ROUGH}")
     for count, splits in zip(asked.counts, tracked, strict=True):
         limit = asked.limit(count)
         own = [(splits, point) for point in splits.points if limit is None or point.memory_bytes <= limit]
@@ -261,7 +261,7 @@ def chosen_points(asked: Asked, found: Found, mode: str, number: int | None = No
         if number > len(shown):
             raise UsageError(f"--point {number}: there are {len(shown)} points; choose one of 1 to {len(shown)}")
         chosen = shown[number - 1]
-    marked[chosen] = replace(marked[chosen], chosen=mode != "all" or number is not None)
+    marked[chosen] = replace(marked[chosen], chosen=True)
     points = tuple(marked[index] for index in shown)
     return replace(found.report, mode=mode, points=points, chosen=shown.index(chosen) + 1), chosen
 

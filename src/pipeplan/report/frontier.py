@@ -113,7 +113,8 @@ def print_frontier(report: FrontierReport, file: TextIO | None = None) -> None:
         console = Console(file=file, highlight=False, width=_PLAIN_WIDTH)
     counts = sorted({point.num_devices for point in report.points})
     named = ", ".join([*map(str, counts[:-1]), named_devices(counts[-1])])
-    heading = f": {report.of}, {report.samples} samples, {named}; {report.proved}"
+    samples = f"{report.samples} sample{'s' if report.samples != 1 else ''}"
+    heading = f": {report.of}, {samples}, {named}; {report.proved}"
     console.print(Text.assemble((report.name, "bold"), heading))
     if len(report.points) > 1:
         console.print("\n".join(_plot(report.points)), markup=False)
