@@ -178,15 +178,15 @@ class TestEveryClassic:
     @pytest.mark.parametrize(
         ("scheduler", "name", "reason"),
         [
-            ("1f1b", "zbv", "it needs stage d on device d alone"),
+            ("1f1b", "zbv", "it needs stage d on device d alone (--placement one-to-one)"),
             ("zb-h1", "v", "it needs input and weight gradients apart (--split-backward)"),
-            ("zb-h1", "zbv", "it needs stage d on device d alone"),
+            ("zb-h1", "zbv", "it needs stage d on device d alone (--placement one-to-one)"),
             ("looped-bfs", "v", "it needs several stages per device in turn (--placement circular)"),
             ("zb-v", "waves split", "it needs two stages per device, down and up (--placement v-shape)"),
             ("hanayo", "circular", "it needs stages down and up, an even number per device (--placement v-shape)"),
             ("1f1b+", "v", "it needs a stage on all devices"),
             ("1f1b+", "k", "it needs a chain of stages"),
-            ("chimera", "v", "it needs two chains over the same devices in opposite directions"),
+            ("chimera", "v", "it needs two chains over the same devices both ways (--placement bidirectional)"),
         ],
     )
     def test_the_reason_names_what_is_missing(self, scheduler: str, name: str, reason: str) -> None:

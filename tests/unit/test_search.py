@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from towers import towers
 
 from pipeplan.costs import build_workload
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.model.workload import Workload
 from pipeplan.planner import Batch, Options, choose_placement, resolve_batch, search_plan
+from pipeplan.planner.by_rules import place_by_rules
 from pipeplan.schedule import search as search_module
 from pipeplan.schedule import starts
+from pipeplan.schedule.rules import Rules
+from pipeplan.schedule.rules.files import named_rules
 from pipeplan.schedule.search import Schedule, search_schedule
 from pipeplan.schedule.solver import Budget
 from pipeplan.simulate.memory import fits
@@ -184,6 +190,60 @@ class TestPlacementChoice:
             choose_placement(profile, "auto", None)
         with pytest.raises(UsageError, match="neither a file nor one of"):
             choose_placement(profile, "zigzag", 2)
+
+    @pytest.mark.parametrize(
+        ("kind", "rules"),
+        [
+            *[("v", "1f1b"), ("mllm", "1f1b"), ("nn", "zb-h1"), ("k", "1f1b"), ("circular", "looped-bfs")],
+            *[("zbv", "hanayo"), ("x", "chimera"), ("circular", "gpipe"), ("x", "1f1b+")],
+        ],
+    )
+    def test_rules_keep_the_profiles_own_where_they_are_for_it(self, kind: str, rules: str) -> None:
+        """Stages on all devices aside; rules without a placement are for any."""
+        profile = shape(kind, 4)
+        assert choose_placement(profile, "auto", None, named_rules(rules)) == (profile.placement, 4)
+        with pytest.raises(UsageError, match="--devices 2 contradicts the profile's placement"):
+            choose_placement(profile, "auto", 2, named_rules(rules))
+
+    @pytest.mark.parametrize(
+        ("kind", "rules"),
+        [
+            *[("circular", "1f1b"), ("v", "interleaved-1f1b"), ("zbv", "circular"), ("mllm", "hanayo")],
+            *[("v", "chimera"), ("zbv", "chimera"), ("x", "hanayo"), ("x", "bitpipe"), ("m", "distmm-pipe")],
+        ],
+    )
+    def test_rules_for_another_placement_than_the_profiles_own_are_refused(self, kind: str, rules: str) -> None:
+        """As classic schedules are; --placement goes before both."""
+        profile = shape(kind, 4)
+        asked = named_rules("looped-bfs" if rules == "circular" else rules)
+        with pytest.raises(UsageError, match=rf"rules '{asked.name}' are for stages that stand .*; (give|take)"):
+            choose_placement(profile, "auto", None, asked)
+        assert choose_placement(profile, "v-shape", None, asked) == ("v-shape", 4)
+
+    def test_chunks_of_the_rules_are_of_their_placement(self) -> None:
+        profile, rules = shape("circular", 4, chunks=2), Rules(name="three", placement="circular", chunks=3)
+        with pytest.raises(UsageError, match="stand circular with 3 stages per device"):
+            choose_placement(profile, "auto", None, rules)
+        assert choose_placement(profile, "auto", None, rules.but(chunks=2))[0] is profile.placement
+
+    def test_submodules_of_the_profiles_own(self) -> None:
+        """Two towers and what joins them, on the devices that the rules would take or on others."""
+        profile = towers((2,) * 8, (2,) * 8)
+        rules = named_rules("distmm-pipe")
+        own = profile.model_copy(update={"placement": place_by_rules(rules, profile, 4, microbatch_size=1)})
+        assert choose_placement(own, "auto", None, rules)[0] is own.placement
+        with pytest.raises(UsageError, match=r"each submodule on devices of its own.*take the placement out"):
+            choose_placement(own, "auto", None, named_rules("clip-mixed"))
+
+    def test_shared_blocks_without_costs_of_their_own_are_spread(self) -> None:
+        """Those of the shape have costs for 4 shards alone: strategies put them on all devices, or say why not."""
+        profile = shape("mllm", 4)
+        assert profile.placement is not None
+        options = Options(scheduler="gpipe", time_limit=1)
+        result = search_plan(profile, "one-to-one", Batch(4, 1), options, num_devices=4)
+        assert [stage.devices for stage in result.plan.stages] == [stage.devices for stage in profile.placement.stages]
+        with pytest.raises(UsageError, match=r"block 'embedding' .* costs for 4 shards, but .* needs 1;"):
+            search_plan(profile, "one-to-one", Batch(4, 1), replace(options, spread=False), num_devices=4)
 
 
 def test_recomputation_is_chosen_only_where_memory_asks_for_it() -> None:

@@ -105,7 +105,7 @@ class Asked:
 def read_asked(flags: dict[str, Any], scheduler: str = "auto", rules: Rules | None = None) -> Asked:
     """Read the files that the flags of :func:`planning_options` name, and resolve their defaults.
 
-    Where no placement is asked for, that of ``rules`` holds.
+    Where neither flags nor the profile say a placement, that of ``rules`` holds.
 
     Raises:
         UsageError: files that cannot be read, or flags that contradict each other.
@@ -143,7 +143,7 @@ def read_asked(flags: dict[str, Any], scheduler: str = "auto", rules: Rules | No
     )
     fixed = flags["microbatch_size"] is not None or flags["microbatches"] is not None
     sizes = (batch.microbatch_size,) if fixed else profile.microbatch_sizes
-    chunks = flags["chunks"] or (None if rules is None else rules.chunks)
+    chunks = flags["chunks"] or (rules.chunks if rules is not None and placement == rules.placement else None)
     return Asked(profile, cluster, placement, num_devices, batch, sizes, options, chunks, flags["memory"])
 
 

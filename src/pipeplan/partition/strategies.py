@@ -18,7 +18,7 @@ from pipeplan.partition.chain import Chain
 from pipeplan.partition.level import levelled, roomiest
 from pipeplan.units import format_bytes
 
-__all__ = ["STRATEGIES", "Cut", "Strategy", "can_spread", "in_topological_order", "place"]
+__all__ = ["STRATEGIES", "Cut", "Strategy", "can_spread", "follows", "in_topological_order", "place"]
 
 Positions = list[list[int]]
 """[route][stage] the position that runs it: positions are devices, or groups of devices that are replicas."""
@@ -143,6 +143,40 @@ def place(
         num_routes=len(routes),
         stages=tuple(in_topological_order(profile, stages)) if shared else tuple(stages),
     )
+
+
+def follows(profile: Profile, stages: Sequence[PlacedStage], strategy: str, chunks: int | None = None) -> bool:
+    """Whether stages stand as a strategy has them, wherever they are cut and in whatever order devices are numbered.
+
+    Stages on all the devices are not counted. ``chunks`` None is any number that the strategy is for. Two ways may be
+    two routes, or two models side by side.
+    """
+    count = len({device for stage in stages for device in stage.devices})
+    own = [stage for stage in stages if len(stage.devices) < count] or list(stages)
+    groups = list(dict.fromkeys(stage.devices for stage in own))
+    if not groups or len({device for group in groups for device in group}) < sum(map(len, groups)):
+        return False
+    wanted = STRATEGIES[strategy]
+    if len(groups) == len(own):  # whatever graph they are
+        return not wanted.chunked and not wanted.two_ways
+    chains: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    parts = _connected(profile)
+    for stage in own:
+        chains.setdefault((stage.route, parts[stage.blocks[0]]), []).append(stage.devices)
+    routes = list(chains.values())
+    number = len(routes[0]) // len(groups)
+    if number < 1 + (wanted.chunked and chunks is None) or chunks not in (None, number):
+        return False
+    return routes == [[groups[position] for position in route] for route in wanted.routes(len(groups), number)]
+
+
+def _connected(profile: Profile) -> dict[str, int]:
+    """{block: number of the connected part of the model that it belongs to}"""
+    import networkx as nx
+
+    graph = nx.Graph([(edge.source, edge.target) for edge in profile.edges])
+    graph.add_nodes_from(block.id for block in profile.blocks)
+    return {block: number for number, part in enumerate(nx.connected_components(graph)) for block in part}
 
 
 def can_spread(profile: Profile, shards: int) -> bool:

@@ -11,7 +11,7 @@ from itertools import accumulate, chain, islice, product
 from pipeplan.costs import StageCosts
 from pipeplan.costs.collectives import all_reduce_time
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
-from pipeplan.model import PlacedStage, Placement, Profile
+from pipeplan.model import Block, PlacedStage, Placement, Profile
 from pipeplan.partition import STRATEGIES, can_spread, place
 from pipeplan.partition.autopipe import Fitting, Loads, plan_chain
 from pipeplan.partition.chain import Chain
@@ -133,13 +133,14 @@ def _choices(request: Request) -> Iterator[Choice | UsageError]:
     All strategies come early: there may not be time for all candidates.
     """
     for replicas in _replicas(request):
-        batches = list(_batches(request, replicas))
-        if not batches:
-            yield _no_size(request, replicas)
-        for batch in batches:
+        batches = {spread: list(_batches(request, replicas, spread)) for spread in _spreads(request, replicas)}
+        if not any(batches.values()):
+            yield _no_size(request, replicas, max(batches))
+        for batch in dict.fromkeys(chain.from_iterable(batches.values())):
             for recompute, strategy in product(request.recomputes, _strategies(request)):
-                for spread in _spreads(request, replicas):
-                    yield Choice(strategy, replicas, batch, recompute, spread)
+                for spread, possible in batches.items():
+                    if batch in possible:
+                        yield Choice(strategy, replicas, batch, recompute, spread)
 
 
 def _strategies(request: Request) -> Iterable[str]:
@@ -220,9 +221,9 @@ def _replicas(request: Request) -> Sequence[int]:
     return [count for count in range(1, request.num_devices + 1) if request.num_devices % count == 0]
 
 
-def _batches(request: Request, replicas: int) -> Iterator[Batch]:
+def _batches(request: Request, replicas: int, spread: bool) -> Iterator[Batch]:
     """Micro-batches that replicas can share, of sizes per replica that all blocks were profiled around."""
-    low, high = _profiled(request.profile)
+    low, high = _profiled(request, replicas, spread)
     mini_batch, unit = request.batch.mini_batch, replicas * (2 if request.options.num_parted else 1)
     sizes = request.sizes if len(request.sizes) == 1 else [size * replicas for size in request.sizes]
     for size in sizes:
@@ -230,8 +231,10 @@ def _batches(request: Request, replicas: int) -> Iterator[Batch]:
             yield Batch(mini_batch // size, size)
 
 
-def _no_size(request: Request, replicas: int) -> UsageError:
-    low, high = _profiled(request.profile)
+def _no_size(request: Request, replicas: int, spread: bool) -> UsageError:
+    low, high = _profiled(request, replicas, spread)
+    if low > high:
+        return _no_costs(request, replicas, spread)
     return UsageError(
         f"no micro-batch size of {', '.join(map(str, request.sizes))} suits {replicas} replicas: it must divide the "
         f"mini-batch of {request.batch.mini_batch} and give each replica {low} to {high} samples"
@@ -240,10 +243,35 @@ def _no_size(request: Request, replicas: int) -> UsageError:
     )
 
 
-def _profiled(profile: Profile) -> tuple[int, int]:
-    """The least and most samples on a device that every block has costs for."""
-    sizes = [[row.microbatch_size for row in block.costs if row.shards == 1] or [0] for block in profile.blocks]
-    return max(map(min, sizes)), min(map(max, sizes))
+def _profiled(request: Request, replicas: int, spread: bool) -> tuple[int, int]:
+    """The least and most samples on a device that every block has costs for, as it stands; none: (1, 0)."""
+    sizes = [
+        [row.microbatch_size for row in block.costs if row.shards == _shards(request, replicas, spread, block)]
+        for block in request.profile.blocks
+    ]
+    return (max(map(min, sizes)), min(map(max, sizes))) if all(sizes) else (1, 0)
+
+
+def _shards(request: Request, replicas: int, spread: bool, block: Block) -> int:
+    """Over how many devices strategies split a block."""
+    return request.num_devices // replicas if spread and block.shared else 1
+
+
+def _no_costs(request: Request, replicas: int, spread: bool) -> UsageError:
+    """Some block has no costs for the way in which strategies would have it stand; or blocks have none in common."""
+    for block in request.profile.blocks:
+        known = sorted({row.shards for row in block.costs})
+        shards = _shards(request, replicas, spread, block)
+        if shards not in known:
+            return UsageError(
+                f"block {block.id!r} of profile {request.profile.name!r} has costs for {', '.join(map(str, known))} "
+                f"shards, but placement {request.placement} on {request.num_devices} devices needs {shards}; "
+                f"leave out --placement where the profile has its own, or profile with --shards {shards}"
+            )
+    return UsageError(
+        f"the blocks of profile {request.profile.name!r} have no micro-batch size in common; profile all of them with "
+        "the same --microbatch"
+    )
 
 
 def _spreads(request: Request, replicas: int) -> Sequence[bool]:

@@ -10,7 +10,7 @@ from pipeplan.errors import UsageError
 from pipeplan.model import Cluster, Placement, Profile, read_placement
 from pipeplan.partition import STRATEGIES
 from pipeplan.planner.batch import Batch
-from pipeplan.planner.by_rules import SUBMODULES, places_submodules
+from pipeplan.planner.by_rules import SUBMODULES, follows_rules, strategy_of
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.search import Progress
 
@@ -86,19 +86,21 @@ def choose_placement(
 ) -> tuple[Placement | str, int]:
     """What ``--placement`` and ``--devices`` mean: a placement that exists, or a strategy; and how many devices.
 
-    ``wanted`` is ``auto`` (the strategy of the rules, or :data:`SUBMODULES` where they have one for each, else the
-    profile's own placement, else all strategies), a strategy, or a placement file.
+    ``wanted`` is ``auto`` (the profile's own placement, else the strategy of the rules, or :data:`SUBMODULES` where
+    they have one for each, else all strategies), a strategy, or a placement file.
 
     Raises:
-        UsageError: ``num_devices`` contradicts the placement, is missing, or the strategy is not known.
+        UsageError: ``num_devices`` contradicts the placement, is missing, or the strategy is not known; the rules are
+            for another placement than the profile's own.
     """
     given: Placement | None = None
-    if wanted == "auto" and rules is not None and places_submodules(rules):
-        return SUBMODULES, _count(profile, num_devices)
-    if wanted == "auto" and rules is not None and rules.placement is not None:
-        return _ruled_strategy(profile, rules.name, rules.placement, num_devices)
+    ruled = strategy_of(rules)
     if wanted == "auto":
         given = profile.placement
+        if given is None:
+            return ruled or wanted, _count(profile, num_devices)
+        if rules is not None and not follows_rules(profile, given, rules):
+            raise _other_placement(rules, given)
     elif wanted not in STRATEGIES:
         if not Path(wanted).exists():
             raise UsageError(f"--placement {wanted!r} is neither a file nor one of auto, {', '.join(STRATEGIES)}")
@@ -118,11 +120,16 @@ def choose_placement(
     return wanted, _count(profile, num_devices)
 
 
-def _ruled_strategy(profile: Profile, name: str, strategy: str, num_devices: int | None) -> tuple[str, int]:
-    """The strategy that rules name, on so many devices, or on as many as the profile's own placement has."""
-    if strategy not in STRATEGIES:
-        raise UsageError(f"rules {name!r}: placement is {strategy!r}; choose from {', '.join(STRATEGIES)}")
-    return strategy, _count(profile, num_devices)
+def _other_placement(rules: Rules, own: Placement) -> UsageError:
+    """Rules that are for another placement than the profile's own."""
+    strategy = strategy_of(rules)
+    chunks = f" with {rules.chunks} stages per device" if rules.chunks else ""
+    what = "each submodule on devices of its own" if strategy == SUBMODULES else f"{strategy}{chunks}"
+    anew = "take the placement out of the profile" if strategy == SUBMODULES else f"give --placement {strategy}"
+    return UsageError(
+        f"rules {rules.name!r} are for stages that stand {what}, which those of the profile's own placement "
+        f"{own.strategy!r} do not; {anew} to place the model anew, or --placement FILE for stages that do"
+    )
 
 
 def _count(profile: Profile, num_devices: int | None) -> int:

@@ -19,7 +19,7 @@ def _zigzag(num_devices: int, chunks: int) -> list[int]:
     return [device for chunk in range(chunks) for device in (down if chunk % 2 == 0 else down[::-1])]
 
 
-_one = is_chain(_down, "stage d on device d alone", chunks="one")
+_one = is_chain(_down, "stage d on device d alone (--placement one-to-one)", chunks="one")
 _circular = is_chain(_down, "several stages per device in turn (--placement circular)", chunks="several")
 _v_shape = is_chain(_zigzag, "two stages per device, down and up (--placement v-shape)", chunks="two")
 _waves = is_chain(_zigzag, "stages down and up, an even number per device (--placement v-shape)", chunks="even")

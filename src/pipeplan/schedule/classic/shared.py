@@ -26,5 +26,5 @@ def needs_two_ways(problem: Problem) -> str | None:
     down = [(device,) for device in range(problem.num_devices)]
     ways = [[problem.workload.stages[stage].devices for stage in chain] for chain in chains(problem)]
     if ways != [down, down[::-1]]:
-        return "it needs two chains over the same devices in opposite directions"
+        return "it needs two chains over the same devices both ways (--placement bidirectional)"
     return None if problem.num_devices % 2 == 0 else "it needs an even number of devices"
