@@ -6,7 +6,6 @@ import io
 import json
 import random
 import re
-import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -250,9 +249,7 @@ def test_svg_escapes_names_and_drops_what_xml_does_not_allow() -> None:
 
 def test_svg_of_32768_bars_is_a_few_mebibytes() -> None:
     simulation = simulate(large_plan())
-    began = time.perf_counter()
     text = timeline_svg(simulation)
-    assert time.perf_counter() - began < 5
     assert text.count("<title>") == 32768 + 64
     assert len(text.encode()) < 5 * 2**20
 

@@ -61,6 +61,15 @@ class Chain:
         """Whether some device's memory is."""
         return any(limit is not None for limit in self.memory)
 
+    @property
+    def hopeless(self) -> bool:
+        """Whether no cut can fit: all blocks together, or one alone, take more than there is."""
+        limits = [limit for limit in self.memory if limit is not None]
+        if len(limits) < len(self.memory):
+            return False
+        alone = max(self.bytes_of([(block, block + 1)]) for block in range(self.num_blocks))
+        return self.statics[-1] + self.activations[-1] > sum(limits) or alone > max(limits)
+
     def time(self, begin: int, end: int) -> int:
         """Forward and backward of these blocks, in ns."""
         return self.times[end] - self.times[begin]

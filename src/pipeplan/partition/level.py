@@ -34,10 +34,14 @@ def levelled(chain: Chain, begins: Cuts) -> Cuts:
 
 
 def roomiest(chain: Chain) -> Cuts:
-    """Cuts under which the device that misses most memory misses little: the least, for one stage per device."""
+    """Cuts under which the device that misses most memory misses little: the least, for one stage per device.
+
+    Where nothing can fit, no more is done than to have cuts to tell of.
+    """
     begins = least_split(_shortage(chain, [[] for _ in chain.devices]), chain.num_blocks, chain.num_stages)
     assert begins is not None  # there are as many blocks as stages, and nothing has to fit
-    return begins if chain.num_stages == len(chain.memory) else _descended(chain, begins, for_memory=True)
+    done = chain.num_stages == len(chain.memory) or chain.hopeless
+    return begins if done else _descended(chain, begins, for_memory=True)
 
 
 def _descended(chain: Chain, begins: Cuts, *, for_memory: bool) -> Cuts:

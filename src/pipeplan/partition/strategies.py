@@ -298,7 +298,7 @@ def _cut(chain: Chain, allowed: Callable[[int, int], bool]) -> tuple[int, ...]:
     def fits_alone(stage: int, begin: int, end: int) -> bool:
         return allowed(begin, end) and chain.fits(chain.devices[stage], [(begin, end)])
 
-    begins = balanced_split(times, chain.num_stages, fits_alone)
+    begins = None if chain.hopeless else balanced_split(times, chain.num_stages, fits_alone)
     if begins is not None and crowded:
         begins = levelled(chain, begins)
     if begins is None or any(chain.missing(begins)):

@@ -25,8 +25,8 @@ from pipeplan.simulate.timing import task_graph
 
 __all__ = ["Cell", "Rows", "cell_of", "rows_of", "schedule_of", "settled_cell"]
 
-_MOST_RULES = 128
-"""So many rules are tried with limits of micro-batches in flight, too; if there are more, section 6's alone."""
+_MOST_STARTED = 150_000
+"""All built-in rules are tried where they start so many actions together at most; else section 6's alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +130,12 @@ def schedule_of(request: Request, candidate: Candidate, row: Row) -> tuple[Rules
 
 
 def _rules(workload: Workload) -> list[Rules]:
-    """The rules to try on a workload."""
+    """The rules to try on a workload: where that is much work, those of the paper's search, gradients separated."""
     rules = built_in_rules(workload)
-    return rules if len(rules) <= _MOST_RULES else built_in_rules(workload, limits=(None,))
+    started = len(rules) * workload.num_microbatches * len(workload.operations)
+    if started <= _MOST_STARTED:
+        return rules
+    return built_in_rules(workload, limits=(None,), times=("unit",), separate=(True,))
 
 
 def _schedule(problem: Problem, workload: Workload, swept: Swept) -> Schedule | None:

@@ -114,14 +114,19 @@ def run_rules(graph: TaskGraph, rules: Rules) -> Swept:
 
 
 def built_in_rules(
-    workload: Workload, *, forward_first: bool = False, limits: Sequence[Limit | None] = _LIMITS
+    workload: Workload,
+    *,
+    forward_first: bool = False,
+    limits: Sequence[Limit | None] = _LIMITS,
+    times: Sequence[Literal["unit", "true"]] = _TIMES,
+    separate: Sequence[bool] = (False, True),
 ) -> list[Rules]:
     """The rules of Table 2 within section 6's bounds, simple ones first, each in steps and in time.
 
     Units are 1. ``interval`` is the number of devices, and only for stages that stand on the devices in turn;
     forwards first only if asked for. Where no device has several stages, traversals are all alike and left out. Where
     memory is limited, forwards wait for room; where backward is split, there are all of them with separated gradients,
-    too.
+    too. ``limits``, ``times`` and ``separate`` are the values to try: the paper's own are no limit, steps, separated.
     """
     firsts: tuple[First, ...] = ("bwd-first", "interleaved", "fwd-first") if forward_first else _FIRSTS
     directions = _traversals(workload)
@@ -135,9 +140,9 @@ def built_in_rules(
             in_flight=limit,
             time=time,
             fit_memory=fit,
-            separate=separate,
+            separate=separated_,
         )
-        for limit, time, separate in product(limits, _TIMES, (False, True) if split else (False,))
+        for limit, time, separated_ in product(limits, times, separate if split else (False,))
         for first, forward, backward in product(firsts, directions, directions)
     )
     return [rules.but(name=", ".join(_words(rules))) for rules in tried]
