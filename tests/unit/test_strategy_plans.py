@@ -124,3 +124,10 @@ def test_points_are_exact_in_peak_memory(devices: int) -> None:
         assert plan.predicted.memory[0].peak_bytes == point.memory_bytes
         assert plan.predicted.memory[0].workspace_bytes == point.workspace_bytes
         assert plan.predicted.iteration_ns == point.time_ns
+
+
+def test_ways_of_free_moves_lead_where_they_should() -> None:
+    """Without a cluster nothing that devices exchange takes time, and moves may go round in circles."""
+    found = split_frontier(profile_of("gpt2-124m"), None, 4, SAMPLES, options=CostOptions(blocks=True))
+    for point in found.points:
+        assert plan_of_strategy(profile_of("gpt2-124m"), found.model, point.strategy).predicted.iteration_ns > 0

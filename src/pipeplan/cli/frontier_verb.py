@@ -138,7 +138,7 @@ def command(
         for note in asked.notes:
             click.echo(f"pipeplan: {note}", err=True)
     interrupt_on_sigterm()
-    found = of_plans(asked) if plans else of_splits(asked)
+    found = of_plans(asked, quickest=mode in ("min-time", "profile")) if plans else of_splits(asked)
     report, chosen = chosen_points(asked, found, mode, point)
     if svg is not None:
         _write(svg, frontier_svg(report))

@@ -175,8 +175,8 @@ _PLANS_SECONDS = 60.0
 """The time limit for whole plans where none is given: of them there is no end."""
 
 
-def of_plans(asked: Asked) -> Found:
-    """Whole plans, pipelines or not, for every number of devices."""
+def of_plans(asked: Asked, *, quickest: bool = False) -> Found:
+    """Whole plans, pipelines or not, for every number of devices; those that should be ``quickest`` come first."""
     batch = asked.batch
     request = Request(
         profile=asked.profile,
@@ -190,7 +190,7 @@ def of_plans(asked: Asked) -> Found:
         memory_bytes=asked.memory_bytes,
         progress=None,
     )
-    found = plan_frontier(request, asked.counts)
+    found = plan_frontier(request, asked.counts, quickest=quickest)
     points = [
         Point(
             point.num_devices,
@@ -203,6 +203,9 @@ def of_plans(asked: Asked) -> Found:
         for point in found.points
     ]
     note = f"{found.num_tried} partitions were tried: no plan among them beats one of these"
+    if found.interrupted:
+        left = f"at least {found.num_untried} were not tried" if found.num_untried else "not all ways to split them"
+        note += f"; time ran out ({left}): raise --time-limit for more"
     report = FrontierReport(
         asked.profile.name,
         "all",
@@ -213,6 +216,8 @@ def of_plans(asked: Asked) -> Found:
         tuple(points),
         (*asked.notes, note),
         found.interrupted,
+        tried=found.num_tried,
+        untried=found.num_untried,
     )
     return Found(report, lambda chosen: found.points[chosen].plan, min(point.memory_bytes for point in points))
 

@@ -1,41 +1,40 @@
 """The frontier over whole plans: iteration time against memory per device against devices.
 
-For every number of devices and every micro-batch size, stages are cut under one memory limit after another, from none
-down to where nothing fits; each stage takes its way to run from its device group's frontier
-(:mod:`pipeplan.partition.stage_frontier`), and every partition gets the best known schedule under that limit. While
-there is time, GraphPipe's stages join them. What is simulated counts: a point stays if no other has at most its memory,
-time and devices.
+One stage on all devices comes first, split block by block as each point of its cost frontier says. Then, for every
+number of devices and every micro-batch size, stages are cut under one memory limit after another, from none down to
+where nothing fits; each stage takes its way to run from its device group's frontier
+(:mod:`pipeplan.partition.stage_frontier`), and every partition gets the best known schedule under that limit. The
+points that stand are tried again with their stages split block by block. While there is time, GraphPipe's stages join
+them. What is simulated counts: a point stays if no other has at most its memory, time and devices.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 
-from pipeplan.errors import InfeasibleError, PipeplanError
+from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
+from pipeplan.frontier.configurations.building import CostOptions
 from pipeplan.model import Plan
-from pipeplan.partition.stage_frontier import StageFrontiers
-from pipeplan.planner.batch import Batch
-from pipeplan.planner.candidates import Candidate, graphs, open_sizes
+from pipeplan.planner.candidates import Candidate
 from pipeplan.planner.finishing import planned
+from pipeplan.planner.frontier_partitions import Asked, chains, in_turn, stage_graphs
 from pipeplan.planner.mapping import on_cluster
 from pipeplan.planner.request import Request
+from pipeplan.planner.splits import Splits, split_frontier
 from pipeplan.planner.stage_splits import StageSplits
+from pipeplan.planner.strategies import plan_of_strategy, split_blocks
 from pipeplan.planner.trials import Trial
 from pipeplan.simulate.memory import peak_memory
 
 __all__ = ["PlanFrontier", "PlanPoint", "plan_frontier"]
 
-_STEP = 0.92
-"""Each memory limit is at most so much of what the partition before took: frontiers of thousands help nobody."""
+_CHAINS, _SPLIT = 0.6, 0.85
+"""Parts of the time after which partitions of the chain, and split stages, make way for what else there is."""
 
-_GRAPHS = 20
-"""One stage graph may take a part of the time as if so many were to share it."""
-
-_SCHEDULED = 3
-"""Of the partitions under a limit, with 1, 2, 3 ... stages, so many are scheduled: those that should be quickest."""
+_COUNTING = 0.05
+"""The part of the time that counting what was not tried may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,76 +50,98 @@ class PlanPoint:
 
 @dataclass(frozen=True, slots=True)
 class PlanFrontier:
-    """Plans that no other plan found beats in memory, time and devices together, fewest devices and memory first."""
+    """Plans that no other plan found beats in memory, time and devices together, fewest devices and memory first.
+
+    ``interrupted`` if there was more to try: at least ``num_untried`` partitions of the chain.
+    """
 
     points: tuple[PlanPoint, ...]
     num_tried: int
     seconds: float
     interrupted: bool
+    num_untried: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """A trial that fits and what it takes, to be compared."""
+    """What fits and what it takes, to be compared; with a ``candidate`` whose stages may yet be split."""
 
     request: Request
-    trial: Trial
     memory_bytes: int
     workspace_bytes: int
     iteration_ns: int
+    plan: Callable[[], Plan]
+    candidate: Candidate | None = None
 
     @property
     def figures(self) -> tuple[int, int, int]:
         return self.request.num_devices, self.memory_bytes, self.iteration_ns
 
 
-def plan_frontier(request: Request, device_counts: Sequence[int]) -> PlanFrontier:
+def plan_frontier(request: Request, device_counts: Sequence[int], *, quickest: bool = False) -> PlanFrontier:
     """The frontier of a request's profile and mini-batch over so many devices each.
 
     The request's memory is the most that any plan may take. Ends when all partitions have been tried, at the time limit
-    or at Ctrl-C, with what there is.
+    or at Ctrl-C, with what there is. The frontier of one stage, which is part of it, is tracked in any case.
+
+    Args:
+        request: with the mini-batch and the time.
+        device_counts: numbers of devices.
+        quickest: what promises least time comes first, for those who look for the quickest plans alone.
 
     Raises:
         InfeasibleError: nothing fits.
     """
     begun = time.monotonic()
-    search = _Search(begun + request.options.time_limit)
+    search = _Search(begun, request.options.time_limit)
     requests = [_on(request, count) for count in device_counts]
-    interrupted = False
+    partitions = in_turn([chains(asked, quickest=quickest) for asked in requests])
+    share = (_CHAINS, _SPLIT) if quickest else (1.0, 1.0)
     try:
-        search.try_all(_in_turn([_chains(asked) for asked in requests]))
-        search.try_all(_split(StageSplits(request), list(search.best)))
-        search.try_all(_in_turn([_graphs(asked, search.memories(asked.num_devices)) for asked in requests]))
+        for asked in requests:
+            search.add(_one_stage(asked))
+        search.try_all(partitions, share[0])
+        split = search.try_all(_split(StageSplits(request), search.by_devices(requests)), share[1])
+        joined = search.try_all(in_turn([stage_graphs(each, search.memories(each.num_devices)) for each in requests]))
+        interrupted = not (search.try_all(partitions) and split and joined)
     except KeyboardInterrupt:
         interrupted = True
     if not search.best:
         raise search.failures[0] if search.failures else InfeasibleError("no plan fits; raise --memory or --devices")
+    untried = _counted(partitions, _COUNTING * request.options.time_limit) if interrupted else 0
     points = [_point(tried) for tried in sorted(search.best, key=lambda tried: tried.figures)]
-    return PlanFrontier(tuple(points), search.num_tried, time.monotonic() - begun, interrupted)
+    return PlanFrontier(tuple(points), search.num_tried, time.monotonic() - begun, interrupted, untried)
 
 
 @dataclass(slots=True)
 class _Search:
     """What has been found until the time is up."""
 
-    until: float
+    begun: float
+    seconds: float
     best: list[_Tried] = field(default_factory=list)
     failures: list[PipeplanError] = field(default_factory=list)
     num_tried: int = 0
 
-    def try_all(self, found: Iterator[Asked]) -> None:
-        """Try partitions, each with the request it is made for; at least until something fits."""
-        while not self.best or time.monotonic() < self.until:
-            asked, candidate = next(found, (None, None))
-            if asked is None or candidate is None:
-                return
-            if isinstance(candidate, PipeplanError):
-                self.failures.append(candidate)
+    def add(self, found: Iterator[_Tried]) -> None:
+        """Compare what is known without trying."""
+        for tried in found:
+            self.best = _with(self.best, tried)
+
+    def try_all(self, found: Iterator[Asked], share: float = 1.0) -> bool:
+        """Try partitions until a share of the time is over, at least until something fits; whether it was all."""
+        while not self.best or time.monotonic() < self.begun + share * self.seconds:
+            asked = next(found, None)
+            if asked is None:
+                return True
+            if isinstance(asked.candidate, PipeplanError):
+                self.failures.append(asked.candidate)
                 continue
             self.num_tried += 1
-            tried = _tried(asked, candidate, self.best)
+            tried = _tried(asked.request, asked.candidate, self.best)
             if tried is not None:
                 self.best = _with(self.best, tried)
+        return False
 
     def memories(self, num_devices: int) -> list[int]:
         """The memory of the points on so many devices, most first."""
@@ -128,14 +149,10 @@ class _Search:
             (each.memory_bytes for each in self.best if each.request.num_devices == num_devices), reverse=True
         )
 
-
-Asked = tuple[Request, Candidate | PipeplanError]
-
-
-def _in_turn(found: Sequence[Iterator[Asked]]) -> Iterator[Asked]:
-    """One of each, again and again: there may not be time for all."""
-    for each in zip_longest(*found):
-        yield from filter(None, each)
+    def by_devices(self, requests: Sequence[Request]) -> list[list[_Tried]]:
+        """The points of every number of devices, quickest first."""
+        ordered = sorted(self.best, key=lambda each: each.iteration_ns)
+        return [[each for each in ordered if each.request.num_devices == asked.num_devices] for asked in requests]
 
 
 def _on(request: Request, num_devices: int) -> Request:
@@ -143,47 +160,73 @@ def _on(request: Request, num_devices: int) -> Request:
     return replace(request, num_devices=num_devices, cluster=cluster)
 
 
-def _chains(request: Request) -> Iterator[Asked]:
-    """Partitions of the chain with micro-batches of every size, under limit after limit."""
-    recomputes = (False, True) if request.options.recompute is None else (request.options.recompute,)
-    for size in open_sizes(request):
-        try:
-            stages = StageFrontiers.of(request.profile, size, request.num_devices, recomputes)
-        except PipeplanError as error:
-            yield request, error
-        else:
-            yield from _limited(request, stages, Batch(request.batch.mini_batch // size, size))
+def _one_stage(request: Request) -> Iterator[_Tried]:
+    """The cost frontier of the whole model on all devices; nothing where its costs cannot be told.
 
-
-def _limited(request: Request, stages: StageFrontiers, batch: Batch) -> Iterator[Asked]:
+    One device splits nothing, and what it runs must be profiled: it is left to the partitions.
+    """
+    if request.num_devices == 1:
+        return
+    options, samples = CostOptions(blocks=True), request.batch.mini_batch
+    try:
+        splits = split_frontier(request.profile, request.cluster, request.num_devices, samples, options=options)
+    except (PipeplanError, ValueError):  # blocks of unknown kinds or devices
+        return
     limit = request.least_memory
-    while True:
-        cuts = stages.fastest(request.num_devices, batch.num_microbatches, limit)
-        quickest = sorted(cuts, key=lambda cut: cut.slowest_ns * (batch.num_microbatches + cut.num_stages - 1))
-        if not quickest:
-            return
-        asked = replace(request, memory_bytes=limit)
-        for cut in quickest[:_SCHEDULED]:
-            yield asked, Candidate(cut.placement, batch, False, "frontier")
-        limit = int(_STEP * max(cut.memory_bytes for cut in quickest[:_SCHEDULED]))
+    for index, point in enumerate(splits.points):
+        if (limit is None or point.memory_bytes <= limit) and _runs(splits, index):
+            yield _Tried(
+                request, point.memory_bytes, point.workspace_bytes, point.time_ns, _StrategyPlan(request, splits, index)
+            )
 
 
-def _graphs(request: Request, memories: Sequence[int]) -> Iterator[Asked]:
-    """GraphPipe's stages under the request's limit, then under those that points were found for."""
-    short = replace(request.options, time_limit=request.options.time_limit / _GRAPHS)
-    for limit in (request.least_memory, *memories):
-        asked = replace(request, memory_bytes=limit)
-        for found in graphs(replace(asked, options=short)):
-            yield asked, found
+def _runs(splits: Splits, index: int) -> bool:
+    """Whether plans can say what a strategy does."""
+    try:
+        split_blocks(splits.model, splits.points[index].strategy)
+    except UsageError:
+        return False
+    return True
 
 
-def _split(splits: StageSplits, best: Sequence[_Tried]) -> Iterator[Asked]:
+@dataclass(frozen=True, slots=True)
+class _StrategyPlan:
+    """The plan of a strategy, made when it is wanted."""
+
+    request: Request
+    splits: Splits
+    index: int
+
+    def __call__(self) -> Plan:
+        asked = self.request
+        strategy = self.splits.points[self.index].strategy
+        return plan_of_strategy(
+            asked.profile, self.splits.model, strategy, cluster=asked.cluster, memory_bytes=asked.memory_bytes
+        )
+
+
+def _split(splits: StageSplits, best: Sequence[Sequence[_Tried]]) -> Iterator[Asked]:
     """The points again with every stage on several devices split as its own frontier says, under the same limits."""
+    return in_turn([_split_points(splits, points) for points in best])
+
+
+def _split_points(splits: StageSplits, best: Sequence[_Tried]) -> Iterator[Asked]:
     for tried in best:
-        asked = tried.request
-        found = splits.split(tried.trial.candidate, asked.least_memory)
+        if tried.candidate is None:
+            continue
+        found = splits.split(tried.candidate, tried.request.least_memory)
         if found is not None:
-            yield asked, found
+            yield Asked(tried.request, found)
+
+
+def _counted(found: Iterator[Asked], seconds: float) -> int:
+    """How many partitions there still are, as far as they can be counted in so long."""
+    until, number = time.monotonic() + seconds, 0
+    for asked in found:
+        number += not isinstance(asked.candidate, PipeplanError)
+        if time.monotonic() > until:
+            break
+    return number
 
 
 def _tried(request: Request, candidate: Candidate, best: Sequence[_Tried]) -> _Tried | None:
@@ -199,7 +242,21 @@ def _tried(request: Request, candidate: Candidate, best: Sequence[_Tried]) -> _T
     if trial.best is None or trial.value_ns is None:
         return None
     peak = max(peak_memory(trial.best.graph, trial.best.orders), key=lambda each: each.peak_bytes)
-    return _Tried(request, trial, peak.peak_bytes, peak.workspace_bytes, trial.value_ns)
+    plan = _TrialPlan(request, trial)
+    return _Tried(request, peak.peak_bytes, peak.workspace_bytes, trial.value_ns, plan, trial.candidate)
+
+
+@dataclass(frozen=True, slots=True)
+class _TrialPlan:
+    """The plan of a trial, made when it is wanted."""
+
+    request: Request
+    trial: Trial
+
+    def __call__(self) -> Plan:
+        trial = self.trial
+        assert trial.best is not None
+        return planned(self.request, trial.candidate, trial.settled, trial.best.workload)
 
 
 def _with(best: Sequence[_Tried], found: _Tried) -> list[_Tried]:
@@ -215,8 +272,6 @@ def _beats(figures: tuple[int, ...], others: tuple[int, ...]) -> bool:
 
 
 def _point(tried: _Tried) -> PlanPoint:
-    trial = tried.trial
-    assert trial.best is not None
-    plan = planned(tried.request, trial.candidate, trial.settled, trial.best.workload)
+    plan = tried.plan()
     memory = tried.memory_bytes, tried.workspace_bytes
     return PlanPoint(plan, *memory, plan.predicted.iteration_ns, tried.request.num_devices)

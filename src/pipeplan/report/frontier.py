@@ -54,7 +54,8 @@ class FrontierReport:
 
     ``exact`` says whether every strategy was covered; where it is not, ``notes`` say what was left out. ``factor`` is
     what was proved: no strategy has less memory and less time than all points by more; None where nothing was. The
-    ``chosen`` point is the one that is written as a plan, counted from 1.
+    ``chosen`` point is the one that is written as a plan, counted from 1. Partitions ``tried``, and at least so many
+    ``untried`` when it was ``interrupted``, are those of whole plans.
     """
 
     name: str
@@ -68,6 +69,8 @@ class FrontierReport:
     interrupted: bool = False
     factor: float | None = None
     chosen: int = 1
+    tried: int | None = None
+    untried: int | None = None
 
     @property
     def proved(self) -> str:
@@ -103,6 +106,8 @@ class FrontierReport:
             ],
             "notes": list(self.notes),
             "interrupted": self.interrupted,
+            "tried": self.tried,
+            "untried": self.untried,
         }
 
 

@@ -16,6 +16,7 @@ first and the last layout is not kept.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -163,7 +164,7 @@ class Resharding:
         return np.stack([rows[source] for source in sources])
 
     def path(self, tensor: Tensor, source: Layout, target: Layout) -> tuple[Move, ...]:
-        """The moves of the cheapest way.
+        """The moves of the cheapest way; of equal ones a way with fewest, as moves may be free.
 
         Raises:
             ValueError: there is none.
@@ -172,17 +173,22 @@ class Resharding:
         distance, weights = self._distances[tensor, source], self._weights_of(tensor)
         if not np.isfinite(distance[self.number[target]]):
             raise ValueError(f"no moves lead from {source} to {target} of {tensor}")
+        cheapest = np.isfinite(weights) & (distance[self._sources] + weights == distance[self._targets])
+        begin, end = self.number[source], self.number[target]
+        onward: dict[int, int] = {end: -1}  # the move that leads from a layout on to the target
+        waiting = deque([end])
+        while begin not in onward:
+            at = waiting.popleft()
+            for move in np.flatnonzero(cheapest & (self._targets == at)).tolist():
+                before = int(self._sources[move])
+                if before not in onward:
+                    onward[before] = move
+                    waiting.append(before)
         found: list[Move] = []
-        at, seen = self.number[target], set[int]()
-        while at != self.number[source]:
-            seen.add(at)
-            into = np.flatnonzero(self._targets == at)
-            lengths = distance[self._sources[into]] + weights[into]
-            lengths[[int(self._sources[each]) in seen for each in into]] = np.inf
-            chosen = into[int(np.argmin(lengths))]
-            found.append(self.moves[chosen])
-            at = int(self._sources[chosen])
-        return tuple(reversed(found))
+        while begin != end:
+            found.append(self.moves[onward[begin]])
+            begin = int(self._targets[onward[begin]])
+        return tuple(found)
 
     def move_ns(self, tensor: Tensor, move: Move) -> float:
         """Time of one move; infinite where the tensor's dimensions cannot be divided so."""

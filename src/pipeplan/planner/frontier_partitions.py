@@ -1,0 +1,84 @@
+"""Partitions for a frontier over whole plans, in an order for which there may not be time enough."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import merge
+from itertools import zip_longest
+
+from pipeplan.errors import PipeplanError
+from pipeplan.partition.stage_frontier import StageFrontiers
+from pipeplan.planner.batch import Batch
+from pipeplan.planner.candidates import Candidate, graphs, open_sizes
+from pipeplan.planner.request import Request
+
+__all__ = ["Asked", "chains", "in_turn", "stage_graphs"]
+
+_STEP = 0.92
+"""Each memory limit is at most so much of what the partition before took: frontiers of thousands help nobody."""
+
+_GRAPHS = 20
+"""One stage graph may take a part of the time as if so many were to share it."""
+
+_SCHEDULED = 3
+"""Of the partitions under a limit, with 1, 2, 3 ... stages, so many are scheduled: those that should be quickest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A partition, or why there is none, and the request it is for; ``promised_ns`` of one iteration, 0 if unknown."""
+
+    request: Request
+    candidate: Candidate | PipeplanError
+    promised_ns: int = 0
+
+
+def chains(request: Request, *, quickest: bool = False) -> Iterator[Asked]:
+    """Partitions of the chain with micro-batches of every size, under limit after limit.
+
+    The sizes in turn, or the partitions that promise the ``quickest`` iterations first.
+    """
+    sizes = [_of_size(request, size) for size in open_sizes(request)]
+    return merge(*sizes, key=lambda asked: asked.promised_ns) if quickest else in_turn(sizes)
+
+
+def _of_size(request: Request, size: int) -> Iterator[Asked]:
+    recomputes = (False, True) if request.options.recompute is None else (request.options.recompute,)
+    try:
+        stages = StageFrontiers.of(request.profile, size, request.num_devices, recomputes)
+    except PipeplanError as error:
+        yield Asked(request, error)
+    else:
+        yield from _limited(request, stages, Batch(request.batch.mini_batch // size, size))
+
+
+def _limited(request: Request, stages: StageFrontiers, batch: Batch) -> Iterator[Asked]:
+    limit = request.least_memory
+    while True:
+        cuts = stages.fastest(request.num_devices, batch.num_microbatches, limit)
+        promised = sorted(
+            ((cut.slowest_ns * (batch.num_microbatches + cut.num_stages - 1), cut) for cut in cuts),
+            key=lambda each: each[0],
+        )[:_SCHEDULED]
+        if not promised:
+            return
+        asked = replace(request, memory_bytes=limit)
+        for promised_ns, cut in promised:
+            yield Asked(asked, Candidate(cut.placement, batch, False, "frontier"), promised_ns)
+        limit = int(_STEP * max(cut.memory_bytes for _, cut in promised))
+
+
+def stage_graphs(request: Request, memories: Sequence[int]) -> Iterator[Asked]:
+    """GraphPipe's stages under the request's limit, then under those that points were found for."""
+    short = replace(request.options, time_limit=request.options.time_limit / _GRAPHS)
+    for limit in (request.least_memory, *memories):
+        asked = replace(request, memory_bytes=limit)
+        for found in graphs(replace(asked, options=short)):
+            yield Asked(asked, found)
+
+
+def in_turn(found: Sequence[Iterator[Asked]]) -> Iterator[Asked]:
+    """One of each, again and again: there may not be time for all."""
+    for each in zip_longest(*found):
+        yield from filter(None, each)
