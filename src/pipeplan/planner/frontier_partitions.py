@@ -72,7 +72,11 @@ def _limited(request: Request, stages: StageFrontiers, batch: Batch) -> Iterator
 def stage_graphs(request: Request, memories: Sequence[int]) -> Iterator[Asked]:
     """GraphPipe's stages under the request's limit, then under those that points were found for."""
     short = replace(request.options, time_limit=request.options.time_limit / _GRAPHS)
-    for limit in (request.least_memory, *memories):
+    limits: list[int | None] = [request.least_memory]
+    for memory in memories:
+        if limits[-1] is None or memory <= _STEP * limits[-1]:
+            limits.append(memory)
+    for limit in limits:
         asked = replace(request, memory_bytes=limit)
         for found in graphs(replace(asked, options=short)):
             yield Asked(asked, found)
