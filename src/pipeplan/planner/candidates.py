@@ -265,8 +265,9 @@ def _no_costs(request: Request, replicas: int, spread: bool) -> UsageError:
         if shards not in known:
             return UsageError(
                 f"block {block.id!r} of profile {request.profile.name!r} has costs for {', '.join(map(str, known))} "
-                f"shards, but placement {request.placement} on {request.num_devices} devices needs {shards}; "
-                f"leave out --placement where the profile has its own, or profile with --shards {shards}"
+                f"shards, but placement {request.placement}, {replicas} copies on {request.num_devices} devices, needs "
+                f"{shards}; change --replicas, leave out --spread and a --placement where the profile has its own, or "
+                f"profile with --shards {shards}"
             )
     return UsageError(
         f"the blocks of profile {request.profile.name!r} have no micro-batch size in common; profile all of them with "
