@@ -72,7 +72,7 @@ def _die_while_writing(rank: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return made
 
-    FileSystemWriter.write_data = writes  # type: ignore[method-assign]
+    FileSystemWriter.write_data = writes  # type: ignore[method-assign]  # to die in the middle of a write
 
 
 if __name__ == "__main__":

@@ -96,16 +96,8 @@ def of_splits(asked: Asked) -> Found:
         if limit is not None and least[-1] > limit:
             notes.append(f"{named_devices(count)}: not enough, each would need at least {format_bytes(least[-1])}")
         exact, seconds = exact and splits.exact, seconds + splits.seconds
-        if not splits.proved:
-            notes.append(f"{named_devices(count)}: not exact, strategies that hold more might need less workspace")
+        notes += _proof_notes(count, splits)
         settled += splits.tracked.eliminations["heuristic"]
-        if held := splits.tracked.eliminations["heuristic"]:
-            notes.append(f"{named_devices(count)}: not exact, {held} operators were settled by heuristic elimination")
-        if splits.proved and splits.tracked.factor > 1:
-            beyond = splits.tracked.factor - 1
-            notes.append(
-                f"{named_devices(count)}: proved to be within {beyond:.2%} of every strategy in memory and time"
-            )
     factor = max(each.tracked.factor for each in tracked) if all(each.proved for each in tracked) else None
     report = FrontierReport(
         asked.profile.name,
@@ -132,6 +124,17 @@ def of_splits(asked: Asked) -> Found:
         )
 
     return Found(report, plan_of, min(least))
+
+
+def _proof_notes(count: int, splits: Splits) -> Iterator[str]:
+    """What of a frontier is not exact, and what is proved of it all the same."""
+    devices, factor = named_devices(count), splits.tracked.factor
+    if not splits.proved:
+        yield f"{devices}: not exact, strategies that hold more might need less workspace"
+    if held := splits.tracked.eliminations["heuristic"]:
+        yield f"{devices}: not exact, {held} operators were settled by heuristic elimination"
+    if splits.proved and factor > 1:
+        yield f"{devices}: proved to be within {factor - 1:.2%} of every strategy in memory and time"
 
 
 def _tracked(asked: Asked, samples: int, options: CostOptions) -> tuple[list[Splits], bool]:

@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
-
-# public and documented, but torch.distributed does not list them for type checkers
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not listed
 from torch.distributed.rendezvous import rendezvous
 
 from pipeplan.errors import PipeplanError, UsageError
