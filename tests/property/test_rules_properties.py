@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from fractions import Fraction
+from typing import Literal
 
 import pytest
 from helpers import Placed, chain_workload, placed, placed_chains
@@ -77,6 +78,18 @@ def orders_of(graph: TaskGraph, rules: Rules) -> list[list[int]] | None:
 def test_every_choice_is_that_of_the_plain_algorithm(workload: Workload, rules: Rules) -> None:
     graph = task_graph(workload)
     assert orders_of(graph, rules) == Reference(graph, rules).run()
+
+
+@pytest.mark.parametrize("time", ["unit", "true"])
+@pytest.mark.parametrize("weights_late", [None, 0, 1, "d"])
+@pytest.mark.parametrize("groups", [((0, 1), (0, 2)), ((0, 1), (0,), (0, 2)), ((0, 1), (1,), (0, 2), (2,))])
+def test_weight_gradients_of_shared_stages_wait_their_turn(
+    groups: tuple[tuple[int, ...], ...], weights_late: int | str | None, time: Literal["unit", "true"]
+) -> None:
+    """A shared weight gradient is called for when it was there, not before all others."""
+    graph = task_graph(chain_workload(3, 3, devices=groups, split=(7, 11)))
+    rules = Rules(weights_late=weights_late, shared_first=True, time=time)
+    assert schedule_by_rules(graph, rules) == Reference(graph, rules).run()
 
 
 @settings(max_examples=40, deadline=None)

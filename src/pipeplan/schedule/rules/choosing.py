@@ -107,12 +107,13 @@ class Chooser:
         self._last = {instruction.kind for instruction in rules.instructions if instruction.last}
         self._pressed = False
         self._lane_of = [_BACKWARD.get(kind, kind) for kind in self._kind]
+        self._several = {x for x, devices in enumerate(graph.workload.resources[: len(operations)]) if len(devices) > 1}
         if rules.shared_first:
-            several = {x for x, devices in enumerate(graph.workload.resources[: len(operations)]) if len(devices) > 1}
-            self._lane_of = [_SHARED if x in several and name in "FB" else name for x, name in enumerate(self._lane_of)]
+            lanes = enumerate(self._lane_of)
+            self._lane_of = [_SHARED if x in self._several and name in "FB" else name for x, name in lanes]
         waiting = {target for _, target, _ in graph.workload.lags}
         self._is_first = [x not in waiting for x in range(len(operations))]
-        self._since: dict[int, int] = {}  # [action of the shared lane] when it became ready
+        self._since: dict[int, int] = {}  # [action of several devices] when it became ready
         self._devices = [
             self._device(device, settings, resolved.depths) for device, settings in enumerate(resolved.devices)
         ]
@@ -165,7 +166,7 @@ class Chooser:
         """Put an action into its ready queue; the devices that may choose it."""
         x = self._graph.operation_of[task]
         heapq.heappush(self._queues[x], task)
-        if self._lane_of[x] == _SHARED:
+        if x in self._several:
             self._since[task] = self._state.now
         if self._kind[x] == "W":
             for device in self._callers[x]:
@@ -175,7 +176,7 @@ class Chooser:
     def calling_order(self, task: int) -> tuple[int, int]:
         """Sort key of shared actions that go first: what became ready first; what waits for nothing does so now."""
         x = self._graph.operation_of[task]
-        return (self._state.now if self._is_first[x] else self._since.get(task, 0)), x
+        return (self._state.now if self._is_first[x] else self._since[task]), x
 
     def take(self, task: int) -> int:
         """Take an action out of its ready queue."""
