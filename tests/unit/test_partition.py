@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from slow_split import slow_split
 
 from pipeplan.costs import StageCosts
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model import Block, CostRow, Edge, Placement, Profile, Source
 from pipeplan.partition import STRATEGIES, balanced_split, place
+from pipeplan.partition import balance as balance_module
 from pipeplan.partition import exact as exact_module
 from pipeplan.partition.balance import least_split
-from pipeplan.partition.chain import Chain
+from pipeplan.partition.chain import Chain, Held
 from pipeplan.partition.exact import least_busiest
 from pipeplan.partition.level import levelled, roomiest
 
@@ -154,8 +157,57 @@ def test_squares_larger_than_a_float_stay_exact() -> None:
 
 def test_least_split_takes_any_cost() -> None:
     """Two blocks cost more together than the sum; the heavier stage index is dearer."""
-    begins = least_split(lambda stage, begin, end: (stage + 1) * (end - begin) ** 2, 6, 2)
+    begins = least_split(lambda stage, begin, end: (stage + 1) * (end - begin) ** 2, 6, range(2))
     assert begins == (0, 4)  # 16 and 8; (0, 3) costs 9 and 18
+
+
+@given(
+    st.lists(st.tuples(TIMES, SIZES, SIZES, SIZES), min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(5, 90)), min_size=1, max_size=5),
+    st.integers(0, 30),
+)
+def test_split_is_that_of_the_plain_programme(
+    blocks: list[tuple[int, int, int, int]], devices: list[tuple[int, int]], least: int
+) -> None:
+    """Also which of equal ones; whatever stages cost apart from their blocks, and whichever are of one kind."""
+    chain = chain_of(blocks, [0] * len(devices), [None])
+    kinds = list(dict.fromkeys(devices))
+
+    def cost(stage: int, begin: int, end: int) -> int:
+        return max(least, devices[stage][0] + chain.time(begin, end))
+
+    def fits(stage: int, begin: int, end: int) -> bool:
+        return chain.bytes_of([(begin, end)]) <= devices[stage][1]
+
+    found = least_split(
+        lambda kind, begins, ends: np.maximum(least, kinds[kind][0] + chain.sums.time(begins, ends)),
+        len(blocks),
+        [kinds.index(device) for device in devices],
+        lambda kind, begins, ends: chain.sums.bytes_of(Held(), begins, ends, Held()) <= kinds[kind][1],
+    )
+    assert found == slow_split(cost, len(blocks), len(devices), fits)
+
+
+def test_ranges_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = [100 + 37 * index % 61 for index in range(50)]
+    whole = balanced_split(times, 6)
+    monkeypatch.setattr(balance_module, "MOST_RANGES", 100)
+    assert balanced_split(times, 6) == whole
+
+
+@given(
+    st.lists(st.tuples(TIMES, SIZES, SIZES, SIZES), min_size=3, max_size=12),
+    st.lists(st.integers(0, 12), min_size=6, max_size=6),
+)
+def test_bytes_of_many_ranges_are_those_of_each(blocks: list[tuple[int, int, int, int]], drawn: list[int]) -> None:
+    """Between stages of the same device before and after, or without any."""
+    chain = chain_of(blocks, [0], [None])
+    bounds = sorted(bound % (len(blocks) + 1) for bound in drawn)
+    before, own, after = zip(bounds[::2], bounds[1::2], strict=True)
+    assume(own[0] < own[1])
+    others = [[each] if each[0] < each[1] else [] for each in (before, after)]
+    many = chain.sums.bytes_of(chain.held(others[0]), np.array(own[:1]), np.array(own[1:]), chain.held(others[1]))
+    assert many.tolist() == [chain.bytes_of([*others[0], own, *others[1]])]
 
 
 def test_four_hundred_blocks_in_32_stages() -> None:

@@ -2,7 +2,7 @@
 
 from pipeplan.costs.blocks import block_costs
 from pipeplan.costs.links import transfer_time
-from pipeplan.costs.stages import StageCosts, build_workload, can_split, gradient_sync, stage_costs
+from pipeplan.costs.stages import StageCosts, build_workload, can_split, gradient_sync, group_costs, stage_costs
 
 __all__ = [
     "StageCosts",
@@ -10,6 +10,7 @@ __all__ = [
     "build_workload",
     "can_split",
     "gradient_sync",
+    "group_costs",
     "stage_costs",
     "transfer_time",
 ]

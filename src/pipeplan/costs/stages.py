@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from pipeplan.costs.blocks import block_costs
 from pipeplan.costs.collectives import all_reduce_time
@@ -28,7 +29,7 @@ from pipeplan.model.plan import slots_of
 from pipeplan.model.samples import carried
 from pipeplan.model.workload import Workload
 
-__all__ = ["StageCosts", "build_workload", "can_split", "gradient_sync", "stage_costs"]
+__all__ = ["StageCosts", "build_workload", "can_split", "gradient_sync", "group_costs", "stage_costs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +68,40 @@ def stage_costs(
     Raises:
         UsageError: a block has no costs for this micro-batch size or shard count.
     """
+    return group_costs(profile, [tuple(blocks)], microbatch_size, shards, recompute=recompute)[0]
+
+
+def group_costs(
+    profile: Profile, groups: Iterable[Sequence[str]], microbatch_size: int, shards: int = 1, *, recompute: bool = False
+) -> list[StageCosts]:
+    """:func:`stage_costs` of every group of blocks: the profile is looked through once for all.
+
+    Raises:
+        UsageError: a block has no costs for this micro-batch size or shard count.
+    """
     by_id = {block.id: block for block in profile.blocks}
-    inputs: dict[str, int] = defaultdict(int)
+    into: dict[str, list[Edge]] = defaultdict(list)
     for edge in profile.edges:
-        inputs[edge.target] += _edge_bytes(edge, microbatch_size)
-    chosen: list[Block] = [by_id[id_] for id_ in blocks]
+        into[edge.target].append(edge)
+    return [
+        _summed([by_id[id_] for id_ in blocks], into, microbatch_size, shards, recompute=recompute) for blocks in groups
+    ]
+
+
+def _summed(
+    chosen: Sequence[Block], into: Mapping[str, Sequence[Edge]], microbatch_size: int, shards: int, *, recompute: bool
+) -> StageCosts:
+    """Costs of the chosen blocks, with the edges ``into`` each block."""
+    edges = [into.get(block.id, ()) for block in chosen]
     rows = [
-        block_costs(block, microbatch_size, shards, recompute=recompute, input_bytes=inputs[block.id])
-        for block in chosen
+        block_costs(
+            block,
+            microbatch_size,
+            shards,
+            recompute=recompute,
+            input_bytes=sum(_edge_bytes(edge, microbatch_size) for edge in each),
+        )
+        for block, each in zip(chosen, edges, strict=True)
     ]
     split = all(row.input_grad_ns is not None for row in rows)
     return StageCosts(
@@ -86,7 +113,7 @@ def stage_costs(
         input_grad_ns=sum(row.input_grad_ns or 0 for row in rows) if split else None,
         weight_grad_ns=sum(row.weight_grad_ns or 0 for row in rows) if split else None,
         activation_bytes=max(
-            0, sum(row.activation_bytes for row in rows) - _counted_again(profile, chosen, microbatch_size)
+            0, sum(row.activation_bytes for row in rows) - _counted_again(chain.from_iterable(edges), microbatch_size)
         ),
         weight_grad_bytes=sum(row.weight_grad_bytes for row in rows),
         workspace_bytes=max(row.workspace_bytes for row in rows),
@@ -95,10 +122,9 @@ def stage_costs(
     )
 
 
-def _counted_again(profile: Profile, blocks: Sequence[Block], microbatch_size: int) -> int:
-    """Bytes of inputs that several of the blocks count as held, beyond the first time."""
-    chosen = {block.id for block in blocks}
-    shared = [edge for edge in profile.edges if edge.target in chosen and edge.tensor is not None and edge.gradient]
+def _counted_again(edges: Iterable[Edge], microbatch_size: int) -> int:
+    """Bytes of inputs that several of the blocks behind these edges count as held, beyond the first time."""
+    shared = [edge for edge in edges if edge.tensor is not None and edge.gradient]
     size = sum(_edge_bytes(edge, microbatch_size) for edge in shared)
     return size - sum(_edge_bytes(edge, microbatch_size) for edge in _distinct(shared))
 

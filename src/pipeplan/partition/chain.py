@@ -10,13 +10,71 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipeplan.costs import StageCosts
 
-__all__ = ["Chain", "Range"]
+__all__ = ["Array", "Chain", "Held", "Range", "Sums"]
+
+Array = NDArray[np.int64]
 
 Range = tuple[int, int]
 """Blocks begin..end-1 of the chain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """A chain's running sums, in ns and bytes, for many ranges begin..end-1 of its blocks at once.
+
+    ``widest`` [power, begin] is the largest workspace of the 2^power blocks from ``begin`` on.
+    """
+
+    times: Array
+    statics: Array
+    activations: Array
+    widest: Array
+
+    @classmethod
+    def of(
+        cls, times: Sequence[int], statics: Sequence[int], activations: Sequence[int], workspaces: Sequence[int]
+    ) -> Self:
+        """Those of running sums [block + 1] and workspaces [block]."""
+        rows = [np.array(workspaces, dtype=np.int64)]
+        for power in range(len(workspaces).bit_length() - 1):
+            ahead = np.concatenate((rows[-1][2**power :], np.zeros(2**power, dtype=np.int64)))
+            rows.append(np.maximum(rows[-1], ahead))
+        return cls(np.array(times), np.array(statics), np.array(activations), np.array(rows))
+
+    def time(self, begins: Array, ends: Array) -> Array:
+        """Forward and backward of these blocks, in ns."""
+        times: Array = self.times[ends] - self.times[begins]
+        return times
+
+    def workspace(self, begins: Array, ends: Array) -> Array:
+        """The largest workspace among these blocks, in bytes; no range is empty. Two powers cover each."""
+        power = np.frexp(ends - begins)[1] - 1
+        largest: Array = np.maximum(self.widest[power, begins], self.widest[power, ends - 2**power])
+        return largest
+
+    def bytes_of(self, before: Held, begins: Array, ends: Array, after: Held) -> Array:
+        """:meth:`Chain.bytes_of` a device that runs these blocks between others."""
+        held = before.activations + self.activations[ends] - self.activations[begins]
+        running = held + np.maximum(self.workspace(begins, ends), after.peak)
+        statics = before.statics + after.statics + self.statics[ends] - self.statics[begins]
+        needed: Array = statics + np.maximum(before.peak, running)
+        return needed
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes of stages of a device: the activations of all, the most they take while they run, what is always there."""
+
+    activations: int = 0
+    peak: int = 0
+    statics: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +82,8 @@ class Chain:
     """Blocks in a line, the device of each stage, and the memory of each device.
 
     ``times``, ``statics`` and ``activations`` [block + 1] are running sums over the blocks, in ns and bytes;
-    ``workspaces`` [block] and ``memory`` [device] are bytes, None is no limit; ``devices`` [stage].
+    ``workspaces`` [block] and ``memory`` [device] are bytes, None is no limit; ``devices`` [stage]. ``sums`` are the
+    same once more, for many ranges at once.
     """
 
     times: Sequence[int]
@@ -33,18 +92,17 @@ class Chain:
     workspaces: Sequence[int]
     devices: Sequence[int]
     memory: Sequence[int | None]
+    sums: Sums
 
     @classmethod
     def of(cls, costs: Sequence[StageCosts], devices: Sequence[int], memory: Sequence[int | None]) -> Chain:
         """The chain of blocks with these ``costs`` [block]."""
-        return cls(
-            [0, *accumulate(cost.forward_ns + cost.backward_ns for cost in costs)],
-            [0, *accumulate(2 * cost.parameter_bytes + cost.optimizer_bytes for cost in costs)],
-            [0, *accumulate(cost.activation_bytes for cost in costs)],
-            [cost.workspace_bytes for cost in costs],
-            devices,
-            memory,
-        )
+        times = [0, *accumulate(cost.forward_ns + cost.backward_ns for cost in costs)]
+        statics = [0, *accumulate(2 * cost.parameter_bytes + cost.optimizer_bytes for cost in costs)]
+        activations = [0, *accumulate(cost.activation_bytes for cost in costs)]
+        workspaces = [cost.workspace_bytes for cost in costs]
+        sums = Sums.of(times, statics, activations, workspaces)
+        return cls(times, statics, activations, workspaces, devices, memory, sums)
 
     @property
     def num_blocks(self) -> int:
@@ -84,11 +142,16 @@ class Chain:
 
     def bytes_of(self, ranges: Sequence[Range]) -> int:
         """The least memory of a device whose stages have these blocks, in the order of the chain."""
+        held = self.held(ranges)
+        return held.peak + held.statics
+
+    def held(self, ranges: Sequence[Range]) -> Held:
+        """What a device's stages of these blocks take, in the order of the chain."""
         held = peak = 0
         for begin, end in ranges:
             held += self.activations[end] - self.activations[begin]
             peak = max(peak, held + max(self.workspaces[begin:end]))
-        return peak + sum(self.statics[end] - self.statics[begin] for begin, end in ranges)
+        return Held(held, peak, sum(self.statics[end] - self.statics[begin] for begin, end in ranges))
 
     def fits(self, device: int, ranges: Sequence[Range]) -> bool:
         """Whether a device holds stages of these blocks."""

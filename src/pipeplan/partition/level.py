@@ -12,15 +12,34 @@ a moment for the v-shape with two chunks, and for few dozen blocks otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from pipeplan.partition.balance import Cost, least_split
-from pipeplan.partition.chain import Chain, Range
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeplan.partition.balance import Cost, Fits, least_split
+from pipeplan.partition.chain import Array, Chain, Held, Range
 from pipeplan.partition.exact import least_busiest
 
-__all__ = ["levelled", "roomiest"]
+__all__ = ["Allowed", "evenest", "levelled", "roomiest"]
 
 Cuts = tuple[int, ...]
+
+_ENDLESS = 2**62
+"""Bytes of a memory without limit."""
+
+Allowed = Callable[[Array, Array], NDArray[np.bool_]]
+"""(begins, ends) -> whether blocks begin..end-1 may be a stage; fewer of them may be if all may."""
+
+
+def evenest(chain: Chain, allowed: Allowed) -> Cuts | None:
+    """Cuts with the least longest stage, then the least squares of the stages' times; None if there are none.
+
+    Each stage fits onto its device alone, and is one that is ``allowed``.
+    """
+    window = _Window.of(chain, (), 0, chain.num_stages)
+    return window.cut(window.load, lambda kind, begins, ends: allowed(begins, ends) & window.fits(kind, begins, ends))
 
 
 def levelled(chain: Chain, begins: Cuts) -> Cuts:
@@ -38,7 +57,8 @@ def roomiest(chain: Chain) -> Cuts:
 
     Where nothing can fit, no more is done than to have cuts to tell of.
     """
-    begins = least_split(_shortage(chain, [[] for _ in chain.devices]), chain.num_blocks, chain.num_stages)
+    window = _Window.of(chain, (), 0, chain.num_stages)
+    begins = window.cut(window.shortage)
     assert begins is not None  # there are as many blocks as stages, and nothing has to fit
     done = chain.num_stages == len(chain.memory) or chain.hopeless
     return begins if done else _descended(chain, begins, for_memory=True)
@@ -77,45 +97,80 @@ def _recut(chain: Chain, begins: Cuts, first: int, last: int, *, for_memory: boo
 
     A pair of stages on one device is cut as if each stood alone: what they do together stays.
     """
-    low, high = begins[first], chain.num_blocks if last == chain.num_stages else begins[last]
-    others = _others(chain, begins, first, last)
-    cost = _shortage(chain, others, first) if for_memory else _load(chain, others)
-
-    def fits(stage: int, begin: int, end: int) -> bool:
-        return chain.fits(chain.devices[first + stage], sorted([*others[stage], (low + begin, low + end)]))
-
-    inner = least_split(
-        lambda stage, begin, end: cost(stage, low + begin, low + end),
-        high - low,
-        last - first,
-        fits if chain.limited and not for_memory else None,
-    )
-    if inner is None:
-        return None
-    return (*begins[:first], *(low + begin for begin in inner), *begins[last:])
+    window = _Window.of(chain, begins, first, last)
+    inner = window.cut(window.shortage) if for_memory else window.cut(window.load, window.fits)
+    return None if inner is None else (*begins[:first], *inner, *begins[last:])
 
 
-def _others(chain: Chain, begins: Cuts, first: int, last: int) -> list[list[Range]]:
-    """[stage of the window first..last-1] the blocks its device runs outside the window."""
-    outside: dict[int, list[Range]] = {device: [] for device in chain.devices}
-    for stage, (device, blocks) in enumerate(zip(chain.devices, chain.ranges(begins), strict=True)):
-        if not first <= stage < last:
-            outside[device].append(blocks)
-    return [outside[device] for device in chain.devices[first:last]]
+@dataclass(frozen=True, slots=True)
+class _Outside:
+    """What a device does for its stages outside a window, in ns and bytes, and its memory's ``limit``."""
+
+    time: int
+    before: Held
+    after: Held
+    limit: int
+
+    @classmethod
+    def of(cls, chain: Chain, device: int, low: int, ranges: Sequence[Range]) -> _Outside:
+        """That of ``ranges``, in the order of the chain; the window begins at block ``low``."""
+        limit = chain.memory[device]
+        return cls(
+            sum(chain.time(*each) for each in ranges),
+            chain.held([each for each in ranges if each[0] < low]),
+            chain.held([each for each in ranges if each[0] >= low]),
+            _ENDLESS if limit is None else limit,
+        )
 
 
-def _load(chain: Chain, others: Sequence[Sequence[Range]]) -> Cost:
-    """Cost of a stage: what its device then does in all, in ns."""
-    bases = [sum(chain.time(begin, end) for begin, end in each) for each in others]
-    return lambda stage, begin, end: bases[stage] + chain.time(begin, end)
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Stages in a row that together have blocks low..high-1; ``kinds`` [stage] indexes what differs between them."""
 
+    chain: Chain
+    low: int
+    high: int
+    kinds: tuple[int, ...]
+    outside: tuple[_Outside, ...]
 
-def _shortage(chain: Chain, others: Sequence[Sequence[Range]], first: int = 0) -> Cost:
-    """Cost of a stage: bytes its device then takes, shifted so that equal costs are equal shortages."""
-    most = max((limit for limit in chain.memory if limit is not None), default=0)
+    @classmethod
+    def of(cls, chain: Chain, begins: Cuts, first: int, last: int) -> _Window:
+        """Stages first..last-1 where the others begin at ``begins``."""
+        low = begins[first] if first else 0
+        high = begins[last] if last < chain.num_stages else chain.num_blocks
+        others: dict[int, list[Range]] = {device: [] for device in chain.devices}
+        if last - first < chain.num_stages:
+            for stage, (device, blocks) in enumerate(zip(chain.devices, chain.ranges(begins), strict=True)):
+                if not first <= stage < last:
+                    others[device].append(blocks)
+        each = [_Outside.of(chain, device, low, others[device]) for device in chain.devices[first:last]]
+        distinct = tuple(dict.fromkeys(each))
+        return cls(chain, low, high, tuple(distinct.index(one) for one in each), distinct)
 
-    def cost(stage: int, begin: int, end: int) -> int:
-        limit = chain.memory[chain.devices[first + stage]]
-        return 0 if limit is None else most - limit + chain.bytes_of(sorted([*others[stage], (begin, end)]))
+    def cut(self, cost: Cost, fits: Fits | None = None) -> Cuts | None:
+        """First blocks of the stages, cut so that the dearest is as cheap as can be, then the squares."""
+        begins = least_split(
+            lambda kind, begins, ends: cost(kind, self.low + begins, self.low + ends),
+            self.high - self.low,
+            self.kinds,
+            None if fits is None else lambda kind, begins, ends: fits(kind, self.low + begins, self.low + ends),
+        )
+        return None if begins is None else tuple(self.low + begin for begin in begins)
 
-    return cost
+    def load(self, kind: int, begins: Array, ends: Array) -> Array:
+        """What a stage's device then does in all, in ns."""
+        return self.outside[kind].time + self.chain.sums.time(begins, ends)
+
+    def needed(self, kind: int, begins: Array, ends: Array) -> Array:
+        """Bytes its device then takes."""
+        outside = self.outside[kind]
+        return self.chain.sums.bytes_of(outside.before, begins, ends, outside.after)
+
+    def shortage(self, kind: int, begins: Array, ends: Array) -> Array:
+        """Bytes its device then takes, shifted so that equal costs are equal shortages; 0 where there is no limit."""
+        most = max((limit for limit in self.chain.memory if limit is not None), default=0)
+        return np.maximum(0, most - self.outside[kind].limit + self.needed(kind, begins, ends))
+
+    def fits(self, kind: int, begins: Array, ends: Array) -> NDArray[np.bool_]:
+        """Whether its device holds that."""
+        return self.needed(kind, begins, ends) <= self.outside[kind].limit

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pipeplan.costs import stage_costs
+from pipeplan.costs import group_costs
 from pipeplan.errors import UsageError
 from pipeplan.model import PlacedStage, Placement, Profile
 
@@ -210,7 +210,7 @@ def _no_way(profile: Profile, microbatch_size: int) -> str:
 
 def _runs(profile: Profile, order: Sequence[str], microbatch_size: int, way: Way) -> _Runs:
     size = microbatch_size // way.replicas
-    costs = [stage_costs(profile, [block], size, way.shards, recompute=way.recompute) for block in order]
+    costs = group_costs(profile, [[block] for block in order], size, way.shards, recompute=way.recompute)
     first = np.arange(len(order) + 1)
     possible = first[:, None] < first[None, :]
     workspaces = np.array([cost.workspace_bytes for cost in costs], dtype=np.float64)

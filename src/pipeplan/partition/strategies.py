@@ -5,17 +5,17 @@ A graph that is not a chain is put in a line first: in topological order, keepin
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-from pipeplan.costs import StageCosts, stage_costs
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeplan.costs import StageCosts, group_costs
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model import PlacedStage, Placement, Profile
-from pipeplan.partition.balance import balanced_split
-from pipeplan.partition.chain import Chain
-from pipeplan.partition.level import levelled, roomiest
+from pipeplan.partition.chain import Array, Chain
+from pipeplan.partition.level import Allowed, evenest, levelled, roomiest
 from pipeplan.units import format_bytes
 
 __all__ = ["STRATEGIES", "Cut", "Strategy", "can_spread", "follows", "in_topological_order", "place"]
@@ -104,17 +104,15 @@ def place(
     shared = _spread(profile, positions) if spread else ()
     order = [block for block in profile.topological_order() if block not in shared]
     _require_blocks(profile, strategy, num_devices, replicas, order, routes)
-    costs = [stage_costs(profile, [block], microbatch_size // replicas, recompute=recompute) for block in order]
-    everywhere = [
-        stage_costs(profile, [block], microbatch_size // replicas, positions, recompute=recompute)
-        for block in shared * len(routes)
-    ]
+    size = microbatch_size // replicas
+    costs = group_costs(profile, [[block] for block in order], size, recompute=recompute)
+    everywhere = group_costs(profile, [[block] for block in shared * len(routes)], size, positions, recompute=recompute)
     groups = _groups(positions, replicas, strided=bool(shared))
     limits = _limits(memory_bytes or [None] * num_devices, groups, everywhere)
     chain = Chain.of(costs, routes[0], [None if limit is None else limit // len(routes) for limit in limits])
     allowed = _not_around(profile, order, shared)
     begins = _cut(chain, allowed) if cut is None else cut(chain)
-    if not all(allowed(*each) for each in chain.ranges(begins)):
+    if not allowed(np.array(begins), np.array([*begins[1:], chain.num_blocks])).all():
         raise UsageError(
             f"{len(routes[0])} stages between the shared blocks of {profile.name!r} were not found; leave out --spread"
         )
@@ -249,26 +247,30 @@ def _missing(chain: Chain, begins: Sequence[int], routes: Positions, limits: Seq
     return [0 if limit is None else max(0, need - limit) for need, limit in zip(needed, limits, strict=True)]
 
 
-def _not_around(profile: Profile, order: Sequence[str], shared: Sequence[str]) -> Callable[[int, int], bool]:
-    """(begin, end) -> whether a stage of these blocks has none before and after a shared block: it could not be run."""
+def _not_around(profile: Profile, order: Sequence[str], shared: Sequence[str]) -> Allowed:
+    """(begins, ends) -> whether a stage of these blocks has none before and after a shared block: it could not run."""
     import networkx as nx
 
     graph = nx.DiGraph([(edge.source, edge.target) for edge in profile.edges])
     place_of = {block: index for index, block in enumerate(order)}
-    around = []
-    for block in shared:
-        before, after = (
-            sorted(place_of[other] for other in some(graph, block) if other in place_of)
+    around = [
+        [
+            np.array(sorted(place_of[other] for other in some(graph, block) if other in place_of), dtype=np.int64)
             for some in (nx.ancestors, nx.descendants)
-        )
-        around.append((before, after))
+        ]
+        for block in shared
+    ]
 
-    def contains(places: list[int], begin: int, end: int) -> bool:
-        return bisect_left(places, begin) < bisect_left(places, end)
+    def contains(places: Array, begins: Array, ends: Array) -> NDArray[np.bool_]:
+        return np.searchsorted(places, begins) < np.searchsorted(places, ends)
 
-    return lambda begin, end: (
-        not any(contains(before, begin, end) and contains(after, begin, end) for before, after in around)
-    )
+    def allowed(begins: Array, ends: Array) -> NDArray[np.bool_]:
+        fine = np.ones(begins.shape, dtype=bool)
+        for before, after in around:
+            fine &= ~(contains(before, begins, ends) & contains(after, begins, ends))
+        return fine
+
+    return allowed
 
 
 def in_topological_order(profile: Profile, stages: Sequence[PlacedStage]) -> list[PlacedStage]:
@@ -290,15 +292,10 @@ def in_topological_order(profile: Profile, stages: Sequence[PlacedStage]) -> lis
     return [stages[index] for index in order]
 
 
-def _cut(chain: Chain, allowed: Callable[[int, int], bool]) -> tuple[int, ...]:
+def _cut(chain: Chain, allowed: Allowed) -> tuple[int, ...]:
     """The best cut, or one that comes near to fitting where none is found that fits."""
     crowded = chain.num_stages > len(chain.memory)
-    times = [after - before for before, after in pairwise(chain.times)]
-
-    def fits_alone(stage: int, begin: int, end: int) -> bool:
-        return allowed(begin, end) and chain.fits(chain.devices[stage], [(begin, end)])
-
-    begins = None if chain.hopeless else balanced_split(times, chain.num_stages, fits_alone)
+    begins = None if chain.hopeless else evenest(chain, allowed)
     if begins is not None and crowded:
         begins = levelled(chain, begins)
     if begins is None or any(chain.missing(begins)):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from pipeplan.costs import stage_costs
+from pipeplan.costs import group_costs
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model import PlacedStage, Placement, Profile
 from pipeplan.partition.strategies import STRATEGIES, Cut, in_topological_order, place
@@ -143,7 +143,7 @@ def _ranges(
         raise UsageError("either all submodules say their devices or none does")
     if positions < len(parts):
         raise UsageError(f"{len(parts)} submodules need as many devices (times replicas), not {positions}")
-    costs = [stage_costs(profile, part, size) for part in parts]
+    costs = group_costs(profile, parts, size)
     work = [cost.forward_ns + cost.backward_ns for cost in costs]
     counts = [1] * len(parts)
     for _ in range(positions - len(parts)):

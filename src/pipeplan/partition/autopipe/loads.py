@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from pipeplan.costs import StageCosts, stage_costs
+from pipeplan.costs import StageCosts, group_costs
 from pipeplan.model import Profile
 
 __all__ = ["Cuts", "Loads", "StageLoads", "line_costs"]
@@ -94,4 +94,4 @@ def line_costs(profile: Profile, microbatch_size: int, *, recompute: bool = Fals
         UsageError: the profile has no costs for this micro-batch size.
     """
     order = profile.topological_order()
-    return [stage_costs(profile, [block], microbatch_size, recompute=recompute) for block in order]
+    return group_costs(profile, [[block] for block in order], microbatch_size, recompute=recompute)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeplan.costs import StageCosts, stage_costs
+from pipeplan.costs import StageCosts, group_costs
 from pipeplan.errors import UsageError
 from pipeplan.model import Profile
 
@@ -107,17 +107,14 @@ class Question:
                 f"profile {profile.name!r} has no costs for shares of micro-batches of {microbatch_size} samples; "
                 "choose another --microbatch-size"
             )
-        rows = [
-            [
-                stage_costs(profile, [id_], microbatch_size // each.replicas, recompute=each.recompute)
-                for each in options
-            ]
-            for id_ in order
+        blocks = [[id_] for id_ in order]
+        columns = [
+            group_costs(profile, blocks, microbatch_size // each.replicas, recompute=each.recompute) for each in options
         ]
         place = {id_: index for index, id_ in enumerate(order)}
 
         def table(of: Callable[[StageCosts], int]) -> Integers:
-            return np.array([[of(cost) for cost in row] for row in rows], dtype=np.int64)
+            return np.array([[of(cost) for cost in column] for column in columns], dtype=np.int64).T
 
         return cls(
             tuple(order),
