@@ -7,14 +7,16 @@ from fractions import Fraction
 from typing import Literal
 
 import pytest
-from helpers import Placed, chain_workload, placed, placed_chains
+from helpers import Placed, chain_profile, chain_workload, placed, placed_chains
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rules_reference import Reference
 from strategies import problems
 
 from pipeplan.check import check
+from pipeplan.costs import build_workload
 from pipeplan.errors import InfeasibleError
+from pipeplan.model import PlacedStage, Placement
 from pipeplan.model.workload import Workload
 from pipeplan.planner.assembly import assemble
 from pipeplan.schedule.problem import Problem
@@ -90,6 +92,20 @@ def test_weight_gradients_of_shared_stages_wait_their_turn(
     graph = task_graph(chain_workload(3, 3, devices=groups, split=(7, 11)))
     rules = Rules(weights_late=weights_late, shared_first=True, time=time)
     assert schedule_by_rules(graph, rules) == Reference(graph, rules).run()
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_limits_of_devices_that_do_not_choose_are_watched(limit: int) -> None:
+    """The device that chooses the second route's forwards hears when a limit of another, which joins in, has room."""
+    groups = [(0, 1), (0, 1), (0, 2), (1, 2)]
+    stages = tuple(
+        PlacedStage(blocks=(f"block{s % 2}",), devices=group, replicas=2, microbatch_size=2, route=s // 2)
+        for s, group in enumerate(groups)
+    )
+    placement = Placement(strategy="x", num_devices=3, num_routes=2, stages=stages)
+    graph = task_graph(build_workload(chain_profile(2), placement, num_microbatches=8, microbatch_size=2))
+    rules = Rules(in_flight_device=limit, shared_first=True)
+    assert orders_of(graph, rules) == Reference(graph, rules).run()
 
 
 @settings(max_examples=40, deadline=None)

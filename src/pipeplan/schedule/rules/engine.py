@@ -101,6 +101,7 @@ class Run:
         if rules.shared_first:
             self._asking = self._askers()
         self._attentive = self._chooser.has_functions or bool(rules.checks)
+        self._watchers = [self._callers_kept_by(device) for device in range(len(workload.devices))]
 
     # what user functions see (language.State)
 
@@ -239,6 +240,7 @@ class Run:
             self._orders[device].append(task)
             self._busy[device] = True
             self._calls[device] = None
+            self._woken.update(self._watchers[device])
             if self._own[stage]:
                 self._on_device[device] += change
         heapq.heappush(self._events, (self.now + (1 if self._unit else graph.durations[task]), task))
@@ -292,6 +294,13 @@ class Run:
             if x in first and kinds[x] == kinds[y] == "F" and self._together[x] and not self._together[y] and alike:
                 asking.setdefault(x, []).append(y)
         return asking
+
+    def _callers_kept_by(self, device: int) -> set[int]:
+        """The devices that may choose actions on several devices which this device's limits can hold up."""
+        if self._device_limits[device] is None and self._memory is None:
+            return set()
+        together = [x for x, devices in enumerate(self._devices[: len(self._kind)]) if {device} < set(devices)]
+        return {caller for x in together for caller in self._chooser.callers_of(x)} - {device}
 
     def _asks(self, x: int, y: int) -> bool:
         """Whether y has run all that x has made for it, and its limit lets it run more."""
