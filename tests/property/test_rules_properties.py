@@ -108,6 +108,15 @@ def test_limits_of_devices_that_do_not_choose_are_watched(limit: int) -> None:
     assert orders_of(graph, rules) == Reference(graph, rules).run()
 
 
+@pytest.mark.parametrize("limit", [None, 1, 2])
+@pytest.mark.parametrize("groups", [((0, 2), (1,)), ((0, 1), (2,), (0,))])
+def test_who_asks_for_a_shared_forward_is_heard_at_once(groups: tuple[tuple[int, ...], ...], limit: int | None) -> None:
+    """By devices that take no part in what asks, and while it is still running."""
+    graph = task_graph(chain_workload(3, 4, devices=groups, lag=3))
+    rules = Rules(in_flight=limit, shared_first=True, time="true")
+    assert orders_of(graph, rules) == Reference(graph, rules).run()
+
+
 @settings(max_examples=40, deadline=None)
 @given(placed(links=True, parts=False) | placed_chains(), rules)
 def test_orders_are_complete_and_their_plans_pass_check(drawn: Placed, rules: Rules) -> None:

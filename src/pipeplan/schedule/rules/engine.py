@@ -296,11 +296,12 @@ class Run:
         return asking
 
     def _callers_kept_by(self, device: int) -> set[int]:
-        """The devices that may choose actions on several devices which this device's limits can hold up."""
-        if self._device_limits[device] is None and self._memory is None:
-            return set()
-        together = [x for x, devices in enumerate(self._devices[: len(self._kind)]) if {device} < set(devices)]
-        return {caller for x in together for caller in self._chooser.callers_of(x)} - {device}
+        """The devices that may choose actions which what this device starts can allow: by its limits, or as it asks."""
+        there = {x for x, devices in enumerate(self._devices[: len(self._kind)]) if device in devices}
+        kept = {x for x, behind in self._asking.items() if there.intersection(behind)}
+        if self._device_limits[device] is not None or self._memory is not None:
+            kept |= {x for x in there if self._together[x]}
+        return {caller for x in kept for caller in self._chooser.callers_of(x)} - {device}
 
     def _asks(self, x: int, y: int) -> bool:
         """Whether y has run all that x has made for it, and its limit lets it run more."""
