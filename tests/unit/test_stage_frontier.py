@@ -78,14 +78,14 @@ def test_the_slowest_stage_is_as_quick_as_memory_allows(
     seed: int, num_blocks: int, num_devices: int, num_microbatches: int
 ) -> None:
     profile = chain_profile(seed, num_blocks)
-    frontiers = StageFrontiers.of(profile, 4, num_devices, (False, True))
+    frontiers = StageFrontiers.of(profile, 4, num_microbatches, num_devices, (False, True))
     every = {
         stages: [takes(profile, each, num_microbatches) for each in every_partition(profile, num_devices, stages)]
         for stages in range(1, min(num_blocks, num_devices) + 1)
     }
     most = max(memory for found in every.values() for memory, _ in found)
     for limit in (None, most, 3 * most // 4, most // 2, most // 4):
-        cuts = {cut.num_stages: cut for cut in frontiers.fastest(num_devices, num_microbatches, limit)}
+        cuts = {cut.num_stages: cut for cut in frontiers.fastest(num_devices, limit)}
         for stages, found in every.items():
             fitting = [slowest for memory, slowest in found if limit is None or memory <= limit]
             assert (stages in cuts) == bool(fitting)
@@ -99,4 +99,4 @@ def test_the_slowest_stage_is_as_quick_as_memory_allows(
 
 def test_sizes_that_were_not_profiled_are_refused() -> None:
     with pytest.raises(UsageError, match="micro-batches of 64"):
-        StageFrontiers.of(chain_profile(0, 2), 64, 2, (False,))
+        StageFrontiers.of(chain_profile(0, 2), 64, 1, 2, (False,))

@@ -1,34 +1,40 @@
 """Stages of a chain when each group of devices has a frontier of ways to run its blocks, not one cost.
 
-A group of g devices may split the samples (replicas), the blocks (shards), recompute, or any mixture: for every run of
-blocks these ways form a frontier of memory against time. Memory depends on the place in the pipeline, since the k-th
-stage from the end holds k micro-batches in flight (1F1B). Under a memory limit each stage takes the fastest way that
-fits, and a dynamic program over (stages from the end, devices, first block) finds the cuts whose slowest stage is
-quickest. Going through the limits from the top gives the frontier of the whole partition.
+A group of g devices may run a run of blocks all in one way: it splits the samples (replicas), the blocks (shards),
+recomputes, or any mixture; or it may split each block in a way of its own (:mod:`pipeplan.partition.block_splits`). For
+every run of blocks these ways form a frontier of memory against time. Memory depends on the place in the pipeline,
+since the k-th stage from the end holds k micro-batches in flight (1F1B). Under a memory limit each stage takes the
+fastest way that fits, and a dynamic program over (stages from the end, devices, first block) finds the cuts whose
+slowest stage is quickest. Going through the limits from the top gives the frontier of the whole partition.
 
-What the program leaves out (transfers, gradient sums, ramps) the simulation of each partition has.
+Of runs split block by block the program knows bounds at first. The frontiers of those in its best partitions are
+tracked, their times take the place of the bounds, and it runs again until no bounds are left in its best partitions:
+then these are the best there are.
+
+What the program leaves out (transfers, ramps) the simulation of each partition has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeplan.costs import group_costs
+from pipeplan.costs.collectives import all_reduce_time
 from pipeplan.errors import UsageError
-from pipeplan.model import PlacedStage, Placement, Profile
+from pipeplan.model import Cluster, PlacedStage, Placement, Profile
+from pipeplan.partition.block_splits import BlockSplits, RunFrontiers, RunPoint
+from pipeplan.partition.runs import FloatArray, largest, none_empty, sums
 
 __all__ = ["Cut", "StageFrontiers", "Way"]
-
-FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a device group runs its blocks."""
+    """How a device group runs all of its blocks."""
 
     replicas: int
     shards: int
@@ -42,11 +48,15 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A partition: ns of its slowest stage for one micro-batch, and bytes of the device that needs most."""
+    """A partition: ns of its slowest stage for one micro-batch, and bytes of the device that needs most.
+
+    ``splits`` are the strategies of stages, by their place, whose blocks are each split in a way of its own.
+    """
 
     placement: Placement
     slowest_ns: int
     memory_bytes: int
+    splits: Mapping[int, RunPoint]
 
     @property
     def num_stages(self) -> int:
@@ -71,74 +81,56 @@ class _Runs:
 
 @dataclass(frozen=True, slots=True)
 class StageFrontiers:
-    """The frontiers of all runs of a profile's blocks, for micro-batches of one size.
+    """The frontiers of all runs of a profile's blocks, for so many micro-batches of one size.
 
-    ``order`` is the chain; a graph's blocks stand in topological order.
+    ``order`` is the chain; a graph's blocks stand in topological order. ``splits`` are the frontiers of groups of so
+    many devices.
     """
 
     order: tuple[str, ...]
-    microbatch_size: int
+    num_microbatches: int
     runs: tuple[_Runs, ...]
+    splits: Mapping[int, BlockSplits]
 
     @classmethod
-    def of(cls, profile: Profile, microbatch_size: int, num_devices: int, recompute: Sequence[bool]) -> StageFrontiers:
+    def of(
+        cls,
+        profile: Profile,
+        microbatch_size: int,
+        num_microbatches: int,
+        num_devices: int,
+        recompute: Sequence[bool],
+        cluster: Cluster | None = None,
+    ) -> StageFrontiers:
         """The ways for groups of up to so many devices; sizes are powers of two, and all devices.
 
         Raises:
             UsageError: no way has costs for this micro-batch size.
         """
         order = profile.topological_order()
-        found = list(_possible(profile, order, microbatch_size, num_devices, recompute))
-        if not found:
-            raise UsageError(_no_way(profile, microbatch_size))
-        return cls(order, microbatch_size, tuple(found))
-
-    def fastest(self, num_devices: int, num_microbatches: int, memory_bytes: int | None) -> Iterator[Cut]:
-        """For every number of stages, the partition of all devices with the quickest slowest stage that fits."""
-        num_blocks = len(self.order)
-        rest = [{0: np.where(np.arange(num_blocks + 1) == num_blocks, 0.0, np.inf)}]
-        stages: list[dict[int, _Group]] = [{}]
-        for place in range(1, min(num_devices, num_blocks) + 1):
-            stages.append(self._groups(min(place, num_microbatches), memory_bytes))
-            rest.append(_joined(stages[-1], rest[-1], num_devices))
-            slowest = float(rest[-1][num_devices][0]) if num_devices in rest[-1] else np.inf
-            if np.isfinite(slowest):
-                yield self._cut(stages, rest, num_devices)
-
-    def _groups(self, in_flight: int, memory_bytes: int | None) -> dict[int, _Group]:
-        """What groups of every size take for every run of blocks."""
-        limit = np.inf if memory_bytes is None else memory_bytes
-        sizes = sorted({runs.way.num_devices for runs in self.runs})
-        return {
-            size: _Group.of([r for r in self.runs if r.way.num_devices == size], in_flight, limit) for size in sizes
+        groups = sorted({1 << power for power in range(num_devices.bit_length())} | {num_devices})
+        pricing = _Pricing(profile, order, microbatch_size, num_microbatches, cluster)
+        found = [runs for group in groups if group <= num_devices for runs in pricing.possible(group, recompute)]
+        splits = {
+            group: BlockSplits.of(profile, cluster, group, microbatch_size, num_microbatches)
+            for group in groups
+            if 1 < group <= num_devices and False in recompute
         }
+        known = {group: each for group, each in splits.items() if each is not None}
+        if not found and not known:
+            raise UsageError(_no_way(profile, microbatch_size))
+        return cls(order, num_microbatches, tuple(found), known)
 
-    def _cut(self, stages: list[dict[int, _Group]], rest: list[Rest], num_devices: int) -> Cut:
-        """The stages behind the last entry of ``rest``, on the devices in order."""
-        placed: list[PlacedStage] = []
-        begin, left, memory = 0, num_devices, 0.0
-        for groups, after in zip(stages[:0:-1], rest[-2::-1], strict=True):
-            options = [
-                (np.maximum(group.times[begin], after[left - size]), size)
-                for size, group in groups.items()
-                if left - size in after
-            ]
-            slowest, size = min(options, key=lambda option: float(option[0].min()))
-            end = int(np.argmin(slowest))
-            way = groups[size].way(begin, end)
-            placed.append(
-                PlacedStage(
-                    blocks=self.order[begin:end],
-                    devices=tuple(range(num_devices - left, num_devices - left + size)),
-                    shards=way.shards,
-                    replicas=way.replicas,
-                    recompute=way.recompute,
-                )
-            )
-            memory = max(memory, float(groups[size].memory[begin, end]))
-            begin, left = end, left - size
-        placement = Placement(strategy="stage graph", num_devices=num_devices, stages=tuple(placed))
-        return Cut(placement, int(rest[-1][num_devices][0]), int(memory))
+    def fastest(self, num_devices: int, memory_bytes: int | None, most: int | None = None) -> list[Cut]:
+        """For every number of stages, the partition of all devices with the quickest slowest stage that fits.
+
+        Those that promise the quickest iterations come first, and at most so many are looked for.
+        """
+        search = _Cuts(self, num_devices, np.inf if memory_bytes is None else memory_bytes)
+        while True:
+            drafts = sorted(search.drafts(), key=lambda draft: draft.promised_ns(self.num_microbatches))[:most]
+            if not search.settle(drafts):
+                return [search.cut(draft) for draft in drafts]
 
 
 Rest = dict[int, FloatArray]
@@ -146,25 +138,176 @@ Rest = dict[int, FloatArray]
 
 
 @dataclass(frozen=True, slots=True)
+class _Draft:
+    """Runs of blocks with their groups, in order; of some, times may be bounds. ``stages``: (begin, end, devices)."""
+
+    slowest_ns: int
+    stages: tuple[tuple[int, int, int], ...]
+
+    def promised_ns(self, num_microbatches: int) -> int:
+        """Of an iteration without transfers, were all stages as slow as the slowest."""
+        return self.slowest_ns * (num_microbatches + len(self.stages) - 1)
+
+
+@dataclass(slots=True)
+class _Cuts:
+    """Partitions of all devices under one limit; ``groups`` are those of the k-th stage from the end."""
+
+    frontiers: StageFrontiers
+    num_devices: int
+    limit: float
+    groups: list[dict[int, _Group]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        places = min(self.num_devices, len(self.frontiers.order))
+        self.groups = [{}, *(self._groups(place) for place in range(1, places + 1))]
+
+    def _groups(self, place: int) -> dict[int, _Group]:
+        """What groups of every size take for every run of blocks."""
+        runs, splits = self.frontiers.runs, self.frontiers.splits
+        in_flight = min(place, self.frontiers.num_microbatches)
+        sizes = sorted({each.way.num_devices for each in runs} | set(splits))
+        return {
+            size: _Group.of(
+                [each for each in runs if each.way.num_devices == size],
+                splits[size].holding(in_flight) if size in splits else None,
+                in_flight,
+                self.limit,
+                len(self.frontiers.order),
+            )
+            for size in sizes
+        }
+
+    def drafts(self) -> Iterator[_Draft]:
+        """The best of every number of stages, by what is known."""
+        num_blocks = len(self.frontiers.order)
+        rest: list[Rest] = [{0: np.where(np.arange(num_blocks + 1) == num_blocks, 0.0, np.inf)}]
+        for groups in self.groups[1:]:
+            rest.append(_joined(groups, rest[-1], self.num_devices))
+            slowest = float(rest[-1][self.num_devices][0]) if self.num_devices in rest[-1] else np.inf
+            if np.isfinite(slowest):
+                yield _Draft(int(slowest), tuple(self._stages(rest)))
+
+    def _stages(self, rest: list[Rest]) -> Iterator[tuple[int, int, int]]:
+        """The stages behind the last entry of ``rest``."""
+        begin, left = 0, self.num_devices
+        for place in range(len(rest) - 1, 0, -1):
+            after = rest[place - 1]
+            options = [
+                (np.maximum(group.times[begin], after[left - size]), size)
+                for size, group in self.groups[place].items()
+                if left - size in after
+            ]
+            slowest, size = min(options, key=lambda option: float(option[0].min()))
+            end = int(np.argmin(slowest))
+            yield begin, end, size
+            begin, left = end, left - size
+
+    def settle(self, drafts: Sequence[_Draft]) -> bool:
+        """Have the frontiers tracked of runs of which only bounds are known; whether there were any."""
+        wanted = {
+            (len(draft.stages) - index, size, begin, end)
+            for draft in drafts
+            for index, (begin, end, size) in enumerate(draft.stages)
+        }
+        new = [self.groups[place][size].settle(begin, end) for place, size, begin, end in sorted(wanted)]  # all of them
+        return any(new)
+
+    def cut(self, draft: _Draft) -> Cut:
+        """The partition of a settled draft, on the devices in order."""
+        placed: list[PlacedStage] = []
+        splits: dict[int, RunPoint] = {}
+        first, memory = 0, 0.0
+        for index, (begin, end, size) in enumerate(draft.stages):
+            group = self.groups[len(draft.stages) - index][size]
+            devices, blocks = tuple(range(first, first + size)), self.frontiers.order[begin:end]
+            split = group.split(begin, end)
+            if split is None:
+                way, bytes_ = group.way(begin, end)
+                placed.append(
+                    PlacedStage(
+                        blocks=blocks,
+                        devices=devices,
+                        shards=way.shards,
+                        replicas=way.replicas,
+                        recompute=way.recompute,
+                    )
+                )
+            else:
+                splits[index], bytes_ = split, split.memory_bytes
+                ways = split.configurations
+                placed.append(
+                    PlacedStage(blocks=blocks, devices=devices, shards=size, recompute=False, configurations=ways)
+                )
+            first, memory = first + size, max(memory, bytes_)
+        placement = Placement(strategy="stage graph", num_devices=self.num_devices, stages=tuple(placed))
+        return Cut(placement, draft.slowest_ns, int(memory), splits)
+
+
+@dataclass(slots=True)
 class _Group:
-    """The fastest way of a group for every run of blocks: ns, infinite where none fits, bytes, and which it is."""
+    """What a group of devices takes for every run of blocks: ns, infinite where nothing fits, [n + 1, n + 1].
+
+    ``uniform`` all blocks in one way, the fastest that fits; ``least`` each in its own, at least. ``tracked`` are the
+    runs of which the latter is known, with their quickest strategies that fit.
+    """
 
     ways: tuple[Way, ...]
-    times: FloatArray  # [n + 1, n + 1]
-    memory: FloatArray  # [n + 1, n + 1]
+    memory: FloatArray  # [W, n + 1, n + 1] bytes of every way
+    uniform: FloatArray
     chosen: npt.NDArray[np.intp]
+    least: FloatArray
+    frontiers: RunFrontiers | None
+    limit: float
+    times: FloatArray = field(init=False)
+    tracked: dict[tuple[int, int], RunPoint | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.times = np.minimum(self.uniform, self.least)
 
     @classmethod
-    def of(cls, runs: Sequence[_Runs], in_flight: int, limit: float) -> _Group:
-        memory = np.stack([each.memory(in_flight) for each in runs])
-        times = np.where(memory <= limit, np.stack([each.time for each in runs]), np.inf)
-        chosen = times.argmin(axis=0)
+    def of(
+        cls,
+        runs: Sequence[_Runs],
+        frontiers: RunFrontiers | None,
+        in_flight: int,
+        limit: float,
+        num_blocks: int,
+    ) -> _Group:
+        """Of the ways of a group, and of the frontiers of its runs."""
+        none = np.full((1, num_blocks + 1, num_blocks + 1), np.inf)  # argmin needs one
+        memory = np.concatenate([*(each.memory(in_flight)[None] for each in runs), none])
+        times = np.where(memory <= limit, np.concatenate([*(each.time[None] for each in runs), none]), np.inf)
+        least = none[0] if frontiers is None else frontiers.least_times(limit)
         ways = tuple(each.way for each in runs)
-        return cls(ways, times.min(axis=0), np.take_along_axis(memory, chosen[None], axis=0)[0], chosen)
+        return cls(ways, memory, times.min(axis=0), times.argmin(axis=0), least, frontiers, limit)
 
-    def way(self, begin: int, end: int) -> Way:
-        """How to run these blocks."""
-        return self.ways[int(self.chosen[begin, end])]
+    def way(self, begin: int, end: int) -> tuple[Way, float]:
+        """The fastest for all blocks of a run, and its bytes."""
+        chosen = int(self.chosen[begin, end])
+        return self.ways[chosen], float(self.memory[chosen, begin, end])
+
+    def split(self, begin: int, end: int) -> RunPoint | None:
+        """The strategy of a run, where it is faster than any way for all of its blocks."""
+        return self.tracked[begin, end] if self.times[begin, end] < self.uniform[begin, end] else None
+
+    def settle(self, begin: int, end: int) -> bool:
+        """Track a run's frontier where its bound promises something; whether that was new.
+
+        Runs around it take no less, but for what they spare at its ends.
+        """
+        if (begin, end) in self.tracked or self.uniform[begin, end] <= self.least[begin, end]:
+            return False
+        assert self.frontiers is not None
+        blocks = self.frontiers.order[begin:end]
+        point = self.frontiers.quickest(blocks, self.limit)
+        self.tracked[begin, end] = point
+        time = np.inf if point is None else point.time_ns
+        around = self.least[: begin + 1, end:]
+        np.maximum(around, time - self.frontiers.at_ends(blocks), out=around)
+        self.least[begin, end] = time
+        np.minimum(self.uniform, self.least, out=self.times)
+        return True
 
 
 def _joined(groups: dict[int, _Group], after: Rest, num_devices: int) -> Rest:
@@ -178,20 +321,41 @@ def _joined(groups: dict[int, _Group], after: Rest, num_devices: int) -> Rest:
     return joined
 
 
-def _possible(
-    profile: Profile, order: Sequence[str], microbatch_size: int, num_devices: int, recompute: Sequence[bool]
-) -> Iterator[_Runs]:
-    """Every way that all blocks have costs for."""
-    shards = sorted(set.intersection(*({row.shards for row in block.costs} for block in profile.blocks)))
-    groups = {1 << power for power in range(num_devices.bit_length())} | {num_devices}
-    for group in sorted(size for size in groups if size <= num_devices):
-        for split in shards:
-            if group % split == 0 and microbatch_size % (group // split) == 0:
+@dataclass(frozen=True, slots=True)
+class _Pricing:
+    """What every run of blocks takes where all blocks run in one way."""
+
+    profile: Profile
+    order: tuple[str, ...]
+    microbatch_size: int
+    num_microbatches: int
+    cluster: Cluster | None
+
+    def possible(self, group: int, recompute: Sequence[bool]) -> Iterator[_Runs]:
+        """Every way of a group that all blocks have costs for."""
+        for split in sorted(set.intersection(*({row.shards for row in block.costs} for block in self.profile.blocks))):
+            if group % split == 0 and self.microbatch_size % (group // split) == 0:
                 for again in recompute:
                     try:
-                        yield _runs(profile, order, microbatch_size, Way(group // split, split, again))
+                        yield self._runs(Way(group // split, split, again))
                     except UsageError:  # this size was not profiled with so many shards
                         continue
+
+    def _runs(self, way: Way) -> _Runs:
+        size = self.microbatch_size // way.replicas
+        alone = [[block] for block in self.order]
+        given = group_costs(self.profile, alone, size, way.shards, recompute=way.recompute)
+        peers = range(0, way.num_devices, way.shards)
+        added_up = [all_reduce_time(self.cluster, peers, cost.parameter_bytes) for cost in given]
+        shares = [-(-each // self.num_microbatches) for each in added_up]
+        times = [cost.forward_ns + cost.backward_ns + share for cost, share in zip(given, shares, strict=True)]
+        return _Runs(
+            way,
+            time=np.where(none_empty(len(given)), sums(times), np.inf),
+            static=sums([2 * cost.parameter_bytes + cost.optimizer_bytes for cost in given]),
+            held=sums([cost.activation_bytes for cost in given]),
+            workspace=largest([cost.workspace_bytes for cost in given]),
+        )
 
 
 def _no_way(profile: Profile, microbatch_size: int) -> str:
@@ -206,28 +370,3 @@ def _no_way(profile: Profile, microbatch_size: int) -> str:
         f"{', '.join(map(str, known[first]))}, {other!r} for {', '.join(map(str, known[other]))}; add rows with common "
         "shards, or give pipeplan search a --placement that says where each block runs"
     )
-
-
-def _runs(profile: Profile, order: Sequence[str], microbatch_size: int, way: Way) -> _Runs:
-    size = microbatch_size // way.replicas
-    costs = group_costs(profile, [[block] for block in order], size, way.shards, recompute=way.recompute)
-    first = np.arange(len(order) + 1)
-    possible = first[:, None] < first[None, :]
-    workspaces = np.array([cost.workspace_bytes for cost in costs], dtype=np.float64)
-    largest = np.zeros(possible.shape)
-    for begin in range(len(order)):
-        largest[begin, begin + 1 :] = np.maximum.accumulate(workspaces[begin:])
-    return _Runs(
-        way,
-        time=np.where(possible, _sums([cost.forward_ns + cost.backward_ns for cost in costs]), np.inf),
-        static=_sums([2 * cost.parameter_bytes + cost.optimizer_bytes for cost in costs]),
-        held=_sums([cost.activation_bytes for cost in costs]),
-        workspace=largest,
-    )
-
-
-def _sums(values: Sequence[int]) -> FloatArray:
-    """The sum over every run i..j-1, [n + 1, n + 1]."""
-    until = np.concatenate(([0.0], np.cumsum(np.asarray(values, dtype=np.float64))))
-    sums: FloatArray = until[None, :] - until[:, None]
-    return sums

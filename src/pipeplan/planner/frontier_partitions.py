@@ -12,6 +12,7 @@ from pipeplan.partition.stage_frontier import StageFrontiers
 from pipeplan.planner.batch import Batch
 from pipeplan.planner.candidates import Candidate, graphs, open_sizes
 from pipeplan.planner.request import Request
+from pipeplan.planner.strategies import split_blocks
 
 __all__ = ["Asked", "chains", "in_turn", "stage_graphs"]
 
@@ -27,11 +28,15 @@ _SCHEDULED = 3
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A partition, or why there is none, and the request it is for; ``promised_ns`` of one iteration, 0 if unknown."""
+    """A partition, or why there is none, and the request it is for; ``promised_ns`` of one iteration, 0 if unknown.
+
+    ``open``: its stages may yet be split block by block.
+    """
 
     request: Request
     candidate: Candidate | PipeplanError
     promised_ns: int = 0
+    open: bool = False
 
 
 def chains(request: Request, *, quickest: bool = False) -> Iterator[Asked]:
@@ -45,28 +50,28 @@ def chains(request: Request, *, quickest: bool = False) -> Iterator[Asked]:
 
 def _of_size(request: Request, size: int) -> Iterator[Asked]:
     recomputes = (False, True) if request.options.recompute is None else (request.options.recompute,)
+    batch = Batch(request.batch.mini_batch // size, size)
+    given = request.profile, size, batch.num_microbatches, request.num_devices, recomputes, request.cluster
     try:
-        stages = StageFrontiers.of(request.profile, size, request.num_devices, recomputes)
+        stages = StageFrontiers.of(*given)
     except PipeplanError as error:
         yield Asked(request, error)
     else:
-        yield from _limited(request, stages, Batch(request.batch.mini_batch // size, size))
+        yield from _limited(request, stages, batch)
 
 
 def _limited(request: Request, stages: StageFrontiers, batch: Batch) -> Iterator[Asked]:
     limit = request.least_memory
     while True:
-        cuts = stages.fastest(request.num_devices, batch.num_microbatches, limit)
-        promised = sorted(
-            ((cut.slowest_ns * (batch.num_microbatches + cut.num_stages - 1), cut) for cut in cuts),
-            key=lambda each: each[0],
-        )[:_SCHEDULED]
-        if not promised:
+        cuts = stages.fastest(request.num_devices, limit, _SCHEDULED)
+        if not cuts:
             return
         asked = replace(request, memory_bytes=limit)
-        for promised_ns, cut in promised:
-            yield Asked(asked, Candidate(cut.placement, batch, False, "frontier"), promised_ns)
-        limit = int(_STEP * max(cut.memory_bytes for _, cut in promised))
+        for cut in cuts:
+            splits = {place: split_blocks(point.model, point.strategy).costs for place, point in cut.splits.items()}
+            candidate = Candidate(cut.placement, batch, False, "frontier", given=splits or None)
+            yield Asked(asked, candidate, cut.slowest_ns * (batch.num_microbatches + cut.num_stages - 1))
+        limit = int(_STEP * max(cut.memory_bytes for cut in cuts))
 
 
 def stage_graphs(request: Request, memories: Sequence[int]) -> Iterator[Asked]:
@@ -79,7 +84,7 @@ def stage_graphs(request: Request, memories: Sequence[int]) -> Iterator[Asked]:
     for limit in limits:
         asked = replace(request, memory_bytes=limit)
         for found in graphs(replace(asked, options=short)):
-            yield Asked(asked, found)
+            yield Asked(asked, found, open=True)
 
 
 def in_turn(found: Sequence[Iterator[Asked]]) -> Iterator[Asked]:

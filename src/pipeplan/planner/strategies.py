@@ -7,7 +7,7 @@ the stage's: times of forward and backward with all that is exchanged in them, s
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from pipeplan import __version__
@@ -16,6 +16,7 @@ from pipeplan.costs import StageCosts, build_workload
 from pipeplan.errors import UsageError
 from pipeplan.frontier.configurations.building import CostModel
 from pipeplan.frontier.configurations.details import Details, details_of
+from pipeplan.frontier.configurations.stages import OUTSIDE
 from pipeplan.frontier.graph import Strategy
 from pipeplan.model import Cluster, PlacedStage, Placement, Plan, Profile, Provenance, sha256_of
 from pipeplan.planner.assembly import assemble
@@ -44,7 +45,7 @@ def split_blocks(model: CostModel, strategy: Strategy) -> SplitBlocks:
         UsageError: the strategy splits operators inside of blocks, loads data by an operator of its own, or makes
             tensors again for backward.
     """
-    details = details_of(model, strategy)
+    details = _inside(details_of(model, strategy))
     blocks = tuple(each.name for each in details.operators)
     for each in details.operators:
         if each.name != each.block:
@@ -112,6 +113,11 @@ def plan_of_strategy(
     )
     check(plan, profile, cluster if memory_bytes is None else None).require("the plan of the strategy")
     return plan
+
+
+def _inside(details: Details) -> Details:
+    """The operators of a stage, without what stands for other stages; changes of what these exchange with it stay."""
+    return replace(details, operators=tuple(each for each in details.operators if each.block != OUTSIDE))
 
 
 def _costs(details: Details, strategy: Strategy, microbatches: int) -> StageCosts:

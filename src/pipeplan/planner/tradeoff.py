@@ -3,9 +3,9 @@
 One stage on all devices comes first, split block by block as each point of its cost frontier says. Then, for every
 number of devices and every micro-batch size, stages are cut under one memory limit after another, from none down to
 where nothing fits; each stage takes its way to run from its device group's frontier
-(:mod:`pipeplan.partition.stage_frontier`), and every partition gets the best known schedule under that limit. The
-points that stand are tried again with their stages split block by block. While there is time, GraphPipe's stages join
-them. What is simulated counts: a point stays if no other has at most its memory, time and devices.
+(:mod:`pipeplan.partition.stage_frontier`), and every partition gets the best known schedule under that limit. While
+there is time, GraphPipe's stages join them, and those that stand are tried again with each block split in a way of its
+own. What is simulated counts: a point stays if no other has at most its memory, time and devices.
 """
 
 from __future__ import annotations
@@ -101,8 +101,9 @@ def plan_frontier(request: Request, device_counts: Sequence[int], *, quickest: b
         for asked in requests:
             search.add(_one_stage(asked))
         search.try_all(partitions, share[0])
-        split = search.try_all(_split(StageSplits(request), search.by_devices(requests)), share[1])
-        joined = search.try_all(in_turn([stage_graphs(each, search.memories(each.num_devices)) for each in requests]))
+        others = [stage_graphs(each, search.memories(each.num_devices)) for each in requests]
+        joined = search.try_all(in_turn(others), share[1])
+        split = search.try_all(_split(StageSplits(request), search.by_devices(requests)))
         interrupted = not (search.try_all(partitions) and split and joined)
     except KeyboardInterrupt:
         interrupted = True
@@ -138,7 +139,7 @@ class _Search:
                 self.failures.append(asked.candidate)
                 continue
             self.num_tried += 1
-            tried = _tried(asked.request, asked.candidate, self.best)
+            tried = _tried(asked, asked.candidate, self.best)
             if tried is not None:
                 self.best = _with(self.best, tried)
         return False
@@ -229,8 +230,9 @@ def _counted(found: Iterator[Asked], seconds: float) -> int:
     return number
 
 
-def _tried(request: Request, candidate: Candidate, best: Sequence[_Tried]) -> _Tried | None:
+def _tried(asked: Asked, candidate: Candidate, best: Sequence[_Tried]) -> _Tried | None:
     """A candidate with the best known schedule; None if it does not fit, or cannot be better than what there is."""
+    request = asked.request
     try:
         trial = Trial.of(request, on_cluster(request, candidate) or candidate)
     except PipeplanError:
@@ -242,8 +244,8 @@ def _tried(request: Request, candidate: Candidate, best: Sequence[_Tried]) -> _T
     if trial.best is None or trial.value_ns is None:
         return None
     peak = max(peak_memory(trial.best.graph, trial.best.orders), key=lambda each: each.peak_bytes)
-    plan = _TrialPlan(request, trial)
-    return _Tried(request, peak.peak_bytes, peak.workspace_bytes, trial.value_ns, plan, trial.candidate)
+    plan, still_open = _TrialPlan(request, trial), trial.candidate if asked.open else None
+    return _Tried(request, peak.peak_bytes, peak.workspace_bytes, trial.value_ns, plan, still_open)
 
 
 @dataclass(frozen=True, slots=True)

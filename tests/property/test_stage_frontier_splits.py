@@ -1,0 +1,213 @@
+"""Partitions whose stages may split each block in a way of its own, against every partition and every strategy."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import cache
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeplan.costs import stage_costs
+from pipeplan.costs.collectives import all_reduce_time
+from pipeplan.frontier.configurations.building import CostModel, CostOptions, cost_model
+from pipeplan.frontier.configurations.layouts import Layout
+from pipeplan.frontier.configurations.stages import StageModels
+from pipeplan.model import Block, Cluster, CostRow, DeviceKind, Edge, LinkLevel, Profile, Source
+from pipeplan.partition.block_splits import BlockSplits
+from pipeplan.partition.stage_frontier import Cut, StageFrontiers, Way
+
+SIZE = 4
+Taken = tuple[int, int]
+
+
+def profile_of(seed: int, num_blocks: int, *, chain: bool = True) -> Profile:
+    """Blocks with costs for 1, 2 and 4 samples on 1 and 2 shards; a chain, or each fed by any block before it."""
+    random = Random(seed)
+    blocks = []
+    for index in range(num_blocks):
+        rows = tuple(
+            CostRow(
+                microbatch_size=size,
+                shards=shards,
+                forward_ns=random.randrange(20_000, 50_000) * size // shards,
+                backward_ns=random.randrange(20_000, 50_000) * size // shards,
+                activation_bytes=random.randrange(50_000) * size // random.choice((1, shards)),
+                workspace_bytes=random.randrange(40_000) * size,
+            )
+            for size in (1, 2, 4)
+            for shards in (1, 2)
+        )
+        parameters = random.randrange(40_000)
+        blocks.append(
+            Block(
+                id=f"b{index}", operator="any", costs=rows, parameter_bytes=parameters, optimizer_bytes=2 * parameters
+            )
+        )
+    sources = [index - 1 if chain else random.randrange(index) for index in range(1, num_blocks)]
+    edges = [
+        Edge(source=f"b{source}", target=f"b{index}", bytes_per_sample=random.randrange(1, 40_000))
+        for index, source in enumerate(sources, 1)
+    ]
+    source = Source(method="literature", device="v100-16gb")
+    return Profile(name="small", source=source, blocks=tuple(blocks), edges=tuple(edges))
+
+
+@cache
+def cluster_of(num_devices: int) -> Cluster:
+    level = LinkLevel(name="link", group_size=num_devices, bandwidth_bytes_per_s=10**10, latency_ns=1000)
+    kind = DeviceKind(name="v100-16gb", count=num_devices)
+    return Cluster(name="small", source=Source(method="literature"), devices=(kind,), levels=(level,))
+
+
+def every_cut(profile: Profile, num_devices: int) -> Iterator[list[tuple[tuple[str, ...], int]]]:
+    """Runs of blocks with the devices of their groups, in order."""
+    names = profile.topological_order()
+    for stages in range(1, min(num_devices, len(names)) + 1):
+        for inner in itertools.combinations(range(1, len(names)), stages - 1):
+            runs = [names[a:b] for a, b in itertools.pairwise([0, *inner, len(names)])]
+            for sizes in itertools.product({1, 2, num_devices}, repeat=stages):
+                if sum(sizes) == num_devices:
+                    yield list(zip(runs, sizes, strict=True))
+
+
+def all_alike(profile: Profile, blocks: Sequence[str], devices: int, in_flight: int, number: int) -> Iterator[Taken]:
+    """(Bytes, ns) of a stage for every way to run all its blocks."""
+    for shards in (1, 2):
+        for recompute in (False, True):
+            way = Way(devices // shards, shards, recompute)
+            if devices % shards or SIZE % way.replicas:
+                continue
+            costs = [stage_costs(profile, [b], SIZE // way.replicas, shards, recompute=recompute) for b in blocks]
+            peers = range(0, devices, shards)
+            sums = [all_reduce_time(cluster_of(devices), peers, cost.parameter_bytes) for cost in costs]
+            held = sum(2 * c.parameter_bytes + c.optimizer_bytes + in_flight * c.activation_bytes for c in costs)
+            time = sum(c.forward_ns + c.backward_ns + -(-s // number) for c, s in zip(costs, sums, strict=True))
+            yield held + max(cost.workspace_bytes for cost in costs), time
+
+
+def each_its_own(model: CostModel, blocks: Sequence[str], in_flight: int) -> Iterator[Taken]:
+    """(Bytes, ns) of a stage for every choice of a configuration for each of its blocks."""
+    ways = [model.configurations[name] for name in blocks]
+    number = model.options.microbatches
+    for chosen in itertools.product(*ways):
+        by_name = dict(zip(blocks, chosen, strict=True))
+        memory = sum(way.state_bytes + in_flight * way.inside_bytes for way in chosen)
+        time = sum(way.compute_ns + -(-way.sync_ns // number) for way in chosen)
+        gone = set()
+        for link in model.operators.links:
+            source, target = by_name.get(link.source), by_name.get(link.target)
+            tensor = model.tensor(link)
+            given = source.output if source else Layout()
+            if target is not None:
+                spent = model.resharding.times(tensor, [given], [target.taken(link.port)])
+                back = model.resharding.times(tensor, [target.returned(link.port)], [given._replace(partial=None)])
+                time += int(np.ceil(spent + back).item())
+            elif source is not None and link.source not in gone:
+                gone.add(link.source)
+                time += int(np.ceil(model.resharding.times(tensor, [given], [Layout()])).item())
+        yield memory + max(way.workspace_bytes for way in chosen), time
+
+
+class Oracle:
+    """What every partition takes at best in some memory, by going through everything."""
+
+    def __init__(self, profile: Profile, num_devices: int, number: int) -> None:
+        self.profile, self.num_devices, self.number = profile, num_devices, number
+        options = CostOptions(blocks=True, microbatches=number)
+        self.models = {
+            size: cost_model(profile, cluster_of(num_devices), size, SIZE, options=options) for size in {2, num_devices}
+        }
+        self.known: dict[object, list[Taken]] = {}
+
+    def stage(self, blocks: tuple[str, ...], devices: int, in_flight: int) -> list[Taken]:
+        key = blocks, devices, in_flight
+        if key not in self.known:
+            found = list(all_alike(self.profile, blocks, devices, in_flight, self.number))
+            if devices > 1:
+                found += each_its_own(self.models[devices], blocks, in_flight)
+            self.known[key] = found
+        return self.known[key]
+
+    def slowest(self, limit: float) -> dict[int, int]:
+        """{stages: ns of the slowest stage of the best partition that fits}."""
+        best: dict[int, int] = {}
+        for cut in every_cut(self.profile, self.num_devices):
+            times = [
+                min((time for memory, time in self.stage(*stage, self.held(cut, place)) if memory <= limit), default=0)
+                for place, stage in enumerate(cut)
+            ]
+            if all(times):
+                best[len(cut)] = min(best.get(len(cut), max(times)), max(times))
+        return best
+
+    def held(self, cut: Sequence[object], place: int) -> int:
+        return min(len(cut) - place, self.number)
+
+
+def require_right(cut: Cut, oracle: Oracle, limit: float) -> None:
+    """A cut takes what it says, and no stage of it more."""
+    stages = cut.placement.stages
+    assert cut.memory_bytes <= limit
+    for place, point in cut.splits.items():
+        stage = stages[place]
+        taken = oracle.stage(stage.blocks, len(stage.devices), oracle.held(stages, place))
+        assert (point.memory_bytes, point.time_ns) in taken
+        assert point.time_ns <= cut.slowest_ns
+        assert point.configurations == stage.configurations
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 4), st.sampled_from([2, 4]), st.integers(1, 3), st.booleans())
+def test_the_slowest_stage_is_as_quick_as_any_strategies_allow(
+    seed: int, num_blocks: int, num_devices: int, number: int, chain: bool
+) -> None:
+    num_blocks = min(num_blocks, 3) if num_devices > 2 else num_blocks
+    profile = profile_of(seed, num_blocks, chain=chain)
+    oracle = Oracle(profile, num_devices, number)
+    given = profile, SIZE, number, num_devices, (False, True), cluster_of(num_devices)
+    frontiers = StageFrontiers.of(*given)
+    free = frontiers.fastest(num_devices, None)
+    most = max(cut.memory_bytes for cut in free)
+    for limit in (None, most, int(0.8 * most), int(0.6 * most), int(0.45 * most)):
+        cuts = frontiers.fastest(num_devices, limit)
+        bytes_ = float("inf") if limit is None else limit
+        assert {cut.num_stages: cut.slowest_ns for cut in cuts} == oracle.slowest(bytes_)
+        for cut in cuts:
+            require_right(cut, oracle, bytes_)
+        first = frontiers.fastest(num_devices, limit, most=1)
+        assert [cut.placement for cut in first] == [cut.placement for cut in cuts[:1]]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 3), st.booleans())
+def test_bounds_of_runs_are_below_all_strategies(seed: int, num_blocks: int, in_flight: int, chain: bool) -> None:
+    profile = profile_of(seed, num_blocks, chain=chain)
+    splits = BlockSplits.of(profile, cluster_of(2), 2, SIZE, 2)
+    assert splits is not None
+    frontiers, oracle = splits.holding(in_flight), Oracle(profile, 2, 2)
+    names = profile.topological_order()
+    for begin, end in itertools.combinations(range(num_blocks + 1), 2):
+        taken = list(each_its_own(oracle.models[2], names[begin:end], in_flight))
+        for limit in [float("inf"), *(memory for memory, _ in taken), min(memory for memory, _ in taken) - 1]:
+            least = min((time for memory, time in taken if memory <= limit), default=float("inf"))
+            assert frontiers.least_times(limit)[begin, end] <= least
+            found = frontiers.quickest(names[begin:end], limit)
+            assert (float("inf") if found is None else found.time_ns) == least
+
+
+@pytest.mark.parametrize("chain", [True, False])
+def test_stages_cut_out_cost_what_their_own_models_say(chain: bool) -> None:
+    profile = profile_of(7, 5, chain=chain)
+    models = StageModels.of(cost_model(profile, cluster_of(4), 4, SIZE, options=CostOptions(blocks=True)))
+    names = profile.topological_order()
+    for begin, end in itertools.combinations(range(len(names) + 1), 2):
+        cut, own = models.graph(names[begin:end]), models.model(names[begin:end]).graph
+        assert [node.name for node in cut.nodes] == [node.name for node in own.nodes]
+        for one, other in zip([*cut.nodes, *cut.edges], [*own.nodes, *own.edges], strict=True):
+            np.testing.assert_array_equal(one.costs.memory_bytes, other.costs.memory_bytes)
+            np.testing.assert_array_equal(one.costs.time_ns, other.costs.time_ns)
