@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from pipeplan.cli.alarm import interrupted_after
 from pipeplan.cli.frontier_notes import cluster_notes, remedies, repeated_share, sharing_notes
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.frontier.configurations.building import CostOptions
 from pipeplan.frontier.turning import turning_point
 from pipeplan.model import Cluster, Plan, Profile
 from pipeplan.planner import Batch, Options, Request, resolve_batch
+from pipeplan.planner.alarm import interrupted_after
 from pipeplan.planner.splits import SplitPoint, Splits, split_frontier
 from pipeplan.planner.strategies import plan_of_strategy
 from pipeplan.planner.tradeoff import plan_frontier
@@ -207,8 +207,10 @@ def of_plans(asked: Asked, *, quickest: bool = False) -> Found:
     ]
     note = f"{found.num_tried} partitions were tried: no plan among them beats one of these"
     if found.interrupted:
-        left = f"at least {found.num_untried} were not tried" if found.num_untried else "not all ways to split them"
+        left = f"at least {found.num_untried} were not tried" if found.num_untried else "not everything was tried"
         note += f"; time ran out ({left}): raise --time-limit for more"
+    if found.rough:
+        note += f"; on {', '.join(map(str, found.rough))} devices there was no time for all strategies of one stage"
     report = FrontierReport(
         asked.profile.name,
         "all",

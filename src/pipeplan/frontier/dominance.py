@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -22,22 +22,32 @@ def undominated(graph: CostGraph, besides: Mapping[str, IntArray] | None = None)
     ones the first stays. ``besides`` is a further cost of each configuration of some operators. Where a cell has
     several points all configurations stay.
     """
-    touching: dict[str, list[IntArray | None]] = defaultdict(list)
+    touching: dict[str, list[tuple[bool, Table]]] = defaultdict(list)
     for edge in graph.edges:
-        tensor = _costs(edge.costs)
-        touching[edge.source].append(None if tensor is None else tensor.swapaxes(1, 2))
-        touching[edge.target].append(tensor)
+        touching[edge.source].append((False, edge.costs))
+        touching[edge.target].append((True, edge.costs))
+    known: dict[object, IntArray] = {}
     kept = {}
     for node in graph.nodes:
-        costs = [_costs(node.costs), *touching[node.name]]
-        known = [each.reshape(-1, len(node.configurations)) for each in costs if each is not None]
-        if len(known) < len(costs):
-            kept[node.name] = np.arange(len(node.configurations))
-            continue
-        if besides is not None and node.name in besides:
-            known.append(besides[node.name][None, :])
-        kept[node.name] = _best(np.concatenate(known))
+        more = None if besides is None else besides.get(node.name)
+        tables = [(True, node.costs), *touching[node.name]]
+        alike = tuple((taken, id(each)) for taken, each in tables), None if more is None else more.tobytes()
+        if alike not in known:
+            known[alike] = _useful(tables, more)
+        kept[node.name] = known[alike]
     return kept
+
+
+def _useful(tables: Sequence[tuple[bool, Table]], besides: IntArray | None) -> IntArray:
+    """Of an operator, by its own table and those of its tensors, of which it is the taker (columns) or the giver."""
+    size = tables[0][1].columns
+    rows = []
+    for taken, table in tables:
+        costs = _costs(table)
+        if costs is None:
+            return np.arange(size)
+        rows.append((costs if taken else costs.swapaxes(1, 2)).reshape(-1, size))
+    return _best(np.concatenate(rows if besides is None else [*rows, besides[None, :]]))
 
 
 def _costs(table: Table) -> IntArray | None:

@@ -24,7 +24,7 @@ from pipeplan.frontier.tracking import Tracked, track
 from pipeplan.model import Cluster, Profile
 from pipeplan.partition.runs import FloatArray, largest, none_empty, sums
 
-__all__ = ["BlockSplits", "RunFrontiers", "RunPoint"]
+__all__ = ["BlockSplits", "GroupSplits", "RunFrontiers", "RunPoint"]
 
 _WEIGHTINGS = 24
 """Weightings of memory against time at most by which runs are bounded."""
@@ -84,6 +84,22 @@ class BlockSplits:
         if in_flight not in self._known:
             self._known[in_flight] = RunFrontiers.of(self.order, self.models.holding(in_flight))
         return self._known[in_flight]
+
+
+@dataclass(slots=True)
+class GroupSplits:
+    """The same for groups of any number of devices and micro-batches of any size, each looked at once."""
+
+    profile: Profile
+    cluster: Cluster | None
+    _known: dict[tuple[int, int, int], BlockSplits | None] = field(default_factory=dict)
+
+    def of(self, num_devices: int, microbatch_size: int, num_microbatches: int) -> BlockSplits | None:
+        """As :meth:`BlockSplits.of`."""
+        key = num_devices, microbatch_size, num_microbatches
+        if key not in self._known:
+            self._known[key] = BlockSplits.of(self.profile, self.cluster, *key)
+        return self._known[key]
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from pipeplan.costs import group_costs
 from pipeplan.costs.collectives import all_reduce_time
 from pipeplan.errors import UsageError
 from pipeplan.model import Cluster, PlacedStage, Placement, Profile
-from pipeplan.partition.block_splits import BlockSplits, RunFrontiers, RunPoint
+from pipeplan.partition.block_splits import BlockSplits, GroupSplits, RunFrontiers, RunPoint
 from pipeplan.partition.runs import FloatArray, largest, none_empty, sums
 
 __all__ = ["Cut", "StageFrontiers", "Way"]
@@ -101,8 +101,11 @@ class StageFrontiers:
         num_devices: int,
         recompute: Sequence[bool],
         cluster: Cluster | None = None,
+        splits: GroupSplits | None = None,
     ) -> StageFrontiers:
         """The ways for groups of up to so many devices; sizes are powers of two, and all devices.
+
+        ``splits`` are frontiers of the same profile that may be known already.
 
         Raises:
             UsageError: no way has costs for this micro-batch size.
@@ -111,15 +114,13 @@ class StageFrontiers:
         groups = sorted({1 << power for power in range(num_devices.bit_length())} | {num_devices})
         pricing = _Pricing(profile, order, microbatch_size, num_microbatches, cluster)
         found = [runs for group in groups if group <= num_devices for runs in pricing.possible(group, recompute)]
-        splits = {
-            group: BlockSplits.of(profile, cluster, group, microbatch_size, num_microbatches)
-            for group in groups
-            if 1 < group <= num_devices and False in recompute
-        }
-        known = {group: each for group, each in splits.items() if each is not None}
-        if not found and not known:
+        known = splits or GroupSplits(profile, cluster)
+        several = [group for group in groups if 1 < group <= num_devices and False in recompute]
+        of_groups = {group: known.of(group, microbatch_size, num_microbatches) for group in several}
+        own = {group: each for group, each in of_groups.items() if each is not None}
+        if not found and not own:
             raise UsageError(_no_way(profile, microbatch_size))
-        return cls(order, num_microbatches, tuple(found), known)
+        return cls(order, num_microbatches, tuple(found), own)
 
     def fastest(self, num_devices: int, memory_bytes: int | None, most: int | None = None) -> list[Cut]:
         """For every number of stages, the partition of all devices with the quickest slowest stage that fits.
@@ -166,7 +167,8 @@ class _Cuts:
         """What groups of every size take for every run of blocks."""
         runs, splits = self.frontiers.runs, self.frontiers.splits
         in_flight = min(place, self.frontiers.num_microbatches)
-        sizes = sorted({each.way.num_devices for each in runs} | set(splits))
+        most = self.num_devices - place + 1  # every other stage behind it has one at least
+        sizes = sorted(size for size in {each.way.num_devices for each in runs} | set(splits) if size <= most)
         return {
             size: _Group.of(
                 [each for each in runs if each.way.num_devices == size],

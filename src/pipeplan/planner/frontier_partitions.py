@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import merge
-from itertools import zip_longest
 
 from pipeplan.errors import PipeplanError
+from pipeplan.partition.block_splits import GroupSplits
 from pipeplan.partition.stage_frontier import StageFrontiers
 from pipeplan.planner.batch import Batch
 from pipeplan.planner.candidates import Candidate, graphs, open_sizes
@@ -39,19 +40,19 @@ class Asked:
     open: bool = False
 
 
-def chains(request: Request, *, quickest: bool = False) -> Iterator[Asked]:
+def chains(request: Request, splits: GroupSplits, *, quickest: bool = False) -> Iterator[Asked]:
     """Partitions of the chain with micro-batches of every size, under limit after limit.
 
     The sizes in turn, or the partitions that promise the ``quickest`` iterations first.
     """
-    sizes = [_of_size(request, size) for size in open_sizes(request)]
+    sizes = [_of_size(request, splits, size) for size in open_sizes(request)]
     return merge(*sizes, key=lambda asked: asked.promised_ns) if quickest else in_turn(sizes)
 
 
-def _of_size(request: Request, size: int) -> Iterator[Asked]:
+def _of_size(request: Request, splits: GroupSplits, size: int) -> Iterator[Asked]:
     recomputes = (False, True) if request.options.recompute is None else (request.options.recompute,)
     batch = Batch(request.batch.mini_batch // size, size)
-    given = request.profile, size, batch.num_microbatches, request.num_devices, recomputes, request.cluster
+    given = request.profile, size, batch.num_microbatches, request.num_devices, recomputes, request.cluster, splits
     try:
         stages = StageFrontiers.of(*given)
     except PipeplanError as error:
@@ -88,6 +89,11 @@ def stage_graphs(request: Request, memories: Sequence[int]) -> Iterator[Asked]:
 
 
 def in_turn(found: Sequence[Iterator[Asked]]) -> Iterator[Asked]:
-    """One of each, again and again: there may not be time for all."""
-    for each in zip_longest(*found):
-        yield from filter(None, each)
+    """One of each, again and again, none before it is its turn: there may not be time for all."""
+    waiting = deque(found)
+    while waiting:
+        turn = waiting.popleft()
+        for asked in turn:
+            yield asked
+            waiting.append(turn)
+            break

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from pipeplan.costs import StageCosts
 from pipeplan.model import PlacedStage
-from pipeplan.partition.block_splits import BlockSplits
+from pipeplan.partition.block_splits import GroupSplits
 from pipeplan.planner.candidates import Candidate
-from pipeplan.planner.request import Request
 from pipeplan.planner.strategies import split_blocks
 
 __all__ = ["StageSplits"]
@@ -16,10 +15,9 @@ __all__ = ["StageSplits"]
 
 @dataclass(slots=True)
 class StageSplits:
-    """The cost frontiers of stages, each tracked once."""
+    """The cost frontiers of stages of a profile."""
 
-    request: Request
-    _known: dict[tuple[int, int, int], BlockSplits | None] = field(default_factory=dict)
+    known: GroupSplits
 
     def split(self, candidate: Candidate, memory_bytes: int | None) -> Candidate | None:
         """The candidate with every stage on several devices at the quickest point of its frontier that memory allows.
@@ -42,7 +40,7 @@ class StageSplits:
     def _quickest(
         self, stage: PlacedStage, size: int, in_flight: int, num_microbatches: int, memory_bytes: int | None
     ) -> tuple[PlacedStage, StageCosts] | None:
-        splits = self._of(len(stage.devices), size, num_microbatches) if len(stage.devices) > 1 else None
+        splits = self.known.of(len(stage.devices), size, num_microbatches) if len(stage.devices) > 1 else None
         if splits is None:
             return None
         blocks = [name for name in splits.order if name in stage.blocks]
@@ -58,10 +56,3 @@ class StageSplits:
             "recompute": False,
         }
         return stage.model_copy(update=ways), split.costs
-
-    def _of(self, devices: int, size: int, num_microbatches: int) -> BlockSplits | None:
-        """By devices, samples of a micro-batch and micro-batches."""
-        key = devices, size, num_microbatches
-        if key not in self._known:
-            self._known[key] = BlockSplits.of(self.request.profile, self.request.cluster, *key)
-        return self._known[key]

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.frontier.configurations.building import CostOptions
 from pipeplan.model import Plan
+from pipeplan.partition.block_splits import GroupSplits
+from pipeplan.planner.alarm import interrupted_after
 from pipeplan.planner.candidates import Candidate
 from pipeplan.planner.finishing import planned
 from pipeplan.planner.frontier_partitions import Asked, chains, in_turn, stage_graphs
@@ -32,6 +34,12 @@ __all__ = ["PlanFrontier", "PlanPoint", "plan_frontier"]
 
 _CHAINS, _SPLIT = 0.6, 0.85
 """Parts of the time after which partitions of the chain, and split stages, make way for what else there is."""
+
+_ONE_STAGE = 0.3
+"""The part of the time after which strategies of one stage are tracked roughly."""
+
+_ROUGH = 0.01
+"""So near the frontier they are then: see :func:`pipeplan.frontier.tracking.track`."""
 
 _COUNTING = 0.05
 """The part of the time that counting what was not tried may take."""
@@ -52,7 +60,8 @@ class PlanPoint:
 class PlanFrontier:
     """Plans that no other plan found beats in memory, time and devices together, fewest devices and memory first.
 
-    ``interrupted`` if there was more to try: at least ``num_untried`` partitions of the chain.
+    ``interrupted`` if there was more to try: at least ``num_untried`` partitions of the chain. ``rough`` are the
+    numbers of devices for which there was no time to track all strategies of one stage.
     """
 
     points: tuple[PlanPoint, ...]
@@ -60,6 +69,7 @@ class PlanFrontier:
     seconds: float
     interrupted: bool
     num_untried: int = 0
+    rough: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +91,8 @@ class _Tried:
 def plan_frontier(request: Request, device_counts: Sequence[int], *, quickest: bool = False) -> PlanFrontier:
     """The frontier of a request's profile and mini-batch over so many devices each.
 
-    The request's memory is the most that any plan may take. Ends when all partitions have been tried, at the time limit
-    or at Ctrl-C, with what there is. The frontier of one stage, which is part of it, is tracked in any case.
+    The request's memory is the most that any plan may take. Ends when all partitions have been tried, at Ctrl-C, or at
+    the time limit as soon as there is something, whatever is going on then: with what there is.
 
     Args:
         request: with the mini-batch and the time.
@@ -95,15 +105,16 @@ def plan_frontier(request: Request, device_counts: Sequence[int], *, quickest: b
     begun = time.monotonic()
     search = _Search(begun, request.options.time_limit)
     requests = [_on(request, count) for count in device_counts]
-    partitions = in_turn([chains(asked, quickest=quickest) for asked in requests])
+    splits = GroupSplits(request.profile, request.cluster)
+    partitions = in_turn([chains(asked, splits, quickest=quickest) for asked in requests])
     share = (_CHAINS, _SPLIT) if quickest else (1.0, 1.0)
     try:
         for asked in requests:
-            search.add(_one_stage(asked))
+            search.one_stage(asked)
         search.try_all(partitions, share[0])
         others = [stage_graphs(each, search.memories(each.num_devices)) for each in requests]
         joined = search.try_all(in_turn(others), share[1])
-        split = search.try_all(_split(StageSplits(request), search.by_devices(requests)))
+        split = search.try_all(_split(StageSplits(splits), search.by_devices(requests)))
         interrupted = not (search.try_all(partitions) and split and joined)
     except KeyboardInterrupt:
         interrupted = True
@@ -111,7 +122,8 @@ def plan_frontier(request: Request, device_counts: Sequence[int], *, quickest: b
         raise search.failures[0] if search.failures else InfeasibleError("no plan fits; raise --memory or --devices")
     untried = _counted(partitions, _COUNTING * request.options.time_limit) if interrupted else 0
     points = [_point(tried) for tried in sorted(search.best, key=lambda tried: tried.figures)]
-    return PlanFrontier(tuple(points), search.num_tried, time.monotonic() - begun, interrupted, untried)
+    seconds = time.monotonic() - begun
+    return PlanFrontier(tuple(points), search.num_tried, seconds, interrupted, untried, tuple(search.rough))
 
 
 @dataclass(slots=True)
@@ -123,26 +135,47 @@ class _Search:
     best: list[_Tried] = field(default_factory=list)
     failures: list[PipeplanError] = field(default_factory=list)
     num_tried: int = 0
+    rough: list[int] = field(default_factory=list)
 
-    def add(self, found: Iterator[_Tried]) -> None:
-        """Compare what is known without trying."""
-        for tried in found:
-            self.best = _with(self.best, tried)
+    def left(self, share: float = 1.0) -> float:
+        """Seconds until a share of the time is over."""
+        return self.begun + share * self.seconds - time.monotonic()
+
+    def one_stage(self, request: Request) -> None:
+        """Compare the strategies of one stage: all, or when a share of the time is over some, or none."""
+        for share, within in ((_ONE_STAGE, 0.0), (1.0, _ROUGH)):
+            try:
+                with interrupted_after(self.left(share)):
+                    found = list(_one_stage(request, within))
+            except KeyboardInterrupt:
+                if self.left(share) > 0:  # it was not the alarm
+                    raise
+                continue
+            for tried in found:
+                self.best = _with(self.best, tried)
+            if not within:
+                return
+            break
+        self.rough.append(request.num_devices)
 
     def try_all(self, found: Iterator[Asked], share: float = 1.0) -> bool:
         """Try partitions until a share of the time is over, at least until something fits; whether it was all."""
-        while not self.best or time.monotonic() < self.begun + share * self.seconds:
-            asked = next(found, None)
-            if asked is None:
-                return True
-            if isinstance(asked.candidate, PipeplanError):
-                self.failures.append(asked.candidate)
-                continue
-            self.num_tried += 1
-            tried = _tried(asked, asked.candidate, self.best)
-            if tried is not None:
-                self.best = _with(self.best, tried)
+        while not self.best or self.left(share) > 0:
+            with interrupted_after(self.left() if self.best else None):
+                asked = next(found, None)
+                if asked is None:
+                    return True
+                self._try(asked)
         return False
+
+    def _try(self, asked: Asked) -> None:
+        if isinstance(asked.candidate, PipeplanError):
+            self.failures.append(asked.candidate)
+            return
+        self.num_tried += 1
+        tried = _tried(asked, asked.candidate, self.best)
+        if tried is not None:
+            self.best = _with(self.best, tried)
 
     def memories(self, num_devices: int) -> list[int]:
         """The memory of the points on so many devices, most first."""
@@ -161,16 +194,16 @@ def _on(request: Request, num_devices: int) -> Request:
     return replace(request, num_devices=num_devices, cluster=cluster)
 
 
-def _one_stage(request: Request) -> Iterator[_Tried]:
+def _one_stage(request: Request, within: float) -> Iterator[_Tried]:
     """The cost frontier of the whole model on all devices; nothing where its costs cannot be told.
 
     One device splits nothing, and what it runs must be profiled: it is left to the partitions.
     """
     if request.num_devices == 1:
         return
-    options, samples = CostOptions(blocks=True), request.batch.mini_batch
+    given = request.profile, request.cluster, request.num_devices, request.batch.mini_batch
     try:
-        splits = split_frontier(request.profile, request.cluster, request.num_devices, samples, options=options)
+        splits = split_frontier(*given, options=CostOptions(blocks=True), within=within)
     except (PipeplanError, ValueError):  # blocks of unknown kinds or devices
         return
     limit = request.least_memory
@@ -222,11 +255,13 @@ def _split_points(splits: StageSplits, best: Sequence[_Tried]) -> Iterator[Asked
 
 def _counted(found: Iterator[Asked], seconds: float) -> int:
     """How many partitions there still are, as far as they can be counted in so long."""
-    until, number = time.monotonic() + seconds, 0
-    for asked in found:
-        number += not isinstance(asked.candidate, PipeplanError)
-        if time.monotonic() > until:
-            break
+    number = 0
+    try:
+        with interrupted_after(seconds):
+            for asked in found:
+                number += not isinstance(asked.candidate, PipeplanError)
+    except KeyboardInterrupt:
+        pass
     return number
 
 

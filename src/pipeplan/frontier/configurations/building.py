@@ -132,6 +132,21 @@ class CostModel:
             edges.append(CostEdge(link.source, link.target, tables[key], VARIANTS))
         return CostGraph(tuple(nodes), tuple(edges))
 
+    def holding(self, in_flight: int) -> CostModel:
+        """The same with so many micro-batches that hold activations at once."""
+        return self._with_known(replace(self, options=replace(self.options, in_flight=in_flight)))
+
+    def part(self, operators: OperatorGraph) -> CostModel:
+        """Of some of its operators alone."""
+        return self._with_known(replace(self, operators=operators))
+
+    def _with_known(self, changed: CostModel) -> CostModel:
+        """What was changed does not change configurations: they need not be priced again."""
+        vars(changed)["configurations"] = {
+            node.name: self.configurations[node.name] for node in changed.operators.nodes
+        }
+        return changed
+
     def kept_bytes(self, node: OperatorNode, chosen: Configuration) -> int:
         """What an operator itself holds for backward, on each device and per micro-batch."""
         own = not self._fed(node) and node.operation.keeps_input(0)
@@ -198,7 +213,11 @@ class CostModel:
         return self._nodes[link.target].operation.keeps_input(link.port)
 
     def _fed(self, node: OperatorNode) -> bool:
-        return any(link.target == node.name for link in self.operators.links)
+        return node.name in self._targets
+
+    @cached_property
+    def _targets(self) -> frozenset[str]:
+        return frozenset(link.target for link in self.operators.links)
 
     def _kept(self, node: OperatorNode) -> bool:
         """Whether the output is kept as it was given, by the operator itself: several others need it, or none do."""

@@ -76,7 +76,7 @@ class StageModels:
 
     def holding(self, in_flight: int) -> StageModels:
         """With so many micro-batches that hold activations at once."""
-        return replace(self, whole=replace(self.whole, options=replace(self.whole.options, in_flight=in_flight)))
+        return replace(self, whole=self.whole.holding(in_flight))
 
     def ends(self, blocks: Collection[str]) -> tuple[Link, ...]:
         """What enters a stage, and what leaves it."""
@@ -94,7 +94,7 @@ class StageModels:
         links = self.links(blocks)
         present = {*blocks, *(link.source for link in links), *(link.target for link in links)}
         nodes = tuple(node for node in self.whole.operators.nodes if node.name in present)
-        return replace(self.whole, operators=OperatorGraph(nodes, links))
+        return self.whole.part(OperatorGraph(nodes, links))
 
     def graph(self, blocks: Collection[str]) -> CostGraph:
         """The graph of the cost model of a stage, of the tables that are known."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -13,8 +14,11 @@ __all__ = ["interrupted_after"]
 
 @contextmanager
 def interrupted_after(seconds: float | None) -> Iterator[None]:
-    """Raise KeyboardInterrupt in what runs inside after so many seconds; None lets it run."""
-    if seconds is None:
+    """Raise KeyboardInterrupt in what runs inside after so many seconds; None lets it run.
+
+    Only the main thread can be interrupted so: others run on.
+    """
+    if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGALRM, _interrupt)
