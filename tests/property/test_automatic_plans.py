@@ -67,7 +67,7 @@ def cluster_of(num_devices: int, bandwidth: int) -> Cluster:
     )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(
     profiles(),
     st.integers(1, 4),

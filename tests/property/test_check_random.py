@@ -34,7 +34,7 @@ from pipeplan.model.workload import Workload
 from pipeplan.planner.assembly import assemble
 from pipeplan.simulate.timing import task_graph
 
-SETTINGS = settings(max_examples=60, deadline=None)
+SETTINGS = settings(max_examples=60)
 
 
 @st.composite
@@ -116,7 +116,7 @@ def assembled(draw: st.DrawFn, links: bool = True) -> tuple[Plan, Placed]:
     return assemble(graph, graph.on_devices(orders) if first_come else orders, 1, Fraction(0), "random"), drawn
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(assembled())
 def test_plans_of_all_kinds_of_stages_are_valid(case: tuple[Plan, Placed]) -> None:
     plan, drawn = case

@@ -199,7 +199,7 @@ def grid(number: int) -> Iterator[None]:
         yield
 
 
-@settings(deadline=None, max_examples=70)
+@settings(max_examples=70)
 @given(problems(), st.sampled_from((1, 16)))
 def test_the_bottleneck_is_that_of_brute_force(problem: Problem, rounding: int) -> None:
     with grid(rounding):
@@ -233,7 +233,7 @@ def check_against_brute_force(problem: Problem) -> None:
         assert limit is None or problem.memory_of(load, choice, stage.in_flight) <= limit
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(problems(most=7))
 def test_more_devices_and_memory_never_hurt_and_nothing_is_below_the_bound(problem: Problem) -> None:
     problem = replace(problem, memory_bytes=problem.memory_bytes and 3 * problem.memory_bytes)
@@ -273,7 +273,7 @@ def least_of_all_chains(problem: Problem) -> int | None:
     return min(known[0].values(), default=None)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(loads(), min_size=4, max_size=5), st.integers(6, 9), st.integers(15, 60), st.sampled_from((1, 2, 16)))
 def test_deep_chains_with_little_memory(each: list[Load], devices: int, memory: int, rounding: int) -> None:
     """Many stages with micro-batches of several sizes, where samples in flight add up."""

@@ -98,20 +98,20 @@ def graphs(
 
 
 @given(graphs(balanced=True, mini_batches=(2, 4)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_greedy_is_best_whatever_part_of_the_time_forwards_take(case: StageGraph) -> None:
     require_best(case)
 
 
 @pytest.mark.slow
 @given(graphs(balanced=True, most_stages=5, mini_batches=(2, 4)))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 def test_greedy_is_best_on_a_thousand_graphs(case: StageGraph) -> None:
     require_best(case)
 
 
 @given(graphs(most_stages=3, mini_batches=(4,)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_greedy_is_near_the_best_for_any_times(case: StageGraph) -> None:
     time = makespan(case, greedy(case))
     assert time is not None
@@ -140,7 +140,7 @@ def workloads(draw: st.DrawFn) -> Workload:
 
 
 @given(workloads())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_greedy_runs_everything_on_any_placement(workload: Workload) -> None:
     graph = task_graph(workload)
     orders = greedy_orders(workload, graph)
@@ -157,7 +157,7 @@ def test_greedy_runs_everything_on_any_placement(workload: Workload) -> None:
 
 
 @given(graphs(most_stages=5, mini_batches=(8, 16)), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_kfkb_ends_for_any_k(case: StageGraph, data: st.DataObject) -> None:
     """Also where Table 3.2 alone lets stages wait for each other."""
     ks = [data.draw(st.integers(1, count)) for count in case.counts]

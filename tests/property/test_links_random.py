@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 
 from helpers import chain_workload, random_orders
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeplan.check import check
@@ -155,7 +155,6 @@ def starts_of(graph: TaskGraph, orders: Orders) -> dict[str, int]:
     return {graph.label(task): starts[task] for task in range(graph.num_actions)}
 
 
-@settings(deadline=None)
 @given(workloads(), st.randoms(use_true_random=False))
 def test_earliest_starts_are_those_of_a_clock(workload: Workload, random: Random) -> None:
     graph = task_graph(workload)
@@ -163,7 +162,6 @@ def test_earliest_starts_are_those_of_a_clock(workload: Workload, random: Random
     assert starts_of(graph, orders) == Clock(graph, orders).run()
 
 
-@settings(deadline=None)
 @given(workloads(), st.randoms(use_true_random=False))
 def test_links_without_an_order_serve_who_comes_first(workload: Workload, random: Random) -> None:
     graph = task_graph(workload)
@@ -177,7 +175,6 @@ def plan_of(graph: TaskGraph, orders: Orders) -> Plan:
     return assemble(graph, orders, makespan_bound(problem), period_bound(problem), "test")
 
 
-@settings(deadline=None)
 @given(workloads(equal=True), st.randoms(use_true_random=False))
 def test_every_order_of_devices_and_links_becomes_a_valid_plan(workload: Workload, random: Random) -> None:
     graph = task_graph(workload)
@@ -209,7 +206,6 @@ def steady_orders(graph: TaskGraph, random: Random) -> list[list[int]]:
     return orders
 
 
-@settings(deadline=None)
 @given(workloads(equal=True), st.integers(8, 24), st.integers(1, 3), st.booleans(), st.randoms(use_true_random=False))
 def test_repetitions_with_busy_links_repeat(
     workload: Workload, count: int, copies: int, first_come: bool, random: Random
@@ -228,7 +224,7 @@ def test_repetitions_with_busy_links_repeat(
     assert check(plan_of(task_graph(larger), longer)).problems == ()
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12)
 @given(workloads(equal=True), st.integers(2, 6))
 def test_what_the_search_finds_passes_and_is_no_worse_than_what_is_classic(workload: Workload, count: int) -> None:
     workload = workload.with_microbatches(count)

@@ -137,7 +137,7 @@ def _has_starts(num_operations: int, arcs: list[Arc]) -> bool:
     return False
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(problems())
 def test_least_period_is_that_of_the_enumeration(problem: Problem) -> None:
     found = least_period(problem, Budget(60), 60)

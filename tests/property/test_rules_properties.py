@@ -75,7 +75,7 @@ def orders_of(graph: TaskGraph, rules: Rules) -> list[list[int]] | None:
         return None
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(workloads(), rules)
 def test_every_choice_is_that_of_the_plain_algorithm(workload: Workload, rules: Rules) -> None:
     graph = task_graph(workload)
@@ -117,7 +117,7 @@ def test_who_asks_for_a_shared_forward_is_heard_at_once(groups: tuple[tuple[int,
     assert orders_of(graph, rules) == Reference(graph, rules).run()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(placed(links=True, parts=False) | placed_chains(), rules)
 def test_orders_are_complete_and_their_plans_pass_check(drawn: Placed, rules: Rules) -> None:
     graph = task_graph(drawn.workload)
@@ -132,7 +132,7 @@ def test_orders_are_complete_and_their_plans_pass_check(drawn: Placed, rules: Ru
 
 
 @pytest.mark.parametrize("time", ["unit", "true"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(placed(links=True), st.integers(1, 3))
 def test_limits_hold(time: str, drawn: Placed, most: int) -> None:
     graph = task_graph(drawn.workload)
@@ -147,7 +147,7 @@ def test_limits_hold(time: str, drawn: Placed, most: int) -> None:
             assert flight[operation.stage] <= most
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(), rules.map(lambda each: each.but(fit_memory=True, devices=())))
 def test_memory_is_kept(problem: Problem, rules: Rules) -> None:
     graph = task_graph(problem.workload)
@@ -156,7 +156,7 @@ def test_memory_is_kept(problem: Problem, rules: Rules) -> None:
         assert fits(graph, orders)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(placed_chains(), st.sampled_from(["bwd-first", "fwd-first", "interleaved"]), st.none() | st.just("D - d"))
 def test_true_time_is_that_of_the_simulation(drawn: Placed, first: First, most: str | None) -> None:
     """Chains over busy links: what starts when in the rules' own time is what the simulation says of their orders."""

@@ -10,7 +10,7 @@ from itertools import combinations, product
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_models import branches
 from runtime_plans import TRAINING, Unsplit, placed_plan, profile_of
@@ -93,7 +93,7 @@ def strategies(draw: st.DrawFn) -> tuple[Model, Plan]:
     return model, plan
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12)
 @given(strategies())
 def test_any_strategy_gives_the_gradients_of_an_unsplit_run(case: tuple[Model, Plan]) -> None:
     """Also where stages of a pipeline, or replicas, have strategies of their own."""
@@ -116,7 +116,7 @@ def test_matrix_products_can_be_split_in_every_way() -> None:
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_tensors_become_what_the_next_block_takes(devices: int, data: st.DataObject) -> None:
     """From any layout to any other every device gets its part of the same tensor, and its gradient comes back."""
     axes = [Axis(size, stride) for size in (1, 2, 4, 8) for stride in (1, 2, 4) if size * stride <= devices]

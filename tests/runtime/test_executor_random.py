@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 from helpers import gpipe_orders
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_models import loss_block, mix_block, shift_block, vectors
 from runtime_plans import TRAINING, Unsplit, greedy_orders, placed_plan
@@ -106,7 +106,7 @@ def plans(draw: st.DrawFn) -> tuple[Model, Plan]:
     return model, plan
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80)
 @given(plans())
 def test_any_plan_gives_the_gradients_of_an_unsplit_run(case: tuple[Model, Plan]) -> None:
     model, plan = case

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from runtime_models import Mix, SquaredError, vectors
 from runtime_plans import placed_plan
@@ -89,7 +89,6 @@ def test_rows_can_be_taken_by_several_and_by_nobody() -> None:
     assert rows.taken == {slots[0]}
 
 
-@settings(deadline=None)
 @given(st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([1, 2, 3, 4, 6, 12]))
 def test_what_is_one_for_all_samples_is_not_cut_and_its_gradients_add_up(made: int, taken: int) -> None:
     """Pieces of ``made`` of 12 samples, taken ``taken`` at a time: every gradient is used once in all."""

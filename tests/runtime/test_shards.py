@@ -110,7 +110,7 @@ def test_shares_make_what_the_whole_makes(name: str, count: int) -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 12), st.integers(0, 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_shares_of_a_parameter_join_to_it(count: int, parts: int, more: int, dimension: int) -> None:
     """Of equal and unequal shares; what cannot be shared evenly is refused, with the numbers."""
     size = count + more
@@ -126,7 +126,7 @@ def test_shares_of_a_parameter_join_to_it(count: int, parts: int, more: int, dim
 
 
 @given(st.integers(1, 5), st.integers(5, 40), st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_loss_over_split_words_is_that_of_all(count: int, words: int, random: object) -> None:
     """Also where nothing is to be predicted; values and gradients of the logits."""
     generator = torch.Generator().manual_seed(count * 100 + words)

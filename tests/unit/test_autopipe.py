@@ -101,7 +101,6 @@ def test_balance_takes_the_split_that_the_printed_loop_takes(times: list[int], n
 # The simulator -----------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(STAGES, TRANSFER, st.integers(1, 9))
 def test_simulator_agrees_with_simulating_the_plan(
     times: list[tuple[int, int]], transfer: int, num_microbatches: int
@@ -145,7 +144,7 @@ def test_iteration_is_shorter_the_earlier_the_master_is() -> None:
     assert times[0] < times[3]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(STAGES, TRANSFER, st.integers(1, 90))
 def test_a_steady_phase_that_repeats_itself_need_not_be_run(
     times: list[tuple[int, int]], transfer: int, num_microbatches: int
@@ -166,7 +165,6 @@ def test_many_micro_batches_take_no_more_steps_than_some() -> None:
 # The search --------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(BLOCKS, st.integers(1, 4), st.integers(1, 8), TRANSFER)
 def test_search_lies_between_the_best_cut_and_its_start(
     blocks: list[tuple[int, int]], num_stages: int, num_microbatches: int, transfer: int
@@ -182,7 +180,6 @@ def test_search_lies_between_the_best_cut_and_its_start(
     assert found.master_stage == times[found.begins].master_stage()
 
 
-@settings(deadline=None)
 @given(BLOCKS, st.integers(2, 4), st.integers(1, 8), st.integers(2, 9))
 def test_no_single_border_can_be_moved_for_the_better(
     blocks: list[tuple[int, int]], num_stages: int, num_microbatches: int, most: int
@@ -201,7 +198,6 @@ def test_no_single_border_can_be_moved_for_the_better(
             assert timeline(loads.stages(each), num_microbatches).iteration_ns >= found.iteration_ns
 
 
-@settings(deadline=None)
 @given(BLOCKS, st.integers(2, 4), st.integers(1, 8), st.integers(1, 5))
 def test_search_keeps_to_what_fits(
     blocks: list[tuple[int, int]], num_stages: int, num_microbatches: int, most: int
@@ -241,7 +237,6 @@ def test_depth_with_little_work_to_share_is_one() -> None:
         plan_depths(loads, 4, 16, lambda stages, stage, begin, end: False)
 
 
-@settings(deadline=None)
 @given(BLOCKS, st.sampled_from([1, 2, 3, 4, 6, 8]), st.sampled_from([4, 12, 24, 48]), st.integers(1, 9))
 def test_depths_left_out_are_no_better(
     blocks: list[tuple[int, int]], num_devices: int, num_microbatches: int, most: int
@@ -281,7 +276,6 @@ def test_nothing_sliced_is_1f1b(times: list[tuple[int, int]], transfer: int, num
 EVEN_STAGES = st.lists(st.tuples(TIMES.map(lambda time: 2 * time), TIMES), min_size=2, max_size=6)
 
 
-@settings(deadline=None)
 @given(EVEN_STAGES, st.sampled_from([0, 2]), st.integers(1, 9))
 def test_startup_is_that_of_micro_batches_of_half_the_size(
     times: list[tuple[int, int]], transfer: int, num_microbatches: int
@@ -384,7 +378,6 @@ def branching(sizes: Sequence[tuple[int, int]]) -> Profile:
 SIZES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 30)), min_size=2, max_size=8)
 
 
-@settings(deadline=None)
 @given(SIZES, st.booleans())
 def test_what_several_blocks_of_a_stage_take_counts_once(sizes: list[tuple[int, int]], recompute: bool) -> None:
     profile = branching(sizes)
@@ -399,7 +392,6 @@ def test_what_several_blocks_of_a_stage_take_counts_once(sizes: list[tuple[int, 
                 assert needs(3, stage, begin, end) == static + held + cost.workspace_bytes
 
 
-@settings(deadline=None)
 @given(SIZES, st.integers(1, 4), st.integers(1, 8))
 def test_least_memory_is_that_of_the_roomiest_cut(
     sizes: list[tuple[int, int]], num_stages: int, num_microbatches: int

@@ -45,7 +45,7 @@ def test_rates_are_found_again() -> None:
         assert found.time_ns(own) == pytest.approx(ns, rel=1e-2)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 10**9)), min_size=1, max_size=8))
 def test_no_rate_is_negative(samples: list[tuple[int, int]]) -> None:
     found = fit_rates([(kernels(seed, 1 + seed % 3), ns) for seed, ns in samples])

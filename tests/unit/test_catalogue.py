@@ -143,7 +143,7 @@ def test_the_orders_of_the_figures(name: str) -> None:
     assert texts(workload, ordered(workload, name)) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(sorted(CHAINS)),
     st.integers(1, 6),
@@ -170,7 +170,7 @@ def test_chains_run_what_the_papers_say_whatever_the_costs(
     assert texts(workload, ordered(workload, name)) == known_orders(name, stages, count, split=split)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from([2, 4, 6, 8]), st.integers(1, 12), st.booleans(), st.integers())
 def test_chimera_is_direct_concatenation_whatever_the_costs(
     num_devices: int, count: int, split: bool, seed: int
@@ -185,7 +185,7 @@ def test_chimera_is_direct_concatenation_whatever_the_costs(
     assert texts(workload, ordered(workload, "chimera")) == known_orders("chimera", stages, count, split=split)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 5), st.sampled_from([2, 4]), st.integers(1, 9), st.integers())
 def test_hanayo_is_a_list_schedule_with_as_many_open_as_devices(
     num_devices: int, chunks: int, count: int, seed: int
@@ -198,7 +198,7 @@ def test_hanayo_is_a_list_schedule_with_as_many_open_as_devices(
     assert ordered(workload, "hanayo") == list_schedule(Problem.of(workload), policy)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(["m", "mllm", "nn"]), st.sampled_from([2, 4, 6]), st.integers(1, 10), st.integers())
 def test_shared_stages_are_inserted_into_1f1b_whatever_the_costs(
     kind: str, num_devices: int, count: int, seed: int

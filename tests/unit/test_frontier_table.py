@@ -43,7 +43,7 @@ sizes = st.integers(1, 4)
 highs = st.sampled_from([3, 20, 1 << 40])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1), sizes, sizes, st.integers(1, 5), highs)
 def test_a_table_keeps_the_frontier_of_each_cell(seed: int, rows: int, columns: int, copies: int, high: int) -> None:
     rng = np.random.default_rng(seed)
@@ -62,7 +62,7 @@ def test_a_table_keeps_the_frontier_of_each_cell(seed: int, rows: int, columns: 
         assert time[row, column, variant] == made.time_ns[point]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1), sizes, sizes, sizes, st.integers(1, 4), highs, st.sampled_from([1, 7, 1 << 20]))
 def test_contraction_is_the_union_of_products_over_the_middle(
     seed: int, rows: int, middle: int, columns: int, copies: int, high: int, batch: int
@@ -83,7 +83,7 @@ def test_contraction_is_the_union_of_products_over_the_middle(
         assert left.time_ns[first] + right.time_ns[second] == made.time_ns[point]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32 - 1), sizes, sizes, st.booleans(), st.integers(1, 4), highs)
 def test_products_are_cell_by_cell_and_a_row_serves_all(
     seed: int, rows: int, columns: int, one_row: bool, copies: int, high: int

@@ -37,7 +37,7 @@ def drawn(seed: int, kind: str, num: int, variants: int, high: int, forbidden: f
     return graphs.graph_of(rng, sizes, pairs, variants=variants, high=high, forbidden=forbidden)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from(["chain", "residual", "branching", "hub"]),
@@ -59,7 +59,7 @@ def test_the_frontier_is_that_of_full_enumeration(
     strategies_cost_what_they_say(graph, tracked)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.integers(0, 2**32 - 1), st.integers(5, 6))
 def test_heuristic_eliminations_give_strategies_that_are_there_and_say_so(seed: int, num: int) -> None:
     rng = np.random.default_rng(seed)

@@ -11,7 +11,7 @@ from pipeplan.frontier.hull import Solved, hull_of
 from pipeplan.frontier.tracking import track
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from([graphs.chain, graphs.residual]),

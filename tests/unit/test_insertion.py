@@ -27,7 +27,7 @@ def test_a_chain_with_little_memory(memory: float, known: int) -> None:
     assert makespan(zero_bubble("v", 8, 32, memory)) <= known
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(problems(num_microbatches=5))
 def test_complete_and_within_memory(problem: Problem) -> None:
     orders = insert_microbatches(problem)

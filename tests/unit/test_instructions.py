@@ -180,7 +180,7 @@ def test_bytes_take_the_clusters_time() -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_random_workloads_with_random_instructions(data: st.DataObject) -> None:
     """Start times are those of the plain replay; check, which knows neither, accepts them; bounds hold."""
     workload = data.draw(placed(links=data.draw(st.booleans()), parts=False)).workload

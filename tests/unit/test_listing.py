@@ -65,7 +65,7 @@ def require_whole(problem: Problem, orders: list[list[int]]) -> None:
     assert fits(graph, orders)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_what_is_returned_is_complete_and_within_memory(data: st.DataObject) -> None:
     problem = data.draw(st.one_of(chains(), problems()))
@@ -74,7 +74,7 @@ def test_what_is_returned_is_complete_and_within_memory(data: st.DataObject) -> 
         require_whole(problem, orders)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_never_stuck_on_a_chain_that_one_micro_batch_fits(data: st.DataObject) -> None:
     """One stage per device: wherever one micro-batch after another fits, every policy finds an order."""
@@ -84,7 +84,7 @@ def test_never_stuck_on_a_chain_that_one_micro_batch_fits(data: st.DataObject) -
     require_whole(problem, orders)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_never_stuck_without_limits(data: st.DataObject) -> None:
     """Several stages per device, any memory that holds everything."""
@@ -93,7 +93,7 @@ def test_never_stuck_without_limits(data: st.DataObject) -> None:
     assert list_schedule(problem, data.draw(rules(problem.num_devices))) is not None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_kinds_stay_in_the_order_of_micro_batches(data: st.DataObject) -> None:
     problem = data.draw(chains())

@@ -223,7 +223,7 @@ def test_four_hundred_blocks_in_32_stages() -> None:
 
 @pytest.mark.parametrize(("strategy", "num_devices", "chunks"), CROWDED)
 @given(times=st.lists(TIMES, min_size=6, max_size=10))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_busiest_device_is_least(strategy: str, num_devices: int, chunks: int, times: list[int]) -> None:
     devices = STRATEGIES[strategy].routes(num_devices, chunks)[0]
     assume(len(times) >= len(devices))
@@ -237,7 +237,7 @@ def test_busiest_device_is_least(strategy: str, num_devices: int, chunks: int, t
     blocks=st.lists(st.tuples(TIMES, SIZES, SIZES, SIZES), min_size=6, max_size=9),
     limits=st.lists(st.integers(5, 80) | st.none(), min_size=3, max_size=3),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_busiest_device_is_least_under_memory(
     strategy: str,
     num_devices: int,
@@ -268,7 +268,7 @@ def test_busiest_device_is_least_under_memory(
 
 @pytest.mark.parametrize(("strategy", "num_devices", "chunks"), CROWDED)
 @given(times=st.lists(TIMES, min_size=6, max_size=14))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_levelling_never_makes_the_busiest_busier(
     strategy: str, num_devices: int, chunks: int, times: list[int]
 ) -> None:
@@ -300,7 +300,6 @@ def test_nothing_is_below_the_average() -> None:
     st.lists(st.tuples(st.just(0), SIZES, SIZES, SIZES), min_size=3, max_size=9),
     st.lists(st.integers(0, 40), min_size=3, max_size=3),
 )
-@settings(deadline=None)
 def test_roomiest_misses_least(blocks: list[tuple[int, int, int, int]], limits: list[int]) -> None:
     chain = chain_of(blocks, [0, 1, 2], limits)
 
@@ -451,7 +450,7 @@ def test_many_blocks_on_many_devices(strategy: str) -> None:
 # ---------------------------------------------------------------- routes, replicas, shared blocks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 50), min_size=4, max_size=12),
     st.sampled_from(list(STRATEGIES)),

@@ -167,7 +167,7 @@ EDGES = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)).filter(lambda e
 # PipeDream and Piper -----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(COSTS, min_size=1, max_size=6), MEMORY)
 def test_pipedream_is_exact(costs: list[Costs], memory: int | None) -> None:
     profile = profile_of(costs)
@@ -181,7 +181,7 @@ def test_pipedream_is_exact(costs: list[Costs], memory: int | None) -> None:
         assert_is_worth(profile, plan, memory)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(COSTS, min_size=5, max_size=5), EDGES, MEMORY)
 def test_piper_is_exact_on_graphs(costs: list[Costs], edges: list[tuple[int, int]], memory: int | None) -> None:
     profile = profile_of(costs, edges)
@@ -257,7 +257,7 @@ def best_latency(profile: Profile, memory: int | None, most_stages: int) -> int 
     return min(found, default=None)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(COSTS, min_size=1, max_size=6), MEMORY)
 def test_dapple_lies_between_the_best_plan_and_the_best_of_two_stages(costs: list[Costs], memory: int | None) -> None:
     """It keeps one plan per state, as published: so it may miss the best of many stages, but never is below it."""

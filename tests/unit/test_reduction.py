@@ -83,7 +83,7 @@ def workloads(draw: st.DrawFn) -> Workload:
 
 
 @given(workloads())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_orders_mean_the_same_in_both(workload: Workload) -> None:
     found = first_look(workload)
     assert found is not None
@@ -101,7 +101,7 @@ def test_orders_mean_the_same_in_both(workload: Workload) -> None:
 
 
 @given(workloads())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_bounds_are_below_every_schedule(workload: Workload) -> None:
     found = search_schedule(workload, Budget(0.05))
     assert makespan_bound(Problem.of(workload)) <= found.bound_ns <= found.makespan_ns

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeplan.model.samples import Slots, carried, replica_samples
 
-SETTINGS = settings(max_examples=200, deadline=None)
+SETTINGS = settings(max_examples=200)
 
 
 @st.composite

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 from helpers import Placed, chain_workload, placed, random_orders, with_devices_memory
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from separations import best_of_all, kind, length, num_placings, random_case, weights_at_once, with_room
 
@@ -99,7 +99,7 @@ def test_stages_on_several_devices_separate_together() -> None:
     assert best_of_all(graph, orders) == length(graph, found) < length(graph, orders)
 
 
-@settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120)
 @given(placed(links=True), st.randoms(use_true_random=False), st.integers(0, 2))
 def test_any_schedule_stays_valid_and_within_memory_and_gets_no_longer(case: Placed, choose: Random, more: int) -> None:
     """Several micro-batch sizes, routes, replicas, parts, shards, and links that may be busy."""
@@ -127,7 +127,7 @@ def test_rules_that_separate_see_whole_backwards() -> None:
     assert length(graph, found) == 3 * 6 + 2
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(placed(links=True), st.randoms(use_true_random=False))
 def test_backwards_put_together_hold_what_their_parts_hold(case: Placed, choose: Random) -> None:
     graph = task_graph(case.workload)

@@ -70,7 +70,7 @@ def graphs(draw: st.DrawFn, most: int = 10) -> tuple[list[str], Order]:
     return names, set(draw(st.lists(st.sampled_from(pairs), unique=True))) if pairs else set()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(compositions(), st.randoms(use_true_random=False))
 def test_a_composition_is_found_again_whatever_edges_say_it(
     composition: tuple[list[str], Order], rng: random.Random
@@ -92,7 +92,7 @@ def test_a_composition_is_found_again_whatever_edges_say_it(
     assert_well_formed(found.tree)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(graphs(), st.randoms(use_true_random=False))
 def test_any_graph_becomes_series_parallel_and_the_cost_is_said(
     graph: tuple[list[str], Order], rng: random.Random

@@ -108,7 +108,7 @@ def fans(draw: st.DrawFn) -> tuple[Profile, Placement]:
     return profile_of(count, edges, draw(st.integers(0, 200))), placed(*stages)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(fans())
 def test_check_counts_as_the_costs_do(case: tuple[Profile, Placement]) -> None:
     profile, placement = case

@@ -192,7 +192,7 @@ ALL_KINDS = workloads() | placed().map(lambda drawn: drawn.workload)
 
 
 @given(ALL_KINDS, SEEDS)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_starts_are_those_of_a_naive_replay(workload: Workload, seed: int) -> None:
     graph = task_graph(workload)
     orders = random_orders(graph, Random(seed))
@@ -255,7 +255,7 @@ def naive_levels(workload: Workload, device: int, order: list[Entry], done: dict
 
 
 @given(ALL_KINDS, SEEDS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_peak_memory_is_the_highest_moment_of_the_timeline(workload: Workload, seed: int) -> None:
     graph = task_graph(workload)
     orders = random_orders(graph, Random(seed))
@@ -314,7 +314,7 @@ def test_fits_is_exact(memory_bytes: int | None, enough: bool) -> None:
 
 
 @given(workloads(), SEEDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_rates_follow_their_definitions(workload: Workload, seed: int) -> None:
     graph = task_graph(workload)
     orders = random_orders(graph, Random(seed))
@@ -365,7 +365,7 @@ def test_in_flight_with_unequal_sizes_counts_in_the_smaller_size() -> None:
 
 
 @given(ALL_KINDS, SEEDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_in_flight_is_what_samples_are_held_for(workload: Workload, seed: int) -> None:
     """Half-samples that a device holds bytes for, in units of the largest pieces all its stages' actions consist of."""
     graph = task_graph(workload)
@@ -388,7 +388,7 @@ def test_in_flight_is_what_samples_are_held_for(workload: Workload, seed: int) -
 
 
 @given(placed(links=True), SEEDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_messages_wait_for_what_they_carry_and_for_their_link(drawn: Placed, seed: int) -> None:
     """Each message once, in the order in which all that it carries is made; one at a time; actions wait for it."""
     workload, graph = drawn.workload, task_graph(drawn.workload)
@@ -440,7 +440,7 @@ def test_an_action_waits_for_what_comes_to_it_over_no_message() -> None:
 
 
 @given(ALL_KINDS | placed(links=True).map(lambda drawn: drawn.workload), SEEDS)
-@settings(max_examples=90, deadline=None)
+@settings(max_examples=90)
 def test_the_critical_path_is_gapless_from_zero_to_the_makespan(workload: Workload, seed: int) -> None:
     graph = task_graph(workload)
     orders = random_orders(graph, Random(seed))
@@ -652,7 +652,7 @@ def is_copy(order: list[Entry], first: dict[str, int], unroll: int) -> bool:
 
 
 @given(st.integers(1, 3), st.lists(st.integers(1, 4), min_size=6, max_size=6), st.integers(0, 3), st.integers(1, 3))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_found_repetends_are_the_best_that_exist(num_devices: int, times: list[int], lag: int, room: int) -> None:
     """Chains with any times, each device running backwards first and holding at most ``room`` micro-batches."""
     workload = chain_workload(num_devices, 6, lag=lag)
@@ -702,7 +702,7 @@ def test_memory_for_three_micro_batches_repeats_with_unroll_three() -> None:
 
 
 @given(workloads(unequal=False), SEEDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_extending_a_found_repetend_adds_its_time_and_no_memory(workload: Workload, seed: int) -> None:
     graph = task_graph(workload)
     orders = random_orders(graph, Random(seed))

@@ -72,7 +72,7 @@ def takes(profile: Profile, partition: list[tuple[tuple[str, ...], Way]], num_mi
     return memory, slowest
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 4), st.integers(2, 3), st.integers(1, 3))
 def test_the_slowest_stage_is_as_quick_as_memory_allows(
     seed: int, num_blocks: int, num_devices: int, num_microbatches: int

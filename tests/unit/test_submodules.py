@@ -40,7 +40,7 @@ def test_the_loss_is_split_over_the_last_stages_where_it_can_be() -> None:
     assert (loss.devices, loss.shards) == ((3, 5), 2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 9), min_size=7, max_size=9), st.lists(st.integers(1, 9), min_size=7, max_size=9))
 def test_devices_are_shared_out_by_work(image: list[int], text: list[int]) -> None:
     """Nobody has said: the most work per device is the least there is, by trying all ways."""
