@@ -10,7 +10,7 @@ from pipeplan.cli.frontier_notes import cluster_notes, remedies, repeated_share,
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.frontier.configurations.building import CostOptions
 from pipeplan.frontier.turning import turning_point
-from pipeplan.model import Cluster, Plan, Profile
+from pipeplan.model import Cluster, Plan, Profile, Stage
 from pipeplan.planner import Batch, Options, Request, resolve_batch
 from pipeplan.planner.alarm import interrupted_after
 from pipeplan.planner.splits import SplitPoint, Splits, split_frontier
@@ -229,11 +229,18 @@ def of_plans(asked: Asked, *, quickest: bool = False) -> Found:
 
 def _words(plan: Plan) -> str:
     """A plan in a few words: stages as replicas x shards, runs of equal ones together, schedule, size."""
-    ways = [f"{stage.replicas}x{stage.shards}" + (" recomputed" if stage.recompute else "") for stage in plan.stages]
+    ways = [_stage_words(stage) for stage in plan.stages]
     runs = [(way, len(list(same))) for way, same in groupby(ways)]
     stages = ", ".join(f"{count} of {way}" if count > 1 else way for way, count in runs)
     number = f"{len(ways)} stage{'s' if len(ways) > 1 else ''}"
     return f"{number}: {stages}; {plan.provenance.scheduler}, micro-batches of {plan.microbatch_size}"
+
+
+def _stage_words(stage: Stage) -> str:
+    """Replicas x shards, or that every block is split in a way of its own."""
+    each = set(stage.configurations)
+    own = f"{len(stage.devices)} by block" if len(each) > 1 else "".join(each)
+    return (own or f"{stage.replicas}x{stage.shards}") + (" recomputed" if stage.recompute else "")
 
 
 def _ways(plan: Plan) -> dict[str, str]:
