@@ -50,6 +50,11 @@ class RunPoint:
         return self.strategy.time_ns
 
     @property
+    def recompute(self) -> bool:
+        """Whether blocks keep their inputs alone."""
+        return self.model.options.recompute
+
+    @property
     def configurations(self) -> tuple[str, ...]:
         """How each block is split."""
         chosen, ways = self.strategy.configurations, self.model.configurations
@@ -67,10 +72,16 @@ class BlockSplits:
 
     @classmethod
     def of(
-        cls, profile: Profile, cluster: Cluster | None, num_devices: int, microbatch_size: int, num_microbatches: int
+        cls,
+        profile: Profile,
+        cluster: Cluster | None,
+        num_devices: int,
+        microbatch_size: int,
+        num_microbatches: int,
+        recompute: bool = False,
     ) -> BlockSplits | None:
         """On the first devices of a cluster; None where blocks have no costs that configurations follow from."""
-        options = CostOptions(blocks=True, microbatches=num_microbatches)
+        options = CostOptions(blocks=True, microbatches=num_microbatches, recompute=recompute)
         try:
             models = StageModels.of(cost_model(profile, cluster, num_devices, microbatch_size, options=options))
             found = cls(profile.topological_order(), models)
@@ -92,14 +103,19 @@ class GroupSplits:
 
     profile: Profile
     cluster: Cluster | None
-    _known: dict[tuple[int, int, int], BlockSplits | None] = field(default_factory=dict)
+    _known: dict[tuple[int, int, int, bool], BlockSplits | None] = field(default_factory=dict)
 
-    def of(self, num_devices: int, microbatch_size: int, num_microbatches: int) -> BlockSplits | None:
-        """As :meth:`BlockSplits.of`."""
-        key = num_devices, microbatch_size, num_microbatches
-        if key not in self._known:
-            self._known[key] = BlockSplits.of(self.profile, self.cluster, *key)
-        return self._known[key]
+    def of(
+        self, num_devices: int, microbatch_size: int, num_microbatches: int, recompute: Sequence[bool]
+    ) -> tuple[BlockSplits, ...]:
+        """As :meth:`BlockSplits.of`, recomputing or not, as far as there are any."""
+        found = []
+        for again in recompute:
+            key = num_devices, microbatch_size, num_microbatches, again
+            if key not in self._known:
+                self._known[key] = BlockSplits.of(self.profile, self.cluster, *key)
+            found.append(self._known[key])
+        return tuple(splits for splits in found if splits is not None)
 
 
 @dataclass(slots=True)

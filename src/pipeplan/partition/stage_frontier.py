@@ -1,11 +1,12 @@
 """Stages of a chain when each group of devices has a frontier of ways to run its blocks, not one cost.
 
 A group of g devices may run a run of blocks all in one way: it splits the samples (replicas), the blocks (shards),
-recomputes, or any mixture; or it may split each block in a way of its own (:mod:`pipeplan.partition.block_splits`). For
-every run of blocks these ways form a frontier of memory against time. Memory depends on the place in the pipeline,
-since the k-th stage from the end holds k micro-batches in flight (1F1B). Under a memory limit each stage takes the
-fastest way that fits, and a dynamic program over (stages from the end, devices, first block) finds the cuts whose
-slowest stage is quickest. Going through the limits from the top gives the frontier of the whole partition.
+recomputes, or any mixture; or it may split each block in a way of its own (:mod:`pipeplan.partition.block_splits`),
+recomputing or not. For every run of blocks these ways form a frontier of memory against time. Memory depends on the
+place in the pipeline, since the k-th stage from the end holds k micro-batches in flight (1F1B). Under a memory limit
+each stage takes the fastest way that fits, and a dynamic program over (stages from the end, devices, first block) finds
+the cuts whose slowest stage is quickest. Going through the limits from the top gives the frontier of the whole
+partition.
 
 Of runs split block by block the program knows bounds at first. The frontiers of those in its best partitions are
 tracked, their times take the place of the bounds, and it runs again until no bounds are left in its best partitions:
@@ -90,7 +91,7 @@ class StageFrontiers:
     order: tuple[str, ...]
     num_microbatches: int
     runs: tuple[_Runs, ...]
-    splits: Mapping[int, BlockSplits]
+    splits: Mapping[int, tuple[BlockSplits, ...]]
 
     @classmethod
     def of(
@@ -115,10 +116,9 @@ class StageFrontiers:
         pricing = _Pricing(profile, order, microbatch_size, num_microbatches, cluster)
         found = [runs for group in groups if group <= num_devices for runs in pricing.possible(group, recompute)]
         known = splits or GroupSplits(profile, cluster)
-        several = [group for group in groups if 1 < group <= num_devices and False in recompute]
-        of_groups = {group: known.of(group, microbatch_size, num_microbatches) for group in several}
-        own = {group: each for group, each in of_groups.items() if each is not None}
-        if not found and not own:
+        several = [group for group in groups if 1 < group <= num_devices]
+        own = {group: known.of(group, microbatch_size, num_microbatches, recompute) for group in several}
+        if not found and not any(own.values()):
             raise UsageError(_no_way(profile, microbatch_size))
         return cls(order, num_microbatches, tuple(found), own)
 
@@ -172,7 +172,7 @@ class _Cuts:
         return {
             size: _Group.of(
                 [each for each in runs if each.way.num_devices == size],
-                splits[size].holding(in_flight) if size in splits else None,
+                [each.holding(in_flight) for each in splits.get(size, ())],
                 in_flight,
                 self.limit,
                 len(self.frontiers.order),
@@ -239,7 +239,9 @@ class _Cuts:
                 splits[index], bytes_ = split, split.memory_bytes
                 ways = split.configurations
                 placed.append(
-                    PlacedStage(blocks=blocks, devices=devices, shards=size, recompute=False, configurations=ways)
+                    PlacedStage(
+                        blocks=blocks, devices=devices, shards=size, recompute=split.recompute, configurations=ways
+                    )
                 )
             first, memory = first + size, max(memory, bytes_)
         placement = Placement(strategy="stage graph", num_devices=self.num_devices, stages=tuple(placed))
@@ -247,31 +249,55 @@ class _Cuts:
 
 
 @dataclass(slots=True)
+class _Own:
+    """Runs of blocks that are each split in a way of its own, recomputing or not.
+
+    ``least`` is what they take at least, [n + 1, n + 1]; ``tracked`` are those of which it is known what they take,
+    with their quickest strategies that fit.
+    """
+
+    frontiers: RunFrontiers
+    limit: float
+    least: FloatArray
+    tracked: dict[tuple[int, int], RunPoint | None] = field(default_factory=dict)
+
+    def track(self, begin: int, end: int) -> None:
+        """Track a run's frontier. Runs around it take no less, but for what they spare at its ends."""
+        blocks = self.frontiers.order[begin:end]
+        point = self.frontiers.quickest(blocks, self.limit)
+        self.tracked[begin, end] = point
+        time = np.inf if point is None else point.time_ns
+        around = self.least[: begin + 1, end:]
+        np.maximum(around, time - self.frontiers.at_ends(blocks), out=around)
+        self.least[begin, end] = time
+
+
+@dataclass(slots=True)
 class _Group:
     """What a group of devices takes for every run of blocks: ns, infinite where nothing fits, [n + 1, n + 1].
 
-    ``uniform`` all blocks in one way, the fastest that fits; ``least`` each in its own, at least. ``tracked`` are the
-    runs of which the latter is known, with their quickest strategies that fit.
+    ``uniform`` is all blocks in one way, the fastest that fits; ``own`` each in its own.
     """
 
     ways: tuple[Way, ...]
     memory: FloatArray  # [W, n + 1, n + 1] bytes of every way
     uniform: FloatArray
     chosen: npt.NDArray[np.intp]
-    least: FloatArray
-    frontiers: RunFrontiers | None
-    limit: float
+    own: tuple[_Own, ...]
     times: FloatArray = field(init=False)
-    tracked: dict[tuple[int, int], RunPoint | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.times = np.minimum(self.uniform, self.least)
+        self.times = self._least()
+
+    def _least(self) -> FloatArray:
+        least: FloatArray = np.minimum.reduce([self.uniform, *(each.least for each in self.own)])
+        return least
 
     @classmethod
     def of(
         cls,
         runs: Sequence[_Runs],
-        frontiers: RunFrontiers | None,
+        frontiers: Sequence[RunFrontiers],
         in_flight: int,
         limit: float,
         num_blocks: int,
@@ -280,35 +306,31 @@ class _Group:
         none = np.full((1, num_blocks + 1, num_blocks + 1), np.inf)  # argmin needs one
         memory = np.concatenate([*(each.memory(in_flight)[None] for each in runs), none])
         times = np.where(memory <= limit, np.concatenate([*(each.time[None] for each in runs), none]), np.inf)
-        least = none[0] if frontiers is None else frontiers.least_times(limit)
-        ways = tuple(each.way for each in runs)
-        return cls(ways, memory, times.min(axis=0), times.argmin(axis=0), least, frontiers, limit)
+        own = tuple(_Own(each, limit, each.least_times(limit)) for each in frontiers)
+        return cls(tuple(each.way for each in runs), memory, times.min(axis=0), times.argmin(axis=0), own)
 
     def way(self, begin: int, end: int) -> tuple[Way, float]:
         """The fastest for all blocks of a run, and its bytes."""
         chosen = int(self.chosen[begin, end])
         return self.ways[chosen], float(self.memory[chosen, begin, end])
 
+    def _best(self, begin: int, end: int) -> _Own | None:
+        """Where a run is, or may be, faster with each block in its own way."""
+        best = min(self.own, key=lambda own: float(own.least[begin, end]), default=None)
+        return best if best is not None and best.least[begin, end] < self.uniform[begin, end] else None
+
     def split(self, begin: int, end: int) -> RunPoint | None:
-        """The strategy of a run, where it is faster than any way for all of its blocks."""
-        return self.tracked[begin, end] if self.times[begin, end] < self.uniform[begin, end] else None
+        """The strategy of a settled run, where it is faster than any way for all of its blocks."""
+        best = self._best(begin, end)
+        return None if best is None else best.tracked[begin, end]
 
     def settle(self, begin: int, end: int) -> bool:
-        """Track a run's frontier where its bound promises something; whether that was new.
-
-        Runs around it take no less, but for what they spare at its ends.
-        """
-        if (begin, end) in self.tracked or self.uniform[begin, end] <= self.least[begin, end]:
+        """Track a run's frontier where its bound promises something; whether that was new."""
+        best = self._best(begin, end)
+        if best is None or (begin, end) in best.tracked:
             return False
-        assert self.frontiers is not None
-        blocks = self.frontiers.order[begin:end]
-        point = self.frontiers.quickest(blocks, self.limit)
-        self.tracked[begin, end] = point
-        time = np.inf if point is None else point.time_ns
-        around = self.least[: begin + 1, end:]
-        np.maximum(around, time - self.frontiers.at_ends(blocks), out=around)
-        self.least[begin, end] = time
-        np.minimum(self.uniform, self.least, out=self.times)
+        best.track(begin, end)
+        self.times = self._least()
         return True
 
 

@@ -40,11 +40,14 @@ class StageSplits:
     def _quickest(
         self, stage: PlacedStage, size: int, in_flight: int, num_microbatches: int, memory_bytes: int | None
     ) -> tuple[PlacedStage, StageCosts] | None:
-        splits = self.known.of(len(stage.devices), size, num_microbatches) if len(stage.devices) > 1 else None
-        if splits is None:
+        if len(stage.devices) == 1:
             return None
-        blocks = [name for name in splits.order if name in stage.blocks]
-        point = splits.holding(in_flight).quickest(blocks, float("inf") if memory_bytes is None else memory_bytes)
+        limit, chosen = float("inf") if memory_bytes is None else memory_bytes, set(stage.blocks)
+        points = [
+            splits.holding(in_flight).quickest([name for name in splits.order if name in chosen], limit)
+            for splits in self.known.of(len(stage.devices), size, num_microbatches, (False, True))
+        ]
+        point = min((each for each in points if each is not None), key=lambda each: each.time_ns, default=None)
         if point is None:
             return None
         split = split_blocks(point.model, point.strategy)
@@ -53,6 +56,6 @@ class StageSplits:
             "configurations": split.configurations,
             "shards": len(stage.devices),
             "replicas": 1,
-            "recompute": False,
+            "recompute": point.recompute,
         }
         return stage.model_copy(update=ways), split.costs

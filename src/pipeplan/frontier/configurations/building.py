@@ -10,7 +10,7 @@ it or makes it again.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -47,6 +47,7 @@ class CostOptions:
     all devices. ``microbatches`` of one iteration share the sum of gradients; ``in_flight`` of them hold activations
     at once. ``rule`` restricts configurations, ``reuse`` False keeps what every operator needs where it needs it, and
     ``aligned`` lets no tensor change its layout on the way, but for sums. Meshes have up to ``mesh_dimensions``.
+    With ``recompute`` every operator keeps its inputs alone, and backward runs its forward again.
     """
 
     blocks: bool = False
@@ -57,6 +58,7 @@ class CostOptions:
     reuse: bool = True
     aligned: bool = False
     mesh_dimensions: int = MOST_DIMENSIONS
+    recompute: bool = False
 
 
 class Need(NamedTuple):
@@ -77,6 +79,28 @@ class Need(NamedTuple):
         return self.taken or self.given
 
 
+class _Input(NamedTuple):
+    """A tensor that an operator takes; of all samples where it is broadcast."""
+
+    tensor: Tensor
+    port: int
+    broadcast: bool
+
+    def local_bytes(self, way: Configuration) -> int:
+        """What a device has of it as it is taken."""
+        return self.tensor.num_bytes if self.broadcast else self.tensor.local_bytes(way.taken(self.port))
+
+
+def _again(way: Configuration, inputs: Collection[_Input]) -> Configuration:
+    """A configuration that keeps its inputs alone: backward runs forward first, and needs what that holds."""
+    return replace(
+        way,
+        backward_ns=way.backward_ns + way.forward_ns,
+        inside_bytes=min(way.inside_bytes, sum(each.local_bytes(way) for each in inputs)),
+        workspace_bytes=way.workspace_bytes + way.inside_bytes,
+    )
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Operators, tensors and configurations of a profile on some devices, and their costs as a graph."""
@@ -94,22 +118,40 @@ class CostModel:
         Raises:
             UsageError: an operator has none.
         """
-        known: dict[tuple[Operation, Scale], tuple[Configuration, ...]] = {}
+        known: dict[object, tuple[Configuration, ...]] = {}
         found = {}
         for node in self.operators.nodes:
-            key = (node.operation, self.scales[node.name])
+            given = self._inputs(node) if self.options.recompute else frozenset()
+            key = (node.operation, self.scales[node.name], given)
             if key not in known:
-                known[key] = configurations(
-                    *key,
+                ways = configurations(
+                    node.operation,
+                    self.scales[node.name],
                     self.device,
                     self.resharding,
                     rule=self.options.rule,
                     mesh_dimensions=self.options.mesh_dimensions,
                 )
+                known[key] = tuple(_again(way, given) for way in ways) if self.options.recompute else ways
             if not known[key]:
                 raise UsageError(_nothing_fits(node, self.resharding.devices))
             found[node.name] = known[key]
         return found
+
+    def _inputs(self, node: OperatorNode) -> frozenset[_Input]:
+        """What an operator takes and is not held on the way to it."""
+        return frozenset(
+            _Input(self.tensor(link), link.port, link.broadcast)
+            for link in self._links_into.get(node.name, ())
+            if not node.operation.keeps_input(link.port)
+        )
+
+    @cached_property
+    def _links_into(self) -> dict[str, list[Link]]:
+        found: dict[str, list[Link]] = defaultdict(list)
+        for link in self.operators.links:
+            found[link.target].append(link)
+        return dict(found)
 
     @cached_property
     def graph(self) -> CostGraph:
@@ -213,11 +255,7 @@ class CostModel:
         return self._nodes[link.target].operation.keeps_input(link.port)
 
     def _fed(self, node: OperatorNode) -> bool:
-        return node.name in self._targets
-
-    @cached_property
-    def _targets(self) -> frozenset[str]:
-        return frozenset(link.target for link in self.operators.links)
+        return node.name in self._links_into
 
     def _kept(self, node: OperatorNode) -> bool:
         """Whether the output is kept as it was given, by the operator itself: several others need it, or none do."""
