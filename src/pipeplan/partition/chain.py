@@ -165,6 +165,10 @@ class Chain:
             loads[device] += self.time(begin, end)
         return loads
 
+    def longest(self, begins: Sequence[int]) -> int:
+        """Ns of work of the longest stage for one micro-batch."""
+        return max(self.time(begin, end) for begin, end in self.ranges(begins))
+
     def missing(self, begins: Sequence[int]) -> list[int]:
         """[device] bytes by which it is too small; 0 where it is not."""
         if not self.limited:

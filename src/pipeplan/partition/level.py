@@ -1,13 +1,15 @@
-"""Cuts for devices that run several stages: level what the *devices* do, not only the stages.
+"""Cuts for devices that run several stages: level what the *devices* do, and keep stages short.
 
-The busiest device bounds the period, so its sum of forward and backward times comes first, then the squares of the
-devices' sums, then the squares of the stages' times; none of this where memory is missing, which goes before all.
+The busiest device bounds the period, and the longest stage the time that a pipeline takes to fill: both together
+(:func:`~pipeplan.partition.exact.run_time`) come first, then the squares of the devices' sums, then the squares of the
+stages' times; none of this where memory is missing, which goes before all.
 
 Cuts are improved one window at a time: a run of stages on different devices is cut anew with everything outside
 left as it is, exactly (:func:`~pipeplan.partition.balance.least_split` with what each device does outside the
-window added). It ends where no window improves: a local optimum. Then cuts with a less busy busiest device are looked
-for exactly (:func:`~pipeplan.partition.exact.least_busiest`), unless that would take too long; in practice it takes
-a moment for the v-shape with two chunks, and for few dozen blocks otherwise.
+window added), with no stage longer than the longest is, and once more with stages of any length. It ends where no
+window improves: a local optimum. Then better cuts are looked for exactly
+(:func:`~pipeplan.partition.exact.shortest_run`), unless that would take too long; in practice it takes a moment for the
+v-shape with two chunks, and for few dozen blocks otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 
 from pipeplan.partition.balance import Cost, Fits, least_split
 from pipeplan.partition.chain import Array, Chain, Held, Range
-from pipeplan.partition.exact import least_busiest
+from pipeplan.partition.exact import PER_DEVICE, run_time, shortest_run
 
 __all__ = ["Allowed", "evenest", "levelled", "roomiest"]
 
@@ -46,10 +48,13 @@ def levelled(chain: Chain, begins: Cuts) -> Cuts:
     """Better cuts than ``begins``, for devices that run several stages."""
     if any(chain.missing(begins)):
         begins = _descended(chain, begins, for_memory=True)
-    begins = _descended(chain, begins, for_memory=False)
+    begins = min(
+        (_descended(chain, begins, longest=longest) for longest in (chain.longest(begins), chain.times[-1])),
+        key=lambda cuts: _value(chain, cuts),
+    )
     fits = not any(chain.missing(begins))
-    better = least_busiest(chain, max(chain.loads(begins)) if fits else chain.times[-1] + 1)
-    return begins if better is None else _descended(chain, better, for_memory=False)
+    better = shortest_run(chain, run_time(chain, begins) if fits else (PER_DEVICE + 1) * chain.times[-1] + 1)
+    return begins if better is None else _descended(chain, better, longest=chain.longest(better))
 
 
 def roomiest(chain: Chain) -> Cuts:
@@ -64,13 +69,16 @@ def roomiest(chain: Chain) -> Cuts:
     return begins if done else _descended(chain, begins, for_memory=True)
 
 
-def _descended(chain: Chain, begins: Cuts, *, for_memory: bool) -> Cuts:
-    """Cut windows anew while that lowers the value; every step lowers it, so this ends."""
+def _descended(chain: Chain, begins: Cuts, *, longest: int = 0, for_memory: bool = False) -> Cuts:
+    """Cut windows anew while that lowers the value; every step lowers it, so this ends.
+
+    No stage is made to take more than ``longest`` ns, unless it is ``for_memory``.
+    """
     value, improved = _value(chain, begins), True
     while improved:
         improved = False
         for first, last in _windows(chain):
-            candidate = _recut(chain, begins, first, last, for_memory=for_memory)
+            candidate = _recut(chain, begins, first, last, longest, for_memory=for_memory)
             if candidate is not None and _value(chain, candidate) < value:
                 begins, value, improved = candidate, _value(chain, candidate), True
     return begins
@@ -79,7 +87,7 @@ def _descended(chain: Chain, begins: Cuts, *, for_memory: bool) -> Cuts:
 def _value(chain: Chain, begins: Cuts) -> tuple[int, int, int, int]:
     loads = chain.loads(begins)
     stages = sum(chain.time(begin, end) ** 2 for begin, end in chain.ranges(begins))
-    return sum(chain.missing(begins)), max(loads), sum(load * load for load in loads), stages
+    return sum(chain.missing(begins)), run_time(chain, begins), sum(load * load for load in loads), stages
 
 
 def _windows(chain: Chain) -> list[Range]:
@@ -92,13 +100,18 @@ def _windows(chain: Chain) -> list[Range]:
     ]
 
 
-def _recut(chain: Chain, begins: Cuts, first: int, last: int, *, for_memory: bool) -> Cuts | None:
+def _recut(chain: Chain, begins: Cuts, first: int, last: int, longest: int, *, for_memory: bool) -> Cuts | None:
     """The cuts with stages first..last-1 cut anew; None if nothing fits.
 
     A pair of stages on one device is cut as if each stood alone: what they do together stays.
     """
     window = _Window.of(chain, begins, first, last)
-    inner = window.cut(window.shortage) if for_memory else window.cut(window.load, window.fits)
+
+    def fits(kind: int, begins: Array, ends: Array) -> NDArray[np.bool_]:
+        short: NDArray[np.bool_] = chain.sums.time(begins, ends) <= longest
+        return short & window.fits(kind, begins, ends)
+
+    inner = window.cut(window.shortage) if for_memory else window.cut(window.load, fits)
     return None if inner is None else (*begins[:first], *inner, *begins[last:])
 
 
