@@ -20,7 +20,7 @@ from pipeplan.frontier.configurations.layouts import Layout
 from pipeplan.frontier.configurations.pricing import Configuration
 from pipeplan.frontier.configurations.stages import StageModels
 from pipeplan.model import Block, Cluster, CostRow, DeviceKind, Edge, LinkLevel, Profile, Source
-from pipeplan.partition.block_splits import BlockSplits
+from pipeplan.partition.block_splits import GroupSplits
 from pipeplan.partition.stage_frontier import Cut, StageFrontiers, Way
 
 SIZE = 4
@@ -205,8 +205,7 @@ def test_bounds_of_runs_are_below_all_strategies(
     seed: int, num_blocks: int, in_flight: int, chain: bool, again: bool
 ) -> None:
     profile = profile_of(seed, num_blocks, chain=chain)
-    splits = BlockSplits.of(profile, cluster_of(2), 2, SIZE, 2, again)
-    assert splits is not None
+    (splits,) = GroupSplits(profile, cluster_of(2)).of(2, SIZE, 2, (again,))
     frontiers, oracle = splits.holding(in_flight), Oracle(profile, 2, 2)
     names = profile.topological_order()
     for begin, end in itertools.combinations(range(num_blocks + 1), 2):
@@ -219,12 +218,16 @@ def test_bounds_of_runs_are_below_all_strategies(
 
 
 @pytest.mark.parametrize("chain", [True, False])
-def test_stages_cut_out_cost_what_their_own_models_say(chain: bool) -> None:
+@pytest.mark.parametrize("again", [True, False])
+def test_stages_cut_out_cost_what_their_own_models_say(chain: bool, again: bool) -> None:
     profile = profile_of(7, 5, chain=chain)
     models = StageModels.of(cost_model(profile, cluster_of(4), 4, SIZE, options=CostOptions(blocks=True)))
+    models = (models.recomputing() if again else models).holding(3)
+    options = CostOptions(blocks=True, recompute=again, in_flight=3)
+    whole = StageModels.of(cost_model(profile, cluster_of(4), 4, SIZE, options=options))
     names = profile.topological_order()
     for begin, end in itertools.combinations(range(len(names) + 1), 2):
-        cut, own = models.graph(names[begin:end]), models.model(names[begin:end]).graph
+        cut, own = models.graph(names[begin:end]), whole.model(names[begin:end]).graph
         assert [node.name for node in cut.nodes] == [node.name for node in own.nodes]
         for one, other in zip([*cut.nodes, *cut.edges], [*own.nodes, *own.edges], strict=True):
             np.testing.assert_array_equal(one.costs.memory_bytes, other.costs.memory_bytes)

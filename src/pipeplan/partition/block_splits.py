@@ -78,10 +78,9 @@ class BlockSplits:
         num_devices: int,
         microbatch_size: int,
         num_microbatches: int,
-        recompute: bool = False,
     ) -> BlockSplits | None:
         """On the first devices of a cluster; None where blocks have no costs that configurations follow from."""
-        options = CostOptions(blocks=True, microbatches=num_microbatches, recompute=recompute)
+        options = CostOptions(blocks=True, microbatches=num_microbatches)
         try:
             models = StageModels.of(cost_model(profile, cluster, num_devices, microbatch_size, options=options))
             found = cls(profile.topological_order(), models)
@@ -89,6 +88,10 @@ class BlockSplits:
         except (PipeplanError, ValueError):  # blocks of unknown kinds or devices
             return None
         return found
+
+    def recomputing(self) -> BlockSplits:
+        """The same with blocks that keep their inputs alone."""
+        return BlockSplits(self.order, self.models.recomputing())
 
     def holding(self, in_flight: int) -> RunFrontiers:
         """With so many micro-batches in flight."""
@@ -103,19 +106,17 @@ class GroupSplits:
 
     profile: Profile
     cluster: Cluster | None
-    _known: dict[tuple[int, int, int, bool], BlockSplits | None] = field(default_factory=dict)
+    _known: dict[tuple[int, int, int], tuple[BlockSplits, ...]] = field(default_factory=dict)
 
     def of(
         self, num_devices: int, microbatch_size: int, num_microbatches: int, recompute: Sequence[bool]
-    ) -> tuple[BlockSplits, ...]:
-        """As :meth:`BlockSplits.of`, recomputing or not, as far as there are any."""
-        found = []
-        for again in recompute:
-            key = num_devices, microbatch_size, num_microbatches, again
-            if key not in self._known:
-                self._known[key] = BlockSplits.of(self.profile, self.cluster, *key)
-            found.append(self._known[key])
-        return tuple(splits for splits in found if splits is not None)
+    ) -> list[BlockSplits]:
+        """As :meth:`BlockSplits.of`, recomputing or not; none where there are none."""
+        key = num_devices, microbatch_size, num_microbatches
+        if key not in self._known:
+            plain = BlockSplits.of(self.profile, self.cluster, *key)
+            self._known[key] = () if plain is None else (plain, plain.recomputing())
+        return [self._known[key][again] for again in recompute if self._known[key]]
 
 
 @dataclass(slots=True)

@@ -91,7 +91,7 @@ class StageFrontiers:
     order: tuple[str, ...]
     num_microbatches: int
     runs: tuple[_Runs, ...]
-    splits: Mapping[int, tuple[BlockSplits, ...]]
+    splits: Mapping[int, Sequence[BlockSplits]]
 
     @classmethod
     def of(

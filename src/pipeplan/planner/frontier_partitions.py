@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import merge
+from itertools import product
 
 from pipeplan.errors import PipeplanError
 from pipeplan.partition.block_splits import GroupSplits
@@ -15,10 +16,13 @@ from pipeplan.planner.candidates import Candidate, graphs, open_sizes
 from pipeplan.planner.request import Request
 from pipeplan.planner.strategies import split_blocks
 
-__all__ = ["Asked", "chains", "in_turn", "stage_graphs"]
+__all__ = ["STEP", "Asked", "chains", "in_turn", "own_placement", "stage_graphs"]
 
-_STEP = 0.92
+STEP = 0.92
 """Each memory limit is at most so much of what the partition before took: frontiers of thousands help nobody."""
+
+_COARSE = STEP**4
+"""The same where limits are looked at for the first time: there may not be time for all."""
 
 _GRAPHS = 20
 """One stage graph may take a part of the time as if so many were to share it."""
@@ -45,23 +49,38 @@ def chains(request: Request, splits: GroupSplits, *, quickest: bool = False) -> 
 
     The sizes in turn, or the partitions that promise the ``quickest`` iterations first.
     """
-    sizes = [_of_size(request, splits, size) for size in open_sizes(request)]
+    steps = (STEP,) if quickest else (_COARSE, STEP)
+    sizes = [_of_size(request, splits, size, steps) for size in open_sizes(request)]
     return merge(*sizes, key=lambda asked: asked.promised_ns) if quickest else in_turn(sizes)
 
 
-def _of_size(request: Request, splits: GroupSplits, size: int) -> Iterator[Asked]:
-    recomputes = (False, True) if request.options.recompute is None else (request.options.recompute,)
+def _of_size(request: Request, splits: GroupSplits, size: int, steps: Sequence[float]) -> Iterator[Asked]:
     batch = Batch(request.batch.mini_batch // size, size)
-    given = request.profile, size, batch.num_microbatches, request.num_devices, recomputes, request.cluster, splits
+    given = request.profile, size, batch.num_microbatches, request.num_devices
+    how = _recomputes(request), request.cluster, splits
     try:
-        stages = StageFrontiers.of(*given)
+        stages = StageFrontiers.of(*given, *how)
     except PipeplanError as error:
         yield Asked(request, error)
     else:
-        yield from _limited(request, stages, batch)
+        for step in steps:
+            yield from _limited(request, stages, batch, step)
 
 
-def _limited(request: Request, stages: StageFrontiers, batch: Batch) -> Iterator[Asked]:
+def _recomputes(request: Request) -> Sequence[bool]:
+    return (False, True) if request.options.recompute is None else (request.options.recompute,)
+
+
+def own_placement(request: Request) -> Iterator[Candidate]:
+    """The placement that the profile says itself, if it is for so many devices, with micro-batches of every size."""
+    placement = request.profile.placement
+    if placement is not None and placement.num_devices == request.num_devices:
+        for size, recompute in product(open_sizes(request), _recomputes(request)):
+            batch = Batch(request.batch.mini_batch // size, size)
+            yield Candidate(placement, batch, recompute, "the profile's own")
+
+
+def _limited(request: Request, stages: StageFrontiers, batch: Batch, step: float) -> Iterator[Asked]:
     limit = request.least_memory
     while True:
         cuts = stages.fastest(request.num_devices, limit, _SCHEDULED)
@@ -72,7 +91,7 @@ def _limited(request: Request, stages: StageFrontiers, batch: Batch) -> Iterator
             splits = {place: split_blocks(point.model, point.strategy).costs for place, point in cut.splits.items()}
             candidate = Candidate(cut.placement, batch, False, "frontier", given=splits or None)
             yield Asked(asked, candidate, cut.slowest_ns * (batch.num_microbatches + cut.num_stages - 1))
-        limit = int(_STEP * max(cut.memory_bytes for cut in cuts))
+        limit = int(step * max(cut.memory_bytes for cut in cuts))
 
 
 def stage_graphs(request: Request, memories: Sequence[int]) -> Iterator[Asked]:
@@ -80,7 +99,7 @@ def stage_graphs(request: Request, memories: Sequence[int]) -> Iterator[Asked]:
     short = replace(request.options, time_limit=request.options.time_limit / _GRAPHS)
     limits: list[int | None] = [request.least_memory]
     for memory in memories:
-        if limits[-1] is None or memory <= _STEP * limits[-1]:
+        if limits[-1] is None or memory <= STEP * limits[-1]:
             limits.append(memory)
     for limit in limits:
         asked = replace(request, memory_bytes=limit)

@@ -1,11 +1,12 @@
 """The frontier over whole plans: iteration time against memory per device against devices.
 
-One stage on all devices comes first, split block by block as each point of its cost frontier says. Then, for every
-number of devices and every micro-batch size, stages are cut under one memory limit after another, from none down to
-where nothing fits; each stage takes its way to run from its device group's frontier
-(:mod:`pipeplan.partition.stage_frontier`), and every partition gets the best known schedule under that limit. While
-there is time, GraphPipe's stages join them, and those that stand are tried again with each block split in a way of its
-own. What is simulated counts: a point stays if no other has at most its memory, time and devices.
+One stage on all devices comes first, split block by block as each point of its cost frontier says, and the profile's
+own placement in less and less memory, where it is for so many devices. Then, for every number of devices and every
+micro-batch size, stages are cut under one memory limit after another, from none down to where nothing fits; each stage
+takes its way to run from its device group's frontier (:mod:`pipeplan.partition.stage_frontier`), and every partition
+gets the best known schedule under that limit. While there is time, GraphPipe's stages join them, and those that stand
+are tried again with each block split in a way of its own. What is simulated counts: a point stays if no other has at
+most its memory, time and devices.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pipeplan.partition.block_splits import GroupSplits
 from pipeplan.planner.alarm import interrupted_after
 from pipeplan.planner.candidates import Candidate
 from pipeplan.planner.finishing import planned
-from pipeplan.planner.frontier_partitions import Asked, chains, in_turn, stage_graphs
+from pipeplan.planner.frontier_partitions import STEP, Asked, chains, in_turn, own_placement, stage_graphs
 from pipeplan.planner.mapping import on_cluster
 from pipeplan.planner.request import Request
 from pipeplan.planner.splits import Splits, split_frontier
@@ -111,6 +112,7 @@ def plan_frontier(request: Request, device_counts: Sequence[int], *, quickest: b
     try:
         for asked in requests:
             search.one_stage(asked)
+            search.own_placement(asked)
         search.try_all(partitions, share[0])
         others = [stage_graphs(each, search.memories(each.num_devices)) for each in requests]
         joined = search.try_all(in_turn(others), share[1])
@@ -157,6 +159,19 @@ class _Search:
                 return
             break
         self.rough.append(request.num_devices)
+
+    def own_placement(self, request: Request) -> None:
+        """Try the profile's own placement in less and less memory: how many micro-batches are in flight is left."""
+        for candidate in own_placement(request):
+            limit = request.least_memory
+            while not self.best or self.left() > 0:
+                with interrupted_after(self.left() if self.best else None):
+                    tried = _tried(Asked(replace(request, memory_bytes=limit), candidate), candidate, ())
+                self.num_tried += 1
+                if tried is None:
+                    break
+                self.best = _with(self.best, tried)
+                limit = int(STEP * tried.memory_bytes)
 
     def try_all(self, found: Iterator[Asked], share: float = 1.0) -> bool:
         """Try partitions until a share of the time is over, at least until something fits; whether it was all."""

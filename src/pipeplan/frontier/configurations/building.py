@@ -10,7 +10,7 @@ it or makes it again.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -118,23 +118,31 @@ class CostModel:
         Raises:
             UsageError: an operator has none.
         """
-        known: dict[object, tuple[Configuration, ...]] = {}
+        known: dict[tuple[Operation, Scale], tuple[Configuration, ...]] = {}
         found = {}
         for node in self.operators.nodes:
-            given = self._inputs(node) if self.options.recompute else frozenset()
-            key = (node.operation, self.scales[node.name], given)
+            key = (node.operation, self.scales[node.name])
             if key not in known:
-                ways = configurations(
-                    node.operation,
-                    self.scales[node.name],
+                known[key] = configurations(
+                    *key,
                     self.device,
                     self.resharding,
                     rule=self.options.rule,
                     mesh_dimensions=self.options.mesh_dimensions,
                 )
-                known[key] = tuple(_again(way, given) for way in ways) if self.options.recompute else ways
             if not known[key]:
                 raise UsageError(_nothing_fits(node, self.resharding.devices))
+            found[node.name] = known[key]
+        return self._recomputed(found) if self.options.recompute else found
+
+    def _recomputed(self, ways: Mapping[str, tuple[Configuration, ...]]) -> dict[str, tuple[Configuration, ...]]:
+        known: dict[object, tuple[Configuration, ...]] = {}
+        found = {}
+        for node in self.operators.nodes:
+            plain, inputs = ways[node.name], self._inputs(node)
+            key = id(plain), inputs
+            if key not in known:
+                known[key] = tuple(_again(way, inputs) for way in plain)
             found[node.name] = known[key]
         return found
 
@@ -156,14 +164,20 @@ class CostModel:
     @cached_property
     def graph(self) -> CostGraph:
         """The costs; alike operators and tensors share their tables."""
+        return CostGraph(tuple(self._cost_nodes()), self._cost_edges)
+
+    def _cost_nodes(self) -> Iterator[CostNode]:
         tables: dict[object, Table] = {}
-        nodes = []
         for node in self.operators.nodes:
             chosen = self.configurations[node.name]
             alike = (id(chosen), self._kept(node), self._fed(node))
             if alike not in tables:
                 tables[alike] = self._node_table(node, chosen)
-            nodes.append(CostNode(node.name, tuple(each.name for each in chosen), tables[alike]))
+            yield CostNode(node.name, tuple(each.name for each in chosen), tables[alike])
+
+    @cached_property
+    def _cost_edges(self) -> tuple[CostEdge, ...]:
+        tables: dict[object, Table] = {}
         edges = []
         for link in self.operators.links:
             needs = self.needs(link)
@@ -172,11 +186,21 @@ class CostModel:
             if key not in tables:
                 tables[key] = self._edge_table(link, *ends, needs)
             edges.append(CostEdge(link.source, link.target, tables[key], VARIANTS))
-        return CostGraph(tuple(nodes), tuple(edges))
+        return tuple(edges)
 
     def holding(self, in_flight: int) -> CostModel:
         """The same with so many micro-batches that hold activations at once."""
-        return self._with_known(replace(self, options=replace(self.options, in_flight=in_flight)))
+        changed = self._with_known(replace(self, options=replace(self.options, in_flight=in_flight)))
+        if not any(edge.costs.memory_bytes.any() for edge in self._cost_edges):  # then they do not change, either
+            vars(changed)["_cost_edges"] = self._cost_edges
+        return changed
+
+    def recomputing(self) -> CostModel:
+        """The same where every operator keeps its inputs alone, which changes nothing between operators."""
+        changed = replace(self, options=replace(self.options, recompute=True))
+        vars(changed)["configurations"] = changed._recomputed(self.configurations)
+        vars(changed)["_cost_edges"] = self._cost_edges
+        return changed
 
     def part(self, operators: OperatorGraph) -> CostModel:
         """Of some of its operators alone."""

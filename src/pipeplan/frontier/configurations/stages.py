@@ -78,6 +78,10 @@ class StageModels:
         """With so many micro-batches that hold activations at once."""
         return replace(self, whole=self.whole.holding(in_flight))
 
+    def recomputing(self) -> StageModels:
+        """Where every operator keeps its inputs alone."""
+        return replace(self, whole=self.whole.recomputing())
+
     def ends(self, blocks: Collection[str]) -> tuple[Link, ...]:
         """What enters a stage, and what leaves it."""
         entering = [self.before[link] for link in self.inner if link.target in blocks and link.source not in blocks]
