@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeplan.frontier.contraction import contract
-from pipeplan.frontier.table import Table, gather, product, table
+from pipeplan.frontier.pairing import Limit, product
+from pipeplan.frontier.table import Table, gather, table
 
 Cell = list[tuple[int, int]]
 
@@ -81,6 +82,20 @@ def test_contraction_is_the_union_of_products_over_the_middle(
         first, second = made.picks[:, point]
         assert left.memory_bytes[first] + right.memory_bytes[second] == made.memory_bytes[point]
         assert left.time_ns[first] + right.time_ns[second] == made.time_ns[point]
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32 - 1), sizes, sizes, sizes, st.integers(1, 4), highs, st.floats(0.0, 1.0))
+def test_what_is_wanted_of_a_contraction_is_in_it_and_nothing_wanted_is_missing(
+    seed: int, rows: int, middle: int, columns: int, copies: int, high: int, share: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    left, right = random_table(rng, rows, middle, copies, high), random_table(rng, middle, columns, copies, high)
+    limit = Limit((share, 1.0), rng.uniform(0, 2 * high, (rows, columns)))
+    everything, made = contract(left, right), contract(left, right, limit)
+    for cell, points in enumerate(cells_of(everything)):
+        wanted = {(m, t) for m, t in points if share * m + t <= limit.most.flat[cell]}
+        assert wanted <= set(cells_of(made)[cell])
 
 
 @settings(max_examples=40)

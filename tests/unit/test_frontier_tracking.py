@@ -59,6 +59,21 @@ def test_the_frontier_is_that_of_full_enumeration(
     strategies_cost_what_they_say(graph, tracked)
 
 
+@settings(max_examples=25)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["chain", "residual", "branching", "hub"]),
+    st.integers(2, 5),
+    st.sampled_from([4, 30, 1 << 36]),
+)
+def test_gap_by_gap_is_exact_too(seed: int, kind: str, num: int, high: int) -> None:
+    graph = drawn(seed, kind, num, 2, high, 0.1)
+    tracked = track(graph, within=1e-15)
+    assert tracked.exact
+    assert points(tracked) == graphs.enumerate_frontier(graph)
+    strategies_cost_what_they_say(graph, tracked)
+
+
 @settings(max_examples=8)
 @given(st.integers(0, 2**32 - 1), st.integers(5, 6))
 def test_heuristic_eliminations_give_strategies_that_are_there_and_say_so(seed: int, num: int) -> None:

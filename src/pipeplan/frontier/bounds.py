@@ -10,18 +10,20 @@ the frontier stays exact. Rounding is on the safe side: limits are relaxed by on
 
 from __future__ import annotations
 
-import heapq
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeplan.frontier.expression import Expression, in_order
-from pipeplan.frontier.scalars import FloatArray, inside, optimum, outside
-from pipeplan.frontier.table import IntArray, Table
+from pipeplan.frontier.hull import Gap, Solved, hull_of
+from pipeplan.frontier.pairing import Limit
+from pipeplan.frontier.scalars import inside, optimum, outside
+from pipeplan.frontier.table import FloatArray, IntArray, Table, Weights
 
-__all__ = ["Bounds", "bounds_of"]
+__all__ = ["Bounds", "Corner", "Weighing", "bounds_of", "corner_of", "ends_of", "solved", "weighing"]
 
 _RELAXED = 1e-9
 
@@ -29,119 +31,98 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class _Solved:
+class Weighing:
     """A strategy that is best for some weights, and the least that the rest adds to every cell in them."""
 
-    memory_bytes: int
-    time_ns: int
-    weights: tuple[float, float]
+    solved: Solved
     rest: dict[int, FloatArray]
+
+    def cost(self, memory: Any, time: Any) -> Any:
+        """Memory and time in these weights."""
+        return self.solved.at[0] * memory + self.solved.at[1] * time
+
+    @property
+    def least(self) -> float:
+        """The least that any strategy costs in these weights."""
+        return float(self.cost(self.solved.memory_bytes, self.solved.time_ns))
 
 
 @dataclass(frozen=True, slots=True)
-class _Corner:
-    """The most memory and time, and the weightings in which they are limits."""
+class Corner:
+    """Weightings, and the most that a strategy of use costs in each; the last is that of the gap's line."""
 
-    memory_bytes: int
-    time_ns: int
-    weightings: tuple[_Solved, ...]
+    weighings: tuple[Weighing, ...]
+    most: tuple[float, ...]
+
+    def lower(self, most: float) -> Corner:
+        """With another limit in the weights of the line."""
+        return replace(self, most=(*self.most[:-1], most))
+
+    def under(self, key: int, table: Table, cells: IntArray, points: IntArray) -> IntArray:
+        """Those of some points of a part's table that can be under the corner in all of its weightings."""
+        for weighing, most in zip(self.weighings, self.most, strict=True):
+            cost = weighing.cost(table.memory_bytes[points], table.time_ns[points])
+            points = points[cost + weighing.rest[key].ravel()[cells[points]] <= most * (1 + _RELAXED)]
+        return points
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """The corners of a whole expression."""
 
-    corners: tuple[_Corner, ...]
+    corners: tuple[Corner, ...]
 
     def useful(self, key: int, table: Table) -> BoolArray:
         """Which points of the table of the parts with this key may be in a strategy of the frontier, [P]."""
-        cells = np.repeat(np.arange(table.rows * table.columns), table.counts.ravel())
         useful = np.zeros(table.num_points, dtype=bool)
         for corner in self.corners:
-            useful[_under(corner, key, table, cells, np.flatnonzero(~useful))] = True
+            useful[corner.under(key, table, table.cells, np.flatnonzero(~useful))] = True
         return useful
+
+    def limit(self, key: int) -> Limit | None:
+        """What of such a table is worth making, where one line says it."""
+        if len(self.corners) > 1:
+            return None
+        weighing, most = self.corners[0].weighings[-1], self.corners[0].most[-1]
+        return Limit(weighing.solved.at, most * (1 + _RELAXED) - weighing.rest[key])
 
 
 def bounds_of(root: Expression, num_weightings: int) -> Bounds:
-    """Bounds from at most so many weightings, of which the first two are least memory and least time.
+    """Bounds from at most so many weightings, of which the first two are least memory and least time."""
+    ends = ends_of(root)
+    known: dict[Weights, Weighing] = {each.solved.at: each for each in ends}
 
-    The others halve the widest gap: between two best strategies, the weighting in which they are equal either finds one
-    below their line or proves that there is none.
-    """
-    most = sum(_most(root))
-    leanest = _solve(root, (1.0, 1 / (most + 1)))
-    fastest = _solve(root, (1 / (most + 1), 1.0))
-    closed: list[tuple[_Solved, _Solved, _Solved]] = []
-    gaps = [_gap(leanest, fastest, None)]
-    for _ in range(num_weightings - 2):
-        if not gaps or not gaps[0][0]:
-            break
-        *_, left, right, _ = heapq.heappop(gaps)
-        middle = _solve(root, _level(left, right))
-        if _below(middle, left, right):
-            for pair in ((left, middle), (middle, right)):
-                heapq.heappush(gaps, _gap(*pair, middle))
-        else:
-            closed.append((left, right, middle))
-    gaps_left = [(left, right, known or right) for *_, left, right, known in gaps]
-    return Bounds(
-        tuple(
-            _Corner(right.memory_bytes, left.time_ns, (leanest, fastest, known))
-            for left, right, known in closed + gaps_left
-        )
-    )
+    def solve(weights: Weights) -> Solved:
+        known[weights] = weighing(root, weights)
+        return known[weights].solved
+
+    gaps = hull_of(solve, (ends[0].solved, ends[1].solved), 0.0, num_weightings)
+    return Bounds(tuple(corner_of(gap, ends, known.get(gap.weights, ends[1])) for gap in gaps))
 
 
-def _under(corner: _Corner, key: int, table: Table, cells: IntArray, points: IntArray) -> IntArray:
-    """Those of some points of a part that can be under a corner in all of its weightings."""
-    for solved in corner.weightings:
-        cost = _dot(solved.weights, table.memory_bytes[points], table.time_ns[points])
-        limit = _dot(solved.weights, np.int64(corner.memory_bytes), np.int64(corner.time_ns))
-        points = points[cost + solved.rest[key].ravel()[cells[points]] <= limit * (1 + _RELAXED)]
-    return points
-
-
-def _solve(root: Expression, weights: tuple[float, float]) -> _Solved:
-    values = inside(root, weights)
-    rest = outside(root, values)
-    taken = [(part.given, point) for part, point in optimum(root, values, weights).items()]
-    memory = sum(int(table.memory_bytes[point]) for table, point in taken if table)
-    time = sum(int(table.time_ns[point]) for table, point in taken if table)
-    return _Solved(memory, time, weights, rest)
-
-
-Gap = tuple[float, int, _Solved, _Solved, _Solved | None]
-
-
-def _gap(left: _Solved, right: _Solved, known: _Solved | None) -> Gap:
-    """Two neighbours, widest first: minus the area between them, and what was solved last nearby."""
-    width, height = right.memory_bytes - left.memory_bytes, left.time_ns - right.time_ns
-    area = -float(max(width, 0)) * float(max(height, 0))
-    return (area, left.memory_bytes, left, right, known)
-
-
-def _level(left: _Solved, right: _Solved) -> tuple[float, float]:
-    """The weights in which two strategies are equal, the larger weight 1."""
-    weights = np.array([left.time_ns - right.time_ns, right.memory_bytes - left.memory_bytes], dtype=np.float64)
-    memory, time = (weights / weights.max()).tolist()
-    return memory, time
-
-
-def _below(middle: _Solved, left: _Solved, right: _Solved) -> bool:
-    """Whether a strategy lies between two others and clearly under the line through them."""
-    between = left.memory_bytes < middle.memory_bytes < right.memory_bytes
-    cost, line = (_dot(middle.weights, solved.memory_bytes, solved.time_ns) for solved in (middle, left))
-    return between and bool(cost < line * (1 - _RELAXED))
-
-
-def _most(root: Expression) -> tuple[float, float]:
-    """More memory and more time than any strategy has."""
+def ends_of(root: Expression) -> tuple[Weighing, Weighing]:
+    """The strategies of least memory and of least time, and of those with as much the best in the other."""
     tables = [part.given for part in in_order(root) if part.given is not None and part.given.num_points]
-    return (
-        float(sum(int(table.memory_bytes.max()) for table in tables)),
-        float(sum(int(table.time_ns.max()) for table in tables)),
-    )
+    most = float(sum(int(table.memory_bytes.max()) + int(table.time_ns.max()) for table in tables))
+    return weighing(root, (1.0, 1 / (most + 1))), weighing(root, (1 / (most + 1), 1.0))
 
 
-def _dot(weights: tuple[float, float], memory: Any, time: Any) -> Any:
-    return weights[0] * memory + weights[1] * time
+def corner_of(gap: Gap, ends: tuple[Weighing, Weighing], line: Weighing) -> Corner:
+    """What a strategy in a gap can cost at most: no more memory than the one end, no more time than the other."""
+    weighings = (*ends, line)
+    memory, time = gap.right.memory_bytes, gap.left.time_ns
+    return Corner(weighings, tuple(float(each.cost(memory, time)) for each in weighings))
+
+
+def weighing(root: Expression, weights: Weights) -> Weighing:
+    """The least cost in these weights, as a whole and of every cell's rest."""
+    values = inside(root, weights)
+    return Weighing(solved(optimum(root, values, weights), weights), outside(root, values))
+
+
+def solved(taken: Mapping[Expression, int], weights: Weights) -> Solved:
+    """The strategy of these points of the given tables, best for these weights."""
+    tables = [(part.given, point) for part, point in taken.items()]
+    memory = sum(int(table.memory_bytes[point]) for table, point in tables if table)
+    time = sum(int(table.time_ns[point]) for table, point in tables if table)
+    return Solved(memory, time, weights)

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from pipeplan.frontier.pairing import CellPairs, Limit, Wanted, paired
 from pipeplan.frontier.parallel import spread
-from pipeplan.frontier.table import IntArray, Points, Table, made, paired, reduce_points, union
+from pipeplan.frontier.table import IntArray, Points, Table, made, reduce_points, union
 
 __all__ = ["contract"]
 
@@ -20,10 +21,14 @@ _BATCH_POINTS = 1 << 21
 """Sums held at once: as many as stay near the caches (16 MiB an array)."""
 
 
-def contract(left: Table, right: Table, *, batch_points: int = _BATCH_POINTS) -> Table:
-    """The table of ``left.rows`` x ``right.columns`` cells; ``batch_points`` bounds the sums held at once."""
+def contract(left: Table, right: Table, limit: Limit | None = None, *, batch_points: int = _BATCH_POINTS) -> Table:
+    """The table of ``left.rows`` x ``right.columns`` cells, or what is wanted of it.
+
+    ``batch_points`` bounds the sums held at once.
+    """
     batches = _batches(left.counts @ right.counts, batch_points)
-    parts = spread(lambda cells: _part(left, right, cells), batches)
+    wanted = Wanted.of(left, right, limit)
+    parts = spread(lambda cells: _part(left, right, cells, wanted), batches)
     return made(left.rows, right.columns, union(parts))
 
 
@@ -38,17 +43,13 @@ def _batches(sums: IntArray, batch_points: int) -> Iterator[IntArray]:
         start = stop
 
 
-def _part(left: Table, right: Table, cells: IntArray) -> Points:
+def _part(left: Table, right: Table, cells: IntArray, wanted: Wanted | None) -> Points:
     """The frontiers of some cells of the contraction."""
     rows, columns = np.divmod(cells, right.columns)
-    shape = (len(cells), left.columns)
-    points = paired(
-        left,
-        right,
-        left.first[rows].ravel(),
-        left.counts[rows].ravel(),
-        right.first[:, columns].T.ravel(),
-        right.counts[:, columns].T.ravel(),
-        np.broadcast_to(cells[:, None], shape).ravel(),
+    middle = np.arange(left.columns)
+    pairs = CellPairs(
+        (rows[:, None] * left.columns + middle).ravel(),
+        (middle * right.columns + columns[:, None]).ravel(),
+        np.repeat(cells, left.columns),
     )
-    return reduce_points(points)
+    return reduce_points(paired(left, right, pairs, wanted))

@@ -13,9 +13,9 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Solved", "Weights", "hull_of"]
+from pipeplan.frontier.table import Weights
 
-Weights = tuple[float, float]
+__all__ = ["Gap", "Solved", "hull_of", "level"]
 
 _RELAXED = 1e-9
 
@@ -30,7 +30,7 @@ class Solved:
 
 
 @dataclass(frozen=True, slots=True)
-class _Gap:
+class Gap:
     """Two neighbours, and a line that every strategy between them is on or above: weights . (memory, time) >= least."""
 
     left: Solved
@@ -59,39 +59,36 @@ class _Gap:
         return self.left.time_ns / max(line, float(self.right.time_ns), 1.0)
 
 
-def hull_of(solve: Callable[[Weights], Solved], within: float, most: int) -> tuple[list[Solved], float]:
-    """Strategies by ascending memory, and a factor: for every other one of them takes at most so many times both costs.
+def hull_of(solve: Callable[[Weights], Solved], ends: tuple[Solved, Solved], within: float, most: int) -> list[Gap]:
+    """The gaps between neighbours on the hull, by ascending memory, from its leanest to its fastest strategy.
 
-    ``solve`` finds a strategy of least weighted cost. The factor is at most 1 + ``within`` unless ``most`` weightings
-    were not enough, or a gap of the frontier lies behind its hull.
+    ``solve`` finds a strategy of least weighted cost. No gap has a factor above 1 + ``within``, unless ``most``
+    weightings were not enough, or a gap has nothing on its line but its ends: those are left as they are.
     """
-    tiny = 1e-12
-    leanest, fastest = solve((1.0, tiny)), solve((tiny, 1.0))
-    found, num_solved = [leanest, fastest], 2
-    open_, closed = [_entry(_Gap(leanest, fastest, (1.0, 0.0), 0.0))], [1.0]
-    while open_ and -open_[0][0] > 1 + within and num_solved < most:
+    open_, closed = [_entry(Gap(*ends, (1.0, 0.0), 0.0))], []
+    for _ in range(most - len(ends)):
+        if not open_ or -open_[0][0] <= 1 + within:
+            break
         gap = heapq.heappop(open_)[-1]
-        middle = solve(_level(gap.left, gap.right))
-        num_solved += 1
+        middle = solve(level(gap.left, gap.right))
         least = _cost(middle.at, middle)
         if least >= _cost(middle.at, gap.left) * (1 - _RELAXED):
-            closed.append(_Gap(gap.left, gap.right, middle.at, least).factor)
+            closed.append(Gap(gap.left, gap.right, middle.at, least))
             continue
-        found.append(middle)
         for pair in ((gap.left, middle), (middle, gap.right)):
-            heapq.heappush(open_, _entry(_Gap(*pair, middle.at, least)))
-    factor = max([*closed, *(-entry[0] for entry in open_)])
-    return sorted(found, key=lambda each: (each.memory_bytes, each.time_ns)), factor
+            heapq.heappush(open_, _entry(Gap(*pair, middle.at, least)))
+    gaps = [*closed, *(entry[-1] for entry in open_)]
+    return sorted(gaps, key=lambda gap: (gap.left.memory_bytes, gap.right.memory_bytes))
 
 
-Entry = tuple[float, int, int, _Gap]
+Entry = tuple[float, int, int, Gap]
 
 
-def _entry(gap: _Gap) -> Entry:
+def _entry(gap: Gap) -> Entry:
     return (-gap.factor, gap.left.memory_bytes, gap.right.memory_bytes, gap)
 
 
-def _level(left: Solved, right: Solved) -> Weights:
+def level(left: Solved, right: Solved) -> Weights:
     """The weights in which two strategies are equal, the larger one 1."""
     memory, time = float(left.time_ns - right.time_ns), float(right.memory_bytes - left.memory_bytes)
     largest = max(memory, time, 1e-300)

@@ -10,10 +10,10 @@ from itertools import pairwise
 import numpy as np
 
 from pipeplan.frontier.elimination import Reduced
-from pipeplan.frontier.expression import Expression
+from pipeplan.frontier.expression import Expression, in_order
 from pipeplan.frontier.graph import CostGraph, Strategy
-from pipeplan.frontier.scalars import FloatArray, inside
-from pipeplan.frontier.table import IntArray, Table
+from pipeplan.frontier.scalars import inside
+from pipeplan.frontier.table import FloatArray, IntArray, Table
 
 __all__ = ["Part", "Reducing", "Whole"]
 
@@ -60,6 +60,11 @@ class Whole:
     rows: Mapping[str, Expression]
     edges: tuple[Expression, ...]
     done: Counter[str]
+
+    @property
+    def num_tables(self) -> int:
+        """How many tables of the expression differ."""
+        return len({part.key for part in in_order(self.expression)})
 
     def strategy(self, taken: Mapping[Expression, int], tables: Mapping[int, Table] | None = None) -> Strategy:
         """What takes these points of the given tables, or of ``tables`` by key where points were dropped from them."""

@@ -11,25 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeplan.frontier.expression import Expression, in_order
 from pipeplan.frontier.parallel import spread
-from pipeplan.frontier.table import IntArray, Table
+from pipeplan.frontier.table import FloatArray, IntArray, Table, Weights, weighed
 
-__all__ = ["FloatArray", "inside", "optimum", "outside", "weighed"]
+__all__ = ["inside", "optimum", "outside"]
 
 _SPREAD_SUMS = 1 << 20
 """Sums that are worth a thread of their own."""
-
-FloatArray = npt.NDArray[np.float64]
-Weights = tuple[float, float]
-
-
-def weighed(table: Table, weights: Weights) -> FloatArray:
-    """weights . (memory, time) of every point, [P]."""
-    cost: FloatArray = weights[0] * table.memory_bytes + weights[1] * table.time_ns
-    return cost
 
 
 def inside(root: Expression, weights: Weights, known: dict[int, FloatArray] | None = None) -> dict[int, FloatArray]:

@@ -1,4 +1,4 @@
-"""Tables of frontiers and the three operations on them: product, union, reduce (TensorOpt section 3.1).
+"""Tables of frontiers, and union and reduce on them (TensorOpt section 3.1).
 
 A frontier is a set of points (memory, time) of which none is at most another in both. A :class:`Table` holds one
 frontier for every cell of a matrix: a node's costs are one row with a cell per configuration, an edge's costs a row
@@ -17,20 +17,25 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "FloatArray",
     "IntArray",
     "Points",
     "Table",
+    "Weights",
     "gather",
     "made",
-    "paired",
-    "product",
+    "ranges",
     "reduce_points",
     "select",
     "table",
     "union",
+    "weighed",
 ]
 
 IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+Weights = tuple[float, float]
+"""What a byte and a nanosecond count for where both are told as one number."""
 
 _PACKED_BITS = 62
 """A cell's number and a cost share one int64 key while their ranges multiply to less than two to this power."""
@@ -81,6 +86,11 @@ class Table:
         """The first point of every cell, [rows, columns]."""
         return self.starts[:-1].reshape(self.rows, self.columns)
 
+    @property
+    def cells(self) -> IntArray:
+        """The cell of every point, counted row by row, [P]."""
+        return np.repeat(np.arange(self.rows * self.columns), np.diff(self.starts))
+
     def cell_of(self, point: int) -> int:
         """The cell that a point lies in, counted row by row."""
         return int(np.searchsorted(self.starts, point, side="right")) - 1
@@ -106,6 +116,12 @@ def table(
     return made(rows, columns, kept)
 
 
+def weighed(costs: Table, weights: Weights) -> FloatArray:
+    """weights . (memory, time) of every point, [P]."""
+    cost: FloatArray = weights[0] * costs.memory_bytes + weights[1] * costs.time_ns
+    return cost
+
+
 def made(rows: int, columns: int, points: Points) -> Table:
     """A table of points in order of their cells, each cell already a frontier."""
     starts = _starts(points.cells, rows * columns)
@@ -122,38 +138,8 @@ def gather(source: Table, cells: npt.ArrayLike) -> Table:
 
 def select(source: Table, wanted: npt.NDArray[np.bool_]) -> Table:
     """Only the points wanted, [P]."""
-    cells = np.repeat(np.arange(source.rows * source.columns), source.counts.ravel())
-    points = Points(cells, source.memory_bytes, source.time_ns, source.picks)
+    points = Points(source.cells, source.memory_bytes, source.time_ns, source.picks)
     return made(source.rows, source.columns, points.at(wanted))
-
-
-def product(left: Table, right: Table) -> Table:
-    """Cell by cell, every point of one with every point of the other, reduced; one row or column is used for all."""
-    shape = np.broadcast_shapes((left.rows, left.columns), (right.rows, right.columns))
-    sides = [
-        (np.broadcast_to(side.first, shape).ravel(), np.broadcast_to(side.counts, shape).ravel())
-        for side in (left, right)
-    ]
-    points = paired(left, right, *sides[0], *sides[1], np.arange(len(sides[0][0])))
-    return made(shape[0], shape[1], reduce_points(points))
-
-
-def paired(
-    left: Table,
-    right: Table,
-    left_first: IntArray,
-    left_counts: IntArray,
-    right_first: IntArray,
-    right_counts: IntArray,
-    cells: IntArray,
-) -> Points:
-    """All sums of points for N pairs of cells, each given by its first point and their number, [N]; not reduced."""
-    within, pair = ranges(np.zeros_like(left_counts), left_counts * right_counts)
-    in_left, in_right = np.divmod(within, right_counts[pair])
-    a = left_first[pair] + in_left
-    b = right_first[pair] + in_right
-    memory = left.memory_bytes[a] + right.memory_bytes[b]
-    return Points(cells[pair], memory, left.time_ns[a] + right.time_ns[b], np.stack((a, b)))
 
 
 def ranges(first: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
