@@ -19,8 +19,8 @@ DEVICES = (1, 2, 4, 8)
 
 
 def main(seconds: float) -> None:
-    print("| profile | plans tried | points | of them split blocks | memory | iteration | seconds |")
-    print("|---|---|---|---|---|---|---|")
+    print("| profile | plans tried | points | with split blocks | each in its own way | memory | iteration | seconds |")
+    print("|---|---|---|---|---|---|---|---|")
     for name in MODELS:
         profile = model(name, shards=(1, 2, 4))
         batch = Batch(4 * DEVICES[-1], profile.microbatch_sizes[-1])
@@ -36,9 +36,10 @@ def main(seconds: float) -> None:
             assert simulated.iteration_ns == point.iteration_ns == point.plan.predicted.iteration_ns
             assert max(device.peak_bytes for device in simulated.memory) == point.memory_bytes
         split = sum(any(stage.shards > 1 for stage in point.plan.stages) for point in found.points)
+        own = sum(any(len(set(stage.configurations)) > 1 for stage in point.plan.stages) for point in found.points)
         memory = [format_bytes(pick(p.memory_bytes for p in found.points)) for pick in (min, max)]
         times = [format_ns(pick(p.iteration_ns for p in found.points)) for pick in (min, max)]
-        cells = [name, found.num_tried, len(found.points), split, " to ".join(memory), " to ".join(times)]
+        cells = [name, found.num_tried, len(found.points), split, own, " to ".join(memory), " to ".join(times)]
         print("|", " | ".join(map(str, [*cells, f"{found.seconds:.0f}"])), "|", flush=True)
 
 

@@ -118,7 +118,10 @@ def command(
         if path is not None:
             require_writable(path, option)
     if output is not None and grain == "operator" and not plans:
-        raise UsageError("-o writes plans, and these run whole blocks; leave out --grain operator")
+        raise UsageError(
+            "-o writes plans, and these run whole blocks; leave out --grain operator, or profile a model whose blocks "
+            "are operators, as gpt2-124m-operators"
+        )
     profile = read_profile(profile_path)
     cluster = read_cluster(cluster_path) if cluster_path is not None else None
     asked = Asked(

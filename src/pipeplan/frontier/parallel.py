@@ -15,8 +15,9 @@ Made = TypeVar("Made")
 
 
 def spread(function: Callable[[Item], Made], items: Iterable[Item]) -> list[Made]:
-    """``function`` of every item, in their order, by as many threads as there are cores."""
-    return list(_threads().map(function, items))
+    """``function`` of every item, in their order, by as many threads as there are cores; one item needs none."""
+    given = list(items)
+    return list(_threads().map(function, given)) if len(given) > 1 else list(map(function, given))
 
 
 @cache

@@ -280,7 +280,7 @@ class _Group:
     """
 
     ways: tuple[Way, ...]
-    memory: FloatArray  # [W, n + 1, n + 1] bytes of every way
+    memory: FloatArray  # bytes of the chosen way
     uniform: FloatArray
     chosen: npt.NDArray[np.intp]
     own: tuple[_Own, ...]
@@ -307,12 +307,13 @@ class _Group:
         memory = np.concatenate([*(each.memory(in_flight)[None] for each in runs), none])
         times = np.where(memory <= limit, np.concatenate([*(each.time[None] for each in runs), none]), np.inf)
         own = tuple(_Own(each, limit, each.least_times(limit)) for each in frontiers)
-        return cls(tuple(each.way for each in runs), memory, times.min(axis=0), times.argmin(axis=0), own)
+        chosen = times.argmin(axis=0)
+        taken, fastest = (np.take_along_axis(each, chosen[None], axis=0)[0] for each in (memory, times))
+        return cls(tuple(each.way for each in runs), taken, fastest, chosen, own)
 
     def way(self, begin: int, end: int) -> tuple[Way, float]:
         """The fastest for all blocks of a run, and its bytes."""
-        chosen = int(self.chosen[begin, end])
-        return self.ways[chosen], float(self.memory[chosen, begin, end])
+        return self.ways[int(self.chosen[begin, end])], float(self.memory[begin, end])
 
     def _best(self, begin: int, end: int) -> _Own | None:
         """Where a run is, or may be, faster with each block in its own way."""
