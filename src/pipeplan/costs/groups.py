@@ -7,13 +7,15 @@ once goes through one (TensorOpt section 4.2 measures per partition of the devic
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pipeplan.costs.collectives import Exchange, price_at
 from pipeplan.costs.links import transfer_time
 from pipeplan.model import Cluster, LinkLevel
 
-__all__ = ["crowding", "send_time", "time_of_groups"]
+__all__ = ["BusiestPair", "busiest_pair", "crowding", "send_time", "time_of_groups"]
 
 
 def time_of_groups(cluster: Cluster | None, exchange: Exchange, groups: Sequence[Sequence[int]]) -> float:
@@ -32,20 +34,35 @@ def time_of_groups(cluster: Cluster | None, exchange: Exchange, groups: Sequence
 
 def send_time(cluster: Cluster | None, pairs: Sequence[tuple[int, int]], size: int) -> int:
     """Time in ns when every pair's first device sends ``size`` bytes to its second, all at once."""
+    busiest = busiest_pair(cluster, pairs)
+    return busiest.send_time(cluster, size) if cluster is not None and busiest else 0
+
+
+@dataclass(frozen=True, slots=True)
+class BusiestPair:
+    """Of pairs of devices that all send at once: one that takes longest, and how many share its link."""
+
+    source: int
+    target: int
+    crowd: int
+
+    def send_time(self, cluster: Cluster, size: int) -> int:
+        """Time in ns when each sends so many bytes."""
+        return sum(transfer_time(cluster, self.source, self.target, size * self.crowd)) if size else 0
+
+
+def busiest_pair(cluster: Cluster | None, pairs: Sequence[tuple[int, int]]) -> BusiestPair | None:
+    """The pair that all are waited for; None where nothing takes time."""
     moved = [pair for pair in pairs if pair[0] != pair[1]]
-    if cluster is None or not moved or not size:
-        return 0
+    if cluster is None or not moved:
+        return None
     level = _outermost(cluster, moved)
     if level is None:
-        return 0
+        return None
     node = _node_size(cluster, level)
-    leaving: dict[int, int] = {}
-    for source, target in moved:
-        if source // node != target // node:
-            leaving[source // node] = leaving.get(source // node, 0) + 1
+    leaving = Counter(source // node for source, target in moved if source // node != target // node)
     source, target = next(pair for pair in moved if cluster.level_between(*pair) == level)
-    crowd = max(leaving.values(), default=1) if node > 1 else 1
-    return sum(transfer_time(cluster, source, target, size * crowd))
+    return BusiestPair(source, target, max(leaving.values(), default=1) if node > 1 else 1)
 
 
 def crowding(cluster: Cluster, level: LinkLevel, exchange: Exchange, groups: Sequence[Sequence[int]]) -> float:

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeplan.costs.collectives import Combining, Exchange
-from pipeplan.costs.groups import send_time, time_of_groups
+from pipeplan.costs.groups import BusiestPair, busiest_pair, time_of_groups
 from pipeplan.frontier.configurations.layouts import DIMENSIONS, Layout, Tensor, all_layouts
 from pipeplan.frontier.configurations.splits import Split, nested
 from pipeplan.model import Cluster
@@ -149,6 +149,7 @@ class Resharding:
         self._examples = dict(zip(keys, self.moves, strict=True))
         places = {key: index for index, key in enumerate(self._examples)}
         self._priced_as = np.array([places[key] for key in keys], np.int64)
+        self._sends: dict[object, BusiestPair | None] = {}
         self._prices: dict[tuple[object, int], float] = {}
         self._weights: dict[Tensor, FloatArray] = {}
         self._distances: dict[tuple[Tensor, Layout], FloatArray] = {}
@@ -199,17 +200,24 @@ class Resharding:
     def _priced(self, key: object, move: Move, tensor: Tensor) -> float:
         size = tensor.local_bytes(move.target if move.how == "gather" else move.source)
         if (key, size) not in self._prices:
-            self._prices[key, size] = self._price(move, size)
+            self._prices[key, size] = self._price(key, move, size)
         return self._prices[key, size]
 
-    def _price(self, move: Move, size: int) -> float:
+    def _price(self, key: object, move: Move, size: int) -> float:
         if move.how == "slice":
             return 0.0
         if move.how == "send":
-            return float(send_time(self.cluster, senders(move.source, move.target, self.devices), size))
+            busiest = self._busiest(key, move)
+            return float(busiest.send_time(self.cluster, size)) if self.cluster is not None and busiest else 0.0
         assert move.along is not None
         exchange = Exchange(_COLLECTIVES[move.how], size)
         return time_of_groups(self.cluster, exchange, groups_along([move.along], self.devices))
+
+    def _busiest(self, key: object, move: Move) -> BusiestPair | None:
+        """Who is waited for in a send, whatever its size."""
+        if key not in self._sends:
+            self._sends[key] = busiest_pair(self.cluster, senders(move.source, move.target, self.devices))
+        return self._sends[key]
 
     def _weights_of(self, tensor: Tensor) -> FloatArray:
         """Time of every move, [M]."""
