@@ -17,7 +17,7 @@ from pipeplan.frontier.configurations.building import CostModel, CostOptions, co
 from pipeplan.frontier.configurations.details import details_of
 from pipeplan.frontier.configurations.expansion import expand
 from pipeplan.frontier.configurations.layouts import Layout
-from pipeplan.frontier.configurations.operations import Axis, Operation
+from pipeplan.frontier.configurations.operation import Axis, Operation
 from pipeplan.frontier.configurations.pricing import Configuration, Scale, configurations
 from pipeplan.frontier.configurations.resharding import Resharding
 from pipeplan.frontier.configurations.splits import Split

@@ -22,7 +22,8 @@ from pipeplan.costs.presets import PRESETS, DevicePreset, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.frontier.configurations.expansion import Link, OperatorGraph, OperatorNode, expand
 from pipeplan.frontier.configurations.layouts import Layout, Tensor
-from pipeplan.frontier.configurations.operations import Axis, Data, Operation
+from pipeplan.frontier.configurations.operation import Axis, Operation
+from pipeplan.frontier.configurations.operations import Data
 from pipeplan.frontier.configurations.pricing import Configuration, Rule, Scale, configurations
 from pipeplan.frontier.configurations.resharding import Resharding
 from pipeplan.frontier.configurations.rows import row_for

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeplan.frontier.configurations import operations as ops
-from pipeplan.frontier.configurations.operations import Axis, Operation
+from pipeplan.frontier.configurations.operation import Axis, Operation
 from pipeplan.frontier.configurations.rows import WholeBlock, WordTable, shards_axis
 from pipeplan.frontier.configurations.single import single_operator
 from pipeplan.model import Block, Edge, Profile

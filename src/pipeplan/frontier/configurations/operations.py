@@ -1,36 +1,26 @@
-"""Operators as what can be split: their axes, how these lie in inputs, output and parameters, and one share's costs.
-
-An operator is written as its index notation is: a matrix product takes [samples, places, rows] and a weight
-[rows, columns] to [samples, places, columns]. From that follows what a split costs beside computing:
-
-* an axis of the operator that its output lacks (``rows`` of a product) leaves the output *partial*;
-* an axis that an input lacks (``columns``) leaves that input's gradient partial;
-* an axis that the parameters lack (``samples``, ``places``) leaves their gradient partial: it is all-reduced.
-
-Costs of a share are the closed forms of :mod:`pipeplan.costs.operators` at the share's sizes; what an operator
-exchanges in its middle (statistics of a norm, keys and values, the state of a recurrent cell) is said by itself.
-"""
+"""The kinds of operators: their axes, and what one share of each costs (:mod:`.operation` says what an operator is)."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
-from typing import ClassVar, Literal, NamedTuple
 
 from pipeplan.costs import operators as forms
-from pipeplan.costs.collectives import Combining, Exchange
 from pipeplan.costs.operators import Kernel, Operator
-from pipeplan.costs.presets import DevicePreset
 from pipeplan.frontier.configurations.layouts import ANY, Tensor
+from pipeplan.frontier.configurations.operation import (
+    IMAGE,
+    InnerExchange,
+    Numbers,
+    Operation,
+    tokens,
+)
 
 __all__ = [
     "Activation",
     "Add",
     "Attention",
     "AveragePool",
-    "Axis",
     "BatchNorm",
     "Concatenation",
     "Convolution",
@@ -38,158 +28,16 @@ __all__ = [
     "Data",
     "Embedding",
     "FirstPlace",
-    "InnerExchange",
     "Loss",
     "MaxPool",
     "Norm",
-    "Operation",
     "Product",
     "Recurrent",
     "Relu",
-    "Times",
 ]
-
-Map = tuple[str | None, str | None, str | None]
-"""Which axis of the operator each dimension of a tensor is: samples, places, features; None where it is whole."""
-
-Numbers = Mapping[str, int]
 
 _FLOAT32 = 4
 _INT64 = 8
-_IMAGE: Map = ("samples", "places", "features")
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """Something that an operator can be split along.
-
-    ``size`` pieces that stay whole, of ``unit`` numbers each (a head, a row of an image); ``called`` is the model's
-    name for it, the same in all operators that have it (``hidden``, ``vocabulary``).
-    """
-
-    name: str
-    size: int
-    unit: int = 1
-    called: str = ""
-
-    def share(self, extent: int) -> int:
-        """Numbers on one of so many devices."""
-        return self.size // extent * self.unit
-
-
-class InnerExchange(NamedTuple):
-    """A collective in the middle of an operator, along an axis: how often in forward and in backward.
-
-    ``neighbours``: the bytes go to the next device along the axis instead, and as many come from it.
-    """
-
-    axis: str
-    operation: Combining | Literal["neighbours"]
-    num_bytes: int
-    forward: int = 1
-    backward: int = 1
-
-    @property
-    def exchange(self) -> Exchange | None:
-        """The collective; None among neighbours."""
-        return None if self.operation == "neighbours" else Exchange(self.operation, self.num_bytes)
-
-
-class Times(NamedTuple):
-    """Times in ns of forward, of the input's gradient and of the weight's."""
-
-    forward_ns: float
-    input_grad_ns: float
-    weight_grad_ns: float
-
-
-@dataclass(frozen=True)
-class Operation(ABC):
-    """One operator of a model, for all samples of a micro-batch.
-
-    ``width`` is bytes per number. ``learns``: whether a gradient goes back to its input. Operators that are equal cost
-    the same in every configuration.
-    """
-
-    axes: tuple[Axis, ...]
-    width: int
-    learns: bool = True
-
-    kind: ClassVar[str]
-    inputs: ClassVar[tuple[Map, ...]] = (_IMAGE,)
-    output: ClassVar[Map] = _IMAGE
-    weighted: ClassVar[frozenset[str]] = frozenset()
-    """Axes that its parameters have."""
-    combined: ClassVar[frozenset[str]] = frozenset()
-    """Axes that the output lacks, but whose sums it takes itself."""
-    keeps: ClassVar[tuple[bool, ...]] = (True,)
-    """Which of its inputs backward needs."""
-    keeps_output: ClassVar[bool] = False
-
-    @abstractmethod
-    def share(self, numbers: Numbers) -> Operator:
-        """Costs of a share that has so many numbers of each axis."""
-
-    def exchanges(self, numbers: Numbers) -> tuple[InnerExchange, ...]:
-        """What the shares exchange in the middle of it; it counts where the axis is split."""
-        return ()
-
-    def entry_bytes(self, numbers: Numbers) -> int:
-        """Bytes of its first input."""
-        return self.width * prod(numbers[name] for name in self.inputs[0] if name)
-
-    def inside_bytes(self, numbers: Numbers) -> int:
-        """What backward needs beside inputs and output."""
-        return max(0, self.share(numbers).saved_bytes - (self.entry_bytes(numbers) if self.keeps[0] else 0))
-
-    def workspace_bytes(self, numbers: Numbers) -> int:
-        """What it holds besides while it runs."""
-        share = self.share(numbers)
-        return max(share.gradient_bytes, share.update_bytes)
-
-    @property
-    def parameters(self) -> int:
-        """Numbers in its parameters, unsplit."""
-        return self.share(self.numbers()).parameters
-
-    def numbers(self, extents: Mapping[str, int] | None = None) -> dict[str, int]:
-        """Numbers of each axis on one device; whole without ``extents``."""
-        return {axis.name: axis.share((extents or {}).get(axis.name, 1)) for axis in self.axes}
-
-    def allows(self, extents: Mapping[str, int]) -> bool:
-        """Whether it can be split so, where dividing its axes is not all that matters."""
-        return True
-
-    def tensor(self) -> Tensor:
-        """Its output."""
-        numbers = self.numbers()
-        sizes = tuple(numbers[name] if name else 1 for name in self.output)
-        return Tensor((sizes[0], sizes[1], sizes[2]), self.width * prod(sizes))
-
-    def axis(self, name: str) -> Axis:
-        """The axis of this name."""
-        return next(axis for axis in self.axes if axis.name == name)
-
-    def input_map(self, port: int) -> Map:
-        """The map of an input; the last one said holds for all after it."""
-        return self.inputs[min(port, len(self.inputs) - 1)]
-
-    def keeps_input(self, port: int) -> bool:
-        """Whether backward needs an input; the last one said holds for all after it."""
-        return self.keeps[min(port, len(self.keeps) - 1)]
-
-    def times(self, numbers: Numbers, device: DevicePreset) -> Times:
-        """Times of a share by the closed forms, without what it exchanges."""
-        share = self.share(numbers)
-        return Times(*(_kernels_ns(part, device) for part in (share.forward, share.input_grad, share.weight_grad)))
-
-
-def _kernels_ns(kernels: Iterable[Kernel], device: DevicePreset) -> float:
-    return sum(device.kernel_ns(each.flops, each.moved_bytes, matrix=each.matrix) for each in kernels)
-
-
-def _tokens(numbers: Numbers) -> int:
-    return numbers["samples"] * numbers["places"]
 
 
 @dataclass(frozen=True)
@@ -204,7 +52,7 @@ class Product(Operation):
     weighted = frozenset({"rows", "columns"})
 
     def share(self, numbers: Numbers) -> Operator:
-        layer = forms.linear(_tokens(numbers), numbers["rows"], numbers["columns"], self.width, bias=self.bias)
+        layer = forms.linear(tokens(numbers), numbers["rows"], numbers["columns"], self.width, bias=self.bias)
         return layer if self.learns else replace(layer, input_grad=())
 
 
@@ -226,7 +74,7 @@ class Convolution(Operation):
 
     def share(self, numbers: Numbers) -> Operator:
         layer = forms.convolution(
-            _tokens(numbers),  # each pixel of the output as an image of its own, whose stride it is as large as
+            tokens(numbers),  # each pixel of the output as an image of its own, whose stride it is as large as
             self.stride,
             numbers["rows"],
             numbers["columns"],
@@ -256,10 +104,10 @@ class Norm(Operation):
     weighted = frozenset({"features"})
 
     def share(self, numbers: Numbers) -> Operator:
-        return forms.norm(_tokens(numbers), numbers["features"], self.width, bias=self.bias)
+        return forms.norm(tokens(numbers), numbers["features"], self.width, bias=self.bias)
 
     def exchanges(self, numbers: Numbers) -> tuple[InnerExchange, ...]:
-        return (InnerExchange("features", "all_reduce", 2 * _FLOAT32 * _tokens(numbers)),)
+        return (InnerExchange("features", "all_reduce", 2 * _FLOAT32 * tokens(numbers)),)
 
 
 @dataclass(frozen=True)
@@ -270,7 +118,7 @@ class BatchNorm(Operation):
     weighted = frozenset({"features"})
 
     def share(self, numbers: Numbers) -> Operator:
-        return forms.batch_norm(_tokens(numbers), 1, numbers["features"], self.width)
+        return forms.batch_norm(tokens(numbers), 1, numbers["features"], self.width)
 
     def exchanges(self, numbers: Numbers) -> tuple[InnerExchange, ...]:
         size = 2 * _FLOAT32 * numbers["features"]
@@ -284,7 +132,7 @@ class Activation(Operation):
     kind = "element-wise"
 
     def share(self, numbers: Numbers) -> Operator:
-        return forms.activation(_tokens(numbers) * numbers["features"], self.width)
+        return forms.activation(tokens(numbers) * numbers["features"], self.width)
 
 
 @dataclass(frozen=True)
@@ -296,7 +144,7 @@ class Relu(Operation):
     keeps_output = True
 
     def share(self, numbers: Numbers) -> Operator:
-        return forms.relu(_tokens(numbers) * numbers["features"], self.width)
+        return forms.relu(tokens(numbers) * numbers["features"], self.width)
 
 
 @dataclass(frozen=True)
@@ -304,11 +152,11 @@ class Add(Operation):
     """The sum of two tensors."""
 
     kind = "element-wise"
-    inputs = (_IMAGE, _IMAGE)
+    inputs = (IMAGE, IMAGE)
     keeps = (False, False)
 
     def share(self, numbers: Numbers) -> Operator:
-        return forms.add(_tokens(numbers) * numbers["features"], self.width)
+        return forms.add(tokens(numbers) * numbers["features"], self.width)
 
 
 @dataclass(frozen=True)
@@ -318,10 +166,10 @@ class MaxPool(Operation):
     kind = "pool"
 
     def share(self, numbers: Numbers) -> Operator:
-        return forms.max_pool(_tokens(numbers), 2, numbers["features"], self.width)
+        return forms.max_pool(tokens(numbers), 2, numbers["features"], self.width)
 
     def inside_bytes(self, numbers: Numbers) -> int:
-        return _INT64 * _tokens(numbers) * numbers["features"]  # where the largest were
+        return _INT64 * tokens(numbers) * numbers["features"]  # where the largest were
 
 
 @dataclass(frozen=True)
@@ -333,7 +181,7 @@ class AveragePool(Operation):
     keeps = (False,)
 
     def share(self, numbers: Numbers) -> Operator:
-        numbers_in, given = _tokens(numbers) * numbers["features"], numbers["samples"] * numbers["features"]
+        numbers_in, given = tokens(numbers) * numbers["features"], numbers["samples"] * numbers["features"]
         kernel = Kernel(numbers_in, (numbers_in + given) * self.width)
         return Operator(forward=(kernel,), input_grad=(kernel,))
 
@@ -388,7 +236,7 @@ class Attention(Operation):
         return forms.attention_core(samples, queries, keys, heads, self.head_size, self.width, causal=self.causal)
 
     def inside_bytes(self, numbers: Numbers) -> int:
-        return _FLOAT32 * _tokens(numbers) * numbers["features"] // self.head_size
+        return _FLOAT32 * tokens(numbers) * numbers["features"] // self.head_size
 
     def exchanges(self, numbers: Numbers) -> tuple[InnerExchange, ...]:
         size = 2 * numbers["samples"] * self.axis("places").share(1) * numbers["features"] * self.width
@@ -406,7 +254,7 @@ class CrossAttention(Operation):
     memory: int = 1
 
     kind = "attention"
-    inputs = (_IMAGE, ("samples", None, "features"))
+    inputs = (IMAGE, ("samples", None, "features"))
     keeps = (True, True)
     keeps_output = True
 
@@ -415,7 +263,7 @@ class CrossAttention(Operation):
         return forms.attention_core(samples, queries, self.memory, heads, self.head_size, self.width)
 
     def inside_bytes(self, numbers: Numbers) -> int:
-        return _FLOAT32 * _tokens(numbers) * numbers["features"] // self.head_size
+        return _FLOAT32 * tokens(numbers) * numbers["features"] // self.head_size
 
 
 @dataclass(frozen=True)
@@ -432,7 +280,7 @@ class Embedding(Operation):
         return forms.embedding(numbers["samples"], numbers["places"], numbers["rows"], numbers["columns"], self.width)
 
     def entry_bytes(self, numbers: Numbers) -> int:
-        return _INT64 * _tokens(numbers)
+        return _INT64 * tokens(numbers)
 
 
 @dataclass(frozen=True)
@@ -445,10 +293,10 @@ class Loss(Operation):
     keeps = (False,)
 
     def share(self, numbers: Numbers) -> Operator:
-        return forms.vocabulary_loss(_tokens(numbers), numbers["features"], self.width)
+        return forms.vocabulary_loss(tokens(numbers), numbers["features"], self.width)
 
     def exchanges(self, numbers: Numbers) -> tuple[InnerExchange, ...]:
-        return (InnerExchange("features", "all_reduce", 3 * _FLOAT32 * _tokens(numbers), 1, 0),)
+        return (InnerExchange("features", "all_reduce", 3 * _FLOAT32 * tokens(numbers), 1, 0),)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from math import prod
 from pipeplan.costs.groups import send_time, time_of_groups
 from pipeplan.costs.presets import DevicePreset
 from pipeplan.frontier.configurations.layouts import ANY, Layout, Tensor
-from pipeplan.frontier.configurations.operations import InnerExchange, Map, Operation
+from pipeplan.frontier.configurations.operation import InnerExchange, Map, Operation
 from pipeplan.frontier.configurations.resharding import Resharding, groups_along
 from pipeplan.frontier.configurations.splits import MOST_DIMENSIONS, Split, mesh_name, ways_to_split
 

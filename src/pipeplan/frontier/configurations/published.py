@@ -20,7 +20,7 @@ import numpy as np
 from pipeplan.errors import UsageError
 from pipeplan.frontier.configurations.building import CostModel
 from pipeplan.frontier.configurations.details import details_of
-from pipeplan.frontier.configurations.operations import Operation
+from pipeplan.frontier.configurations.operation import Operation
 from pipeplan.frontier.configurations.pricing import Rule, Splits
 from pipeplan.frontier.configurations.splits import Split, factorizations, splits_of
 from pipeplan.frontier.graph import CostGraph

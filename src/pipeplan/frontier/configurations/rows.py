@@ -15,7 +15,7 @@ from pipeplan.costs.operators import Operator
 from pipeplan.costs.presets import DevicePreset
 from pipeplan.errors import UsageError
 from pipeplan.frontier.configurations.layouts import ANY, Tensor
-from pipeplan.frontier.configurations.operations import Axis, Map, Numbers, Operation, Times
+from pipeplan.frontier.configurations.operation import Axis, Map, Numbers, Operation, Times
 from pipeplan.model import Block, CostRow
 
 __all__ = ["WholeBlock", "WordTable", "row_for", "shards_axis"]

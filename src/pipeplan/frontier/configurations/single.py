@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pipeplan.frontier.configurations import operations as ops
-from pipeplan.frontier.configurations.operations import Axis, InnerExchange, Numbers, Operation
+from pipeplan.frontier.configurations.operation import Axis, InnerExchange, Numbers, Operation
 from pipeplan.model import Block
 
 __all__ = ["single_operator"]

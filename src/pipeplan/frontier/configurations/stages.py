@@ -14,7 +14,7 @@ from pipeplan.costs.operators import Operator
 from pipeplan.frontier.configurations.building import CostModel
 from pipeplan.frontier.configurations.expansion import Link, OperatorGraph, OperatorNode
 from pipeplan.frontier.configurations.layouts import Tensor
-from pipeplan.frontier.configurations.operations import Numbers, Operation
+from pipeplan.frontier.configurations.operation import Numbers, Operation
 from pipeplan.frontier.configurations.pricing import Scale
 from pipeplan.frontier.graph import CostEdge, CostGraph, CostNode
 
