@@ -6,8 +6,8 @@ stages' times; none of this where memory is missing, which goes before all.
 
 Cuts are improved one window at a time: a run of stages on different devices is cut anew with everything outside
 left as it is, exactly (:func:`~pipeplan.partition.balance.least_split` with what each device does outside the
-window added), with no stage longer than the longest is, and once more with stages of any length. It ends where no
-window improves: a local optimum. Then better cuts are looked for exactly
+window added), with no stage longer than the longest is, and then with stages of any length. It ends where no window
+improves: a local optimum. Then better cuts are looked for exactly
 (:func:`~pipeplan.partition.exact.shortest_run`), unless that would take too long; in practice it takes a moment for the
 v-shape with two chunks, and for few dozen blocks otherwise.
 """
@@ -48,10 +48,8 @@ def levelled(chain: Chain, begins: Cuts) -> Cuts:
     """Better cuts than ``begins``, for devices that run several stages."""
     if any(chain.missing(begins)):
         begins = _descended(chain, begins, for_memory=True)
-    begins = min(
-        (_descended(chain, begins, longest=longest) for longest in (chain.longest(begins), chain.times[-1])),
-        key=lambda cuts: _value(chain, cuts),
-    )
+    for longest in (chain.longest(begins), chain.times[-1]):
+        begins = _descended(chain, begins, longest=longest)
     fits = not any(chain.missing(begins))
     better = shortest_run(chain, run_time(chain, begins) if fits else (PER_DEVICE + 1) * chain.times[-1] + 1)
     return begins if better is None else _descended(chain, better, longest=chain.longest(better))
