@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from pipeplan.check import check
+from pipeplan.costs import stage_costs
 from pipeplan.costs.testbeds import cluster_of_paper
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.examples import model as paper_model
 from pipeplan.frontier.configurations.building import CostModel, CostOptions, cost_model
+from pipeplan.frontier.graph import Strategy
 from pipeplan.frontier.tracking import Tracked, track
 from pipeplan.model import Mesh, Profile, parse, to_json
 from pipeplan.model.plan import Plan
@@ -49,6 +51,18 @@ def test_every_point_is_a_plan_with_its_figures(name: str) -> None:
         assert plan.predicted.gap == 0, "all devices always work"
     assert simulate(plan).rates.makespan_ns + plan.stages[0].sync_ns == strategy.time_ns
     check(parse(to_json(plan), Plan), profile_of(name), CLUSTER).require("plan")
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_all_blocks_in_the_usual_way_cost_what_their_rows_say(recompute: bool) -> None:
+    """Split backward included."""
+    profile = profile_of("gpt2-124m")
+    built = cost_model(profile, None, 2, SAMPLES, options=CostOptions(blocks=True, recompute=recompute))
+    chosen = {node.name: node.configurations.index("shards2") for node in built.graph.nodes}
+    times = [int(node.costs.time_ns[chosen[node.name]]) for node in built.graph.nodes]
+    strategy = Strategy(0, sum(times), chosen, dict.fromkeys(chosen, 0), (0,) * len(built.graph.edges))
+    own = split_blocks(built, strategy).costs
+    assert own == stage_costs(profile, profile.topological_order(), SAMPLES, 2, recompute=recompute)
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3])

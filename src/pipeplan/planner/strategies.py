@@ -127,14 +127,17 @@ def _costs(details: Details, strategy: Strategy, microbatches: int) -> StageCost
     parameters = min(sum(each.parameter_bytes for each in chosen), state // 2)
     forward = sum(each.forward_ns for each in chosen) + sum(each.forward_ns for each in details.tensors)
     sums = sum(-(-each.sync_ns // microbatches) for each in chosen)
+    backward, weights = strategy.time_ns - sums - forward, sum(each.weight_grad_ns for each in chosen)
+    deferred = [each.deferred_bytes for each in chosen if each.deferred_bytes is not None]
+    parted = len(deferred) == len(chosen)
     return StageCosts(
         forward_ns=max(1, forward),
-        backward_ns=max(1, strategy.time_ns - sums - forward),
-        input_grad_ns=None,
-        weight_grad_ns=None,
+        backward_ns=max(1, backward),
+        input_grad_ns=max(1, backward - weights) if parted else None,
+        weight_grad_ns=max(1, weights) if parted else None,
         activation_bytes=sum(each.kept_bytes for each in details.operators)
         + sum(each.held_bytes for each in details.tensors),
-        weight_grad_bytes=0,
+        weight_grad_bytes=sum(deferred) if parted else 0,
         workspace_bytes=max(each.workspace_bytes for each in chosen),
         parameter_bytes=parameters,
         optimizer_bytes=state - 2 * parameters,

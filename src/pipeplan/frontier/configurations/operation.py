@@ -124,6 +124,10 @@ class Operation(ABC):
         share = self.share(numbers)
         return max(share.gradient_bytes, share.update_bytes)
 
+    def deferred_bytes(self, numbers: Numbers) -> int | None:
+        """What it holds from its input's gradient until its weight's; None where that is not known."""
+        return None
+
     @property
     def parameters(self) -> int:
         """Numbers in its parameters, unsplit."""

@@ -40,6 +40,7 @@ class Scale:
 class Configuration:
     """How an operator is split and what it costs each device; times in ns, of all its samples.
 
+    ``weight_grad_ns`` is the part of backward that can wait, holding ``deferred_bytes``: None where it cannot.
     ``sync_ns`` adds up the parameters' gradients. ``state_bytes`` are parameters, gradients and optimizer state,
     ``inside_bytes`` what backward needs beside inputs and output, ``entry_bytes`` the first input. Layouts are those of
     the inputs, of the gradients given for them (none if none are), and of the output, whose gradient is taken where
@@ -50,6 +51,8 @@ class Configuration:
     splits: Splits
     forward_ns: int
     backward_ns: int
+    weight_grad_ns: int
+    deferred_bytes: int | None
     sync_ns: int
     parameter_bytes: int
     state_bytes: int
@@ -107,11 +110,14 @@ def _priced(
     parts = prod(extents[name] for name in operation.weighted if name in extents)
     parameters = -(-scale.parameter_bytes // parts)
     summed = [split for name, split in splits.items() if name not in operation.weighted]
+    deferred = operation.deferred_bytes(numbers)
     return Configuration(
         name=mesh_name(list(splits.items()), resharding.devices),
         splits=splits,
         forward_ns=round(times.forward_ns * scale.forward + forward),
         backward_ns=round((times.input_grad_ns + times.weight_grad_ns) * scale.backward + backward),
+        weight_grad_ns=0 if deferred is None else round(times.weight_grad_ns * scale.backward),
+        deferred_bytes=deferred,
         sync_ns=round(sum(_sum_ns(parameters, split, resharding) for split in summed)),
         parameter_bytes=parameters,
         state_bytes=-(-scale.state_bytes // parts),

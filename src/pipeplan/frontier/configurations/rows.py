@@ -66,6 +66,10 @@ class WholeBlock(Operation):
     def workspace_bytes(self, numbers: Numbers) -> int:
         return self._row(numbers).workspace_bytes
 
+    def deferred_bytes(self, numbers: Numbers) -> int | None:
+        row = self._row(numbers)
+        return None if row.input_grad_ns is None or row.weight_grad_ns is None else row.weight_grad_bytes
+
     def tensor(self) -> Tensor:
         samples = self.axis("samples").size
         return Tensor((samples, ANY, ANY), samples * self.sample_bytes)
@@ -87,6 +91,10 @@ class WordTable(WholeBlock):
 
     def inside_bytes(self, numbers: Numbers) -> int:
         return super().inside_bytes(numbers) * numbers["hidden"] // self.axis("hidden").size
+
+    def deferred_bytes(self, numbers: Numbers) -> int | None:
+        whole = super().deferred_bytes(numbers)
+        return None if whole is None else whole * numbers["hidden"] // self.axis("hidden").size
 
     def tensor(self) -> Tensor:
         samples, hidden = (self.axis(name).size for name in ("samples", "hidden"))
