@@ -132,6 +132,7 @@ def test_placement_file(chain: Path, tmp_path: Path) -> None:
     [
         (["--memory", "0.5GB"], 1, "500MB too much; 4 devices of 1GB would do; raise --memory"),
         (["--devices", "3"], 2, "--devices 3 contradicts the profile's placement"),
+        (["--chunks", "2"], 2, "--chunks 2 would do nothing"),
         (["--memory", "lots"], 2, "is not a size"),
         (["--time-limit", "30"], 2, "write a number and a unit, as 30s"),
         (["--scheduler", "best"], 2, "choose from auto"),

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ from pipeplan.model import (
     to_json,
 )
 from pipeplan.model.workload import Workload
+from pipeplan.planner.assembly import assemble
+from pipeplan.simulate.timing import task_graph
 
 Data = dict[str, Any]
 
@@ -178,6 +181,21 @@ def test_hand_made_plans_are_valid(name: str) -> None:
     assert report.problems == ()
     assert report.valid
     report.require()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_no_repetend_is_stated_that_has_parts(late: bool) -> None:
+    """Two stages on a device, the second with a forward in two parts: the other part before the repetend, or in it."""
+    workload = placed_on({"devices": (0,)}, {"devices": (0,), "num_parted": 1})
+    forwards = ["0F0", "1F0.0", *(text for m in (1, 2, 3) for text in (f"0F{m}", f"1F{m}"))]
+    forwards.insert(8 if late else 2, "1F0.1")
+    backwards = [text for m in range(4) for text in (f"1B{m}", f"0B{m}")]
+    graph = task_graph(workload)
+    task_of = {graph.label(task): task for task in range(graph.num_tasks)}
+    order = [task_of[text] for text in (*forwards, *backwards)]
+    plan = assemble(graph, [order], 1, Fraction(1), "by hand")
+    assert check(plan).valid
+    assert (plan.repetend is None) == late
 
 
 def test_figures() -> None:

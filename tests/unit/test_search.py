@@ -12,7 +12,7 @@ from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.model.workload import Workload
 from pipeplan.planner import Batch, Options, choose_placement, resolve_batch, search_plan
-from pipeplan.planner.by_rules import place_by_rules
+from pipeplan.planner.by_rules import SUBMODULES, place_by_rules
 from pipeplan.schedule import search as search_module
 from pipeplan.schedule import starts
 from pipeplan.schedule.rules import Rules
@@ -234,6 +234,15 @@ class TestPlacementChoice:
         assert choose_placement(own, "auto", None, rules)[0] is own.placement
         with pytest.raises(UsageError, match=r"each submodule on devices of its own.*take the placement out"):
             choose_placement(own, "auto", None, named_rules("clip-mixed"))
+
+    def test_chunks_are_for_placements_to_be_made(self) -> None:
+        """Neither for one that exists, nor for submodules, of which each has its own."""
+        v, rules = shape("v", 4), Options(scheduler="rules", rules=named_rules("clip-mixed"))
+        assert v.placement is not None
+        with pytest.raises(UsageError, match=r"--chunks 2 would do nothing: the placement .* leave --chunks out"):
+            search_plan(v, v.placement, Batch(4, 1), Options(), chunks=2)
+        with pytest.raises(UsageError, match="--chunks 2 would do nothing: the rules, which place submodules"):
+            search_plan(towers((2,) * 8, (2,) * 8), SUBMODULES, Batch(4, 1), rules, num_devices=4, chunks=2)
 
     def test_shared_blocks_without_costs_of_their_own_are_spread(self) -> None:
         """Those of the shape have costs for 4 shards alone: strategies put them on all devices, or say why not."""

@@ -9,7 +9,7 @@ from pipeplan.model import Plan, Predicted, Provenance, Repetend
 from pipeplan.planner.numbers import number
 from pipeplan.simulate.memory import peak_memory
 from pipeplan.simulate.metrics import iteration_time, rates
-from pipeplan.simulate.parts import whole
+from pipeplan.simulate.parts import parts_are_before, whole
 from pipeplan.simulate.repetend import find_repetend, steady_bubble_rate
 from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts, with_links
 
@@ -75,10 +75,4 @@ def _repetend(graph: TaskGraph, orders: Orders) -> Repetend | None:
     if not replaced.workload.is_uniform:
         return None
     found = find_repetend(replaced, whole_orders, earliest_starts(replaced, whole_orders))
-    if found is None:
-        return None
-    behind = all(
-        found.first[operation.id] >= slots.num_parted
-        for operation, slots in zip(graph.workload.operations, graph.workload.slots, strict=False)
-    )
-    return found if behind else None
+    return found if found is not None and parts_are_before(graph, orders, found) else None

@@ -47,6 +47,9 @@ class Request:
 
     ``placement`` is one that exists, a strategy, or ``auto``. ``sizes`` are the micro-batch sizes to choose from, for
     the mini-batch of ``batch``.
+
+    Raises:
+        UsageError: ``chunks`` for a placement that exists, or for submodules that rules place.
     """
 
     profile: Profile
@@ -59,6 +62,14 @@ class Request:
     cluster: Cluster | None
     memory_bytes: int | None
     progress: Progress | None
+
+    def __post_init__(self) -> None:
+        if self.chunks is not None and (isinstance(self.placement, Placement) or self.placement == SUBMODULES):
+            own = "the rules, which place submodules," if self.placement == SUBMODULES else "the placement"
+            raise UsageError(
+                f"--chunks {self.chunks} would do nothing: {own} of profile {self.profile.name!r} say how many stages "
+                "each device has; leave --chunks out, or choose a --placement strategy such as circular"
+            )
 
     @property
     def memory(self) -> list[int | None]:

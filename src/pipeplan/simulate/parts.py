@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pipeplan.model.plan import Repetend
 from pipeplan.model.workload import Workload
 from pipeplan.simulate.timing import Orders, TaskGraph, task_graph, with_links
 
-__all__ = ["has_parts", "in_parts", "parts_before", "whole", "with_parts", "without_parts"]
+__all__ = ["has_parts", "in_parts", "parts_are_before", "parts_before", "whole", "with_parts", "without_parts"]
 
 
 def has_parts(workload: Workload) -> bool:
@@ -65,6 +66,18 @@ def in_parts(orders: Orders, graph: TaskGraph) -> list[list[int]]:
 def parts_before(workload: Workload, device: int) -> int:
     """By how many actions a device's order with parts is longer than that with whole micro-batches."""
     return sum(stage.num_parted for stage in workload.stages if device in stage.devices)
+
+
+def parts_are_before(graph: TaskGraph, orders: Orders, repetend: Repetend) -> bool:
+    """Whether every part runs before the repetend of its device, which is found in the whole orders."""
+    counts = [
+        repetend.first[operation.id] + slots.num_parted
+        for operation, slots in zip(graph.workload.operations, graph.workload.slots, strict=False)  # messages are last
+    ]
+    behind: list[int] = []
+    for order in graph.on_devices(orders):
+        behind += order[sum(counts[item] for item in {graph.operation_of[task] for task in order}) :]
+    return all(_name(graph, task)[1] is None for task in behind)
 
 
 def _name(graph: TaskGraph, task: int) -> tuple[int, int | None]:
