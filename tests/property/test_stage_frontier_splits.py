@@ -21,7 +21,8 @@ from pipeplan.frontier.configurations.pricing import Configuration
 from pipeplan.frontier.configurations.stages import StageModels
 from pipeplan.model import Block, Cluster, CostRow, DeviceKind, Edge, LinkLevel, Profile, Source
 from pipeplan.partition.block_splits import GroupSplits
-from pipeplan.partition.stage_frontier import Cut, StageFrontiers, Way
+from pipeplan.partition.stage_frontier import Cut, StageFrontiers
+from pipeplan.partition.uniform_ways import Way
 
 SIZE = 4
 Taken = tuple[int, int]

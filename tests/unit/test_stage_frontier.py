@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pipeplan.costs import stage_costs
 from pipeplan.errors import UsageError
 from pipeplan.model import Block, CostRow, Edge, Profile, Source
-from pipeplan.partition.stage_frontier import StageFrontiers, Way
+from pipeplan.partition.stage_frontier import StageFrontiers
+from pipeplan.partition.uniform_ways import Way
 
 
 def chain_profile(seed: int, num_blocks: int) -> Profile:

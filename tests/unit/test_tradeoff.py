@@ -132,8 +132,9 @@ def test_profiles_with_a_placement_have_plans_on_it(name: str) -> None:
     """What the placement leaves is how many micro-batches are in flight."""
     profile = shape(name, 4)
     request = Request(profile, "auto", 4, None, Batch(8, 1), (1,), Options(time_limit=NO_END), None, None, None)
-    found = plan_frontier(request, (4,))
+    found = plan_frontier(request, (2, 4))
     assert len(found.points) > 1
+    assert {point.num_devices for point in found.points} | set(found.failures) == {2, 4}
     for point in found.points:
         assert check(point.plan, profile).valid
         simulated = simulate(point.plan)

@@ -219,7 +219,7 @@ def of_plans(asked: Asked, *, quickest: bool = False) -> Found:
         False,
         found.seconds,
         tuple(points),
-        (*asked.notes, note),
+        (*asked.notes, *(f"{named_devices(count)}: {error}" for count, error in found.failures.items()), note),
         found.interrupted,
         tried=found.num_tried,
         untried=found.num_untried,

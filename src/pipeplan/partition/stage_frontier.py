@@ -23,28 +23,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from pipeplan.costs import group_costs
-from pipeplan.costs.collectives import all_reduce_time
 from pipeplan.errors import UsageError
 from pipeplan.model import Cluster, PlacedStage, Placement, Profile
 from pipeplan.partition.block_splits import BlockSplits, GroupSplits, RunFrontiers, RunPoint
-from pipeplan.partition.runs import FloatArray, largest, none_empty, sums
+from pipeplan.partition.runs import FloatArray
+from pipeplan.partition.uniform_ways import UniformRuns, UniformWays, Way
 
-__all__ = ["Cut", "StageFrontiers", "Way"]
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How a device group runs all of its blocks."""
-
-    replicas: int
-    shards: int
-    recompute: bool
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of the group."""
-        return self.replicas * self.shards
+__all__ = ["Cut", "StageFrontiers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +51,6 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class _Runs:
-    """What a way costs for every run of blocks i..j-1: arrays [n + 1, n + 1], bytes per device and ns."""
-
-    way: Way
-    time: FloatArray
-    static: FloatArray
-    held: FloatArray
-    workspace: FloatArray
-
-    def memory(self, in_flight: int) -> FloatArray:
-        """Bytes with so many micro-batches in flight."""
-        return self.static + in_flight * self.held + self.workspace
-
-
-@dataclass(frozen=True, slots=True)
 class StageFrontiers:
     """The frontiers of all runs of a profile's blocks, for so many micro-batches of one size.
 
@@ -90,7 +60,7 @@ class StageFrontiers:
 
     order: tuple[str, ...]
     num_microbatches: int
-    runs: tuple[_Runs, ...]
+    runs: tuple[UniformRuns, ...]
     splits: Mapping[int, Sequence[BlockSplits]]
 
     @classmethod
@@ -113,7 +83,7 @@ class StageFrontiers:
         """
         order = profile.topological_order()
         groups = sorted({1 << power for power in range(num_devices.bit_length())} | {num_devices})
-        pricing = _Pricing(profile, order, microbatch_size, num_microbatches, cluster)
+        pricing = UniformWays(profile, order, microbatch_size, num_microbatches, cluster)
         found = [runs for group in groups if group <= num_devices for runs in pricing.possible(group, recompute)]
         known = splits or GroupSplits(profile, cluster)
         several = [group for group in groups if 1 < group <= num_devices]
@@ -296,7 +266,7 @@ class _Group:
     @classmethod
     def of(
         cls,
-        runs: Sequence[_Runs],
+        runs: Sequence[UniformRuns],
         frontiers: Sequence[RunFrontiers],
         in_flight: int,
         limit: float,
@@ -344,43 +314,6 @@ def _joined(groups: dict[int, _Group], after: Rest, num_devices: int) -> Rest:
                 found = np.maximum(group.times, times[None, :]).min(axis=1)
                 joined[left + size] = np.minimum(joined.get(left + size, np.inf), found)
     return joined
-
-
-@dataclass(frozen=True, slots=True)
-class _Pricing:
-    """What every run of blocks takes where all blocks run in one way."""
-
-    profile: Profile
-    order: tuple[str, ...]
-    microbatch_size: int
-    num_microbatches: int
-    cluster: Cluster | None
-
-    def possible(self, group: int, recompute: Sequence[bool]) -> Iterator[_Runs]:
-        """Every way of a group that all blocks have costs for."""
-        for split in sorted(set.intersection(*({row.shards for row in block.costs} for block in self.profile.blocks))):
-            if group % split == 0 and self.microbatch_size % (group // split) == 0:
-                for again in recompute:
-                    try:
-                        yield self._runs(Way(group // split, split, again))
-                    except UsageError:  # this size was not profiled with so many shards
-                        continue
-
-    def _runs(self, way: Way) -> _Runs:
-        size = self.microbatch_size // way.replicas
-        alone = [[block] for block in self.order]
-        given = group_costs(self.profile, alone, size, way.shards, recompute=way.recompute)
-        peers = range(0, way.num_devices, way.shards)
-        added_up = [all_reduce_time(self.cluster, peers, cost.parameter_bytes) for cost in given]
-        shares = [-(-each // self.num_microbatches) for each in added_up]
-        times = [cost.forward_ns + cost.backward_ns + share for cost, share in zip(given, shares, strict=True)]
-        return _Runs(
-            way,
-            time=np.where(none_empty(len(given)), sums(times), np.inf),
-            static=sums([2 * cost.parameter_bytes + cost.optimizer_bytes for cost in given]),
-            held=sums([cost.activation_bytes for cost in given]),
-            workspace=largest([cost.workspace_bytes for cost in given]),
-        )
 
 
 def _no_way(profile: Profile, microbatch_size: int) -> str:

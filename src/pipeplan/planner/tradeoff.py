@@ -12,7 +12,7 @@ most its memory, time and devices.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
@@ -62,7 +62,8 @@ class PlanFrontier:
     """Plans that no other plan found beats in memory, time and devices together, fewest devices and memory first.
 
     ``interrupted`` if there was more to try: at least ``num_untried`` partitions of the chain. ``rough`` are the
-    numbers of devices for which there was no time to track all strategies of one stage.
+    numbers of devices for which there was no time to track all strategies of one stage, ``failures`` those without a
+    point, and why.
     """
 
     points: tuple[PlanPoint, ...]
@@ -71,6 +72,7 @@ class PlanFrontier:
     interrupted: bool
     num_untried: int = 0
     rough: tuple[int, ...] = ()
+    failures: Mapping[int, PipeplanError] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +123,13 @@ def plan_frontier(request: Request, device_counts: Sequence[int], *, quickest: b
     except KeyboardInterrupt:
         interrupted = True
     if not search.best:
-        raise search.failures[0] if search.failures else InfeasibleError("no plan fits; raise --memory or --devices")
+        raise next(iter(search.failures.values()), InfeasibleError("no plan fits; raise --memory or --devices"))
     untried = _counted(partitions, _COUNTING * request.options.time_limit) if interrupted else 0
     points = [_point(tried) for tried in sorted(search.best, key=lambda tried: tried.figures)]
     seconds = time.monotonic() - begun
-    return PlanFrontier(tuple(points), search.num_tried, seconds, interrupted, untried, tuple(search.rough))
+    found = {point.num_devices for point in points}
+    failures = {count: error for count, error in search.failures.items() if count not in found}
+    return PlanFrontier(tuple(points), search.num_tried, seconds, interrupted, untried, tuple(search.rough), failures)
 
 
 @dataclass(slots=True)
@@ -135,7 +139,7 @@ class _Search:
     begun: float
     seconds: float
     best: list[_Tried] = field(default_factory=list)
-    failures: list[PipeplanError] = field(default_factory=list)
+    failures: dict[int, PipeplanError] = field(default_factory=dict)
     num_tried: int = 0
     rough: list[int] = field(default_factory=list)
 
@@ -185,7 +189,7 @@ class _Search:
 
     def _try(self, asked: Asked) -> None:
         if isinstance(asked.candidate, PipeplanError):
-            self.failures.append(asked.candidate)
+            self.failures.setdefault(asked.request.num_devices, asked.candidate)
             return
         self.num_tried += 1
         tried = _tried(asked, asked.candidate, self.best)

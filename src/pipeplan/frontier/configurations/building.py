@@ -10,7 +10,7 @@ it or makes it again.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from pipeplan.frontier.configurations.expansion import Link, OperatorGraph, Oper
 from pipeplan.frontier.configurations.layouts import Layout, Tensor
 from pipeplan.frontier.configurations.operation import Axis, Operation
 from pipeplan.frontier.configurations.operations import Data
-from pipeplan.frontier.configurations.pricing import Configuration, Rule, Scale, configurations
+from pipeplan.frontier.configurations.pricing import Configuration, Rule, Scale, Taken, configurations, recomputed
 from pipeplan.frontier.configurations.resharding import Resharding
 from pipeplan.frontier.configurations.rows import row_for
 from pipeplan.frontier.configurations.splits import MOST_DIMENSIONS
@@ -80,28 +80,6 @@ class Need(NamedTuple):
         return self.taken or self.given
 
 
-class _Input(NamedTuple):
-    """A tensor that an operator takes; of all samples where it is broadcast."""
-
-    tensor: Tensor
-    port: int
-    broadcast: bool
-
-    def local_bytes(self, way: Configuration) -> int:
-        """What a device has of it as it is taken."""
-        return self.tensor.num_bytes if self.broadcast else self.tensor.local_bytes(way.taken(self.port))
-
-
-def _again(way: Configuration, inputs: Collection[_Input]) -> Configuration:
-    """A configuration that keeps its inputs alone: backward runs forward first, and needs what that holds."""
-    return replace(
-        way,
-        backward_ns=way.backward_ns + way.forward_ns,
-        inside_bytes=min(way.inside_bytes, sum(each.local_bytes(way) for each in inputs)),
-        workspace_bytes=way.workspace_bytes + way.inside_bytes,
-    )
-
-
 @dataclass(frozen=True)
 class CostModel:
     """Operators, tensors and configurations of a profile on some devices, and their costs as a graph."""
@@ -143,14 +121,14 @@ class CostModel:
             plain, inputs = ways[node.name], self._inputs(node)
             key = id(plain), inputs
             if key not in known:
-                known[key] = tuple(_again(way, inputs) for way in plain)
+                known[key] = tuple(recomputed(way, inputs) for way in plain)
             found[node.name] = known[key]
         return found
 
-    def _inputs(self, node: OperatorNode) -> frozenset[_Input]:
+    def _inputs(self, node: OperatorNode) -> frozenset[Taken]:
         """What an operator takes and is not held on the way to it."""
         return frozenset(
-            _Input(self.tensor(link), link.port, link.broadcast)
+            Taken(self.tensor(link), link.port, link.broadcast)
             for link in self._links_into.get(node.name, ())
             if not node.operation.keeps_input(link.port)
         )

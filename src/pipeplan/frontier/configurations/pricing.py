@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
 from pipeplan.costs.groups import send_time, time_of_groups
 from pipeplan.costs.presets import DevicePreset
@@ -13,7 +14,7 @@ from pipeplan.frontier.configurations.operation import InnerExchange, Map, Opera
 from pipeplan.frontier.configurations.resharding import Resharding, groups_along
 from pipeplan.frontier.configurations.splits import MOST_DIMENSIONS, Split, mesh_name, ways_to_split
 
-__all__ = ["Configuration", "Rule", "Scale", "Splits", "configurations"]
+__all__ = ["Configuration", "Rule", "Scale", "Splits", "Taken", "configurations", "recomputed"]
 
 Splits = Mapping[str, Split]
 """The split of every axis that is split."""
@@ -75,6 +76,28 @@ class Configuration:
     def returned(self, port: int) -> Layout:
         """The layout of the gradient of an input."""
         return self.input_gradients[min(port, len(self.input_gradients) - 1)]
+
+
+class Taken(NamedTuple):
+    """A tensor that an operator takes; of all samples where it is broadcast."""
+
+    tensor: Tensor
+    port: int
+    broadcast: bool
+
+    def local_bytes(self, way: Configuration) -> int:
+        """What a device has of it as it is taken."""
+        return self.tensor.num_bytes if self.broadcast else self.tensor.local_bytes(way.taken(self.port))
+
+
+def recomputed(way: Configuration, inputs: Collection[Taken]) -> Configuration:
+    """A configuration that keeps its inputs alone: backward runs forward first, and needs what that holds."""
+    return replace(
+        way,
+        backward_ns=way.backward_ns + way.forward_ns,
+        inside_bytes=min(way.inside_bytes, sum(each.local_bytes(way) for each in inputs)),
+        workspace_bytes=way.workspace_bytes + way.inside_bytes,
+    )
 
 
 def configurations(
