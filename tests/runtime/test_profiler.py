@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
 import weakref
@@ -147,7 +146,7 @@ def test_blocks_take_about_as_long_as_the_whole(tiny: Profile) -> None:
         value.backward()
         seconds.append(time.perf_counter_ns() - begin)
     blocks = sum(row.forward_ns + (row.backward_ns or 0) for row in (block.costs[2] for block in tiny.blocks))
-    assert 0.2 < blocks / statistics.median(seconds) < 5
+    assert min(seconds) / 5 < blocks < 5 * max(seconds)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

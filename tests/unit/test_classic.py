@@ -198,7 +198,7 @@ class TestEveryClassic:
         for name in WHERE[scheduler]:
             if num_devices == 1 and not name.startswith(("v", "zbv", "waves")):
                 continue
-            for num_microbatches in (1, 2, 3, num_devices + 1, 3 * num_devices):
+            for num_microbatches in (1, 2, 3, num_devices + 1, 2 * num_devices):
                 problem = case(name, num_devices, num_microbatches)
                 if scheduler == "dualpipe-v" and num_microbatches < 2 * num_devices:
                     continue
