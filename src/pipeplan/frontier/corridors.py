@@ -29,13 +29,13 @@ __all__ = ["fewer", "gap_by_gap"]
 _MOST_WEIGHTINGS = 64
 """Weightings by which a frontier is cut into gaps."""
 
-_SHARE = 0.05
+_SHARE = 0.01
 """The first corridor, of the height of a gap's triangle."""
 
 _WIDER = (4.0, 2.0)
 """By how much a corridor grows at a time: after few sums of points, and after many."""
 
-_MANY_SUMS = 1e7
+_MANY_SUMS = 300_000
 
 _RELAXED = 1e-9
 
@@ -72,9 +72,7 @@ def _of_strategies(whole: Whole, strategies: Sequence[Mapping[Expression, int]])
     """Strategies told by the point of every given table in each."""
     taken = {part: np.array([points[part] for points in strategies]) for part in strategies[0]}
     given = {part.key: part.given for part in taken if part.given is not None}
-    memory = sum(given[part.key].memory_bytes[points] for part, points in taken.items())
-    time = sum(given[part.key].time_ns[points] for part, points in taken.items())
-    return Found(whole, np.asarray(memory), np.asarray(time), taken, given)
+    return Found(whole.strategies(taken, given))
 
 
 def _in_gap(reducing: Reducing, whole: Whole, gap: Gap, ends: tuple[Weighing, Weighing], within: float) -> Found:
@@ -107,8 +105,8 @@ class _Left(NamedTuple):
 
 
 def _left(found: Found, gap: Gap, line: Weighing, limit: float) -> _Left:
-    memory = np.r_[gap.left.memory_bytes, found.memory_bytes, gap.right.memory_bytes]
-    time = np.r_[gap.left.time_ns, found.time_ns, gap.right.time_ns]
+    memory = np.r_[gap.left.memory_bytes, found.strategies.memory_bytes, gap.right.memory_bytes]
+    time = np.r_[gap.left.time_ns, found.strategies.time_ns, gap.right.time_ns]
     costs = line.cost(memory[1:], time[:-1])
     open_ = np.flatnonzero(costs > limit * (1 + _RELAXED))
     if not len(open_):

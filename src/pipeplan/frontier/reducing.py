@@ -15,7 +15,7 @@ from pipeplan.frontier.graph import CostGraph, Strategy
 from pipeplan.frontier.scalars import inside
 from pipeplan.frontier.table import FloatArray, IntArray, Table
 
-__all__ = ["Part", "Reducing", "Whole"]
+__all__ = ["Part", "Reducing", "Strategies", "Whole"]
 
 _MERGED = 4096
 """Branch elimination makes at most so many configurations; a node that would make more is settled by heuristics."""
@@ -52,6 +52,27 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Strategies:
+    """P strategies, by ascending memory, told without the tables that they were found in; all arrays are [P]."""
+
+    memory_bytes: IntArray
+    time_ns: IntArray
+    configurations: Mapping[str, IntArray]
+    node_variants: Mapping[str, IntArray]
+    edge_variants: tuple[IntArray, ...]
+
+    def strategy(self, point: int) -> Strategy:
+        """One of them."""
+        return Strategy(
+            memory_bytes=int(self.memory_bytes[point]),
+            time_ns=int(self.time_ns[point]),
+            configurations={name: int(chosen[point]) for name, chosen in self.configurations.items()},
+            node_variants={name: int(chosen[point]) for name, chosen in self.node_variants.items()},
+            edge_variants=tuple(int(chosen[point]) for chosen in self.edge_variants),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Whole:
     """A part as one expression of one cell, with those of its operators and tensors in it, and eliminations by kind."""
 
@@ -66,23 +87,19 @@ class Whole:
         """How many tables of the expression differ."""
         return len({part.key for part in in_order(self.expression)})
 
-    def strategy(self, taken: Mapping[Expression, int], tables: Mapping[int, Table] | None = None) -> Strategy:
-        """What takes these points of the given tables, or of ``tables`` by key where points were dropped from them."""
-
-        def point(given: Expression) -> tuple[Table, int]:
-            table = given.given if tables is None else tables[given.key]
-            assert table is not None
-            return table, taken[given]
-
-        rows = {name: point(row) for name, row in self.rows.items()}
-        edges = [point(edge) for edge in self.edges]
-        every = [*rows.values(), *edges]
-        return Strategy(
-            memory_bytes=sum(int(table.memory_bytes[at]) for table, at in every),
-            time_ns=sum(int(table.time_ns[at]) for table, at in every),
-            configurations={name: int(self.part.places[name][row.cell_of(at)]) for name, (row, at) in rows.items()},
-            node_variants={name: int(row.picks[0, at]) for name, (row, at) in rows.items()},
-            edge_variants=tuple(int(edge.picks[0, at]) for edge, at in edges),
+    def strategies(self, taken: Mapping[Expression, IntArray], tables: Mapping[int, Table]) -> Strategies:
+        """Those that take these points, [P], of the given tables, which ``tables`` has by key."""
+        every = [(tables[each.key], taken[each]) for each in (*self.rows.values(), *self.edges)]
+        rows = {name: (tables[row.key], taken[row]) for name, row in self.rows.items()}
+        return Strategies(
+            memory_bytes=np.sum([table.memory_bytes[points] for table, points in every], axis=0),
+            time_ns=np.sum([table.time_ns[points] for table, points in every], axis=0),
+            configurations={
+                name: self.part.places[name][np.searchsorted(row.starts, points, side="right") - 1]
+                for name, (row, points) in rows.items()
+            },
+            node_variants={name: row.picks[0, points] for name, (row, points) in rows.items()},
+            edge_variants=tuple(table.picks[0, points] for table, points in every[len(rows) :]),
         )
 
 

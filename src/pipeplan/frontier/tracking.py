@@ -19,6 +19,9 @@ __all__ = ["Tracked", "track"]
 _ROUNDS = (8, 24)
 """Weightings by which configurations are dropped, few while there are many configurations."""
 
+_SMALL = 300_000
+"""Sums of points that take less time than finding out which are of no use."""
+
 _AT_ONCE = 2e7
 """Sums of points up to which a frontier is computed as one; beyond, gap by gap of its hull."""
 
@@ -46,7 +49,7 @@ class Tracked:
     def strategy(self, point: int) -> Strategy:
         """The strategy of a point, unrolled."""
         part, inside_part = map(int, self._picks[:, point])
-        return self._of[part].strategy(inside_part)
+        return self._of[part].strategies.strategy(inside_part)
 
 
 def track(
@@ -81,6 +84,9 @@ def _found(reducing: Reducing, part: Part, pruned: bool, within: float) -> list[
         return [everything]
     if within:
         return gap_by_gap(reducing, part, within)
+    small = computed(reducing.whole(part), most_sums=_SMALL)
+    if small:
+        return [small]
     for weightings in _ROUNDS:
         whole = reducing.whole(part)
         part = fewer(whole, bounds_of(whole.expression, weightings))
@@ -90,6 +96,6 @@ def _found(reducing: Reducing, part: Part, pruned: bool, within: float) -> list[
 
 
 def _points(end: int, found: Found) -> Points:
-    index = np.arange(len(found.memory_bytes))
-    picks = np.stack((np.full_like(index, end), index))
-    return Points(np.zeros_like(index), found.memory_bytes, found.time_ns, picks)
+    memory, time = found.strategies.memory_bytes, found.strategies.time_ns
+    index = np.arange(len(memory))
+    return Points(np.zeros_like(index), memory, time, np.stack((np.full_like(index, end), index)))
