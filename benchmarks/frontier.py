@@ -341,7 +341,7 @@ def devices_part(limit: float) -> None:
     rows = []
     for name in LARGE:
         for devices in (8, 16, 32):
-            done = run_of(name, devices)
+            done = run_of(name, devices, dimensions=2)
             fits = np.flatnonzero(done.frontier.memory_bytes <= MEMORY)
             others = [attempted(planner, done.model) for planner in (data_parallel, fastest, split_everything)]
             rows.append(
