@@ -338,7 +338,7 @@ def with_rate(cluster: Cluster, level: int, factor: float) -> Cluster:
 
 
 def devices_part(limit: float) -> None:
-    """Meshes of two dimensions: on 32 devices those of three make too many configurations for some minutes."""
+    """Meshes of two dimensions, so that 32 devices take minutes."""
     rows = []
     for name in LARGE:
         for devices in (8, 16, 32):
