@@ -104,7 +104,7 @@ class Run:
 
     @property
     def turn(self) -> int:
-        return turning_point(self.frontier.memory_bytes, self.frontier.time_ns)
+        return turning_point(self.frontier.memory_bytes, self.frontier.time_ns) or 0
 
     def point(self, index: int) -> str:
         return shown(Point(int(self.frontier.memory_bytes[index]), int(self.frontier.time_ns[index])))

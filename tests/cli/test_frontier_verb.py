@@ -193,3 +193,13 @@ def test_when_time_runs_out_the_rest_is_proved_roughly(profile_path: Path) -> No
     assert summary["interrupted"]
     assert summary["points"]
     assert any("ended early" in note for note in summary["notes"])
+
+
+def test_the_turning_point_is_that_of_all_points_whatever_memory_allows(profile_path: Path) -> None:
+    asked = (profile_path, "--devices", 2, "--json")
+    points = json.loads(run(*asked).stdout)["points"]
+    (turning,) = [point for point in points if point["turning_point"]]
+    for limit, left in ((turning["memory_bytes"], 1), (turning["memory_bytes"] - 1, 0)):
+        fitting = json.loads(run(*asked, "--memory", limit).stdout)["points"]
+        assert sum(point["turning_point"] for point in fitting) == left
+        assert fitting[-1]["chosen"]

@@ -14,5 +14,7 @@ def test_units_do_not_matter() -> None:
     assert turning_point([each * 10**9 for each in memory], [each * 1000 for each in time]) == 2
 
 
-def test_short_frontiers_turn_at_their_start() -> None:
-    assert turning_point([5], [5]) == turning_point([5, 6], [6, 5]) == 0
+def test_there_is_none_without_a_point_below_the_line() -> None:
+    assert turning_point([5], [5]) is turning_point([5, 6], [6, 5]) is None
+    assert turning_point([1, 2, 3], [3, 2, 1]) is None  # on the line
+    assert turning_point([1, 3, 4], [79, 68, 60]) is None  # above it

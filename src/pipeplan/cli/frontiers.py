@@ -87,11 +87,11 @@ def of_splits(asked: Asked) -> Found:
         notes.append(f"ended early: what there was no time for was tracked as by --within {_ROUGH}")
     for count, splits in zip(asked.counts, tracked, strict=True):
         limit = asked.limit(count)
-        own = [(splits, point) for point in splits.points if limit is None or point.memory_bytes <= limit]
-        found += own
-        shown += [_point(*each) for each in own]
-        repeated = [point.repeated or 0.0 for point in shown[len(shown) - len(own) :]]
-        notes += sharing_notes(count, samples, repeated, splits.model)
+        own = _with_turning_points([_point(splits, point) for point in splits.points])
+        fitting = [index for index, point in enumerate(own) if limit is None or point.memory_bytes <= limit]
+        found += [(splits, splits.points[index]) for index in fitting]
+        shown += [own[index] for index in fitting]
+        notes += sharing_notes(count, samples, [own[index].repeated or 0.0 for index in fitting], splits.model)
         least.append(splits.points[0].memory_bytes)
         if limit is not None and least[-1] > limit:
             notes.append(f"{named_devices(count)}: not enough, each would need at least {format_bytes(least[-1])}")
@@ -194,17 +194,19 @@ def of_plans(asked: Asked, *, quickest: bool = False) -> Found:
         progress=None,
     )
     found = plan_frontier(request, asked.counts, quickest=quickest)
-    points = [
-        Point(
-            point.num_devices,
-            point.memory_bytes,
-            point.iteration_ns,
-            _words(point.plan),
-            workspace_bytes=point.workspace_bytes,
-            configurations=_ways(point.plan),
-        )
-        for point in found.points
-    ]
+    points = _with_turning_points(
+        [
+            Point(
+                point.num_devices,
+                point.memory_bytes,
+                point.iteration_ns,
+                _words(point.plan),
+                workspace_bytes=point.workspace_bytes,
+                configurations=_ways(point.plan),
+            )
+            for point in found.points
+        ]
+    )
     note = f"{found.num_tried} partitions were tried: no plan among them beats one of these"
     if found.interrupted:
         left = f"at least {found.num_untried} were not tried" if found.num_untried else "not everything was tried"
@@ -268,12 +270,8 @@ def chosen_points(asked: Asked, found: Found, mode: str, number: int | None = No
             f"{', '.join(map(str, asked.counts))} devices need at least {format_bytes(found.least_bytes)} each; "
             + remedies(asked.profile, asked.whole_blocks)
         )
-    turning = set(_turning(points))
-    marked = [
-        replace(point, turning_point=index in turning, price_per_hour=asked.price_per_hour(point.num_devices))
-        for index, point in enumerate(points)
-    ]
-    shown, chosen = _of_mode(points, mode, turning)
+    marked = [replace(point, price_per_hour=asked.price_per_hour(point.num_devices)) for point in points]
+    shown, chosen = _of_mode(points, mode)
     if number is not None:
         if number > len(shown):
             raise UsageError(f"--point {number}: there are {len(shown)} points; choose one of 1 to {len(shown)}")
@@ -283,12 +281,13 @@ def chosen_points(asked: Asked, found: Found, mode: str, number: int | None = No
     return replace(found.report, mode=mode, points=points, chosen=shown.index(chosen) + 1), chosen
 
 
-def _of_mode(points: Sequence[Point], mode: str, turning: set[int]) -> tuple[Sequence[int], int]:
+def _of_mode(points: Sequence[Point], mode: str) -> tuple[Sequence[int], int]:
     """The points that a mode shows, and the one that it chooses."""
     every = range(len(points))
     if mode == "all":
         most = [index for index in every if points[index].num_devices == points[-1].num_devices]
-        return every, max(turning & set(most), default=_quickest(points, most))
+        turning = [index for index in most if points[index].turning_point]
+        return every, turning[0] if turning else _quickest(points, most)
     if mode == "min-time":
         return every, _quickest(points, every)
     if mode == "min-devices":
@@ -307,8 +306,11 @@ def _by_devices(points: Sequence[Point]) -> Iterator[list[int]]:
         yield list(same)
 
 
-def _turning(points: Sequence[Point]) -> Iterator[int]:
-    """The turning point of every number of devices on whose frontier there is one: between its ends."""
+def _with_turning_points(points: Sequence[Point]) -> list[Point]:
+    """The same points with the turning point of every number of devices marked, where there is one."""
+    marked = list(points)
     for same in _by_devices(points):
-        if len(same) > 2:
-            yield same[turning_point([points[i].memory_bytes for i in same], [points[i].time_ns for i in same])]
+        turning = turning_point([points[i].memory_bytes for i in same], [points[i].time_ns for i in same])
+        if turning is not None:
+            marked[same[turning]] = replace(points[same[turning]], turning_point=True)
+    return marked
