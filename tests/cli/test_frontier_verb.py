@@ -13,7 +13,7 @@ from pipeplan.cli.main import cli
 from pipeplan.costs.testbeds import cluster_of_paper
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import model, shape
-from pipeplan.model import Profile, read_plan, read_profile, write_file
+from pipeplan.model import Profile, read_plan, read_profile, sha256_of, write_file
 from pipeplan.simulate.simulation import simulate
 
 
@@ -98,6 +98,21 @@ def test_plans_are_written_and_prices_shown(profile_path: Path, tmp_path: Path) 
     assert simulate(read_plan(str(plan_path))).iteration_ns == chosen["time_ns"]
     assert all(point["price_per_hour"] == 2.5 * point["num_devices"] for point in points)
     assert "per hour" in run(profile_path, "--cluster", cluster_path, "--mode", "profile").output
+
+
+@pytest.mark.parametrize("kind", [(), ("--plans", "--time-limit", "200ms")])
+def test_plans_on_fewer_devices_are_for_the_cluster_that_was_given(
+    profile_path: Path, tmp_path: Path, kind: tuple[str, ...]
+) -> None:
+    cluster = cluster_of_paper("tensoropt", 4)
+    cluster_path, plan_path = tmp_path / "cluster.json", tmp_path / "plan.json"
+    write_file(cluster, str(cluster_path))
+    asked = (*kind, "--cluster", cluster_path, "--devices", 2, "--mini-batch", 4)
+    run(profile_path, *asked, "-o", plan_path)
+    plan = read_plan(str(plan_path))
+    assert len(plan.devices) == 2
+    assert plan.provenance.cluster_sha256 == sha256_of(cluster)
+    assert check(plan, read_profile(str(profile_path)), cluster).valid
 
 
 def test_what_cannot_be_is_said(profile_path: Path, tmp_path: Path) -> None:

@@ -114,12 +114,11 @@ def of_splits(asked: Asked) -> Found:
 
     def plan_of(chosen: int) -> Plan:
         splits, point = found[chosen]
-        cluster = None if asked.cluster is None else asked.cluster.first(splits.num_devices)
         return plan_of_strategy(
             asked.profile,
             splits.model,
             point.strategy,
-            cluster=cluster,
+            cluster=asked.cluster,
             memory_bytes=asked.memory_bytes,
         )
 

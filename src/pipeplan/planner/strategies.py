@@ -81,7 +81,7 @@ def plan_of_strategy(
         profile: of which the model is.
         model: with whole blocks.
         strategy: of the model's graph.
-        cluster: the model's; its devices are named in the plan.
+        cluster: the model's; its first devices are named in the plan.
         memory_bytes: of every device, if not the cluster's.
 
     Raises:

@@ -99,7 +99,7 @@ def plan_frontier(request: Request, device_counts: Sequence[int], *, quickest: b
 
     Args:
         request: with the mini-batch and the time.
-        device_counts: numbers of devices.
+        device_counts: numbers of devices, the first ones of the request's cluster.
         quickest: what promises least time comes first, for those who look for the quickest plans alone.
 
     Raises:
@@ -107,7 +107,7 @@ def plan_frontier(request: Request, device_counts: Sequence[int], *, quickest: b
     """
     begun = time.monotonic()
     search = _Search(begun, request.options.time_limit)
-    requests = [_on(request, count) for count in device_counts]
+    requests = [replace(request, num_devices=count) for count in device_counts]
     splits = GroupSplits(request.profile, request.cluster)
     partitions = in_turn([chains(asked, splits, quickest=quickest) for asked in requests])
     share = (_CHAINS, _SPLIT) if quickest else (1.0, 1.0)
@@ -206,11 +206,6 @@ class _Search:
         """The points of every number of devices, quickest first."""
         ordered = sorted(self.best, key=lambda each: each.iteration_ns)
         return [[each for each in ordered if each.request.num_devices == asked.num_devices] for asked in requests]
-
-
-def _on(request: Request, num_devices: int) -> Request:
-    cluster = request.cluster.first(num_devices) if request.cluster is not None else None
-    return replace(request, num_devices=num_devices, cluster=cluster)
 
 
 def _one_stage(request: Request, within: float) -> Iterator[_Tried]:
