@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from pipeplan.check import check
 from pipeplan.cli.main import cli
 from pipeplan.costs.testbeds import cluster_of_paper
-from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.errors import FileError, InfeasibleError, UsageError
 from pipeplan.examples import model, shape
 from pipeplan.model import Profile, read_plan, read_profile, sha256_of, write_file
 from pipeplan.simulate.simulation import simulate
@@ -196,6 +196,27 @@ def test_any_point_can_be_written(profile_path: Path, tmp_path: Path) -> None:
     assert points[1]["configurations"] == dict(zip(stage.blocks, stage.configurations, strict=True))
     refused = run(*asked, "--point", len(points) + 1, fails=UsageError)
     assert f"1 to {len(points)}" in str(refused.exception)
+
+
+@pytest.mark.parametrize("kind", [(), ("--plans", "--time-limit", "300ms")])
+def test_all_points_are_written_by_their_numbers(profile_path: Path, tmp_path: Path, kind: tuple[str, ...]) -> None:
+    """Of the points that the same run prints: a search with a time limit may find others the next time."""
+    folder = tmp_path / "new" / "points"
+    asked = (profile_path, *kind, "--devices", "1,2", "--mini-batch", 2, "--mode", "profile", "--output-all", folder)
+    points = json.loads(run(*asked, "--json").stdout)["points"]
+    assert {path.name for path in folder.iterdir()} == {f"point-{point['number']}.json" for point in points}
+    for point in points:
+        plan = read_plan(str(folder / f"point-{point['number']}.json"))
+        assert (simulate(plan).iteration_ns, len(plan.devices)) == (point["time_ns"], point["num_devices"])
+    assert "of another run" in str(run(*asked, fails=FileError).exception)
+
+
+def test_what_cannot_be_written_is_said_and_the_rest_is_written(profile_path: Path, tmp_path: Path) -> None:
+    asked = (profile_path, "--devices", "1,2", "--mini-batch", 4, "--mode", "profile", "--output-all")
+    assert "cannot be made" in str(run(*asked, profile_path / "below", fails=FileError).exception)
+    unprofiled = run(*asked, tmp_path, fails=UsageError)  # four samples on one device: the profile has one and two
+    assert "1 of 2 points cannot be written as plans, as point 1: " in str(unprofiled.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["point-2.json"]
 
 
 def test_one_point_has_no_turning_point(profile_path: Path) -> None:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from pipeplan.cli.outputs import require_stdout_once, require_writable
+from pipeplan.cli.outputs import require_folder, require_stdout_once, require_writable
 from pipeplan.cli.planning import interrupt_on_sigterm
 from pipeplan.cli.types import BYTES, COUNTS, DURATION
 
 if TYPE_CHECKING:
-    from pipeplan.cli.frontiers import Asked
+    from pipeplan.cli.frontiers import Asked, Found
 
 __all__ = ["command"]
 
@@ -71,13 +71,23 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     help="Without --plans: points so near the frontier, 0.01 for 1 % in memory and time, in far less time; 0 is exact.",
 )
 @click.option("--time-limit", type=DURATION, help=_TIME_LIMIT)
-@click.option("--point", type=click.IntRange(min=1), metavar="N", help="Choose the N-th point shown, for -o.")
+@click.option(
+    "--point",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Choose the N-th point shown, for -o; a search that ends early may show others the next time.",
+)
 @click.option("--svg", metavar="FILE", help="Draw time against memory as SVG.")
 @click.option(
     "-o",
     "--output",
     metavar="FILE",
     help="Write the plan that is chosen; by --mode all, the turning point of the most devices.",
+)
+@click.option(
+    "--output-all",
+    metavar="DIRECTORY",
+    help="Write the plan of every point shown into a folder: point-1.json, point-2.json ...",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
 @click.pass_context
@@ -98,6 +108,7 @@ def command(
     point: int | None,
     svg: str | None,
     output: str | None,
+    output_all: str | None,
     as_json: bool,
 ) -> None:
     """What more memory and more devices bring PROFILE: all strategies that no other beats in memory and time.
@@ -117,10 +128,11 @@ def command(
     for path, option in ((output, "-o"), (svg, "--svg")):
         if path is not None:
             require_writable(path, option)
-    if output is not None and grain == "operator" and not plans:
+    writes = "-o" if output is not None else "--output-all" if output_all is not None else None
+    if writes is not None and grain == "operator" and not plans:
         raise UsageError(
-            "-o writes plans, and these run whole blocks; leave out --grain operator, or profile a model whose blocks "
-            "are operators, as gpt2-124m-operators"
+            f"{writes} writes plans, and these run whole blocks; leave out --grain operator, or profile a model whose "
+            "blocks are operators, as gpt2-124m-operators"
         )
     profile = read_profile(profile_path)
     cluster = read_cluster(cluster_path) if cluster_path is not None else None
@@ -137,12 +149,14 @@ def command(
         within=within,
     )
     _require_limit(asked, mode)
+    if output_all is not None:
+        require_folder(output_all, "point-*.json", "--output-all")
     if as_json or output == "-":
         for note in asked.notes:
             click.echo(f"pipeplan: {note}", err=True)
     interrupt_on_sigterm()
     found = of_plans(asked, quickest=mode in ("min-time", "profile")) if plans else of_splits(asked)
-    report, chosen = chosen_points(asked, found, mode, point)
+    report, shown = chosen_points(asked, found, mode, point)
     if svg is not None:
         _write(svg, frontier_svg(report))
     if as_json:
@@ -150,8 +164,28 @@ def command(
     elif output != "-":
         print_frontier(report, file=sys.stdout)
     if output is not None:  # the table first: it says what there is even where a plan cannot be made
-        write_file(found.plan_of(chosen), output)
+        write_file(found.plan_of(shown[report.chosen - 1]), output)
         click.echo(f"pipeplan: {report.written} is in {'stdout' if output == '-' else output}", err=True)
+    if output_all is not None:
+        _write_all(found, shown, output_all)
+
+
+def _write_all(found: Found, shown: Sequence[int], folder: str) -> None:
+    """Write the plans of all points that have one, by their numbers. Raises UsageError where some have none."""
+    from pipeplan.errors import PipeplanError, UsageError
+    from pipeplan.model import write_file
+
+    refused = []
+    for number, index in enumerate(shown, start=1):
+        try:
+            plan = found.plan_of(index)
+        except PipeplanError as error:
+            refused.append(f"point {number}: {error}")
+        else:
+            write_file(plan, f"{folder}/point-{number}.json")
+    click.echo(f"pipeplan: {len(shown) - len(refused)} of {len(shown)} points are in {folder}", err=True)
+    if refused:
+        raise UsageError(f"{len(refused)} of {len(shown)} points cannot be written as plans, as {refused[0]}")
 
 
 def _refuse_idle(ctx: click.Context, plans: bool) -> None:

@@ -253,8 +253,10 @@ def _ways(plan: Plan) -> dict[str, str]:
     }
 
 
-def chosen_points(asked: Asked, found: Found, mode: str, number: int | None = None) -> tuple[FrontierReport, int]:
-    """The report with what a mode asks for, marked; and which of what was found is chosen, for its plan.
+def chosen_points(
+    asked: Asked, found: Found, mode: str, number: int | None = None
+) -> tuple[FrontierReport, Sequence[int]]:
+    """The report with what a mode asks for, marked; and which of what was found its points are, for their plans.
 
     ``number`` chooses the n-th point of those that the mode shows instead.
 
@@ -277,7 +279,7 @@ def chosen_points(asked: Asked, found: Found, mode: str, number: int | None = No
         chosen = shown[number - 1]
     marked[chosen] = replace(marked[chosen], chosen=True)
     points = tuple(marked[index] for index in shown)
-    return replace(found.report, mode=mode, points=points, chosen=shown.index(chosen) + 1), chosen
+    return replace(found.report, mode=mode, points=points, chosen=shown.index(chosen) + 1), shown
 
 
 def _of_mode(points: Sequence[Point], mode: str) -> tuple[Sequence[int], int]:
