@@ -20,6 +20,7 @@ from torch import nn
 from pipeplan.check import check
 from pipeplan.costs import build_workload, stage_costs
 from pipeplan.errors import UsageError
+from pipeplan.frontier.configurations.building import CostOptions, cost_model
 from pipeplan.model import COPIES, SAMPLES, SHARDS, Axis, Mesh, PlacedStage, Plan
 from pipeplan.runtime.layouts import Layout, Layouts
 from pipeplan.runtime.loading import load_model
@@ -100,6 +101,47 @@ def test_any_strategy_gives_the_gradients_of_an_unsplit_run(case: tuple[Model, P
     model, plan = case
     check(plan).require("plan")
     require_equal_to_unsplit(model, plan)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2-tiny", OPERATORS, "tessel-mt5-tiny", "mmt-tiny", "dlrm-tiny", "candle-uno-tiny"]
+)
+def test_all_that_a_frontier_of_blocks_offers_can_be_run(name: str) -> None:
+    """Every configuration of every block of the zoo, and so every point."""
+    model = load_model(name)
+    blocks = tuple(
+        block.model_copy(
+            update={
+                "dimensions": model.block(block.id).dimensions,
+                "costs": tuple(row for row in block.costs if row.shards <= 2),  # as all of them can be split
+            }
+        )
+        for block in profile_of(model).blocks
+    )
+    profile = profile_of(model).model_copy(update={"blocks": blocks})
+    built = cost_model(profile, None, 4, SIZE, device="v100-16gb", options=CostOptions(blocks=True))
+    offered = {(node.block, each.name) for node in built.operators.nodes for each in built.configurations[node.name]}
+    assert len(offered) > len(model.blocks)
+    for block, text in offered:
+        model.require_splittable(block, Mesh.parse(text))
+
+
+def test_the_norm_between_encoder_and_decoder_is_an_operator() -> None:
+    """The one block of another kind in that model: its ways are those of any norm."""
+    model = load_model("tessel-mt5-tiny")
+    blocks = tuple(block.id for block in model.blocks)
+    for way in ("samples2-places2", "features2-copies2"):
+        ways = tuple(way if block == "encoder.norm" else "shards4" for block in blocks)
+        stage = PlacedStage(blocks=blocks, devices=(0, 1, 2, 3), shards=4, configurations=ways)
+        require_equal_to_unsplit(model, placed_plan(model, [stage], num_microbatches=2, microbatch_size=4))
+
+
+def test_a_strategy_that_cannot_be_run_says_what_would_do() -> None:
+    model = load_model("gpt2-tiny")
+    blocks = tuple(block.id for block in model.blocks)
+    stage = PlacedStage(blocks=blocks, devices=(0, 1), shards=2, configurations=("places2",) * len(blocks))
+    with pytest.raises(UsageError, match=r"by places; write another point of the frontier"):
+        require_splittable(placed_plan(model, [stage]), model)
 
 
 def test_matrix_products_can_be_split_in_every_way() -> None:

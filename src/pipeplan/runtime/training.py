@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeplan import __version__
 from pipeplan.errors import UsageError
-from pipeplan.model import Plan, sha256_of
+from pipeplan.model import Plan, Stage, sha256_of
 from pipeplan.runtime.checkpoint_files import CheckpointFolder
 from pipeplan.runtime.checkpoints import Checkpoints, Held
 from pipeplan.runtime.data import with_data
@@ -347,10 +347,21 @@ def require_splittable(plan: Plan, model: Model) -> None:
                 model.require_splittable(block, stage.mesh_of(number))
             except UsageError as error:
                 raise UsageError(
-                    f"stages[{index}] splits its blocks over {stage.shards} devices, and {error}; search with "
-                    "--spread no or another --placement, give the stage replicas instead of shards, or train a model "
-                    "of the zoo"
+                    f"stages[{index}] splits its blocks over {stage.shards} devices, and {error}; {_remedy(stage)}"
                 ) from None
+
+
+def _remedy(stage: Stage) -> str:
+    """What to do about a stage whose blocks the model cannot split: strategies come from frontiers, shards do not."""
+    if stage.configurations:
+        return (
+            "write another point of the frontier (pipeplan frontier --point), or train the model of the profile that "
+            "it was made from"
+        )
+    return (
+        "search with --spread no or another --placement, give the stage replicas instead of shards, or train a model "
+        "of the zoo"
+    )
 
 
 def _require_agreement(

@@ -21,7 +21,7 @@ from pipeplan.runtime.shards import FEATURES, WHOLE, Cut, Shards, Split, Tile
 from pipeplan.runtime.zoo.layers import Stack
 from pipeplan.runtime.zoo.splitting import summed_loss
 
-__all__ = ["operators_of_head", "operators_of_layers"]
+__all__ = ["norm_by_operator", "operators_of_head", "operators_of_layers"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -119,7 +119,7 @@ def operators_of_layers(stack: Stack, source: str) -> list[BlockSpec]:
 
 def operators_of_head(stack: Stack, words: int, source: str) -> list[BlockSpec]:
     """Final norm, output layer and loss."""
-    norm = _norm("head.norm", stack, source)
+    norm = norm_by_operator("head.norm", stack, source)
     output = _product("head.output", stack, norm.id, stack.hidden, words, std=0.02, biased=False)
     build = partial(Loss, words)
     loss = BlockSpec(
@@ -137,7 +137,7 @@ def operators_of_head(stack: Stack, words: int, source: str) -> list[BlockSpec]:
 
 def _attention(layer: str, stack: Stack, source: str) -> list[BlockSpec]:
     prefix, hidden = f"{layer}.attention", stack.hidden
-    norm = _norm(f"{prefix}.norm", stack, source)
+    norm = norm_by_operator(f"{prefix}.norm", stack, source)
     made = _product(f"{prefix}.made", stack, norm.id, hidden, 3 * hidden, std=0.02)
     build = partial(AttentionCore, stack)
     core = BlockSpec(
@@ -154,14 +154,15 @@ def _attention(layer: str, stack: Stack, source: str) -> list[BlockSpec]:
 
 def _feed_forward(layer: str, stack: Stack, source: str) -> list[BlockSpec]:
     prefix, hidden = f"{layer}.ffn", stack.hidden
-    norm = _norm(f"{prefix}.norm", stack, source)
+    norm = norm_by_operator(f"{prefix}.norm", stack, source)
     wide = _product(f"{prefix}.expand", stack, norm.id, hidden, 4 * hidden, std=0.02)
     bent = _each(f"{prefix}.activation", "activation", Activation, stack, (wide.id,), 4 * hidden)
     last = _product(f"{prefix}.projection", stack, bent.id, 4 * hidden, hidden, std=_last(stack))
     return [norm, wide, bent, last, _each(f"{prefix}.sum", "add", Add, stack, (source, last.id))]
 
 
-def _norm(id_: str, stack: Stack, source: str) -> BlockSpec:
+def norm_by_operator(id_: str, stack: Stack, source: str) -> BlockSpec:
+    """A norm by itself, split as any operator."""
     build = partial(Norm, stack.hidden, stack.biased)
     names = ("weight", "bias") if stack.biased else ("weight",)
     cuts = {name: Cut() for name in names}

@@ -19,6 +19,7 @@ from pipeplan.runtime.batches import token_batch
 from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.shards import HIDDEN, WHOLE, Cut, Shards, Split, WordEmbedding, hidden_of
 from pipeplan.runtime.zoo.layers import Attention, FeedForward, Stack, halves, layers, linear, positions_of, row_linear
+from pipeplan.runtime.zoo.operators import norm_by_operator
 from pipeplan.runtime.zoo.parts import num_targets
 from pipeplan.runtime.zoo.splitting import (
     WORDS,
@@ -68,9 +69,8 @@ class TranslationSize:
     def _model(self, name: str, shards: Shards) -> Model:
         source = self._words("encoder.embedding", "tokens", shards)
         encoder = layers("encoder.layer", self.stack, (source.id,), shards=shards)
-        norm = partial(_norm, self.stack)
-        sizes, last = self.stack.sizes, encoder[-1].id
-        encoded = BlockSpec("encoder.norm", "norm", norm, (last,), dimensions=sizes, split=replicated(norm))
+        norm = norm_by_operator("encoder.norm", self.stack, encoder[-1].id)
+        encoded = replace(norm, split=replicated(norm.build))
         target = self._words("decoder.embedding", "decoder_tokens", shards)
         decoder = _decoder(replace(self.stack, causal=True), (target.id, encoded.id), shards)
         blocks = (source, *encoder, encoded, target, *decoder, self._head(decoder[-1].id, shards))
