@@ -239,3 +239,26 @@ def test_the_turning_point_is_that_of_all_points_whatever_memory_allows(profile_
         fitting = json.loads(run(*asked, "--memory", limit).stdout)["points"]
         assert sum(point["turning_point"] for point in fitting) == left
         assert fitting[-1]["chosen"]
+
+
+def test_near_points_are_as_near_in_peak_memory_as_they_say(
+    profile_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workspace counts where there was time for it; where there was none, that is said beside what was proved."""
+    asked = (profile_path, "--devices", 2, "--mini-batch", 4, "--json")
+    every = json.loads(run(*asked).stdout)["points"]
+    near = json.loads(run(*asked, "--within", 0.1).stdout)
+    assert 1 <= near["factor"] <= 1.1
+    assert near["factor_without"] == []
+    for point in every:
+        assert any(
+            other["memory_bytes"] <= near["factor"] * point["memory_bytes"]
+            and other["time_ns"] <= near["factor"] * point["time_ns"]
+            for other in near["points"]
+        )
+    monkeypatch.setattr("pipeplan.planner.splits._SECONDS", -1.0)
+    result = run(*asked, "--within", 0.1)
+    hasty = json.loads(result.stdout)
+    assert (hasty["exact"], hasty["factor_without"]) == (False, ["workspace"])
+    assert 1 <= hasty["factor"] <= 1.1
+    assert "workspace apart" in run(*asked[:-1], "--within", 0.1).stdout.splitlines()[0]

@@ -81,7 +81,7 @@ def of_splits(asked: Asked) -> Found:
     shown: list[Point] = []
     least: list[int] = []
     notes = list(asked.notes)
-    exact, seconds, settled = True, 0.0, 0
+    exact, seconds, held = True, 0.0, 0
     tracked, interrupted = _tracked(asked, samples, options)
     if interrupted:
         notes.append(f"ended early: what there was no time for was tracked as by --within {_ROUGH}")
@@ -97,8 +97,7 @@ def of_splits(asked: Asked) -> Found:
             notes.append(f"{named_devices(count)}: not enough, each would need at least {format_bytes(least[-1])}")
         exact, seconds = exact and splits.exact, seconds + splits.seconds
         notes += _proof_notes(count, splits)
-        settled += splits.tracked.eliminations["heuristic"]
-    factor = max(each.tracked.factor for each in tracked) if all(each.proved for each in tracked) else None
+        held += splits.tracked.eliminations["heuristic"]
     report = FrontierReport(
         asked.profile.name,
         "all",
@@ -109,7 +108,8 @@ def of_splits(asked: Asked) -> Found:
         tuple(shown),
         tuple(notes),
         interrupted,
-        factor=None if settled else factor,
+        factor=None if held else max(each.factor for each in tracked),
+        factor_without=() if all(each.settled for each in tracked) else ("workspace",),
     )
 
     def plan_of(chosen: int) -> Plan:
@@ -127,13 +127,15 @@ def of_splits(asked: Asked) -> Found:
 
 def _proof_notes(count: int, splits: Splits) -> Iterator[str]:
     """What of a frontier is not exact, and what is proved of it all the same."""
-    devices, factor = named_devices(count), splits.tracked.factor
-    if not splits.proved:
-        yield f"{devices}: not exact, strategies that hold more might need less workspace"
+    devices, factor = named_devices(count), splits.factor
     if held := splits.tracked.eliminations["heuristic"]:
         yield f"{devices}: not exact, {held} operators were settled by heuristic elimination"
-    if splits.proved and factor > 1:
-        yield f"{devices}: proved to be within {factor - 1:.2%} of every strategy in memory and time"
+        return
+    apart = "" if splits.settled else ", workspace apart: strategies that hold more might need less of it"
+    if factor > 1:
+        yield f"{devices}: proved to be within {factor - 1:.2%} of every strategy in memory and time{apart}"
+    elif apart:
+        yield f"{devices}: exact{apart}"
 
 
 def _tracked(asked: Asked, samples: int, options: CostOptions) -> tuple[list[Splits], bool]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeplan.frontier.configurations.building import CostModel, CostOptions, cost_model
-from pipeplan.frontier.graph import Strategy
+from pipeplan.frontier.graph import CostGraph, Strategy
 from pipeplan.frontier.table import IntArray
 from pipeplan.frontier.tracking import Tracked, track
 from pipeplan.model import Cluster, Profile
@@ -36,21 +36,23 @@ class SplitPoint:
 class Splits:
     """The strategies of a model on so many devices, and what their costs came from.
 
-    ``points`` are those that no other one found beats in peak memory and time, least memory first. What is proved of
-    the tracked ones is ``proved`` of these if no strategy with less workspace was left out.
+    ``points`` are those that no other one found beats in peak memory and time, least memory first. That some point
+    takes at most ``factor`` times the memory and time of any strategy is proved of the whole peak if no strategy with
+    less workspace was left out (``settled``), and else of what is tracked: all but workspace.
     """
 
     num_devices: int
     model: CostModel
     tracked: Tracked
     points: tuple[SplitPoint, ...]
-    proved: bool
+    settled: bool
+    factor: float
     seconds: float
 
     @property
     def exact(self) -> bool:
         """Whether no strategy at all beats a point."""
-        return self.proved and self.tracked.exact
+        return self.settled and self.tracked.exact and self.factor == 1
 
     def words(self, strategy: Strategy) -> str:
         """A strategy in a few words: its most frequent configurations."""
@@ -90,33 +92,69 @@ def split_frontier(
     """
     begun = time.monotonic()
     model = cost_model(profile, cluster, num_devices, samples, device=device, options=options or CostOptions())
-    tracked = track(model.graph, within=within)
-    points, proved = _points(model, tracked, _LEVELS if options is not None and options.blocks and not within else 0)
-    return Splits(num_devices, model, tracked, points, proved, time.monotonic() - begun)
+    rounds = _Rounds(within, _LEVELS if model.options.blocks and not within else 0)
+    tracked = rounds.first(model.graph)
+    points, settled = _points(model, tracked, rounds)
+    return Splits(num_devices, model, tracked, points, settled, rounds.factor, time.monotonic() - begun)
 
 
 _LEVELS = 8
-"""Frontiers of less and less workspace that are tracked at most; those of whole blocks take a second each."""
+"""Frontiers of less and less workspace that are tracked in any case; those of whole blocks take a second each."""
+
+_SECONDS = 3.0
+"""How long more of them may take together."""
 
 
-def _points(model: CostModel, tracked: Tracked, levels: int) -> tuple[tuple[SplitPoint, ...], bool]:
+@dataclass(slots=True)
+class _Rounds:
+    """A graph tracked, and then again and again with fewer configurations: ``least`` times, and then in time.
+
+    The ``factor`` is what all rounds proved. None begins that would take too long, if it took as long as the last.
+    """
+
+    within: float
+    least: int
+    factor: float = 1.0
+    spent: float = 0.0
+    last: float = 0.0
+
+    @property
+    def more(self) -> bool:
+        """Whether another one is worth its time."""
+        return self.least > 0 or self.spent + self.last <= _SECONDS
+
+    def first(self, graph: CostGraph) -> Tracked:
+        """Track the whole graph."""
+        begun = time.monotonic()
+        tracked = track(graph, within=self.within)
+        self.last = time.monotonic() - begun
+        self.factor = max(self.factor, tracked.factor)
+        return tracked
+
+    def again(self, graph: CostGraph) -> Tracked:
+        """Track it with fewer configurations."""
+        tracked = self.first(graph)
+        self.spent += self.last
+        self.least -= 1
+        return tracked
+
+
+def _points(model: CostModel, tracked: Tracked, rounds: _Rounds) -> tuple[tuple[SplitPoint, ...], bool]:
     """The strategies by their peaks, and whether none with less workspace was left out.
 
     What a strategy holds adds up along the graph, and is tracked; of workspace only the largest counts, and comes on
     top. So the frontier is tracked again with the configurations of less workspace than what was found takes, until
-    there are none.
+    there are none. Any strategy left out then has at least the workspace of a round that covers what it holds.
     """
     sizes = {name: np.array([each.workspace_bytes for each in ways]) for name, ways in model.configurations.items()}
     every = {name: np.arange(len(workspaces)) for name, workspaces in sizes.items()}
     found = _with_workspace(tracked, sizes, every)
     most = max(point.workspace_bytes for point in found)
     least = max(int(workspaces.min()) for workspaces in sizes.values())
-    for _ in range(levels):
-        if most <= least:
-            break
+    while most > least and rounds.more:
         kept = {name: np.flatnonzero(workspaces < most) for name, workspaces in sizes.items()}
         try:
-            fewer = track(model.graph.restricted(kept))
+            fewer = rounds.again(model.graph.restricted(kept))
         except ValueError:  # what is left cannot follow each other
             most = least
             break

@@ -53,7 +53,8 @@ class FrontierReport:
     """A frontier, fewest devices and then least memory first.
 
     ``exact`` says whether every strategy was covered; where it is not, ``notes`` say what was left out. ``factor`` is
-    what was proved: no strategy has less memory and less time than all points by more; None where nothing was. The
+    what was proved: no strategy has less memory and less time than all points by more; None where nothing was. Of the
+    memory in that proof ``factor_without`` names what was left out: nothing, or "workspace". The
     ``chosen`` point is the one that is written as a plan, counted from 1. Partitions ``tried``, and at least so many
     ``untried`` when it was ``interrupted``, are those of whole plans.
     """
@@ -68,6 +69,7 @@ class FrontierReport:
     notes: tuple[str, ...] = ()
     interrupted: bool = False
     factor: float | None = None
+    factor_without: tuple[str, ...] = ()
     chosen: int = 1
     tried: int | None = None
     untried: int | None = None
@@ -75,11 +77,10 @@ class FrontierReport:
     @property
     def proved(self) -> str:
         """How far the points are proved, in a few words."""
-        if self.exact:
-            return "exact"
-        if self.factor is not None and self.factor > 1:
-            return f"proved within {self.factor - 1:.2%}"
-        return "found, not proved"
+        if self.factor is None:
+            return "exact" if self.exact else "found, not proved"
+        proved = f"proved within {self.factor - 1:.2%}" if self.factor > 1 else "exact"
+        return ", ".join([proved, *(f"{each} apart" for each in self.factor_without)])
 
     @property
     def written(self) -> str:
@@ -98,6 +99,7 @@ class FrontierReport:
             "samples": self.samples,
             "exact": self.exact,
             "factor": self.factor,
+            "factor_without": list(self.factor_without),
             "seconds": self.seconds,
             "chosen": self.chosen,
             "points": [
