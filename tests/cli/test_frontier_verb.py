@@ -177,6 +177,9 @@ def test_profiles_that_cannot_be_split_say_what_would_help(profile_path: Path, t
         for block in whole.blocks
     ]
     write_file(whole.model_copy(update={"blocks": tuple(rows)}), str(path))
+    assert "4 of 5 blocks can be split by samples only" in run(path, "--devices", 2, "--json").stdout
+    assert "by samples only" not in run(path, "--devices", 2, "--grain", "operator", "--json").stdout
+    assert "by samples only" not in run(profile_path, "--devices", 2, "--json").stdout
     refused = run(path, "--devices", 2, "--memory", "1MB", fails=InfeasibleError)
     assert "--shards" in str(refused.exception)
     assert "--grain operator" in str(refused.exception)

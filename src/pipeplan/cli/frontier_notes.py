@@ -10,7 +10,7 @@ from pipeplan.frontier.graph import Strategy
 from pipeplan.model import Cluster, Profile
 from pipeplan.report.frontier import named_devices
 
-__all__ = ["cluster_notes", "remedies", "repeated_share", "sharing_notes"]
+__all__ = ["cluster_notes", "remedies", "repeated_share", "share_notes", "sharing_notes"]
 
 
 def cluster_notes(cluster: Cluster | None, num_devices: int) -> Iterator[str]:
@@ -53,11 +53,26 @@ def sharing_notes(num_devices: int, samples: int, shares: Sequence[float], model
         yield f"{named_devices(num_devices)}: {len(blocks)} of {count} blocks stay one operator, for lack of dimensions"
 
 
+def share_notes(profile: Profile, model: CostModel) -> Iterator[str]:
+    """That blocks are split by samples at most, because of the profile; there may be one point only then."""
+    axes = [{axis for way in ways for axis in way.splits} for ways in model.configurations.values()]
+    stuck = sum(each <= {"samples"} for each in axes)
+    if stuck and _one_share(profile, model.options.blocks):
+        yield f"{stuck} of {len(axes)} blocks can be split by samples only: {_MORE_WAYS}"
+
+
 def remedies(profile: Profile, whole_blocks: bool) -> str:
     """What would make strategies leaner: blocks whose rows know one share only hold all their parameters."""
-    if not whole_blocks or any(row.shards > 1 for block in profile.blocks for row in block.costs):
+    if not _one_share(profile, whole_blocks):
         return "raise --memory or --devices"
-    return (
-        "raise --memory; or let blocks be split: the profile has rows for one share only, and a new one with --shards "
-        "1,2,4, or --grain operator here, has more ways"
-    )
+    return f"raise --memory; or let blocks be split: {_MORE_WAYS}"
+
+
+_MORE_WAYS = (
+    "the profile has rows for one share only; a new one with --shards 1,2,4 has more ways, and so has --grain operator "
+    "here for blocks whose dimensions are known"
+)
+
+
+def _one_share(profile: Profile, whole_blocks: bool) -> bool:
+    return whole_blocks and all(row.shards == 1 for block in profile.blocks for row in block.costs)

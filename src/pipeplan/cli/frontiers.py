@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from pipeplan.cli.frontier_notes import cluster_notes, remedies, repeated_share, sharing_notes
+from pipeplan.cli.frontier_notes import cluster_notes, remedies, repeated_share, share_notes, sharing_notes
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.frontier.configurations.building import CostOptions
 from pipeplan.frontier.turning import turning_point
@@ -98,6 +98,7 @@ def of_splits(asked: Asked) -> Found:
         exact, seconds = exact and splits.exact, seconds + splits.seconds
         notes += _proof_notes(count, splits)
         held += splits.tracked.eliminations["heuristic"]
+    notes += share_notes(asked.profile, tracked[-1].model) if asked.counts[-1] > 1 else ()
     report = FrontierReport(
         asked.profile.name,
         "all",
