@@ -10,7 +10,7 @@ from pipeplan.frontier.graph import Strategy
 from pipeplan.model import Cluster, Profile
 from pipeplan.report.frontier import named_devices
 
-__all__ = ["cluster_notes", "remedies", "repeated_share", "share_notes", "sharing_notes"]
+__all__ = ["cluster_notes", "device_notes", "remedies", "repeated_share", "share_notes", "sharing_notes"]
 
 
 def cluster_notes(cluster: Cluster | None, num_devices: int) -> Iterator[str]:
@@ -53,6 +53,12 @@ def sharing_notes(num_devices: int, samples: int, shares: Sequence[float], model
         yield f"{named_devices(num_devices)}: {len(blocks)} of {count} blocks stay one operator, for lack of dimensions"
 
 
+def device_notes(device: str | None, model: CostModel) -> Iterator[str]:
+    """That the device asked for is that of no time: whole blocks have their rows' times, however they are split."""
+    if device and all(node.operation.kind == "block" for node in model.operators.nodes):
+        yield f"--device {device} changes nothing: all blocks are split whole, with the times of the profile's rows"
+
+
 def share_notes(profile: Profile, model: CostModel) -> Iterator[str]:
     """That blocks are split by samples at most, because of the profile; there may be one point only then."""
     axes = [{axis for way in ways for axis in way.splits} for ways in model.configurations.values()]
@@ -64,8 +70,8 @@ def share_notes(profile: Profile, model: CostModel) -> Iterator[str]:
 def remedies(profile: Profile, whole_blocks: bool) -> str:
     """What would make strategies leaner: blocks whose rows know one share only hold all their parameters."""
     if not _one_share(profile, whole_blocks):
-        return "raise --memory or --devices"
-    return f"raise --memory; or let blocks be split: {_MORE_WAYS}"
+        return "raise --memory or --devices, or lower --mini-batch"
+    return f"raise --memory or lower --mini-batch; or let blocks be split: {_MORE_WAYS}"
 
 
 _MORE_WAYS = (

@@ -50,7 +50,8 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     type=click.Choice(_MODES),
     default="all",
     show_default=True,
-    help="all points; the quickest; the one with fewest devices; or the quickest for each number of devices.",
+    help="Of what fits into --memory: all points; all, and choose the quickest; those on fewest devices; or the "
+    "quickest for each number of devices.",
 )
 @click.option("--plans", is_flag=True, help="Whole plans with pipelines, instead of one stage on all devices.")
 @click.option("--mini-batch", type=click.IntRange(min=1), help=_MINI_BATCH)

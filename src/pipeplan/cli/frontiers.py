@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from pipeplan.cli.frontier_notes import cluster_notes, remedies, repeated_share, share_notes, sharing_notes
+from pipeplan.cli.frontier_notes import (
+    cluster_notes,
+    device_notes,
+    remedies,
+    repeated_share,
+    share_notes,
+    sharing_notes,
+)
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.frontier.configurations.building import CostOptions
 from pipeplan.frontier.turning import turning_point
@@ -99,6 +106,7 @@ def of_splits(asked: Asked) -> Found:
         notes += _proof_notes(count, splits)
         held += splits.tracked.eliminations["heuristic"]
     notes += share_notes(asked.profile, tracked[-1].model) if asked.counts[-1] > 1 else ()
+    notes += device_notes(asked.device, tracked[-1].model)
     report = FrontierReport(
         asked.profile.name,
         "all",
@@ -271,8 +279,8 @@ def chosen_points(
     if not points:
         raise InfeasibleError(
             f"nothing fits into {format_bytes(asked.limit(asked.counts[-1]) or 0)}: "
-            f"{', '.join(map(str, asked.counts))} devices need at least {format_bytes(found.least_bytes)} each; "
-            + remedies(asked.profile, asked.whole_blocks)
+            f"{named_devices(*asked.counts)} need at least {format_bytes(found.least_bytes)} each "
+            f"for {found.report.samples} samples per iteration; " + remedies(asked.profile, asked.whole_blocks)
         )
     marked = [replace(point, price_per_hour=asked.price_per_hour(point.num_devices)) for point in points]
     shown, chosen = _of_mode(points, mode)

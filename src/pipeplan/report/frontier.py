@@ -119,9 +119,8 @@ def print_frontier(report: FrontierReport, file: TextIO | None = None) -> None:
     if not console.is_terminal:
         console = Console(file=file, highlight=False, width=_PLAIN_WIDTH)
     counts = sorted({point.num_devices for point in report.points})
-    named = ", ".join([*map(str, counts[:-1]), named_devices(counts[-1])])
     samples = f"{report.samples} sample{'s' if report.samples != 1 else ''}"
-    heading = f": {report.of}, {samples}, {named}; {report.proved}"
+    heading = f": {report.of}, {samples}, {named_devices(*counts)}; {report.proved}"
     console.print(Text.assemble((report.name, "bold"), heading))
     if len(report.points) > 1:
         console.print("\n".join(_plot(report.points)), markup=False)
@@ -135,28 +134,28 @@ def print_frontier(report: FrontierReport, file: TextIO | None = None) -> None:
         console.print(note, style="dim")
 
 
-def named_devices(count: int) -> str:
-    """A number of devices in words."""
-    return f"{count} device{'s' if count != 1 else ''}"
+def named_devices(*counts: int) -> str:
+    """Numbers of devices in words, least first."""
+    return f"{', '.join(map(str, counts))} device{'s' if counts[-1] != 1 else ''}"
 
 
 def _table(points: Sequence[tuple[int, Point]]) -> Table:
     priced = any(point.price_per_hour is not None for _, point in points)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("#", "devices", "memory", "iteration", *(["per hour", "per iteration"] if priced else [])):
+    for title in ("#", "devices", "memory", "iteration", *(["per hour", "per 1000 iter."] if priced else [])):
         table.add_column(title, justify="right")
     table.add_column("")
     table.add_column("how", overflow="fold")
     for number, point in points:
         marks = ", ".join(["turning point"] * point.turning_point + ["chosen"] * point.chosen)
-        prices = (_price(point.price_per_hour), _price(point.price)) if priced else ()
+        prices = (_price(point.price_per_hour), _price(point.price, 1000)) if priced else ()
         row = (str(number), str(point.num_devices), format_bytes(point.memory_bytes), format_ns(point.time_ns), *prices)
         table.add_row(*row, marks, point.what, style="bold" if marks else None)
     return table
 
 
-def _price(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+def _price(value: float | None, times: int = 1) -> str:
+    return "-" if value is None else f"{times * value:.4g}"
 
 
 def _shown(points: Sequence[Point]) -> list[tuple[int, Point]]:
