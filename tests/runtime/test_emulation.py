@@ -21,6 +21,7 @@ from pipeplan.runtime import emulation
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.options import RunOptions, RunResult
 from pipeplan.runtime.program import planned_programs
+from pipeplan.runtime.together import extent, iteration_of
 from pipeplan.simulate.simulation import Simulation, simulate
 
 RANK = (sys.executable, str(Path(__file__).parent.parent / "emulation_rank.py"))
@@ -43,6 +44,7 @@ def plans() -> dict[str, Plan]:
     for name, plan in found.items():
         check(plan).require(name)
     found["messages wait for their link"] = with_busy_links(chain(3))
+    found["gradients are summed"] = with_sums(chain(2))
     return {name: four_devices(plan) for name, plan in found.items()}
 
 
@@ -78,6 +80,12 @@ def with_busy_links(plan: Plan) -> Plan:
         return dependency.model_copy(update={"hops": tuple(hops)})
 
     return plan.model_copy(update={"dependencies": tuple(map(busy, plan.dependencies))})
+
+
+def with_sums(plan: Plan) -> Plan:
+    """Gradients are summed for a minute behind the last action; figures are not brought along."""
+    stages = [stage.model_copy(update={"sync_ns": 60_000 * MS}) for stage in plan.stages]
+    return plan.model_copy(update={"stages": tuple(stages)})
 
 
 def shards_and_replicas() -> Plan:
@@ -117,6 +125,14 @@ def results() -> dict[str, RunResult]:
     return {name: RunResult.from_json(ranks[0]["result"]) for name, ranks in reports.items()}
 
 
+def test_an_iteration_ends_when_the_last_rank_has_summed() -> None:
+    """A rank that sums nothing ends with its last action; one without actions has no part in it."""
+    actions = [(0, 10, 20), (1, 15, 40)]
+    assert (extent(actions), extent(actions, 70), extent([], 90)) == ((10, 40), (10, 70), None)
+    assert iteration_of([extent(actions), extent([(0, 5, 30)], 35), extent([], 90)]) == 35
+    assert iteration_of([extent(actions), extent([(0, 5, 30)], 65)]) == 60
+
+
 @pytest.mark.parametrize("transfers", ["beside", "blocking"])
 @pytest.mark.parametrize("name", plans())
 def test_nothing_begins_before_the_plan_allows_it(name: str, transfers: str, results: dict[str, RunResult]) -> None:
@@ -125,7 +141,7 @@ def test_nothing_begins_before_the_plan_allows_it(name: str, transfers: str, res
     assert len(result.timeline) == len(result.steps) == (2 if transfers == "beside" else 1)
     for step, ranks in zip(result.steps, result.timeline, strict=True):
         assert math.isnan(step.loss)
-        assert step.iteration_ns >= simulation.rates.makespan_ns
+        assert step.iteration_ns >= simulation.iteration_ns
         for rank, actions in enumerate(ranks):
             assert sorted(counter for counter, _, _ in actions) == list(range(len(plan.programs[rank])))
             computed = [entry for entry in actions if "_" not in plan.programs[rank][entry[0]]]

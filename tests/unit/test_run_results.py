@@ -52,3 +52,13 @@ def test_predicted_beside_the_median_without_the_first_step() -> None:
     many = RunResult(tuple(StepResult(step, 1.0, ns, 0) for step, ns in enumerate(times)), ())
     assert comparison_line(plan, many).endswith(" (+100.0%); the first step, which warms up, is left out")
     assert comparison_line(plan, RunResult(many.steps[:1], ())).endswith(" (+800.0%)")
+
+
+def test_the_prediction_is_of_the_iteration_not_of_the_makespan() -> None:
+    """What is measured has the sums of gradients, too; plans that say nothing of them have the makespan alone."""
+    plan = chain_plan(2, 2)
+    makespan, result = plan.predicted.makespan_ns, RunResult((FINE,), (1, 1))
+    for said, told in ((makespan + 7, makespan + 7), (0, makespan)):
+        other = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"iteration_ns": said})})
+        assert json.loads(summary_json(other, RunOptions("gpt2-tiny"), result))["predicted_iteration_ns"] == told
+        assert comparison_line(other, result).startswith(f"predicted {told}ns, ")

@@ -47,7 +47,7 @@ class Steps:
 def comparison_line(plan: Plan, result: RunResult) -> str:
     """Predicted and measured time of an iteration; of several steps the first, which warms up, is left out."""
     times = [step.iteration_ns for step in result.steps]
-    median, predicted = round(statistics.median(times[1:] or times)), plan.predicted.makespan_ns
+    median, predicted = round(statistics.median(times[1:] or times)), _predicted_ns(plan)
     left = "; the first step, which warms up, is left out" if len(times) > 1 else ""
     ratio = f" ({median / predicted - 1:+.1%})" if predicted else ""
     return f"predicted {format_ns(predicted)}, median {format_ns(median)}{ratio}{left}"
@@ -75,8 +75,13 @@ def _times(plan: Plan, result: RunResult) -> dict[str, object]:
     """``iteration_ns`` is the median over the steps."""
     return {
         "iteration_ns": round(statistics.median(step.iteration_ns for step in result.steps)),
-        "predicted_iteration_ns": plan.predicted.makespan_ns,
+        "predicted_iteration_ns": _predicted_ns(plan),
     }
+
+
+def _predicted_ns(plan: Plan) -> int:
+    """Of the iteration, sums of gradients included; older plans say when the last action ends, and no more."""
+    return plan.predicted.iteration_ns or plan.predicted.makespan_ns
 
 
 def _trained(plan: Plan, options: RunOptions, result: RunResult) -> dict[str, object]:

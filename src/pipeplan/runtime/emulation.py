@@ -78,6 +78,7 @@ class _Rehearsal:
         require_alike(self.together.everyones({"plan": sha256_of(plan), **options.as_json()}))
         programs, hops = planned_programs(plan), hops_of(plan)
         self._program = programs[progress.rank]
+        self._sums_ns = sum(stage.sync_ns for stage in plan.stages if progress.rank in stage.devices)
         specs = specs_of(programs, hops, options.message_limit_bytes)
         self._pace = pace = Pace(self.together.clock.offset_ns)
         with lost_others(progress):
@@ -97,13 +98,15 @@ class _Rehearsal:
         self._executor = Executor(self._program, stages, channels, specs, progress, clock, options.blocking, operations)
 
     def step(self, step: int) -> tuple[int, list[TimedAction]]:
-        """Ns of the iteration, the same on all ranks, and when this rank's actions ran."""
+        """Ns of the iteration, the same on all ranks, and when this rank's actions ran; sums last as predicted."""
         self._progress.step = step
         beginning = self.together.begin()
         self._pace.restart()
         actions = self.together.resolve(self._executor.run(_NO_SAMPLES), beginning)
         instructions = self._program.instructions
         computed = extent([action for action in actions if instructions[action[0]].action.is_compute])
+        if computed is not None:
+            computed = computed[0], computed[1] + self._sums_ns
         self._progress.begin(Phase.REPORTING)
         return iteration_of(self.together.everyones(computed)), actions
 

@@ -115,9 +115,10 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One mini-batch: mean loss per prediction before the update, and the time from the first action to the last.
+    """One mini-batch: mean loss per prediction before the update, and what a plan predicts as ``iteration_ns``.
 
-    ``update_ns`` is the longest time a rank took from its last action until its parameters were stepped.
+    That is the time from the first action until the last rank has ended its actions and summed its gradients.
+    ``update_ns`` is the longest time a rank took from there until its parameters were stepped.
     ``grad_norm`` is the norm of all gradients before they were clipped, None where they are not. Where no model was
     trained the loss is not a number.
     """

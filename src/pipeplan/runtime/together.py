@@ -77,14 +77,15 @@ class Together:
         """When actions ran, in order of time."""
         if self.clock.device.type == "cuda":
             torch.cuda.synchronize(self.clock.device)
-        timed = [(counter, self._ns(start, since), self._ns(end, since)) for counter, start, end in spans]
+        timed = [(counter, self.at(start, since), self.at(end, since)) for counter, start, end in spans]
         return sorted(timed, key=lambda action: action[1:])
 
     def passed_ns(self, since: Beginning) -> int:
         """Time until now, when everything given to the device has ended."""
         return self.clock.anchor()[1] - self.clock.offset_ns - since.at_ns
 
-    def _ns(self, mark: Mark, since: Beginning) -> int:
+    def at(self, mark: Mark, since: Beginning) -> int:
+        """When a mark was passed, once everything before it has ended (behind :meth:`resolve`)."""
         return self.clock.resolve(mark, since.anchor) - since.at_ns
 
     def close(self) -> None:
@@ -92,13 +93,15 @@ class Together:
         self._group = None
 
 
-def extent(actions: Sequence[TimedAction]) -> tuple[int, int] | None:
-    """First start and last end; None of nothing."""
-    return (min(start for _, start, _ in actions), max(end for *_, end in actions)) if actions else None
+def extent(actions: Sequence[TimedAction], until_ns: int = 0) -> tuple[int, int] | None:
+    """First start, and last end, or ``until_ns`` where that is later; None of nothing."""
+    if not actions:
+        return None
+    return min(start for _, start, _ in actions), max(until_ns, *(end for *_, end in actions))
 
 
 def iteration_of(extents: Iterable[tuple[int, int] | None]) -> int:
-    """Ns from the first start to the last end, of the :func:`extent` of each rank's compute actions."""
+    """Ns from the first start to the last end, of the :func:`extent` of each rank's work."""
     found = [each for each in extents if each is not None]
     return max(last for _, last in found) - min(first for first, _ in found)
 

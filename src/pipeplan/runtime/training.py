@@ -150,12 +150,14 @@ class Trainer:
         beginning = self.together.begin()
         spans = self.executor.run(samples)
         self._reduce()
+        summed = self.together.clock.mark()
         norm = self._clip()
         self.progress.begin(Phase.UPDATING)
         if update:
             self.updater.step()
         actions = self.together.resolve(spans, beginning)
-        return self._report(step, actions, self.together.passed_ns(beginning), norm), actions
+        ends = self.together.at(summed, beginning), self.together.passed_ns(beginning)
+        return self._report(step, actions, ends, norm), actions
 
     def resume(self) -> int:
         """Go on from the last checkpoint if that is asked for. Collective; returns the number of steps done.
@@ -289,13 +291,18 @@ class Trainer:
         own = self.unique_parameters()
         return clip_gradients(own, self.shared.counted(own), self.options.clip_norm, self.together.sum)
 
-    def _report(self, step: int, actions: list[TimedAction], updated_ns: int, norm: float | None) -> StepResult:
-        """Losses added up over the ranks; the iteration from the first compute action's start to the last's end."""
+    def _report(self, step: int, actions: list[TimedAction], ends: tuple[int, int], norm: float | None) -> StepResult:
+        """Losses added up over the ranks; the iteration from the first compute action's start to the last rank's end.
+
+        ``ends`` are when this rank's gradients were summed, and when its parameters were stepped.
+        """
         losses = [loss for loss in (stage.take_loss() for stage in self.stages.values()) if loss is not None]
         loss = float(sum(loss.double() for loss in losses))
-        computed = extent([each for each in actions if self.program.instructions[each[0]].action.is_compute])
+        summed_ns, updated_ns = ends
+        computed = [each for each in actions if self.program.instructions[each[0]].action.is_compute]
+        worked = extent(computed, summed_ns if self.shared.across_ranks else 0)
         self.progress.begin(Phase.REPORTING)
-        told = self.together.everyones((loss, computed, updated_ns))
+        told = self.together.everyones((loss, worked, updated_ns))
         updates = [end - (each[1] if each is not None else end) for _, each, end in told]
         iteration_ns = iteration_of(each for _, each, _ in told)
         return StepResult(step, sum(entry[0] for entry in told), iteration_ns, max(updates), norm)
