@@ -271,3 +271,12 @@ def test_near_points_are_as_near_in_peak_memory_as_they_say(
     assert (hasty["exact"], hasty["factor_without"]) == (False, ["workspace"])
     assert 1 <= hasty["factor"] <= 1.1
     assert "workspace apart" in run(*asked[:-1], "--within", 0.1).stdout.splitlines()[0]
+
+
+def test_grains_that_cannot_be_compared_are_noted(profile_path: Path, tmp_path: Path) -> None:
+    """A block's gradients are summed at once, those of its operators one by one."""
+    path = tmp_path / "cluster.json"
+    write_file(cluster_of_paper("tensoropt", 2), str(path))
+    asked = (profile_path, "--cluster", path, "--mini-batch", 2, "--within", 0.1, "--json")
+    assert "operators here, for each of 5 blocks there" in run(*asked, "--grain", "operator").stdout
+    assert "not to be compared" not in run(*asked).stdout

@@ -10,7 +10,7 @@ from pipeplan.frontier.graph import Strategy
 from pipeplan.model import Cluster, Profile
 from pipeplan.report.frontier import named_devices
 
-__all__ = ["cluster_notes", "device_notes", "remedies", "repeated_share", "share_notes", "sharing_notes"]
+__all__ = ["cluster_notes", "device_notes", "grain_notes", "remedies", "repeated_share", "share_notes", "sharing_notes"]
 
 
 def cluster_notes(cluster: Cluster | None, num_devices: int) -> Iterator[str]:
@@ -57,6 +57,17 @@ def device_notes(device: str | None, model: CostModel) -> Iterator[str]:
     """That the device asked for is that of no time: whole blocks have their rows' times, however they are split."""
     if device and all(node.operation.kind == "block" for node in model.operators.nodes):
         yield f"--device {device} changes nothing: all blocks are split whole, with the times of the profile's rows"
+
+
+def grain_notes(model: CostModel) -> Iterator[str]:
+    """That times by operators are not those by blocks: a block's gradients are summed at once there, here in parts."""
+    summed = {name for name, ways in model.configurations.items() if any(way.sync_ns for way in ways)}
+    blocks = {node.block for node in model.operators.nodes if node.name in summed}
+    if len(summed) > len(blocks):
+        yield (
+            f"times are not to be compared with those by blocks: gradients are summed for each of {len(summed)} "
+            f"operators here, for each of {len(blocks)} blocks there, and every sum costs its latency"
+        )
 
 
 def share_notes(profile: Profile, model: CostModel) -> Iterator[str]:

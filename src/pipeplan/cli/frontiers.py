@@ -9,6 +9,7 @@ from itertools import groupby
 from pipeplan.cli.frontier_notes import (
     cluster_notes,
     device_notes,
+    grain_notes,
     remedies,
     repeated_share,
     share_notes,
@@ -106,7 +107,7 @@ def of_splits(asked: Asked) -> Found:
         notes += _proof_notes(count, splits)
         held += splits.tracked.eliminations["heuristic"]
     notes += share_notes(asked.profile, tracked[-1].model) if asked.counts[-1] > 1 else ()
-    notes += device_notes(asked.device, tracked[-1].model)
+    notes += [*device_notes(asked.device, tracked[-1].model), *grain_notes(tracked[-1].model)]
     report = FrontierReport(
         asked.profile.name,
         "all",
