@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeplan.errors import UsageError
 
-__all__ = ["MAX_BYTES", "MAX_NS", "format_bytes", "format_ns", "parse_bytes", "parse_ns"]
+__all__ = ["MAX_BYTES", "MAX_NS", "format_bytes", "format_ns", "named_devices", "parse_bytes", "parse_ns"]
 
 MAX_NS = 10**15
 """Longest duration a file may state, in ns (11.5 days): sums of a million of them stay in 64 bits less one."""
@@ -72,6 +72,11 @@ def format_bytes(size: float) -> str:
         if abs(size) >= factor:
             return f"{_digits(size / factor)}{unit}"
     return f"{_digits(size)}B"
+
+
+def named_devices(*counts: int) -> str:
+    """Numbers of devices in words, least first: ``1 device``, ``1, 2, 4 devices``."""
+    return f"{', '.join(map(str, counts))} device{'s' if counts[-1] != 1 else ''}"
 
 
 def _digits(value: float) -> str:

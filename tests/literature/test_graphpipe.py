@@ -194,7 +194,7 @@ def test_each_stage_chooses_whether_it_recomputes() -> None:
     graph = partition(problem).graph
     assert [stage.recompute for stage in graph.stages] == [True, False]
     assert graph.bottleneck_ns == 4 * 14
-    with pytest.raises(InfeasibleError, match=r"needs 200 bytes, 50 too many; 2 devices of 200B would do"):
+    with pytest.raises(InfeasibleError, match=r"needs 200B, 50B too much; 2 devices of 200B would do"):
         partition(replace(problem, choices=choices[:1]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -20,6 +21,7 @@ from pipeplan.planner.stage_splits import StageSplits
 from pipeplan.planner.tradeoff import PlanFrontier, plan_frontier
 from pipeplan.planner.trials import Trial
 from pipeplan.simulate.simulation import simulate
+from pipeplan.units import parse_bytes
 
 DEVICES = (1, 2, 4)
 NO_END = 3600.0  # seconds: these are tried to the end, so that no machine is too slow
@@ -98,9 +100,16 @@ def test_memory_is_a_limit_for_all_points() -> None:
     assert all(point.memory_bytes <= limit for point in found.points)
 
 
-def test_what_fits_nowhere_is_said() -> None:
-    with pytest.raises(InfeasibleError):
-        frontier_of("gpt2-124m", 1000)
+def test_what_fits_nowhere_is_said_with_what_would_do() -> None:
+    """As far as there is time, and what is said does."""
+    request, _ = frontier_of("gpt2-124m")
+    request = replace(request, memory_bytes=1000, options=Options(time_limit=0.5))
+    with pytest.raises(InfeasibleError, match=r"for 1, 2, 4 devices of 1kB: .* would do") as told:
+        plan_frontier(request, DEVICES)
+    enough = re.findall(r"([124]) devices? of ([0-9.]+GB)", str(told.value).split(":")[1])
+    assert enough
+    for count, memory in enough:
+        assert plan_frontier(replace(request, memory_bytes=parse_bytes(memory)), (int(count),)).points
 
 
 def test_stages_take_points_of_their_own_frontiers() -> None:

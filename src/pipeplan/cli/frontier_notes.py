@@ -8,7 +8,7 @@ from math import prod
 from pipeplan.frontier.configurations.building import CostModel
 from pipeplan.frontier.graph import Strategy
 from pipeplan.model import Cluster, Profile
-from pipeplan.report.frontier import named_devices
+from pipeplan.units import named_devices
 
 __all__ = ["cluster_notes", "device_notes", "grain_notes", "remedies", "repeated_share", "share_notes", "sharing_notes"]
 

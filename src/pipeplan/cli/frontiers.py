@@ -24,8 +24,8 @@ from pipeplan.planner.alarm import interrupted_after
 from pipeplan.planner.splits import SplitPoint, Splits, split_frontier
 from pipeplan.planner.strategies import plan_of_strategy
 from pipeplan.planner.tradeoff import plan_frontier
-from pipeplan.report.frontier import FrontierReport, Point, named_devices
-from pipeplan.units import format_bytes
+from pipeplan.report.frontier import FrontierReport, Point
+from pipeplan.units import format_bytes, named_devices
 
 __all__ = ["Asked", "Found", "chosen_points", "of_plans", "of_splits"]
 

@@ -18,7 +18,7 @@ from pipeplan.schedule.solver import Budget
 from pipeplan.simulate.memory import peak_memory
 from pipeplan.units import format_bytes
 
-__all__ = ["shortage"]
+__all__ = ["rounded_up", "shortage"]
 
 _PRECISION = 1.01
 """The least memory is found to a hundredth."""

@@ -25,11 +25,13 @@ from pipeplan.planner.finishing import planned
 from pipeplan.planner.frontier_partitions import STEP, Asked, chains, in_turn, own_placement, stage_graphs
 from pipeplan.planner.mapping import on_cluster
 from pipeplan.planner.request import Request
+from pipeplan.planner.shortage import rounded_up
 from pipeplan.planner.splits import Splits, split_frontier
 from pipeplan.planner.stage_splits import StageSplits
 from pipeplan.planner.strategies import plan_of_strategy, split_blocks
 from pipeplan.planner.trials import Trial
 from pipeplan.simulate.memory import peak_memory
+from pipeplan.units import MAX_BYTES, format_bytes, named_devices
 
 __all__ = ["PlanFrontier", "PlanPoint", "plan_frontier"]
 
@@ -41,6 +43,9 @@ _ONE_STAGE = 0.3
 
 _ROUGH = 0.01
 """So near the frontier they are then: see :func:`pipeplan.frontier.tracking.track`."""
+
+_EXPLAINING = 1.0
+"""Seconds, at least, in which it is looked for what would do where nothing fits."""
 
 _COUNTING = 0.05
 """The part of the time that counting what was not tried may take."""
@@ -103,10 +108,32 @@ def plan_frontier(request: Request, device_counts: Sequence[int], *, quickest: b
         quickest: what promises least time comes first, for those who look for the quickest plans alone.
 
     Raises:
-        InfeasibleError: nothing fits.
+        InfeasibleError: nothing fits; it says what would, as far as there was time to find out.
     """
-    begun = time.monotonic()
-    search = _Search(begun, request.options.time_limit)
+    found = _searched(request, device_counts, request.options.time_limit, quickest)
+    if not found.search.best:
+        raise _why(request, device_counts, found)
+    search, begun = found.search, found.search.begun
+    untried = _counted(found.partitions, _COUNTING * request.options.time_limit) if found.interrupted else 0
+    points = [_point(tried) for tried in sorted(search.best, key=lambda tried: tried.figures)]
+    seconds, counts = time.monotonic() - begun, {point.num_devices for point in points}
+    failures = {count: error for count, error in search.failures.items() if count not in counts}
+    how = search.num_tried, seconds, found.interrupted, untried, tuple(search.rough)
+    return PlanFrontier(tuple(points), *how, failures)
+
+
+@dataclass(frozen=True, slots=True)
+class _Searched:
+    """What was found, whether there was more to try, and the partitions of the chain that are left."""
+
+    search: _Search
+    interrupted: bool
+    partitions: Iterator[Asked]
+
+
+def _searched(request: Request, device_counts: Sequence[int], seconds: float, quickest: bool) -> _Searched:
+    """Try everything in turn, until the time is up."""
+    search = _Search(time.monotonic(), seconds)
     requests = [replace(request, num_devices=count) for count in device_counts]
     splits = GroupSplits(request.profile, request.cluster)
     partitions = in_turn([chains(asked, splits, quickest=quickest) for asked in requests])
@@ -122,14 +149,29 @@ def plan_frontier(request: Request, device_counts: Sequence[int], *, quickest: b
         interrupted = not (search.try_all(partitions) and split and joined)
     except KeyboardInterrupt:
         interrupted = True
-    if not search.best:
-        raise next(iter(search.failures.values()), InfeasibleError("no plan fits; raise --memory or --devices"))
-    untried = _counted(partitions, _COUNTING * request.options.time_limit) if interrupted else 0
-    points = [_point(tried) for tried in sorted(search.best, key=lambda tried: tried.figures)]
-    seconds = time.monotonic() - begun
-    found = {point.num_devices for point in points}
-    failures = {count: error for count, error in search.failures.items() if count not in found}
-    return PlanFrontier(tuple(points), search.num_tried, seconds, interrupted, untried, tuple(search.rough), failures)
+    return _Searched(search, interrupted, partitions)
+
+
+def _why(request: Request, device_counts: Sequence[int], found: _Searched) -> PipeplanError:
+    """Why there is nothing; where memory is short, with what the same search finds on every number of devices."""
+    limit, search = request.least_memory, found.search
+    error = next(iter(search.failures.values()), InfeasibleError("no plan fits; raise --memory or --devices"))
+    if limit is None or found.interrupted:
+        return error
+    free = replace(request, memory_bytes=MAX_BYTES)
+    able = _searched(free, device_counts, max(_EXPLAINING, search.left()), quickest=False)
+    if not able.search.best:
+        return error
+    least: dict[int, int] = {}
+    for count, memory, _ in sorted(tried.figures for tried in able.search.best):
+        least.setdefault(count, memory)
+    *enough, last = [f"{named_devices(count)} of {format_bytes(rounded_up(each))}" for count, each in least.items()]
+    enough = [", ".join(enough), last] if enough else [last]
+    less = "; less may do, which takes more --time-limit to find out" if able.interrupted else ""
+    return InfeasibleError(
+        f"no plan was found for {named_devices(*device_counts)} of {format_bytes(limit)}: "
+        f"{' or '.join(enough)} would do{less}; raise --memory or --devices, or lower --mini-batch"
+    )
 
 
 @dataclass(slots=True)

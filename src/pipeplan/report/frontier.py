@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipeplan.units import format_bytes, format_ns
+from pipeplan.units import format_bytes, format_ns, named_devices
 
-__all__ = ["FrontierReport", "Point", "Scale", "named_devices", "print_frontier"]
+__all__ = ["FrontierReport", "Point", "Scale", "print_frontier"]
 
 _PLAIN_WIDTH = 120
 _MOST_ROWS = 24
@@ -132,11 +132,6 @@ def print_frontier(report: FrontierReport, file: TextIO | None = None) -> None:
         )
     for note in report.notes:
         console.print(note, style="dim")
-
-
-def named_devices(*counts: int) -> str:
-    """Numbers of devices in words, least first."""
-    return f"{', '.join(map(str, counts))} device{'s' if counts[-1] != 1 else ''}"
 
 
 def _table(points: Sequence[tuple[int, Point]]) -> Table:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from xml.sax.saxutils import escape
 
-from pipeplan.report.frontier import FrontierReport, Point, Scale, named_devices
-from pipeplan.units import format_bytes, format_ns
+from pipeplan.report.frontier import FrontierReport, Point, Scale
+from pipeplan.units import format_bytes, format_ns, named_devices
 
 __all__ = ["frontier_svg"]
 

@@ -18,7 +18,7 @@ from pipeplan.partition.graphpipe.question import Question, Solution
 from pipeplan.partition.graphpipe.result import Staged, StageGraph
 from pipeplan.partition.graphpipe.shapes import Shapes
 from pipeplan.partition.series_parallel import Part, SeriesParallel, decompose, in_line, topological_order
-from pipeplan.units import format_bytes
+from pipeplan.units import format_bytes, named_devices
 
 __all__ = ["Partition", "partition"]
 
@@ -205,7 +205,7 @@ def _told(problem: Problem, tree: Part) -> str:
         return _why(problem, tree)
     except SearchTimeoutError:
         return (
-            f"no partition onto {problem.num_devices} devices of {format_bytes(problem.memory_bytes)} fits; "
+            f"no partition onto {named_devices(problem.num_devices)} of {format_bytes(problem.memory_bytes)} fits; "
             "raise --memory or --devices, or allow smaller micro-batches; with more --time-limit it is said how far"
         )
 
@@ -217,13 +217,13 @@ def _why(problem: Problem, tree: Part) -> str:
     many = replace(problem, num_devices=problem.num_devices * len(problem.loads))
     shapes = Shapes(many, tree)
     solution = _answer(shapes, _longest(shapes))
-    enough = f"{problem.num_devices} devices of {format_bytes(needed)} would do"
+    enough = f"{named_devices(problem.num_devices)} of {format_bytes(needed)} would do"
     if solution is None:
-        enough += ", and with this size no number of devices"
+        enough += ", and of this size no number of devices unless they split blocks"
     else:
-        enough = f"{solution.devices} devices of this size would do, or {enough.removesuffix(' would do')}"
+        enough = f"{named_devices(solution.devices)} of this size would do, or {enough.removesuffix(' would do')}"
     return (
-        f"no partition onto {problem.num_devices} devices of {format_bytes(limit)} fits: "
+        f"no partition onto {named_devices(problem.num_devices)} of {format_bytes(limit)} fits: "
         f"{_tightest(replace(problem, memory_bytes=needed), tree, limit)}; {enough}; "
         "raise --memory or --devices, or allow smaller micro-batches"
     )
@@ -238,7 +238,7 @@ def _tightest(problem: Problem, tree: Part, limit: int) -> str:
     stages = [(graph.memory_of(problem, stage), stage.blocks) for stage in graph.stages]
     needed, blocks = max(stages, key=lambda stage: stage[0])
     names = blocks[0] if len(blocks) == 1 else f"{blocks[0]} .. {blocks[-1]} ({len(blocks)} blocks)"
-    return f"at best the stage of {names} needs {needed} bytes, {needed - limit} too many"
+    return f"at best the stage of {names} needs {format_bytes(needed)}, {format_bytes(needed - limit)} too much"
 
 
 def _enough(problem: Problem, tree: Part) -> int:
