@@ -151,19 +151,23 @@ def _proof_notes(count: int, splits: Splits) -> Iterator[str]:
 def _tracked(asked: Asked, samples: int, options: CostOptions) -> tuple[list[Splits], bool]:
     """The frontier on every number of devices; when time runs out, or at Ctrl-C, the rest roughly, and True."""
 
-    def on(count: int, within: float) -> Splits:
+    def on(count: int, within: float, seconds: float) -> Splits:
         given = (asked.profile, asked.cluster, count, samples)
-        return split_frontier(*given, device=asked.device, options=options, within=within)
+        return split_frontier(*given, device=asked.device, options=options, within=within, seconds=seconds)
 
+    settling = _SETTLING if asked.time_limit is None else min(_SETTLING, _SETTLING_SHARE * asked.time_limit)
     found: list[Splits] = []
     try:
         with interrupted_after(asked.time_limit):
-            found.extend(on(count, asked.within) for count in asked.counts)  # one by one: what is done stays
+            found.extend(on(count, asked.within, settling) for count in asked.counts)  # one by one: what is done stays
     except KeyboardInterrupt:
         rest = asked.counts[len(found) :]
-        return found + [on(count, max(asked.within, _ROUGH)) for count in rest], True
+        return found + [on(count, max(asked.within, _ROUGH), 0.0) for count in rest], True
     return found, False
 
+
+_SETTLING, _SETTLING_SHARE = 10.0, 0.2
+"""Seconds for strategies that have less workspace, so that what is proved holds for peaks; at most, of a time limit."""
 
 _ROUGH = 0.01
 """Within this a frontier is tracked in seconds where the exact one would take minutes."""

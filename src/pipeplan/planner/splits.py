@@ -82,17 +82,19 @@ def split_frontier(
     device: str | None = None,
     options: CostOptions | None = None,
     within: float = 0.0,
+    seconds: float = 0.0,
 ) -> Splits:
     """Track the frontier of a profile on so many devices, for iterations of one micro-batch of ``samples``.
 
-    ``within`` as in :func:`pipeplan.frontier.tracking.track`.
+    ``within`` as in :func:`pipeplan.frontier.tracking.track`. Strategies with less workspace may take so many
+    ``seconds`` more; the exact frontier of whole blocks looks for some in any case.
 
     Raises:
         UsageError: as :func:`pipeplan.frontier.configurations.building.cost_model`.
     """
     begun = time.monotonic()
     model = cost_model(profile, cluster, num_devices, samples, device=device, options=options or CostOptions())
-    rounds = _Rounds(within, _LEVELS if model.options.blocks and not within else 0)
+    rounds = _Rounds(within, seconds, _LEVELS if model.options.blocks and not within else 0)
     tracked = rounds.first(model.graph)
     points, settled = _points(model, tracked, rounds)
     return Splits(num_devices, model, tracked, points, settled, rounds.factor, time.monotonic() - begun)
@@ -101,18 +103,16 @@ def split_frontier(
 _LEVELS = 8
 """Frontiers of less and less workspace that are tracked in any case; those of whole blocks take a second each."""
 
-_SECONDS = 3.0
-"""How long more of them may take together."""
-
 
 @dataclass(slots=True)
 class _Rounds:
-    """A graph tracked, and then again and again with fewer configurations: ``least`` times, and then in time.
+    """A graph tracked, and then again and again with fewer configurations: ``least`` times, and then for ``seconds``.
 
     The ``factor`` is what all rounds proved. None begins that would take too long, if it took as long as the last.
     """
 
     within: float
+    seconds: float
     least: int
     factor: float = 1.0
     spent: float = 0.0
@@ -121,7 +121,7 @@ class _Rounds:
     @property
     def more(self) -> bool:
         """Whether another one is worth its time."""
-        return self.least > 0 or self.spent + self.last <= _SECONDS
+        return self.least > 0 or self.spent + self.last <= self.seconds
 
     def first(self, graph: CostGraph) -> Tracked:
         """Track the whole graph."""
