@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,16 @@ def test_plans_on_fewer_devices_are_for_the_cluster_that_was_given(
     assert len(plan.devices) == 2
     assert plan.provenance.cluster_sha256 == sha256_of(cluster)
     assert check(plan, read_profile(str(profile_path)), cluster).valid
+
+
+def test_stages_that_are_split_by_block_say_how(profile_path: Path) -> None:
+    asked = ("--plans", "--devices", 2, "--mini-batch", 2, "--time-limit", "1h", "--json")
+    points = json.loads(run(profile_path, *asked).stdout)["points"]
+    said = [(point["what"], point["configurations"]) for point in points if "1 stage: 2 by block (" in point["what"]]
+    assert said
+    for what, configurations in said:
+        for name, count in re.findall(r"(\w[\w-]*) x(\d+)", what):
+            assert list(configurations.values()).count(f"1x{name}") == int(count)
 
 
 def test_what_cannot_be_is_said(profile_path: Path, tmp_path: Path) -> None:

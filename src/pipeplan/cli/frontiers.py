@@ -21,7 +21,7 @@ from pipeplan.frontier.turning import turning_point
 from pipeplan.model import Cluster, Plan, Profile, Stage
 from pipeplan.planner import Batch, Options, Request, resolve_batch
 from pipeplan.planner.alarm import interrupted_after
-from pipeplan.planner.splits import SplitPoint, Splits, split_frontier
+from pipeplan.planner.splits import SplitPoint, Splits, most_frequent, split_frontier
 from pipeplan.planner.strategies import plan_of_strategy
 from pipeplan.planner.tradeoff import plan_frontier
 from pipeplan.report.frontier import FrontierReport, Point
@@ -224,7 +224,11 @@ def of_plans(asked: Asked, *, quickest: bool = False) -> Found:
     )
     note = f"{found.num_tried} partitions were tried: no plan among them beats one of these"
     if found.interrupted:
-        left = f"at least {found.num_untried} were not tried" if found.num_untried else "not everything was tried"
+        left = (
+            f"at least {found.num_untried} were not tried"
+            if found.num_untried
+            else "how many are left was not found out"
+        )
         note += f"; time ran out ({left}): raise --time-limit for more"
     if found.rough:
         note += f"; on {', '.join(map(str, found.rough))} devices there was no time for all strategies of one stage"
@@ -254,9 +258,10 @@ def _words(plan: Plan) -> str:
 
 
 def _stage_words(stage: Stage) -> str:
-    """Replicas x shards, or that every block is split in a way of its own."""
+    """Replicas x shards, or that every block is split in a way of its own, and which ways are most frequent."""
     each = set(stage.configurations)
-    own = f"{len(stage.devices)} by block" if len(each) > 1 else "".join(each)
+    blocks = f"{len(stage.devices)} by block ({most_frequent(stage.configurations)})"
+    own = blocks if len(each) > 1 else "".join(each)
     return (own or f"{stage.replicas}x{stage.shards}") + (" recomputed" if stage.recompute else "")
 
 

@@ -15,7 +15,7 @@ from pipeplan.frontier.table import IntArray
 from pipeplan.frontier.tracking import Tracked, track
 from pipeplan.model import Cluster, Profile
 
-__all__ = ["SplitPoint", "Splits", "split_frontier"]
+__all__ = ["SplitPoint", "Splits", "most_frequent", "split_frontier"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,14 @@ class Splits:
     def words(self, strategy: Strategy) -> str:
         """A strategy in a few words: its most frequent configurations."""
         names = {node.name: node.configurations for node in self.model.graph.nodes}
-        counts = Counter(names[name][index] for name, index in strategy.configurations.items())
-        most = [f"{name} x{count}" for name, count in counts.most_common(_MOST_WORDS)]
-        return ", ".join(most + (["..."] if len(counts) > _MOST_WORDS else []))
+        return most_frequent(names[name][index] for name, index in strategy.configurations.items())
+
+
+def most_frequent(configurations: Iterable[str]) -> str:
+    """The most frequent of many configurations, with how often each is there."""
+    counts = Counter(configurations)
+    most = [f"{name} x{count}" for name, count in counts.most_common(_MOST_WORDS)]
+    return ", ".join(most + (["..."] if len(counts) > _MOST_WORDS else []))
 
 
 _MOST_WORDS = 3
