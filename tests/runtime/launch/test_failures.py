@@ -26,7 +26,7 @@ from pipeplan.runtime.launch import run_local
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.progress import Board, Phase
 
-TESTS = str(Path(__file__).parents[1])
+TESTS = str(Path(__file__).parents[2])
 SECOND = 10**9
 
 

@@ -25,7 +25,7 @@ from pipeplan.runtime.launch import watch_local
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.options import RunOptions, StepResult
 
-RANK = (sys.executable, str(Path(__file__).parents[1] / "checkpoint_rank.py"))
+RANK = (sys.executable, str(Path(__file__).parents[2] / "checkpoint_rank.py"))
 NUM_STEPS = 5
 OPERATORS = "gpt2-tiny-operators"
 TINY, DEEPER, ALL = "gpt2-tiny", "checkpoint_models:deeper", (0, 1, 2, 3)

@@ -23,7 +23,7 @@ from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.profiler import profile_model
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 A100 = device_preset("a100-80gb")
 WIDTH = 16
 

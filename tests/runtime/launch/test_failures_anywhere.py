@@ -16,7 +16,7 @@ from runtime_plans import model_plan, placed_plan
 from pipeplan.model import PlacedStage, Plan
 from pipeplan.runtime.options import RunOptions
 
-TESTS = str(Path(__file__).parents[1])
+TESTS = str(Path(__file__).parents[2])
 
 
 def split_chain() -> Plan:

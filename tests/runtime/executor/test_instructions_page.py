@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from pipeplan.cli.main import cli
 
-TEXT = (Path(__file__).parents[2] / "docs" / "instructions.md").read_text()
+TEXT = (Path(__file__).parents[3] / "docs" / "instructions.md").read_text()
 
 
 def blocks(language: str) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pipeplan
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 def test_all_is_importable() -> None:

@@ -24,7 +24,7 @@ from pipeplan.runtime.program import planned_programs
 from pipeplan.runtime.together import extent, iteration_of
 from pipeplan.simulate.simulation import Simulation, simulate
 
-RANK = (sys.executable, str(Path(__file__).parent.parent / "emulation_rank.py"))
+RANK = (sys.executable, str(Path(__file__).parents[2] / "emulation_rank.py"))
 MS = 1_000_000
 COSTS = ShapeCosts(forward_ns=2 * MS, backward_ns=4 * MS, shared_forward_ns=MS, shared_backward_ns=MS, comm_ns=MS // 2)
 SPLIT = ShapeCosts(forward_ns=2 * MS, input_grad_ns=2 * MS, weight_grad_ns=2 * MS)
