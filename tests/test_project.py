@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from pathlib import Path
 
 import pipeplan
-
-ROOT = Path(__file__).parents[1]
+from support.paths import ROOT
 
 
 def test_all_is_importable() -> None:

@@ -9,22 +9,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import (
-    chain_plan,
-    chain_profile,
-    chain_workload,
-    gpipe_orders,
-    one_f_one_b,
-    one_f_one_b_repetend,
-    plan_of,
-    serial_orders,
-    shared_workload,
-)
 
+from builders.chains import chain_plan, chain_profile, chain_workload, shared_workload
+from builders.orders import gpipe_orders, one_f_one_b, one_f_one_b_repetend, serial_orders
+from builders.plans import plan_of
 from pipeplan.check import RULES, Report, check
 from pipeplan.costs import build_workload
 from pipeplan.errors import InvalidPlanError
@@ -46,6 +37,7 @@ from pipeplan.model import (
 from pipeplan.model.workload import Workload
 from pipeplan.planner.assembly import assemble
 from pipeplan.simulate.timing import task_graph
+from support.paths import ROOT
 
 Data = dict[str, Any]
 
@@ -602,7 +594,7 @@ def test_damage_is_refused_and_its_place_named(
 def test_every_rule_is_broken_by_some_damage_and_documented() -> None:
     against = {"profile", "cluster"}  # see below
     assert {rule for _, _, _, rule, _ in DAMAGES} == set(RULES) - against
-    text = (Path(__file__).parents[2] / "docs" / "check.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "check.md").read_text(encoding="utf-8")
     assert re.findall(r"^\*\*([a-z-]+)\*\* - ", text, re.MULTILINE) == list(RULES)
 
 

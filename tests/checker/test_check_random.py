@@ -8,31 +8,27 @@ from fractions import Fraction
 from itertools import pairwise
 
 import networkx as nx
-from helpers import (
-    Orders,
-    Placed,
-    actions_of,
-    chain_workload,
-    extended,
-    gpipe_orders,
-    one_f_one_b,
-    one_f_one_b_repetend,
-    placed,
-    placed_chains,
-    plan_of,
-    random_orders,
-    replay,
-    serial_orders,
-    shared_workload,
-)
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from builders.chains import chain_workload, shared_workload
+from builders.drawn import Placed, placed, placed_chains
+from builders.orders import (
+    Orders,
+    actions_of,
+    gpipe_orders,
+    one_f_one_b,
+    one_f_one_b_repetend,
+    random_orders,
+    serial_orders,
+)
+from builders.plans import plan_of
 from pipeplan.check import check
 from pipeplan.model import Action, Plan, Repetend
 from pipeplan.model.workload import Workload
 from pipeplan.planner.assembly import assemble
 from pipeplan.simulate.timing import task_graph
+from references.replay import extended, replay
 
 SETTINGS = settings(max_examples=60)
 

@@ -6,8 +6,8 @@ import json
 import math
 
 import pytest
-from helpers import chain_plan
 
+from builders.chains import chain_plan
 from pipeplan.cli.run_results import Steps, comparison_line, summary_json
 from pipeplan.runtime.options import RunOptions, RunResult, StepResult
 

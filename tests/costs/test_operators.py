@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pipeplan.costs.collectives import Exchange, prices_in, prices_of, ring_ns
@@ -32,8 +30,8 @@ from pipeplan.costs.presets import PRESETS, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.model import Cluster, Profile, Source, read_profile
 from pipeplan.model.cluster import DeviceKind, LinkLevel, MeasuredCurve
+from support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 SEQUENCE, VOCABULARY = 1024, 50257
 MEASURED = [("gpt2-124m-cpu", 768, 12), ("gpt2-345m-cpu", 1024, 16)]
 

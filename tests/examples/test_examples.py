@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
 from pipeplan.examples import SHAPES, ShapeCosts, shape
 from pipeplan.model import Profile, parse, to_json
+from support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 MS = 1_000_000
 EVEN = ("nn", "k")
 

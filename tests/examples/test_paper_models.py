@@ -16,8 +16,8 @@ from pipeplan.examples import MODELS, model
 from pipeplan.model import Cluster, PlacedStage, Placement, Profile, Source, parse, to_json
 from pipeplan.model.cluster import DeviceKind, LinkLevel
 from pipeplan.planner import Batch, Options, search_plan
+from support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "models.md"
 BILLION, MILLION = 10**9, 10**6
 

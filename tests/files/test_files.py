@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import chain_plan, chain_profile
 
+from builders.chains import chain_plan, chain_profile
 from pipeplan.check import check
 from pipeplan.errors import FileError
 from pipeplan.model import (
@@ -55,9 +55,10 @@ from pipeplan.model import (
     to_json,
     write_file,
 )
+from support.paths import ROOT
 
 Data = dict[str, Any]
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = ROOT / "docs"
 
 CLUSTER = Cluster(
     name="c",

@@ -17,16 +17,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from helpers import (
-    chain_plan,
-    chain_profile,
-    chain_workload,
-    gpipe_orders,
-    plan_of,
-    serial_orders,
-    shared_workload,
-)
 
+from builders.chains import chain_plan, chain_profile, chain_workload, shared_workload
+from builders.orders import gpipe_orders, serial_orders
+from builders.plans import plan_of
 from pipeplan.check import Report, check
 from pipeplan.errors import FileError
 from pipeplan.model import Cluster, FileModel, Plan, Profile, parse, sha256_of, to_json

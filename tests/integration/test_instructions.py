@@ -12,11 +12,13 @@ from typing import Literal
 
 import pytest
 from click.testing import CliRunner
-from helpers import Orders, placed, plan_of, random_orders
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from instruction_workloads import towers, towers_profile
 
+from builders.drawn import placed
+from builders.instruction_towers import towers, towers_profile
+from builders.orders import Orders, random_orders
+from builders.plans import plan_of
 from pipeplan.check import check
 from pipeplan.cli.main import cli
 from pipeplan.costs import build_workload

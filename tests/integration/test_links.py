@@ -9,8 +9,9 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from helpers import chain_workload, gpipe_orders, one_f_one_b
 
+from builders.chains import chain_workload
+from builders.orders import gpipe_orders, one_f_one_b
 from pipeplan.check import check
 from pipeplan.costs import build_workload
 from pipeplan.errors import InvalidPlanError

@@ -6,10 +6,11 @@ from collections import defaultdict, deque
 from dataclasses import replace
 from random import Random
 
-from helpers import chain_workload, random_orders
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from builders.chains import chain_workload
+from builders.orders import random_orders
 from pipeplan.check import check
 from pipeplan.model import Dependency, Hop, Plan
 from pipeplan.model.workload import Workload

@@ -7,10 +7,12 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
-from helpers import chain_workload, one_f_one_b, plan_of, replay
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from builders.chains import chain_workload
+from builders.orders import one_f_one_b
+from builders.plans import plan_of
 from pipeplan.costs import StageCosts, stage_costs
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model import Block, CostRow, Edge, Profile, Source
@@ -29,6 +31,7 @@ from pipeplan.partition.autopipe import (
 )
 from pipeplan.partition.autopipe.simulator import measured
 from pipeplan.simulate.simulation import simulate
+from references.replay import replay
 
 TIMES = st.integers(1, 12)
 BLOCKS = st.lists(st.tuples(TIMES, TIMES), min_size=2, max_size=9)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from slow_split import slow_split
 
 from pipeplan.costs import StageCosts
 from pipeplan.errors import InfeasibleError, UsageError
@@ -21,6 +20,7 @@ from pipeplan.partition.balance import least_split
 from pipeplan.partition.chain import Chain, Held
 from pipeplan.partition.exact import shortest_run
 from pipeplan.partition.level import levelled, roomiest
+from references.split import slow_split
 
 TIMES = st.sampled_from([0, 1, 1, 2, 3, 5, 8, 30])
 SIZES = st.integers(0, 6)

@@ -7,8 +7,8 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from towers import towers
 
+from builders.towers import towers
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model import Placement
 from pipeplan.partition.submodules import Submodule, place_submodules

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pipeplan.check import check
 from pipeplan.model import Block, Cluster, CostRow, DeviceKind, Edge, LinkLevel, PlacedStage, Placement, Profile, Source
 from pipeplan.planner import Batch, Candidate, Options, Request, search_plan
 from pipeplan.planner.mapping import on_cluster
+from support.paths import ROOT
 
-PROFILES = Path(__file__).parents[2] / "profiles"
+PROFILES = ROOT / "profiles"
 SOURCE = Source(method="estimated")
 
 

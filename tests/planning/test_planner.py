@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +15,9 @@ from pipeplan.model import Block, Cluster, Profile, read_profile
 from pipeplan.partition import STRATEGIES
 from pipeplan.planner import Batch, Options, Result, search_plan
 from pipeplan.units import parse_bytes
+from support.paths import ROOT
 
-PROFILES = Path(__file__).parents[2] / "profiles"
+PROFILES = ROOT / "profiles"
 GB = 10**9
 QUICK = Options(time_limit=1.0, deterministic=True)
 

@@ -21,8 +21,9 @@ from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.sweep import built_in_rules, run_rules
 from pipeplan.simulate.metrics import iteration_time, rates
 from pipeplan.simulate.timing import task_graph
+from support.paths import ROOT
 
-PROFILES = Path(__file__).parents[2] / "profiles"
+PROFILES = ROOT / "profiles"
 GB = 10**9
 
 

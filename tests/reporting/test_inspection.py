@@ -27,6 +27,7 @@ from pipeplan.model import (
     write_file,
 )
 from pipeplan.report.inspection import alike, cautions, inspection_as_dict, operator_shares, print_inspection, sums
+from support.paths import ROOT
 
 SIZES = (1, 2, 4)
 
@@ -296,7 +297,7 @@ def test_show_needs_no_torch(tmp_path: Path) -> None:
     assert "layer0" in done.stdout
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "profiles").glob("*.json")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "profiles").glob("*.json")), ids=lambda p: p.stem)
 def test_profiles_that_ship_can_be_shown(path: Path, run: Command) -> None:
     code, out, err = run("--show", str(path))
     assert (code, err) == (0, "")

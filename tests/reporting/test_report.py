@@ -9,20 +9,13 @@ import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import (
-    chain_plan,
-    chain_workload,
-    gpipe_orders,
-    one_f_one_b,
-    plan_of,
-    serial_orders,
-    shared_workload,
-)
 
+from builders.chains import chain_plan, chain_workload, shared_workload
+from builders.orders import gpipe_orders, one_f_one_b, serial_orders
+from builders.plans import plan_of
 from pipeplan.errors import PipeplanError
 from pipeplan.model import Action, Plan, parse, to_json
 from pipeplan.model.trace import Trace, trace_event
@@ -32,8 +25,8 @@ from pipeplan.report.terminal import print_simulation
 from pipeplan.report.timeline import device_row, repetend_time_range, windows
 from pipeplan.report.trace import predicted_trace, trace_text
 from pipeplan.simulate.simulation import simulate
+from support.paths import GOLDEN
 
-GOLDEN = Path(__file__).parent.parent / "golden"
 SVG = "{http://www.w3.org/2000/svg}"
 
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
 import pytest
-from helpers import chain_workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from known_orders import KNOWN, known_orders
-from shared_insertion import SharedInsertion
-from towers import towers
 
+from builders.chains import chain_workload
+from builders.towers import towers
 from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
 from pipeplan.examples import ShapeCosts, shape
@@ -30,6 +27,9 @@ from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.files import catalogue, named_rules, parse_rules
 from pipeplan.simulate.memory import peak_memory
 from pipeplan.simulate.timing import Orders, earliest_starts, task_graph, with_links
+from references.known_orders import KNOWN, known_orders
+from references.shared_insertion import SharedInsertion
+from support.paths import ROOT
 
 CHAINS = {"gpipe", "1f1b", "interleaved-1f1b", "interleaved-zb", "looped-bfs", "zb-h1", "zb-h2"}
 SPLIT = {"zb-h1", "zb-h2", "interleaved-zb"}
@@ -223,7 +223,7 @@ def test_the_known_orders_are_all_judged() -> None:
 
 # Documentation -----------------------------------------------------------------------------------------------------
 
-DOCS = Path(__file__).parents[2] / "docs" / "rules.md"
+DOCS = ROOT / "docs" / "rules.md"
 
 
 def test_the_page_shows_every_file_as_it_is() -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers import chain_workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from builders.chains import chain_workload
 from pipeplan.costs import build_workload
 from pipeplan.examples import SHAPES, ShapeCosts, shape
 from pipeplan.schedule.classic import CLASSIC

@@ -10,19 +10,10 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from helpers import chain_workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stage_graphs import (
-    StageGraph,
-    best_of_all,
-    connected_graphs,
-    forwards_first,
-    in_flight,
-    makespan,
-    words_of,
-)
 
+from builders.chains import chain_workload
 from pipeplan.errors import UsageError
 from pipeplan.model import Device
 from pipeplan.model.workload import Workload
@@ -31,6 +22,15 @@ from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders, kfkb_orders, least_ks, samples_held
 from pipeplan.simulate.memory import fits
 from pipeplan.simulate.timing import earliest_starts, task_graph, with_links
+from references.stage_graphs import (
+    StageGraph,
+    best_of_all,
+    connected_graphs,
+    forwards_first,
+    in_flight,
+    makespan,
+    words_of,
+)
 
 CHAIN, FORK, JOIN, DIAMOND, UNEVEN = (
     ((0, 1), (1, 2), (2, 3)),

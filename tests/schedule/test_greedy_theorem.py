@@ -6,7 +6,10 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-from stage_graphs import (
+
+from pipeplan.schedule.stage_graph import greedy_orders, kfkb_orders
+from pipeplan.simulate.timing import task_graph
+from references.stage_graphs import (
     StageGraph,
     all_words,
     best_of_all,
@@ -17,9 +20,6 @@ from stage_graphs import (
     makespan,
     words_of,
 )
-
-from pipeplan.schedule.stage_graph import greedy_orders, kfkb_orders
-from pipeplan.simulate.timing import task_graph
 
 Timed = Callable[[str], int]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from helpers import zero_bubble
 from hypothesis import HealthCheck, given, settings
-from strategies import problems
 
+from builders.chains import zero_bubble
+from builders.problems import problems
 from pipeplan.schedule.insertion import insert_microbatches
 from pipeplan.schedule.problem import Problem
 from pipeplan.simulate.memory import overflow

@@ -7,10 +7,10 @@ schedules alone reach most cells, so that short searches do; docs/benchmarks.md 
 from __future__ import annotations
 
 import pytest
-from helpers import zero_bubble
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from builders.chains import zero_bubble
 from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.schedule.classic import CLASSIC

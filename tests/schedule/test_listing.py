@@ -6,11 +6,11 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from helpers import chain_workload, with_devices_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import problems
 
+from builders.chains import chain_workload, with_devices_memory
+from builders.problems import problems
 from pipeplan.schedule.listing import Policy, Tuning, in_flight_limits, list_schedule, policies
 from pipeplan.schedule.problem import Problem
 from pipeplan.simulate.memory import fits

@@ -5,11 +5,11 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from helpers import chain_workload, with_devices_memory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from strategies import problems
 
+from builders.chains import chain_workload, with_devices_memory
+from builders.problems import problems
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.planner import Batch, Options, search_plan
 from pipeplan.schedule.problem import Problem

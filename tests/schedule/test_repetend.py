@@ -9,8 +9,8 @@ from fractions import Fraction
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from strategies import problems
 
+from builders.problems import problems
 from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.model import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from strategies import problems
 
+from builders.problems import problems
 from pipeplan.costs import build_workload
 from pipeplan.model import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
 from pipeplan.schedule.problem import Problem

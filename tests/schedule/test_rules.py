@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from helpers import chain_workload, shared_workload
 
+from builders.chains import chain_workload, shared_workload
 from pipeplan.costs import build_workload
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import shape

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from pathlib import Path
 
 from pipeplan.schedule.rules.files import parse_rules
+from support.paths import ROOT
 
-TEXT = (Path(__file__).parents[2] / "docs" / "algorithms" / "rules.md").read_text()
+TEXT = (ROOT / "docs" / "algorithms" / "rules.md").read_text()
 
 
 def blocks(language: str) -> list[str]:

@@ -6,10 +6,10 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from helpers import chain_workload, shared_workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from builders.chains import chain_workload, shared_workload
 from pipeplan.errors import FileError, UsageError
 from pipeplan.schedule.rules import DeviceRules, Rules, StageTraversal, SubmoduleRules, TypeTraversal
 from pipeplan.schedule.rules.files import catalogue, parse_rules, read_rules, to_toml

@@ -7,12 +7,12 @@ from fractions import Fraction
 from typing import Literal
 
 import pytest
-from helpers import Placed, chain_profile, chain_workload, placed, placed_chains
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rules_reference import Reference
-from strategies import problems
 
+from builders.chains import chain_profile, chain_workload
+from builders.drawn import Placed, placed, placed_chains
+from builders.problems import problems
 from pipeplan.check import check
 from pipeplan.costs import build_workload
 from pipeplan.errors import InfeasibleError
@@ -26,6 +26,7 @@ from pipeplan.schedule.rules.language import First
 from pipeplan.simulate.bounds import makespan_bound
 from pipeplan.simulate.memory import fits
 from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph, with_links
+from references.rules import Reference
 
 number = st.sampled_from([1, 2, 3, "D", "D - d", "max(1, S - s)", "C * N"])
 types = st.builds(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from towers import towers
 
+from builders.towers import towers
 from pipeplan.costs import build_workload
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.examples import ShapeCosts, shape

@@ -5,11 +5,12 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from helpers import Placed, chain_workload, placed, random_orders, with_devices_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from separations import best_of_all, kind, length, num_placings, random_case, weights_at_once, with_room
 
+from builders.chains import chain_workload, with_devices_memory
+from builders.drawn import Placed, placed
+from builders.orders import random_orders
 from pipeplan.model.workload import Workload
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.problem import Problem
@@ -19,6 +20,7 @@ from pipeplan.schedule.rules.language import Rules
 from pipeplan.schedule.rules.separation import separate
 from pipeplan.simulate.memory import fits, peak_memory
 from pipeplan.simulate.timing import Orders, TaskGraph, task_graph, with_links
+from references.separation import best_of_all, kind, length, num_placings, random_case, weights_at_once, with_room
 
 
 def classic(name: str, workload: Workload) -> tuple[TaskGraph, Orders]:

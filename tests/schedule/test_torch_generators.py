@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers import chain_workload
 from torch.distributed.pipelining import schedules
 
+from builders.chains import chain_workload
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.problem import Problem
 from pipeplan.simulate.timing import task_graph

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from unittest.mock import patch
 
-import frontier_graphs as graphs
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from pipeplan.frontier import tracking
 from pipeplan.frontier.graph import CostGraph, CostNode
 from pipeplan.frontier.tracking import Tracked, track
+from references import cost_graphs as graphs
 
 
 def points(tracked: Tracked) -> list[tuple[int, int]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import frontier_graphs as graphs
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeplan.frontier.hull import Solved, hull_of
 from pipeplan.frontier.tracking import track
+from references import cost_graphs as graphs
 
 
 @settings(max_examples=20)

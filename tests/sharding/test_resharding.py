@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from frontier_arrays import cut, held_after
 
 from pipeplan.costs.collectives import Exchange
 from pipeplan.costs.groups import send_time, time_of_groups
@@ -15,6 +14,7 @@ from pipeplan.frontier.configurations.layouts import Layout, Tensor, all_layouts
 from pipeplan.frontier.configurations.resharding import Move, Resharding, groups_along, moves_between_all
 from pipeplan.frontier.configurations.splits import Split, factorizations, mesh_name, splits_of, ways_to_split
 from pipeplan.model import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source
+from references.moved_arrays import cut, held_after
 
 
 def two_nodes(devices: int, *, measured: tuple[MeasuredCurve, ...] = ()) -> Cluster:

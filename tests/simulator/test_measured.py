@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import chain_plan, gpipe_orders, plan_of, shared_workload
 
+from builders.chains import chain_plan, shared_workload
+from builders.orders import gpipe_orders
+from builders.plans import plan_of
 from pipeplan.errors import FileError, UsageError
 from pipeplan.model import Plan, sha256_of
 from pipeplan.model.measured import MeasuredTrace, TimedText, read_trace
@@ -17,8 +19,7 @@ from pipeplan.report.measured import measured_figures, print_comparison
 from pipeplan.report.trace import predicted_trace
 from pipeplan.simulate.measured import compared
 from pipeplan.simulate.simulation import simulate
-
-GOLDEN = Path(__file__).parent.parent / "golden"
+from support.paths import GOLDEN
 
 Change = Callable[[str, int, int, int], TimedText]
 """(action, device, start, end) -> what is measured."""

@@ -9,29 +9,21 @@ from fractions import Fraction
 from random import Random
 
 import pytest
-from helpers import (
-    Entry,
-    Placed,
-    actions_of,
-    chain_plan,
-    chain_profile,
-    chain_workload,
-    extended,
-    gpipe_orders,
-    hops,
-    one_f_one_b,
-    one_f_one_b_repetend,
-    period_of,
-    placed,
-    plan_of,
-    random_orders,
-    replay,
-    serial_orders,
-    shared_workload,
-)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from builders.chains import chain_plan, chain_profile, chain_workload, hops, shared_workload
+from builders.drawn import Placed, placed
+from builders.orders import (
+    Entry,
+    actions_of,
+    gpipe_orders,
+    one_f_one_b,
+    one_f_one_b_repetend,
+    random_orders,
+    serial_orders,
+)
+from builders.plans import plan_of
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.model import (
     Cluster,
@@ -63,6 +55,7 @@ from pipeplan.simulate.repetend import (
 )
 from pipeplan.simulate.simulation import simulate
 from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph, with_links
+from references.replay import extended, period_of, replay
 
 NamedOrders = list[list[Entry]]
 

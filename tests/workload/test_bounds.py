@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from helpers import zero_bubble
 from hypothesis import HealthCheck, given, settings
-from strategies import problems
 
+from builders.chains import zero_bubble
+from builders.problems import problems
 from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.schedule.bounds import makespan_bound, period_bound

@@ -9,13 +9,13 @@ import functools
 from dataclasses import replace
 
 import pytest
-import runtime_models
 import torch
-from runtime_plans import PLACEMENTS, Case, Reports, assert_as_unsplit, four_devices, model_plan, reports_of
 
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.options import RunOptions
+from runtime_support import models as runtime_models
+from runtime_support.plans import PLACEMENTS, Case, Reports, assert_as_unsplit, four_devices, model_plan, reports_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 

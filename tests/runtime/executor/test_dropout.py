@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import runtime_models
 import torch
-from runtime_models import Mix
-from runtime_plans import model_plan
-from runtime_threads import run_in_threads
 from torch import nn
 
 from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.stages import Samples
+from runtime_support import models as runtime_models
+from runtime_support.models import Mix
+from runtime_support.plans import model_plan
+from runtime_support.threads import run_in_threads
 
 
 class Dropping(nn.Module):

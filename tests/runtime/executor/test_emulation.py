@@ -6,12 +6,11 @@ import functools
 import math
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from helpers import chain_workload, plan_of
-from runtime_plans import Case, four_devices, greedy_orders, placed_plan, reports_of
 
+from builders.chains import chain_workload
+from builders.plans import plan_of
 from pipeplan.check import check
 from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
@@ -23,8 +22,9 @@ from pipeplan.runtime.options import RunOptions, RunResult
 from pipeplan.runtime.program import planned_programs
 from pipeplan.runtime.together import extent, iteration_of
 from pipeplan.simulate.simulation import Simulation, simulate
+from runtime_support.plans import Case, four_devices, greedy_orders, placed_plan, reports_of
 
-RANK = (sys.executable, str(Path(__file__).parents[2] / "emulation_rank.py"))
+RANK = (sys.executable, "-m", "runtime_support.emulation_rank")
 MS = 1_000_000
 COSTS = ShapeCosts(forward_ns=2 * MS, backward_ns=4 * MS, shared_forward_ns=MS, shared_backward_ns=MS, comm_ns=MS // 2)
 SPLIT = ShapeCosts(forward_ns=2 * MS, input_grad_ns=2 * MS, weight_grad_ns=2 * MS)
@@ -69,7 +69,7 @@ def groups(stages: list[tuple[tuple[int, ...], int, int]]) -> Plan:
         PlacedStage(blocks=blocks, devices=devices, replicas=len(devices), microbatch_size=size, num_parted=parted)
         for blocks, (devices, size, parted) in zip(BLOCKS, stages, strict=True)
     ]
-    return placed_plan(load_model("runtime_models:chain"), placed, num_microbatches=4, microbatch_size=4)
+    return placed_plan(load_model("runtime_support.models:chain"), placed, num_microbatches=4, microbatch_size=4)
 
 
 def with_busy_links(plan: Plan) -> Plan:

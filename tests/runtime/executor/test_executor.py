@@ -8,9 +8,13 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-import runtime_models
-from helpers import gpipe_orders
-from runtime_plans import (
+
+from builders.orders import gpipe_orders
+from pipeplan.model import Action, PlacedStage
+from pipeplan.runtime.loading import load_model
+from pipeplan.runtime.options import RunOptions
+from runtime_support import models as runtime_models
+from runtime_support.plans import (
     PLACEMENTS,
     TRAINING,
     Case,
@@ -21,10 +25,6 @@ from runtime_plans import (
     placed_plan,
     reports_of,
 )
-
-from pipeplan.model import Action, PlacedStage
-from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.options import RunOptions
 
 BRANCH_CUTS = [("a",), ("left",), ("right", "right2"), ("join",), ("side", "end")]
 BRANCH_DEVICES = {"apart": [0, 1, 2, 3, 1], "two on a device": [0, 1, 0, 2, 2], "one device": [0, 0, 0, 0, 0]}

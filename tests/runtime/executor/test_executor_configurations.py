@@ -12,9 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime_models import branches
-from runtime_plans import TRAINING, Unsplit, placed_plan, profile_of
-from runtime_threads import require_equal_to_unsplit, together
 from torch import nn
 
 from pipeplan.check import check
@@ -31,6 +28,9 @@ from pipeplan.runtime.training import require_splittable
 from pipeplan.runtime.zoo import ZOO
 from pipeplan.runtime.zoo.gpt import GPTSize
 from pipeplan.simulate.simulation import simulate
+from runtime_support.models import branches
+from runtime_support.plans import TRAINING, Unsplit, placed_plan, profile_of
+from runtime_support.threads import require_equal_to_unsplit, together
 
 SIZE = 4
 """Samples of a micro-batch."""
@@ -43,7 +43,7 @@ MODELS = (
     "mmt-tiny",
     "dlrm-tiny",
     "candle-uno-tiny",
-    "runtime_models:worded",
+    "runtime_support.models:worded",
 )
 
 
@@ -300,8 +300,8 @@ def test_configurations_that_make_no_sense_are_refused(texts: tuple[str, ...], t
         ("gpt2-tiny", "embedding", "places2", "it does not say that it can be split by places"),
         ("candle-uno-tiny", "branch0.layer0", "rows2-shards2", "it cannot be split by rows and shards at once"),
         ("candle-uno-tiny", "branch0.layer0", "columns3", "3 devices cannot share evenly"),
-        ("runtime_models:worded", "shift", "samples2", "it takes no samples that they could share"),
-        ("runtime_models:branches", "a", "samples2-shards2", "it does not say how"),
+        ("runtime_support.models:worded", "shift", "samples2", "it takes no samples that they could share"),
+        ("runtime_support.models:branches", "a", "samples2-shards2", "it does not say how"),
     ],
 )
 def test_what_a_block_cannot_do_is_refused(model: str, block: str, text: str, told: str) -> None:

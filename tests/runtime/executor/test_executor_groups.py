@@ -6,7 +6,6 @@ import functools
 from dataclasses import replace
 
 import pytest
-from runtime_plans import TRAINING, Case, Reports, assert_as_unsplit, placed_plan, reports_of
 
 from pipeplan.check import check
 from pipeplan.model import PlacedStage
@@ -14,8 +13,9 @@ from pipeplan.report.trace import predicted_trace
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import Model
 from pipeplan.simulate.simulation import simulate
+from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, placed_plan, reports_of
 
-BRANCHES, CHAIN, TINY = "runtime_models:branches", "runtime_models:chain", "gpt2-tiny"
+BRANCHES, CHAIN, TINY = "runtime_support.models:branches", "runtime_support.models:chain", "gpt2-tiny"
 CUTS = {
     BRANCHES: [("a",), ("left",), ("right", "right2"), ("join",), ("side", "end")],
     CHAIN: [("b0", "b1"), ("b2",), ("b3",), ("b4", "end")],

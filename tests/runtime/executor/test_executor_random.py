@@ -11,16 +11,16 @@ import math
 from dataclasses import replace
 
 import pytest
-from helpers import gpipe_orders
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime_models import loss_block, mix_block, shift_block, vectors
-from runtime_plans import TRAINING, Unsplit, greedy_orders, placed_plan
-from runtime_threads import run_in_threads
 
+from builders.orders import gpipe_orders
 from pipeplan.check import check
 from pipeplan.model import PlacedStage, Plan
 from pipeplan.runtime.model import Model
+from runtime_support.models import loss_block, mix_block, shift_block, vectors
+from runtime_support.plans import TRAINING, Unsplit, greedy_orders, placed_plan
+from runtime_support.threads import run_in_threads
 
 MINI_BATCH = 8
 TOLERANCE = 1e-12

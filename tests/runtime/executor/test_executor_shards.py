@@ -7,9 +7,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-import runtime_models
 import torch
-from runtime_plans import TRAINING, Case, Reports, assert_as_unsplit, model_plan, placed_plan, reports_of
 
 from pipeplan.check import check
 from pipeplan.costs.presets import device_preset
@@ -22,8 +20,10 @@ from pipeplan.planner.strategies import plan_of_strategy
 from pipeplan.runtime.estimator import estimate_model
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.training import require_splittable
+from runtime_support import models as runtime_models
+from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, model_plan, placed_plan, reports_of
 
-WORDED, TRANSLATING, PAIRING = (f"runtime_models:{name}" for name in ("worded", "translating", "pairing"))
+WORDED, TRANSLATING, PAIRING = (f"runtime_support.models:{name}" for name in ("worded", "translating", "pairing"))
 ALL = (0, 1, 2, 3)
 
 Group = tuple[str, tuple[int, ...], int]

@@ -7,7 +7,6 @@ from itertools import islice
 
 import pytest
 import torch
-from runtime_threads import require_equal_to_unsplit
 
 from pipeplan.costs.presets import device_preset
 from pipeplan.costs.testbeds import cluster_of_paper
@@ -23,6 +22,7 @@ from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import Model
 from pipeplan.simulate.memory import peak_memory
 from pipeplan.simulate.simulation import simulate
+from runtime_support.threads import require_equal_to_unsplit
 
 
 def pipelines(model: Model, num_devices: int) -> Iterator[Plan]:

@@ -13,8 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 from pipeplan.cli.main import cli
+from support.paths import ROOT
 
-TEXT = (Path(__file__).parents[3] / "docs" / "instructions.md").read_text()
+TEXT = (ROOT / "docs" / "instructions.md").read_text()
 
 
 def blocks(language: str) -> list[str]:

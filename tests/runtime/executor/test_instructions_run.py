@@ -6,11 +6,8 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import new_instruction
 import pytest
 import torch
-from instruction_models import GATHERED, one_loss, plan_by_rules, shared_loss, towers_plan, two_losses
-from runtime_plans import TRAINING, Reports, assert_as_unsplit, four_devices, reports_of
 
 from pipeplan.check import check
 from pipeplan.errors import InfeasibleError, UsageError
@@ -26,6 +23,9 @@ from pipeplan.runtime.stages import StageError
 from pipeplan.schedule.rules import Instruction, Rules
 from pipeplan.simulate.bounds import makespan_bound
 from pipeplan.simulate.simulation import simulate
+from runtime_support import new_instruction
+from runtime_support.instruction_models import GATHERED, one_loss, plan_by_rules, shared_loss, towers_plan, two_losses
+from runtime_support.plans import TRAINING, Reports, assert_as_unsplit, four_devices, reports_of
 
 GATHER = Instruction("GATHER", after=("image.*", "text.*"), before=("loss",), every=2, duration_ns=500)
 ALLGATHER = replace(GATHERED, duration_ns=500)
@@ -54,7 +54,8 @@ PLANS: dict[str, tuple[Model, Plan]] = {
     ),
     "in halves": (TWO, towers_plan(TWO, [replace(ALLGATHER, every=1)])),
 }
-PATHS = {id(model): f"instruction_models:{name}" for model, name in zip((ONE, TWO, SHARED), NAMES, strict=True)}
+MODELS = "runtime_support.instruction_models"
+PATHS = {id(model): f"{MODELS}:{name}" for model, name in zip((ONE, TWO, SHARED), NAMES, strict=True)}
 
 
 REHEARSED = {name: PLANS[name] for name in ("gather, beside computing", "all-gather, replicas", "one after the other")}
@@ -62,11 +63,11 @@ REHEARSED = {name: PLANS[name] for name in ("gather, beside computing", "all-gat
 
 @pytest.fixture(scope="module")
 def reports() -> Reports:
-    options = replace(TRAINING, instructions="instruction_models", num_steps=2)
+    options = replace(TRAINING, instructions=MODELS, num_steps=2)
     cases = {name: (plan, replace(options, model=PATHS[id(model)])) for name, (model, plan) in PLANS.items()}
     rehearsal = replace(options, model="", emulate=True, num_steps=2)
     rehearsed = {f"rehearsed {name}": (slower(plan), rehearsal) for name, (_, plan) in REHEARSED.items()}
-    new = replace(options, model=PATHS[id(TWO)], num_steps=1, instructions="new_instruction")
+    new = replace(options, model=PATHS[id(TWO)], num_steps=1, instructions="runtime_support.new_instruction")
     return reports_of(cases | rehearsed | {"dim": (four_devices(new_instruction.plan()), new)})
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from helpers import chain_workload, gpipe_orders, plan_of
 
+from builders.chains import chain_workload
+from builders.orders import gpipe_orders
+from builders.plans import plan_of
 from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
 from pipeplan.model import Block, CostRow, Dependency, Edge, PlacedStage, Placement, Plan, Profile, Source

@@ -6,8 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from runtime_models import Mix, SquaredError, vectors
-from runtime_plans import placed_plan
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
@@ -16,6 +14,8 @@ from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.program import Message, programs_of
 from pipeplan.runtime.rows import Made, Rows, TensorSpec
 from pipeplan.runtime.training import travelling
+from runtime_support.models import Mix, SquaredError, vectors
+from runtime_support.plans import placed_plan
 
 MESSAGE = Message("F", 0, 1)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import gpipe_orders, plan_of
 
+from builders.orders import gpipe_orders
+from builders.plans import plan_of
 from pipeplan.costs import build_workload
 from pipeplan.costs.presets import device_preset
 from pipeplan.costs.testbeds import cluster_of_paper

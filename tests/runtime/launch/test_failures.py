@@ -15,9 +15,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import runtime_models
-from faults import MARK, left_over
-from runtime_plans import model_plan, placed_plan
 
 from pipeplan.errors import ExecutionError, PipeplanError, UsageError
 from pipeplan.model import PlacedStage, Plan, write_file
@@ -25,9 +22,12 @@ from pipeplan.runtime.failures import Cause, Failure, cause_of, verdict
 from pipeplan.runtime.launch import run_local
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.progress import Board, Phase
+from runtime_support import models as runtime_models
+from runtime_support.faults import MARK, left_over
+from runtime_support.plans import model_plan, placed_plan
 
-TESTS = str(Path(__file__).parents[2])
 SECOND = 10**9
+MODELS = "runtime_support.models"
 
 
 @pytest.fixture
@@ -35,7 +35,6 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A word in the environment of everything a test starts; at the end nothing that has it may live."""
     word = uuid.uuid4().hex
     monkeypatch.setenv(MARK, word)
-    monkeypatch.setenv("PYTHONPATH", TESTS, prepend=os.pathsep)
     yield word
     assert left_over(word) == [], "processes are left over"
 
@@ -57,7 +56,11 @@ def split_plan() -> Plan:
 def failure_of(model: str, num_devices: int, timeout_s: float, plan: Plan | None = None) -> tuple[PipeplanError, float]:
     """How a run ends, and the seconds from its first step on that it took."""
     options = RunOptions(
-        f"runtime_models:{model}", num_steps=3, dtype="float64", timeout_ns=round(timeout_s * SECOND), num_threads=1
+        f"{MODELS}:{model}",
+        num_steps=3,
+        dtype="float64",
+        timeout_ns=round(timeout_s * SECOND),
+        num_threads=1,
     )
     steps: list[float] = []
     with pytest.raises(PipeplanError) as caught:
@@ -113,7 +116,7 @@ def test_a_rank_that_others_wait_for_inside_a_split_block(model: str, timeout_s:
 
 
 def test_a_tensor_unlike_the_declared_one(mark: str) -> None:
-    options = RunOptions("runtime_models:lying", num_steps=1, dtype="float64")
+    options = RunOptions(f"{MODELS}:lying", num_steps=1, dtype="float64")
     with pytest.raises(ExecutionError, match=r"^rank 0 failed in 0F0 .*: block 'b1' made float16\[1, 8\], and the"):
         run_local(plan_on(2), options, lambda _: None)
 
@@ -131,7 +134,16 @@ def test_ranks_die_with_their_parent(sent: int, status: int, mark: str, tmp_path
     """Also when it is killed, which it cannot notice."""
     path = tmp_path / "plan.json"
     write_file(plan_on(2), str(path))
-    command = [sys.executable, "-m", "pipeplan", "run", str(path), "--model", "runtime_models:sleeping", "--local"]
+    command = [
+        sys.executable,
+        "-m",
+        "pipeplan",
+        "run",
+        str(path),
+        "--model",
+        f"{MODELS}:sleeping",
+        "--local",
+    ]
     with tempfile.TemporaryFile() as sink:
         parent = subprocess.Popen([*command, "--dtype", "float64"], stdout=sink, stderr=sink)
         until = time.monotonic() + 60

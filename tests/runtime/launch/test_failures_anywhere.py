@@ -5,18 +5,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
-import runtime_models
-from faults import Fault, run_with
-from runtime_plans import model_plan, placed_plan
 
 from pipeplan.model import PlacedStage, Plan
 from pipeplan.runtime.options import RunOptions
-
-TESTS = str(Path(__file__).parents[2])
+from runtime_support import models as runtime_models
+from runtime_support.faults import Fault, run_with
+from runtime_support.plans import model_plan, placed_plan
 
 
 def split_chain() -> Plan:
@@ -53,22 +48,20 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_ends_soon_with_one_message_and_no_process_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", TESTS, prepend=os.pathsep)
+def test_ends_soon_with_one_message_and_no_process_left(name: str) -> None:
     plan, fault = CASES[name]
     made = {"split": split_chain, "replicas": replicas}[plan]()
-    ending = run_with(fault, made, RunOptions("runtime_models:chain", dtype="float64"))
+    ending = run_with(fault, made, RunOptions("runtime_support.models:chain", dtype="float64"))
     assert ending.is_right, f"{ending.error} is not {ending.expected}"
     assert ending.left == []
     assert ending.checkpoint_loads, "there is one behind every step, whole whatever happens"
     assert ending.seconds < 60, "an end soon behind the failure or the timeout of 2 s"
 
 
-def test_a_stopped_rank_does_not_hold_up_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_rank_does_not_hold_up_torchrun() -> None:
     """It could not take the signal that torchrun ends it with."""
-    monkeypatch.setenv("PYTHONPATH", TESTS, prepend=os.pathsep)
     fault = Fault("stopped", 0, step=1, counter=counter_of(split_chain(), 0, "W"))
-    ending = run_with(fault, split_chain(), RunOptions("runtime_models:chain", dtype="float64"), torchrun=True)
+    ending = run_with(fault, split_chain(), RunOptions("runtime_support.models:chain", dtype="float64"), torchrun=True)
     assert ending.is_right, f"{ending.error} is not {ending.expected}"
     assert ending.left == []
     assert ending.checkpoint_loads

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from hugging_face_models import ARGUMENTS, NAMES, SEQUENCE, batch_for, eager_experts, size, text, whole
 from torch import Tensor
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.hugging_face import load, load_configuration
 from pipeplan.runtime.hugging_face.families import FAMILIES
 from pipeplan.runtime.survey import survey
+from runtime_support.hugging_face import ARGUMENTS, NAMES, SEQUENCE, batch_for, eager_experts, size, text, whole
 
 
 def test_every_family_is_tested() -> None:

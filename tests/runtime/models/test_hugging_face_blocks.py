@@ -8,7 +8,14 @@ from collections.abc import Mapping
 import networkx as nx
 import pytest
 import torch
-from hugging_face_models import (
+from torch import Tensor, nn
+
+from pipeplan.runtime.capture import parameters_of, replay
+from pipeplan.runtime.hugging_face import Whole, load_configuration
+from pipeplan.runtime.loading import Grain
+from pipeplan.runtime.model import Model
+from pipeplan.runtime.survey import survey
+from runtime_support.hugging_face import (
     ARGUMENTS,
     LAYERS,
     NAMES,
@@ -20,13 +27,6 @@ from hugging_face_models import (
     text,
     whole,
 )
-from torch import Tensor, nn
-
-from pipeplan.runtime.capture import parameters_of, replay
-from pipeplan.runtime.hugging_face import Whole, load_configuration
-from pipeplan.runtime.loading import Grain
-from pipeplan.runtime.model import Model
-from pipeplan.runtime.survey import survey
 
 
 @pytest.mark.parametrize("grain", ["layer", "half", "operator"])

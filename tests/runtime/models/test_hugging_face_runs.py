@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 
 import pytest
-from hugging_face_models import ARGUMENTS, SEQUENCE, batch_for, captured, eager_experts, text
-from hugging_face_models import whole as original
-from runtime_plans import Case, Reports, assert_as_unsplit, model_plan, reports_of
-from runtime_threads import run_in_threads
 
 from pipeplan.runtime.hugging_face import load
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.options import RunOptions
+from runtime_support.hugging_face import ARGUMENTS, SEQUENCE, batch_for, captured, eager_experts, text
+from runtime_support.hugging_face import whole as original
+from runtime_support.plans import Case, Reports, assert_as_unsplit, model_plan, reports_of
+from runtime_support.threads import run_in_threads
 
 NAMES = ["gpt2", "llama", "bert", "t5"]
 SEED = 3

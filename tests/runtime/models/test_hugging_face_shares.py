@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from hugging_face_models import (
+from torch import Tensor, nn
+
+from pipeplan.errors import UsageError
+from pipeplan.runtime.hugging_face import Whole, load
+from pipeplan.runtime.hugging_face.sharding import share_of
+from runtime_support.hugging_face import (
     HIDDEN,
     NAMES,
     SEQUENCE,
@@ -24,11 +29,6 @@ from hugging_face_models import (
     text,
     whole,
 )
-from torch import Tensor, nn
-
-from pipeplan.errors import UsageError
-from pipeplan.runtime.hugging_face import Whole, load
-from pipeplan.runtime.hugging_face.sharding import share_of
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from runtime_plans import Unsplit, model_plan
-from runtime_threads import run_in_threads
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
@@ -19,6 +17,8 @@ from pipeplan.runtime.model import Model
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.sequential import sequential_model
 from pipeplan.runtime.training import model_of
+from runtime_support.plans import Unsplit, model_plan
+from runtime_support.threads import run_in_threads
 
 MODULE = """
 import torch

@@ -9,8 +9,6 @@ from itertools import groupby
 import pytest
 import torch
 import torch.nn.functional as F
-from runtime_plans import Unsplit, placed_plan
-from runtime_threads import require_equal_to_unsplit, together
 from torch import Tensor, nn
 
 from pipeplan.costs.presets import device_preset
@@ -26,6 +24,8 @@ from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.program import Share, programs_of
 from pipeplan.runtime.shards import Shards
 from pipeplan.runtime.zoo import ZOO
+from runtime_support.plans import Unsplit, placed_plan
+from runtime_support.threads import require_equal_to_unsplit, together
 
 TINY = ["gpt2-tiny", "tessel-gpt-tiny", "tessel-mt5-tiny", "tessel-flava-tiny", "mmt-tiny", "dlrm-tiny"]
 TINY += ["candle-uno-tiny"]

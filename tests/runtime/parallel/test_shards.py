@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime_threads import together
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
@@ -18,6 +17,7 @@ from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.modules import WeightGradQueue, defer_weight_gradients
 from pipeplan.runtime.program import Share
 from pipeplan.runtime.shards import Cut, Part, RowLinear, Shards, Slice, Split, WordEmbedding, cross_entropy, share_of
+from runtime_support.threads import together
 
 WORDS, WIDTH = 11, 6
 

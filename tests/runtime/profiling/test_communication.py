@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import link_rank
 import pytest
 
 from pipeplan.costs.links import transfer_time
@@ -27,14 +26,14 @@ from pipeplan.model import (
     write_file,
 )
 from pipeplan.runtime.communication import OPERATIONS, LinkOptions, Point, measure_local, tasks_of
+from runtime_support import link_rank
 
 FEW = LinkOptions(largest_bytes=1 << 14, repeats=3, warmup=1, timeout_ns=20 * 10**9)
-RANK = (sys.executable, link_rank.__file__)
+RANK = (sys.executable, "-m", "runtime_support.link_rank")
 
 
 @pytest.fixture(autouse=True)
 def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("PYTHONPATH", str(Path(link_rank.__file__).parent))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     yield
     assert children() == [], "processes are left over"
@@ -224,7 +223,7 @@ def test_a_new_cluster_needs_sends() -> None:
 def torchrun(output: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
-        [*command, link_rank.__file__],
+        [*command, *RANK[1:]],
         env={**os.environ, link_rank.OUTPUT: str(output)},
         capture_output=True,
         text=True,

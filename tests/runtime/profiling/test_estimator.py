@@ -22,8 +22,8 @@ from pipeplan.runtime.estimator import estimate_model, work_of_blocks
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.profiler import profile_model
+from support.paths import ROOT
 
-ROOT = Path(__file__).parents[3]
 A100 = device_preset("a100-80gb")
 WIDTH = 16
 

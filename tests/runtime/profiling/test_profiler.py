@@ -26,6 +26,7 @@ from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.modules import WeightGradQueue
 from pipeplan.runtime.profiler import profile_model
 from pipeplan.runtime.survey import survey
+from support.paths import ROOT
 
 WIDTH = 8
 FLOAT = 4
@@ -623,7 +624,7 @@ def test_command_to_stdout(run: Callable[..., int], capfd: pytest.CaptureFixture
 
 def test_the_documented_model(run: Callable[..., int], tmp_path: Path) -> None:
     """docs/profiling.md has a model to start from."""
-    text = (Path(__file__).parents[3] / "docs" / "profiling.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "profiling.md").read_text(encoding="utf-8")
     examples = [each.split("```")[0] for each in text.split("```python\n")[1:]]
     (code,) = [each for each in examples if "def perceptron" in each]
     (tmp_path / "models_to_measure.py").write_text(code)

@@ -14,7 +14,6 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from runtime_plans import PLACEMENTS, TOLERANCE, TRAINING, four_devices, model_plan, placed_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from pipeplan.errors import ExecutionError, UsageError
@@ -24,12 +23,13 @@ from pipeplan.runtime.checkpoint_files import CheckpointFolder
 from pipeplan.runtime.launch import watch_local
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.options import RunOptions, StepResult
+from runtime_support.plans import PLACEMENTS, TOLERANCE, TRAINING, four_devices, model_plan, placed_plan
 
-RANK = (sys.executable, str(Path(__file__).parents[2] / "checkpoint_rank.py"))
+RANK = (sys.executable, "-m", "runtime_support.checkpoint_rank")
 NUM_STEPS = 5
 OPERATORS = "gpt2-tiny-operators"
-TINY, DEEPER, ALL = "gpt2-tiny", "checkpoint_models:deeper", (0, 1, 2, 3)
-CHAIN, BRANCHES, WORDED = (f"runtime_models:{name}" for name in ("chain", "branches", "worded"))
+TINY, DEEPER, ALL = "gpt2-tiny", "runtime_support.checkpoint_models:deeper", (0, 1, 2, 3)
+CHAIN, BRANCHES, WORDED = (f"runtime_support.models:{name}" for name in ("chain", "branches", "worded"))
 
 Leg = tuple[Plan, RunOptions, int]
 """A plan, how it trains, and up to which step."""
@@ -160,7 +160,7 @@ def refusals(folder: Path) -> dict[str, list[Leg]]:
         "lr-steps": (plan, replace(again, lr_steps=8), 5),
         "model": (other, replace(again, model=CHAIN), 5),
         "mini-batch": (model_plan(load_model(TINY), [0, 1, 2, 3], num_microbatches=5), again, 5),
-        "width": (plan, replace(again, model="checkpoint_models:wider"), 5),
+        "width": (plan, replace(again, model="runtime_support.checkpoint_models:wider"), 5),
         "deeper": (model_plan(load_model(DEEPER), [0, 1, 2, 3]), replace(again, model=DEEPER), 5),
     }
     nothing = (plan, replace(again, checkpoint=str(folder / "nowhere")), 5)
@@ -194,7 +194,7 @@ def reports(folder: Path) -> dict[str, list[list[dict[str, Any]]]]:
     """[case][rank][leg], all by the same processes."""
     cases = {name: legs_of(model, plans, folder / name) for name, (model, plans) in pairs().items()}
     tiny = pairs()["four devices, then two, then one"][1][1:]
-    cases["counting"] = legs_of(TINY, tiny, folder / "counting", optimizer="checkpoint_models:Counting")
+    cases["counting"] = legs_of(TINY, tiny, folder / "counting", optimizer="runtime_support.checkpoint_models:Counting")
     return told(cases | refusals(folder / "refused"))
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import runtime_models
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -17,7 +16,9 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.builtin_text import builtin_text
 from pipeplan.runtime.data import num_samples, with_data
 from pipeplan.runtime.loading import load_model
+from runtime_support import models as runtime_models
 
+BRANCHES = "runtime_support.models:branches"
 HERE = "test_data"
 SEQUENCE, VOCABULARY = 16, 64
 
@@ -115,10 +116,9 @@ def test_the_builtin_text_fits_the_smallest_model() -> None:
 @pytest.mark.parametrize("family", ["llama", "bert", "t5"])
 def test_hugging_face_models_take_texts(family: str) -> None:
     pytest.importorskip("transformers")
-    from hugging_face_models import ARGUMENTS, SEQUENCE
-
     from pipeplan.runtime.hugging_face import load_configuration
     from pipeplan.runtime.hugging_face.families import FAMILIES
+    from runtime_support.hugging_face import ARGUMENTS, SEQUENCE
 
     (config,) = {each.config for each in FAMILIES.values() if each.config.lower() == f"{family}config"}
     arguments = ", ".join(f"{key}={value!r}" for key, value in ARGUMENTS[family].items())
@@ -137,9 +137,13 @@ def test_hugging_face_models_take_texts(family: str) -> None:
         ("gpt2-tiny", "builtins:id", r"the factory failed: TypeError"),
         ("gpt2-tiny", "builtins:object", "returned object; return a dataset with a length and items"),
         ("mmt-tiny", "builtin", "model 'mmt-tiny' takes no texts; give pkg.mod:factory"),
-        ("runtime_models:branches", f"{HERE}:empty", "has no sample"),
-        ("runtime_models:branches", f"{HERE}:unnamed", r"an item is Tensor, and model .* takes .*\['targets', 'x'\]"),
-        ("runtime_models:branches", f"{HERE}:missing", r"an item is \['x'\], and model .* \['targets', 'x'\]"),
+        (BRANCHES, f"{HERE}:empty", "has no sample"),
+        (
+            BRANCHES,
+            f"{HERE}:unnamed",
+            r"an item is Tensor, and model .* takes .*\['targets', 'x'\]",
+        ),
+        (BRANCHES, f"{HERE}:missing", r"an item is \['x'\], and model .* \['targets', 'x'\]"),
     ],
 )
 def test_refusals(model: str, data: str, told: str) -> None:

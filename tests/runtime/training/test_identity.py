@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_models import TINY
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
@@ -19,6 +18,7 @@ from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.zoo.gpt import gpt
+from runtime_support.checkpoint_models import TINY
 
 WHERE = Path("saved/step-00000010")
 CONFIGURATION = "GPT2Config(n_layer=1, n_embd=16, n_head={heads}, n_positions=16, vocab_size=64)"

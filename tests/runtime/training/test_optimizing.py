@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-import runtime_models
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
@@ -19,6 +18,7 @@ from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.precision import Autocast, autocast_of
 from pipeplan.runtime.program import StagePart
 from pipeplan.runtime.stages import Samples, StageRunner
+from runtime_support import models as runtime_models
 
 HERE = "test_optimizing"
 

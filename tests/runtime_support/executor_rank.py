@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import runtime_models
 import torch
 import torch.distributed as dist
-from runtime_plans import Unsplit
 
 from pipeplan.errors import UsageError
 from pipeplan.model import Plan, parse
@@ -19,6 +17,8 @@ from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.program import Share
 from pipeplan.runtime.training import Trainer, model_of
 from pipeplan.runtime.worker import Link, main
+from runtime_support import models as runtime_models
+from runtime_support.plans import Unsplit
 
 
 def compare(job: Mapping[str, Any], link: Link) -> None:

@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import pytest
 import torch
-from runtime_plans import Unsplit
 from torch import Tensor, nn
 
 from pipeplan.model import Plan
@@ -31,6 +30,7 @@ from pipeplan.runtime.rows import TensorSpec
 from pipeplan.runtime.shards import Shards
 from pipeplan.runtime.stages import Samples, StageRunner
 from pipeplan.runtime.training import travelling
+from runtime_support.plans import Unsplit
 
 CPU = torch.device("cpu")
 PATIENCE_S = 20.0

@@ -2,12 +2,11 @@
 
 import math
 
-from instruction_models import GATHERED, plan_by_rules, two_losses
-from runtime_plans import Reports
-
 from pipeplan.model import Plan
 from pipeplan.runtime.instructions import register
 from pipeplan.schedule.rules import Instruction, Rules
+from runtime_support.instruction_models import GATHERED, plan_by_rules, two_losses
+from runtime_support.plans import Reports
 
 register("DIM", lambda context: {block: context.attributes["by"] * each for block, each in context.inputs.items()})
 

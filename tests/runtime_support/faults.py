@@ -30,7 +30,7 @@ from pipeplan.runtime.start import take_identity
 __all__ = ["BEFORE_STEPS", "HANGS", "KINDS", "Ending", "Fault", "left_over", "run_with"]
 
 FAULT, MARK = "PIPEPLAN_TEST_FAULT", "PIPEPLAN_TEST_MARK"
-RANK = (sys.executable, __file__)
+RANK = (sys.executable, "-m", "runtime_support.faults")
 NUM_STEPS = 3
 START_TIMEOUT_NS = 60 * 10**9
 """For runs that hang where they may take long; others have all the time that starting may take."""
@@ -151,7 +151,7 @@ def _under_torchrun(plan: Plan, options: RunOptions) -> str:
         file.write(plan.model_dump_json())
         file.flush()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        command += [str(len(plan.programs)), __file__, "run", file.name, "--model", options.model]
+        command += [str(len(plan.programs)), *RANK[1:], "run", file.name, "--model", options.model]
         command += ["--dtype", options.dtype, "--steps", str(options.num_steps), "--timeout", "2s"]
         command += ["--checkpoint", str(options.checkpoint), "--checkpoint-every", "1"]
         done = subprocess.run(command, check=False, capture_output=True, text=True)

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
-from helpers import chain_workload, random_orders
-
+from builders.chains import chain_workload
+from builders.orders import random_orders
 from pipeplan.errors import InvalidPlanError
 from pipeplan.model import Device
 from pipeplan.model.workload import Workload

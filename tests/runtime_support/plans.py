@@ -9,13 +9,13 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import Entry, Orders, durations_of, plan_of, waits_of
 from torch import nn
 
+from builders.orders import Entry, Orders
+from builders.plans import plan_of
 from pipeplan.costs import build_workload, stage_costs
 from pipeplan.model import Block, CostRow, Edge, PlacedStage, Placement, Plan, Profile, Source, operation_of
 from pipeplan.model.workload import Workload
@@ -23,8 +23,9 @@ from pipeplan.runtime.launch import watch_local
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.options import RunOptions
 from pipeplan.schedule.rules import Instruction, with_instructions
+from references.replay import durations_of, waits_of
 
-RANK = (sys.executable, str(Path(__file__).parent / "runtime_rank.py"))
+RANK = (sys.executable, "-m", "runtime_support.executor_rank")
 TOLERANCE = 1e-9
 
 TRAINING = RunOptions(

@@ -6,11 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from helpers import Orders
-from runtime_models import WIDTH, Mix, loss_block, mix_block, vectors
-from runtime_plans import placed_plan
 from torch import Tensor, nn
 
+from builders.orders import Orders
 from pipeplan.model import PlacedStage, Plan
 from pipeplan.model.workload import Workload
 from pipeplan.runtime.instructions import Context, register
@@ -18,6 +16,8 @@ from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.schedule.rules import Instruction, Rules
 from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.simulate.timing import task_graph
+from runtime_support.models import WIDTH, Mix, loss_block, mix_block, vectors
+from runtime_support.plans import placed_plan
 
 GROUP = 4
 """Samples that are compared with each other: two micro-batches."""

@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpoint_models import Counting
-from runtime_plans import Unsplit
-from runtime_rank import _distance, _held
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from pipeplan.errors import UsageError
@@ -20,6 +17,9 @@ from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.training import Trainer
 from pipeplan.runtime.worker import Link, main
+from runtime_support.checkpoint_models import Counting
+from runtime_support.executor_rank import _distance, _held
+from runtime_support.plans import Unsplit
 
 
 def work(job: Mapping[str, Any], link: Link) -> None:
