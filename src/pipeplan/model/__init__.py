@@ -11,9 +11,6 @@ from pipeplan.model.files import (
     read_plan,
     read_profile,
     sha256_of,
-    to_json,
-    write_file,
-    write_text,
 )
 from pipeplan.model.mesh import COPIES, PLACES, SAMPLES, SHARDS, Axis, Mesh
 from pipeplan.model.placement import PlacedStage, Placement
@@ -30,6 +27,7 @@ from pipeplan.model.plan import (
     Stage,
 )
 from pipeplan.model.profile import Block, CostRow, Edge, Profile
+from pipeplan.model.writing import to_json, write_file, write_text
 
 __all__ = [
     "COMPUTE_KINDS",

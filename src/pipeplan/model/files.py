@@ -1,4 +1,4 @@
-"""Reading and writing the file formats: strict, atomic, ``-`` for stdin and stdout.
+"""Reading the file formats: strict, ``-`` for stdin.
 
 Files are data from strangers: reading one imports no code, opens no other file and runs nothing. Every
 problem is reported with its path inside the file, such as ``blocks[3].costs[0].forward_ns``.
@@ -6,12 +6,8 @@ problem is reported with its path inside the file, such as ``blocks[3].costs[0].
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,9 +30,6 @@ __all__ = [
     "read_plan",
     "read_profile",
     "sha256_of",
-    "to_json",
-    "write_file",
-    "write_text",
 ]
 
 FORMATS: dict[str, type[FileModel]] = {
@@ -110,47 +103,6 @@ def _require_kind(details: list[ErrorDetails], kind: str, where: str) -> None:
         raise FileError(f"{where}: this is a {given}, where a {kind} is needed; {remedy}")
 
 
-def to_json(model: FileModel) -> str:
-    """The text of a file: keys in declared order, one list element or short list a line, newline at the end."""
-    data = model.model_dump(mode="json", exclude_defaults=False)
-    return _layout(data, 0) + "\n"
-
-
-def write_file(model: FileModel, path: str) -> None:
-    """Write a file atomically; ``-`` is stdout. Raises FileError; the old file stays if writing fails."""
-    write_text(to_json(model), path)
-
-
-def write_text(text: str, path: str) -> None:
-    """Write text to a path through a temporary file beside it and a rename; ``-`` is stdout. Raises FileError."""
-    if path == "-":
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        return
-    target = Path(path)
-    if target.exists() and not target.is_file():  # /dev/null, a pipe: nothing to replace
-        _write_through(text, target)
-        return
-    temporary = None
-    try:
-        target = target.resolve()  # a link keeps pointing at the file
-        mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
-        handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, mode)
-        os.replace(temporary, target)
-        temporary = None
-    except OSError as error:
-        raise FileError(f"{path}: cannot be written: {error.strerror or error}") from None
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-
-
 def sha256_of(model: FileModel) -> str:
     """Fingerprint of a file's meaning: sha256 of its canonical JSON, independent of layout."""
     return hashlib.sha256(model.model_dump_json().encode()).hexdigest()
@@ -171,19 +123,6 @@ def read_bytes(path: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
-
-
-def _write_through(text: str, target: Path) -> None:
-    try:
-        target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise FileError(f"{target}: cannot be written: {error.strerror or error}") from None
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
 
 
 def _own_problems(details: list[ErrorDetails]) -> list[ErrorDetails]:
@@ -213,33 +152,3 @@ def _key(text: str) -> str:
     """A key of the file as it may be shown: no control characters, not too long."""
     shown = text if text.isprintable() else ascii(text)
     return shown if len(shown) <= 80 else shown[:77] + "..."
-
-
-def _layout(value: object, depth: int) -> str:
-    """JSON with what fits in 110 columns on one line, and everything else one element a line."""
-    flat = json.dumps(value, ensure_ascii=False)
-    if len(flat) + depth * 2 <= 110 or not isinstance(value, dict | list) or not value:
-        return flat
-    pad = "  " * (depth + 1)
-    if isinstance(value, dict):
-        rows = [
-            f"{pad}{json.dumps(key, ensure_ascii=False)}: {_layout(item, depth + 1)}" for key, item in value.items()
-        ]
-        return "{\n" + ",\n".join(rows) + "\n" + "  " * depth + "}"
-    if all(isinstance(item, str | int | float) for item in value):
-        return (
-            "[\n" + _wrapped([json.dumps(item, ensure_ascii=False) for item in value], pad) + "\n" + "  " * depth + "]"
-        )
-    return "[\n" + ",\n".join(pad + _layout(item, depth + 1) for item in value) + "\n" + "  " * depth + "]"
-
-
-def _wrapped(items: list[str], pad: str) -> str:
-    """Scalars filled into lines of 110 columns."""
-    lines, line = [], pad
-    for item in items:
-        if len(line) + len(item) > 108 and line.strip():
-            lines.append(line.rstrip())
-            line = pad
-        line += item + ", "
-    lines.append(line.rstrip().rstrip(","))
-    return "\n".join(lines)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from pipeplan.errors import FileError
 from pipeplan.model.base import FileModel
-from pipeplan.model.files import FORMATS, write_text
+from pipeplan.model.files import FORMATS
+from pipeplan.model.writing import write_text
 
 __all__ = ["main", "schema_files"]
 
