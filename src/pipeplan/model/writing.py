@@ -37,34 +37,30 @@ def write_text(text: str, path: str) -> None:
         sys.stdout.flush()
         return
     target = Path(path)
-    if target.exists() and not target.is_file():  # /dev/null, a pipe: nothing to replace
-        _write_through(text, target)
-        return
-    temporary = None
     try:
-        target = target.resolve()  # a link keeps pointing at the file
-        mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
-        handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        if target.exists() and not target.is_file():  # /dev/null, a pipe: nothing to replace
+            target.write_text(text, encoding="utf-8")
+        else:
+            _replace(target.resolve(), text)  # a link keeps pointing at the file
+    except OSError as error:
+        raise FileError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def _replace(target: Path, text: str) -> None:
+    """Write beside the file and rename; its mode stays. Raises OSError."""
+    mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
+    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
         os.chmod(temporary, mode)
         os.replace(temporary, target)
-        temporary = None
-    except OSError as error:
-        raise FileError(f"{path}: cannot be written: {error.strerror or error}") from None
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-
-
-def _write_through(text: str, target: Path) -> None:
-    try:
-        target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise FileError(f"{target}: cannot be written: {error.strerror or error}") from None
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def _umask() -> int:

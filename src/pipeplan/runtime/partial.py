@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pipeplan.errors import FileError, UsageError
 from pipeplan.model import File, FileModel, parse, write_text
 from pipeplan.model.base import Bytes, Count, CurrentVersion, Items, Name, Nanoseconds
+from pipeplan.model.files import read_bytes
 from pipeplan.model.migrations import current_version
 
 __all__ = ["KeptRow", "Partial", "RowKey"]
@@ -97,10 +98,9 @@ class Partial:
 
     @staticmethod
     def _read(path: Path) -> _PartialFile:
+        content = read_bytes(str(path))
         try:
-            return parse(path.read_bytes(), _PartialFile, str(path))
-        except OSError as error:
-            raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
+            return parse(content, _PartialFile, str(path))
         except FileError as error:
             raise FileError(f"{path}: not what an interrupted measurement keeps; delete it", error.problems) from None
 
