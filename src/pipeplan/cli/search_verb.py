@@ -60,8 +60,7 @@ def command(
     a grid of depths, replicas, sizes and placements, ranked.
     """
     from pipeplan.errors import UsageError
-    from pipeplan.model import write_file
-    from pipeplan.model.files import write_text
+    from pipeplan.model import write_file, write_text
     from pipeplan.planner import search_plan
     from pipeplan.schedule.rules.files import read_rules, to_toml
 

@@ -1,7 +1,7 @@
 """What things are: profile, cluster, placement, action, plan. Frozen types, JSON in and out."""
 
 from pipeplan.model.action import COMPUTE_KINDS, Action, in_order, is_instruction, operation_of, payload_of
-from pipeplan.model.base import FileModel, Source
+from pipeplan.model.base import File, FileModel, Source
 from pipeplan.model.cluster import Cluster, DeviceKind, LinkLevel, MeasuredCurve
 from pipeplan.model.files import (
     FORMATS,
@@ -10,11 +10,8 @@ from pipeplan.model.files import (
     read_placement,
     read_plan,
     read_profile,
-    sha256_of,
-    to_json,
-    write_file,
-    write_text,
 )
+from pipeplan.model.forms import sha256_of
 from pipeplan.model.mesh import COPIES, PLACES, SAMPLES, SHARDS, Axis, Mesh
 from pipeplan.model.placement import PlacedStage, Placement
 from pipeplan.model.plan import (
@@ -30,6 +27,7 @@ from pipeplan.model.plan import (
     Stage,
 )
 from pipeplan.model.profile import Block, CostRow, Edge, Profile
+from pipeplan.model.writing import to_json, write_file, write_text
 
 __all__ = [
     "COMPUTE_KINDS",
@@ -48,6 +46,7 @@ __all__ = [
     "DeviceKind",
     "DeviceMemory",
     "Edge",
+    "File",
     "FileModel",
     "Hop",
     "LinkLevel",

@@ -1,18 +1,24 @@
-"""What the three file formats have in common: strict frozen models, and the number types they use."""
+"""What the file formats have in common: strict frozen models, and the number types they use."""
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, FailFast, Field, PrivateAttr, StringConstraints
+from pydantic_core import CoreSchema, core_schema
 
+from pipeplan.model.migrations import current_version
 from pipeplan.units import MAX_BYTES, MAX_NS
 
 __all__ = [
     "MAX_DEVICES",
     "Bytes",
     "Count",
+    "CurrentVersion",
     "DeviceCount",
+    "File",
     "FileModel",
     "Index",
     "Items",
@@ -42,6 +48,37 @@ class FileModel(BaseModel):
     """Base of everything read from a file: frozen, unknown keys refused, no conversion between types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class File(FileModel):
+    """Base of a whole file."""
+
+    _read_sha256: str = PrivateAttr(default="")
+
+    @property
+    def read_sha256(self) -> str:
+        """Fingerprint of the file this was read from, if that is of an earlier version; empty if not."""
+        return self._read_sha256
+
+    def read_as(self, sha256: str) -> Self:
+        """Note the fingerprint of the earlier version this was read from."""
+        self._read_sha256 = sha256
+        return self
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy; with changes it is no longer what was read."""
+        copied = super().model_copy(update=update, deep=deep)
+        return copied.read_as("") if update else copied
+
+
+@dataclass(frozen=True, slots=True)
+class CurrentVersion:
+    """Annotates a ``schema_version``: the current one of its kind, as :mod:`pipeplan.model.migrations` says."""
+
+    kind: str
+
+    def __get_pydantic_core_schema__(self, _source: Any, _handler: Any) -> CoreSchema:
+        return core_schema.literal_schema([current_version(self.kind)])
 
 
 class Source(FileModel):

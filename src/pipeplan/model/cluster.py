@@ -10,7 +10,9 @@ from pipeplan.model.base import (
     MAX_DEVICES,
     Bytes,
     Count,
+    CurrentVersion,
     DeviceCount,
+    File,
     FileModel,
     Items,
     Name,
@@ -18,6 +20,7 @@ from pipeplan.model.base import (
     PositiveNs,
     Source,
 )
+from pipeplan.model.migrations import current_version
 
 __all__ = ["Cluster", "DeviceKind", "LinkLevel", "MeasuredCurve"]
 
@@ -64,10 +67,10 @@ class MeasuredCurve(FileModel):
         return self
 
 
-class Cluster(FileModel):
+class Cluster(File):
     """Devices and the levels of links between them, innermost first."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Annotated[int, CurrentVersion("cluster")] = current_version("cluster")
     kind: Literal["cluster"] = "cluster"
     name: Name
     source: Source

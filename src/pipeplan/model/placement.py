@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeplan.model.base import Count, DeviceCount, FileModel, Index, Items, Name
+from pipeplan.model.base import Count, CurrentVersion, DeviceCount, File, FileModel, Index, Items, Name
 from pipeplan.model.mesh import SAMPLES, SHARDS, Mesh
+from pipeplan.model.migrations import current_version
 
 __all__ = ["PlacedStage", "Placement", "configuration_problem", "mesh_of"]
 
@@ -67,14 +68,14 @@ class PlacedStage(FileModel):
         return self
 
 
-class Placement(FileModel):
+class Placement(File):
     """Stages in a topological order of the stage graph, each on its devices.
 
     Micro-batches take the routes in turn; every route has a stage for each block. One route unless the strategy is
     one of the ``bidirectional`` ones.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Annotated[int, CurrentVersion("placement")] = current_version("placement")
     kind: Literal["placement"] = "placement"
     strategy: Annotated[Name, Field(description="one-to-one, circular, v-shape, bidirectional, or a shape's name")]
     num_devices: DeviceCount

@@ -21,8 +21,21 @@ from pipeplan.model.action import (
     operation_of,
     payload_of,
 )
-from pipeplan.model.base import MAX_DEVICES, Bytes, Count, FileModel, Index, Items, Name, Nanoseconds, PositiveNs
+from pipeplan.model.base import (
+    MAX_DEVICES,
+    Bytes,
+    Count,
+    CurrentVersion,
+    File,
+    FileModel,
+    Index,
+    Items,
+    Name,
+    Nanoseconds,
+    PositiveNs,
+)
 from pipeplan.model.mesh import Mesh
+from pipeplan.model.migrations import current_version
 from pipeplan.model.placement import PlacedStage, Placement, mesh_of
 from pipeplan.model.samples import Slots
 
@@ -270,10 +283,10 @@ class Provenance(FileModel):
     versions: dict[str, str] = {}
 
 
-class Plan(FileModel):
+class Plan(File):
     """A placement, a schedule and a program per device for one mini-batch."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Annotated[int, CurrentVersion("plan")] = current_version("plan")
     kind: Literal["plan"] = "plan"
     name: Name
     placement: Annotated[Name, Field(description="strategy: one-to-one, circular, v-shape, ...")]

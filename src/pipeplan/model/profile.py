@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeplan.model.base import Bytes, Count, FileModel, Index, Items, Name, Nanoseconds, Source
+from pipeplan.model.base import Bytes, Count, CurrentVersion, File, FileModel, Index, Items, Name, Nanoseconds, Source
+from pipeplan.model.migrations import current_version
 from pipeplan.model.placement import Placement
 
 __all__ = ["Block", "CostRow", "Edge", "Profile"]
@@ -102,10 +103,10 @@ class Edge(FileModel):
     broadcast: Annotated[bool, Field(description="one tensor for all samples instead of a slice for each")] = False
 
 
-class Profile(FileModel):
+class Profile(File):
     """A model as blocks and edges with their costs. Edges form a directed acyclic graph."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Annotated[int, CurrentVersion("profile")] = current_version("profile")
     kind: Literal["profile"] = "profile"
     name: Name
     source: Source

@@ -7,11 +7,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pipeplan.errors import FileError, UsageError
-from pipeplan.model import FileModel, parse, write_text
-from pipeplan.model.base import Bytes, Count, Items, Name, Nanoseconds
+from pipeplan.model import File, FileModel, parse, write_text
+from pipeplan.model.base import Bytes, Count, CurrentVersion, Items, Name, Nanoseconds
+from pipeplan.model.files import read_bytes
+from pipeplan.model.migrations import current_version
 
 __all__ = ["KeptRow", "Partial", "RowKey"]
 
@@ -56,10 +58,10 @@ class KeptRow(FileModel):
         return RowKey(self.block, self.microbatch_size, self.shards, self.recompute)
 
 
-class _PartialFile(FileModel):
+class _PartialFile(File):
     """The file: what was asked for, and the rows so far."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Annotated[int, CurrentVersion("partial-profile")] = current_version("partial-profile")
     kind: Literal["partial-profile"] = "partial-profile"
     question: dict[str, str]
     rows: Items[KeptRow] = ()
@@ -96,10 +98,9 @@ class Partial:
 
     @staticmethod
     def _read(path: Path) -> _PartialFile:
+        content = read_bytes(str(path))
         try:
-            return parse(path.read_bytes(), _PartialFile, str(path))
-        except OSError as error:
-            raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
+            return parse(content, _PartialFile, str(path))
         except FileError as error:
             raise FileError(f"{path}: not what an interrupted measurement keeps; delete it", error.problems) from None
 
