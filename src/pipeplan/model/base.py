@@ -1,41 +1,12 @@
-"""What the three file formats have in common: strict frozen models, and the number types they use."""
+"""What the three file formats have in common: strict frozen models, and where their numbers came from."""
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field
 
-from pipeplan.units import MAX_BYTES, MAX_NS
-
-__all__ = [
-    "MAX_DEVICES",
-    "Bytes",
-    "Count",
-    "DeviceCount",
-    "FileModel",
-    "Index",
-    "Items",
-    "Name",
-    "Nanoseconds",
-    "PositiveNs",
-    "Source",
-]
-
-MAX_COUNT = 1_000_000
-MAX_DEVICES = 65_536
-
-Nanoseconds = Annotated[int, Field(ge=0, le=MAX_NS)]
-PositiveNs = Annotated[int, Field(ge=1, le=MAX_NS)]
-Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
-Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
-DeviceCount = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
-Index = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-Name = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
-
-Item = TypeVar("Item")
-Items = Annotated[tuple[Item, ...], FailFast()]
-"""A list of a file. Only its first problem is told: noting a million of them would take a gigabyte."""
+__all__ = ["FileModel", "Source"]
 
 
 class FileModel(BaseModel):

@@ -6,18 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeplan.model.base import (
-    MAX_DEVICES,
-    Bytes,
-    Count,
-    DeviceCount,
-    FileModel,
-    Items,
-    Name,
-    Nanoseconds,
-    PositiveNs,
-    Source,
-)
+from pipeplan.model.base import FileModel, Source
+from pipeplan.model.fields import MAX_DEVICES, Bytes, Count, DeviceCount, Items, Name, Nanoseconds, PositiveNs
 
 __all__ = ["Cluster", "DeviceKind", "LinkLevel", "MeasuredCurve"]
 

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeplan.model.base import Bytes, Count, FileModel, Index, Items, Name, Nanoseconds, Source
+from pipeplan.model.base import FileModel, Source
+from pipeplan.model.fields import Bytes, Count, Index, Items, Name, Nanoseconds
 from pipeplan.model.placement import Placement
 
 __all__ = ["Block", "CostRow", "Edge", "Profile"]

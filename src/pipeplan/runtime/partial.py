@@ -11,7 +11,7 @@ from typing import Literal
 
 from pipeplan.errors import FileError, UsageError
 from pipeplan.model import FileModel, parse, write_text
-from pipeplan.model.base import Bytes, Count, Items, Name, Nanoseconds
+from pipeplan.model.fields import Bytes, Count, Items, Name, Nanoseconds
 
 __all__ = ["KeptRow", "Partial", "RowKey"]
 
