@@ -38,7 +38,7 @@ def workload_of(name: str, num_devices: int, num_microbatches: int, occupancy: i
     )
     update = {"latency_ns": 5, "occupancy_ns": occupancy}
     dependencies = tuple(
-        dependency.model_copy(update={"hops": tuple(hop.model_copy(update=update) for hop in dependency.hops)})
+        replace(dependency, hops=tuple(replace(hop, **update) for hop in dependency.hops))
         for dependency in workload.dependencies
     )
     return replace(workload, dependencies=dependencies)

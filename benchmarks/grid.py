@@ -81,8 +81,8 @@ def workload(variant: Variant, devices: int, chunks: int, memory: float) -> Work
     )
     stages = len(plain.stages)
     operations = tuple(
-        operation.model_copy(
-            update={"duration_ns": round(operation.duration_ns * variant.factor(operation.stage, stages) / 1000) * 1000}
+        replace(
+            operation, duration_ns=round(operation.duration_ns * variant.factor(operation.stage, stages) / 1000) * 1000
         )
         for operation in plain.operations
     )

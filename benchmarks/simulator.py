@@ -37,9 +37,7 @@ def workload_of(num_devices: int, num_microbatches: int, occupancy: int) -> Work
         profile, profile.placement, num_microbatches=num_microbatches, microbatch_size=1, split_backward=True
     )
     dependencies = tuple(
-        dependency.model_copy(
-            update={"hops": tuple(hop.model_copy(update={"occupancy_ns": occupancy}) for hop in dependency.hops)}
-        )
+        replace(dependency, hops=tuple(replace(hop, occupancy_ns=occupancy) for hop in dependency.hops))
         for dependency in workload.dependencies
     )
     return replace(workload, dependencies=dependencies)

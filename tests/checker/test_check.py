@@ -152,7 +152,7 @@ def bidirectional() -> Plan:
     """Two stages on two devices, and their copies the other way round; summing gradients takes 25 ns."""
     stages = ({"devices": (0,)}, {"devices": (1,)}, {"devices": (1,), "route": 1}, {"devices": (0,), "route": 1})
     workload = placed_on(*stages, num_routes=2, microbatch_size=1)
-    syncing = tuple(stage.model_copy(update={"sync_ns": 25}) for stage in workload.stages)
+    syncing = tuple(replace(stage, sync_ns=25) for stage in workload.stages)
     return plan_of(replace(workload, stages=syncing), gpipe_orders(workload))
 
 
@@ -699,8 +699,8 @@ def test_backward_of_a_profile_that_has_only_its_halves() -> None:
 def test_blocks_of_one_stage_add_up() -> None:
     workload = chain_workload(2, 4, forward=20, backward=40, activation_bytes=2000, parameter_bytes=14)
     stages = (
-        workload.stages[0].model_copy(update={"blocks": ("block0", "block1")}),
-        workload.stages[1].model_copy(update={"blocks": ("block2", "block3")}),
+        replace(workload.stages[0], blocks=("block0", "block1")),
+        replace(workload.stages[1], blocks=("block2", "block3")),
     )
     plan = plan_of(replace(workload, stages=stages), gpipe_orders(workload))
     assert check(plan, chain_profile(4, parameter_bytes=7)).problems == ()
@@ -717,12 +717,10 @@ def test_recomputation_keeps_inputs_and_runs_forward_again() -> None:
         "1B": (0, 64, 1005),
     }
     operations = tuple(
-        each.model_copy(
-            update=dict(zip(("acquire_bytes", "release_bytes", "workspace_bytes"), effects[each.id], strict=True))
-        )
+        replace(each, **dict(zip(("acquire_bytes", "release_bytes", "workspace_bytes"), effects[each.id], strict=True)))
         for each in workload.operations
     )
-    stages = tuple(stage.model_copy(update={"recompute": True}) for stage in workload.stages)
+    stages = tuple(replace(stage, recompute=True) for stage in workload.stages)
     plan = plan_of(replace(workload, operations=operations, stages=stages), one_f_one_b(workload))
     assert check(plan, chain_profile(2, workspace_bytes=5)).problems == ()
     assert not check(plan, chain_profile(2, workspace_bytes=6)).valid

@@ -46,7 +46,7 @@ def chains(draw: st.DrawFn) -> Workload:
         weight_grad_bytes=draw(st.sampled_from([0, 400, 1300])),
         workspace_bytes=draw(st.sampled_from([0, 70])),
     )
-    operations = tuple(operation.model_copy(update={"duration_ns": draw(times)}) for operation in workload.operations)
+    operations = tuple(replace(operation, duration_ns=draw(times)) for operation in workload.operations)
     return replace(workload, operations=operations)
 
 
@@ -137,7 +137,7 @@ def test_repetends_behind_parts_and_over_busy_links_are_valid(case: tuple[Plan, 
     plan, drawn = case
     assert check(plan, drawn.profile, drawn.cluster).problems == ()
     if plan.repetend is not None:
-        repetend = plan.repetend.model_copy(update={"repetend_ns": plan.repetend.repetend_ns + 1})
+        repetend = replace(plan.repetend, repetend_ns=plan.repetend.repetend_ns + 1)
         assert not check(plan.model_copy(update={"repetend": repetend})).valid
 
 
@@ -171,16 +171,16 @@ def test_no_other_messages_are_accepted(case: tuple[Plan, Placed], what: str, da
     index = data.draw(st.integers(0, len(hops) - 1))
     hop = hops.pop(index)
     if what == "every":
-        hops.append(hop.model_copy(update={"every": hop.every + 1}))
+        hops.append(replace(hop, every=hop.every + 1))
     elif what == "twice":
         hops += [hop, hop]
     elif what != "gone":
         id_ = dependency.source if what == "source_device" else dependency.target
         others = [device for device in plan.devices_of(id_) if device != getattr(hop, what)]
         assume(others and plan.stage_of(id_).shards == 1)
-        hops.append(hop.model_copy(update={what: data.draw(st.sampled_from(others))}))
+        hops.append(replace(hop, **{what: data.draw(st.sampled_from(others))}))
     dependencies = list(plan.dependencies)
-    dependencies[number] = dependency.model_copy(update={"hops": tuple(hops)})
+    dependencies[number] = replace(dependency, hops=tuple(hops))
     problems = check(plan.model_copy(update={"dependencies": tuple(dependencies)})).problems
     assert any(problem.rule == "hops" and f"dependencies[{number}]" in problem.place for problem in problems)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -55,6 +55,7 @@ from pipeplan.model import (
     to_json,
     write_file,
 )
+from pipeplan.model.elements import Element
 from support.paths import ROOT
 
 Data = dict[str, Any]
@@ -399,7 +400,7 @@ def test_schema_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert schema.main([str(tmp_path / "absent")]) == 2
 
 
-SECTIONS: dict[str, type[FileModel]] = {
+SECTIONS: dict[str, type[FileModel | Element]] = {
     "Profile": Profile,
     "Source of a profile or a cluster": Source,
     "Block of a profile": Block,
@@ -434,17 +435,24 @@ def sections() -> dict[str, str]:
 def test_every_key_is_documented(heading: str) -> None:
     rows = re.findall(r"^\| (`.*?) \|", sections()[heading], re.MULTILINE)
     documented = [key for row in rows for key in re.findall("`(.*?)`", row)]
-    assert documented == list(SECTIONS[heading].model_fields)
+    assert documented == list(fields_of(SECTIONS[heading]))
+
+
+def fields_of(part: type[FileModel | Element]) -> dict[str, Any]:
+    """The keys of a part of a file with their types."""
+    if not issubclass(part, Element):
+        return dict(part.model_fields)
+    return {key: hint for key, hint in get_type_hints(part, include_extras=True).items() if key[0] != "_"}
 
 
 def test_no_other_part_of_a_file_is_left_out() -> None:
-    found: set[type[FileModel]] = set()
+    found: set[type[FileModel | Element]] = set()
     waiting: list[Any] = list(FORMATS.values())
     while waiting:
         each = waiting.pop()
-        if isinstance(each, type) and issubclass(each, FileModel) and each not in found:
+        if isinstance(each, type) and issubclass(each, FileModel | Element) and each not in found:
             found.add(each)
-            waiting += [field.annotation for field in each.model_fields.values()]
+            waiting += [getattr(field, "annotation", field) for field in fields_of(each).values()]
         waiting += getattr(each, "__args__", ())
         waiting += [each.__value__] if hasattr(each, "__value__") else []
     assert found == set(SECTIONS.values())

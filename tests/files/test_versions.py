@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
-from helpers import chain_plan, chain_profile
 from pydantic import create_model
 
+from builders.chains import chain_plan, chain_profile
 from pipeplan.cli.main import main
 from pipeplan.errors import FileError
 from pipeplan.model import (
@@ -38,7 +38,8 @@ from pipeplan.model import (
     to_json,
     write_file,
 )
-from pipeplan.model.base import CurrentVersion, Items, Name
+from pipeplan.model.base import CurrentVersion
+from pipeplan.model.fields import Items, Name
 from pipeplan.model.forms import canonical_text, completed, form_of_version
 from pipeplan.model.migrations import MIGRATIONS, Content, current_version
 

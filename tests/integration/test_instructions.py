@@ -272,8 +272,7 @@ def test_counts_are_in_the_plan() -> None:
 def test_check_knows_no_kind_and_refuses_what_starts_too_early() -> None:
     plan = any_plan(with_instruction(towers(every=2), late(0)))
     stricter = tuple(
-        each.model_copy(update={"needs": (8, 8, 8, 8)}) if each.target == "5GATHER" else each
-        for each in plan.dependencies
+        replace(each, needs=(8, 8, 8, 8)) if each.target == "5GATHER" else each for each in plan.dependencies
     )
     problems = check(plan.model_copy(update={"dependencies": stricter})).problems
     assert any(problem.rule == "inputs" and problem.place == "starts_ns[5GATHER][0]" for problem in problems)
@@ -299,7 +298,7 @@ def test_bounds_pass_over_dependencies_that_do_not_hold_for_all() -> None:
 def test_counts_must_fit(needs: tuple[int, ...], text: str) -> None:
     plan = any_plan(with_instruction(towers(every=2), GATHER))
     changed = [
-        each.model_copy(update={"needs": needs}) if (each.source, each.target) == ("1F", "5GATHER") else each
+        replace(each, needs=needs) if (each.source, each.target) == ("1F", "5GATHER") else each
         for each in plan.dependencies
     ]
     with pytest.raises(ValueError, match=text):
@@ -308,7 +307,7 @@ def test_counts_must_fit(needs: tuple[int, ...], text: str) -> None:
 
 def test_counts_are_for_instructions() -> None:
     plan = any_plan(towers())
-    first = plan.dependencies[0].model_copy(update={"needs": (1,) * 8})
+    first = replace(plan.dependencies[0], needs=(1,) * 8)
     with pytest.raises(ValueError, match="needs is for dependencies of instructions"):
         Plan(**{**dict(plan), "dependencies": (first, *plan.dependencies[1:])})
 
@@ -384,10 +383,10 @@ def test_workloads_can_be_told_apart_by_their_hash() -> None:
 
 def test_stages_without_blocks_run_instructions_and_stand_last() -> None:
     plan = any_plan(with_instruction(towers(every=2), GATHER))
-    bare = plan.stages[0].model_copy(update={"blocks": ()})
+    bare = replace(plan.stages[0], blocks=())
     with pytest.raises(ValueError, match=r"stages\[0\] has no blocks and stands before stages\[1\]"):
         Plan(**{**dict(plan), "stages": (bare, *plan.stages[1:])})
-    named_one = plan.stages[5].model_copy(update={"blocks": ("extra",)})
+    named_one = replace(plan.stages[5], blocks=("extra",))
     problems = check(plan.model_copy(update={"stages": (*plan.stages[:5], named_one)})).problems
     assert [problem.rule for problem in problems][:1] == ["stages"]
 

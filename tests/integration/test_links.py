@@ -41,7 +41,7 @@ def over_links(workload: Workload, occupancy: int, latency: int = 0) -> Workload
 
     def slow(dependency: Dependency) -> Dependency:
         update = {"latency_ns": latency, "occupancy_ns": occupancy}
-        return dependency.model_copy(update={"hops": tuple(hop.model_copy(update=update) for hop in dependency.hops)})
+        return replace(dependency, hops=tuple(replace(hop, **update) for hop in dependency.hops))
 
     return replace(workload, dependencies=tuple(map(slow, workload.dependencies)))
 
@@ -187,7 +187,7 @@ def test_a_wrong_time_of_a_repetend_over_links_is_refused() -> None:
     graph = task_graph(workload)
     plan = plan_of(graph, numbered(graph, one_f_one_b(workload)))
     assert plan.repetend is not None
-    less = plan.repetend.model_copy(update={"repetend_ns": plan.repetend.repetend_ns - 1})
+    less = replace(plan.repetend, repetend_ns=plan.repetend.repetend_ns - 1)
     rules = {problem.rule for problem in check(plan.model_copy(update={"repetend": less})).problems}
     assert "repetend" in rules
 

@@ -46,7 +46,7 @@ def workloads(draw: st.DrawFn, *, equal: bool = False) -> Workload:
     )
     hops = st.builds(lambda latency, occupancy: {"latency_ns": latency, "occupancy_ns": occupancy}, times, times)
     dependencies = [
-        dependency.model_copy(update={"hops": tuple(hop.model_copy(update=draw(hops)) for hop in dependency.hops)})
+        replace(dependency, hops=tuple(replace(hop, **draw(hops)) for hop in dependency.hops))
         for dependency in workload.dependencies
     ]
     return replace(workload, dependencies=tuple(dependencies))

@@ -60,9 +60,7 @@ def workload_of(stages: StageLoads, num_microbatches: int) -> Workload:
     """A chain with one stage per device and these times."""
     workload = chain_workload(stages.num_stages, num_microbatches, lag=stages.transfer_ns)
     times = {"F": stages.forwards, "B": stages.backwards}
-    operations = tuple(
-        each.model_copy(update={"duration_ns": times[each.kind][each.stage]}) for each in workload.operations
-    )
+    operations = tuple(replace(each, duration_ns=times[each.kind][each.stage]) for each in workload.operations)
     return replace(workload, operations=operations)
 
 

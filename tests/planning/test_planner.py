@@ -168,7 +168,7 @@ def test_a_placement_that_runs_a_block_before_its_input_is_refused() -> None:
     model = profile("gpt2-124m-cpu")
     plan = search_plan(model, "one-to-one", Batch(4, 1), QUICK, num_devices=2).plan
     first = plan.stages[0]
-    turned = first.model_copy(update={"blocks": first.blocks[::-1]})
+    turned = replace(first, blocks=first.blocks[::-1])
     with pytest.raises(ValueError, match=r"stages\[0\] runs block 'layer0.attention' before 'embedding'"):
         model.check_placement(plan.placed.model_copy(update={"stages": (turned, *plan.placed.stages[1:])}))
     report = check(plan.model_copy(update={"stages": (turned, *plan.stages[1:])}), model)

@@ -101,9 +101,7 @@ def random_case(seed: int, *, memory: bool = False) -> tuple[TaskGraph, list[lis
         activation_bytes=2,
         weight_grad_bytes=choose.choice([0, 1, 2, 3]),
     )
-    operations = tuple(
-        operation.model_copy(update={"duration_ns": choose.randint(1, 4)}) for operation in chain.operations
-    )
+    operations = tuple(replace(operation, duration_ns=choose.randint(1, 4)) for operation in chain.operations)
     graph = task_graph(replace(chain, operations=operations))
     orders = weights_at_once(graph, random_orders(graph, choose))
     return (with_room(graph, orders, choose.choice([0, 1, 2])) if memory else graph), orders

@@ -213,7 +213,7 @@ def test_shared_stages_are_inserted_into_1f1b_whatever_the_costs(
 def with_random_times(workload: Workload, random: Random) -> Workload:
     return replace(
         workload,
-        operations=tuple(o.model_copy(update={"duration_ns": random.randint(1, 30)}) for o in workload.operations),
+        operations=tuple(replace(o, duration_ns=random.randint(1, 30)) for o in workload.operations),
     )
 
 

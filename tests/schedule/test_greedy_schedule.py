@@ -134,8 +134,7 @@ def workloads(draw: st.DrawFn) -> Workload:
     workload = case.workload(devices, split=draw(st.sets(st.integers(0, len(case.sizes) - 1))))
     occupied = {"occupancy_ns": draw(st.sampled_from([0, 1, 4]))}
     dependencies = (
-        each.model_copy(update={"hops": tuple(hop.model_copy(update=occupied) for hop in each.hops)})
-        for each in workload.dependencies
+        replace(each, hops=tuple(replace(hop, **occupied) for hop in each.hops)) for each in workload.dependencies
     )
     return replace(workload, dependencies=tuple(dependencies))
 

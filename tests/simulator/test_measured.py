@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,7 @@ def test_what_waits_for_the_others_of_an_action_is_not_work() -> None:
     assert found.devices[0].waiting_ns == 4 * num_shared
     assert found.devices[1].waiting_ns == 0
     assert [device.busy_ns for device in found.devices] == [device.predicted_busy_ns for device in found.devices]
-    stages = tuple(stage.model_copy(update={"shards": 1, "replicas": len(stage.devices)}) for stage in plan.stages)
+    stages = tuple(replace(stage, shards=1, replicas=len(stage.devices)) for stage in plan.stages)
     replicas = plan.model_copy(update={"stages": stages})
     run = run_of(plan, early)
     for emulated, busy in ((True, found.devices[0].busy_ns), (False, found.devices[0].busy_ns + 4 * num_shared)):

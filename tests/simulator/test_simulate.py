@@ -412,9 +412,9 @@ def test_an_action_waits_for_what_comes_to_it_over_no_message() -> None:
     """Device 0 makes for itself what its replica of stage 1 works on; only the other replica's half is sent."""
     workload = chain_workload(2, 4, devices=[(0,), (0, 1)], sizes=[2, 4])
     sent = Hop(source_device=0, target_device=1, every=2, run=1, first=1, latency_ns=3, occupancy_ns=50)
-    replicas = workload.stages[1].model_copy(update={"shards": 1, "replicas": 2})
+    replicas = replace(workload.stages[1], shards=1, replicas=2)
     dependencies = tuple(
-        each.model_copy(update={"hops": (sent,)}) if (each.source, each.target) == ("0F", "1F") else each
+        replace(each, hops=(sent,)) if (each.source, each.target) == ("0F", "1F") else each
         for each in workload.dependencies
     )
     workload = replace(workload, stages=(workload.stages[0], replicas), dependencies=dependencies)
@@ -650,7 +650,7 @@ def test_found_repetends_are_the_best_that_exist(num_devices: int, times: list[i
     """Chains with any times, each device running backwards first and holding at most ``room`` micro-batches."""
     workload = chain_workload(num_devices, 6, lag=lag)
     durations = {f"{s}{kind}": times[2 * s + (kind == "B")] for s in range(num_devices) for kind in "FB"}
-    operations = tuple(op.model_copy(update={"duration_ns": durations[op.id]}) for op in workload.operations)
+    operations = tuple(replace(op, duration_ns=durations[op.id]) for op in workload.operations)
     workload = Workload.of(plan_of(workload, one_f_one_b(workload)).model_copy(update={"operations": operations}))
     orders = backward_first(workload, room)
     graph, tasks, starts = timed(workload, orders)
@@ -830,7 +830,7 @@ def test_profiles_that_do_not_fit_are_refused() -> None:
     profile = chain_profile(3).model_copy(update={"edges": chain_profile(3).edges[:1]})
     with pytest.raises(UsageError, match=r"dependencies\[\d\] of the plan hands 1F to 2F, .* no such edge"):
         simulate(plan, profile=profile)
-    stage = plan.stages[0].model_copy(update={"configuration": "rows"})
+    stage = replace(plan.stages[0], configuration="rows")
     configured = plan.model_copy(update={"stages": (stage, *plan.stages[1:])})
     with pytest.raises(UsageError, match=r"stages\[0\] of the plan has configuration 'rows'"):
         simulate(configured, profile=chain_profile(3))
@@ -838,7 +838,7 @@ def test_profiles_that_do_not_fit_are_refused() -> None:
 
 def test_a_plan_with_a_block_in_two_stages_is_refused_not_crashed_on() -> None:
     plan = chain_plan(2, 2)
-    stage = plan.stages[1].model_copy(update={"blocks": ("block0",)})
+    stage = replace(plan.stages[1], blocks=("block0",))
     doubled = plan.model_copy(update={"stages": (plan.stages[0], stage)})
     with pytest.raises(UsageError, match="does not fit the plan: block 'block0' is in"):
         simulate(doubled, profile=chain_profile(2))
@@ -865,7 +865,7 @@ def test_another_cluster_changes_links_devices_and_memory() -> None:
 def test_messages_without_bytes_keep_their_latency_on_another_cluster() -> None:
     plan = chain_plan(2, 1, lag=11)
     dependencies = tuple(
-        dependency.model_copy(update={"hops": tuple(hop.model_copy(update={"bytes": 0}) for hop in dependency.hops)})
+        replace(dependency, hops=tuple(replace(hop, bytes=0) for hop in dependency.hops))
         for dependency in plan.dependencies
     )
     simulation = simulate(plan.model_copy(update={"dependencies": dependencies}), cluster=cluster_of(2))

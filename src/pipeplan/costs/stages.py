@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from pipeplan.costs.blocks import block_costs
@@ -25,7 +25,7 @@ from pipeplan.model import (
     Profile,
     Stage,
 )
-from pipeplan.model.plan import slots_of
+from pipeplan.model.elements import slots_of
 from pipeplan.model.samples import carried
 from pipeplan.model.workload import Workload
 
@@ -174,7 +174,7 @@ def build_workload(
     costs = [(given or {}).get(number) or _costs_of(profile, number, stage) for number, stage in enumerate(placed)]
     stages = [_keeping(stage, cost) for stage, cost in zip(placed, costs, strict=True)]
     syncs = [gradient_sync(stages, stage, cluster) + cost.sync_ns for stage, cost in zip(stages, costs, strict=True)]
-    stages = [stage.model_copy(update={"sync_ns": sync}) for stage, sync in zip(stages, syncs, strict=True)]
+    stages = [replace(stage, sync_ns=sync) for stage, sync in zip(stages, syncs, strict=True)]
     operations = _operations(costs, split_backward, split_overhead_ns)
     operations = tuple(_with_parts(profile, stages[each.stage], each) for each in operations)
     memory = memory_bytes or (cluster.memory_bytes if cluster is not None else (None,) * placement.num_devices)
@@ -250,12 +250,12 @@ def _require_one_size(stages: Sequence[Stage], num_routes: int) -> None:
 
 def _keeping(stage: Stage, cost: StageCosts) -> Stage:
     """The stage with what it keeps on each device all the time."""
-    kept = {
-        "parameter_bytes": cost.parameter_bytes,
-        "gradient_bytes": cost.parameter_bytes,
-        "optimizer_bytes": cost.optimizer_bytes,
-    }
-    return stage.model_copy(update=kept)
+    return replace(
+        stage,
+        parameter_bytes=cost.parameter_bytes,
+        gradient_bytes=cost.parameter_bytes,
+        optimizer_bytes=cost.optimizer_bytes,
+    )
 
 
 def gradient_sync(stages: Iterable[Stage], stage: Stage, cluster: Cluster | None) -> int:
@@ -278,7 +278,7 @@ def _with_parts(profile: Profile, stage: Stage, operation: Operation) -> Operati
         )
     samples = stage.microbatch_size // stage.replicas // 2
     cost = stage_costs(profile, stage.blocks, samples, stage.shards, recompute=stage.recompute)
-    return operation.model_copy(update={"part_ns": max(1, cost.forward_ns)})
+    return replace(operation, part_ns=max(1, cost.forward_ns))
 
 
 def _operations(costs: Sequence[StageCosts], split_backward: bool, split_overhead_ns: int) -> tuple[Operation, ...]:
@@ -386,7 +386,7 @@ def _hops(
         first, last = min(samples), max(samples)
         if len(samples) < period:
             assert last - first + 1 == len(samples), "neighbouring micro-batches hold neighbouring samples"
-            hop = hop.model_copy(update={"every": period, "run": len(samples), "first": first})
+            hop = replace(hop, every=period, run=len(samples), first=first)
         by_target[receiver].append(hop)
     return tuple(hop for device in target.devices for hop in by_target[device])
 

@@ -3,6 +3,7 @@
 from pipeplan.model.action import COMPUTE_KINDS, Action, in_order, is_instruction, operation_of, payload_of
 from pipeplan.model.base import File, FileModel, Source
 from pipeplan.model.cluster import Cluster, DeviceKind, LinkLevel, MeasuredCurve
+from pipeplan.model.elements import Dependency, Device, DeviceMemory, Hop, Operation, Repetend, Stage
 from pipeplan.model.files import (
     FORMATS,
     parse,
@@ -14,18 +15,7 @@ from pipeplan.model.files import (
 from pipeplan.model.forms import sha256_of
 from pipeplan.model.mesh import COPIES, PLACES, SAMPLES, SHARDS, Axis, Mesh
 from pipeplan.model.placement import PlacedStage, Placement
-from pipeplan.model.plan import (
-    Dependency,
-    Device,
-    DeviceMemory,
-    Hop,
-    Operation,
-    Plan,
-    Predicted,
-    Provenance,
-    Repetend,
-    Stage,
-)
+from pipeplan.model.plan import Plan, Predicted, Provenance
 from pipeplan.model.profile import Block, CostRow, Edge, Profile
 from pipeplan.model.writing import to_json, write_file, write_text
 

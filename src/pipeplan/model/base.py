@@ -1,47 +1,17 @@
-"""What the file formats have in common: strict frozen models, and the number types they use."""
+"""What the file formats have in common: strict frozen models, their versions, and where their numbers came from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, PrivateAttr, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from pydantic_core import CoreSchema, core_schema
 
 from pipeplan.model.migrations import current_version
-from pipeplan.units import MAX_BYTES, MAX_NS
 
-__all__ = [
-    "MAX_DEVICES",
-    "Bytes",
-    "Count",
-    "CurrentVersion",
-    "DeviceCount",
-    "File",
-    "FileModel",
-    "Index",
-    "Items",
-    "Name",
-    "Nanoseconds",
-    "PositiveNs",
-    "Source",
-]
-
-MAX_COUNT = 1_000_000
-MAX_DEVICES = 65_536
-
-Nanoseconds = Annotated[int, Field(ge=0, le=MAX_NS)]
-PositiveNs = Annotated[int, Field(ge=1, le=MAX_NS)]
-Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
-Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
-DeviceCount = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
-Index = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-Name = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
-
-Item = TypeVar("Item")
-Items = Annotated[tuple[Item, ...], FailFast()]
-"""A list of a file. Only its first problem is told: noting a million of them would take a gigabyte."""
+__all__ = ["CurrentVersion", "File", "FileModel", "Source"]
 
 
 class FileModel(BaseModel):

@@ -6,20 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeplan.model.base import (
-    MAX_DEVICES,
-    Bytes,
-    Count,
-    CurrentVersion,
-    DeviceCount,
-    File,
-    FileModel,
-    Items,
-    Name,
-    Nanoseconds,
-    PositiveNs,
-    Source,
-)
+from pipeplan.model.base import CurrentVersion, File, FileModel, Source
+from pipeplan.model.fields import MAX_DEVICES, Bytes, Count, DeviceCount, Items, Name, Nanoseconds, PositiveNs
 from pipeplan.model.migrations import current_version
 
 __all__ = ["Cluster", "DeviceKind", "LinkLevel", "MeasuredCurve"]

@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails, from_json
 from pipeplan.errors import FileError
 from pipeplan.model.base import File, FileModel
 from pipeplan.model.cluster import Cluster
+from pipeplan.model.elements import Element
 from pipeplan.model.forms import canonical_text, completed, form_of_version, sha256_of_text
 from pipeplan.model.migrations import MIGRATIONS, Content, current_version
 from pipeplan.model.placement import Placement
@@ -178,10 +179,11 @@ def _problem(detail: ErrorDetails) -> str:
     for part in detail["loc"]:
         place += f"[{part}]" if isinstance(part, int) else f".{_key(part)}" if place else _key(part)
     message = detail["msg"].removeprefix("Value error, ").replace("Tuple should", "List should")
+    message = message.replace("Unexpected keyword argument", "Extra inputs are not permitted")
     if not place and detail["type"] == "value_error":  # about several parts of the file; the message names them
         return message
     given = detail.get("input")
-    if detail["type"] == "missing" or isinstance(given, dict | list | tuple | FileModel):
+    if detail["type"] == "missing" or isinstance(given, dict | list | tuple | FileModel | Element):
         return f"{place or 'file'}: {message}"
     return f"{place or 'file'}: {message}, got {_short(repr(given))}"
 

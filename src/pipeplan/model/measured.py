@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeplan.errors import FileError
-from pipeplan.model.base import Index
+from pipeplan.model.fields import Index
 from pipeplan.model.files import read_bytes
 from pipeplan.model.trace import MEASURED_PROCESS_ID
 

@@ -6,16 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeplan.model.base import Count, CurrentVersion, DeviceCount, File, FileModel, Index, Items, Name
-from pipeplan.model.mesh import SAMPLES, SHARDS, Mesh
+from pipeplan.model.base import CurrentVersion, File, FileModel
+from pipeplan.model.elements import mesh_of
+from pipeplan.model.fields import Count, DeviceCount, Index, Items, Name
+from pipeplan.model.mesh import SAMPLES
 from pipeplan.model.migrations import current_version
 
-__all__ = ["PlacedStage", "Placement", "configuration_problem", "mesh_of"]
-
-
-def mesh_of(configurations: tuple[str, ...], index: int, shards: int) -> Mesh:
-    """How a stage's block number ``index`` is split over the devices of a replica. Raises ValueError."""
-    return Mesh.parse(configurations[index]) if configurations else Mesh(((SHARDS, shards),))
+__all__ = ["PlacedStage", "Placement", "configuration_problem"]
 
 
 def configuration_problem(configurations: tuple[str, ...], num_blocks: int, shards: int, samples: int) -> str | None:

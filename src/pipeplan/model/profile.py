@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeplan.model.base import Bytes, Count, CurrentVersion, File, FileModel, Index, Items, Name, Nanoseconds, Source
+from pipeplan.model.base import CurrentVersion, File, FileModel, Source
+from pipeplan.model.fields import Bytes, Count, Index, Items, Name, Nanoseconds
 from pipeplan.model.migrations import current_version
 from pipeplan.model.placement import Placement
 

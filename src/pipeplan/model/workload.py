@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pipeplan.model.action import Action, is_instruction, payload_of
-from pipeplan.model.plan import Dependency, Device, Hop, Operation, Plan, Stage, slots_of
+from pipeplan.model.elements import Dependency, Device, Hop, Operation, Stage, slots_of
+from pipeplan.model.plan import Plan
 from pipeplan.model.samples import Slots
 
 __all__ = ["Transfer", "Workload"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from pipeplan.model import Plan, Stage
-from pipeplan.model.plan import slots_of
+from pipeplan.model.elements import slots_of
 from pipeplan.model.samples import replica_samples
 from pipeplan.runtime.flow import Message
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeplan.errors import UsageError
 from pipeplan.model import Plan, is_instruction
 from pipeplan.model.action import is_instruction_word
-from pipeplan.model.plan import Attribute
+from pipeplan.model.elements import Attribute
 from pipeplan.runtime.importing import imported_module
 from pipeplan.runtime.messages import TransferError
 from pipeplan.runtime.partners import Meeting

@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 
 from pipeplan.errors import FileError, UsageError
 from pipeplan.model import File, FileModel, parse, write_text
-from pipeplan.model.base import Bytes, Count, CurrentVersion, Items, Name, Nanoseconds
+from pipeplan.model.base import CurrentVersion
+from pipeplan.model.fields import Bytes, Count, Items, Name, Nanoseconds
 from pipeplan.model.files import read_bytes
 from pipeplan.model.migrations import current_version
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pipeplan.errors import UsageError
 from pipeplan.model import COPIES, PLACES, SAMPLES, SHARDS, Action, Axis, Mesh, Plan, Stage, is_instruction
-from pipeplan.model.plan import Attribute
+from pipeplan.model.elements import Attribute
 from pipeplan.runtime.flow import Flow, Message, model_flow, planned_flow
 from pipeplan.runtime.holdings import Holdings, Numbers
 

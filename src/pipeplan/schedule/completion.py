@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeplan.model.plan import Repetend
+from pipeplan.model.elements import Repetend
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.repetend import Pattern
 from pipeplan.simulate.copies import begins_of

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from pipeplan.errors import UsageError
-from pipeplan.model.plan import Dependency, Device, Hop, Stage
+from pipeplan.model.elements import Dependency, Device, Hop, Stage
 from pipeplan.model.samples import Slots
 from pipeplan.model.workload import Workload
 from pipeplan.simulate.timing import Orders
@@ -108,7 +108,7 @@ def _folded(workload: Workload, groups: Sequence[int]) -> Workload:
         workload,
         devices=tuple(Device(memory_bytes=min(limits, default=None)) for limits in memory),
         stages=tuple(
-            stage.model_copy(update={"devices": tuple(sorted({groups[device] for device in stage.devices}))})
+            replace(stage, devices=tuple(sorted({groups[device] for device in stage.devices})))
             for stage in workload.stages
         ),
         dependencies=tuple(_folded_dependency(dependency, groups) for dependency in workload.dependencies),
@@ -123,12 +123,10 @@ def _folded_dependency(dependency: Dependency, groups: Sequence[int]) -> Depende
         if ends not in slowest or slowest[ends].duration_ns < hop.duration_ns:
             slowest[ends] = hop
     hops = tuple(
-        (_over_free_link(hop) if ends[0] == ends[1] else hop).model_copy(
-            update={"source_device": ends[0], "target_device": ends[1]}
-        )
+        replace(_over_free_link(hop) if ends[0] == ends[1] else hop, source_device=ends[0], target_device=ends[1])
         for ends, hop in slowest.items()
     )
-    return dependency.model_copy(update={"hops": hops})
+    return replace(dependency, hops=hops)
 
 
 def _in_rounds(workload: Workload, round_size: int) -> Workload:
@@ -146,7 +144,7 @@ def _in_rounds(workload: Workload, round_size: int) -> Workload:
             for index in range(count)
         ),
         operations=tuple(
-            operation.model_copy(update={"stage": firsts[operation.stage] + index})
+            replace(operation, stage=firsts[operation.stage] + index)
             for operation in workload.operations
             for index in range(per_stage[operation.stage])
         ),
@@ -156,8 +154,10 @@ def _in_rounds(workload: Workload, round_size: int) -> Workload:
 
 def _copy(stage: Stage, round_size: int, index: int) -> Stage:
     """A stage for one of its micro-batches in a round; the first has its parameters."""
-    kept = {} if index == 0 else {"parameter_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0, "sync_ns": 0}
-    return stage.model_copy(update={"microbatch_size": round_size, "route": 0, **kept})
+    copy = replace(stage, microbatch_size=round_size, route=0)
+    if index == 0:
+        return copy
+    return replace(copy, parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0, sync_ns=0)
 
 
 def _dependencies(workload: Workload, round_size: int, stage_firsts: Sequence[int]) -> tuple[Dependency, ...]:
@@ -191,5 +191,4 @@ def _id(workload: Workload, operation: int, stage_firsts: Sequence[int], index: 
 
 def _over_free_link(hop: Hop) -> Hop:
     """The message without the link: of its micro-batches none has to wait for another."""
-    update = {"latency_ns": hop.duration_ns, "occupancy_ns": 0, "every": 1, "run": 1, "first": 0}
-    return hop.model_copy(update=update)
+    return replace(hop, latency_ns=hop.duration_ns, occupancy_ns=0, every=1, run=1, first=0)

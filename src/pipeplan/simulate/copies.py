@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from pipeplan.errors import InvalidPlanError, UsageError
-from pipeplan.model.plan import Repetend
+from pipeplan.model.elements import Repetend
 from pipeplan.model.workload import Workload
 from pipeplan.simulate.timing import Orders
 

@@ -9,8 +9,8 @@ from fractions import Fraction
 from itertools import islice, takewhile
 from operator import eq
 
-from pipeplan.model.base import MAX_COUNT
-from pipeplan.model.plan import Repetend
+from pipeplan.model.elements import Repetend
+from pipeplan.model.fields import MAX_COUNT
 from pipeplan.model.workload import Workload
 from pipeplan.simulate.copies import Entry, link_begins, require_equal_sizes
 from pipeplan.simulate.steady import steady_state, work_bound

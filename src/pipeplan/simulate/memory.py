@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeplan.model.plan import DeviceMemory
+from pipeplan.model.elements import DeviceMemory
 from pipeplan.model.workload import Workload
 from pipeplan.simulate.timing import Orders, TaskGraph
 from pipeplan.units import format_bytes

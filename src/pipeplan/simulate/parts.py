@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipeplan.model.plan import Repetend
+from pipeplan.model.elements import Repetend
 from pipeplan.model.workload import Workload
 from pipeplan.simulate.timing import Orders, TaskGraph, task_graph, with_links
 
@@ -25,8 +25,8 @@ def without_parts(workload: Workload) -> Workload:
     """The same with whole micro-batches."""
     return replace(
         workload,
-        stages=tuple(stage.model_copy(update={"num_parted": 0}) for stage in workload.stages),
-        operations=tuple(operation.model_copy(update={"part_ns": None}) for operation in workload.operations),
+        stages=tuple(replace(stage, num_parted=0) for stage in workload.stages),
+        operations=tuple(replace(operation, part_ns=None) for operation in workload.operations),
     )
 
 

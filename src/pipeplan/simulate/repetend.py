@@ -8,7 +8,7 @@ memory stays as it was.
 from __future__ import annotations
 
 from pipeplan.errors import UsageError
-from pipeplan.model.plan import Repetend
+from pipeplan.model.elements import Repetend
 from pipeplan.model.workload import Workload
 from pipeplan.simulate.copies import Entry, begins_of, copy_ranges, require_cut, split_order
 from pipeplan.simulate.detection import find_repetend

@@ -65,7 +65,7 @@ def relinked(plan: Plan, cluster: Cluster) -> Workload:
         devices=tuple(Device(name=names[d], memory_bytes=memory[d]) for d in range(len(plan.devices))),
         stages=tuple(_relinked_stage(plan, stage, cluster) for stage in plan.stages),
         dependencies=tuple(
-            dependency.model_copy(update={"hops": tuple(_relinked_hop(hop, cluster) for hop in dependency.hops)})
+            replace(dependency, hops=tuple(_relinked_hop(hop, cluster) for hop in dependency.hops))
             for dependency in plan.dependencies
         ),
     )
@@ -73,14 +73,14 @@ def relinked(plan: Plan, cluster: Cluster) -> Workload:
 
 def _relinked_stage(plan: Plan, stage: Stage, cluster: Cluster) -> Stage:
     """The stage with its gradients summed over the cluster's links."""
-    return stage.model_copy(update={"sync_ns": gradient_sync(plan.stages, stage, cluster)})
+    return replace(stage, sync_ns=gradient_sync(plan.stages, stage, cluster))
 
 
 def _relinked_hop(hop: Hop, cluster: Cluster) -> Hop:
     if hop.bytes == 0:
         return hop
     latency, occupancy = transfer_time(cluster, hop.source_device, hop.target_device, hop.bytes)
-    return hop.model_copy(update={"latency_ns": latency, "occupancy_ns": occupancy})
+    return replace(hop, latency_ns=latency, occupancy_ns=occupancy)
 
 
 def _require_devices(plan: Plan, cluster: Cluster) -> None:
@@ -140,8 +140,13 @@ class _Built:
         if not self._plan.stages[index].blocks:
             return self._plan.stages[index]
         built = self._workloads[self._variant_of[index]].stages[index]
-        fields = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "sync_ns")
-        return self._plan.stages[index].model_copy(update={field: getattr(built, field) for field in fields})
+        return replace(
+            self._plan.stages[index],
+            parameter_bytes=built.parameter_bytes,
+            gradient_bytes=built.gradient_bytes,
+            optimizer_bytes=built.optimizer_bytes,
+            sync_ns=built.sync_ns,
+        )
 
     def operation(self, operation: Operation) -> Operation:
         """An operation with the profile's time and memory; a profile knows nothing of instructions."""
@@ -167,13 +172,13 @@ class _Built:
                 f"dependencies[{index}] of the plan hands {dependency.source} to {dependency.target}, but profile "
                 f"{self._name!r} has no such edge between their blocks"
             )
-        return dependency.model_copy(update={"hops": hops.get(message, ())})
+        return replace(dependency, hops=hops.get(message, ()))
 
     def _relinked(self, dependency: Dependency) -> Dependency:
         """A dependency of an instruction keeps its bytes and gets the cluster's times, where there is one."""
         cluster = self._cluster
         hops = dependency.hops if cluster is None else tuple(_relinked_hop(hop, cluster) for hop in dependency.hops)
-        return dependency.model_copy(update={"hops": hops})
+        return replace(dependency, hops=hops)
 
 
 def _hops(dependencies: Iterable[Dependency]) -> dict[_Message, tuple[Hop, ...]]:

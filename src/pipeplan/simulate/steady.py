@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from operator import eq, sub
 
-from pipeplan.model.plan import Repetend
+from pipeplan.model.elements import Repetend
 from pipeplan.model.workload import Workload
 from pipeplan.simulate.copies import Entry, begins_of, require_cut, split_order
 from pipeplan.simulate.timing import Orders

@@ -76,15 +76,15 @@ def with_busy_links(plan: Plan) -> Plan:
     """Every message occupies its link for longer than it takes to make the next one; figures are not brought along."""
 
     def busy(dependency: Dependency) -> Dependency:
-        hops = [hop.model_copy(update={"occupancy_ns": 3 * MS, "bytes": 5000}) for hop in dependency.hops]
-        return dependency.model_copy(update={"hops": tuple(hops)})
+        hops = [replace(hop, occupancy_ns=3 * MS, bytes=5000) for hop in dependency.hops]
+        return replace(dependency, hops=tuple(hops))
 
     return plan.model_copy(update={"dependencies": tuple(map(busy, plan.dependencies))})
 
 
 def with_sums(plan: Plan) -> Plan:
     """Gradients are summed for a minute behind the last action; figures are not brought along."""
-    stages = [stage.model_copy(update={"sync_ns": 60_000 * MS}) for stage in plan.stages]
+    stages = [replace(stage, sync_ns=60_000 * MS) for stage in plan.stages]
     return plan.model_copy(update={"stages": tuple(stages)})
 
 
@@ -92,7 +92,7 @@ def shards_and_replicas() -> Plan:
     """A stage of 2 shards in 2 replicas, between one device that has a share of it and two that make half of it."""
     workload = chain_workload(4, 4, forward=MS, backward=2 * MS, devices=[(0,), (0, 1, 2, 3), (2, 3)], sizes=[2, 2, 2])
     first, middle, last = workload.stages
-    middle = middle.model_copy(update={"shards": 2, "replicas": 2})
+    middle = replace(middle, shards=2, replicas=2)
     ends = {
         ("0F", "1F"): [(0, 1), (0, 2), (0, 3)],
         ("1F", "2F"): [(0, 2), (1, 3)],
@@ -100,8 +100,7 @@ def shards_and_replicas() -> Plan:
         ("1B", "0B"): [(2, 0)],
     }
     dependencies = tuple(
-        d.model_copy(update={"hops": tuple(hop(*pair) for pair in ends.get((d.source, d.target), []))})
-        for d in workload.dependencies
+        replace(d, hops=tuple(hop(*pair) for pair in ends.get((d.source, d.target), []))) for d in workload.dependencies
     )
     workload = replace(workload, stages=(first, middle, last), dependencies=dependencies)
     return plan_of(workload, greedy_orders(workload))

@@ -286,7 +286,7 @@ def test_configurations_that_make_no_sense_are_refused(texts: tuple[str, ...], t
     with pytest.raises(ValueError, match=told):
         PlacedStage(blocks=blocks, devices=devices, shards=4, microbatch_size=2, configurations=texts)
     plan = placed_plan(model, [PlacedStage(blocks=blocks, devices=devices, shards=4)], microbatch_size=2)
-    stages = (plan.stages[0].model_copy(update={"configurations": texts}),)
+    stages = (replace(plan.stages[0], configurations=texts),)
     with pytest.raises(Exception, match=told):
         check(plan.model_copy(update={"stages": stages})).require("plan")
 

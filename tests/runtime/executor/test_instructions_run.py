@@ -73,7 +73,7 @@ def reports() -> Reports:
 
 def slower(plan: Plan) -> Plan:
     """The plan's programs with actions that last so long that sleeping is exact enough."""
-    operations = tuple(each.model_copy(update={"duration_ns": 2_000_000}) for each in plan.operations)
+    operations = tuple(replace(each, duration_ns=2_000_000) for each in plan.operations)
     return plan.model_copy(update={"operations": operations})
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from builders.chains import chain_workload
@@ -78,7 +80,7 @@ def test_refuses_another_model(blocks: list[str], edges: list[tuple[str, str]], 
 
 def test_refuses_blocks_in_another_order() -> None:
     plan = chain()
-    stages = (plan.stages[0].model_copy(update={"blocks": ("block3", "block0")}), *plan.stages[1:])
+    stages = (replace(plan.stages[0], blocks=("block3", "block0")), *plan.stages[1:])
     with pytest.raises(UsageError, match=r"stages\[0\] of the plan runs block 'block3' before 'block0'"):
         programs_of(
             plan.model_copy(update={"stages": stages}), [*BLOCKS, "block3"], [*EDGES, ("block0", "block3")], "m"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -88,7 +90,7 @@ def test_another_sequence(sequence: int, dtype: torch.dtype) -> None:
 def test_stages_that_send_nothing_are_told_by_their_parameters() -> None:
     model = load_model("gpt2-tiny")
     plan = plan_for(model)
-    first = plan.stages[0].model_copy(update={"parameter_bytes": plan.stages[0].parameter_bytes * 3})
+    first = replace(plan.stages[0], parameter_bytes=plan.stages[0].parameter_bytes * 3)
     text = told(plan.model_copy(update={"stages": (first, *plan.stages[1:])}), model)
     assert text is not None
     assert "of parameters on each device of stage 0" in text
@@ -97,9 +99,9 @@ def test_stages_that_send_nothing_are_told_by_their_parameters() -> None:
 def test_sizes_the_plan_does_not_know() -> None:
     model = load_model("gpt2-tiny", sequence=8)
     plan = plan_for(model)
-    stages = tuple(stage.model_copy(update={"parameter_bytes": 0}) for stage in plan.stages)
+    stages = tuple(replace(stage, parameter_bytes=0) for stage in plan.stages)
     unknown = tuple(
-        dependency.model_copy(update={"hops": tuple(hop.model_copy(update={"bytes": 0}) for hop in dependency.hops)})
+        replace(dependency, hops=tuple(replace(hop, bytes=0) for hop in dependency.hops))
         for dependency in plan.dependencies
     )
     assert told(plan.model_copy(update={"stages": stages, "dependencies": unknown}), load_model("gpt2-tiny")) is None

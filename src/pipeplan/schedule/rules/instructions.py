@@ -17,7 +17,7 @@ from graphlib import CycleError, TopologicalSorter
 from pipeplan.costs.collectives import all_gather_time
 from pipeplan.errors import UsageError
 from pipeplan.model import Cluster, Dependency, Hop, Operation, Stage, is_instruction, operation_of
-from pipeplan.model.plan import slots_of
+from pipeplan.model.elements import slots_of
 from pipeplan.model.samples import Slots
 from pipeplan.model.workload import Workload
 from pipeplan.schedule.rules.language import Instruction, Ready

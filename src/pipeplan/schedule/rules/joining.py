@@ -51,7 +51,7 @@ def _joined(workload: Workload, parts: tuple[tuple[int, ...], ...]) -> Workload:
     for dependency in workload.dependencies:
         ends = names[dependency.source], names[dependency.target]
         if ends[0] != ends[1]:
-            edges.setdefault(ends, dependency.model_copy(update={"source": ends[0], "target": ends[1]}))
+            edges.setdefault(ends, replace(dependency, source=ends[0], target=ends[1]))
     return replace(workload, operations=tuple(map(_whole, operations)), dependencies=tuple(edges.values()))
 
 
@@ -60,11 +60,10 @@ def _whole(parts: list[Operation]) -> Operation:
     first, last = parts[0], parts[-1]
     if first is last:
         return first
-    return first.model_copy(
-        update={
-            "kind": "B",
-            "duration_ns": first.duration_ns + last.duration_ns,
-            "release_bytes": first.release_bytes + last.release_bytes,
-            "workspace_bytes": max(first.workspace_bytes, last.workspace_bytes - first.release_bytes),
-        }
+    return replace(
+        first,
+        kind="B",
+        duration_ns=first.duration_ns + last.duration_ns,
+        release_bytes=first.release_bytes + last.release_bytes,
+        workspace_bytes=max(first.workspace_bytes, last.workspace_bytes - first.release_bytes),
     )

@@ -14,7 +14,7 @@ from typing import Literal, Protocol, Self, get_args
 
 from pipeplan.errors import PipeplanError, UsageError
 from pipeplan.model.action import is_instruction_word
-from pipeplan.model.plan import Attribute
+from pipeplan.model.elements import Attribute
 from pipeplan.schedule.rules.numbers import Number, check_number, shown
 
 __all__ = [

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 
 from pipeplan.errors import UsageError
-from pipeplan.model.plan import Stage
+from pipeplan.model.elements import Stage
 from pipeplan.model.workload import Workload
 from pipeplan.schedule.rules.language import Limit, Rules, Settings, StageTraversal, TypeTraversal
 from pipeplan.schedule.rules.numbers import evaluate
