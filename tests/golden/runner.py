@@ -1,6 +1,6 @@
 """Deterministic searches, recorded and compared; driven through the command line, so that moved modules change nothing.
 
-    python tests/golden/runner.py record FOLDER [--only NAME] [--plans FOLDER]
+    python tests/golden/runner.py record tests/golden/current [--only NAME] [--plans FOLDER]
     python tests/golden/runner.py compare [identical|limits] [--only NAME] [--plans FOLDER]
 
 ``before/`` has the requests (``requests.toml``), their input files, and the answers of the commit the reorganisation
@@ -208,8 +208,10 @@ def main() -> int:
     if options.mode == "record":
         folder = options.folder.absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        found = dict(_answers(options.only, plans, VERBS))
-        (folder / ANSWERS).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        known = recorded(folder) if options.only else {}
+        found = known | dict(_answers(options.only, plans, VERBS))
+        text = json.dumps(dict(sorted(found.items())), indent=1)
+        (folder / ANSWERS).write_text(text + "\n", encoding="utf-8")
         return 0
     return _compare(options.level, options.only, plans)
 
