@@ -1,0 +1,1 @@
+"""What pipeplan answered before its reorganisation, and whether it still does."""
