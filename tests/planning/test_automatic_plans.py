@@ -7,19 +7,7 @@ from hypothesis import strategies as st
 
 from pipeplan.check import check
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.model import (
-    Block,
-    Cluster,
-    CostRow,
-    DeviceKind,
-    Edge,
-    LinkLevel,
-    Plan,
-    Profile,
-    Source,
-    parse,
-    to_json,
-)
+from pipeplan.model import Block, Cluster, CostRow, DeviceKind, Edge, LinkLevel, Plan, Profile, Source, parse, to_json
 from pipeplan.partition import STRATEGIES
 from pipeplan.planner import Batch, Options, search_plan
 from pipeplan.simulate.simulation import simulate
@@ -84,7 +72,7 @@ def test_they_pass_the_check(
             profile,
             placement,
             Batch(4, 4),
-            Options(time_limit=0.3),
+            Options(time_limit=0.3, deterministic=True),
             num_devices=num_devices,
             cluster=cluster,
             memory_bytes=memory,

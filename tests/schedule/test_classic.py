@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders.chains import chain_workload
-from pipeplan.costs import build_workload
-from pipeplan.examples import SHAPES, ShapeCosts, shape
+from builders.shapes import shape_workload
+from pipeplan.examples import SHAPES, ShapeCosts
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.problem import Problem
 from pipeplan.simulate.memory import fits, peak_memory
@@ -33,17 +33,7 @@ def problem_of(
     """A shape of the literature; ``split`` has F, I and W alike instead of the times given."""
     times = ShapeCosts(12, None, 12, 12) if split else ShapeCosts(forward, backward)
     costs = replace(times, shared_forward_ns=1, shared_backward_ns=1)
-    profile = shape(name, num_devices, costs=costs)
-    assert profile.placement is not None
-    return Problem.of(
-        build_workload(
-            profile,
-            profile.placement,
-            num_microbatches=num_microbatches,
-            microbatch_size=1,
-            split_backward=split,
-        )
-    )
+    return Problem.of(shape_workload(name, num_devices, num_microbatches, costs=costs, split=split))
 
 
 def split_chain(num_devices: int, num_microbatches: int) -> Problem:

@@ -254,7 +254,9 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     profile = read_profile(path)
     assert (profile.source.method, profile.source.dtype) == ("estimated", "float16")
     assert "written to" in capsys.readouterr().err
-    plan = search_plan(profile, "one-to-one", Batch(4, 4), Options(time_limit=1), num_devices=2).plan
+    plan = search_plan(
+        profile, "one-to-one", Batch(4, 4), Options(time_limit=1, deterministic=True), num_devices=2
+    ).plan
     assert len(plan.stages) == 2
 
 
