@@ -41,23 +41,33 @@ class Family(Protocol):
 
 
 @dataclass(config=_STRICT, frozen=True, slots=True)
-class Decoder:
+class _Layers:
+    """Transformer layers over a ``sequence`` of tokens."""
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+
+    def stack(self, *, causal: bool = False, biased: bool = True) -> Stack:
+        """The layers."""
+        return Stack(self.layers, self.hidden, self.heads, self.sequence, causal=causal, biased=biased)
+
+
+@dataclass(config=_STRICT, frozen=True, slots=True)
+class Decoder(_Layers):
     """GPT with learned positions; the head shares the token embedding's weight if ``tied``.
 
     With ``shared`` all devices share embedding and head.
     """
 
-    layers: int
-    hidden: int
-    heads: int
     vocabulary: int
-    sequence: int
     tied: bool = True
     shared: bool = False
 
     def build(self, layout: Layout) -> None:
         """Embedding, layers, head."""
-        stack, group = Stack(self.layers, self.hidden, self.heads, self.sequence, causal=True), _tied_if(self.tied)
+        stack, group = self.stack(causal=True), _TIED if self.tied else None
         tokens = layout.tokens(
             "embedding", stack, self.vocabulary, positions=self.sequence, shared=self.shared, tied=group
         )
@@ -65,23 +75,15 @@ class Decoder:
         layout.vocabulary_head(stack, self.vocabulary, last, shared=self.shared, tied=group)
 
 
-def _tied_if(tied: bool) -> str | None:
-    return _TIED if tied else None
-
-
 @dataclass(config=_STRICT, frozen=True, slots=True)
-class Encoder:
+class Encoder(_Layers):
     """BERT: learned positions, two token types; the head has BERT's transform and an output bias."""
 
-    layers: int
-    hidden: int
-    heads: int
     vocabulary: int
-    sequence: int
 
     def build(self, layout: Layout) -> None:
         """Embedding, layers, head."""
-        stack = Stack(self.layers, self.hidden, self.heads, self.sequence)
+        stack = self.stack()
         tokens = layout.tokens(
             "embedding", stack, self.vocabulary, positions=self.sequence, types=2, normed=True, tied=_TIED
         )
@@ -95,24 +97,19 @@ class Encoder:
 
 
 @dataclass(config=_STRICT, frozen=True, slots=True)
-class EncoderDecoder:
+class EncoderDecoder(_Layers):
     """Encoder and decoder of ``layers`` each; both embeddings and the head share one weight.
 
     Linear layers and norms have biases if ``biased``. With ``shared`` all devices share embeddings and head.
     """
 
-    layers: int
-    hidden: int
-    heads: int
     vocabulary: int
-    sequence: int
     biased: bool
     shared: bool
 
     def build(self, layout: Layout) -> None:
         """Encoder with a norm at its end, decoder, head."""
-        encoder = Stack(self.layers, self.hidden, self.heads, self.sequence, biased=self.biased)
-        decoder = Stack(self.layers, self.hidden, self.heads, self.sequence, causal=True, biased=self.biased)
+        encoder, decoder = self.stack(biased=self.biased), self.stack(causal=True, biased=self.biased)
         tokens = layout.tokens("encoder.embedding", encoder, self.vocabulary, shared=self.shared, tied=_TIED)
         last = layout.layers("encoder.layer", encoder, [(tokens, encoder.sample_bytes)])
         encoded = layout.add(
@@ -129,33 +126,24 @@ class EncoderDecoder:
 
 
 @dataclass(config=_STRICT, frozen=True, slots=True)
-class Tower:
+class Tower(_Layers):
     """One branch of CLIP: a ``sequence`` of tokens of a ``vocabulary``, or without one of patches of so many numbers.
 
     Text is read with a causal mask, as CLIP does.
     """
 
     name: str
-    layers: int
-    hidden: int
-    heads: int
-    sequence: int
     vocabulary: int = 0
     patch: int = 0
 
-    @property
-    def stack(self) -> Stack:
-        """Its layers."""
-        return Stack(self.layers, self.hidden, self.heads, self.sequence, causal=bool(self.vocabulary))
-
-    def build(self, layout: Layout) -> str:
-        """Embedding and layers; returns the last block's id."""
-        stack, id_ = self.stack, f"{self.name}.embedding"
+    def build(self, layout: Layout) -> tuple[str, Stack]:
+        """Embedding and layers; returns the last block's id, and the layers."""
+        stack, id_ = self.stack(causal=bool(self.vocabulary)), f"{self.name}.embedding"
         if self.vocabulary:
             first = layout.tokens(id_, stack, self.vocabulary, positions=self.sequence)
         else:
             first = layout.patches(id_, stack, self.patch)
-        return layout.layers(f"{self.name}.layer", stack, [(first, stack.sample_bytes)])
+        return layout.layers(f"{self.name}.layer", stack, [(first, stack.sample_bytes)]), stack
 
 
 @dataclass(config=_STRICT, frozen=True, slots=True)
@@ -167,8 +155,10 @@ class Contrastive:
 
     def build(self, layout: Layout) -> None:
         """Towers with a pool each, and the loss."""
-        ends = [layout.pool(f"{t.name}.pool", t.stack, self.outputs, t.build(layout)) for t in self.towers]
-        feeds = [(end, self.outputs * WIDTH) for end in ends]
+        feeds = []
+        for tower in self.towers:
+            last, stack = tower.build(layout)
+            feeds.append((layout.pool(f"{tower.name}.pool", stack, self.outputs, last), self.outputs * WIDTH))
         layout.add("contrast", "contrastive-loss", whole(self._loss), after=feeds, dimensions={"outputs": self.outputs})
 
     def _loss(self, samples: int) -> Operator:
@@ -183,41 +173,34 @@ class Contrastive:
 
 
 @dataclass(config=_STRICT, frozen=True, slots=True)
-class CrossEncoder:
+class CrossEncoder(_Layers):
     """Flava: a tower for text, one for images, and as many layers over the tokens of both, shared by all devices."""
 
-    layers: int
-    hidden: int
-    heads: int
     vocabulary: int
-    sequence: int
     tokens: int
     patch: int
 
     def build(self, layout: Layout) -> None:
         """Both towers, the cross-encoder, a pool."""
         size = self.layers, self.hidden, self.heads
-        towers = Tower("text", *size, self.sequence, self.vocabulary), Tower("image", *size, self.tokens, 0, self.patch)
-        feeds = [(tower.build(layout), tower.stack.sample_bytes) for tower in towers]
+        text = Tower(*size, self.sequence, "text", vocabulary=self.vocabulary)
+        image = Tower(*size, self.tokens, "image", patch=self.patch)
+        feeds = [(last, stack.sample_bytes) for last, stack in (text.build(layout), image.build(layout))]
         cross = Stack(*size, self.sequence + self.tokens)
         last = layout.layers("cross.layer", cross, feeds, shared=True)
         layout.pool("cross.pool", cross, self.hidden, last, shared=True)
 
 
 @dataclass(config=_STRICT, frozen=True, slots=True)
-class MultiModal:
+class MultiModal(_Layers):
     """MMT: branches of equal layers, their outputs concatenated per token."""
 
     branches: int
-    layers: int
-    hidden: int
-    heads: int
     patch: int
-    sequence: int
 
     def build(self, layout: Layout) -> None:
         """Branches, concatenation, a head with a number per token."""
-        stack = Stack(self.layers, self.hidden, self.heads, self.sequence)
+        stack = self.stack()
         ends = []
         for branch in range(self.branches):
             first = layout.patches(f"branch{branch}.embedding", stack, self.patch)
