@@ -26,8 +26,7 @@ from pipeplan.costs.presets import device_preset
 from pipeplan.costs.testbeds import cluster_of_paper
 from pipeplan.errors import PipeplanError
 from pipeplan.examples.layout import Layout
-from pipeplan.examples.models import MODELS, model
-from pipeplan.examples.tables import TRANSLATION
+from pipeplan.examples.models import family_of, model
 from pipeplan.frontier.configurations.building import CostModel, CostOptions, cost_model
 from pipeplan.frontier.configurations.details import Details, details_of
 from pipeplan.frontier.configurations.published import (
@@ -83,10 +82,8 @@ def trained_plainly(profile: Profile) -> Profile:
 def transformer(hidden: int, layers: int) -> Profile:
     """The paper's Transformer with another width (heads of 64) and as many layers in encoder and decoder."""
     layout = Layout(device_preset("v100-16gb"), [BATCH])
-    build = MODELS["tensoropt-transformer"].build
-    assert isinstance(build, partial)
-    table = replace(TRANSLATION, hidden=hidden, heads=hidden // 64, layers=layers)
-    build.func(layout, **{**build.keywords, "table": table})
+    family = family_of("tensoropt-transformer")
+    replace(family, hidden=hidden, heads=hidden // 64, layers=layers).build(layout)
     whole = profile_of("transformer")
     changed = {"blocks": tuple(layout.blocks), "edges": tuple(layout.edges)}
     return trained_plainly(whole.model_copy(update=changed))
@@ -237,10 +234,7 @@ def growth_part(limit: float) -> None:
 
 def decoder(layers: int) -> Profile:
     layout = Layout(device_preset("v100-16gb"), [BATCH])
-    build = MODELS["gpt2-345m"].build
-    assert isinstance(build, partial)
-    table = replace(build.keywords["table"], layers=layers, vocabulary=50_176)
-    build.func(layout, **{**build.keywords, "table": table})
+    replace(family_of("gpt2-345m"), layers=layers, vocabulary=50_176).build(layout)
     changed = {"blocks": tuple(layout.blocks), "edges": tuple(layout.edges)}
     return trained_plainly(profile_of("transformer").model_copy(update=changed))
 

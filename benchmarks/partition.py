@@ -31,7 +31,7 @@ from pipeplan.costs.testbeds import cluster_of_paper
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import model
 from pipeplan.examples.layout import Layout
-from pipeplan.examples.models import MODELS
+from pipeplan.examples.models import family_of
 from pipeplan.examples.parts import Stack
 from pipeplan.model import Cluster, Edge, PlacedStage, Placement, Profile, Source
 from pipeplan.partition.graphpipe import Choice, Load, Problem, Row, partition
@@ -451,11 +451,9 @@ def branches() -> None:
 
 def _uno(number: int) -> Profile:
     """CANDLE-Uno with another number of branches."""
-    paper = MODELS["candle-uno"]
-    assert isinstance(paper.build, partial)
     each = [1 << power for power in range(6, 13)]
     layout = Layout(device_preset("v100-16gb"), each)
-    paper.build.func(layout, branches=number)
+    replace(family_of("candle-uno"), branches=number).build(layout)
     return _profile(f"candle-uno-{number}", layout)
 
 

@@ -54,7 +54,7 @@ def test_any_number_of_devices_keeps_the_links(name: str, num_devices: int) -> N
 
 
 def test_refuses_what_is_not_there() -> None:
-    with pytest.raises(UsageError, match=r"no testbed 'dgx'; choose from tessel, .*tensoropt"):
+    with pytest.raises(UsageError, match=r"no testbed 'dgx'; choose from autopipe, .*tessel"):
         cluster_of("dgx")
     with pytest.raises(UsageError, match="0 devices are no cluster"):
         cluster_of("tessel", 0)

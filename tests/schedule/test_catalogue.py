@@ -1,4 +1,4 @@
-"""The catalogue of rules files: each gives the schedule that its paper draws, counts and bounds."""
+"""The catalog of rules files: each gives the schedule that its paper draws, counts and bounds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pipeplan.schedule.listing import Policy, list_schedule
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.engine import schedule_by_rules
-from pipeplan.schedule.rules.files import catalogue, named_rules, parse_rules
+from pipeplan.schedule.rules.files import named_rules, parse_rules, shipped_rules
 from pipeplan.simulate.memory import peak_memory
 from pipeplan.simulate.timing import Orders, earliest_starts, task_graph, with_links
 from references.known_orders import KNOWN, known_orders
@@ -53,7 +53,7 @@ def model(num_blocks: int, forward: int = 1, backward: int = 2, *, split: bool =
 
 
 def placed(name: str, num_devices: int, count: int, *, forward: int = 1, backward: int = 2) -> Workload:
-    """The catalogue's placement of a chain of which every stage is one block."""
+    """A chain of which every stage is one block, placed as the rules say."""
     strategy = named_rules(name).placement or "one-to-one"
     chunks = 1 if strategy in ("one-to-one", "bidirectional") else 2
     profile = model(num_devices * chunks, forward, backward, split=name in SPLIT)
@@ -219,13 +219,13 @@ DOCS = ROOT / "docs" / "rules.md"
 def test_the_page_shows_every_file_as_it_is() -> None:
     sections = DOCS.read_text().split("\n## ")[1:]
     shown = {section.split("\n")[0]: section.split("```toml\n")[1].split("```")[0] for section in sections}
-    assert shown == dict(catalogue())
+    assert shown == dict(shipped_rules())
 
 
 def test_the_page_counts_lines() -> None:
     """A few each: none has more than the 12 of FlexPipe's Fig. 5, and the 20 of Fig. 6 where it has an instruction."""
     counted = dict(re.findall(r"^\| \[`(.*?)`\].* \| (\d+) \|$", DOCS.read_text(), re.MULTILINE))
-    lines = {name: sum(bool(line.strip()) for line in text.splitlines()) for name, text in catalogue().items()}
+    lines = {name: sum(bool(line.strip()) for line in text.splitlines()) for name, text in shipped_rules().items()}
     assert {name: int(count) for name, count in counted.items()} == lines
     assert all(count <= (32 if named_rules(name).instructions else 12) for name, count in lines.items())
 
@@ -287,7 +287,7 @@ TOWERS = {
 
 
 def searched(name: str, profile: Profile, num_devices: int | None, count: int) -> str:
-    """Search a plan by rules of the catalogue, which passes check; its placement's name."""
+    """Search a plan by rules of the catalog, which passes check; its placement's name."""
     rules = named_rules(name)
     placement, devices = choose_placement(profile, "auto", num_devices, rules)
     split = True if name in SPLIT else None
@@ -297,7 +297,7 @@ def searched(name: str, profile: Profile, num_devices: int | None, count: int) -
 
 
 @pytest.mark.parametrize("num_devices", [2, 4, 8])
-@pytest.mark.parametrize("name", sorted(set(catalogue()) - {"1f1b+", *TOWERS}))
+@pytest.mark.parametrize("name", sorted(set(shipped_rules()) - {"1f1b+", *TOWERS}))
 def test_plans_pass_check(name: str, num_devices: int) -> None:
     if named_rules(name).placement is None:
         assert name == "gpipe"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from builders.chains import chain_workload, shared_workload
 from pipeplan.errors import FileError, UsageError
 from pipeplan.schedule.rules import DeviceRules, Rules, StageTraversal, SubmoduleRules, TypeTraversal
-from pipeplan.schedule.rules.files import catalogue, parse_rules, read_rules, to_toml
+from pipeplan.schedule.rules.files import parse_rules, read_rules, shipped_rules, to_toml
 from pipeplan.schedule.rules.sweep import built_in_rules, run_rules, sweep
 from pipeplan.simulate.bounds import makespan_bound
 from pipeplan.simulate.timing import task_graph
@@ -85,9 +85,9 @@ def test_every_key() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["", *catalogue()])
+@pytest.mark.parametrize("name", ["", *shipped_rules()])
 def test_rules_that_are_written_are_read_again(name: str) -> None:
-    text = catalogue()[name] if name else EVERYTHING + SAID_OTHERWISE
+    text = shipped_rules()[name] if name else EVERYTHING + SAID_OTHERWISE
     rules = parse_rules(text, "all of them")
     assert parse_rules(to_toml(rules), "another name") == rules
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import click
 from click.core import ParameterSource
 
@@ -19,7 +21,35 @@ _TAKERS = {
 """Flag -> the kinds of examples that take it; all others are of shapes."""
 
 
-@click.command("example", short_help="Write a ready input: a shape, a model or a testbed of the literature.")
+class _Command(click.Command):
+    """Its help names what the catalog has."""
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The text, and lists of all models and testbeds."""
+        from pipeplan.catalog.reading import model_sizes, names
+
+        super().format_help_text(ctx, formatter)
+        models = [name for name, size in model_sizes().items() if size.reference]
+        testbeds = [f"testbed-{name}" for name in names("clusters")]
+        for title, listed in (("Models", models), ("Testbeds", testbeds)):
+            formatter.write_paragraph()
+            with formatter.indentation():
+                formatter.write_text(f"{title}: {', '.join(_together(listed))}.")
+
+
+def _together(names: Iterable[str]) -> Iterator[str]:
+    """Names that differ in their last word alone as one: ``gpt2-{124m,345m}``."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        prefix, dash, last = name.rpartition("-")
+        groups.setdefault(prefix + dash or name, []).append(last)
+    for prefix, ends in groups.items():
+        yield f"{prefix}{{{','.join(ends)}}}" if len(ends) > 1 else prefix + ends[0] * prefix.endswith("-")
+
+
+@click.command(
+    "example", cls=_Command, short_help="Write a ready input: a shape, a model or a testbed of the literature."
+)
 @click.argument("name", metavar="NAME")
 @click.option("--devices", type=click.IntRange(min=1), default=4, show_default=True, help="Number of devices.")
 @click.option("--chunks", type=click.IntRange(min=1), help="Stages per device of shape-circular.  [default: 2]")
@@ -71,12 +101,8 @@ def command(
     Shapes: shape-v, shape-x, shape-m, shape-mllm, shape-nn, shape-k, shape-circular, shape-zbv. Costs are for one
     micro-batch on one device; shape-circular and shape-zbv divide them among the device's chunks.
 
-    Models: gpt2-{124m,345m,762m,1.3b}, bert-large, tessel-gpt-{11b,24b,47b,77b}, tessel-mt5-{1.8b,9.5b,43b,88b},
-    tessel-flava, flexpipe-gpt-5b-{64k,128k,256k,512k,1m}, flexpipe-gpt-16b-{256k,512k,1m,1.1m,1.2m},
-    flexpipe-clip-{4.7b,8.2b,9.7b}, mmt, dlrm, candle-uno, mmt-2, dlrm-8, candle-uno-8,
-    tensoropt-{rnn,wideresnet,transformer,vgg16}. They take --device, --microbatch, --shards and --cluster alone.
-
-    Testbeds: testbed-{tessel,graphpipe,flexpipe,autopipe,tensoropt} are clusters; --devices cuts or extends them.
+    Models take --device, --microbatch, --shards and --cluster alone. Testbeds are clusters; --devices cuts or extends
+    them.
     """
     from pipeplan.costs.testbeds import TESTBEDS, cluster_of_paper
     from pipeplan.errors import UsageError

@@ -1,32 +1,23 @@
 """Devices as data: what each can compute and move per second, and how near to that a kernel of some size comes.
 
-One file each in ``devices/``: the maker's figures with their source, and the share of them that kernels reach, as
+One file each in the catalog: the maker's figures with their source, and the share of them that kernels reach, as
 curves over a kernel's work, with the source of these.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 
+from pydantic import ConfigDict, TypeAdapter
+
+from pipeplan.catalog.reading import names, read_text
 from pipeplan.errors import UsageError
 
 __all__ = ["PRESETS", "DevicePreset", "device_preset"]
 
-PRESETS = (
-    "v100-16gb",
-    "v100-32gb",
-    "a100-40gb",
-    "a100-80gb",
-    "a800-80gb",
-    "h100-80gb",
-    "h200-141gb",
-    "rtx3090-24gb",
-    "cpu",
-)
+PRESETS = names("devices")
 """Every preset by name."""
 
 Curve = tuple[tuple[int, float], ...]
@@ -55,6 +46,8 @@ class DevicePreset:
     memory_efficiency: Curve
     source: str
     efficiency_source: str
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     def kernel_ns(self, flops: int, moved_bytes: int, *, matrix: bool) -> float:
         """Time of one kernel in ns: the slower of computing and moving, each at the share that its size reaches."""
@@ -89,8 +82,4 @@ def device_preset(name: str) -> DevicePreset:
     """
     if name not in PRESETS:
         raise UsageError(f"--device {name!r} is not a preset; choose from {', '.join(PRESETS)}")
-    text = files("pipeplan.costs").joinpath("devices", f"{name}.json").read_text(encoding="utf-8")
-    data = json.loads(text)
-    for curve in ("matrix_efficiency", "memory_efficiency"):
-        data[curve] = tuple((work, share) for work, share in data[curve])
-    return DevicePreset(**data)
+    return TypeAdapter(DevicePreset).validate_json(read_text("devices", name))

@@ -1,4 +1,4 @@
-"""The machines that the papers measured on, as clusters: one file each in ``clusters/``.
+"""The machines that the papers measured on, as clusters: one file each in the catalog.
 
 A paper gives number and kind of devices and at most the names of links. What is nominal or assumed beyond that is
 said in the notes of each file's source.
@@ -6,14 +6,13 @@ said in the notes of each file's source.
 
 from __future__ import annotations
 
-from importlib.resources import files
-
+from pipeplan.catalog.reading import names, read_text
 from pipeplan.errors import UsageError
 from pipeplan.model import Cluster, parse
 
 __all__ = ["TESTBEDS", "cluster_of_paper"]
 
-TESTBEDS = ("tessel", "graphpipe", "flexpipe", "autopipe", "tensoropt")
+TESTBEDS = names("clusters")
 """Every testbed by name."""
 
 
@@ -25,8 +24,7 @@ def cluster_of_paper(name: str, num_devices: int | None = None) -> Cluster:
     """
     if name not in TESTBEDS:
         raise UsageError(f"there is no testbed {name!r}; choose from {', '.join(TESTBEDS)}")
-    where = f"{name}.json"
-    cluster = parse(files("pipeplan.costs").joinpath("clusters", where).read_bytes(), Cluster, where)
+    cluster = parse(read_text("clusters", name), Cluster, f"{name}.json")
     return cluster if num_devices in (None, cluster.num_devices) else _resized(cluster, num_devices)
 
 

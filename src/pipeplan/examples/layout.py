@@ -9,6 +9,7 @@ from functools import partial
 from pipeplan.costs.collectives import Prices
 from pipeplan.costs.operators import Operator, activation, concatenate, cost_row, linear, sequence_of
 from pipeplan.costs.presets import DevicePreset
+from pipeplan.costs.state import state_recipe
 from pipeplan.errors import UsageError
 from pipeplan.examples.parts import (
     WIDTH,
@@ -24,10 +25,10 @@ from pipeplan.examples.parts import (
 )
 from pipeplan.model import Block, Edge
 
-__all__ = ["Layout"]
+__all__ = ["RECIPE", "Layout"]
 
-_OPTIMIZER_BYTES = 12
-"""Mixed-precision Adam, per parameter: a float32 copy and two float32 moments (ZeRO, SC'20, section 3.1)."""
+RECIPE = "mixed-precision-adam"
+"""What training holds of every parameter, a recipe of the catalog."""
 
 
 class Layout:
@@ -42,6 +43,7 @@ class Layout:
         prices: Prices | None = None,
     ) -> None:
         self.device, self.microbatch_sizes, self.shards, self.prices = device, microbatch_sizes, shards, prices
+        self.recipe = state_recipe(RECIPE)
         self.blocks: list[Block] = []
         self.edges: list[Edge] = []
 
@@ -68,7 +70,7 @@ class Layout:
             operator=operator,
             dimensions=dimensions,
             parameter_bytes=WIDTH * parameters,
-            optimizer_bytes=_OPTIMIZER_BYTES * parameters,
+            optimizer_bytes=self.recipe.optimizer_bytes(parameters, WIDTH * parameters),
             shared=shared,
             tied=tied,
             costs=tuple(

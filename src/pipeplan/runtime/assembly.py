@@ -8,6 +8,7 @@ import torch
 from pydantic import ValidationError
 
 from pipeplan.costs.collectives import Exchange, Prices
+from pipeplan.costs.state import state_recipe
 from pipeplan.errors import UsageError
 from pipeplan.model import Block, Cluster, CostRow, Profile, Source
 from pipeplan.runtime.measure.rounds import Kind, Split
@@ -16,8 +17,8 @@ from pipeplan.runtime.survey import Survey, SurveyedBlock, survey
 
 __all__ = ["Price", "costs_of", "priced_by", "profile_of", "splits_of", "unsplit_of"]
 
-_ADAMW_STATES = 2
-"""Tensors that AdamW keeps for each parameter, in the parameter's own format."""
+_RECIPE = "adamw"
+"""What training is taken to hold of every parameter, a recipe of the catalog."""
 
 _FLOAT32_BYTES = 4
 
@@ -113,7 +114,7 @@ def _block(block: SurveyedBlock, costs: Sequence[CostRow]) -> Block:
         operator=block.spec.operator,
         dimensions=dict(block.spec.dimensions),
         parameter_bytes=block.parameter_bytes,
-        optimizer_bytes=_ADAMW_STATES * block.trainable_bytes,
+        optimizer_bytes=state_recipe(_RECIPE).optimizer_bytes(block.trainable, block.trainable_bytes),
         tied=block.tied,
         shared=block.spec.shared,
         costs=tuple(costs),

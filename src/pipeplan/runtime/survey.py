@@ -24,7 +24,8 @@ class SurveyedBlock:
 
     ``kind`` is the id of the first block like it, and ``likeness`` equal for all of them, those of other models
     included; ``input_needs_grad`` is by source; ``roots`` are the outputs, by index, that backward starts from;
-    ``trainable_bytes`` are those of the parameters that get a gradient; ``tied`` names its group of shared parameters.
+    ``trainable`` and ``trainable_bytes`` are the numbers, and their bytes, in parameters that get a gradient; ``tied``
+    names its group of shared parameters.
     """
 
     spec: BlockSpec
@@ -33,6 +34,7 @@ class SurveyedBlock:
     input_needs_grad: tuple[bool, ...]
     roots: tuple[int, ...]
     parameter_bytes: int
+    trainable: int
     trainable_bytes: int
     tied: str | None
 
@@ -87,6 +89,7 @@ def survey(model: Model, dtype: torch.dtype) -> Survey:
     blocks: list[SurveyedBlock] = []
     for step in steps:
         id_, parameters = step.spec.id, list(step.module.parameters())
+        trained = [tensor for tensor in parameters if tensor.requires_grad]
         roots = _roots(step, read)
         likeness = _likeness(step, roots)
         blocks.append(
@@ -97,7 +100,8 @@ def survey(model: Model, dtype: torch.dtype) -> Survey:
                 tuple(tensor.requires_grad for tensor in step.inputs),
                 roots,
                 sum(tensor.nbytes for tensor in parameters),
-                sum(tensor.nbytes for tensor in parameters if tensor.requires_grad),
+                sum(tensor.numel() for tensor in trained),
+                sum(tensor.nbytes for tensor in trained),
                 tied.get(id_),
             )
         )

@@ -387,7 +387,9 @@ def _part(whole: Tensor, name: str, rank: int) -> Tensor:
     return whole.chunk(2, dim=1)[rank] if name == "project.weight" else whole
 
 
-@pytest.mark.parametrize("size", [TINY, GPTSize(layers=1, hidden=9, heads=3)])
+@pytest.mark.parametrize(
+    "size", [TINY, GPTSize(layers=1, hidden=9, heads=3, vocabulary=50257, positions=1024, sequence=1024)]
+)
 def test_heads_that_cannot_be_split(size: GPTSize) -> None:
     told = r"it has (2|3) heads, which 5 devices cannot share evenly; these numbers of devices can: 1, \1$"
     with pytest.raises(UsageError, match=told):

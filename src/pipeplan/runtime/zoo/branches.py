@@ -27,12 +27,12 @@ __all__ = ["MultiModalSize", "RecommendationSize", "ResponseSize"]
 class MultiModalSize:
     """Dimensions of an MMT: branches of equal layers, whose tokens are patches of ``patch`` numbers."""
 
-    branches: int = 4
-    layers: int = 8
-    hidden: int = 1024
-    heads: int = 16
-    patch: int = 1024
-    sequence: int = 256
+    branches: int
+    layers: int
+    hidden: int
+    heads: int
+    patch: int
+    sequence: int
 
     @property
     def longest(self) -> int:
@@ -74,12 +74,12 @@ class RecommendationSize:
     the interaction. A sparse one takes ``lookups`` rows of ``width`` numbers from a table of ``vocabulary``.
     """
 
-    branches: int = 7
-    layers: int = 4
-    hidden: int = 4096
-    lookups: int = 100
-    vocabulary: int = 1_000_000
-    width: int = 64
+    branches: int
+    layers: int
+    hidden: int
+    lookups: int
+    vocabulary: int
+    width: int
 
     @property
     def longest(self) -> int:
@@ -142,9 +142,9 @@ class Rows(nn.Module):
 class ResponseSize:
     """Dimensions of a CANDLE-Uno: branches of ``layers`` linear layers of ``hidden`` numbers, as many as features."""
 
-    branches: int = 7
-    layers: int = 4
-    hidden: int = 4096
+    branches: int
+    layers: int
+    hidden: int
 
     @property
     def longest(self) -> int:

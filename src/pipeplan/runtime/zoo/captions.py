@@ -26,14 +26,14 @@ class CaptionsSize:
     Texts have ``sequence`` words, at most ``positions``; images ``tokens`` patches of ``patch`` numbers.
     """
 
-    layers: int = 24
-    hidden: int = 4096
-    heads: int = 32
-    vocabulary: int = 30_522
-    positions: int = 77
-    sequence: int = 77
-    tokens: int = 197
-    patch: int = 768
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    positions: int
+    sequence: int
+    tokens: int
+    patch: int
 
     @property
     def longest(self) -> int:

@@ -34,9 +34,9 @@ class GPTSize:
     layers: int
     hidden: int
     heads: int
-    vocabulary: int = 50257
-    positions: int = 1024
-    sequence: int = 1024
+    vocabulary: int
+    positions: int
+    sequence: int
     tied: bool = True
     shared: bool = False
     by_operator: bool = False

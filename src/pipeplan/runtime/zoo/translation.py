@@ -48,9 +48,9 @@ class TranslationSize:
     hidden: int
     heads: int
     vocabulary: int
-    sequence: int = 512
-    biased: bool = False
-    shared: bool = True
+    sequence: int
+    biased: bool
+    shared: bool
 
     @property
     def longest(self) -> int:

@@ -1,4 +1,4 @@
-"""The classic schedules: rules files of the catalogue, or a few lines on a common base."""
+"""The classic schedules: rules files of the catalog, or a few lines on a common base."""
 
 from __future__ import annotations
 

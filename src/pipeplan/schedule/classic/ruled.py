@@ -1,4 +1,4 @@
-"""Classic schedules that are rules files of the catalogue (:mod:`pipeplan.schedule.rules`)."""
+"""Classic schedules that are rules files of the catalog (:mod:`pipeplan.schedule.rules`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["by_rules", "by_rules_in_units"]
 
 
 def by_rules(name: str) -> Callable[[Problem, TaskGraph], Orders]:
-    """The orders of the catalogue's rules ``name``; on unit steps they are remembered, as costs do not matter there."""
+    """The orders by the catalog's rules ``name``; on unit steps they are remembered, as costs do not matter there."""
 
     def orders(problem: Problem, graph: TaskGraph) -> Orders:
         rules = named_rules(name)

@@ -12,10 +12,10 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from pipeplan.catalog.reading import names, read_text
 from pipeplan.errors import FileError, UsageError
 from pipeplan.model.files import read_bytes
 from pipeplan.schedule.rules.language import (
@@ -30,7 +30,7 @@ from pipeplan.schedule.rules.language import (
 from pipeplan.schedule.rules.numbers import Number, check_number, shown
 from pipeplan.units import parse_bytes, parse_ns
 
-__all__ = ["catalogue", "named_rules", "parse_rules", "read_rules", "to_toml"]
+__all__ = ["named_rules", "parse_rules", "read_rules", "shipped_rules", "to_toml"]
 
 _Reader = Callable[[object, str], Any]
 """Turns what stands under a key, whose path is given, into what the language takes."""
@@ -40,37 +40,33 @@ _MOST_CHARACTERS = 1_000_000
 
 
 @cache
-def catalogue() -> Mapping[str, str]:
+def shipped_rules() -> Mapping[str, str]:
     """{name: text} of the rules files that ship, by name."""
-    folder = files("pipeplan.schedule.rules") / "catalogue"
-    if not folder.is_dir():
-        return {}
-    found = ((entry.name, entry) for entry in folder.iterdir())
-    return {name.removesuffix(".toml"): entry.read_text() for name, entry in sorted(found) if name.endswith(".toml")}
+    return {name: read_text("rules", name) for name in names("rules")}
 
 
 @cache
 def named_rules(name: str) -> Rules:
-    """Rules of the catalogue.
+    """Rules of the catalog.
 
     Raises:
         UsageError: there are none of this name.
     """
-    if name not in catalogue():
-        raise UsageError(f"there are no rules {name!r}; give a file, or one of {', '.join(catalogue())}")
-    return parse_rules(catalogue()[name], name)
+    if name not in shipped_rules():
+        raise UsageError(f"there are no rules {name!r}; give a file, or one of {', '.join(shipped_rules())}")
+    return parse_rules(shipped_rules()[name], name)
 
 
 def read_rules(where: str) -> Rules:
-    """The rules in a file, or those of the catalogue with this name; ``-`` is stdin.
+    """The rules in a file, or those of the catalog with this name; ``-`` is stdin.
 
     Raises:
         FileError: the file cannot be read, or is no rules file; the text names the key.
-        UsageError: there is neither a file nor an entry of the catalogue.
+        UsageError: there is neither a file nor an entry of the catalog.
     """
     if where != "-" and not Path(where).exists():
         if Path(where).suffix:
-            raise FileError(f"{where}: there is no such file; the rules that ship are {', '.join(catalogue())}")
+            raise FileError(f"{where}: there is no such file; the rules that ship are {', '.join(shipped_rules())}")
         return named_rules(where)
     try:
         text = read_bytes(where).decode()

@@ -1,0 +1,89 @@
+"""Every file of the catalog is what its reader takes, and is listed without being named in code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from pipeplan import catalog
+from pipeplan.catalog.reading import ModelSize, model_sizes, names, read_table
+from pipeplan.costs.presets import PRESETS, DevicePreset, device_preset
+from pipeplan.costs.state import RECIPES, StateRecipe, state_recipe
+from pipeplan.costs.testbeds import TESTBEDS, cluster_of_paper
+from pipeplan.errors import UsageError
+from pipeplan.examples import MODELS
+from pipeplan.examples.models import family_of
+from pipeplan.schedule.rules.files import named_rules, shipped_rules
+
+ROOT = Path(catalog.__file__).parent
+READERS = {"clusters", "devices", "models", "recipes", "rules"}
+
+
+def test_every_folder_has_a_reader_and_no_code() -> None:
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"__pycache__"}
+    assert folders == READERS
+    for folder in folders:
+        files = list((ROOT / folder).iterdir())
+        assert {path.suffix for path in files} <= {".json", ".toml"}
+        assert len(names(folder)) == len(files) > 1
+        assert all(read_table(folder, name) for name in names(folder))
+
+
+def test_lists_are_the_folders() -> None:
+    assert (names("devices"), names("clusters"), names("recipes")) == (PRESETS, TESTBEDS, RECIPES)
+    assert tuple(shipped_rules()) == names("rules")
+
+
+@pytest.mark.parametrize("name", names("devices"))
+def test_devices_are_read(name: str) -> None:
+    assert device_preset(name).name == name
+
+
+@pytest.mark.parametrize("name", names("clusters"))
+def test_clusters_are_read(name: str) -> None:
+    assert cluster_of_paper(name).name == name
+
+
+@pytest.mark.parametrize("name", names("rules"))
+def test_rules_are_read(name: str) -> None:
+    assert named_rules(name).name == name
+
+
+@pytest.mark.parametrize("name", names("recipes"))
+def test_recipes_are_read(name: str) -> None:
+    recipe = state_recipe(name)
+    tensors = len(recipe.master) + len(recipe.optimizer)
+    assert recipe.optimizer_bytes(10, 40) == 40 * tensors, "all formats take as much in float32"
+    assert recipe.optimizer_bytes(10, 20) <= 40 * tensors
+    assert recipe.source
+
+
+def test_recipes_of_the_literature() -> None:
+    assert state_recipe("mixed-precision-adam").optimizer_bytes(1, 2) == 12  # ZeRO, section 3.1
+    assert state_recipe("adamw").optimizer_bytes(1, 2) == 4
+
+
+@pytest.mark.parametrize("size", model_sizes().values(), ids=lambda size: size.name)
+def test_models_are_read(size: ModelSize) -> None:
+    checked = TypeAdapter(ModelSize).validate_python(size)
+    assert checked.dimensions
+    assert min(checked.microbatch_sizes) >= 1
+    assert (size.name in MODELS) == bool(size.reference)
+    if size.reference:
+        family = family_of(size.name)
+        assert all(getattr(family, key) == value for key, value in size.dimensions.items() if isinstance(value, int))
+
+
+def test_what_no_reader_knows_is_refused() -> None:
+    device, recipe = read_table("devices", "cpu"), read_table("recipes", "adamw")
+    for kind, table in ((DevicePreset, device), (StateRecipe, recipe)):
+        with pytest.raises(ValidationError, match="extra"):
+            TypeAdapter(kind).validate_python(table | {"extra": 1})
+    with pytest.raises(ValidationError, match="gradient"):
+        TypeAdapter(StateRecipe).validate_python(recipe | {"gradient": ["float32"]})
+    with pytest.raises(ValidationError, match="hidden"):
+        type(family_of("gpt2-345m"))(**dict(model_sizes()["gpt2-345m"].dimensions) | {"hidden": "wide"})
+    with pytest.raises(UsageError, match="there is no recipe 'sgd'; choose from adamw"):
+        state_recipe("sgd")
