@@ -11,7 +11,7 @@ from helpers import chain_workload, one_f_one_b, plan_of, replay
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeplan.costs import StageCosts, stage_costs
+from pipeplan.costs import StageCost, stage_costs
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model import Block, CostRow, Edge, Profile, Source
 from pipeplan.model.workload import Workload
@@ -338,7 +338,7 @@ def test_algorithm_2_is_near_the_best_on_nearly_balanced_stages(
 
 def test_first_stages_hold_more_micro_batches() -> None:
     """Of four equal stages the first holds four micro-batches and the last one, but never more than there are."""
-    costs = [StageCosts(1, 1, None, None, 10, 0, 3, 7, 14)] * 4
+    costs = [StageCost(1, 1, None, None, 10, 0, 3, 7, 14)] * 4
     needs = Fitting(costs, 71, 8).needs
     assert [needs(4, stage, stage, stage + 1) for stage in range(4)] == [71, 61, 51, 41]
     assert Fitting(costs, 71, 2).needs(4, 0, 0, 1) == 51
@@ -412,13 +412,13 @@ def test_least_memory_is_that_of_the_roomiest_cut(
 
 def test_replicas_share_the_micro_batches_that_are_in_flight() -> None:
     """Eight devices, eight micro-batches: two of four replicas' stages hold two each, not more than a replica has."""
-    costs = [StageCosts(1, 1, None, None, 10, 0, 0, 0, 0)] * 4
+    costs = [StageCost(1, 1, None, None, 10, 0, 0, 0, 0)] * 4
     shared, alone = Fitting(costs, 0, 4, num_devices=8), Fitting(costs, 0, 4)
     assert [shared.needs(4, stage, stage, stage + 1) for stage in range(4)] == [20, 20, 20, 10]
     assert [alone.needs(4, stage, stage, stage + 1) for stage in range(4)] == [40, 30, 20, 10]
 
 
 def test_where_no_depth_fits_the_nearest_one_is_named() -> None:
-    costs = [StageCosts(1, 1, None, None, 10, 0, 0, 7, 14)] * 4
+    costs = [StageCost(1, 1, None, None, 10, 0, 0, 7, 14)] * 4
     with pytest.raises(InfeasibleError, match=r"a depth of 4 stage 0 needs 68B at least, 8B more than the 60B"):
         plan_depths(Loads.of_costs(costs), 4, 8, Fitting(costs, 60, 8, num_devices=4))

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from slow_split import slow_split
 
-from pipeplan.costs import StageCosts
+from pipeplan.costs import StageCost
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model import Block, CostRow, Edge, Placement, Profile, Source
 from pipeplan.partition import STRATEGIES, balanced_split, place
@@ -69,7 +69,7 @@ def chain_of(
     blocks: Sequence[tuple[int, int, int, int]], devices: Sequence[int], memory: Sequence[int | None]
 ) -> Chain:
     """Blocks as (time, parameters, activations, workspace)."""
-    costs = [StageCosts(time, 0, None, None, held, 0, work, size, 0) for time, size, held, work in blocks]
+    costs = [StageCost(time, 0, None, None, held, 0, work, size, 0) for time, size, held, work in blocks]
     return Chain.of(costs, devices, memory)
 
 

@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeplan.costs import StageCosts
+from pipeplan.costs import StageCost
 
 __all__ = ["Array", "Chain", "Held", "Range", "Sums"]
 
@@ -95,7 +95,7 @@ class Chain:
     sums: Sums
 
     @classmethod
-    def of(cls, costs: Sequence[StageCosts], devices: Sequence[int], memory: Sequence[int | None]) -> Chain:
+    def of(cls, costs: Sequence[StageCost], devices: Sequence[int], memory: Sequence[int | None]) -> Chain:
         """The chain of blocks with these ``costs`` [block]."""
         times = [0, *accumulate(cost.forward_ns + cost.backward_ns for cost in costs)]
         statics = [0, *accumulate(2 * cost.parameter_bytes + cost.optimizer_bytes for cost in costs)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeplan.costs import StageCosts, group_costs
+from pipeplan.costs import StageCost, group_costs
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model import PlacedStage, Placement, Profile
 from pipeplan.partition.chain import Array, Chain
@@ -229,7 +229,7 @@ def _require_blocks(
 
 
 def _limits(
-    memory: Sequence[int | None], groups: Sequence[Sequence[int]], everywhere: Sequence[StageCosts]
+    memory: Sequence[int | None], groups: Sequence[Sequence[int]], everywhere: Sequence[StageCost]
 ) -> list[int | None]:
     """[position] what its devices all have beside the blocks that stand everywhere."""
     taken = sum(2 * each.parameter_bytes + each.optimizer_bytes + each.activation_bytes for each in everywhere)

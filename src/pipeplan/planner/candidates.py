@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain, islice, product
 
-from pipeplan.costs import StageCosts
+from pipeplan.costs import StageCost
 from pipeplan.costs.collectives import all_reduce_time
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.model import Block, PlacedStage, Placement, Profile
@@ -50,7 +50,7 @@ class Candidate:
     recompute: bool
     source: str
     fallback: bool = False
-    given: Mapping[int, StageCosts] | None = None
+    given: Mapping[int, StageCost] | None = None
 
     @property
     def key(self) -> Hashable:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from pipeplan.costs import StageCosts, group_costs
+from pipeplan.costs import StageCost, group_costs
 from pipeplan.model import Profile
 
 __all__ = ["Cuts", "Loads", "StageLoads", "line_costs"]
@@ -52,7 +52,7 @@ class Loads:
         return cls((0, *accumulate(forwards)), (0, *accumulate(backwards)), transfer_ns)
 
     @classmethod
-    def of_costs(cls, costs: Sequence[StageCosts], transfer_ns: int = 0) -> Loads:
+    def of_costs(cls, costs: Sequence[StageCost], transfer_ns: int = 0) -> Loads:
         """Blocks with these ``costs`` [block]."""
         return cls.of([cost.forward_ns for cost in costs], [cost.backward_ns for cost in costs], transfer_ns)
 
@@ -87,7 +87,7 @@ class Loads:
         )
 
 
-def line_costs(profile: Profile, microbatch_size: int, *, recompute: bool = False) -> list[StageCosts]:
+def line_costs(profile: Profile, microbatch_size: int, *, recompute: bool = False) -> list[StageCost]:
     """[block] the costs of a profile's blocks in topological order, each as a stage of its own.
 
     Raises:

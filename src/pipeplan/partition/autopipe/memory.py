@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeplan.costs import StageCosts
+from pipeplan.costs import StageCost
 from pipeplan.model import Edge, Profile
 from pipeplan.partition.autopipe.loads import Cuts, line_costs
 from pipeplan.units import format_bytes
@@ -33,7 +33,7 @@ class Fitting:
 
     def __init__(
         self,
-        costs: Sequence[StageCosts],
+        costs: Sequence[StageCost],
         memory_bytes: int,
         num_microbatches: int,
         *,

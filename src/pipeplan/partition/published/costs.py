@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeplan.costs import StageCosts, group_costs
+from pipeplan.costs import StageCost, group_costs
 from pipeplan.errors import UsageError
 from pipeplan.model import Profile
 
@@ -113,7 +113,7 @@ class Question:
         ]
         place = {id_: index for index, id_ in enumerate(order)}
 
-        def table(of: Callable[[StageCosts], int]) -> Integers:
+        def table(of: Callable[[StageCost], int]) -> Integers:
             return np.array([[of(cost) for cost in column] for column in columns], dtype=np.int64).T
 
         return cls(
