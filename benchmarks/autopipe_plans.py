@@ -16,7 +16,7 @@ from statistics import pstdev
 
 import numpy as np
 
-from pipeplan.costs import StageCosts, transfer_time
+from pipeplan.costs import StageCost, transfer_time
 from pipeplan.costs.collectives import Exchange, prices_in
 from pipeplan.costs.presets import device_preset
 from pipeplan.costs.testbeds import cluster_of_paper
@@ -47,7 +47,7 @@ LAYERS = {"gpt2-345m": 24, "gpt2-762m": 36, "gpt2-1.3b": 24, "bert-large": 24}
 
 
 @cache
-def estimated(name: str, samples: int) -> tuple[StageCosts, ...]:
+def estimated(name: str, samples: int) -> tuple[StageCost, ...]:
     """[block] embedding, attention and FFN of every layer, head."""
     return tuple(line_costs(model(name, device=DEVICE, microbatch_sizes=(samples,)), samples, recompute=True))
 
@@ -67,7 +67,7 @@ class Case:
     num_devices: int
     head: float | None
 
-    def costs(self, samples: int) -> list[StageCosts]:
+    def costs(self, samples: int) -> list[StageCost]:
         """[block] of so many samples."""
         costs = list(estimated(self.model, samples))
         if self.head is not None:
@@ -252,7 +252,7 @@ def question(case: Case, mini_batch: int, *, shared: bool) -> Question:
     costs = [case.costs(-(-size // count) if shared else size) for count in counts]
     turns = np.array([1 if shared else count for count in counts])
 
-    def table(of: Callable[[StageCosts], int], join: np.ufunc) -> np.ndarray:
+    def table(of: Callable[[StageCost], int], join: np.ufunc) -> np.ndarray:
         return join.reduceat(np.array([[of(each) for each in column] for column in costs]).T, case.layer_begins)
 
     names = tuple(str(begin) for begin in case.layer_begins)

@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import combinations, pairwise
-
-import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
-
 from builders.chains import chain_workload
 from builders.orders import one_f_one_b
 from builders.plans import plan_of
-from pipeplan.costs import StageCosts, stage_costs
-from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.model import Block, CostRow, Edge, Profile, Source
+from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import replace
+from hypothesis import assume
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+from itertools import combinations
+from itertools import pairwise
+from pipeplan.costs import StageCost
+from pipeplan.costs import stage_costs
+from pipeplan.errors import InfeasibleError
+from pipeplan.errors import UsageError
+from pipeplan.model import Block
+from pipeplan.model import CostRow
+from pipeplan.model import Edge
+from pipeplan.model import Profile
+from pipeplan.model import Source
 from pipeplan.model.workload import Workload
-from pipeplan.partition.autopipe import (
-    Balance,
-    Cuts,
-    Fitting,
-    Loads,
-    StageLoads,
-    num_to_split,
-    plan_chain,
-    plan_depths,
-    sliced,
-    timeline,
-)
+from pipeplan.partition.autopipe import Balance
+from pipeplan.partition.autopipe import Cuts
+from pipeplan.partition.autopipe import Fitting
+from pipeplan.partition.autopipe import Loads
+from pipeplan.partition.autopipe import StageLoads
+from pipeplan.partition.autopipe import num_to_split
+from pipeplan.partition.autopipe import plan_chain
+from pipeplan.partition.autopipe import plan_depths
+from pipeplan.partition.autopipe import sliced
+from pipeplan.partition.autopipe import timeline
 from pipeplan.partition.autopipe.simulator import measured
 from pipeplan.simulate.simulation import simulate
 from references.replay import replay
+import pytest
 
 TIMES = st.integers(1, 12)
 BLOCKS = st.lists(st.tuples(TIMES, TIMES), min_size=2, max_size=9)
@@ -339,7 +345,7 @@ def test_algorithm_2_is_near_the_best_on_nearly_balanced_stages(
 
 def test_first_stages_hold_more_micro_batches() -> None:
     """Of four equal stages the first holds four micro-batches and the last one, but never more than there are."""
-    costs = [StageCosts(1, 1, None, None, 10, 0, 3, 7, 14)] * 4
+    costs = [StageCost(1, 1, None, None, 10, 0, 3, 7, 14)] * 4
     needs = Fitting(costs, 71, 8).needs
     assert [needs(4, stage, stage, stage + 1) for stage in range(4)] == [71, 61, 51, 41]
     assert Fitting(costs, 71, 2).needs(4, 0, 0, 1) == 51
@@ -413,13 +419,13 @@ def test_least_memory_is_that_of_the_roomiest_cut(
 
 def test_replicas_share_the_micro_batches_that_are_in_flight() -> None:
     """Eight devices, eight micro-batches: two of four replicas' stages hold two each, not more than a replica has."""
-    costs = [StageCosts(1, 1, None, None, 10, 0, 0, 0, 0)] * 4
+    costs = [StageCost(1, 1, None, None, 10, 0, 0, 0, 0)] * 4
     shared, alone = Fitting(costs, 0, 4, num_devices=8), Fitting(costs, 0, 4)
     assert [shared.needs(4, stage, stage, stage + 1) for stage in range(4)] == [20, 20, 20, 10]
     assert [alone.needs(4, stage, stage, stage + 1) for stage in range(4)] == [40, 30, 20, 10]
 
 
 def test_where_no_depth_fits_the_nearest_one_is_named() -> None:
-    costs = [StageCosts(1, 1, None, None, 10, 0, 0, 7, 14)] * 4
+    costs = [StageCost(1, 1, None, None, 10, 0, 0, 7, 14)] * 4
     with pytest.raises(InfeasibleError, match=r"a depth of 4 stage 0 needs 68B at least, 8B more than the 60B"):
         plan_depths(Loads.of_costs(costs), 4, 8, Fitting(costs, 60, 8, num_devices=4))

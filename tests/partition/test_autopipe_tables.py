@@ -13,7 +13,7 @@ from statistics import pstdev
 
 import pytest
 
-from pipeplan.costs import StageCosts
+from pipeplan.costs import StageCost
 from pipeplan.costs.presets import device_preset
 from pipeplan.examples import model
 from pipeplan.partition.autopipe import (
@@ -47,7 +47,7 @@ TABLE_2 = {
 
 
 @cache
-def costs_of(microbatch_size: int, name: str = "gpt2-345m") -> list[StageCosts]:
+def costs_of(microbatch_size: int, name: str = "gpt2-345m") -> list[StageCost]:
     """[block] embedding, 24 times attention and FFN, head."""
     profile = model(name, device=DEVICE, microbatch_sizes=(microbatch_size,))
     return line_costs(profile, microbatch_size, recompute=True)

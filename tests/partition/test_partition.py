@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from builders import profiles
+from collections.abc import Iterator
+from collections.abc import Sequence
+from hypothesis import assume
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
 from itertools import combinations
-
+from pipeplan.costs import StageCost
+from pipeplan.errors import InfeasibleError
+from pipeplan.errors import UsageError
+from pipeplan.model import Block
+from pipeplan.model import CostRow
+from pipeplan.model import Placement
+from pipeplan.model import Profile
+from pipeplan.model import Source
+from pipeplan.partition import STRATEGIES
+from pipeplan.partition import balanced_split
+from pipeplan.partition import chain_kernel
+from pipeplan.partition import exact as exact_module
+from pipeplan.partition import place
+from pipeplan.partition.chain import Chain
+from pipeplan.partition.chain import Held
+from pipeplan.partition.chain_kernel import least_split
+from pipeplan.partition.exact import shortest_run
+from pipeplan.partition.level import levelled
+from pipeplan.partition.level import roomiest
+from references.split import slow_split
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
-
-from builders import profiles
-from pipeplan.costs import StageCosts
-from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.model import Block, CostRow, Placement, Profile, Source
-from pipeplan.partition import STRATEGIES, balanced_split, place
-from pipeplan.partition import balance as balance_module
-from pipeplan.partition import exact as exact_module
-from pipeplan.partition.balance import least_split
-from pipeplan.partition.chain import Chain, Held
-from pipeplan.partition.exact import shortest_run
-from pipeplan.partition.level import levelled, roomiest
-from references.split import slow_split
 
 TIMES = st.sampled_from([0, 1, 1, 2, 3, 5, 8, 30])
 SIZES = st.integers(0, 6)
@@ -49,7 +59,7 @@ def chain_of(
     blocks: Sequence[tuple[int, int, int, int]], devices: Sequence[int], memory: Sequence[int | None]
 ) -> Chain:
     """Blocks as (time, parameters, activations, workspace)."""
-    costs = [StageCosts(time, 0, None, None, held, 0, work, size, 0) for time, size, held, work in blocks]
+    costs = [StageCost(time, 0, None, None, held, 0, work, size, 0) for time, size, held, work in blocks]
     return Chain.of(costs, devices, memory)
 
 
@@ -165,10 +175,10 @@ def test_split_is_that_of_the_plain_programme(
         return chain.bytes_of([(begin, end)]) <= devices[stage][1]
 
     found = least_split(
-        lambda kind, begins, ends: np.maximum(least, kinds[kind][0] + chain.sums.time(begins, ends)),
+        lambda kind, begins, ends: np.maximum(least, kinds[kind][0] + chain.costs.time(begins, ends)),
         len(blocks),
         [kinds.index(device) for device in devices],
-        lambda kind, begins, ends: chain.sums.bytes_of(Held(), begins, ends, Held()) <= kinds[kind][1],
+        lambda kind, begins, ends: chain.bytes_between(Held(), begins, ends, Held()) <= kinds[kind][1],
     )
     assert found == slow_split(cost, len(blocks), len(devices), fits)
 
@@ -176,7 +186,7 @@ def test_split_is_that_of_the_plain_programme(
 def test_ranges_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     times = [100 + 37 * index % 61 for index in range(50)]
     whole = balanced_split(times, 6)
-    monkeypatch.setattr(balance_module, "MOST_RANGES", 100)
+    monkeypatch.setattr(chain_kernel, "MOST_RANGES", 100)
     assert balanced_split(times, 6) == whole
 
 
@@ -191,7 +201,7 @@ def test_bytes_of_many_ranges_are_those_of_each(blocks: list[tuple[int, int, int
     before, own, after = zip(bounds[::2], bounds[1::2], strict=True)
     assume(own[0] < own[1])
     others = [[each] if each[0] < each[1] else [] for each in (before, after)]
-    many = chain.sums.bytes_of(chain.held(others[0]), np.array(own[:1]), np.array(own[1:]), chain.held(others[1]))
+    many = chain.bytes_between(chain.held(others[0]), np.array(own[:1]), np.array(own[1:]), chain.held(others[1]))
     assert many.tolist() == [chain.bytes_of([*others[0], own, *others[1]])]
 
 

@@ -2,10 +2,12 @@
 
 from pipeplan.costs.blocks import block_costs
 from pipeplan.costs.links import transfer_time
-from pipeplan.costs.stages import StageCosts, build_workload, can_split, gradient_sync, group_costs, stage_costs
+from pipeplan.costs.stage_cost import UNLIMITED, StageCost
+from pipeplan.costs.stages import build_workload, can_split, gradient_sync, group_costs, stage_costs
 
 __all__ = [
-    "StageCosts",
+    "UNLIMITED",
+    "StageCost",
     "block_costs",
     "build_workload",
     "can_split",

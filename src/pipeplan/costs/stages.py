@@ -2,54 +2,34 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
-
 from pipeplan.costs.blocks import block_costs
 from pipeplan.costs.collectives import all_reduce_time
 from pipeplan.costs.links import transfer_time
+from pipeplan.costs.stage_cost import StageCost
 from pipeplan.errors import UsageError
-from pipeplan.model import (
-    Block,
-    Cluster,
-    Dependency,
-    Device,
-    Edge,
-    Hop,
-    Operation,
-    PlacedStage,
-    Placement,
-    Profile,
-    Stage,
-)
+from pipeplan.model import Block
+from pipeplan.model import Cluster
+from pipeplan.model import Dependency
+from pipeplan.model import Device
+from pipeplan.model import Edge
+from pipeplan.model import Hop
+from pipeplan.model import Operation
+from pipeplan.model import PlacedStage
+from pipeplan.model import Placement
+from pipeplan.model import Profile
+from pipeplan.model import Stage
 from pipeplan.model.elements import slots_of
 from pipeplan.model.samples import carried
 from pipeplan.model.workload import Workload
+import math
 
-__all__ = ["StageCosts", "build_workload", "can_split", "gradient_sync", "group_costs", "stage_costs"]
-
-
-@dataclass(frozen=True, slots=True)
-class StageCosts:
-    """Costs of a stage on each of its devices, for one micro-batch; times in ns, sizes in bytes.
-
-    ``input_grad_ns`` and ``weight_grad_ns`` are None where a block of the stage has no split backward. ``sync_ns`` is
-    summing gradients among the devices of a replica, once per iteration.
-    """
-
-    forward_ns: int
-    backward_ns: int
-    input_grad_ns: int | None
-    weight_grad_ns: int | None
-    activation_bytes: int
-    weight_grad_bytes: int
-    workspace_bytes: int
-    parameter_bytes: int
-    optimizer_bytes: int
-    sync_ns: int = 0
+__all__ = ["build_workload", "can_split", "gradient_sync", "group_costs", "stage_costs"]
 
 
 def can_split(profile: Profile) -> bool:
@@ -59,7 +39,7 @@ def can_split(profile: Profile) -> bool:
 
 def stage_costs(
     profile: Profile, blocks: Iterable[str], microbatch_size: int, shards: int = 1, *, recompute: bool = False
-) -> StageCosts:
+) -> StageCost:
     """Costs of blocks that run one after another on each device of a group.
 
     Times, activations and parameters add up; a tensor that several of the blocks take and give a gradient for is held
@@ -73,7 +53,7 @@ def stage_costs(
 
 def group_costs(
     profile: Profile, groups: Iterable[Sequence[str]], microbatch_size: int, shards: int = 1, *, recompute: bool = False
-) -> list[StageCosts]:
+) -> list[StageCost]:
     """:func:`stage_costs` of every group of blocks: the profile is looked through once for all.
 
     Raises:
@@ -90,7 +70,7 @@ def group_costs(
 
 def _summed(
     chosen: Sequence[Block], into: Mapping[str, Sequence[Edge]], microbatch_size: int, shards: int, *, recompute: bool
-) -> StageCosts:
+) -> StageCost:
     """Costs of the chosen blocks, with the edges ``into`` each block."""
     edges = [into.get(block.id, ()) for block in chosen]
     rows = [
@@ -104,7 +84,7 @@ def _summed(
         for block, each in zip(chosen, edges, strict=True)
     ]
     split = all(row.input_grad_ns is not None for row in rows)
-    return StageCosts(
+    return StageCost(
         forward_ns=sum(row.forward_ns for row in rows),
         backward_ns=sum(
             row.backward_ns if row.backward_ns is not None else (row.input_grad_ns or 0) + (row.weight_grad_ns or 0)
@@ -148,7 +128,7 @@ def build_workload(
     recompute: bool = False,
     cluster: Cluster | None = None,
     memory_bytes: Sequence[int | None] | None = None,
-    given: Mapping[int, StageCosts] | None = None,
+    given: Mapping[int, StageCost] | None = None,
 ) -> Workload:
     """Everything one iteration runs under a placement, with its costs.
 
@@ -195,7 +175,7 @@ def build_workload(
     )
 
 
-def _costs_of(profile: Profile, number: int, stage: Stage) -> StageCosts:
+def _costs_of(profile: Profile, number: int, stage: Stage) -> StageCost:
     """As the profile says."""
     if stage.configurations:
         raise UsageError(
@@ -248,7 +228,7 @@ def _require_one_size(stages: Sequence[Stage], num_routes: int) -> None:
         )
 
 
-def _keeping(stage: Stage, cost: StageCosts) -> Stage:
+def _keeping(stage: Stage, cost: StageCost) -> Stage:
     """The stage with what it keeps on each device all the time."""
     return replace(
         stage,
@@ -281,7 +261,7 @@ def _with_parts(profile: Profile, stage: Stage, operation: Operation) -> Operati
     return replace(operation, part_ns=max(1, cost.forward_ns))
 
 
-def _operations(costs: Sequence[StageCosts], split_backward: bool, split_overhead_ns: int) -> tuple[Operation, ...]:
+def _operations(costs: Sequence[StageCost], split_backward: bool, split_overhead_ns: int) -> tuple[Operation, ...]:
     """Forwards in stage order, then backwards in reverse, so that dependencies point forward."""
     forwards = [
         Operation(
@@ -312,7 +292,7 @@ def _operations(costs: Sequence[StageCosts], split_backward: bool, split_overhea
     return (*forwards, *backwards)
 
 
-def _split(stage: int, cost: StageCosts, input_grad_ns: int, weight_grad_ns: int) -> list[Operation]:
+def _split(stage: int, cost: StageCost, input_grad_ns: int, weight_grad_ns: int) -> list[Operation]:
     """I and W. What W needs beyond what F held is taken when I starts, since I makes it while it runs."""
     held, deferred = cost.activation_bytes, cost.weight_grad_bytes
     return [

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeplan.costs import StageCosts, group_costs
+from pipeplan.costs import StageCost, group_costs
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model import PlacedStage, Placement, Profile
-from pipeplan.partition.chain import Array, Chain
+from pipeplan.partition.chain import Chain
+from pipeplan.partition.chain_costs import Array
 from pipeplan.partition.level import Allowed, evenest, levelled, roomiest
 from pipeplan.units import format_bytes
 
@@ -229,7 +230,7 @@ def _require_blocks(
 
 
 def _limits(
-    memory: Sequence[int | None], groups: Sequence[Sequence[int]], everywhere: Sequence[StageCosts]
+    memory: Sequence[int | None], groups: Sequence[Sequence[int]], everywhere: Sequence[StageCost]
 ) -> list[int | None]:
     """[position] what its devices all have beside the blocks that stand everywhere."""
     taken = sum(2 * each.parameter_bytes + each.optimizer_bytes + each.activation_bytes for each in everywhere)

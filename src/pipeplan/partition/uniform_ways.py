@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from pipeplan.costs import group_costs
 from pipeplan.costs.collectives import all_reduce_time
 from pipeplan.errors import UsageError
 from pipeplan.model import Cluster, Profile
-from pipeplan.partition.runs import FloatArray, largest, none_empty, sums
+from pipeplan.partition.chain_costs import ChainCosts
 
 __all__ = ["UniformRuns", "UniformWays", "Way"]
 
@@ -32,17 +30,10 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class UniformRuns:
-    """What a way costs for every run of blocks i..j-1: arrays [n + 1, n + 1], bytes per device and ns."""
+    """What a way costs for every run of blocks, with a share of the gradients' all-reduce in each micro-batch."""
 
     way: Way
-    time: FloatArray
-    static: FloatArray
-    held: FloatArray
-    workspace: FloatArray
-
-    def memory(self, in_flight: int) -> FloatArray:
-        """Bytes with so many micro-batches in flight."""
-        return self.static + in_flight * self.held + self.workspace
+    costs: ChainCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +63,6 @@ class UniformWays:
         peers = range(0, way.num_devices, way.shards)
         added_up = [all_reduce_time(self.cluster, peers, cost.parameter_bytes) for cost in given]
         shares = [-(-each // self.num_microbatches) for each in added_up]
-        times = [cost.forward_ns + cost.backward_ns + share for cost, share in zip(given, shares, strict=True)]
-        return UniformRuns(
-            way,
-            time=np.where(none_empty(len(given)), sums(times), np.inf),
-            static=sums([2 * cost.parameter_bytes + cost.optimizer_bytes for cost in given]),
-            held=sums([cost.activation_bytes for cost in given]),
-            workspace=largest([cost.workspace_bytes for cost in given]),
-        )
+        each = zip(given, shares, strict=True)
+        costs = [replace(cost, backward_ns=cost.backward_ns + share) for cost, share in each]
+        return UniformRuns(way, ChainCosts.of(costs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pipeplan.costs import StageCosts
+from pipeplan.costs import StageCost
 from pipeplan.model import PlacedStage
 from pipeplan.partition.block_splits import GroupSplits
 from pipeplan.planner.candidates import Candidate
@@ -25,7 +25,7 @@ class StageSplits:
         The k-th stage from the end holds k micro-batches in flight. None where no stage has such a point.
         """
         stages = list(candidate.placement.stages)
-        given: dict[int, StageCosts] = {}
+        given: dict[int, StageCost] = {}
         for place, stage in enumerate(stages):
             in_flight = min(len(stages) - place, candidate.batch.num_microbatches)
             size = stage.microbatch_size or candidate.batch.microbatch_size
@@ -39,7 +39,7 @@ class StageSplits:
 
     def _quickest(
         self, stage: PlacedStage, size: int, in_flight: int, num_microbatches: int, memory_bytes: int | None
-    ) -> tuple[PlacedStage, StageCosts] | None:
+    ) -> tuple[PlacedStage, StageCost] | None:
         if len(stage.devices) == 1:
             return None
         limit, chosen = float("inf") if memory_bytes is None else memory_bytes, set(stage.blocks)

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from pipeplan import __version__
 from pipeplan.check import check
-from pipeplan.costs import StageCosts, build_workload
+from pipeplan.costs import StageCost, build_workload
 from pipeplan.errors import UsageError
 from pipeplan.frontier.configurations.building import CostModel
 from pipeplan.frontier.configurations.details import Details, details_of
@@ -32,7 +32,7 @@ class SplitBlocks:
 
     blocks: tuple[str, ...]
     configurations: tuple[str, ...]
-    costs: StageCosts
+    costs: StageCost
 
 
 def split_blocks(model: CostModel, strategy: Strategy) -> SplitBlocks:
@@ -120,7 +120,7 @@ def _inside(details: Details) -> Details:
     return replace(details, operators=tuple(each for each in details.operators if each.block != OUTSIDE))
 
 
-def _costs(details: Details, strategy: Strategy, microbatches: int) -> StageCosts:
+def _costs(details: Details, strategy: Strategy, microbatches: int) -> StageCost:
     """What a stage takes; forward and backward together take what the strategy does, to the nanosecond."""
     chosen = [each.configuration for each in details.operators]
     state = sum(each.state_bytes for each in chosen)
@@ -130,7 +130,7 @@ def _costs(details: Details, strategy: Strategy, microbatches: int) -> StageCost
     backward, weights = strategy.time_ns - sums - forward, sum(each.weight_grad_ns for each in chosen)
     deferred = [each.deferred_bytes for each in chosen if each.deferred_bytes is not None]
     parted = len(deferred) == len(chosen)
-    return StageCosts(
+    return StageCost(
         forward_ns=max(1, forward),
         backward_ns=max(1, backward),
         input_grad_ns=max(1, backward - weights) if parted else None,
