@@ -42,14 +42,14 @@ from pipeplan.runtime.clock import Clock
 from pipeplan.runtime.executor import Executor
 from pipeplan.runtime.launch import watch_local
 from pipeplan.runtime.model import BlockSpec, Model
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.options import Link
 from pipeplan.runtime.program import Instruction, Numbers, StagePart, programs_of
 from pipeplan.runtime.progress import Board, Phase, Progress
 from pipeplan.runtime.rows import TensorSpec
 from pipeplan.runtime.stages import Samples
+from pipeplan.runtime.start import main as be_rank
+from pipeplan.runtime.train_options import TrainOptions
 from pipeplan.runtime.training import Trainer, travelling
-from pipeplan.runtime.worker import Link
-from pipeplan.runtime.worker import main as be_rank
 from pipeplan.schedule.bounds import makespan_bound, period_bound
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.problem import Problem
@@ -138,7 +138,7 @@ def chain(width: int, length: int, layers: int) -> Model:
 def beside_torch(plan: Plan, job: Mapping[str, Any], link: Link) -> dict[str, Any]:
     """Times of steps in ns: how long each took on the rank that took longest."""
     model = chain(job["width"], job["length"], job["layers"])
-    trainer = Trainer(plan, model, RunOptions("chain", num_threads=1, timeout_ns=TIMEOUT_NS), link.progress)
+    trainer = Trainer(plan, model, TrainOptions("chain", num_threads=1, timeout_ns=TIMEOUT_NS), link.progress)
     batch = model.mini_batch(plan.mini_batch, 0, 0)
     samples = Samples(batch, model.predictions(batch))
     theirs = schedule_of_torch(trainer, samples.num_predictions, plan.num_microbatches)
@@ -270,7 +270,7 @@ def per_action(plan: Plan, job: Mapping[str, Any], link: Link) -> dict[str, dict
     model = chain(1, 1, 1)
     program = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)[link.rank]
     specs = travelling(program, model, torch.float32)
-    trainer = Trainer(plan, model, RunOptions("chain", num_threads=1, timeout_ns=TIMEOUT_NS), link.progress)
+    trainer = Trainer(plan, model, TrainOptions("chain", num_threads=1, timeout_ns=TIMEOUT_NS), link.progress)
     batch = model.mini_batch(plan.mini_batch, 0, 0)
     samples = Samples(batch, model.predictions(batch))
     none: Any = {index: NoStage(part, specs) for index, part in program.stages.items()}
@@ -323,9 +323,10 @@ def told_by(plan: Plan, job: Mapping[str, Any]) -> dict[str, Any]:
     """What rank 0 of two processes reports."""
     found: list[dict[str, Any]] = []
     watch_local(
+        "executor_overhead:as_rank",
         plan.programs,
         {"plan": plan.model_dump_json(), **job},
-        RunOptions("chain", timeout_ns=TIMEOUT_NS),
+        TIMEOUT_NS,
         lambda rank, report: found.append(report["told"]),
         (sys.executable, __file__, AS_RANK),
     )
@@ -383,6 +384,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == [AS_RANK]:
-        be_rank(as_rank)
+        be_rank()
     else:
         main()

@@ -24,12 +24,13 @@ from pipeplan.runtime.layouts import Layouts
 from pipeplan.runtime.messages import TransferError
 from pipeplan.runtime.model import Model, placed
 from pipeplan.runtime.modules import WeightGradQueue
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.program import Instruction, Program, Share, programs_of
+from pipeplan.runtime.program import Instruction, Program, programs_of
 from pipeplan.runtime.progress import Board, Progress
 from pipeplan.runtime.rows import TensorSpec
 from pipeplan.runtime.shards import Shards
+from pipeplan.runtime.share import Share
 from pipeplan.runtime.stages import Samples, StageRunner
+from pipeplan.runtime.train_options import TrainOptions
 from pipeplan.runtime.training import travelling
 
 CPU = torch.device("cpu")
@@ -170,7 +171,7 @@ def run_in_threads(plan: Plan, model: Model, seed: int) -> Outcome:
 def require_equal_to_unsplit(model: Model, plan: Plan) -> None:
     """Loss and gradients, of tied parameters their sums."""
     outcome = run_in_threads(plan, model, 3)
-    unsplit = Unsplit(model, RunOptions(model.name, seed=3, dtype="float64", learning_rate=1e-3, weight_decay=0.0))
+    unsplit = Unsplit(model, TrainOptions(model.name, seed=3, dtype="float64", learning_rate=1e-3, weight_decay=0.0))
     assert outcome.loss == pytest.approx(unsplit.step(0, plan.mini_batch), rel=1e-12)
     summed = dict(outcome.gradients)
     for (block, parameter), *others in model.tied:

@@ -23,7 +23,8 @@ from pipeplan.runtime import training
 from pipeplan.runtime.checkpoint_files import CheckpointFolder
 from pipeplan.runtime.launch import watch_local
 from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.options import RunOptions, StepResult
+from pipeplan.runtime.options import StepResult
+from pipeplan.runtime.train_options import TrainOptions
 
 RANK = (sys.executable, str(Path(__file__).parents[1] / "checkpoint_rank.py"))
 NUM_STEPS = 5
@@ -31,7 +32,7 @@ OPERATORS = "gpt2-tiny-operators"
 TINY, DEEPER, ALL = "gpt2-tiny", "checkpoint_models:deeper", (0, 1, 2, 3)
 CHAIN, BRANCHES, WORDED = (f"runtime_models:{name}" for name in ("chain", "branches", "worded"))
 
-Leg = tuple[Plan, RunOptions, int]
+Leg = tuple[Plan, TrainOptions, int]
 """A plan, how it trains, and up to which step."""
 
 
@@ -141,7 +142,7 @@ def told(cases: Mapping[str, list[Leg]], *, dies: bool = False) -> dict[str, lis
     def listen(rank: int, report: Mapping[str, Any]) -> None:
         found[report["name"]].append(report["legs"])
 
-    watch_local([()] * 4, {"cases": job, "dies": dies}, TRAINING, listen, RANK)
+    watch_local("checkpoint_rank:work", [()] * 4, {"cases": job, "dies": dies}, TRAINING.timeout_ns, listen, RANK)
     return found
 
 
@@ -253,7 +254,7 @@ def test_no_checkpoint_behind_numbers_that_are_not_finite(monkeypatch: pytest.Mo
     trainer.together.everyones.return_value = [1]
     monkeypatch.setattr(training, "Trainer", lambda *_: trainer)
     shown = MagicMock()
-    options = RunOptions("gpt2-tiny", num_steps=3, checkpoint="saved", checkpoint_every=1)
+    options = TrainOptions("gpt2-tiny", num_steps=3, checkpoint="saved", checkpoint_every=1)
     assert training.train(MagicMock(), options, progress, shown).steps == tuple(steps)
     assert shown.call_count == 3
     assert trainer.save.call_count == 1

@@ -24,7 +24,7 @@ from runtime_plans import (
 
 from pipeplan.model import Action, PlacedStage
 from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.train_options import TrainOptions
 
 BRANCH_CUTS = [("a",), ("left",), ("right", "right2"), ("join",), ("side", "end")]
 BRANCH_DEVICES = {"apart": [0, 1, 2, 3, 1], "two on a device": [0, 1, 0, 2, 2], "one device": [0, 0, 0, 0, 0]}
@@ -51,7 +51,7 @@ def cases() -> dict[str, Case]:
 
 def refused() -> dict[str, Case]:
     """Runs that must not start."""
-    options = RunOptions("breaking", dtype="float64")
+    options = TrainOptions("breaking", dtype="float64")
     plan = model_plan(runtime_models.breaking(lambda: None), [0, 1, 2, 3])
     model = runtime_models.chain()
     names = [block.id for block in model.blocks]

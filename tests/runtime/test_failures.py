@@ -23,9 +23,10 @@ from pipeplan.errors import ExecutionError, PipeplanError, UsageError
 from pipeplan.model import PlacedStage, Plan, write_file
 from pipeplan.runtime.failures import Cause, Failure, cause_of, verdict
 from pipeplan.runtime.launch import run_local
-from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.progress import Board, Phase
+from pipeplan.runtime.train_options import TrainOptions
 
+TRAIN = "pipeplan.runtime.training:train_job"
 TESTS = str(Path(__file__).parents[1])
 SECOND = 10**9
 
@@ -56,12 +57,12 @@ def split_plan() -> Plan:
 
 def failure_of(model: str, num_devices: int, timeout_s: float, plan: Plan | None = None) -> tuple[PipeplanError, float]:
     """How a run ends, and the seconds from its first step on that it took."""
-    options = RunOptions(
+    options = TrainOptions(
         f"runtime_models:{model}", num_steps=3, dtype="float64", timeout_ns=round(timeout_s * SECOND), num_threads=1
     )
     steps: list[float] = []
     with pytest.raises(PipeplanError) as caught:
-        run_local(plan or plan_on(num_devices), options, lambda _: steps.append(time.monotonic()))
+        run_local(TRAIN, plan or plan_on(num_devices), options, lambda _: steps.append(time.monotonic()))
     return caught.value, time.monotonic() - steps[0]
 
 
@@ -113,14 +114,14 @@ def test_a_rank_that_others_wait_for_inside_a_split_block(model: str, timeout_s:
 
 
 def test_a_tensor_unlike_the_declared_one(mark: str) -> None:
-    options = RunOptions("runtime_models:lying", num_steps=1, dtype="float64")
+    options = TrainOptions("runtime_models:lying", num_steps=1, dtype="float64")
     with pytest.raises(ExecutionError, match=r"^rank 0 failed in 0F0 .*: block 'b1' made float16\[1, 8\], and the"):
-        run_local(plan_on(2), options, lambda _: None)
+        run_local(TRAIN, plan_on(2), options, lambda _: None)
 
 
 def test_another_model_is_refused_once(mark: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match=r"stages\[0\] of the plan has block 'b0', which model 'gpt2-tiny' has not"):
-        run_local(plan_on(2), RunOptions("gpt2-tiny"), lambda _: None)
+        run_local(TRAIN, plan_on(2), TrainOptions("gpt2-tiny"), lambda _: None)
     assert capfd.readouterr().err == ""
 
 

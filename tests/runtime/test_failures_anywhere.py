@@ -14,7 +14,7 @@ from faults import Fault, run_with
 from runtime_plans import model_plan, placed_plan
 
 from pipeplan.model import PlacedStage, Plan
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.train_options import TrainOptions
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -57,7 +57,7 @@ def test_ends_soon_with_one_message_and_no_process_left(name: str, monkeypatch: 
     monkeypatch.setenv("PYTHONPATH", TESTS, prepend=os.pathsep)
     plan, fault = CASES[name]
     made = {"split": split_chain, "replicas": replicas}[plan]()
-    ending = run_with(fault, made, RunOptions("runtime_models:chain", dtype="float64"))
+    ending = run_with(fault, made, TrainOptions("runtime_models:chain", dtype="float64"))
     assert ending.is_right, f"{ending.error} is not {ending.expected}"
     assert ending.left == []
     assert ending.checkpoint_loads, "there is one behind every step, whole whatever happens"
@@ -68,7 +68,7 @@ def test_a_stopped_rank_does_not_hold_up_torchrun(monkeypatch: pytest.MonkeyPatc
     """It could not take the signal that torchrun ends it with."""
     monkeypatch.setenv("PYTHONPATH", TESTS, prepend=os.pathsep)
     fault = Fault("stopped", 0, step=1, counter=counter_of(split_chain(), 0, "W"))
-    ending = run_with(fault, split_chain(), RunOptions("runtime_models:chain", dtype="float64"), torchrun=True)
+    ending = run_with(fault, split_chain(), TrainOptions("runtime_models:chain", dtype="float64"), torchrun=True)
     assert ending.is_right, f"{ending.error} is not {ending.expected}"
     assert ending.left == []
     assert ending.checkpoint_loads

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.capture import parameters_of, replay
 from pipeplan.runtime.hugging_face import Whole, load_configuration
-from pipeplan.runtime.loading import Grain
-from pipeplan.runtime.model import Model
+from pipeplan.runtime.model import Grain, Model
 from pipeplan.runtime.survey import survey
 
 

@@ -13,7 +13,7 @@ from runtime_threads import run_in_threads
 from pipeplan.runtime.hugging_face import load
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import Model
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.train_options import TrainOptions
 
 NAMES = ["gpt2", "llama", "bert", "t5"]
 SEED = 3
@@ -29,7 +29,7 @@ def cases() -> dict[str, Case]:
     """GPT-2 and T5 with split backward, Llama with recomputation, BERT in a circle."""
     found = {}
     for name in NAMES:
-        options = RunOptions(
+        options = TrainOptions(
             text(name),
             SEQUENCE,
             num_steps=2,

@@ -18,6 +18,7 @@ from pipeplan.model import Plan
 from pipeplan.model.workload import Workload
 from pipeplan.runtime.instructions import Context, Function, FunctionRunner, functions_of, register
 from pipeplan.runtime.model import Model
+from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.partners import Partners
 from pipeplan.runtime.program import Message, planned_programs, programs_of
 from pipeplan.runtime.progress import Board, Progress
@@ -57,17 +58,17 @@ PLANS: dict[str, tuple[Model, Plan]] = {
 PATHS = {id(model): f"instruction_models:{name}" for model, name in zip((ONE, TWO, SHARED), NAMES, strict=True)}
 
 
-REHEARSED = {name: PLANS[name] for name in ("gather, beside computing", "all-gather, replicas", "one after the other")}
+EMULATED = {name: PLANS[name] for name in ("gather, beside computing", "all-gather, replicas", "one after the other")}
 
 
 @pytest.fixture(scope="module")
 def reports() -> Reports:
     options = replace(TRAINING, instructions="instruction_models", num_steps=2)
     cases = {name: (plan, replace(options, model=PATHS[id(model)])) for name, (model, plan) in PLANS.items()}
-    rehearsal = replace(options, model="", emulate=True, num_steps=2)
-    rehearsed = {f"rehearsed {name}": (slower(plan), rehearsal) for name, (_, plan) in REHEARSED.items()}
+    emulation = RunOptions(num_steps=2)
+    emulated = {f"emulated {name}": (slower(plan), emulation) for name, (_, plan) in EMULATED.items()}
     new = replace(options, model=PATHS[id(TWO)], num_steps=1, instructions="new_instruction")
-    return reports_of(cases | rehearsed | {"dim": (four_devices(new_instruction.plan()), new)})
+    return reports_of(cases | emulated | {"dim": (four_devices(new_instruction.plan()), new)})
 
 
 def slower(plan: Plan) -> Plan:
@@ -84,12 +85,12 @@ def test_gradients_are_those_of_an_unsplit_run(name: str, reports: Reports) -> N
     assert_as_unsplit(model, replace(TRAINING, model=model.name, num_steps=2), reports[name])
 
 
-@pytest.mark.parametrize("name", REHEARSED)
-def test_rehearsals_take_no_less_than_the_prediction(name: str, reports: Reports) -> None:
+@pytest.mark.parametrize("name", EMULATED)
+def test_emulations_take_no_less_than_the_prediction(name: str, reports: Reports) -> None:
     """Nothing starts before what it waits for, instructions included; how much later depends on the machine."""
     workload = Workload.of(slower(PLANS[name][1]))
     least = makespan_bound(workload)
-    assert all(ns >= least for ns in reports[f"rehearsed {name}"][0]["iterations_ns"])
+    assert all(ns >= least for ns in reports[f"emulated {name}"][0]["iterations_ns"])
 
 
 def test_rules_that_never_let_an_instruction_run_name_it() -> None:

@@ -8,7 +8,8 @@ from helpers import chain_workload, gpipe_orders, plan_of
 from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
 from pipeplan.model import Block, CostRow, Dependency, Edge, PlacedStage, Placement, Plan, Profile, Source
-from pipeplan.runtime.program import Message, Numbers, Program, Share, programs_of
+from pipeplan.runtime.program import Message, Numbers, Program, programs_of
+from pipeplan.runtime.share import Share
 
 BLOCKS = ["block0", "block1", "block2"]
 EDGES = [("block0", "block1"), ("block1", "block2")]

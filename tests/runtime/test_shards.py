@@ -16,8 +16,8 @@ from pipeplan.errors import UsageError
 from pipeplan.model import Mesh
 from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.modules import WeightGradQueue, defer_weight_gradients
-from pipeplan.runtime.program import Share
 from pipeplan.runtime.shards import Cut, Part, RowLinear, Shards, Slice, Split, WordEmbedding, cross_entropy, share_of
+from pipeplan.runtime.share import Share
 
 WORDS, WIDTH = 11, 6
 

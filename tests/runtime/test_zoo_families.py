@@ -22,9 +22,10 @@ from pipeplan.planner import Batch, Options, search_plan
 from pipeplan.runtime.estimator import estimate_model
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import Model, Rehearsed
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.program import Share, programs_of
+from pipeplan.runtime.program import programs_of
 from pipeplan.runtime.shards import Shards
+from pipeplan.runtime.share import Share
+from pipeplan.runtime.train_options import TrainOptions
 from pipeplan.runtime.zoo import ZOO
 
 TINY = ["gpt2-tiny", "tessel-gpt-tiny", "tessel-mt5-tiny", "tessel-flava-tiny", "mmt-tiny", "dlrm-tiny"]
@@ -196,7 +197,9 @@ def candle_uno(own: Written, batch: Weights) -> Tensor:
 def test_blocks_compute_the_model(name: str, heads: int, written: Callable[[Written, Weights], Tensor]) -> None:
     """Against the model written a second time, in float64, with biases and norms that count."""
     torch.manual_seed(0)
-    unsplit = Unsplit(load_model(name), RunOptions(name, seed=7, dtype="float64", learning_rate=0.0, weight_decay=0.0))
+    unsplit = Unsplit(
+        load_model(name), TrainOptions(name, seed=7, dtype="float64", learning_rate=0.0, weight_decay=0.0)
+    )
     for parameter in dict.fromkeys(unsplit.parameters().values()):
         parameter.data += 0.1 * torch.randn_like(parameter)
     weights: dict[str, Weights] = {
@@ -262,7 +265,7 @@ def test_heads_that_devices_cannot_share() -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_models_learn(name: str) -> None:
     """The same samples again and again."""
-    unsplit = Unsplit(load_model(name), RunOptions(name, learning_rate=1e-2, weight_decay=0.0))
+    unsplit = Unsplit(load_model(name), TrainOptions(name, learning_rate=1e-2, weight_decay=0.0))
     losses = [unsplit.step(0, 8) for _ in range(30)]
     assert losses[-1] < 0.7 * losses[0]
 

@@ -1,4 +1,4 @@
-"""Rehearsing a plan without its model: real processes and real messages, and waiting instead of computing.
+"""Emulating a plan without its model: real processes and real messages, and waiting instead of computing.
 
 An action takes what the plan says from when it can start: when its device is free and what it needs is there. What
 one stage makes for another is rows of words that say when they were made, or when the plan's message with them would
@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import numpy as np
@@ -24,14 +24,23 @@ from pipeplan.model import Hop, Plan, sha256_of
 from pipeplan.runtime.executor import Executor
 from pipeplan.runtime.failures import lost_others
 from pipeplan.runtime.messages import Channels, edges_of
-from pipeplan.runtime.options import RunOptions, RunResult, StepResult
+from pipeplan.runtime.options import Link, OnStep, Report, RunOptions, RunResult, StepResult, run_job
 from pipeplan.runtime.program import Instruction, Message, Numbers, OperationPart, Program, StagePart, planned_programs
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.rows import TensorSpec
 from pipeplan.runtime.stages import Samples
 from pipeplan.runtime.together import TimedAction, Together, extent, iteration_of, require_alike
 
-__all__ = ["EmulatedChannels", "EmulatedOperation", "EmulatedStage", "Pace", "hops_of", "rehearse", "specs_of"]
+__all__ = [
+    "EmulatedChannels",
+    "EmulatedOperation",
+    "EmulatedStage",
+    "Pace",
+    "emulate",
+    "emulate_job",
+    "hops_of",
+    "specs_of",
+]
 
 _CPU = torch.device("cpu")
 _WORD_BYTES = 8
@@ -45,7 +54,12 @@ Hops = Mapping[tuple[Message, int, int], Hop]
 """[message, source rank, target rank]"""
 
 
-def rehearse(plan: Plan, options: RunOptions, progress: Progress, on_step: Callable[[StepResult], None]) -> RunResult:
+def emulate_job(job: Report, link: Link) -> None:
+    """The job of a rank that emulates."""
+    run_job(emulate, RunOptions(**job["options"]), job, link)
+
+
+def emulate(plan: Plan, options: RunOptions, progress: Progress, on_step: OnStep) -> RunResult:
     """Run the plan's programs as often as asked for; every rank of the process group calls this.
 
     ``on_step`` is called on every rank as steps end, with the same result.
@@ -54,20 +68,20 @@ def rehearse(plan: Plan, options: RunOptions, progress: Progress, on_step: Calla
         UsageError: ranks were started with different plans or options; the same on every rank.
         RankError: an action failed.
     """
-    rehearsal = _Rehearsal(plan, options, progress)
+    emulation = _Emulation(plan, options, progress)
     steps, timeline = [], []
     for step in range(options.num_steps):
-        iteration_ns, actions = rehearsal.step(step)
+        iteration_ns, actions = emulation.step(step)
         steps.append(StepResult(step, math.nan, iteration_ns, 0))
         if options.trace:
-            timeline.append(tuple(tuple(told) for told in rehearsal.together.everyones(actions)))
+            timeline.append(tuple(tuple(told) for told in emulation.together.everyones(actions)))
         on_step(steps[-1])
-    rehearsal.close()
+    emulation.close()
     progress.begin(Phase.DONE)
     return RunResult(tuple(steps), (), {"torch": torch.__version__}, tuple(timeline))
 
 
-class _Rehearsal:
+class _Emulation:
     """One rank: its executor, whose stages and channels only take time."""
 
     def __init__(self, plan: Plan, options: RunOptions, progress: Progress) -> None:

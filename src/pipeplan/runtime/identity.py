@@ -13,14 +13,14 @@ from pathlib import Path
 from pipeplan.errors import UsageError
 from pipeplan.runtime.data import fingerprint
 from pipeplan.runtime.model import Model
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.train_options import TrainOptions
 
 __all__ = ["identity_of", "require_identity"]
 
 _SAMPLES = 2  # some losses compare samples with each other
 
 
-def identity_of(model: Model, options: RunOptions, mini_batch: int) -> dict[str, object]:
+def identity_of(model: Model, options: TrainOptions, mini_batch: int) -> dict[str, object]:
     """All facts of a training; the same under every plan of this mini-batch.
 
     Raises:

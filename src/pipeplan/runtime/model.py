@@ -19,10 +19,24 @@ from pipeplan.errors import UsageError
 from pipeplan.model import COPIES, PLACES, SAMPLES, SHARDS, Mesh
 from pipeplan.runtime.modules import defer_weight_gradients
 from pipeplan.runtime.precision import Autocast, Pretending, called
-from pipeplan.runtime.program import Share
 from pipeplan.runtime.shards import WHOLE, Part, Shards, Slice, Split, share_of
+from pipeplan.runtime.share import Share
 
-__all__ = ["Batch", "BlockSpec", "Collective", "Model", "Output", "Rehearsed", "Texts", "outputs_of", "placed"]
+__all__ = [
+    "Batch",
+    "BlockSpec",
+    "Collective",
+    "Grain",
+    "Model",
+    "Output",
+    "Rehearsed",
+    "Texts",
+    "outputs_of",
+    "placed",
+]
+
+Grain = Literal["layer", "half", "operator"]
+"""What a block is of a model that is captured: a layer, half of one, or an operator."""
 
 Batch = Mapping[str, Tensor]
 """The named tensors of a mini-batch, each with samples in its first dimension."""

@@ -17,9 +17,10 @@ from torch import Tensor
 from pipeplan.runtime.failures import cause_of
 from pipeplan.runtime.messages import TransferError
 from pipeplan.runtime.model import placed
-from pipeplan.runtime.program import Program, Share
+from pipeplan.runtime.program import Program
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.shards import WHOLE, Shards
+from pipeplan.runtime.share import Share
 
 __all__ = ["Meeting", "Partners", "PartnersError", "groups_of"]
 

@@ -10,10 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
-from pipeplan.errors import UsageError
-from pipeplan.runtime.options import RunOptions
-
-__all__ = ["Autocast", "Pretending", "autocast_of", "called", "precise"]
+__all__ = ["Autocast", "Pretending", "called", "precise"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +60,6 @@ class Pretending:
 def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
-
-
-def autocast_of(options: RunOptions) -> Autocast | None:
-    """What ``--autocast`` asks for.
-
-    Raises:
-        UsageError: parameters are not in float32, from which alone autocast casts.
-    """
-    if options.autocast is None:
-        return None
-    if options.dtype != "float32":
-        raise UsageError(
-            f"--autocast {options.autocast} computes from float32 parameters; leave --dtype {options.dtype} out"
-        )
-    dtype: torch.dtype = getattr(torch, options.autocast)
-    return Autocast(options.device, dtype)
 
 
 def precise(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from pipeplan.model import COPIES, PLACES, SAMPLES, SHARDS, Action, Axis, Mesh, 
 from pipeplan.model.plan import Attribute
 from pipeplan.runtime.flow import Flow, Message, model_flow, planned_flow
 from pipeplan.runtime.holdings import Holdings, Numbers
+from pipeplan.runtime.share import Share
 
 __all__ = [
     "Instruction",
@@ -22,7 +23,6 @@ __all__ = [
     "Numbers",
     "OperationPart",
     "Program",
-    "Share",
     "StagePart",
     "planned_programs",
     "programs_of",
@@ -44,40 +44,6 @@ class Instruction:
     message: Message | None = None
     peer: int = -1
     held: tuple[tuple[Message, int, Numbers], ...] = ()
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Share:
-    """What a rank has of a block: all of it, or number ``index`` of as many shares as there are ``partners``.
-
-    ``partners`` are the ranks that split the block, this one among them, in the order of their shares: they stand on
-    a mesh of these ``axes``, names and sizes, where it is not split in the usual way alone. ``places`` are those that
-    have the same share and other positions of a sequence, in order, this one among them.
-    """
-
-    block: str
-    index: int = 0
-    partners: tuple[int, ...] = ()
-    axes: tuple[tuple[str, int], ...] = ()
-    places: tuple[int, ...] = ()
-
-    @property
-    def count(self) -> int:
-        """How many devices split the block."""
-        return max(1, len(self.partners))
-
-    @property
-    def mesh(self) -> Mesh:
-        """How the partners stand."""
-        return Mesh(self.axes or ((SHARDS, self.count),))
-
-    def along(self, axis: str) -> tuple[int, ...]:
-        """The partners from which this rank differs along one axis alone, in order."""
-        return tuple(self.partners[place] for place in self.mesh.axis(axis).of(self.index))
-
-    def __str__(self) -> str:
-        way = f" {self.mesh}" if self.axes else ""
-        return f"{self.block}[{self.index}/{self.count}{way}]" if self.partners else self.block
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,14 +57,14 @@ _OUTSIDE = {
     Phase.STARTING: "while starting",
     Phase.LOADING: "while building its blocks",
     Phase.CONNECTING: "while connecting to the other ranks",
-    Phase.SAMPLING: "in step {step}, before its program: making its samples",
-    Phase.REDUCING: "in step {step}, behind its program: summing gradients of parameters that others hold, too",
-    Phase.CLIPPING: "in step {step}, behind its program: adding up the norm of all gradients",
-    Phase.RESUMING: "before its first step: looking for a checkpoint to go on from",
-    Phase.SAVING: "behind step {step}: writing a checkpoint",
-    Phase.UPDATING: "in step {step}, behind its program: optimizer step",
-    Phase.REPORTING: "in step {step}, behind its program: reporting the loss",
-    Phase.DONE: "behind its last step",
+    Phase.SAMPLING: "in step {step}, before its program: drawing its samples",
+    Phase.REDUCING: "in step {step}, after its program: summing the gradients of parameters that other ranks hold too",
+    Phase.CLIPPING: "in step {step}, after its program: computing the norm of all gradients",
+    Phase.RESUMING: "before its first step: looking for a checkpoint to resume from",
+    Phase.SAVING: "after step {step}: writing a checkpoint",
+    Phase.UPDATING: "in step {step}, after its program: optimizer step",
+    Phase.REPORTING: "in step {step}, after its program: reporting the loss",
+    Phase.DONE: "after its last step",
 }
 
 

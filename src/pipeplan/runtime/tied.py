@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from pipeplan.errors import UsageError
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.partners import groups_of
-from pipeplan.runtime.program import Share
 from pipeplan.runtime.shards import Part
+from pipeplan.runtime.share import Share
 
 __all__ = ["SharedParameters", "require_equal_copies"]
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +17,7 @@ from pipeplan.model import Plan, Stage, sha256_of
 from pipeplan.runtime.checkpoint_files import CheckpointFolder
 from pipeplan.runtime.checkpoints import Checkpoints, Held
 from pipeplan.runtime.data import with_data
+from pipeplan.runtime.device import rank_device
 from pipeplan.runtime.executor import Executor
 from pipeplan.runtime.failures import lost_others
 from pipeplan.runtime.identity import identity_of
@@ -29,22 +28,29 @@ from pipeplan.runtime.messages import Channels, edges_of
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.modules import warn_if_few_can_wait
 from pipeplan.runtime.optimizing import Updater, clip_gradients
-from pipeplan.runtime.options import RunOptions, RunResult, StepResult
+from pipeplan.runtime.options import Link, OnStep, Report, RunResult, StepResult, run_job
 from pipeplan.runtime.partners import Partners
 from pipeplan.runtime.pieces import Owned
-from pipeplan.runtime.precision import Autocast, autocast_of
-from pipeplan.runtime.program import Program, Share, programs_of
+from pipeplan.runtime.precision import Autocast
+from pipeplan.runtime.program import Program, programs_of
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.rows import TensorSpec
+from pipeplan.runtime.share import Share
 from pipeplan.runtime.sizes import warn_of_other_sizes
 from pipeplan.runtime.stages import Samples, StageRunner
 from pipeplan.runtime.tied import SharedParameters, require_equal_copies
 from pipeplan.runtime.together import TimedAction, Together, extent, iteration_of, require_alike
+from pipeplan.runtime.train_options import TrainOptions
 
-__all__ = ["Trainer", "require_splittable", "train", "travelling"]
+__all__ = ["Trainer", "autocast_of", "require_splittable", "train", "train_job", "travelling"]
 
 
-def train(plan: Plan, options: RunOptions, progress: Progress, on_step: Callable[[StepResult], None]) -> RunResult:
+def train_job(job: Report, link: Link) -> None:
+    """The job of a rank that trains."""
+    run_job(train, TrainOptions(**job["options"]), job, link)
+
+
+def train(plan: Plan, options: TrainOptions, progress: Progress, on_step: OnStep) -> RunResult:
     """Train for the steps asked for; every rank of the process group calls this.
 
     ``on_step`` is called on every rank as steps end, with the same result.
@@ -61,7 +67,7 @@ def train(plan: Plan, options: RunOptions, progress: Progress, on_step: Callable
         if options.trace:
             timeline.append(tuple(tuple(told) for told in trainer.together.everyones(actions)))
         on_step(result)
-        if options.saves_behind(step) and result.finite:  # what is lost must not push good checkpoints out
+        if options.saves_after(step) and result.finite:  # what is lost must not push good checkpoints out
             trainer.save()
     peaks = trainer.together.everyones(trainer.peak_memory_bytes())
     trainer.close()
@@ -69,7 +75,7 @@ def train(plan: Plan, options: RunOptions, progress: Progress, on_step: Callable
     return RunResult(tuple(steps), tuple(peaks), _versions(options), tuple(timeline))
 
 
-def model_of(options: RunOptions) -> Model:
+def model_of(options: TrainOptions) -> Model:
     """The model to train. Raises UsageError where it has no loss."""
     model = load_model(options.model, sequence=options.sequence, grain=options.grain, seed=options.seed)
     model = with_data(model, options.data)
@@ -97,14 +103,14 @@ class Trainer:
         RankError: connecting failed.
     """
 
-    def __init__(self, plan: Plan, model: Model, options: RunOptions, progress: Progress) -> None:
+    def __init__(self, plan: Plan, model: Model, options: TrainOptions, progress: Progress) -> None:
         progress.begin(Phase.LOADING)
         self.rank, self.model, self.options, self.progress = progress.rank, model, options, progress
         programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
         require_splittable(plan, model)
         functions = functions_of(plan, options.instructions)
         self.program = programs[self.rank]
-        self.device = rank_device(options)
+        self.device = rank_device(options.device, options.transport, options.num_threads)
         dtype: torch.dtype = getattr(torch, options.dtype)
         self.autocast = autocast_of(options)
         specs = travelling(self.program, model, dtype, self.autocast)
@@ -308,24 +314,6 @@ class Trainer:
         return StepResult(step, sum(entry[0] for entry in told), iteration_ns, max(updates), norm)
 
 
-def rank_device(options: RunOptions) -> torch.device:
-    """The rank's device; on CUDA ranks of a machine take its devices in turn."""
-    if options.num_threads:
-        torch.set_num_threads(options.num_threads)
-    if options.device == "cpu":
-        if options.transport == "nccl":
-            raise UsageError("--backend nccl carries CUDA tensors; give --device cuda, or --backend gloo")
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds no CUDA device here; give --device cpu")
-    count, rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-    if options.transport == "nccl" and int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) > count:
-        raise UsageError(f"NCCL needs a CUDA device per rank, and there are {count}; give --backend gloo to share them")
-    device = torch.device("cuda", rank % count)
-    torch.cuda.set_device(device)
-    return device
-
-
 def travelling(
     program: Program, model: Model, dtype: torch.dtype, autocast: Autocast | None = None
 ) -> dict[str, TensorSpec]:
@@ -340,6 +328,22 @@ def travelling(
     return {
         name: TensorSpec.between(name, once[name][0], twice[name][0], size, once[name][1]) for name in sorted(names)
     }
+
+
+def autocast_of(options: TrainOptions) -> Autocast | None:
+    """What ``--autocast`` asks for.
+
+    Raises:
+        UsageError: parameters are not in float32, from which alone autocast casts.
+    """
+    if options.autocast is None:
+        return None
+    if options.dtype != "float32":
+        raise UsageError(
+            f"--autocast {options.autocast} computes from float32 parameters; leave --dtype {options.dtype} out"
+        )
+    dtype: torch.dtype = getattr(torch, options.autocast)
+    return Autocast(options.device, dtype)
 
 
 def require_splittable(plan: Plan, model: Model) -> None:
@@ -372,7 +376,7 @@ def _remedy(stage: Stage) -> str:
 
 
 def _require_agreement(
-    rank: int, plan: Plan, model: Model, options: RunOptions, program: Program, specs: dict[str, TensorSpec]
+    rank: int, plan: Plan, model: Model, options: TrainOptions, program: Program, specs: dict[str, TensorSpec]
 ) -> None:
     """Refuse to start where ranks run different things; the same error on every rank.
 
@@ -401,7 +405,7 @@ def _require_agreement(
                 )
 
 
-def _versions(options: RunOptions) -> dict[str, str]:
+def _versions(options: TrainOptions) -> dict[str, str]:
     found = {"pipeplan": __version__, "torch": torch.__version__, "python": platform.python_version()}
     if options.device == "cuda":
         found["device"] = torch.cuda.get_device_name()
