@@ -174,7 +174,7 @@ TOLD = {
     "seed": "step-00000002 was trained with --seed 3, and this run is with --seed 4; resume with the same",
     "optimizer": "--optimizer adamw, and this run is with --optimizer sgd",
     "dtype": "--dtype float64, and this run is with --dtype float32",
-    "steps": "--steps 2: .* has 2 steps behind it, which --steps counts, too; give more",
+    "steps": "--steps 2: .* holds 2 steps, and --steps is the total; give more",
     "lr-steps": "--lr-steps 5, and this run is with --lr-steps 8",
     "model": "--model gpt2-tiny, and this run is with --model chain",
     "mini-batch": "--mini-batch 12, and this run is with --mini-batch 10",
@@ -235,7 +235,7 @@ def test_a_rank_killed_while_writing_leaves_the_last_one(folder: Path) -> None:
     plan, where = model_plan(load_model(TINY), [0, 1, 2, 3]), CheckpointFolder(str(folder / "killed"))
     base = replace(TRAINING, num_steps=NUM_STEPS, checkpoint=str(where.path))
     again = replace(base, resume=True)
-    with pytest.raises(ExecutionError, match=r"^rank 1 was killed \(SIGKILL\) behind step 3: writing a checkpoint"):
+    with pytest.raises(ExecutionError, match=r"^rank 1 was killed \(SIGKILL\) after step 3: writing a checkpoint"):
         told({"killed": [(plan, base, 2), (plan, again, 4)]}, dies=True)
     assert where.whole() == [2]
     assert where.part(4).exists(), "it was at it"

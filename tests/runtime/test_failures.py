@@ -164,7 +164,7 @@ def test_positions_in_words(board: Board) -> None:
     board.write(2, Phase.WAITING, 5, 0, 1)
     assert board.read(2).describe(PROGRAMS[2]) == "in 2RECV_F0 (step 5, program counter 0 of 2)"
     board.write(2, Phase.UPDATING, 5, -1, -1)
-    assert board.read(2).describe(PROGRAMS[2]) == "in step 5, behind its program: optimizer step"
+    assert board.read(2).describe(PROGRAMS[2]) == "in step 5, after its program: optimizer step"
 
 
 def test_the_culprit_is_whom_the_chain_of_waits_ends_at(board: Board) -> None:
@@ -204,7 +204,7 @@ def test_a_stopped_process_is_the_culprit_wherever_it_stands(board: Board) -> No
     assert board.gone == [2]
     lost = Failure(0, Cause.LOST, "rank 0 lost the others")
     assert str(verdict([lost], {}, board, PROGRAMS, SECOND)) == (
-        "rank 0 lost the others; rank 2 was last in step 0, behind its program: reporting the loss"
+        "rank 0 lost the others; rank 2 was last in step 0, after its program: reporting the loss"
     )
 
 

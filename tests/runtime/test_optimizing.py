@@ -17,6 +17,7 @@ from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.optimizing import Updater, factor_at
 from pipeplan.runtime.precision import Autocast
 from pipeplan.runtime.program import StagePart
+from pipeplan.runtime.shapes import output_shapes
 from pipeplan.runtime.stages import Samples, StageRunner
 from pipeplan.runtime.train_options import TrainOptions
 from pipeplan.runtime.training import autocast_of
@@ -121,7 +122,7 @@ def test_what_autocast_makes_is_as_rehearsed(name: str, recompute: bool) -> None
     """Stages run one block each; gradients come in the format of what was sent, those of parameters in float32."""
     model = runtime_models.branches() if name == "branches" else load_model(name)
     autocast = Autocast("cpu", torch.bfloat16)
-    specs = model.output_specs(2, torch.float32, autocast)
+    specs = output_shapes(model, 2, torch.float32, autocast)
     assert set(specs) == {block.id for block in model.blocks}
     batch = model.mini_batch(2, 0, 0)
     values: dict[str, torch.Tensor] = {}

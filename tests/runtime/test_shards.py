@@ -16,8 +16,9 @@ from pipeplan.errors import UsageError
 from pipeplan.model import Mesh
 from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.modules import WeightGradQueue, defer_weight_gradients
-from pipeplan.runtime.shards import Cut, Part, RowLinear, Shards, Slice, Split, WordEmbedding, cross_entropy, share_of
+from pipeplan.runtime.shards import Cut, Part, Shards, Slice, Split, share_of
 from pipeplan.runtime.share import Share
+from pipeplan.runtime.split_layers import RowLinear, WordEmbedding, cross_entropy
 
 WORDS, WIDTH = 11, 6
 

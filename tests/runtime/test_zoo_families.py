@@ -21,8 +21,9 @@ from pipeplan.model import PlacedStage
 from pipeplan.planner import Batch, Options, search_plan
 from pipeplan.runtime.estimator import estimate_model
 from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.model import Model, Rehearsed
+from pipeplan.runtime.model import Model
 from pipeplan.runtime.program import programs_of
+from pipeplan.runtime.shapes import ShapedBlock, output_shapes, shaped_blocks
 from pipeplan.runtime.shards import Shards
 from pipeplan.runtime.share import Share
 from pipeplan.runtime.train_options import TrainOptions
@@ -67,7 +68,7 @@ def test_graphs_and_parameters_are_those_of_the_examples(name: str) -> None:
 @pytest.mark.parametrize("name", ["tessel-mt5-1.8b", "tessel-flava", "mmt", "dlrm"])
 def test_tensors_between_blocks_are_those_of_the_examples(name: str) -> None:
     profile, model = paper_model(name, microbatch_sizes=(1,)), load_model(name)
-    specs = model.output_specs(1)
+    specs = output_shapes(model, 1)
     for edge in profile.edges:
         assert math.prod(specs[edge.source][0]) * WIDTH == edge.bytes_per_sample, edge.source
 
@@ -219,13 +220,15 @@ def _plain(key: str) -> str:
 @pytest.mark.parametrize("name", ["tessel-gpt-tiny", "tessel-mt5-tiny", "tessel-flava-tiny", "dlrm-tiny", "mmt-tiny"])
 def test_blocks_split_over_devices_compute_the_same(name: str, count: int) -> None:
     model = load_model(name)
-    steps = [step for step in model.rehearse(3, torch.float64) if not step.spec.dimensions.get("heads", count) % count]
+    steps = [
+        step for step in shaped_blocks(model, 3, torch.float64) if not step.spec.dimensions.get("heads", count) % count
+    ]
     assert len(steps) > len(model.blocks) / 3
     for step in steps:
         require_equal_shares(model, step, count)
 
 
-def require_equal_shares(model: Model, step: Rehearsed, count: int) -> None:
+def require_equal_shares(model: Model, step: ShapedBlock, count: int) -> None:
     """Outputs and the gradients of all inputs and parameters, which are put together from the shares."""
     batch = model.mini_batch(3, 0, 0, dtype=torch.float64)
     inputs = [torch.randn(tensor.shape, dtype=torch.float64) for tensor in step.inputs]

@@ -35,6 +35,7 @@ from pipeplan.runtime.precision import Autocast
 from pipeplan.runtime.program import Program, programs_of
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.rows import TensorSpec
+from pipeplan.runtime.shapes import output_shapes
 from pipeplan.runtime.share import Share
 from pipeplan.runtime.sizes import warn_of_other_sizes
 from pipeplan.runtime.stages import Samples, StageRunner
@@ -176,13 +177,13 @@ class Trainer:
         done = self.checkpoints.begin(self.options.resume)
         if done >= self.options.num_steps:
             raise UsageError(
-                f"--steps {self.options.num_steps}: {self.options.checkpoint} has {done} steps behind it, which "
-                f"--steps counts, too; give more"
+                f"--steps {self.options.num_steps}: {self.options.checkpoint} holds {done} steps, and --steps is the "
+                "total; give more"
             )
         return done
 
     def save(self) -> None:
-        """Write a checkpoint behind the last step. Collective. Raises RankError."""
+        """Write a checkpoint after the last step. Collective. Raises RankError."""
         assert self.checkpoints is not None, "options name a folder"
         self.checkpoints.save(self.progress.step + 1)
 
@@ -324,7 +325,7 @@ def travelling(
     """
     names = {name for names in program.tensors.values() for name in names}
     size = program.microbatch_size
-    once, twice = (model.output_specs(samples, dtype, autocast) for samples in (size, 2 * size))
+    once, twice = (output_shapes(model, samples, dtype, autocast) for samples in (size, 2 * size))
     return {
         name: TensorSpec.between(name, once[name][0], twice[name][0], size, once[name][1]) for name in sorted(names)
     }
