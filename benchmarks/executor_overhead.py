@@ -43,9 +43,9 @@ from pipeplan.runtime.executor import Executor
 from pipeplan.runtime.launch import watch_local
 from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.options import Link
-from pipeplan.runtime.program import Instruction, Numbers, StagePart, programs_of
+from pipeplan.runtime.program import ProgramStep, programs_of
 from pipeplan.runtime.progress import Board, Phase, Progress
-from pipeplan.runtime.rows import TensorSpec
+from pipeplan.runtime.rows import Produced, Received, TensorSpec
 from pipeplan.runtime.stages import Samples
 from pipeplan.runtime.start import main as be_rank
 from pipeplan.runtime.train_options import TrainOptions
@@ -222,20 +222,13 @@ class Watch(Progress):
 class NoStage:
     """A stage that computes nothing: what it makes was made before."""
 
-    def __init__(self, part: StagePart, specs: Mapping[str, TensorSpec]) -> None:
-        self.part, self.idle = part, True
+    def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
+        self.idle = True
         self.tensors = {name: torch.zeros(spec.of(1), dtype=spec.dtype) for name, spec in specs.items()}
 
-    def forward(self, own: Numbers, received: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
-        """The tensors."""
-        return self.tensors
-
-    def backward(self, microbatch: int, gradients: Mapping[Numbers, Any]) -> dict[Numbers, dict[str, Tensor]]:
-        """The tensors again."""
-        return dict.fromkeys(gradients, self.tensors)
-
-    def weight_gradients(self, microbatch: int) -> None:
-        """Nothing waits."""
+    def run(self, step: ProgramStep, inputs: Received, samples: Samples) -> Produced:
+        """The tensors, whatever the action."""
+        return dict.fromkeys(step.samples, self.tensors)
 
 
 class NoTransport:
@@ -247,15 +240,15 @@ class NoTransport:
             for message, names in program.tensors.items()
         }
 
-    def send(self, instruction: Instruction, tensors: Sequence[Tensor], made: object) -> None:
+    def send(self, step: ProgramStep, tensors: Sequence[Tensor], made: object) -> None:
         """Forget them."""
 
-    def receive(self, instruction: Instruction) -> None:
+    def receive(self, step: ProgramStep) -> None:
         """It is here."""
 
-    def take(self, instruction: Instruction) -> list[Tensor]:
+    def take(self, step: ProgramStep) -> list[Tensor]:
         """What was made before."""
-        return self.tensors[instruction.message]
+        return self.tensors[step.message]
 
     def moment(self) -> None:
         """No streams here."""
@@ -273,7 +266,7 @@ def per_action(plan: Plan, job: Mapping[str, Any], link: Link) -> dict[str, dict
     trainer = Trainer(plan, model, TrainOptions("chain", num_threads=1, timeout_ns=TIMEOUT_NS), link.progress)
     batch = model.mini_batch(plan.mini_batch, 0, 0)
     samples = Samples(batch, model.predictions(batch))
-    none: Any = {index: NoStage(part, specs) for index, part in program.stages.items()}
+    none: Any = dict.fromkeys(program.stages, NoStage(specs))
     nobody: Any = NoTransport(program, specs)
     kept = trainer.executor.channels
     found = {}
@@ -293,16 +286,15 @@ def per_action(plan: Plan, job: Mapping[str, Any], link: Link) -> dict[str, dict
 
 def timed_actions(executor: Executor, watch: Watch, samples: Samples, steps: int) -> dict[str, list[int]]:
     """[kind] from the beginning of an action to the next one's, of all but the last of each step."""
-    instructions = executor.program.instructions
     times: dict[str, list[int]] = defaultdict(list)
     for _ in range(steps):
         dist.barrier()
         watch.begun.clear()
         executor.run(samples)
-        for instruction in instructions[:-1]:
-            kind = instruction.action.kind.partition("_")[0]
+        for step in executor.program.steps[:-1]:
+            kind = step.action.kind.partition("_")[0]
             begun = watch.begun
-            times[kind].append(begun[instruction.counter + 1] - begun[instruction.counter])
+            times[kind].append(begun[step.counter + 1] - begun[step.counter])
     return times
 
 

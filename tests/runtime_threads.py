@@ -24,7 +24,7 @@ from pipeplan.runtime.layouts import Layouts
 from pipeplan.runtime.messages import TransferError
 from pipeplan.runtime.model import Model, placed
 from pipeplan.runtime.modules import WeightGradQueue
-from pipeplan.runtime.program import Instruction, Program, programs_of
+from pipeplan.runtime.program import Program, ProgramStep, programs_of
 from pipeplan.runtime.progress import Board, Progress
 from pipeplan.runtime.rows import TensorSpec
 from pipeplan.runtime.shards import Shards
@@ -60,28 +60,28 @@ class MailChannels:
         self._posted: dict[int, int] = defaultdict(int)
         self._place: dict[int, int] = {}
 
-    def send(self, instruction: Instruction, tensors: Sequence[Tensor], made: object) -> None:
+    def send(self, step: ProgramStep, tensors: Sequence[Tensor], made: object) -> None:
         """Put into the mail; whoever waits may look."""
         assert made is None
         assert all(tensor.is_contiguous() for tensor in tensors)
-        self._mail.sent[self._program.rank, instruction.peer].append((_label(instruction), tensors))
+        self._mail.sent[self._program.rank, step.peer].append((_label(step), tensors))
         self._mail.turn.notify_all()
 
-    def receive(self, instruction: Instruction) -> None:
+    def receive(self, step: ProgramStep) -> None:
         """Know which of the peer's messages it is."""
-        self._place[instruction.counter] = self._posted[instruction.peer]
-        self._posted[instruction.peer] += 1
+        self._place[step.counter] = self._posted[step.peer]
+        self._posted[step.peer] += 1
 
-    def take(self, instruction: Instruction) -> list[Tensor]:
+    def take(self, step: ProgramStep) -> list[Tensor]:
         """Wait, and let others run; what comes must be what the program means, in shape, too."""
-        sent, place = self._mail.sent[instruction.peer, self._program.rank], self._place.pop(instruction.counter)
+        sent, place = self._mail.sent[step.peer, self._program.rank], self._place.pop(step.counter)
         self._mail.turn.wait_for(lambda: len(sent) > place or self._mail.failure, PATIENCE_S)
         if len(sent) <= place:
-            raise TransferError(Cause.TIMEOUT, instruction.peer, "nothing came")
+            raise TransferError(Cause.TIMEOUT, step.peer, "nothing came")
         label, tensors = sent[place]
-        assert label == _label(instruction)
-        names = self._program.tensors[instruction.message]
-        expected = [self._specs[name].of(len(instruction.samples[0])) for name in names]
+        assert label == _label(step)
+        names = self._program.tensors[step.message]
+        expected = [self._specs[name].of(len(step.samples[0])) for name in names]
         assert [tuple(tensor.shape) for tensor in tensors] == expected
         return list(tensors)
 
@@ -94,10 +94,10 @@ class MailChannels:
         return []
 
 
-def _label(instruction: Instruction) -> str:
+def _label(step: ProgramStep) -> str:
     """What both ends call a message."""
-    action = instruction.action
-    return f"{instruction.message} {action.microbatch} {action.part} {instruction.samples}"
+    action = step.action
+    return f"{step.message} {action.microbatch} {action.part} {step.samples}"
 
 
 @dataclass(frozen=True)
@@ -213,14 +213,14 @@ class _Rank:
         with self._mail.turn:
             try:
                 counters = [counter for counter, _, _ in self._executor.run(samples)]
-                assert sorted(counters) == list(range(len(self._executor.program.instructions)))
+                assert sorted(counters) == list(range(len(self._executor.program.steps)))
             except BaseException as error:
                 self._mail.failure = self._mail.failure or error
                 self._mail.turn.notify_all()
 
     def loss(self) -> float:
         """This rank's part of the loss."""
-        losses = [stage.take_loss() for stage in self._executor.stages.values()]
+        losses = [stage.take_loss() for stage in self._executor.runners.values()]
         return sum(float(loss) for loss in losses if loss is not None)
 
 

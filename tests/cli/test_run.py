@@ -168,7 +168,7 @@ def local(tiny: str) -> tuple[dict[str, Any], str, Path]:
 def started(launcher: list[str], model: str, path: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*launcher, "run", path, "--model", model, *arguments],
-        env={**os.environ, "PYTHONPATH": TESTS},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         timeout=120,

@@ -251,7 +251,7 @@ def test_no_checkpoint_behind_numbers_that_are_not_finite(monkeypatch: pytest.Mo
     trainer, progress = MagicMock(), MagicMock()
     trainer.resume.return_value = 0
     trainer.step.side_effect = [(step, []) for step in steps]
-    trainer.together.everyones.return_value = [1]
+    trainer.all_ranks.gather.return_value = [1]
     monkeypatch.setattr(training, "Trainer", lambda *_: trainer)
     shown = MagicMock()
     options = TrainOptions("gpt2-tiny", num_steps=3, checkpoint="saved", checkpoint_every=1)

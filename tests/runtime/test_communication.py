@@ -34,7 +34,7 @@ RANK = (sys.executable, link_rank.__file__)
 
 @pytest.fixture(autouse=True)
 def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("PYTHONPATH", str(Path(link_rank.__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(link_rank.__file__).parent), prepend=os.pathsep)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     yield
     assert children() == [], "processes are left over"

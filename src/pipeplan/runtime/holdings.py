@@ -9,13 +9,13 @@ from pipeplan.model.plan import slots_of
 from pipeplan.model.samples import replica_samples
 from pipeplan.runtime.flow import Message
 
-__all__ = ["Holdings", "Numbers"]
+__all__ = ["Numbers", "SampleOwnership"]
 
 Numbers = tuple[int, ...]
 """Samples of the mini-batch by number, ascending: row i of a tensor is that of the i-th."""
 
 
-class Holdings:
+class SampleOwnership:
     """Which samples each rank of a plan works on, has, and sends."""
 
     def __init__(self, plan: Plan) -> None:

@@ -70,15 +70,15 @@ class Shards:
 
     def shared(self, whole: Tensor) -> Tensor:
         """A whole tensor on its way into split work: its gradient is the sum of what the devices find."""
-        return whole if self.count == 1 else _shared(whole, self._together)
+        return whole if self.count == 1 else _shared(whole, self._collectives)
 
     def summed(self, part: Tensor) -> Tensor:
         """The sum of the devices' parts, whole on each of them."""
-        return part if self.count == 1 else _summed(part, self._together)
+        return part if self.count == 1 else _summed(part, self._collectives)
 
     def gathered(self, share: Tensor, dimension: int = -1) -> Tensor:
         """The devices' slices side by side, whole on each of them; all are of one size."""
-        return share if self.count == 1 else _gathered(share, self._together, self.index, dimension)
+        return share if self.count == 1 else _gathered(share, self._collectives, self.index, dimension)
 
     def sliced(self, whole: Tensor, dimension: int = -1) -> Tensor:
         """This device's slice of what is whole on each; all are of one size. Gradients of slices make up the whole's.
@@ -89,7 +89,7 @@ class Shards:
         if self.count == 1:
             return whole
         self._require_cut(whole, dimension)
-        return _sliced(whole, self._together, self.count, self.index, dimension)
+        return _sliced(whole, self._collectives, self.count, self.index, dimension)
 
     def exchanged(self, share: Tensor, taken: int, given: int) -> Tensor:
         """A slice along dimension ``given`` becomes one along ``taken``: what gathering and slicing would make.
@@ -98,7 +98,7 @@ class Shards:
             UsageError: as :meth:`sliced`.
         """
         self._require_cut(share, taken)
-        return _exchanged(share, self._together, self.count, taken, given)
+        return _exchanged(share, self._collectives, self.count, taken, given)
 
     def _require_cut(self, whole: Tensor, dimension: int) -> None:
         if whole.shape[dimension] % self.count:
@@ -107,7 +107,7 @@ class Shards:
             )
 
     @property
-    def _together(self) -> Collectives:
+    def _collectives(self) -> Collectives:
         return self.collectives or _Alone(self.count)
 
 
@@ -159,20 +159,20 @@ def share_of(whole: nn.Module, made: nn.Module, part_of: Callable[[str], Part]) 
 
 class _Shared(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, together: Collectives) -> Tensor:
-        ctx.together = together
+    def forward(ctx: Any, whole: Tensor, collectives: Collectives) -> Tensor:
+        ctx.collectives = collectives
         return whole.view_as(whole)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        together: Collectives = ctx.together
-        return together.sum(gradients[0]), None
+        collectives: Collectives = ctx.collectives
+        return collectives.sum(gradients[0]), None
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, together: Collectives) -> Tensor:
-        return together.sum(part)
+    def forward(ctx: Any, part: Tensor, collectives: Collectives) -> Tensor:
+        return collectives.sum(part)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -181,9 +181,9 @@ class _Summed(torch.autograd.Function):
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, share: Tensor, together: Collectives, index: int, dimension: int) -> Tensor:
+    def forward(ctx: Any, share: Tensor, collectives: Collectives, index: int, dimension: int) -> Tensor:
         ctx.place = dimension, index * share.shape[dimension], share.shape[dimension]
-        return torch.cat(together.gather(share), dimension)
+        return torch.cat(collectives.gather(share), dimension)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -192,27 +192,27 @@ class _Gathered(torch.autograd.Function):
 
 class _Sliced(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, together: Collectives, count: int, index: int, dimension: int) -> Tensor:
-        ctx.together, ctx.dimension = together, dimension
+    def forward(ctx: Any, whole: Tensor, collectives: Collectives, count: int, index: int, dimension: int) -> Tensor:
+        ctx.collectives, ctx.dimension = collectives, dimension
         size = whole.shape[dimension] // count
         return whole.narrow(dimension, index * size, size)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        together: Collectives = ctx.together
-        return torch.cat(together.gather(gradients[0]), ctx.dimension), None, None, None, None
+        collectives: Collectives = ctx.collectives
+        return torch.cat(collectives.gather(gradients[0]), ctx.dimension), None, None, None, None
 
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, share: Tensor, together: Collectives, count: int, taken: int, given: int) -> Tensor:
-        ctx.place = together, count, taken, given
-        return torch.cat(together.exchange(share.chunk(count, taken)), given)
+    def forward(ctx: Any, share: Tensor, collectives: Collectives, count: int, taken: int, given: int) -> Tensor:
+        ctx.place = collectives, count, taken, given
+        return torch.cat(collectives.exchange(share.chunk(count, taken)), given)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        together, count, taken, given = ctx.place
-        return torch.cat(together.exchange(gradients[0].chunk(count, given)), taken), None, None, None, None
+        collectives, count, taken, given = ctx.place
+        return torch.cat(collectives.exchange(gradients[0].chunk(count, given)), taken), None, None, None, None
 
 
 _shared: Callable[..., Tensor] = _Shared.apply

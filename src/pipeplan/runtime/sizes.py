@@ -83,11 +83,11 @@ def _messages(
     """Outputs that go from stage to stage, with the samples of their longest message and its bytes, as above."""
     longest: dict[tuple[Message, int, int], int] = {}
     for program in programs:
-        for instruction in program.instructions:
-            action, message = instruction.action, instruction.message
+        for step in program.steps:
+            action, message = step.action, step.message
             if message is not None and action.kind == "SEND_F" and action.part is None:
-                ends = (message, program.rank, instruction.peer)
-                longest[ends] = max(longest.get(ends, 0), len(instruction.samples[0]))
+                ends = (message, program.rank, step.peer)
+                longest[ends] = max(longest.get(ends, 0), len(step.samples[0]))
     for dependency in plan.dependencies:
         message = Message.of(dependency)
         for hop in dependency.hops:

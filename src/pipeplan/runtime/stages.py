@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +23,10 @@ from pipeplan.runtime.messages import TransferError
 from pipeplan.runtime.model import BlockSpec
 from pipeplan.runtime.modules import WeightGradQueue, warn_if_nothing_waits
 from pipeplan.runtime.precision import Autocast, precise
-from pipeplan.runtime.program import Numbers, StagePart
+from pipeplan.runtime.program import Numbers, ProgramStep, StagePart
+from pipeplan.runtime.rows import Produced, Received
 
-__all__ = ["Runner", "Samples", "StageError", "StageRunner"]
+__all__ = ["Samples", "StageError", "StageRunner"]
 
 
 _ANYWHERE = torch.empty(0)  # where a block is that takes nothing and has no parameters
@@ -65,27 +65,6 @@ class Samples:
         if samples[-1] - samples[0] + 1 == len(samples):
             return self.tensors[name][samples[0] : samples[-1] + 1]
         return self.tensors[name][list(samples)]
-
-
-class Runner(Protocol):
-    """What an executor asks of a stage; :class:`StageRunner` says what each of these does."""
-
-    part: StagePart
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing waits for an action that has still to come."""
-
-    def forward(self, own: Numbers, received: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
-        """F."""
-
-    def backward(
-        self, microbatch: int, gradients: Mapping[Numbers, Sequence[tuple[str, Tensor]]]
-    ) -> dict[Numbers, dict[str, Tensor]]:
-        """B, or I where the stage's backward is split."""
-
-    def weight_gradients(self, microbatch: int) -> None:
-        """W."""
 
 
 @dataclass(slots=True)
@@ -156,6 +135,17 @@ class StageRunner:
     _held: dict[Numbers, _Held] = field(default_factory=dict)
     _queues: dict[int, WeightGradQueue] = field(default_factory=dict)
 
+    def run(self, step: ProgramStep, inputs: Received, samples: Samples) -> Produced:
+        """Run F, B, I or W; what each takes and gives is as below."""
+        if step.action.kind == "F":
+            (own,) = step.samples
+            received = dict(itertools.chain.from_iterable(inputs.values()))
+            return {own: self.forward(own, received, samples)}
+        if step.action.kind == "W":
+            self.weight_gradients(step.action.microbatch)
+            return {}
+        return self.backward(step.action.microbatch, {own: inputs.get(own, ()) for own in step.samples})
+
     def forward(self, own: Numbers, received: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
         """Run the blocks on this rank's samples of a micro-batch or part; what leaves is returned detached, by block.
 
@@ -179,15 +169,12 @@ class StageRunner:
         self._held[own] = _Held(leaves, ends, loss)
         return {name: tensor.detach() for name, tensor in outputs.items()}
 
-    def backward(
-        self, microbatch: int, gradients: Mapping[Numbers, Sequence[tuple[str, Tensor]]]
-    ) -> dict[Numbers, dict[str, Tensor]]:
+    def backward(self, microbatch: int, gradients: Received) -> Produced:
         """Gradients of what each forward received, by block; those of parameters add up, or wait for W where split.
 
         Args:
             microbatch: its forwards have run, and what they held is let go of.
-            gradients: of the outputs of each of the forwards, known by its samples; by block, of which one whose
-                output goes to several stages has several.
+            gradients: of the outputs of each of the forwards, known by its samples.
 
         Raises:
             StageError: autograd raised something.

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.model import Model
-from pipeplan.runtime.partners import groups_of
+from pipeplan.runtime.partners import Ranks, groups_of
 from pipeplan.runtime.shards import Part
 from pipeplan.runtime.share import Share
 
@@ -36,8 +36,6 @@ Holder = tuple[str, str]
 
 Copy = tuple[str, str]
 """A parameter as ``block.name``, and what is the same of all its copies."""
-
-Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

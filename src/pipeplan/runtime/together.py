@@ -1,4 +1,4 @@
-"""All ranks of a run: one clock, mini-batches that begin together, and what the ranks tell each other."""
+"""All ranks of a run: one clock, mini-batches that begin together, and values that the ranks exchange."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeplan.runtime.executor import Span
 from pipeplan.runtime.failures import lost_others
 from pipeplan.runtime.progress import Phase, Progress
 
-__all__ = ["Beginning", "TimedAction", "Together", "extent", "iteration_of", "require_alike"]
+__all__ = ["AllRanks", "Beginning", "TimedAction", "extent", "iteration_of", "require_alike"]
 
 TimedAction = tuple[int, int, int]
 """Program counter, start and end in ns from the step's beginning."""
@@ -30,10 +30,10 @@ class Beginning:
     anchor: tuple[Mark, int]
 
 
-class Together:
+class AllRanks:
     """One rank's connection with all others, beside the messages of its program.
 
-    Construction is collective, and so are ``everyones``, ``sum`` and ``begin``.
+    Construction is collective, and so are ``gather``, ``sum`` and ``begin``.
 
     Args:
         device: what computes; its clock takes the times.
@@ -50,12 +50,12 @@ class Together:
             self._group = dist.new_group(timeout=timeout, backend="gloo")
             self.clock = Clock(device, offset_ns(progress.rank, dist.get_world_size()))
 
-    def everyones(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """What all ranks pass to this call, by rank."""
-        told: list[Any] = [None] * dist.get_world_size()
+        found: list[Any] = [None] * dist.get_world_size()
         with lost_others(self._progress):
-            dist.all_gather_object(told, value, group=self._group)
-        return told
+            dist.all_gather_object(found, value, group=self._group)
+        return found
 
     def sum(self, number: float) -> float:
         """The sum of what all ranks pass to this call, the same on each."""
@@ -85,7 +85,7 @@ class Together:
         return self.clock.anchor()[1] - self.clock.offset_ns - since.at_ns
 
     def at(self, mark: Mark, since: Beginning) -> int:
-        """When a mark was passed, once everything before it has ended (behind :meth:`resolve`)."""
+        """When a mark was passed, once everything before it has ended (after :meth:`resolve`)."""
         return self.clock.resolve(mark, since.anchor) - since.at_ns
 
     def close(self) -> None:
@@ -106,14 +106,14 @@ def iteration_of(extents: Iterable[tuple[int, int] | None]) -> int:
     return max(last for _, last in found) - min(first for first, _ in found)
 
 
-def require_alike(told: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse ranks that were started with different things; ``told`` [rank] is what each was started with.
+def require_alike(started: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse ranks that were started with different things; ``started`` [rank] is with what each was.
 
     Raises:
         UsageError: two differ; the same error on every rank.
     """
-    for other, said in enumerate(told):
-        for key, value in told[0].items():
+    for other, said in enumerate(started):
+        for key, value in started[0].items():
             if said[key] != value:
                 raise UsageError(
                     f"rank {other} was started with {key} {said[key]!r}, rank 0 with {value!r}; start all ranks alike"

@@ -21,7 +21,8 @@ from pipeplan.runtime.device import rank_device
 from pipeplan.runtime.executor import Executor
 from pipeplan.runtime.failures import lost_others
 from pipeplan.runtime.identity import identity_of
-from pipeplan.runtime.instructions import FunctionRunner, functions_of
+from pipeplan.runtime.importing import imported_module
+from pipeplan.runtime.instructions import CustomOpRunner, custom_ops_of
 from pipeplan.runtime.layouts import Layouts
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.messages import Channels, edges_of
@@ -29,7 +30,7 @@ from pipeplan.runtime.model import Model
 from pipeplan.runtime.modules import warn_if_few_can_wait
 from pipeplan.runtime.optimizing import Updater, clip_gradients
 from pipeplan.runtime.options import Link, OnStep, Report, RunResult, StepResult, run_job
-from pipeplan.runtime.partners import Partners
+from pipeplan.runtime.partners import ProcessGroups
 from pipeplan.runtime.pieces import Owned
 from pipeplan.runtime.precision import Autocast
 from pipeplan.runtime.program import Program, programs_of
@@ -40,7 +41,7 @@ from pipeplan.runtime.share import Share
 from pipeplan.runtime.sizes import warn_of_other_sizes
 from pipeplan.runtime.stages import Samples, StageRunner
 from pipeplan.runtime.tied import SharedParameters, require_equal_copies
-from pipeplan.runtime.together import TimedAction, Together, extent, iteration_of, require_alike
+from pipeplan.runtime.together import AllRanks, TimedAction, extent, iteration_of, require_alike
 from pipeplan.runtime.train_options import TrainOptions
 
 __all__ = ["Trainer", "autocast_of", "require_splittable", "train", "train_job", "travelling"]
@@ -66,11 +67,11 @@ def train(plan: Plan, options: TrainOptions, progress: Progress, on_step: OnStep
         result, actions = trainer.step(step)
         steps.append(result)
         if options.trace:
-            timeline.append(tuple(tuple(told) for told in trainer.together.everyones(actions)))
+            timeline.append(tuple(tuple(told) for told in trainer.all_ranks.gather(actions)))
         on_step(result)
         if options.saves_after(step) and result.finite:  # what is lost must not push good checkpoints out
             trainer.save()
-    peaks = trainer.together.everyones(trainer.peak_memory_bytes())
+    peaks = trainer.all_ranks.gather(trainer.peak_memory_bytes())
     trainer.close()
     progress.begin(Phase.DONE)
     return RunResult(tuple(steps), tuple(peaks), _versions(options), tuple(timeline))
@@ -109,33 +110,42 @@ class Trainer:
         self.rank, self.model, self.options, self.progress = progress.rank, model, options, progress
         programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
         require_splittable(plan, model)
-        functions = functions_of(plan, options.instructions)
+        if options.instructions is not None:
+            imported_module(options.instructions, "--instructions")
+        custom_ops = custom_ops_of(plan)
         self.program = programs[self.rank]
         self.device = rank_device(options.device, options.transport, options.num_threads)
         dtype: torch.dtype = getattr(torch, options.dtype)
         self.autocast = autocast_of(options)
         specs = travelling(self.program, model, dtype, self.autocast)
-        self.partners = Partners(self.program, progress)
+        self.groups = ProcessGroups(self.program, progress)
         self.modules = self._build(dtype)
-        self.meetings = [self.partners.meeting(part.devices) for part in self.program.operations.values()]
         progress.begin(Phase.CONNECTING)
         timeout = timedelta(seconds=options.timeout_ns / 1e9)
         with lost_others(self.progress):
             _require_agreement(self.rank, plan, model, options, self.program, specs)
             if self.rank == 0:
                 warn_of_other_sizes(plan, programs, model, specs, dtype)
-            self.together = Together(self.device, progress, timeout)
-            self.partners.connect(options.transport, timeout)
+            self.all_ranks = AllRanks(self.device, progress, timeout)
+            self.groups.connect(options.transport, timeout)
             self.shared = self._share(timeout)
-            require_equal_copies(self.together.everyones(self.shared.copies()))
+            require_equal_copies(self.all_ranks.gather(self.shared.copies()))
             channels = Channels(self.program, edges_of(programs), specs, self.device, options.transport, timeout)
         self.stages = {index: self._stage(index) for index in self.program.stages}
-        operations = {
-            index: FunctionRunner(part, self.program, functions[part.kind], meeting, specs, self.device)
-            for (index, part), meeting in zip(self.program.operations.items(), self.meetings, strict=True)
+        custom_runners = {
+            index: CustomOpRunner(
+                part, self.program, custom_ops[part.kind], self.groups.of(part.devices), specs, self.device
+            )
+            for index, part in self.program.custom_ops.items()
         }
         self.executor = Executor(
-            self.program, self.stages, channels, specs, progress, self.together.clock, options.blocking, operations
+            self.program,
+            {**self.stages, **custom_runners},
+            channels,
+            specs,
+            progress,
+            self.all_ranks.clock,
+            options.blocking,
         )
         self.updater = Updater(self.unique_parameters(), options)
         self.checkpoints = self._checkpoints()
@@ -154,16 +164,16 @@ class Trainer:
         samples = self._samples(step)
         for parameter in self.parameters().values():
             parameter.grad = None
-        beginning = self.together.begin()
+        beginning = self.all_ranks.begin()
         spans = self.executor.run(samples)
         self._reduce()
-        summed = self.together.clock.mark()
+        summed = self.all_ranks.clock.mark()
         norm = self._clip()
         self.progress.begin(Phase.UPDATING)
         if update:
             self.updater.step()
-        actions = self.together.resolve(spans, beginning)
-        ends = self.together.at(summed, beginning), self.together.passed_ns(beginning)
+        actions = self.all_ranks.resolve(spans, beginning)
+        ends = self.all_ranks.at(summed, beginning), self.all_ranks.passed_ns(beginning)
         return self._report(step, actions, ends, norm), actions
 
     def resume(self) -> int:
@@ -215,14 +225,14 @@ class Trainer:
         """Drop works and groups; what outlives the process group may die with it at exit."""
         self.executor.channels.close()
         self.shared.close()
-        self.partners.close()
-        self.together.close()
+        self.groups.close()
+        self.all_ranks.close()
 
     def _build(self, dtype: torch.dtype) -> dict[Share, nn.Module]:
         shares = dict.fromkeys(share for part in self.program.stages.values() for share in part.shares)
         seed, device = self.options.seed, self.device
         return {
-            share: self.model.build_share(share, seed, self.partners.shards(share), dtype=dtype, device=device)
+            share: self.model.build_share(share, seed, self.groups.shards(share), dtype=dtype, device=device)
             for share in shares
         }
 
@@ -233,7 +243,7 @@ class Trainer:
         identity = identity_of(self.model, options, self.program.mini_batch)
         held = Held(self._owned(), self._buffers(), self.updater, identity)
         folder = CheckpointFolder(options.checkpoint, options.keep_checkpoints)
-        return Checkpoints(folder, held, self.together, self.progress)
+        return Checkpoints(folder, held, self.all_ranks, self.progress)
 
     def _owned(self) -> list[Owned]:
         """This rank's parameters, each once, tied ones by the first of the names they have in the model."""
@@ -266,7 +276,7 @@ class Trainer:
         part = self.program.stages[index]
         specs = {block: self.model.block(block) for block in part.blocks}
         modules = {share.block: self.modules[share] for share in part.shares}
-        layouts = Layouts.of(part, self.model, self.partners.along)
+        layouts = Layouts.of(part, self.model, self.groups.along)
         stage = StageRunner(part, modules, specs, self.autocast, layouts=layouts)
         if part.split:
             warn_if_few_can_wait(nn.ModuleList(modules.values()), stage.name)
@@ -296,7 +306,7 @@ class Trainer:
             return None
         self.progress.begin(Phase.CLIPPING)
         own = self.unique_parameters()
-        return clip_gradients(own, self.shared.counted(own), self.options.clip_norm, self.together.sum)
+        return clip_gradients(own, self.shared.counted(own), self.options.clip_norm, self.all_ranks.sum)
 
     def _report(self, step: int, actions: list[TimedAction], ends: tuple[int, int], norm: float | None) -> StepResult:
         """Losses added up over the ranks; the iteration from the first compute action's start to the last rank's end.
@@ -306,10 +316,10 @@ class Trainer:
         losses = [loss for loss in (stage.take_loss() for stage in self.stages.values()) if loss is not None]
         loss = float(sum(loss.double() for loss in losses))
         summed_ns, updated_ns = ends
-        computed = [each for each in actions if self.program.instructions[each[0]].action.is_compute]
+        computed = [each for each in actions if self.program.steps[each[0]].action.is_compute]
         worked = extent(computed, summed_ns if self.shared.across_ranks else 0)
         self.progress.begin(Phase.REPORTING)
-        told = self.together.everyones((loss, worked, updated_ns))
+        told = self.all_ranks.gather((loss, worked, updated_ns))
         updates = [end - (each[1] if each is not None else end) for _, each, end in told]
         iteration_ns = iteration_of(each for _, each, _ in told)
         return StepResult(step, sum(entry[0] for entry in told), iteration_ns, max(updates), norm)
