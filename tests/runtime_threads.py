@@ -27,7 +27,7 @@ from pipeplan.runtime.modules import WeightGradQueue
 from pipeplan.runtime.program import Program, ProgramStep, programs_of
 from pipeplan.runtime.progress import Board, Progress
 from pipeplan.runtime.rows import TensorSpec
-from pipeplan.runtime.shards import Shards
+from pipeplan.runtime.shards import Cut, Shards
 from pipeplan.runtime.share import Share
 from pipeplan.runtime.stages import Samples, StageRunner
 from pipeplan.runtime.train_options import TrainOptions
@@ -134,6 +134,12 @@ class Meeting:
     def exchange(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """Each member's piece for this one."""
         return [found[self._index] for found in self.gather(torch.stack(list(pieces)))]
+
+
+def joined(cut: Cut, shares: Sequence[Tensor]) -> Tensor:
+    """The whole from all shares, in order: the inverse of ``cut``."""
+    pieces = [share.chunk(cut.parts, cut.dimension) for share in shares]
+    return torch.cat([piece for each in zip(*pieces, strict=True) for piece in each], cut.dimension)
 
 
 def together(count: int, work: Callable[[Shards], Result]) -> list[Result]:

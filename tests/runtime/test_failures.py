@@ -21,10 +21,11 @@ from runtime_plans import model_plan, placed_plan
 
 from pipeplan.errors import ExecutionError, PipeplanError, UsageError
 from pipeplan.model import PlacedStage, Plan, write_file
-from pipeplan.runtime.failures import Cause, Failure, cause_of, verdict
+from pipeplan.runtime.failures import Cause, Failure, cause_of
 from pipeplan.runtime.launch import run_local
 from pipeplan.runtime.progress import Board, Phase
 from pipeplan.runtime.train_options import TrainOptions
+from pipeplan.runtime.verdict import culprit, verdict
 
 TRAIN = "pipeplan.runtime.training:train_job"
 TESTS = str(Path(__file__).parents[1])
@@ -172,8 +173,8 @@ def test_the_culprit_is_whom_the_chain_of_waits_ends_at(board: Board) -> None:
     board.write(2, Phase.WAITING, 0, 0, 1)
     board.write(3, Phase.WAITING, 0, 0, 2)
     board.write(0, Phase.RUNNING, 0, 1, -1)
-    assert board.culprit(3) == 1
-    assert board.culprit(1) == 1
+    assert culprit(board, 3) == 1
+    assert culprit(board, 1) == 1
 
 
 def test_in_a_circle_the_culprit_has_stood_still_for_longest(board: Board) -> None:
@@ -181,7 +182,7 @@ def test_in_a_circle_the_culprit_has_stood_still_for_longest(board: Board) -> No
     for rank, peer in ((1, 2), (0, 1), (2, 1), (3, 2)):
         board.write(rank, Phase.WAITING, 0, 0, peer)
         time.sleep(0.001)
-    assert [board.culprit(rank) for rank in (3, 2)] == [1, 1]
+    assert [culprit(board, rank) for rank in (3, 2)] == [1, 1]
 
 
 def test_a_stopped_process_is_the_culprit_wherever_it_stands(board: Board) -> None:
@@ -195,7 +196,7 @@ def test_a_stopped_process_is_the_culprit_wherever_it_stands(board: Board) -> No
         sleeper.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
         assert board.stopped == [2]
-        assert {board.culprit(rank) for rank in range(4)} == {2}
+        assert {culprit(board, rank) for rank in range(4)} == {2}
         board.wake()
         assert board.stopped == []
     finally:
@@ -212,7 +213,7 @@ def test_where_all_are_awaited_the_culprit_is_the_one_that_works(board: Board) -
     for rank in (0, 1, 3):
         board.write(rank, Phase.REPORTING, 0, -1, -1)
     board.write(2, Phase.UPDATING, 0, -1, -1)
-    assert board.culprit(0) == 2
+    assert culprit(board, 0) == 2
 
 
 def test_a_verdict_prefers_causes_to_effects(board: Board) -> None:

@@ -149,7 +149,7 @@ def runner(function: CustomOp) -> CustomOpRunner:
     program = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)[1]
     board = os.memfd_create("board")
     os.truncate(board, Board.size(4))
-    group = ProcessGroups(program, Progress(Board(board, 4), 1)).of((1, 3))
+    group = ProcessGroups(program.lines, Progress(Board(board, 4), 1)).of((1, 3))
     os.close(board)
     return CustomOpRunner(program.custom_ops[5], program, function, group, {}, torch.device("cpu"))
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime_threads import together
+from runtime_threads import joined, together
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
@@ -105,8 +105,7 @@ def test_shares_make_what_the_whole_makes(name: str, count: int) -> None:
     found, expected = together(count, share), ran(whole, split=False)
     for key, value in expected.items():
         shares = [each[key] for each in found]
-        joined = [cuts[key].join(shares)] if key in cuts else shares
-        for each in joined:
+        for each in [joined(cuts[key], shares)] if key in cuts else shares:
             torch.testing.assert_close(each, value, atol=1e-13, rtol=0)
 
 
@@ -118,7 +117,7 @@ def test_shares_of_a_parameter_join_to_it(count: int, parts: int, more: int, dim
     whole = torch.arange(6 * size * parts).reshape((size * parts, 6) if dimension == 0 else (6, size * parts))
     cut = Cut(dimension, parts, even=False)
     shares = [cut.cut(whole, count, index) for index in range(count)]
-    assert torch.equal(cut.join(shares), whole)
+    assert torch.equal(joined(cut, shares), whole)
     sizes = {share.shape[dimension] for share in shares}
     assert max(sizes) - min(sizes) <= parts
     if size % count:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from runtime_plans import Unsplit, placed_plan
-from runtime_threads import require_equal_to_unsplit, together
+from runtime_threads import joined, require_equal_to_unsplit, together
 from torch import Tensor, nn
 
 from pipeplan.costs.presets import device_preset
@@ -247,8 +247,8 @@ def require_equal_shares(model: Model, step: ShapedBlock, count: int) -> None:
         torch.testing.assert_close(returned, to_inputs, rtol=1e-10, atol=1e-10)
     for key, whole in to_parameters.items():
         parts = [found[key] for _, _, found in shares]
-        for joined in [split.cuts[key].join(parts)] if key in split.cuts else parts:
-            torch.testing.assert_close(joined, whole, rtol=1e-10, atol=1e-10)
+        for part in [joined(split.cuts[key], parts)] if key in split.cuts else parts:
+            torch.testing.assert_close(part, whole, rtol=1e-10, atol=1e-10)
 
 
 def run_alone(module: nn.Module, inputs: list[Tensor], samples: list[Tensor], weight: Tensor) -> Run:

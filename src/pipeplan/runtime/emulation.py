@@ -22,9 +22,10 @@ from torch import Tensor
 from pipeplan.model import Hop, Plan, sha256_of
 from pipeplan.runtime.executor import Executor
 from pipeplan.runtime.failures import lost_others
+from pipeplan.runtime.flow import Hops, hops_of
 from pipeplan.runtime.messages import Channels, edges_of
 from pipeplan.runtime.options import Link, OnStep, Report, RunOptions, RunResult, StepResult, run_job
-from pipeplan.runtime.partners import RankGroup, groups_of
+from pipeplan.runtime.partners import ProcessGroups, RankGroup
 from pipeplan.runtime.program import Message, Numbers, Program, ProgramStep, planned_programs
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.rows import Produced, Received, TensorSpec
@@ -37,7 +38,6 @@ __all__ = [
     "Pace",
     "emulate",
     "emulate_job",
-    "hops_of",
     "specs_of",
 ]
 
@@ -48,9 +48,6 @@ _LEAST_BYTES = 1024
 
 _PR_SET_TIMERSLACK = 29
 _NO_SAMPLES = Samples({}, 1)
-
-Hops = Mapping[tuple[Message, int, int], Hop]
-"""[message, source rank, target rank]"""
 
 
 def emulate_job(job: Report, link: Link) -> None:
@@ -94,22 +91,16 @@ class _Emulation:
         self._sums_ns = sum(stage.sync_ns for stage in plan.stages if progress.rank in stage.devices)
         specs = specs_of(programs, hops, options.message_limit_bytes)
         self._pace = pace = Pace(self.all_ranks.clock.offset_ns)
-        own = {index: stage.devices for index, stage in enumerate(plan.stages) if progress.rank in stage.devices}
+        groups = ProcessGroups((stage.devices for stage in plan.stages), progress)
         with lost_others(progress):
-            sets = {tuple(sorted(stage.devices)) for stage in plan.stages if len(stage.devices) > 1}
-            groups = groups_of(sets, "gloo", timeout)
+            groups.connect("gloo", timeout)
             channels = EmulatedChannels(
                 self._program, edges_of(programs), specs, timeout, hops, pace, blocking=options.blocking
             )
         runners = {
-            index: EmulatedRunner(
-                plan,
-                self._program.tensors,
-                specs,
-                pace,
-                RankGroup(devices, progress, groups.get(tuple(sorted(devices)))),
-            )
-            for index, devices in own.items()
+            index: EmulatedRunner(plan, self._program.tensors, specs, pace, groups.of(stage.devices))
+            for index, stage in enumerate(plan.stages)
+            if progress.rank in stage.devices
         }
         clock = self.all_ranks.clock
         self._executor = Executor(self._program, runners, channels, specs, progress, clock, options.blocking)
@@ -298,15 +289,6 @@ def _stamp(rows: Tensor) -> int:
 
 def _stamped(shape: Sequence[int], at_ns: int) -> Tensor:
     return torch.from_numpy(np.full(shape, at_ns, dtype=np.int64))
-
-
-def hops_of(plan: Plan) -> Hops:
-    """The plan's messages, which ``check`` has found to be told apart by stages and ranks."""
-    return {
-        (Message.of(dependency), hop.source_device, hop.target_device): hop
-        for dependency in plan.dependencies
-        for hop in dependency.hops
-    }
 
 
 def specs_of(programs: Sequence[Program], hops: Hops, limit_bytes: int) -> dict[str, TensorSpec]:

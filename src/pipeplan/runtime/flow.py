@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeplan.errors import UsageError
-from pipeplan.model import Dependency, Plan, is_instruction
+from pipeplan.model import Dependency, Hop, Plan, is_instruction
 
-__all__ = ["Flow", "Message", "model_flow", "planned_flow"]
+__all__ = ["Flow", "Hops", "Message", "hops_of", "model_flow", "planned_flow"]
 
 _Pair = tuple[int, int]
 _Names = tuple[str, ...]
@@ -39,6 +39,19 @@ class Message:
     def of(cls, dependency: Dependency) -> Message:
         """What a dependency's hops carry."""
         return cls(dependency.payload, dependency.source_stage, dependency.target_stage)
+
+
+Hops = Mapping[tuple[Message, int, int], Hop]
+"""[message, source rank, target rank]"""
+
+
+def hops_of(plan: Plan) -> Hops:
+    """How the plan's messages go from rank to rank; ``check`` has found that stages and ranks tell them apart."""
+    return {
+        (Message.of(dependency), hop.source_device, hop.target_device): hop
+        for dependency in plan.dependencies
+        for hop in dependency.hops
+    }
 
 
 @dataclass(frozen=True, slots=True)

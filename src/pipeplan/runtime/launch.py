@@ -18,16 +18,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import IO
 
 from pipeplan.errors import ExecutionError, PipeplanError
 from pipeplan.model import Plan
-from pipeplan.runtime.failures import Cause, Failure, telling, verdict
-from pipeplan.runtime.options import Listener, OnStep, Report, RunOptions, RunResult
+from pipeplan.runtime.failures import Cause, Failure
+from pipeplan.runtime.options import OnStep, Report, RunOptions, RunResult, StepResult
 from pipeplan.runtime.progress import Board, Phase
+from pipeplan.runtime.verdict import telling, verdict
 
-__all__ = ["RANK", "run_local", "start_timeout_ns", "watch_local"]
+__all__ = ["RANK", "Listener", "run_local", "start_timeout_ns", "watch_local"]
 
 RANK = (sys.executable, "-m", "pipeplan.runtime.start")
 """The command of a rank."""
@@ -43,6 +45,21 @@ _EXIT_S = 30.0
 def start_timeout_ns(timeout_ns: int) -> int:
     """Longest time for importing torch, connecting and building the model: ``--timeout``, but not below 180 s."""
     return max(timeout_ns, _START_TIMEOUT_NS)
+
+
+@dataclass(slots=True)
+class Listener:
+    """Reads what the ranks of :func:`run_job` report: ``on_step`` is called as steps end, ``result`` is the whole."""
+
+    on_step: OnStep
+    result: RunResult | None = None
+
+    def __call__(self, rank: int, report: Report) -> None:
+        """A report of a rank."""
+        if report["event"] == "step":
+            self.on_step(StepResult(**report["step"]))
+        else:
+            self.result = RunResult.from_json(report["result"])
 
 
 def run_local(work: str, plan: Plan, options: RunOptions, on_step: OnStep) -> RunResult:

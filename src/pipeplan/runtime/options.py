@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pipeplan.model import Plan, parse
 from pipeplan.runtime.progress import Progress
 
-__all__ = ["Link", "Listener", "OnStep", "Report", "RunOptions", "RunResult", "StepResult", "run_job"]
+__all__ = ["Link", "OnStep", "Report", "RunOptions", "RunResult", "StepResult", "run_job"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ class Link:
 def run_job(
     run: Callable[[Plan, Options, Progress, OnStep], RunResult], options: Options, job: Report, link: Link
 ) -> None:
-    """Run the plan of a job, and let rank 0 report steps and result; a :class:`Listener` reads them."""
+    """Run the plan of a job, and let rank 0 report its steps and result, as ``Listener`` reads them."""
     plan = parse(job["plan"], Plan)
     link.progress.program = plan.programs[link.rank]
 
@@ -134,18 +134,3 @@ def run_job(
     result = run(plan, options, link.progress, on_step)
     if link.rank == 0:
         link.report({"event": "result", "result": result.as_json()})
-
-
-@dataclass(slots=True)
-class Listener:
-    """Reads what the ranks of :func:`run_job` report: ``on_step`` is called as steps end, ``result`` is the whole."""
-
-    on_step: OnStep
-    result: RunResult | None = None
-
-    def __call__(self, rank: int, report: Report) -> None:
-        """A report of a rank."""
-        if report["event"] == "step":
-            self.on_step(StepResult(**report["step"]))
-        else:
-            self.result = RunResult.from_json(report["result"])

@@ -17,7 +17,6 @@ from torch import Tensor
 from pipeplan.runtime.failures import cause_of
 from pipeplan.runtime.messages import TransferError
 from pipeplan.runtime.model import placed
-from pipeplan.runtime.program import Program
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.shards import WHOLE, Shards
 from pipeplan.runtime.share import Share
@@ -37,21 +36,18 @@ class GroupError(TransferError):
 
 
 class ProcessGroups:
-    """What one rank exchanges with those that have other shares of its blocks, or run its custom ops.
+    """What one rank exchanges with those that have other shares of its blocks, or run its actions with it.
 
     Modules can be made before :meth:`connect`, but not run.
 
     Args:
-        program: this rank's.
+        lines: sets of ranks, the same on every rank except for those of one rank.
         progress: notes whom an exchange waits for.
     """
 
-    def __init__(self, program: Program, progress: Progress) -> None:
-        self._sets = {tuple(sorted(line)) for line in program.lines}
-        self._rank = program.rank
-        own = {line for line in program.lines if self._rank in line}
-        own |= {part.devices for part in program.custom_ops.values()}
-        self._made = {line: RankGroup(line, progress) for line in own}
+    def __init__(self, lines: Iterable[Ranks], progress: Progress) -> None:
+        self._lines, self._rank = frozenset(lines), progress.rank
+        self._made = {line: RankGroup(line, progress) for line in self._lines if self._rank in line}
 
     def shards(self, share: Share) -> Shards:
         """The place of this rank among those that split a block."""
@@ -62,7 +58,7 @@ class ProcessGroups:
         return Shards(len(line), line.index(self._rank), self._made[line]) if len(line) > 1 else WHOLE
 
     def of(self, ranks: Ranks) -> RankGroup:
-        """The ranks of a custom op; of one rank alone nothing leaves it."""
+        """The ranks of an action; of one rank alone nothing leaves it."""
         return self._made[ranks]
 
     def connect(self, transport: str, timeout: timedelta) -> None:
@@ -71,7 +67,7 @@ class ProcessGroups:
         Raises:
             RuntimeError: as the transport does.
         """
-        groups = groups_of(self._sets, transport, timeout)
+        groups = groups_of({tuple(sorted(line)) for line in self._lines if len(line) > 1}, transport, timeout)
         for ranks, made in self._made.items():
             made.group = groups.get(tuple(sorted(ranks)))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pipeplan.errors import UsageError
 from pipeplan.model import COPIES, PLACES, SAMPLES, SHARDS, Action, Axis, Mesh, Plan, Stage, is_instruction
 from pipeplan.model.plan import Attribute
-from pipeplan.runtime.flow import Flow, Message, model_flow, planned_flow
+from pipeplan.runtime.flow import Flow, Message, hops_of, model_flow, planned_flow
 from pipeplan.runtime.holdings import Numbers, SampleOwnership
 from pipeplan.runtime.share import Share
 
@@ -182,16 +182,14 @@ class _Lowering:
     """What a plan means to one rank."""
 
     def __init__(self, plan: Plan, rank: int, flow: Flow, ownership: SampleOwnership) -> None:
-        self._plan, self._rank, self._flow, self._ownership = plan, rank, flow, ownership
+        self._plan, self._rank, self._flow, self._ownership, self._hops = plan, rank, flow, ownership, hops_of(plan)
         self._sent: dict[tuple[int, str], list[tuple[Message, int]]] = defaultdict(list)
         self._received: dict[tuple[int, str], list[tuple[Message, int]]] = defaultdict(list)
-        for dependency in plan.dependencies:
-            message = Message.of(dependency)
-            for hop in dependency.hops:
-                if hop.source_device == rank:
-                    self._sent[message.source, message.payload].append((message, hop.target_device))
-                if hop.target_device == rank:
-                    self._received[message.target, message.payload].append((message, hop.source_device))
+        for message, source, target in self._hops:
+            if source == rank:
+                self._sent[message.source, message.payload].append((message, target))
+            if target == rank:
+                self._received[message.target, message.payload].append((message, source))
         here = [index for index, stage in enumerate(plan.stages) if rank in stage.devices]
         self._stages = {index: self._stage(index) for index in here if plan.stages[index].blocks}
         self._custom_ops = {index: self._custom_op(index) for index in here if not plan.stages[index].blocks}
@@ -241,8 +239,8 @@ class _Lowering:
 
     def _takers(self, message: Message) -> tuple[int, ...]:
         """Of a custom op's devices, those that need what a message carries: for its target there, or to send it."""
-        hops = [hop for each in self._plan.dependencies if Message.of(each) == message for hop in each.hops]
-        needing = {hop.source_device for hop in hops} | set(self._plan.stages[message.target].devices)
+        senders = {source for carried, source, _ in self._hops if carried == message}
+        needing = senders.union(self._plan.stages[message.target].devices)
         return tuple(device for device in self._plan.stages[message.source].devices if device in needing)
 
     def _step(self, counter: int, action: Action) -> ProgramStep:

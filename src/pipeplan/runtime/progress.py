@@ -153,26 +153,6 @@ class Board:
     def _process(self, rank: int) -> int:
         return self._cells[rank * _FIELDS + 5]
 
-    def culprit(self, rank: int) -> int:
-        """The rank that holds up ``rank``: whom it waits for, and so on, up to one that does not wait.
-
-        A stopped process comes before all. Where the chain ends at a rank that waits for all, or in a circle, it is
-        the rank that has stood still for longest: first among those that wait for nobody, then among all of the chain.
-        """
-        stopped = self.stopped
-        if stopped:
-            return min(stopped, key=lambda other: self.read(other).since_ns)
-        chain = [rank]
-        position = self.read(rank)
-        while position.phase is Phase.WAITING and position.peer not in (-1, *chain):
-            chain.append(position.peer)
-            position = self.read(position.peer)
-        if not position.phase.waits:
-            return chain[-1]
-        idle = [other for other in range(self.num_ranks) if not self.read(other).phase.waits]
-        candidates = chain if position.phase is Phase.WAITING else idle or chain
-        return min(candidates, key=lambda other: self.read(other).since_ns)
-
 
 class Progress:
     """One rank's pen: what the rank itself writes on the :class:`Board`.

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 
 from pipeplan.model import COPIES, PLACES, SAMPLES, Mesh, Plan
+from pipeplan.runtime.flow import hops_of
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.program import Message, Program
 from pipeplan.runtime.rows import TensorSpec
@@ -88,13 +89,11 @@ def _messages(
             if message is not None and action.kind == "SEND_F" and action.part is None:
                 ends = (message, program.rank, step.peer)
                 longest[ends] = max(longest.get(ends, 0), len(step.samples[0]))
-    for dependency in plan.dependencies:
-        message = Message.of(dependency)
-        for hop in dependency.hops:
-            samples = longest.get((message, hop.source_device, hop.target_device), 0)
-            if samples and hop.bytes:
-                names = programs[hop.source_device].tensors[message]
-                yield message, samples, (hop.bytes, sum(_bytes(specs[name], samples, dtype) for name in names))
+    for (message, source, target), hop in hops_of(plan).items():
+        samples = longest.get((message, source, target), 0)
+        if samples and hop.bytes:
+            names = programs[source].tensors[message]
+            yield message, samples, (hop.bytes, sum(_bytes(specs[name], samples, dtype) for name in names))
 
 
 def _bytes(spec: TensorSpec, samples: int, dtype: torch.dtype) -> int:

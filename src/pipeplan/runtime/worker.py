@@ -24,10 +24,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipeplan.errors import PipeplanError, UsageError
 from pipeplan.model import Plan
-from pipeplan.runtime.failures import Cause, Failure, RankError, lost_others, verdict
-from pipeplan.runtime.launch import start_timeout_ns
-from pipeplan.runtime.options import Link, Listener, OnStep, Report, RunOptions, RunResult
+from pipeplan.runtime.failures import Cause, Failure, RankError, lost_others
+from pipeplan.runtime.launch import Listener, start_timeout_ns
+from pipeplan.runtime.options import Link, OnStep, Report, RunOptions, RunResult
 from pipeplan.runtime.progress import Board, Phase, Progress
+from pipeplan.runtime.verdict import verdict
 
 __all__ = ["Started", "be_rank", "run_under_torchrun", "under_torchrun"]
 
