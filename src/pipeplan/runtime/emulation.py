@@ -23,7 +23,7 @@ from pipeplan.model import Hop, Plan, sha256_of
 from pipeplan.runtime.executor import Executor
 from pipeplan.runtime.failures import lost_others
 from pipeplan.runtime.flow import Hops, hops_of
-from pipeplan.runtime.messages import Channels, edges_of
+from pipeplan.runtime.messages import Channels
 from pipeplan.runtime.options import Link, OnStep, Report, RunOptions, RunResult, StepResult, run_job
 from pipeplan.runtime.partners import ProcessGroups, RankGroup
 from pipeplan.runtime.program import Message, Numbers, Program, ProgramStep, planned_programs
@@ -94,9 +94,7 @@ class _Emulation:
         groups = ProcessGroups((stage.devices for stage in plan.stages), progress)
         with lost_others(progress):
             groups.connect("gloo", timeout)
-            channels = EmulatedChannels(
-                self._program, edges_of(programs), specs, timeout, hops, pace, blocking=options.blocking
-            )
+            channels = EmulatedChannels(self._program, specs, timeout, hops, pace, blocking=options.blocking)
         runners = {
             index: EmulatedRunner(plan, self._program.tensors, specs, pace, groups.of(stage.devices))
             for index, stage in enumerate(plan.stages)
@@ -232,7 +230,6 @@ class EmulatedChannels(Channels):
     def __init__(
         self,
         program: Program,
-        edges: Sequence[tuple[int, int]],
         specs: Mapping[str, TensorSpec],
         timeout: timedelta,
         hops: Hops,
@@ -240,7 +237,7 @@ class EmulatedChannels(Channels):
         *,
         blocking: bool,
     ) -> None:
-        super().__init__(program, edges, specs, _CPU, "gloo", timeout)
+        super().__init__(program, specs, _CPU, "gloo", timeout)
         self._hops, self._pace, self._blocking = hops, pace, blocking
         self._link_free_ns: defaultdict[int, int] = defaultdict(int)
 

@@ -20,11 +20,10 @@ from pipeplan.errors import UsageError
 from pipeplan.model import Plan, is_instruction
 from pipeplan.model.action import is_instruction_word
 from pipeplan.model.plan import Attribute
-from pipeplan.runtime.messages import TransferError
 from pipeplan.runtime.partners import RankGroup
 from pipeplan.runtime.program import CustomOpPart, Numbers, Program, ProgramStep
 from pipeplan.runtime.rows import Produced, Received, TensorSpec
-from pipeplan.runtime.stages import Samples, StageError
+from pipeplan.runtime.stages import Samples, StageError, stage_errors
 
 __all__ = ["Context", "CustomOp", "CustomOpRunner", "Part", "custom_ops_of", "register"]
 
@@ -205,13 +204,8 @@ class CustomOpRunner:
             TransferError: ranks of the custom op lost each other.
         """
         context = self._context(step, dict(itertools.chain.from_iterable(inputs.values())))
-        try:
-            with torch.no_grad():
-                made = self.function(context)
-        except (StageError, TransferError):
-            raise
-        except Exception as error:
-            raise StageError(f"instruction {self.part.kind}: {type(error).__name__}: {error}") from error
+        with stage_errors(f"instruction {self.part.kind}"), torch.no_grad():
+            made = self.function(context)
         missing = [block for block in context.wanted if not isinstance(made.get(block), Tensor)]
         if missing:
             raise StageError(

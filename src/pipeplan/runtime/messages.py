@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -23,7 +23,7 @@ from pipeplan.runtime.failures import Cause, cause_of
 from pipeplan.runtime.program import Program, ProgramStep
 from pipeplan.runtime.rows import TensorSpec
 
-__all__ = ["Channels", "TransferError", "edges_of"]
+__all__ = ["Channels", "TransferError"]
 
 _MAX_UNFINISHED_SENDS = 8
 """Per edge; gloo cannot say whether a send has ended, so the oldest is waited for when there are more."""
@@ -51,17 +51,11 @@ class _Transfer:
     tensors: list[Tensor]
 
 
-def edges_of(programs: Iterable[Program]) -> tuple[tuple[int, int], ...]:
-    """All directed pairs of ranks that exchange messages, in the same order on every rank."""
-    return tuple(sorted({(source, target) for program in programs for _, source, target in program.remote}))
-
-
 class Channels:
     """One rank's ends of all messages.
 
     Args:
         program: this rank's.
-        edges: :func:`edges_of` all programs; the groups are made in this order on every rank.
         specs: shape and format of every block's output that travels.
         device: where tensors live. With gloo and CUDA they pass through host memory.
         transport: ``gloo`` or ``nccl``.
@@ -71,7 +65,6 @@ class Channels:
     def __init__(
         self,
         program: Program,
-        edges: Sequence[tuple[int, int]],
         specs: Mapping[str, TensorSpec],
         device: torch.device,
         transport: str,
@@ -83,7 +76,7 @@ class Channels:
         self._timeout = timeout
         self._nccl = transport == "nccl"
         self._staged = device.type == "cuda" and not self._nccl
-        self._groups = _groups(edges, transport, timeout)
+        self._groups = _groups(program.edges, transport, timeout)
         self._sent: dict[int, deque[_Transfer]] = {}
         self._awaited: dict[int, _Transfer] = {}
         self.buffers = Buffers()
@@ -91,7 +84,7 @@ class Channels:
         self._width = max((len(names) for names in program.tensors.values()), default=1)
         self._outbound = _stream(device) if self._nccl else None
         self._inbound = _stream(device) if self._nccl else None
-        self._warm_up(edges)
+        self._warm_up()
 
     def send(self, step: ProgramStep, tensors: Sequence[Tensor], made: torch.cuda.Event | None) -> None:
         """Start sending; ``made`` is when the tensors, which are contiguous, are ready, on NCCL.
@@ -105,12 +98,8 @@ class Channels:
         ready = [tensor.cpu() if self._staged else tensor for tensor in tensors]
         if self._outbound is not None and made is not None:
             self._outbound.wait_event(made)
-        with _on(self._outbound), self._errors(peer):
-            works = [
-                _started(dist.isend(tensor, peer, self._group(self._program.rank, peer), tag))
-                for tensor, tag in zip(ready, self._tags(step), strict=False)
-            ]
-        queue.append(_Transfer(works, ready))
+        with _on(self._outbound):
+            queue.append(self._begun(step, ready))
 
     def receive(self, step: ProgramStep) -> None:
         """Post the receives of a message into buffers that nobody uses; :meth:`take` waits for them.
@@ -118,15 +107,10 @@ class Channels:
         Raises:
             TransferError: the peer is gone.
         """
-        peer, message, (samples,) = step.peer, step.message, step.samples
-        assert message is not None
-        with _on(self._inbound), self._errors(peer):
-            buffers = [self._buffer(name, len(samples)) for name in self._program.tensors[message]]
-            works = [
-                _started(dist.irecv(buffer, peer, self._group(peer, self._program.rank), tag))
-                for buffer, tag in zip(buffers, self._tags(step), strict=False)
-            ]
-        self._awaited[step.counter] = _Transfer(works, buffers)
+        assert step.message is not None
+        with _on(self._inbound):
+            names, count = self._program.tensors[step.message], len(step.samples[0])
+            self._awaited[step.counter] = self._begun(step, [self._buffer(name, count) for name in names])
 
     def take(self, step: ProgramStep) -> list[Tensor]:
         """The tensors of a posted message, waited for.
@@ -209,9 +193,6 @@ class Channels:
         first = 1 + (self._index[message] * 2 * self._program.mini_batch + number) * self._width
         return range(first, first + self._width)
 
-    def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
-        return self._groups.get((source, target))
-
     def _buffer(self, name: str, num_samples: int) -> Tensor:
         """On NCCL torch's allocator reuses the memory of GPUs; ours does on hosts."""
         spec = self._specs[name]
@@ -226,16 +207,26 @@ class Channels:
             buffer.record_stream(torch.cuda.current_stream(self._device))
         return buffer
 
-    def _warm_up(self, edges: Sequence[tuple[int, int]]) -> None:
+    def _begun(self, step: ProgramStep, tensors: list[Tensor]) -> _Transfer:
+        pairs = zip(tensors, self._tags(step), strict=False)
+        return _Transfer([self._start(step.action.sends, step.peer, *pair) for pair in pairs], tensors)
+
+    def _start(self, sends: bool, peer: int, tensor: Tensor, tag: int) -> dist.Work:
+        rank = self._program.rank
+        start, ends = (dist.isend, (rank, peer)) if sends else (dist.irecv, (peer, rank))
+        with self._errors(peer):
+            work = start(tensor, peer, self._groups.get(ends), tag)
+        assert work is not None, "this rank is a member of the group"
+        return work
+
+    def _warm_up(self) -> None:
         """One small message over every edge, edge by edge: connections stand before the first step is timed."""
         token = torch.zeros(1, device=self._device if self._nccl else "cpu")
-        for source, target in edges:
-            peer = target if self._program.rank == source else source
+        for source, target in self._program.edges:
             if self._program.rank in (source, target):
-                start = dist.isend if self._program.rank == source else dist.irecv
-                with self._errors(peer):
-                    work = _started(start(token, peer, self._group(source, target), 0))
-                self._wait(work, peer)
+                sends = self._program.rank == source
+                peer = target if sends else source
+                self._wait(self._start(sends, peer, token, 0), peer)
 
 
 def _groups(
@@ -259,8 +250,3 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
     """Work on a side stream, if there is one."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is a member of the group"
-    return work

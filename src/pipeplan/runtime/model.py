@@ -166,7 +166,7 @@ class Model:
 
         Parameters are made in float32 on the CPU and then converted, so that all dtypes and devices agree.
         """
-        return defer_weight_gradients(self._whole(id_, seed).to(device=device, dtype=dtype))
+        return self.build_share(Share(id_), seed, WHOLE, dtype=dtype, device=device)
 
     def build_share(
         self,

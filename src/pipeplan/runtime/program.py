@@ -106,7 +106,8 @@ class Program:
 
     ``holders`` are the plan's shares with the rank that has each, in the same order on every rank; ``tensors`` names
     the blocks whose outputs, or gradients of outputs, a message carries, in order. ``lines`` are sets of ranks, of all
-    the plan, that exchange something while they run an action together. ``stages`` and ``custom_ops`` are those that
+    the plan, that exchange something while they run an action together, ``edges`` its pairs of source and target ranks
+    of messages. ``stages`` and ``custom_ops`` are those that
     run here, by the plan's index.
     """
 
@@ -120,6 +121,7 @@ class Program:
     tensors: Mapping[Message, tuple[str, ...]]
     custom_ops: Mapping[int, CustomOpPart]
     lines: frozenset[tuple[int, ...]] = frozenset()
+    edges: tuple[tuple[int, int], ...] = ()
 
     @property
     def remote(self) -> tuple[tuple[Message, int, int], ...]:
@@ -207,6 +209,7 @@ class _Lowering:
             tensors=self._flow.tensors,
             custom_ops=self._custom_ops,
             lines=lines,
+            edges=tuple(sorted({(source, target) for _, source, target in self._hops})),
         )
 
     def _stage(self, index: int) -> StagePart:

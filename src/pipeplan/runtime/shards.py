@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,9 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.cuts import Cut, Part, Slice, range_of
 
 __all__ = ["WHOLE", "Collectives", "Cut", "Part", "Shards", "Slice", "Split", "share_of"]
+
+
+_Map = Callable[[Tensor], Tensor]
 
 
 class Collectives(Protocol):
@@ -65,20 +69,20 @@ class Shards:
     along: Mapping[str, Shards] = field(default_factory=dict)
 
     def range(self, total: int) -> tuple[int, int]:
-        """This device's of so many rows: first, and behind the last. Shares differ by one at most."""
+        """This device's of so many rows: first, and the one after the last. Shares differ by one at most."""
         return range_of(total, self.count, self.index)
 
     def shared(self, whole: Tensor) -> Tensor:
         """A whole tensor on its way into split work: its gradient is the sum of what the devices find."""
-        return whole if self.count == 1 else _shared(whole, self._collectives)
+        return whole if self.count == 1 else _mapped(whole, lambda same: same.view_as(same), self._collectives.sum)
 
     def summed(self, part: Tensor) -> Tensor:
         """The sum of the devices' parts, whole on each of them."""
-        return part if self.count == 1 else _summed(part, self._collectives)
+        return part if self.count == 1 else _mapped(part, self._collectives.sum, lambda gradient: gradient)
 
     def gathered(self, share: Tensor, dimension: int = -1) -> Tensor:
         """The devices' slices side by side, whole on each of them; all are of one size."""
-        return share if self.count == 1 else _gathered(share, self._collectives, self.index, dimension)
+        return share if self.count == 1 else _mapped(share, *self._gather_and_slice(dimension))
 
     def sliced(self, whole: Tensor, dimension: int = -1) -> Tensor:
         """This device's slice of what is whole on each; all are of one size. Gradients of slices make up the whole's.
@@ -89,7 +93,8 @@ class Shards:
         if self.count == 1:
             return whole
         self._require_cut(whole, dimension)
-        return _sliced(whole, self._collectives, self.count, self.index, dimension)
+        gather, slice_ = self._gather_and_slice(dimension)
+        return _mapped(whole, slice_, gather)
 
     def exchanged(self, share: Tensor, taken: int, given: int) -> Tensor:
         """A slice along dimension ``given`` becomes one along ``taken``: what gathering and slicing would make.
@@ -98,7 +103,21 @@ class Shards:
             UsageError: as :meth:`sliced`.
         """
         self._require_cut(share, taken)
-        return _exchanged(share, self._collectives, self.count, taken, given)
+
+        def exchange(tensor: Tensor, cut: int, joined: int) -> Tensor:
+            return torch.cat(self._collectives.exchange(tensor.chunk(self.count, cut)), joined)
+
+        return _mapped(share, partial(exchange, cut=taken, joined=given), partial(exchange, cut=given, joined=taken))
+
+    def _gather_and_slice(self, dimension: int) -> tuple[_Map, _Map]:
+        def gather(share: Tensor) -> Tensor:
+            return torch.cat(self._collectives.gather(share), dimension)
+
+        def slice_(whole: Tensor) -> Tensor:
+            size = whole.shape[dimension] // self.count
+            return whole.narrow(dimension, self.index * size, size)
+
+        return gather, slice_
 
     def _require_cut(self, whole: Tensor, dimension: int) -> None:
         if whole.shape[dimension] % self.count:
@@ -157,66 +176,18 @@ def share_of(whole: nn.Module, made: nn.Module, part_of: Callable[[str], Part]) 
     return made
 
 
-class _Shared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, collectives: Collectives) -> Tensor:
-        ctx.collectives = collectives
-        return whole.view_as(whole)
+class _Mapped(torch.autograd.Function):
+    """A map of a tensor, and the map of its gradient."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        collectives: Collectives = ctx.collectives
-        return collectives.sum(gradients[0]), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, collectives: Collectives) -> Tensor:
-        return collectives.sum(part)
+    def forward(ctx: Any, tensor: Tensor, forth: _Map, back: _Map) -> Tensor:
+        ctx.back = back
+        return forth(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0], None
+        back: _Map = ctx.back
+        return back(gradients[0]), None, None
 
 
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, collectives: Collectives, index: int, dimension: int) -> Tensor:
-        ctx.place = dimension, index * share.shape[dimension], share.shape[dimension]
-        return torch.cat(collectives.gather(share), dimension)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0].narrow(*ctx.place), None, None, None
-
-
-class _Sliced(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, collectives: Collectives, count: int, index: int, dimension: int) -> Tensor:
-        ctx.collectives, ctx.dimension = collectives, dimension
-        size = whole.shape[dimension] // count
-        return whole.narrow(dimension, index * size, size)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        collectives: Collectives = ctx.collectives
-        return torch.cat(collectives.gather(gradients[0]), ctx.dimension), None, None, None, None
-
-
-class _Exchanged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, collectives: Collectives, count: int, taken: int, given: int) -> Tensor:
-        ctx.place = collectives, count, taken, given
-        return torch.cat(collectives.exchange(share.chunk(count, taken)), given)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        collectives, count, taken, given = ctx.place
-        return torch.cat(collectives.exchange(gradients[0].chunk(count, given)), taken), None, None, None, None
-
-
-_shared: Callable[..., Tensor] = _Shared.apply
-_summed: Callable[..., Tensor] = _Summed.apply
-_gathered: Callable[..., Tensor] = _Gathered.apply
-_sliced: Callable[..., Tensor] = _Sliced.apply
-_exchanged: Callable[..., Tensor] = _Exchanged.apply
+_mapped: Callable[[Tensor, _Map, _Map], Tensor] = _Mapped.apply

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from pipeplan.runtime.precision import Autocast, precise
 from pipeplan.runtime.program import Numbers, ProgramStep, StagePart
 from pipeplan.runtime.rows import Produced, Received
 
-__all__ = ["Samples", "StageError", "StageRunner"]
+__all__ = ["Samples", "StageError", "StageRunner", "stage_errors"]
 
 
 _ANYWHERE = torch.empty(0)  # where a block is that takes nothing and has no parameters
@@ -37,6 +38,21 @@ _Root = tuple[GradientEdge, Tensor]
 
 class StageError(Exception):
     """A block failed; the text names it and says where."""
+
+
+@contextmanager
+def stage_errors(what: str) -> Iterator[None]:
+    """Say of what a failing action consists; ranks that lost each other say so themselves.
+
+    Raises:
+        StageError: something else was raised.
+    """
+    try:
+        yield
+    except (StageError, TransferError):
+        raise
+    except Exception as error:
+        raise StageError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +197,8 @@ class StageRunner:
         """
         helds = {own: self._held.pop(own) for own in gradients}
         roots = [root for own, held in helds.items() for root in _roots(held, gradients[own])]
-        try:
+        with stage_errors(f"backward of its blocks {_range(self.part.blocks)}"):
             self._differentiate(microbatch, roots)
-        except TransferError:
-            raise
-        except Exception as error:
-            raise StageError(f"backward of its blocks {_range(self.part.blocks)}: {_reason(error)}") from error
         returned = self._returned()
         return {own: {name: _gradient(held.inputs[name]) for name in returned} for own, held in helds.items()}
 
@@ -196,10 +208,8 @@ class StageRunner:
         Raises:
             StageError: an operator raised something.
         """
-        try:
+        with stage_errors(f"weight gradients of its blocks {_range(self.part.blocks)}"):
             self._queues.pop(microbatch).run()
-        except Exception as error:
-            raise StageError(f"weight gradients of its blocks {_range(self.part.blocks)}: {_reason(error)}") from error
 
     def _add_loss(self, loss: Tensor | None) -> None:
         if loss is not None:
@@ -221,17 +231,14 @@ class StageRunner:
 
     def _call(self, block: str, values: _Values, own: Numbers, samples: Samples) -> Tensor:
         spec, module, rows = self.specs[block], self.modules[block], self.layouts.rows(block, own)
-        try:
+        with stage_errors(f"block {block!r}"):
             arguments = [values.taken(source, block) for source, _ in spec.inputs]
             arguments += [self.layouts.sample(block, samples.rows(name, rows)) for name in spec.samples]
             at = next(itertools.chain(arguments, module.parameters()), _ANYWHERE)
             _begin_random_numbers(samples.seed_of(block, rows), at.device)
             with self.autocast() if self.autocast is not None else nullcontext():
-                made = self._recomputed(module, arguments) if self.part.recompute else module(*arguments)
-        except TransferError:
-            raise
-        except Exception as error:
-            raise StageError(f"block {block!r}: {_reason(error)}") from error
+                run = partial(checkpoint, module, use_reentrant=False) if self.part.recompute else module
+                made = run(*arguments)
         if not isinstance(made, Tensor):
             raise StageError(f"block {block!r} returned {type(made).__name__}, and a block returns one tensor")
         if spec.loss:
@@ -242,10 +249,6 @@ class StageRunner:
                 "samples in their first dimension can be shared; leave samples out of its configuration"
             )
         return made
-
-    def _recomputed(self, module: nn.Module, arguments: Sequence[Tensor]) -> object:
-        """Run a block and keep its inputs alone; backward runs it again, with the same autocast and random numbers."""
-        return checkpoint(module, *arguments, use_reentrant=False)
 
     def _differentiate(self, microbatch: int, roots: Sequence[_Root]) -> None:
         if not self.part.split:
@@ -307,7 +310,3 @@ def _backward(roots: Sequence[_Root]) -> None:
 
 def _range(blocks: Sequence[str]) -> str:
     return repr(blocks[0]) if len(blocks) == 1 else f"{blocks[0]!r} to {blocks[-1]!r}"
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

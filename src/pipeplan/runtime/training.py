@@ -25,7 +25,7 @@ from pipeplan.runtime.importing import imported_module
 from pipeplan.runtime.instructions import CustomOpRunner, custom_ops_of
 from pipeplan.runtime.layouts import Layouts
 from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.messages import Channels, edges_of
+from pipeplan.runtime.messages import Channels
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.modules import warn_if_few_can_wait
 from pipeplan.runtime.optimizing import Updater, clip_gradients
@@ -131,7 +131,7 @@ class Trainer:
             self.groups.connect(options.transport, timeout)
             self.shared = self._share(timeout)
             require_equal_copies(self.all_ranks.gather(self.shared.copies()))
-            channels = Channels(self.program, edges_of(programs), specs, self.device, options.transport, timeout)
+            channels = Channels(self.program, specs, self.device, options.transport, timeout)
         self.stages = {index: self._stage(index) for index in self.program.stages}
         custom_runners = {
             index: CustomOpRunner(
