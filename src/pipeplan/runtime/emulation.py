@@ -106,9 +106,9 @@ class _Emulation:
     def step(self, step: int) -> tuple[int, list[TimedAction]]:
         """Ns of the iteration, the same on all ranks, and when this rank's actions ran; sums last as predicted."""
         self._progress.step = step
-        beginning = self.all_ranks.begin()
+        self.all_ranks.begin()
         self._pace.restart()
-        actions = self.all_ranks.resolve(self._executor.run(_NO_SAMPLES), beginning)
+        actions = self.all_ranks.resolve(self._executor.run(_NO_SAMPLES))
         steps = self._program.steps
         computed = extent([action for action in actions if steps[action[0]].action.is_compute])
         if computed is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,18 +15,10 @@ from pipeplan.runtime.executor import Span
 from pipeplan.runtime.failures import lost_others
 from pipeplan.runtime.progress import Phase, Progress
 
-__all__ = ["AllRanks", "Beginning", "TimedAction", "extent", "iteration_of", "require_alike"]
+__all__ = ["AllRanks", "TimedAction", "extent", "iteration_of", "require_alike"]
 
 TimedAction = tuple[int, int, int]
 """Program counter, start and end in ns from the step's beginning."""
-
-
-@dataclass(frozen=True, slots=True)
-class Beginning:
-    """When a mini-batch began, in ns of the common clock, and this rank's anchor for its marks."""
-
-    at_ns: int
-    anchor: tuple[Mark, int]
 
 
 class AllRanks:
@@ -64,29 +55,29 @@ class AllRanks:
             dist.all_reduce(total, group=self._group)
         return float(total.item())
 
-    def begin(self) -> Beginning:
+    def begin(self) -> None:
         """Wait until all ranks are ready; times are counted from when the last one was."""
         self._progress.begin(Phase.REPORTING)
-        anchor = self.clock.anchor()
-        begin = torch.tensor([anchor[1] - self.clock.offset_ns])
+        self._anchor = self.clock.anchor()
+        begin = torch.tensor([self._anchor[1] - self.clock.offset_ns])
         with lost_others(self._progress):
             dist.all_reduce(begin, dist.ReduceOp.MAX, group=self._group)
-        return Beginning(int(begin.item()), anchor)
+        self._begin_ns = int(begin.item())
 
-    def resolve(self, spans: Iterable[Span], since: Beginning) -> list[TimedAction]:
+    def resolve(self, spans: Iterable[Span]) -> list[TimedAction]:
         """When actions ran, in order of time."""
         if self.clock.device.type == "cuda":
             torch.cuda.synchronize(self.clock.device)
-        timed = [(counter, self.at(start, since), self.at(end, since)) for counter, start, end in spans]
+        timed = [(counter, self.at(start), self.at(end)) for counter, start, end in spans]
         return sorted(timed, key=lambda action: action[1:])
 
-    def passed_ns(self, since: Beginning) -> int:
+    def passed_ns(self) -> int:
         """Time until now, when everything given to the device has ended."""
-        return self.clock.anchor()[1] - self.clock.offset_ns - since.at_ns
+        return self.clock.anchor()[1] - self.clock.offset_ns - self._begin_ns
 
-    def at(self, mark: Mark, since: Beginning) -> int:
+    def at(self, mark: Mark) -> int:
         """When a mark was passed, once everything before it has ended (after :meth:`resolve`)."""
-        return self.clock.resolve(mark, since.anchor) - since.at_ns
+        return self.clock.resolve(mark, self._anchor) - self._begin_ns
 
     def close(self) -> None:
         """Drop the group, which must not outlive the process group."""

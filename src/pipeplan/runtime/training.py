@@ -165,7 +165,7 @@ class Trainer:
         samples = self._samples(step)
         for parameter in self.parameters().values():
             parameter.grad = None
-        beginning = self.all_ranks.begin()
+        self.all_ranks.begin()
         spans = self.executor.run(samples)
         self._reduce()
         summed = self.all_ranks.clock.mark()
@@ -173,8 +173,8 @@ class Trainer:
         self.progress.begin(Phase.UPDATING)
         if update:
             self.updater.step()
-        actions = self.all_ranks.resolve(spans, beginning)
-        ends = self.all_ranks.at(summed, beginning), self.all_ranks.passed_ns(beginning)
+        actions = self.all_ranks.resolve(spans)
+        ends = self.all_ranks.at(summed), self.all_ranks.passed_ns()
         return self._report(step, actions, ends, norm), actions
 
     def resume(self) -> int:
