@@ -22,15 +22,15 @@ from pathlib import Path
 
 from tables import machine, markdown, note
 
-TESTS = Path(__file__).parents[1] / "tests"
-sys.path.insert(0, str(TESTS))
-
 from pipeplan.model import PlacedStage, Plan
-from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.progress import Phase
+from pipeplan.runtime.train_options import TrainOptions
 from runtime_support import models as runtime_models
 from runtime_support.faults import BEFORE_STEPS, HANGS, KINDS, NUM_STEPS, Ending, Fault, run_with
 from runtime_support.plans import model_plan, placed_plan
+
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path.insert(0, str(TESTS))
 
 OWN_WORK = ("STARTING", "LOADING", "SAMPLING", "UPDATING")
 WITH_OTHERS = ("CONNECTING", "REDUCING", "CLIPPING", "REPORTING", "SAVING")
@@ -108,7 +108,7 @@ def main() -> None:
         case = known[name]
         fault = drawn(rng, case)
         torchrun = fault.counter >= 0 and rng.random() < options.torchrun
-        ending = run_with(fault, case.plan, RunOptions(case.model, dtype="float64"), torchrun=torchrun)
+        ending = run_with(fault, case.plan, TrainOptions(case.model, dtype="float64"), torchrun=torchrun)
         found[fault.kind, case.roles[fault.rank]].append((fault, ending))
         told = "as it should" if is_good(fault, ending) else f"WRONG: {ending}"
         note(f"{number} {name} {fault}{torchrun * ' under torchrun'} {ending.seconds:.1f} s: {told}")

@@ -30,11 +30,10 @@ import torch.distributed as dist
 from tables import machine, markdown, note
 
 from pipeplan.model import Plan, parse, read_plan
-from pipeplan.runtime.emulation import rehearse
+from pipeplan.runtime.emulation import emulate
 from pipeplan.runtime.launch import watch_local
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.worker import Link
-from pipeplan.runtime.worker import main as be_rank
+from pipeplan.runtime.options import Link, RunOptions
+from pipeplan.runtime.start import main as be_rank
 from pipeplan.units import format_ns, parse_ns
 
 AS_RANK = "--as-rank"
@@ -90,13 +89,12 @@ def rehearsed(cases: Sequence[Case], steps: int) -> dict[str, list[int]]:
 
     job = {case.name: {"plan": case.plan.model_dump_json(), "options": options(case, steps)} for case in cases}
     programs = cases[0].plan.programs
-    limits = RunOptions("", timeout_ns=TIMEOUT_NS)
-    watch_local(programs, {"cases": job}, limits, listen, [sys.executable, __file__, AS_RANK])
+    watch_local("emulation:rank", programs, {"cases": job}, TIMEOUT_NS, listen, [sys.executable, __file__, AS_RANK])
     return found
 
 
 def options(case: Case, steps: int) -> dict[str, Any]:
-    return RunOptions("", num_steps=steps + 1, timeout_ns=TIMEOUT_NS, emulate=True, blocking=case.blocking).as_json()
+    return RunOptions(num_steps=steps + 1, timeout_ns=TIMEOUT_NS, blocking=case.blocking).as_json()
 
 
 def rank(job: Mapping[str, Any], link: Link) -> None:
@@ -105,7 +103,7 @@ def rank(job: Mapping[str, Any], link: Link) -> None:
     for name, case in job["cases"].items():
         plan = parse(case["plan"], Plan)
         link.progress.program = plan.programs[link.rank]
-        result = rehearse(plan, RunOptions(**case["options"]), link.progress, lambda step: None)
+        result = emulate(plan, RunOptions(**case["options"]), link.progress, lambda step: None)
         if link.rank == 0:
             iterations = [step.iteration_ns for step in result.steps[1:]]
             link.report({"event": "case", "name": name, "iterations": iterations})
@@ -154,6 +152,6 @@ def comparison(shape: str, plan: Plan, found: Mapping[str, Sequence[int]]) -> li
 
 if __name__ == "__main__":
     if AS_RANK in sys.argv:
-        be_rank(rank)
+        be_rank()
     else:
         main()

@@ -42,14 +42,14 @@ from pipeplan.runtime.clock import Clock
 from pipeplan.runtime.executor import Executor
 from pipeplan.runtime.launch import watch_local
 from pipeplan.runtime.model import BlockSpec, Model
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.program import Instruction, Numbers, StagePart, programs_of
+from pipeplan.runtime.options import Link
+from pipeplan.runtime.program import ProgramStep, programs_of
 from pipeplan.runtime.progress import Board, Phase, Progress
-from pipeplan.runtime.rows import TensorSpec
+from pipeplan.runtime.rows import Produced, Received, TensorSpec
 from pipeplan.runtime.stages import Samples
+from pipeplan.runtime.start import main as be_rank
+from pipeplan.runtime.train_options import TrainOptions
 from pipeplan.runtime.training import Trainer, travelling
-from pipeplan.runtime.worker import Link
-from pipeplan.runtime.worker import main as be_rank
 from pipeplan.schedule.bounds import makespan_bound, period_bound
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.problem import Problem
@@ -138,7 +138,7 @@ def chain(width: int, length: int, layers: int) -> Model:
 def beside_torch(plan: Plan, job: Mapping[str, Any], link: Link) -> dict[str, Any]:
     """Times of steps in ns: how long each took on the rank that took longest."""
     model = chain(job["width"], job["length"], job["layers"])
-    trainer = Trainer(plan, model, RunOptions("chain", num_threads=1, timeout_ns=TIMEOUT_NS), link.progress)
+    trainer = Trainer(plan, model, TrainOptions("chain", num_threads=1, timeout_ns=TIMEOUT_NS), link.progress)
     batch = model.mini_batch(plan.mini_batch, 0, 0)
     samples = Samples(batch, model.predictions(batch))
     theirs = schedule_of_torch(trainer, samples.num_predictions, plan.num_microbatches)
@@ -222,20 +222,13 @@ class Watch(Progress):
 class NoStage:
     """A stage that computes nothing: what it makes was made before."""
 
-    def __init__(self, part: StagePart, specs: Mapping[str, TensorSpec]) -> None:
-        self.part, self.idle = part, True
+    def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
+        self.idle = True
         self.tensors = {name: torch.zeros(spec.of(1), dtype=spec.dtype) for name, spec in specs.items()}
 
-    def forward(self, own: Numbers, received: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
-        """The tensors."""
-        return self.tensors
-
-    def backward(self, microbatch: int, gradients: Mapping[Numbers, Any]) -> dict[Numbers, dict[str, Tensor]]:
-        """The tensors again."""
-        return dict.fromkeys(gradients, self.tensors)
-
-    def weight_gradients(self, microbatch: int) -> None:
-        """Nothing waits."""
+    def run(self, step: ProgramStep, inputs: Received, samples: Samples) -> Produced:
+        """The tensors, whatever the action."""
+        return dict.fromkeys(step.samples, self.tensors)
 
 
 class NoTransport:
@@ -247,15 +240,15 @@ class NoTransport:
             for message, names in program.tensors.items()
         }
 
-    def send(self, instruction: Instruction, tensors: Sequence[Tensor], made: object) -> None:
+    def send(self, step: ProgramStep, tensors: Sequence[Tensor], made: object) -> None:
         """Forget them."""
 
-    def receive(self, instruction: Instruction) -> None:
+    def receive(self, step: ProgramStep) -> None:
         """It is here."""
 
-    def take(self, instruction: Instruction) -> list[Tensor]:
+    def take(self, step: ProgramStep) -> list[Tensor]:
         """What was made before."""
-        return self.tensors[instruction.message]
+        return self.tensors[step.message]
 
     def moment(self) -> None:
         """No streams here."""
@@ -270,10 +263,10 @@ def per_action(plan: Plan, job: Mapping[str, Any], link: Link) -> dict[str, dict
     model = chain(1, 1, 1)
     program = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)[link.rank]
     specs = travelling(program, model, torch.float32)
-    trainer = Trainer(plan, model, RunOptions("chain", num_threads=1, timeout_ns=TIMEOUT_NS), link.progress)
+    trainer = Trainer(plan, model, TrainOptions("chain", num_threads=1, timeout_ns=TIMEOUT_NS), link.progress)
     batch = model.mini_batch(plan.mini_batch, 0, 0)
     samples = Samples(batch, model.predictions(batch))
-    none: Any = {index: NoStage(part, specs) for index, part in program.stages.items()}
+    none: Any = dict.fromkeys(program.stages, NoStage(specs))
     nobody: Any = NoTransport(program, specs)
     kept = trainer.executor.channels
     found = {}
@@ -293,16 +286,15 @@ def per_action(plan: Plan, job: Mapping[str, Any], link: Link) -> dict[str, dict
 
 def timed_actions(executor: Executor, watch: Watch, samples: Samples, steps: int) -> dict[str, list[int]]:
     """[kind] from the beginning of an action to the next one's, of all but the last of each step."""
-    instructions = executor.program.instructions
     times: dict[str, list[int]] = defaultdict(list)
     for _ in range(steps):
         dist.barrier()
         watch.begun.clear()
         executor.run(samples)
-        for instruction in instructions[:-1]:
-            kind = instruction.action.kind.partition("_")[0]
+        for step in executor.program.steps[:-1]:
+            kind = step.action.kind.partition("_")[0]
             begun = watch.begun
-            times[kind].append(begun[instruction.counter + 1] - begun[instruction.counter])
+            times[kind].append(begun[step.counter + 1] - begun[step.counter])
     return times
 
 
@@ -323,9 +315,10 @@ def told_by(plan: Plan, job: Mapping[str, Any]) -> dict[str, Any]:
     """What rank 0 of two processes reports."""
     found: list[dict[str, Any]] = []
     watch_local(
+        "executor_overhead:as_rank",
         plan.programs,
         {"plan": plan.model_dump_json(), **job},
-        RunOptions("chain", timeout_ns=TIMEOUT_NS),
+        TIMEOUT_NS,
         lambda rank, report: found.append(report["told"]),
         (sys.executable, __file__, AS_RANK),
     )
@@ -383,6 +376,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == [AS_RANK]:
-        be_rank(as_rank)
+        be_rank()
     else:
         main()

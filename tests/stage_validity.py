@@ -116,8 +116,7 @@ def _stuck(graph: StageGraph) -> Iterator[str]:
         moved = False
         for index, rest in enumerate(left):
             while rest and all(
-                done[other][rest[-1]] >= done[index][rest[-1]] + graph.size(index)
-                for other in ahead[rest[-1]][index]
+                done[other][rest[-1]] >= done[index][rest[-1]] + graph.size(index) for other in ahead[rest[-1]][index]
             ):
                 done[index][rest.pop()] += graph.size(index)
                 moved = True

@@ -20,7 +20,8 @@ from builders.plans import plan_of
 from pipeplan.cli.run_verb import command
 from pipeplan.errors import FileError, InvalidPlanError, UsageError
 from pipeplan.model import Plan, write_file
-from pipeplan.runtime.options import RunOptions, RunResult, StepResult
+from pipeplan.runtime.options import RunResult, StepResult
+from pipeplan.runtime.train_options import TrainOptions
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
@@ -104,9 +105,11 @@ def test_refuses_what_is_no_number(flag: str, value: str, tmp_path: Path) -> Non
 
 @needs_torch
 def test_norms_may_be_endless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[RunOptions] = []
+    asked: list[TrainOptions] = []
     result = RunResult((StepResult(0, 1.0, 10**9, 0),), (1, 1))
-    monkeypatch.setattr("pipeplan.runtime.launch.run_local", lambda _, options, __: asked.append(options) or result)
+    monkeypatch.setattr(
+        "pipeplan.runtime.launch.run_local", lambda _, __, options, ___: asked.append(options) or result
+    )
     run(written(chain_plan(), tmp_path), "--model", "gpt2-tiny", "--local", "--clip-norm", "inf")
     assert asked[0].clip_norm == math.inf
 

@@ -10,6 +10,7 @@ import pytest
 from builders.chains import chain_plan
 from pipeplan.cli.run_results import Steps, comparison_line, summary_json
 from pipeplan.runtime.options import RunOptions, RunResult, StepResult
+from pipeplan.runtime.train_options import TrainOptions
 
 FINE = StepResult(0, 2.5, 3_000_000, 0, 1.0)
 LOST = StepResult(1, math.nan, 2_000_000, 0, 1.0)
@@ -18,11 +19,11 @@ STEEP = StepResult(2, 2.0, 2_000_000, 0, math.inf)
 
 @pytest.mark.parametrize("quiet", [False, True])
 def test_a_loss_that_is_not_finite_is_shown_and_told_once(quiet: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = Steps(RunOptions("gpt2-tiny", checkpoint="saved"), quiet=quiet)
+    shown = Steps(TrainOptions("gpt2-tiny", checkpoint="saved"), quiet=quiet)
     for step in (FINE, LOST, STEEP, LOST):
         shown.show(step)
     out, errors = capsys.readouterr()
-    told = "step 1: the loss is nan; no checkpoint is written behind such a step"
+    told = "step 1: the loss is nan; no checkpoint is written after such a step"
     assert errors == f"pipeplan: warning: {told}\n"
     assert [line.partition("  gradients")[0] for line in out.splitlines()] == (
         [] if quiet else ["step 0  loss 2.5000", "step 1  loss nan", "step 2  loss 2.0000", "step 1  loss nan"]
@@ -30,17 +31,17 @@ def test_a_loss_that_is_not_finite_is_shown_and_told_once(quiet: bool, capsys: p
 
 
 def test_gradients_that_are_not_finite_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    Steps(RunOptions("gpt2-tiny"), quiet=True).show(STEEP)
+    Steps(TrainOptions("gpt2-tiny"), quiet=True).show(STEEP)
     assert capsys.readouterr().err == "pipeplan: warning: step 2: the norm of gradients is inf\n"
 
 
 def test_a_rehearsal_has_no_loss(capsys: pytest.CaptureFixture[str]) -> None:
-    Steps(RunOptions("", emulate=True), quiet=False).show(StepResult(0, math.nan, 2_000_000, 0))
+    Steps(RunOptions(), quiet=False).show(StepResult(0, math.nan, 2_000_000, 0))
     assert capsys.readouterr() == ("step 0  iteration 2ms\n", "")
 
 
 def test_json_has_null_for_what_is_not_finite() -> None:
-    text = summary_json(chain_plan(2, 2), RunOptions("gpt2-tiny"), RunResult((FINE, LOST, STEEP), (1, 1)))
+    text = summary_json(chain_plan(2, 2), TrainOptions("gpt2-tiny"), RunResult((FINE, LOST, STEEP), (1, 1)))
     steps = json.loads(text, parse_constant=pytest.fail)["steps"]
     assert [(step["loss"], step["grad_norm"]) for step in steps] == [(2.5, 1.0), (None, 1.0), (2.0, None)]
 
@@ -60,5 +61,5 @@ def test_the_prediction_is_of_the_iteration_not_of_the_makespan() -> None:
     makespan, result = plan.predicted.makespan_ns, RunResult((FINE,), (1, 1))
     for said, told in ((makespan + 7, makespan + 7), (0, makespan)):
         other = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"iteration_ns": said})})
-        assert json.loads(summary_json(other, RunOptions("gpt2-tiny"), result))["predicted_iteration_ns"] == told
+        assert json.loads(summary_json(other, TrainOptions("gpt2-tiny"), result))["predicted_iteration_ns"] == told
         assert comparison_line(other, result).startswith(f"predicted {told}ns, ")

@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
 from builders.chains import chain_workload
 from builders.orders import one_f_one_b
 from builders.plans import plan_of
-from collections.abc import Iterator
-from collections.abc import Sequence
-from dataclasses import replace
-from hypothesis import assume
-from hypothesis import given
-from hypothesis import settings
-from hypothesis import strategies as st
-from itertools import combinations
-from itertools import pairwise
-from pipeplan.costs import StageCost
-from pipeplan.costs import stage_costs
-from pipeplan.errors import InfeasibleError
-from pipeplan.errors import UsageError
-from pipeplan.model import Block
-from pipeplan.model import CostRow
-from pipeplan.model import Edge
-from pipeplan.model import Profile
-from pipeplan.model import Source
+from pipeplan.costs import StageCost, stage_costs
+from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.model import Block, CostRow, Edge, Profile, Source
 from pipeplan.model.workload import Workload
-from pipeplan.partition.autopipe import Balance
-from pipeplan.partition.autopipe import Cuts
-from pipeplan.partition.autopipe import Fitting
-from pipeplan.partition.autopipe import Loads
-from pipeplan.partition.autopipe import StageLoads
-from pipeplan.partition.autopipe import num_to_split
-from pipeplan.partition.autopipe import plan_chain
-from pipeplan.partition.autopipe import plan_depths
-from pipeplan.partition.autopipe import sliced
-from pipeplan.partition.autopipe import timeline
+from pipeplan.partition.autopipe import (
+    Balance,
+    Cuts,
+    Fitting,
+    Loads,
+    StageLoads,
+    num_to_split,
+    plan_chain,
+    plan_depths,
+    sliced,
+    timeline,
+)
 from pipeplan.partition.autopipe.simulator import measured
 from pipeplan.simulate.simulation import simulate
 from references.replay import replay
-import pytest
 
 TIMES = st.integers(1, 12)
 BLOCKS = st.lists(st.tuples(TIMES, TIMES), min_size=2, max_size=9)

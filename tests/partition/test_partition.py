@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from builders import profiles
-from collections.abc import Iterator
-from collections.abc import Sequence
-from hypothesis import assume
-from hypothesis import given
-from hypothesis import settings
-from hypothesis import strategies as st
+from collections.abc import Iterator, Sequence
 from itertools import combinations
-from pipeplan.costs import StageCost
-from pipeplan.errors import InfeasibleError
-from pipeplan.errors import UsageError
-from pipeplan.model import Block
-from pipeplan.model import CostRow
-from pipeplan.model import Placement
-from pipeplan.model import Profile
-from pipeplan.model import Source
-from pipeplan.partition import STRATEGIES
-from pipeplan.partition import balanced_split
-from pipeplan.partition import chain_kernel
-from pipeplan.partition import exact as exact_module
-from pipeplan.partition import place
-from pipeplan.partition.chain import Chain
-from pipeplan.partition.chain import Held
-from pipeplan.partition.chain_kernel import least_split
-from pipeplan.partition.exact import shortest_run
-from pipeplan.partition.level import levelled
-from pipeplan.partition.level import roomiest
-from references.split import slow_split
+
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from builders import profiles
+from pipeplan.costs import StageCost
+from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.model import Block, CostRow, Placement, Profile, Source
+from pipeplan.partition import STRATEGIES, balanced_split, chain_kernel, place
+from pipeplan.partition import exact as exact_module
+from pipeplan.partition.chain import Chain, Held
+from pipeplan.partition.chain_kernel import least_split
+from pipeplan.partition.exact import shortest_run
+from pipeplan.partition.level import levelled, roomiest
+from references.split import slow_split
 
 TIMES = st.sampled_from([0, 1, 1, 2, 3, 5, 8, 30])
 SIZES = st.integers(0, 6)

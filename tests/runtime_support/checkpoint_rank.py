@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from pipeplan.errors import UsageError
 from pipeplan.model import Plan, parse
 from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.options import Link
+from pipeplan.runtime.start import main
+from pipeplan.runtime.train_options import TrainOptions
 from pipeplan.runtime.training import Trainer
-from pipeplan.runtime.worker import Link, main
 from runtime_support.checkpoint_models import Counting
 from runtime_support.executor_rank import _distance, _held
 from runtime_support.plans import Unsplit
@@ -27,7 +28,7 @@ def work(job: Mapping[str, Any], link: Link) -> None:
     if job["dies"]:
         _die_while_writing(link.rank)
     for name, legs in job["cases"].items():
-        unsplit = Unsplit(load_model(legs[0]["options"]["model"]), RunOptions(**legs[0]["options"]))
+        unsplit = Unsplit(load_model(legs[0]["options"]["model"]), TrainOptions(**legs[0]["options"]))
         if "Counting" in legs[0]["options"]["optimizer"]:
             unsplit.optimizer = Counting(unsplit.unique, lr=1.0, weight_decay=0.0)
         told = [run_leg(leg, unsplit, link) for leg in legs]
@@ -36,7 +37,7 @@ def work(job: Mapping[str, Any], link: Link) -> None:
 
 def run_leg(leg: Mapping[str, Any], unsplit: Unsplit, link: Link) -> dict[str, Any]:
     """Train up to a step, write a checkpoint, and forget everything; or be refused."""
-    plan, options = parse(leg["plan"], Plan), RunOptions(**leg["options"])
+    plan, options = parse(leg["plan"], Plan), TrainOptions(**leg["options"])
     link.progress.program = plan.programs[link.rank]
     trainer = Trainer(plan, load_model(options.model), options, link.progress)
     try:
@@ -76,4 +77,4 @@ def _die_while_writing(rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(work)
+    main()

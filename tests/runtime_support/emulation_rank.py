@@ -1,4 +1,4 @@
-"""A rank of the emulation's tests: rehearses many plans in one process group."""
+"""A rank of the emulation's tests: emulates many plans in one process group."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 import torch.distributed as dist
 
 from pipeplan.model import Plan, parse
-from pipeplan.runtime.emulation import rehearse
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.worker import Link, main
+from pipeplan.runtime.emulation import emulate
+from pipeplan.runtime.options import Link, RunOptions
+from pipeplan.runtime.start import main
 
 
-def rehearse_all(job: Mapping[str, Any], link: Link) -> None:
+def emulate_all(job: Mapping[str, Any], link: Link) -> None:
     """Report, per case, when everything ran."""
     torch.set_num_threads(1)
     for name, case in job["cases"].items():
         plan = parse(case["plan"], Plan)
         link.progress.program = plan.programs[link.rank]
-        result = rehearse(plan, RunOptions(**case["options"]), link.progress, lambda step: None)
+        result = emulate(plan, RunOptions(**case["options"]), link.progress, lambda step: None)
         if link.rank == 0:
             link.report({"event": "case", "name": name, "result": result.as_json()})
         dist.barrier()
 
 
 if __name__ == "__main__":
-    main(rehearse_all)
+    main()

@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from pipeplan.errors import UsageError
 from pipeplan.model import Plan, parse
-from pipeplan.runtime.emulation import rehearse
+from pipeplan.runtime.emulation import emulate
 from pipeplan.runtime.model import Model
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.program import Share
+from pipeplan.runtime.options import Link, RunOptions
+from pipeplan.runtime.share import Share
+from pipeplan.runtime.start import main
+from pipeplan.runtime.train_options import TrainOptions
 from pipeplan.runtime.training import Trainer, model_of
-from pipeplan.runtime.worker import Link, main
 from runtime_support import models as runtime_models
 from runtime_support.plans import Unsplit
 
@@ -25,7 +26,8 @@ def compare(job: Mapping[str, Any], link: Link) -> None:
     """Report, per case, how far losses, gradients and parameters of every step are from unsplit training."""
     torch.set_num_threads(1)
     for name, case in job["cases"].items():
-        options = RunOptions(**case["options"])
+        kind = TrainOptions if "model" in case["options"] else RunOptions
+        options = kind(**case["options"])
         plan = parse(case["plan"], Plan)
         link.progress.program = plan.programs[link.rank]
         link.report({"event": "case", "name": name, **run_case(name, plan, options, link)})
@@ -33,10 +35,10 @@ def compare(job: Mapping[str, Any], link: Link) -> None:
 
 
 def run_case(name: str, plan: Plan, options: RunOptions, link: Link) -> dict[str, Any]:
-    """What a case is for: ranks that do not agree must all refuse alike; others rehearse, or train."""
-    if options.emulate:
-        rehearsed = rehearse(plan, options, link.progress, lambda step: None)
-        return {"iterations_ns": [step.iteration_ns for step in rehearsed.steps]}
+    """What a case is for: ranks that do not agree must all refuse alike; others emulate, or train."""
+    if not isinstance(options, TrainOptions):
+        emulated = emulate(plan, options, link.progress, lambda step: None)
+        return {"iterations_ns": [step.iteration_ns for step in emulated.steps]}
     if name.startswith("refused"):
         seed = options.seed + (link.rank == 2 and "options" in name)
         model = refused_model(name, link.rank)
@@ -58,7 +60,7 @@ def refused_model(name: str, rank: int) -> Model:
     return runtime_models.breaking(lambda: None)
 
 
-def train_both(plan: Plan, model: Model, options: RunOptions, link: Link) -> dict[str, Any]:
+def train_both(plan: Plan, model: Model, options: TrainOptions, link: Link) -> dict[str, Any]:
     """Largest distances over steps; what is compared on this rank is its own part of the model."""
     trainer = Trainer(plan, model, options, link.progress)
     unsplit = Unsplit(model, options)
@@ -110,4 +112,4 @@ def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
 
 
 if __name__ == "__main__":
-    main(compare)
+    main()

@@ -23,9 +23,10 @@ from typing import Any
 from pipeplan.errors import PipeplanError
 from pipeplan.model import Plan
 from pipeplan.runtime import launch
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.options import Link, Report
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.start import take_identity
+from pipeplan.runtime.train_options import TrainOptions
 
 __all__ = ["BEFORE_STEPS", "HANGS", "KINDS", "Ending", "Fault", "left_over", "run_with"]
 
@@ -117,7 +118,7 @@ def left_over(word: str) -> list[int]:
     return [pid for pid in found if pid != os.getpid()]
 
 
-def run_with(fault: Fault, plan: Plan, options: RunOptions, *, torchrun: bool = False) -> Ending:
+def run_with(fault: Fault, plan: Plan, options: TrainOptions, *, torchrun: bool = False) -> Ending:
     """Run a plan with a fault in it, with a timeout of 2 s, clipped gradients, and a checkpoint behind every step.
 
     Under torchrun only faults in actions are known by their messages.
@@ -137,16 +138,18 @@ def run_with(fault: Fault, plan: Plan, options: RunOptions, *, torchrun: bool = 
     return Ending(error, ended - happened.get("at", ended), expected, is_right, left_over(word), loaded)
 
 
-def _locally(plan: Plan, options: RunOptions) -> str:
+def _locally(plan: Plan, options: TrainOptions) -> str:
     job = {"plan": plan.model_dump_json(), "options": options.as_json()}
     try:
-        launch.watch_local(plan.programs, job, options, lambda rank, report: None, RANK)
+        launch.watch_local(
+            "faults:train_otherwise", plan.programs, job, options.timeout_ns, lambda rank, report: None, RANK
+        )
     except PipeplanError as error:
         return str(error)
     return ""
 
 
-def _under_torchrun(plan: Plan, options: RunOptions) -> str:
+def _under_torchrun(plan: Plan, options: TrainOptions) -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(plan.model_dump_json())
         file.flush()
@@ -231,12 +234,28 @@ def other(job: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return changed
 
 
+def fault_here() -> tuple[Fault, str]:
+    """What this process is to do, and where it says that it does."""
+    wanted = json.loads(os.environ[FAULT])
+    told = wanted.pop("told")
+    return Fault(**wanted), told
+
+
+def train_otherwise(job: Report, link: Link) -> None:
+    """The job of a rank: trains, one of them maybe with something else than the others."""
+    from pipeplan.runtime.training import train_job
+
+    fault, told = fault_here()
+    if link.rank == fault.rank and fault.kind in DIFFERENCES:
+        Path(told).write_text(json.dumps({"where": "", "at": time.monotonic()}))
+        job = other(job, fault.kind)
+    train_job(job, link)
+
+
 def main() -> None:
     """Be a rank that fails: one of those that the parent starts, or under torchrun with a command line behind it."""
     identity = None if "RANK" in os.environ else take_identity()
-    wanted = json.loads(os.environ[FAULT])
-    told = wanted.pop("told")
-    fault = Fault(**wanted)
+    fault, told = fault_here()
     shorten_start(fault)
     if fault.kind in ACTS:
         arm(fault, told)
@@ -244,15 +263,10 @@ def main() -> None:
         from pipeplan.cli.main import main as run_command
 
         run_command()
-    from pipeplan.runtime import worker
+        return
+    from pipeplan.runtime.worker import be_rank
 
-    def work(job: Mapping[str, Any], link: worker.Link) -> None:
-        if link.rank == fault.rank and fault.kind in DIFFERENCES:
-            Path(told).write_text(json.dumps({"where": "", "at": time.monotonic()}))
-            job = other(job, fault.kind)
-        worker._train_job(job, link)
-
-    worker.main(work, identity)
+    be_rank(identity)
 
 
 if __name__ == "__main__":

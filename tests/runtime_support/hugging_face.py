@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.hugging_face import Whole, load, load_configuration
 from pipeplan.runtime.hugging_face.families import FAMILIES
-from pipeplan.runtime.loading import Grain
-from pipeplan.runtime.model import Model
+from pipeplan.runtime.model import Grain, Model
 
 HIDDEN, HEADS, FFN, WORDS, SEQUENCE, LAYERS = 32, 4, 64, 63, 12, 2
 LLAMA: dict[str, Any] = {

@@ -136,7 +136,7 @@ def _turned(context: Context) -> dict[str, Tensor]:
         pieces = []
         for part in reversed(context.sources(block, -1)):
             own = context.inputs[block] if part.rank == context.rank else context.empty(part)
-            pieces.append((part, context.together.broadcast(own * context.attributes["times"], part.rank)))
+            pieces.append((part, context.rank_group.broadcast(own * context.attributes["times"], part.rank)))
         made[block] = context.joined(block, pieces)
     return made
 

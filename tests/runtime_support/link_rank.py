@@ -10,8 +10,8 @@ import sys
 import torch.distributed as dist
 
 from pipeplan.model import write_file
-from pipeplan.runtime.communication import LinkOptions, measure_links, work
-from pipeplan.runtime.worker import main
+from pipeplan.runtime.communication import LinkOptions, measure_links
+from pipeplan.runtime.start import main
 
 PLAY, OUTPUT = "PIPEPLAN_TEST_PLAY", "PIPEPLAN_TEST_OUTPUT"
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
@@ -42,7 +42,7 @@ def play(what: str) -> None:
 if __name__ == "__main__":
     play(os.environ.get(PLAY, ""))
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        main(work)
+        main()
     else:
         found = measure_links(
             LinkOptions(largest_bytes=4096, repeats=3, operations=("send", "all_reduce"), timeout_ns=20 * 10**9),

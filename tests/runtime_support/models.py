@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import BlockSpec, Model
-from pipeplan.runtime.shards import WHOLE, Cut, RowLinear, Shards, Split, WordEmbedding, cross_entropy
+from pipeplan.runtime.shards import WHOLE, Cut, Shards, Split
+from pipeplan.runtime.split_layers import RowLinear, WordEmbedding, cross_entropy
 
 WIDTH = 8
 

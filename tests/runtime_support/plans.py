@@ -22,13 +22,14 @@ from pipeplan.model.workload import Workload
 from pipeplan.runtime.launch import watch_local
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.train_options import TrainOptions
 from pipeplan.schedule.rules import Instruction, with_instructions
 from references.replay import durations_of, waits_of
 
 RANK = (sys.executable, "-m", "runtime_support.executor_rank")
 TOLERANCE = 1e-9
 
-TRAINING = RunOptions(
+TRAINING = TrainOptions(
     "gpt2-tiny",
     num_steps=3,
     dtype="float64",
@@ -166,7 +167,7 @@ def greedy_orders(workload: Workload) -> Orders:
 class Unsplit:
     """Training without a plan: all blocks in one process, the whole mini-batch at once, torch's own backward."""
 
-    def __init__(self, model: Model, options: RunOptions) -> None:
+    def __init__(self, model: Model, options: TrainOptions) -> None:
         self.model, self.options, self.norm, self.num_steps = model, options, 0.0, 0
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         self.modules = {block.id: model.build(block.id, options.seed, dtype=self.dtype) for block in model.blocks}
@@ -220,7 +221,7 @@ def four_devices(plan: Plan) -> Plan:
     )
 
 
-def reports_of(cases: Mapping[str, Case], command: Sequence[str] = RANK) -> Reports:
+def reports_of(cases: Mapping[str, Case], work: str = "runtime_rank:compare", command: Sequence[str] = RANK) -> Reports:
     """What 4 real processes report of all cases, for which they are started once."""
     found: Reports = defaultdict(dict)
 
@@ -230,11 +231,11 @@ def reports_of(cases: Mapping[str, Case], command: Sequence[str] = RANK) -> Repo
     job = {
         name: {"plan": plan.model_dump_json(), "options": options.as_json()} for name, (plan, options) in cases.items()
     }
-    watch_local([()] * 4, {"cases": job}, RunOptions("gpt2-tiny"), listen, command)
+    watch_local(work, [()] * 4, {"cases": job}, 60 * 10**9, listen, command)
     return found
 
 
-def assert_as_unsplit(model: Model, options: RunOptions, ranks: Mapping[int, Mapping[str, Any]]) -> None:
+def assert_as_unsplit(model: Model, options: TrainOptions, ranks: Mapping[int, Mapping[str, Any]]) -> None:
     """All ranks know the same losses, and nothing of any rank is farther than rounding from an unsplit run."""
     assert sorted(ranks) == [0, 1, 2, 3]
     for rank, report in ranks.items():

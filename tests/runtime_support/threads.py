@@ -23,12 +23,13 @@ from pipeplan.runtime.layouts import Layouts
 from pipeplan.runtime.messages import TransferError
 from pipeplan.runtime.model import Model, placed
 from pipeplan.runtime.modules import WeightGradQueue
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.program import Instruction, Program, Share, programs_of
+from pipeplan.runtime.program import Program, ProgramStep, programs_of
 from pipeplan.runtime.progress import Board, Progress
 from pipeplan.runtime.rows import TensorSpec
-from pipeplan.runtime.shards import Shards
+from pipeplan.runtime.shards import Cut, Shards
+from pipeplan.runtime.share import Share
 from pipeplan.runtime.stages import Samples, StageRunner
+from pipeplan.runtime.train_options import TrainOptions
 from pipeplan.runtime.training import travelling
 from runtime_support.plans import Unsplit
 
@@ -59,28 +60,28 @@ class MailChannels:
         self._posted: dict[int, int] = defaultdict(int)
         self._place: dict[int, int] = {}
 
-    def send(self, instruction: Instruction, tensors: Sequence[Tensor], made: object) -> None:
+    def send(self, step: ProgramStep, tensors: Sequence[Tensor], made: object) -> None:
         """Put into the mail; whoever waits may look."""
         assert made is None
         assert all(tensor.is_contiguous() for tensor in tensors)
-        self._mail.sent[self._program.rank, instruction.peer].append((_label(instruction), tensors))
+        self._mail.sent[self._program.rank, step.peer].append((_label(step), tensors))
         self._mail.turn.notify_all()
 
-    def receive(self, instruction: Instruction) -> None:
+    def receive(self, step: ProgramStep) -> None:
         """Know which of the peer's messages it is."""
-        self._place[instruction.counter] = self._posted[instruction.peer]
-        self._posted[instruction.peer] += 1
+        self._place[step.counter] = self._posted[step.peer]
+        self._posted[step.peer] += 1
 
-    def take(self, instruction: Instruction) -> list[Tensor]:
+    def take(self, step: ProgramStep) -> list[Tensor]:
         """Wait, and let others run; what comes must be what the program means, in shape, too."""
-        sent, place = self._mail.sent[instruction.peer, self._program.rank], self._place.pop(instruction.counter)
+        sent, place = self._mail.sent[step.peer, self._program.rank], self._place.pop(step.counter)
         self._mail.turn.wait_for(lambda: len(sent) > place or self._mail.failure, PATIENCE_S)
         if len(sent) <= place:
-            raise TransferError(Cause.TIMEOUT, instruction.peer, "nothing came")
+            raise TransferError(Cause.TIMEOUT, step.peer, "nothing came")
         label, tensors = sent[place]
-        assert label == _label(instruction)
-        names = self._program.tensors[instruction.message]
-        expected = [self._specs[name].of(len(instruction.samples[0])) for name in names]
+        assert label == _label(step)
+        names = self._program.tensors[step.message]
+        expected = [self._specs[name].of(len(step.samples[0])) for name in names]
         assert [tuple(tensor.shape) for tensor in tensors] == expected
         return list(tensors)
 
@@ -93,10 +94,10 @@ class MailChannels:
         return []
 
 
-def _label(instruction: Instruction) -> str:
+def _label(step: ProgramStep) -> str:
     """What both ends call a message."""
-    action = instruction.action
-    return f"{instruction.message} {action.microbatch} {action.part} {instruction.samples}"
+    action = step.action
+    return f"{step.message} {action.microbatch} {action.part} {step.samples}"
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,12 @@ class Meeting:
         return [found[self._index] for found in self.gather(torch.stack(list(pieces)))]
 
 
+def joined(cut: Cut, shares: Sequence[Tensor]) -> Tensor:
+    """The whole from all shares, in order: the inverse of ``cut``."""
+    pieces = [share.chunk(cut.parts, cut.dimension) for share in shares]
+    return torch.cat([piece for each in zip(*pieces, strict=True) for piece in each], cut.dimension)
+
+
 def together(count: int, work: Callable[[Shards], Result]) -> list[Result]:
     """What each of so many devices makes that split something."""
     mail = Mail()
@@ -170,7 +177,7 @@ def run_in_threads(plan: Plan, model: Model, seed: int) -> Outcome:
 def require_equal_to_unsplit(model: Model, plan: Plan) -> None:
     """Loss and gradients, of tied parameters their sums."""
     outcome = run_in_threads(plan, model, 3)
-    unsplit = Unsplit(model, RunOptions(model.name, seed=3, dtype="float64", learning_rate=1e-3, weight_decay=0.0))
+    unsplit = Unsplit(model, TrainOptions(model.name, seed=3, dtype="float64", learning_rate=1e-3, weight_decay=0.0))
     assert outcome.loss == pytest.approx(unsplit.step(0, plan.mini_batch), rel=1e-12)
     summed = dict(outcome.gradients)
     for (block, parameter), *others in model.tied:
@@ -212,14 +219,14 @@ class _Rank:
         with self._mail.turn:
             try:
                 counters = [counter for counter, _, _ in self._executor.run(samples)]
-                assert sorted(counters) == list(range(len(self._executor.program.instructions)))
+                assert sorted(counters) == list(range(len(self._executor.program.steps)))
             except BaseException as error:
                 self._mail.failure = self._mail.failure or error
                 self._mail.turn.notify_all()
 
     def loss(self) -> float:
         """This rank's part of the loss."""
-        losses = [stage.take_loss() for stage in self._executor.stages.values()]
+        losses = [stage.take_loss() for stage in self._executor.runners.values()]
         return sum(float(loss) for loss in losses if loss is not None)
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pipeplan.model import Plan
     from pipeplan.model.trace import TraceEvent
     from pipeplan.runtime.options import RunOptions, RunResult, StepResult
+    from pipeplan.runtime.train_options import TrainOptions
 
 __all__ = ["Steps", "comparison_line", "run_trace", "summary_json"]
 
@@ -23,24 +24,27 @@ class Steps:
     """Prints steps as they end unless ``quiet``, and warns on stderr of the first with numbers that are not finite."""
 
     def __init__(self, options: RunOptions, *, quiet: bool) -> None:
-        self._options, self._quiet, self._warned = options, quiet, False
+        from pipeplan.runtime.train_options import TrainOptions
+
+        self._training = options if isinstance(options, TrainOptions) else None
+        self._quiet, self._warned = quiet, False
 
     def show(self, result: StepResult) -> None:
         """Called as a step ends."""
-        trains = not self._options.emulate
+        training = self._training
         if not self._quiet:
-            loss = f"  loss {result.loss:.4f}" if trains else ""
+            loss = f"  loss {result.loss:.4f}" if training is not None else ""
             norm = "" if result.grad_norm is None else f"  gradients {result.grad_norm:.4g}"
             click.echo(f"step {result.step}{loss}{norm}  iteration {format_ns(result.iteration_ns)}")
-        if trains and not result.finite and not self._warned:
+        if training is not None and not result.finite and not self._warned:
             self._warned = True
-            self._warn(result)
+            self._warn(result, training.checkpoint)
 
-    def _warn(self, result: StepResult) -> None:
+    def _warn(self, result: StepResult, checkpoint: str | None) -> None:
         what = (
             f"loss is {result.loss}" if not math.isfinite(result.loss) else f"norm of gradients is {result.grad_norm}"
         )
-        kept = "" if self._options.checkpoint is None else "; no checkpoint is written behind such a step"
+        kept = "" if checkpoint is None else "; no checkpoint is written after such a step"
         click.echo(f"pipeplan: warning: step {result.step}: the {what}{kept}", err=True)
 
 
@@ -55,11 +59,14 @@ def comparison_line(plan: Plan, result: RunResult) -> str:
 
 def summary_json(plan: Plan, options: RunOptions, result: RunResult) -> str:
     """The object of ``--json``, in which what is not finite is null."""
-    summary = _rehearsed if options.emulate else _trained
-    return json.dumps(summary(plan, options, result), allow_nan=False)
+    from pipeplan.runtime.train_options import TrainOptions
+
+    if isinstance(options, TrainOptions):
+        return json.dumps(_trained(plan, options, result), allow_nan=False)
+    return json.dumps(_emulated(plan, options, result), allow_nan=False)
 
 
-def _rehearsed(plan: Plan, options: RunOptions, result: RunResult) -> dict[str, object]:
+def _emulated(plan: Plan, options: RunOptions, result: RunResult) -> dict[str, object]:
     """The object of ``--emulate --json``."""
     return {
         "plan": plan.name,
@@ -84,7 +91,7 @@ def _predicted_ns(plan: Plan) -> int:
     return plan.predicted.iteration_ns or plan.predicted.makespan_ns
 
 
-def _trained(plan: Plan, options: RunOptions, result: RunResult) -> dict[str, object]:
+def _trained(plan: Plan, options: TrainOptions, result: RunResult) -> dict[str, object]:
     """The object of ``--json`` of training."""
     return {
         "plan": plan.name,
@@ -115,6 +122,7 @@ def run_trace(plan: Plan, options: RunOptions, result: RunResult) -> str:
     from pipeplan.model import sha256_of
     from pipeplan.model.trace import Trace, trace_json
     from pipeplan.report.trace import predicted_trace
+    from pipeplan.runtime.train_options import TrainOptions
     from pipeplan.simulate.simulation import simulate
 
     predicted = predicted_trace(simulate(plan)).events()
@@ -131,8 +139,8 @@ def run_trace(plan: Plan, options: RunOptions, result: RunResult) -> str:
     about = {
         "plan": plan.name,
         "plan_sha256": sha256_of(plan),
-        "model": options.model or None,
-        "emulated": options.emulate,
+        "model": options.model if isinstance(options, TrainOptions) else None,
+        "emulated": not isinstance(options, TrainOptions),
         "blocking": options.blocking,
         "steps": len(result.steps),
         "makespan_ns": plan.predicted.makespan_ns,

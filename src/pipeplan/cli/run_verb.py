@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _LEAST_TIMEOUT_NS = 1_000_000
+_TRAIN = "pipeplan.runtime.training:train_job"
+_EMULATE = "pipeplan.runtime.emulation:emulate_job"
 
 
 @click.command("run", short_help="Run a plan on torch.distributed.")
 @click.argument("plan_path", metavar="PLAN")
 @click.option("--model", metavar="NAME|CONFIG|pkg.mod:name", help="Of the zoo, a configuration, or your own.")
-@click.option("--emulate", is_flag=True, help="Rehearse without a model: actions only take their predicted time.")
+@click.option("--emulate", is_flag=True, help="Run without a model: actions only take their predicted time.")
 @click.option("--blocking", is_flag=True, help="For comparison: every transfer holds up the devices at its two ends.")
 @click.option(
     "--message-limit",
@@ -85,10 +87,11 @@ def command(
     from pipeplan.cli.run_results import Steps, comparison_line, run_trace, summary_json
     from pipeplan.model import write_text
     from pipeplan.runtime.options import RunOptions
+    from pipeplan.runtime.train_options import TrainOptions
 
     _require_torch()
     if (model is None) != emulate:
-        raise UsageError("give --model to train, or --emulate to rehearse without a model: one of the two")
+        raise UsageError("give --model to train, or --emulate to run without a model: one of the two")
     if trace_path == "-":
         raise UsageError("--trace - would mix with the losses on stdout; give a file")
     if trace_path is not None and (local or os.environ.get("RANK", "0") == "0"):  # only rank 0 writes it
@@ -97,22 +100,18 @@ def command(
         raise UsageError(f"--timeout {timeout}ns is too short to wait for anything; give at least 1ms")
     require_consistent(training)
     options = RunOptions(
-        model=model or "",
-        sequence=sequence,
-        grain=grain,
         num_steps=steps,
-        seed=seed,
-        dtype=dtype,
         device=device,
         backend=backend,
         timeout_ns=timeout,
         trace=trace_path is not None,
         blocking=blocking,
-        emulate=emulate,
-        instructions=instructions,
         message_limit_bytes=message_limit,
-        **training,
     )
+    if model is not None:
+        training |= {"sequence": sequence, "grain": grain, "seed": seed, "dtype": dtype, "instructions": instructions}
+        options = TrainOptions(model, **options.as_json(), **training)
+    work = _EMULATE if emulate else _TRAIN
     shown = Steps(options, quiet=as_json)
     plans: list[Plan] = []
 
@@ -120,11 +119,11 @@ def command(
         plans.append(_runnable_plan(plan_path))
         return plans[-1]
 
-    result = _run_here(read, options, shown.show) if local else _run_as_rank(read, options, shown.show)
+    result = (_run_here if local else _run_as_rank)(work, read, options, shown.show)
     if result is None:  # not rank 0
         return
     click.echo(summary_json(plans[-1], options, result) if as_json else comparison_line(plans[-1], result))
-    if trace_path is not None:  # behind the results, which are not lost with it
+    if trace_path is not None:  # after the results, which are not lost with it
         write_text(run_trace(plans[-1], options, result), trace_path)
 
 
@@ -150,7 +149,9 @@ def _runnable_plan(path: str) -> Plan:
     return plan
 
 
-def _run_here(read: Callable[[], Plan], options: RunOptions, on_step: Callable[[StepResult], None]) -> RunResult:
+def _run_here(
+    work: str, read: Callable[[], Plan], options: RunOptions, on_step: Callable[[StepResult], None]
+) -> RunResult:
     """Start the ranks, with this machine's cores divided among them unless the environment says otherwise."""
     from dataclasses import replace
 
@@ -161,7 +162,7 @@ def _run_here(read: Callable[[], Plan], options: RunOptions, on_step: Callable[[
         options = replace(options, num_threads=max(1, (os.cpu_count() or 1) // len(plan.devices)))
     signal.signal(signal.SIGTERM, _as_interrupt)
     try:
-        return run_local(plan, options, on_step)
+        return run_local(work, plan, options, on_step)
     except (KeyboardInterrupt, ExecutionError):
         _say_where_to_resume(options)
         raise
@@ -170,8 +171,9 @@ def _run_here(read: Callable[[], Plan], options: RunOptions, on_step: Callable[[
 def _say_where_to_resume(options: RunOptions) -> None:
     """What a run that did not end well leaves to go on from, on standard error."""
     from pipeplan.runtime.checkpoint_files import CheckpointFolder
+    from pipeplan.runtime.train_options import TrainOptions
 
-    if options.checkpoint is None:
+    if not isinstance(options, TrainOptions) or options.checkpoint is None:
         return
     whole = CheckpointFolder(options.checkpoint).whole()
     last = f"step {whole[-1]}: give --resume to go on from there" if whole else "none yet"
@@ -179,7 +181,7 @@ def _say_where_to_resume(options: RunOptions) -> None:
 
 
 def _run_as_rank(
-    read: Callable[[], Plan], options: RunOptions, on_step: Callable[[StepResult], None]
+    work: str, read: Callable[[], Plan], options: RunOptions, on_step: Callable[[StepResult], None]
 ) -> RunResult | None:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         num_ranks = len(read().devices)
@@ -189,7 +191,7 @@ def _run_as_rank(
         )
     from pipeplan.runtime.worker import run_under_torchrun
 
-    return run_under_torchrun(read, options, on_step)
+    return run_under_torchrun(work, read, options, on_step)
 
 
 def _as_interrupt(number: int, frame: FrameType | None) -> NoReturn:

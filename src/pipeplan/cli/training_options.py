@@ -1,4 +1,4 @@
-"""The flags of ``pipeplan run`` that say how a model is trained; each has the name of a field of ``RunOptions``."""
+"""The flags of ``pipeplan run`` that say how a model is trained; each has the name of a field of ``TrainOptions``."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def training_options(command: _Command) -> _Command:
 
 def require_consistent(training: Mapping[str, Any]) -> None:
     """Refuse flags that mean nothing without another, and names that are none. Raises UsageError."""
-    from pipeplan.runtime.options import LR_SCHEDULES, OPTIMIZERS
+    from pipeplan.runtime.train_options import LR_SCHEDULES, OPTIMIZERS
 
     _require_known("--optimizer", training["optimizer"], OPTIMIZERS)
     _require_known("--lr-schedule", training["lr_schedule"], LR_SCHEDULES)

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+
 from pipeplan.costs.blocks import block_costs
 from pipeplan.costs.collectives import all_reduce_time
 from pipeplan.costs.links import transfer_time
 from pipeplan.costs.stage_cost import StageCost
 from pipeplan.errors import UsageError
-from pipeplan.model import Block
-from pipeplan.model import Cluster
-from pipeplan.model import Dependency
-from pipeplan.model import Device
-from pipeplan.model import Edge
-from pipeplan.model import Hop
-from pipeplan.model import Operation
-from pipeplan.model import PlacedStage
-from pipeplan.model import Placement
-from pipeplan.model import Profile
-from pipeplan.model import Stage
+from pipeplan.model import (
+    Block,
+    Cluster,
+    Dependency,
+    Device,
+    Edge,
+    Hop,
+    Operation,
+    PlacedStage,
+    Placement,
+    Profile,
+    Stage,
+)
 from pipeplan.model.elements import slots_of
 from pipeplan.model.samples import carried
 from pipeplan.model.workload import Workload
-import math
 
 __all__ = ["build_workload", "can_split", "gradient_sync", "group_costs", "stage_costs"]
 

@@ -32,7 +32,7 @@ from pipeplan.runtime.identity import require_identity
 from pipeplan.runtime.optimizing import Updater
 from pipeplan.runtime.pieces import LoadPieces, Owned, Piece, SavePieces, whole_piece
 from pipeplan.runtime.progress import Phase, Progress
-from pipeplan.runtime.together import Together
+from pipeplan.runtime.together import AllRanks
 
 __all__ = ["Checkpoints", "Held"]
 
@@ -59,12 +59,12 @@ class Checkpoints:
     Args:
         folder: where they lie, the same for all ranks.
         held: of this rank.
-        together: this rank's connection with all others.
+        all_ranks: this rank's connection with all others.
         progress: this rank's record.
     """
 
-    def __init__(self, folder: CheckpointFolder, held: Held, together: Together, progress: Progress) -> None:
-        self._folder, self._held, self._together, self._progress = folder, held, together, progress
+    def __init__(self, folder: CheckpointFolder, held: Held, all_ranks: AllRanks, progress: Progress) -> None:
+        self._folder, self._held, self._all_ranks, self._progress = folder, held, all_ranks, progress
 
     def begin(self, resume: bool) -> int:
         """Go on from the last whole checkpoint, or start where there is none. Returns the number of steps done.
@@ -76,7 +76,7 @@ class Checkpoints:
         self._progress.begin(Phase.RESUMING)
         if self._progress.rank == 0:
             self._folder.make()
-        last = self._together.everyones(max(self._folder.whole(), default=None))[0]
+        last = self._all_ranks.gather(max(self._folder.whole(), default=None))[0]
         if resume and last is None:
             raise UsageError(f"--resume: {self._folder.path} has no whole checkpoint; leave --resume out to start")
         if not resume and last is not None:
@@ -94,7 +94,7 @@ class Checkpoints:
         with self._written(step):
             if self._progress.rank == 0:
                 self._folder.begin(step)
-            told = self._together.everyones((self._schedule(), numbers))
+            told = self._all_ranks.gather((self._schedule(), numbers))
             with lost_others(self._progress):
                 writer = FileSystemWriter(self._folder.part(step))
                 save(_first_of(pieces), storage_writer=writer, planner=SavePieces(pieces))
@@ -176,7 +176,7 @@ class Checkpoints:
         held = self._held
         own = {_PARAMETERS + each.name: _text(each.whole, each.parameter.dtype) for each in held.parameters}
         own |= {_BUFFERS + name: _text(buffer.shape, buffer.dtype) for name, buffer in held.buffers.items()}
-        model = {name: text for each in self._together.everyones(own) for name, text in each.items()}
+        model = {name: text for each in self._all_ranks.gather(own) for name, text in each.items()}
         saved = {name: _text(each.size, each.properties.dtype) for name, each in kept.items()}
         for name in sorted({*saved, *model}):
             if saved.get(name) != model.get(name) and not name.startswith(_OPTIMIZER):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import platform
 import socket
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -27,17 +26,14 @@ from pipeplan.errors import UsageError
 from pipeplan.model import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source, parse, to_json
 from pipeplan.model.cluster import Operation
 from pipeplan.runtime.clock import Clock
+from pipeplan.runtime.device import rank_device
 from pipeplan.runtime.failures import lost_others
-from pipeplan.runtime.launch import watch_local
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.launch import RANK, watch_local
+from pipeplan.runtime.options import Link, RunOptions
 from pipeplan.runtime.progress import Phase, Progress
-from pipeplan.runtime.training import rank_device
-from pipeplan.runtime.worker import Link, Started, main, under_torchrun
+from pipeplan.runtime.worker import Started, under_torchrun
 
-__all__ = ["COMMAND", "LinkOptions", "Point", "Task", "measure_links", "measure_local", "tasks_of", "work"]
-
-COMMAND = (sys.executable, "-m", "pipeplan.runtime.communication")
-"""The command of a local rank."""
+__all__ = ["LinkOptions", "Point", "Task", "measure_job", "measure_links", "measure_local", "tasks_of"]
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 """What can be measured, in the order it is: ``send`` first, since latency and bandwidth come from it."""
@@ -92,9 +88,9 @@ class LinkOptions:
             size *= self.factor
 
     @property
-    def as_run(self) -> RunOptions:
-        """Device, transport and timeout as a run has them."""
-        return RunOptions("", device=self.device, backend=self.backend, timeout_ns=self.timeout_ns)
+    def transport(self) -> str:
+        """The torch.distributed backend that is measured."""
+        return RunOptions(device=self.device, backend=self.backend).transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +169,7 @@ def measure_local(
     *,
     on_point: OnPoint,
     keep: Keep,
-    command: Sequence[str] = COMMAND,
+    command: Sequence[str] = RANK,
 ) -> Cluster:
     """Measure among so many processes, started on this machine; the rest is as in :func:`measure_links`.
 
@@ -193,11 +189,12 @@ def measure_local(
             keep(kept[-1])
 
     job = {"options": asdict(options), "cluster": None if cluster is None else to_json(cluster)}
-    watch_local([program] * num_processes, job, options.as_run, listen, command)
+    work = "pipeplan.runtime.communication:measure_job"
+    watch_local(work, [program] * num_processes, job, options.timeout_ns, listen, command)
     return kept[-1]
 
 
-def work(job: Mapping[str, Any], link: Link) -> None:
+def measure_job(job: Mapping[str, Any], link: Link) -> None:
     """The job of a local rank; rank 0 reports."""
     options = LinkOptions(**{**job["options"], "operations": tuple(job["options"]["operations"])})
     _Measuring(
@@ -308,7 +305,7 @@ class _Measuring:
 
     def run(self, programs: list[tuple[str, ...]]) -> Cluster | None:
         """Measure everything; ``programs`` gets the tasks' names for errors. The cluster on rank 0, else None."""
-        device = rank_device(self.options.as_run)
+        device = rank_device(self.options.device, self.options.transport)
         with lost_others(self.progress):
             hosts = _gathered(socket.gethostname())
         base = self.given or _bare(hosts, device, self.options)
@@ -329,7 +326,7 @@ class _Measuring:
 
     def _connect(self, tasks: Sequence[Task]) -> dict[tuple[int, ...], Any]:
         """A process group for each set of ranks, made by all ranks in the same order."""
-        transport, timeout = self.options.as_run.transport, timedelta(microseconds=self.options.timeout_ns / 1000)
+        transport, timeout = self.options.transport, timedelta(microseconds=self.options.timeout_ns / 1000)
         self.progress.begin(Phase.CONNECTING)
         with lost_others(self.progress):
             return {
@@ -394,7 +391,7 @@ class _Measuring:
     def _notes(self, num_hosts: int) -> str:
         worst = max(self.points, key=lambda point: point.spread)
         typical = statistics.median(point.spread for point in self.points)
-        backend = self.options.as_run.transport
+        backend = self.options.transport
         date = f" on {datetime.now(UTC).date().isoformat()}, torch {torch.__version__}" if self.given else ""
         left_out = f" {backend} has no {', '.join(self.missing)}." if self.missing else ""
         fitted = "" if self.given else " Latency and bandwidth are fitted to the sends."
@@ -469,7 +466,3 @@ def _ping_pong(tensor: torch.Tensor, first: bool, peer: int, group: Any) -> None
     """There and back again."""
     for sends in (first, not first):
         (dist.send if sends else dist.recv)(tensor, peer, group=group)
-
-
-if __name__ == "__main__":
-    main(work)

@@ -14,7 +14,7 @@ __all__ = ["Cut", "Part", "Slice", "range_of"]
 
 
 def range_of(total: int, count: int, index: int) -> tuple[int, int]:
-    """Of so many rows one device's among ``count``: first, and behind the last. Shares differ by one at most."""
+    """Of so many rows one device's among ``count``: first, and the one after the last. Shares differ by one at most."""
     each, more = divmod(total, count)
     begin = index * each + min(index, more)
     return begin, begin + each + (index < more)
@@ -44,11 +44,6 @@ class Cut:
         begin, end = range_of(size // self.parts, count, index)
         pieces = [part.narrow(self.dimension, begin, end - begin) for part in self._parts(whole)]
         return torch.cat(pieces, self.dimension) if len(pieces) > 1 else pieces[0]
-
-    def join(self, shares: Sequence[Tensor]) -> Tensor:
-        """The whole from all shares, in order: the inverse of :meth:`cut`."""
-        parts = [torch.cat(list(each), self.dimension) for each in zip(*map(self._parts, shares), strict=True)]
-        return torch.cat(parts, self.dimension) if len(parts) > 1 else parts[0]
 
     def add(self, share: Tensor, whole: Tensor, count: int, index: int) -> None:
         """Add one of ``count`` shares to the whole, in place."""

@@ -7,39 +7,42 @@ every action takes is found when the executor is made, so that a step looks noth
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from pipeplan.runtime.clock import Clock, Mark
 from pipeplan.runtime.failures import Cause, RankError
 from pipeplan.runtime.messages import Channels, TransferError
-from pipeplan.runtime.program import Instruction, Message, Numbers, OperationPart, Program, StagePart
+from pipeplan.runtime.program import Numbers, Program, ProgramStep
 from pipeplan.runtime.progress import Phase, Progress
-from pipeplan.runtime.rows import Made, Rows, Taking, TensorSpec
-from pipeplan.runtime.stages import Runner, Samples, StageError
+from pipeplan.runtime.rows import Made, Produced, Received, Taking, TensorSlots, TensorSpec
+from pipeplan.runtime.stages import Samples, StageError
 
-__all__ = ["Executor", "OperationRunner", "Span"]
+__all__ = ["Executor", "Runner", "Span"]
 
 Span = tuple[int, Mark, Mark]
 """Program counter, start and end of an action. A SEND's is its posting; a RECV's is how long it was waited for."""
 
-_Names = tuple[str, ...]
-_Step = Callable[[Samples], None]
+_Taken = tuple[Numbers, tuple[str, ...], Taking]
+"""Samples, blocks, and where their tensors are."""
+
+_Given = tuple[Numbers, tuple[str, ...], int]
+"""Samples, blocks, and the slot for their tensors."""
 
 
-class OperationRunner(Protocol):
-    """What an executor asks of an instruction."""
+class Runner(Protocol):
+    """What an executor asks of a stage or a custom op."""
 
     @property
-    def part(self) -> OperationPart:
-        """What the plan says of it."""
+    def idle(self) -> bool:
+        """Whether nothing waits for an action that has still to come."""
 
-    def run(self, instruction: Instruction, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What later actions take of it here, by block, out of what this rank has of what it takes."""
+    def run(self, step: ProgramStep, inputs: Received, samples: Samples) -> Produced:
+        """Run an action."""
 
 
 @dataclass(slots=True)
@@ -48,36 +51,34 @@ class Executor:
 
     Args:
         program: what to run.
-        stages: what runs the rank's stages, by index.
+        runners: what runs the rank's stages and custom ops, by index.
         channels: this rank's ends of the messages.
         specs: shape and format of the block outputs that leave their stage.
-        progress: told about every action before it begins.
+        progress: notes every action before it begins.
         clock: takes the times.
         blocking: every SEND and RECV waits until its message is there, as without transfers beside computing
             (Tessel IV-D, Fig. 7a): for comparison.
-        operations: what runs the rank's instructions, by stage.
     """
 
     program: Program
-    stages: Mapping[int, Runner]
+    runners: Mapping[int, Runner]
     channels: Channels
     specs: Mapping[str, TensorSpec]
     progress: Progress
     clock: Clock
     blocking: bool = False
-    operations: Mapping[int, OperationRunner] = field(default_factory=dict)
-    _steps: list[_Step] = field(init=False)
+    _actions: list[Callable[[Samples], None]] = field(init=False)
     _slots: list[Made | None] = field(init=False)
     _taken: frozenset[int] = field(init=False)
-    _posted: dict[int, Instruction] = field(default_factory=dict)
+    _posted: dict[int, ProgramStep] = field(default_factory=dict)
     _spans: list[Span] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        rows = Rows(self.program.tensors, self.specs)
-        self._steps = [self._step(instruction, rows) for instruction in self.program.instructions]
-        self._taken = rows.taken
+        slots = TensorSlots(self.program.tensors, self.specs)
+        self._actions = [self._action(step, slots) for step in self.program.steps]
+        self._taken = slots.taken
         assert self._taken.issuperset(self._posted), "every message is used in the program"
-        self._slots = [None] * rows.num_slots
+        self._slots = [None] * slots.count
 
     def run(self, samples: Samples) -> list[Span]:
         """Run the program on one mini-batch; gradients add up in the parameters. Returns when actions ran.
@@ -87,153 +88,58 @@ class Executor:
         """
         self._spans = []
         try:
-            for step in self._steps:
-                step(samples)
+            for action in self._actions:
+                action(samples)
             self._finish_sends()
         except TransferError as error:
             raise self._transfer_failed(error) from error
         except StageError as error:
             where = self.progress.describe()
             raise RankError(Cause.RAISED, f"rank {self.program.rank} failed {where}: {error}") from error
-        assert all(stage.idle for stage in self.stages.values()), "every F has its B, or I and W, in the program"
+        assert all(runner.idle for runner in self.runners.values()), "every F has its B, or I and W, in the program"
         return self._spans
 
-    # What an action does is put together before anything runs
-
-    def _step(self, instruction: Instruction, rows: Rows) -> _Step:
-        action, message = instruction.action, instruction.message
-        if message is not None:
-            return self._transfer(instruction, message, rows)
-        if action.stage in self.operations:
-            return self._operation(instruction, self.operations[action.stage], rows)
-        stage = self.stages[action.stage]
-        make = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weight_gradients}
-        return make[action.kind](instruction, stage, rows)
-
-    def _transfer(self, instruction: Instruction, message: Message, rows: Rows) -> _Step:
-        """SEND what its producer made, or post a RECV; neither waits for the other side unless it is blocking."""
-        (own,) = instruction.samples
-        if instruction.action.kind.startswith("RECV"):
-            slot = rows.put(message, own)
-            self._posted[slot] = instruction
-            return lambda _: self._receive(instruction, slot)
-        taking = rows.take(message, own)
-        return lambda _: self._send(instruction, taking)
-
-    def _forward(self, instruction: Instruction, stage: Runner, rows: Rows) -> _Step:
-        (own,) = instruction.samples
-        part, counter = stage.part, instruction.counter
+    def _action(self, step: ProgramStep, slots: TensorSlots) -> Callable[[Samples], None]:
+        """What a step does, put together before anything runs."""
         tensors = self.program.tensors
-        takings = [(tensors[message], rows.take(message, own)) for message in part.takes]
-        keepings = [(tensors[message], rows.put(message, own)) for message in part.gives]
-        declared = self._declared(keepings, own)
+        takes = [(own, tensors[message], slots.take(message, own)) for message, own in step.takes]
+        gives = [(own, tensors[message], slots.put(message, own)) for message, own in step.gives]
+        if step.message is None:
+            return lambda samples: self._compute(step, takes, gives, samples)
+        if step.action.sends:
+            return lambda _: self._send(step, takes[0][2])
+        slot = gives[0][2]
+        self._posted[slot] = step
+        return lambda _: self._receive(step, slot)
 
-        def run(samples: Samples) -> None:
-            self.progress.begin(Phase.RUNNING, counter)
-            received = dict(self._named(takings, counter))
-            start = self.clock.mark()
-            outputs = stage.forward(own, received, samples)
-            self._require_declared(outputs, declared)
-            self._spans.append((counter, start, self.clock.mark()))
-            self._keep(keepings, outputs)
-
-        return run
-
-    def _backward(self, instruction: Instruction, stage: Runner, rows: Rows) -> _Step:
-        """B or I: the same, except that with I the stage keeps its weight gradients for W."""
-        counter, microbatch = instruction.counter, instruction.action.microbatch
-        takings = {own: self._awaited_by(stage.part, own, rows) for own in instruction.samples}
-        keepings = {own: self._returned_by(stage.part, own, rows) for own in instruction.samples}
-
-        def run(samples: Samples) -> None:
-            self.progress.begin(Phase.RUNNING, counter)
-            gradients = {own: self._named(each, counter) for own, each in takings.items()}
-            start = self.clock.mark()
-            made = stage.backward(microbatch, gradients)
-            self._spans.append((counter, start, self.clock.mark()))
-            for own, keeping in keepings.items():
-                self._keep(keeping, made[own])
-
-        return run
-
-    def _operation(self, instruction: Instruction, runner: OperationRunner, rows: Rows) -> _Step:
-        """An instruction: on what this rank has of what it takes, giving what this rank's later actions take of it."""
-        (own,) = instruction.samples
-        part, counter, tensors = runner.part, instruction.counter, self.program.tensors
-        takings = [
-            (tensors[message], rows.take(message, samples))
-            for message, rank, samples in instruction.held
-            if rank == self.program.rank
-        ]
-        keepings = [(tensors[message], rows.put(message, own)) for message in part.gives]
-        declared = self._declared(keepings, own)
-
-        def run(samples: Samples) -> None:
-            self.progress.begin(Phase.RUNNING, counter)
-            inputs = dict(self._named(takings, counter))
-            start = self.clock.mark()
-            made = runner.run(instruction, inputs)
-            self._require_declared(made, declared)
-            self._spans.append((counter, start, self.clock.mark()))
-            self._keep(keepings, made)
-
-        return run
-
-    def _declared(self, keepings: Sequence[tuple[_Names, int]], own: Numbers) -> list[tuple[str, torch.Size]]:
-        """What is made of these samples, and its shapes."""
-        return [(name, torch.Size(self.specs[name].of(len(own)))) for names, _ in keepings for name in names]
-
-    def _weight_gradients(self, instruction: Instruction, stage: Runner, rows: Rows) -> _Step:
-        counter, microbatch = instruction.counter, instruction.action.microbatch
-
-        def run(samples: Samples) -> None:
-            self.progress.begin(Phase.RUNNING, counter)
-            start = self.clock.mark()
-            stage.weight_gradients(microbatch)
-            self._spans.append((counter, start, self.clock.mark()))
-
-        return run
-
-    def _awaited_by(self, part: StagePart, own: Numbers, rows: Rows) -> list[tuple[_Names, Taking]]:
-        """Gradients of the outputs for these samples; a block whose output goes to several stages has several."""
-        return [
-            (names, rows.take(Message("B", target, part.index), own))
-            for target, names in part.outputs.items()
-            if target in part.awaits
-        ]
-
-    def _returned_by(self, part: StagePart, own: Numbers, rows: Rows) -> list[tuple[_Names, int]]:
-        """Gradients of the inputs for these samples, and where they are kept."""
-        return [
-            (names, rows.put(Message("B", part.index, source), own))
-            for source, names in part.inputs.items()
-            if source in part.returns
-        ]
-
-    # What actions do while the program runs
-
-    def _receive(self, instruction: Instruction, slot: int) -> None:
-        self.progress.begin(Phase.RUNNING, instruction.counter)
-        self.channels.receive(instruction)
-        if self.blocking:
-            self._slots[slot] = self._awaited(instruction)
-
-    def _send(self, instruction: Instruction, taking: Taking) -> None:
-        self.progress.begin(Phase.WAITING, instruction.counter, instruction.peer)  # for room, if ever
+    def _compute(self, step: ProgramStep, takes: Sequence[_Taken], gives: Sequence[_Given], samples: Samples) -> None:
+        self.progress.begin(Phase.RUNNING, step.counter)
+        inputs: dict[Numbers, list[tuple[str, Tensor]]] = defaultdict(list)
+        for own, names, taking in takes:
+            inputs[own] += zip(names, self._made(taking, step.counter).tensors, strict=True)
         start = self.clock.mark()
-        made = self._made(taking, instruction.counter)
+        made = self.runners[step.action.stage].run(step, inputs, samples)
+        self._spans.append((step.counter, start, self.clock.mark()))
+        self._keep(gives, made)
+
+    def _receive(self, step: ProgramStep, slot: int) -> None:
+        """Post a RECV; it waits for its message only if it is blocking."""
+        self.progress.begin(Phase.RUNNING, step.counter)
+        self.channels.receive(step)
+        if self.blocking:
+            self._slots[slot] = self._awaited(step)
+
+    def _send(self, step: ProgramStep, taking: Taking) -> None:
+        """SEND what its producer made; it waits for the other side only if it is blocking."""
+        self.progress.begin(Phase.WAITING, step.counter, step.peer)  # for room, if ever
+        start = self.clock.mark()
+        made = self._made(taking, step.counter)
         ready = [tensor.contiguous() for tensor in made.tensors]
         as_made = made.at is not None and all(tensor.is_contiguous() for tensor in made.tensors)
-        self.channels.send(instruction, ready, made.at if as_made else self.channels.moment())
+        self.channels.send(step, ready, made.at if as_made else self.channels.moment())
         if self.blocking:
-            self.channels.deliver(instruction)
-        self._spans.append((instruction.counter, start, self.clock.mark()))
-
-    def _named(self, takings: Sequence[tuple[_Names, Taking]], counter: int) -> list[tuple[str, Tensor]]:
-        """The tensors of several messages, by block."""
-        return [
-            pair for names, taking in takings for pair in zip(names, self._made(taking, counter).tensors, strict=True)
-        ]
+            self.channels.deliver(step)
+        self._spans.append((step.counter, start, self.clock.mark()))
 
     def _made(self, taking: Taking, counter: int) -> Made:
         """What an action takes; the last one to take something lets go of it."""
@@ -250,38 +156,37 @@ class Executor:
             self.progress.begin(Phase.RUNNING, counter)
         return made
 
-    def _awaited(self, instruction: Instruction) -> Made:
+    def _awaited(self, step: ProgramStep) -> Made:
         """A message's tensors, waited for."""
-        self.progress.begin(Phase.WAITING, instruction.counter, instruction.peer)
+        self.progress.begin(Phase.WAITING, step.counter, step.peer)
         start = self.clock.mark()
-        tensors = self.channels.take(instruction)
-        self._spans.append((instruction.counter, start, self.clock.mark()))
+        tensors = self.channels.take(step)
+        self._spans.append((step.counter, start, self.clock.mark()))
         return Made(tensors)
 
-    def _keep(self, keepings: Sequence[tuple[_Names, int]], made: Mapping[str, Tensor]) -> None:
+    def _keep(self, gives: Sequence[_Given], made: Produced) -> None:
         """Keep what was made for the SENDs, and for this rank's own actions, that take it."""
-        if keepings:
-            at = self.channels.moment()
-            for names, slot in keepings:
-                if slot in self._taken:
-                    self._slots[slot] = Made([made[name] for name in names], at)
+        at = self.channels.moment() if gives else None
+        for own, names, slot in gives:
+            tensors = [self._declared(name, made[own][name], len(own)) for name in names]
+            if slot in self._taken:
+                self._slots[slot] = Made(tensors, at)
+
+    def _declared(self, name: str, tensor: Tensor, num_samples: int) -> Tensor:
+        """Receivers have made room for what the model declares; anything else would end in the transport."""
+        spec = self.specs[name]
+        if tensor.shape != spec.of(num_samples) or tensor.dtype != spec.dtype:
+            found = TensorSpec(tuple(tensor.shape), tensor.dtype, None).text(0)
+            raise StageError(f"block {name!r} made {found}, and the model declares {spec.text(num_samples)}")
+        return tensor
 
     def _finish_sends(self) -> None:
         """Wait until all peers have taken what was sent to them."""
         for peer in self.channels.unfinished():
-            self.progress.begin(Phase.WAITING, len(self.program.instructions) - 1, peer)
+            self.progress.begin(Phase.WAITING, len(self.program.steps) - 1, peer)
             self.channels.finish(peer)
 
-    def _require_declared(self, outputs: Mapping[str, Tensor], declared: Sequence[tuple[str, torch.Size]]) -> None:
-        """Receivers have made room for what the model declares; anything else would end in the transport."""
-        for name, shape in declared:
-            tensor, spec = outputs[name], self.specs[name]
-            if tensor.shape != shape or tensor.dtype != spec.dtype:
-                found = TensorSpec(tuple(tensor.shape), tensor.dtype, None).text(0)
-                wanted = TensorSpec(tuple(shape), spec.dtype, None).text(0)
-                raise StageError(f"block {name!r} made {found}, and the model declares {wanted}")
-
     def _transfer_failed(self, error: TransferError) -> RankError:
-        told = "got nothing from" if error.cause is Cause.TIMEOUT else "lost"
-        text = f"rank {self.program.rank} {told} {error.who} {self.progress.describe()}: {error}"
+        happened = "got nothing from" if error.cause is Cause.TIMEOUT else "lost"
+        text = f"rank {self.program.rank} {happened} {error.who} {self.progress.describe()}: {error}"
         return RankError(error.cause, text, error.peer)

@@ -1,24 +1,18 @@
-"""What went wrong on which rank: one message out of everything the ranks and the system report.
-
-When a rank dies, its neighbours lose their connections and report that too. The cause is what is worth saying,
-and every message names rank, action and program counter.
-"""
+"""What goes wrong on a rank, in its own words: they name rank, action and program counter."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from pipeplan.errors import ExecutionError, PipeplanError, UsageError
-from pipeplan.runtime.progress import Board, Progress
-from pipeplan.units import format_ns
+from pipeplan.errors import ExecutionError
+from pipeplan.runtime.progress import Progress
 
-__all__ = ["Cause", "Failure", "RankError", "cause_of", "lost_others", "telling", "verdict"]
+__all__ = ["Cause", "Failure", "RankError", "cause_of", "lost_others"]
 
 
 class Cause(StrEnum):
@@ -64,39 +58,6 @@ class Failure:
         return cls(**{**data, "cause": Cause(data["cause"])})
 
 
-def verdict(
-    failures: Sequence[Failure],
-    deaths: Mapping[int, int],
-    board: Board,
-    programs: Sequence[Sequence[str]],
-    timeout_ns: int,
-) -> PipeplanError:
-    """The one error that a failed run ends with.
-
-    Args:
-        failures: what ranks reported, in order of arrival.
-        deaths: exit status of ranks that ended without a report, as ``subprocess`` gives it.
-        board: where each rank was.
-        programs: the plan's programs.
-        timeout_ns: the longest wait allowed.
-    """
-    told = telling(failures)
-    if told is not None:
-        return UsageError(told.text) if told.exit_code == UsageError.exit_code else ExecutionError(told.text)
-    if deaths:
-        return ExecutionError("; ".join(death(rank, deaths[rank], board, programs) for rank in sorted(deaths)))
-    first = min(failures, key=lambda failure: (failure.cause is Cause.LOST, not failure.text))
-    if first.cause is Cause.LOST:
-        return ExecutionError(loss(first, board, programs))
-    return ExecutionError(hang(first.rank, first.text, board, programs, timeout_ns))
-
-
-def telling(failures: Sequence[Failure]) -> Failure | None:
-    """The failure that explains the others by itself, if one does: a refusal, or else an exception."""
-    told = [failure for failure in failures if failure.cause in (Cause.REFUSED, Cause.RAISED)]
-    return min(told, key=lambda failure: failure.cause is Cause.RAISED, default=None)
-
-
 def cause_of(error: RuntimeError) -> tuple[Cause, str]:
     """What an error of a transport means, TIMEOUT or LOST, and its text without place and advice."""
     text = re.sub(r"^\[[^\]]*\] *", "", str(error).strip().partition("\n")[0]).partition(". ")[0]
@@ -111,31 +72,3 @@ def lost_others(progress: Progress) -> Iterator[None]:
     except RuntimeError as error:
         cause, text = cause_of(error)
         raise RankError(cause, f"rank {progress.rank} lost the others {progress.describe()}: {text}") from error
-
-
-def death(rank: int, status: int, board: Board, programs: Sequence[Sequence[str]]) -> str:
-    """A rank ended without a word: how, and where it was."""
-    place = board.read(rank).describe(programs[rank])
-    if status >= 0:
-        return f"rank {rank} ended with exit code {status} {place}"
-    name = signal.Signals(-status).name if -status in {int(s) for s in signal.Signals} else f"signal {-status}"
-    hint = "; often because memory ran out" if -status == signal.SIGKILL else ""
-    return f"rank {rank} was killed ({name}) {place}{hint}"
-
-
-def loss(failure: Failure, board: Board, programs: Sequence[Sequence[str]]) -> str:
-    """A connection broke: whose, or which ranks have ended, and where they were last."""
-    peers = [failure.peer] if failure.peer >= 0 else [rank for rank in board.gone if rank != failure.rank]
-    return "; ".join(
-        [failure.text, *(f"rank {peer} was last {board.read(peer).describe(programs[peer])}" for peer in peers)]
-    )
-
-
-def hang(rank: int, text: str, board: Board, programs: Sequence[Sequence[str]], timeout_ns: int) -> str:
-    """A rank waited too long: who holds it up, where that one is, and what the first one waited for."""
-    culprit = board.culprit(rank)
-    place = board.read(culprit).describe(programs[culprit])
-    remedy = f"if it is only slow, raise --timeout (now {format_ns(timeout_ns)})"
-    if culprit == rank:
-        return f"{text or f'rank {rank} hangs {place}'}; {remedy}"
-    return f"rank {culprit} hangs {place}; {text or f'rank {rank} waits for it'}; {remedy}"

@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeplan.errors import UsageError
-from pipeplan.model import Dependency, Plan, is_instruction
+from pipeplan.model import Dependency, Hop, Plan, is_instruction
 
-__all__ = ["Flow", "Message", "model_flow", "planned_flow"]
+__all__ = ["Flow", "Hops", "Message", "hops_of", "model_flow", "planned_flow"]
 
 _Pair = tuple[int, int]
 _Names = tuple[str, ...]
@@ -41,6 +41,19 @@ class Message:
         return cls(dependency.payload, dependency.source_stage, dependency.target_stage)
 
 
+Hops = Mapping[tuple[Message, int, int], Hop]
+"""[message, source rank, target rank]"""
+
+
+def hops_of(plan: Plan) -> Hops:
+    """How the plan's messages go from rank to rank; ``check`` has found that stages and ranks tell them apart."""
+    return {
+        (Message.of(dependency), hop.source_device, hop.target_device): hop
+        for dependency in plan.dependencies
+        for hop in dependency.hops
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Flow:
     """The names of the tensors of every message.
@@ -53,13 +66,13 @@ class Flow:
     gradients: Collection[_Pair]
     tensors: Mapping[Message, _Names]
 
-    def takes(self, stage: int) -> tuple[Message, ...]:
-        """What brings a stage's forward, or its instruction, what it works on."""
-        return tuple(message for message in self.tensors if message.target == stage and message.payload != "B")
+    def takes(self, stage: int, backward: bool = False) -> tuple[Message, ...]:
+        """What brings a stage's forward or backward, or its custom op, what it works on."""
+        return tuple(each for each in self.tensors if each.target == stage and (each.payload == "B") == backward)
 
-    def gives(self, stage: int) -> tuple[Message, ...]:
-        """What takes along what a stage's forward, or its instruction, made."""
-        return tuple(message for message in self.tensors if message.source == stage and message.payload != "B")
+    def gives(self, stage: int, backward: bool = False) -> tuple[Message, ...]:
+        """What takes along what a stage's forward or backward, or its custom op, made."""
+        return tuple(each for each in self.tensors if each.source == stage and (each.payload == "B") == backward)
 
 
 def model_flow(plan: Plan, edges: Sequence[tuple[str, str]], model: str) -> Flow:
@@ -86,8 +99,12 @@ def planned_flow(plan: Plan) -> Flow:
     Raises:
         UsageError: gradients come from a stage to which no outputs go.
     """
-    ends = _ends_of_forwards(plan)
-    crossings = {(source, target): (f"{source}>{target}",) for source, target in sorted(ends)}
+    following, stages = _following_of(plan), range(len(plan.stages))
+    crossings = {
+        (source, target): (f"{source}>{target}",)
+        for source, target in itertools.product(stages, stages)
+        if any(_ways(following, source, target))
+    }
     for each in plan.dependencies:
         pair = each.target_stage, each.source_stage
         if not each.has_instruction and each.source_kind != "F" and pair[0] != pair[1] and pair not in crossings:
@@ -193,22 +210,6 @@ def _carries_forward(dependency: Dependency) -> bool:
     """Whether outputs go along a dependency: from a forward or an instruction to a forward or an instruction."""
     kinds = dependency.source_kind, dependency.target_kind
     return all(kind == "F" or is_instruction(kind) for kind in kinds)
-
-
-def _ends_of_forwards(plan: Plan) -> set[_Pair]:
-    """Pairs of stages of which the second's forward waits for the first's, straight or through instructions."""
-    following = _following_of(plan)
-    found: set[_Pair] = set()
-    for source in {each.source_stage for each in plan.dependencies if each.source_kind == "F"}:
-        left, seen = list(following.get(f"{source}F", ())), set[str]()
-        while left:
-            each = left.pop()
-            if each.target_kind == "F":
-                found.add((source, each.target_stage))
-            elif each.target not in seen:
-                seen.add(each.target)
-                left += following.get(each.target, ())
-    return found
 
 
 def _watched(plan: Plan, tensors: Collection[Message]) -> list[Dependency]:

@@ -7,19 +7,19 @@ import itertools
 from pipeplan.model import Plan, Stage
 from pipeplan.model.elements import slots_of
 from pipeplan.model.samples import replica_samples
-from pipeplan.runtime.flow import Message
+from pipeplan.runtime.flow import Message, hops_of
 
-__all__ = ["Holdings", "Numbers"]
+__all__ = ["Numbers", "SampleOwnership"]
 
 Numbers = tuple[int, ...]
 """Samples of the mini-batch by number, ascending: row i of a tensor is that of the i-th."""
 
 
-class Holdings:
+class SampleOwnership:
     """Which samples each rank of a plan works on, has, and sends."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+        self._plan, self._hops = plan, hops_of(plan)
         self._num_parted = max(stage.num_parted for stage in plan.stages)
         self._all: dict[tuple[int, int], frozenset[int]] = {}
         self._held: dict[tuple[Message, int], frozenset[int]] = {}
@@ -44,8 +44,7 @@ class Holdings:
     def held(self, message: Message, rank: int) -> frozenset[int]:
         """Samples of a message's source that a rank has: made there, or sent there."""
         if (message, rank) not in self._held:
-            hops = [hop for each in self._plan.dependencies if Message.of(each) == message for hop in each.hops]
-            makers = {hop.source_device for hop in hops if hop.target_device == rank}
+            makers = {source for carried, source, target in self._hops if (carried, target) == (message, rank)}
             makers |= {rank} & set(self._plan.stages[message.source].devices)
             self._held[message, rank] = frozenset().union(*(self._all_of(message.source, maker) for maker in makers))
         return self._held[message, rank]

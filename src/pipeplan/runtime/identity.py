@@ -13,18 +13,19 @@ from pathlib import Path
 from pipeplan.errors import UsageError
 from pipeplan.runtime.data import fingerprint
 from pipeplan.runtime.model import Model
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.shapes import output_shapes
+from pipeplan.runtime.train_options import TrainOptions
 
 __all__ = ["identity_of", "require_identity"]
 
 _SAMPLES = 2  # some losses compare samples with each other
 
 
-def identity_of(model: Model, options: RunOptions, mini_batch: int) -> dict[str, object]:
+def identity_of(model: Model, options: TrainOptions, mini_batch: int) -> dict[str, object]:
     """All facts of a training; the same under every plan of this mini-batch.
 
     Raises:
-        UsageError: a block cannot be rehearsed.
+        UsageError: a block cannot be built or called on the meta device.
     """
     named: dict[str, object] = {"--model": model.name, "--mini-batch": mini_batch}
     return named | options.identity | {"--data": fingerprint(model, options.data)} | _inside(model)
@@ -54,7 +55,7 @@ def _said(fact: str, value: object) -> str:
 
 def _inside(model: Model) -> dict[str, object]:
     """What a model's name does not say: settings of its configuration, and what its blocks are, take and make."""
-    made = model.output_specs(_SAMPLES)
+    made = output_shapes(model, _SAMPLES)
     facts = {name: _text(value) for name, value in _flat(model.settings)}
     for block in model.blocks:
         about = {

@@ -1,14 +1,16 @@
-"""Instructions that run: functions by their kind, and what each gets and returns.
+"""Custom ops: functions by their kind, and what each gets and returns.
 
-A function runs on all ranks of its instruction at once. It gets the outputs that each of them has, of the samples of
+A function runs on all ranks of its custom op at once. It gets the outputs that each of them has, of the samples of
 its action, and returns on each what later actions there take: tensors by the names of blocks. Whatever the values,
 gradients come back to the blocks as if it had only moved them.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -18,14 +20,12 @@ from pipeplan.errors import UsageError
 from pipeplan.model import Plan, is_instruction
 from pipeplan.model.action import is_instruction_word
 from pipeplan.model.elements import Attribute
-from pipeplan.runtime.importing import imported_module
-from pipeplan.runtime.messages import TransferError
-from pipeplan.runtime.partners import Meeting
-from pipeplan.runtime.program import Instruction, Numbers, OperationPart, Program
-from pipeplan.runtime.rows import TensorSpec
-from pipeplan.runtime.stages import StageError
+from pipeplan.runtime.partners import RankGroup
+from pipeplan.runtime.program import CustomOpPart, Numbers, Program, ProgramStep
+from pipeplan.runtime.rows import Produced, Received, TensorSpec
+from pipeplan.runtime.stages import Samples, StageError, stage_errors
 
-__all__ = ["Context", "Function", "FunctionRunner", "Part", "functions_of", "register"]
+__all__ = ["Context", "CustomOp", "CustomOpRunner", "Part", "custom_ops_of", "register"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,9 @@ class Context:
     """What a function gets.
 
     ``action`` is the action's text, ``samples`` are its samples by number in the mini-batch. ``rank`` is this one of
-    ``ranks``, which ``together`` sums, gathers, broadcasts and sends among. ``inputs`` are outputs of blocks that this
-    rank has; ``parts`` say which every rank has, and of which samples; ``takers`` on which ranks a block's output, of
-    all samples, is taken by later actions. ``attributes`` are the plan's; ``specs`` shape and format of outputs.
+    ``ranks``, among which ``rank_group`` sums, gathers, broadcasts and sends. ``inputs`` are outputs of blocks that
+    this rank has; ``parts`` say which every rank has, and of which samples; ``takers`` on which ranks a block's output,
+    of all samples, is taken by later actions. ``attributes`` are the plan's; ``specs`` shape and format of outputs.
     """
 
     action: str
@@ -80,14 +80,14 @@ class Context:
     parts: tuple[Part, ...]
     takers: Mapping[str, tuple[int, ...]]
     attributes: Mapping[str, Attribute]
-    together: Meeting
+    rank_group: RankGroup
     specs: Mapping[str, TensorSpec]
     device: torch.device
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group of ``ranks``; None of one rank."""
-        return self.together.group
+        return self.rank_group.group
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ class Context:
         for block, takers in self.takers.items():
             for taker in takers:
                 found = [
-                    (part, self.together.send(self.own(part), part.rank, taker))
+                    (part, self.rank_group.send(self.own(part), part.rank, taker))
                     for part in self.sources(block, taker)
                     if self.rank in (part.rank, taker)
                 ]
@@ -139,13 +139,13 @@ class Context:
         return torch.cat([rows[sample] for sample in self.samples], spec.axis)
 
 
-Function = Callable[[Context], Mapping[str, Tensor]]
+CustomOp = Callable[[Context], Mapping[str, Tensor]]
 """What an instruction does: returns, on every rank, at least the :attr:`Context.wanted` outputs of all samples."""
 
-_FUNCTIONS: dict[str, Function] = {}
+_CUSTOM_OPS: dict[str, CustomOp] = {}
 
 
-def register(kind: str, function: Function) -> Function:
+def register(kind: str, function: CustomOp) -> CustomOp:
     """Say what instructions of a kind do. Returns the function.
 
     Raises:
@@ -153,94 +153,88 @@ def register(kind: str, function: Function) -> Function:
     """
     if not is_instruction_word(kind):
         raise UsageError(f"{kind!r} cannot be an instruction: write 3 to 24 capital letters, not SEND or RECV")
-    known = _FUNCTIONS.setdefault(kind, function)
+    known = _CUSTOM_OPS.setdefault(kind, function)
     if known is not function:
         raise UsageError(f"instruction {kind} is already {known.__module__}.{known.__qualname__}; choose another word")
     return function
 
 
-def functions_of(plan: Plan, module: str | None) -> Mapping[str, Function]:
-    """[kind] what the plan's instructions do; a module that registers some is imported first.
+def custom_ops_of(plan: Plan) -> Mapping[str, CustomOp]:
+    """[kind] what the plan's custom ops do.
 
     Raises:
-        UsageError: the module cannot be imported, or nobody has registered a kind.
+        UsageError: nobody has registered a kind.
     """
-    if module is not None:
-        imported_module(module, "--instructions")
     for operation in plan.operations:
-        if is_instruction(operation.kind) and operation.kind not in _FUNCTIONS:
+        if is_instruction(operation.kind) and operation.kind not in _CUSTOM_OPS:
             raise UsageError(
                 f"the plan runs {operation.id}0, and nothing says what {operation.kind} does; call "
                 f'pipeplan.runtime.instructions.register("{operation.kind}", function) in a module and give '
-                f"--instructions MODULE (known are {', '.join(sorted(_FUNCTIONS))})"
+                f"--instructions MODULE (known are {', '.join(sorted(_CUSTOM_OPS))})"
             )
-    return dict(_FUNCTIONS)
+    return dict(_CUSTOM_OPS)
 
 
 @dataclass(frozen=True, slots=True)
-class FunctionRunner:
-    """One rank's end of an instruction.
+class CustomOpRunner:
+    """One rank's end of a custom op.
 
     Args:
         part: what the plan says of it.
         program: this rank's.
         function: what it does.
-        together: of its ranks.
+        group: its ranks.
         specs: shape and format of the outputs that leave their stage.
         device: where tensors live.
     """
 
-    part: OperationPart
+    part: CustomOpPart
     program: Program
-    function: Function
-    together: Meeting
+    function: CustomOp
+    group: RankGroup
     specs: Mapping[str, TensorSpec]
     device: torch.device
+    idle: ClassVar[bool] = True
 
-    def run(self, instruction: Instruction, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What later actions take of it here, by block.
+    def run(self, step: ProgramStep, inputs: Received, samples: Samples) -> Produced:
+        """What later actions take of it here, out of what this rank has of what it takes.
 
         Raises:
             StageError: the function failed, or returned too little.
-            TransferError: ranks of the instruction lost each other.
+            TransferError: ranks of the custom op lost each other.
         """
-        context = self._context(instruction, inputs)
-        try:
-            with torch.no_grad():
-                made = self.function(context)
-        except (StageError, TransferError):
-            raise
-        except Exception as error:
-            raise StageError(f"instruction {self.part.kind}: {type(error).__name__}: {error}") from error
+        context = self._context(step, dict(itertools.chain.from_iterable(inputs.values())))
+        with stage_errors(f"instruction {self.part.kind}"), torch.no_grad():
+            made = self.function(context)
         missing = [block for block in context.wanted if not isinstance(made.get(block), Tensor)]
         if missing:
             raise StageError(
                 f"instruction {self.part.kind} returned no tensor for block {missing[0]!r}, which a later action takes "
                 f"on rank {context.rank}"
             )
-        return {block: made[block].detach() for block in context.wanted}
+        return {context.samples: {block: made[block].detach() for block in context.wanted}}
 
-    def _context(self, instruction: Instruction, inputs: Mapping[str, Tensor]) -> Context:
+    def _context(self, step: ProgramStep, inputs: Mapping[str, Tensor]) -> Context:
         tensors, part = self.program.tensors, self.part
         takers: dict[str, set[int]] = {}
         for message, ranks in part.takers.items():
             for block in tensors[message]:
                 takers.setdefault(block, set()).update(ranks)
-        found = {
+        held = {
             (block, rank): Part(block, rank, samples)
-            for message, rank, samples in instruction.held
+            for message, rank, samples in step.held
             for block in tensors[message]
         }
         return Context(
-            action=str(instruction.action),
+            action=str(step.action),
             rank=self.program.rank,
             ranks=part.devices,
-            samples=instruction.samples[0],
-            inputs=Inputs(inputs, f"instruction {part.kind}", found.values()),
-            parts=tuple(found.values()),
+            samples=step.samples[0],
+            inputs=Inputs(inputs, f"instruction {part.kind}", held.values()),
+            parts=tuple(held.values()),
             takers={block: tuple(rank for rank in part.devices if rank in ranks) for block, ranks in takers.items()},
             attributes=part.attributes,
-            together=self.together,
+            rank_group=self.group,
             specs=self.specs,
             device=self.device,
         )
@@ -254,7 +248,7 @@ def _all_gather(context: Context) -> dict[str, Tensor]:
 
 def _broadcast(context: Context, block: str) -> Iterable[tuple[Part, Tensor]]:
     for part in context.sources(block, rank=-1):
-        yield part, context.together.broadcast(context.own(part), part.rank)
+        yield part, context.rank_group.broadcast(context.own(part), part.rank)
 
 
 register("ALLGATHER", _all_gather)

@@ -17,19 +17,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import IO, Any
+from typing import IO
 
 from pipeplan.errors import ExecutionError, PipeplanError
 from pipeplan.model import Plan
-from pipeplan.runtime.failures import Cause, Failure, telling, verdict
-from pipeplan.runtime.options import RunOptions, RunResult, StepResult
+from pipeplan.runtime.failures import Cause, Failure
+from pipeplan.runtime.options import OnStep, Report, RunOptions, RunResult, StepResult
 from pipeplan.runtime.progress import Board, Phase
+from pipeplan.runtime.verdict import telling, verdict
 
-__all__ = ["WORKER", "run_local", "start_timeout_ns", "watch_local"]
+__all__ = ["RANK", "Listener", "run_local", "start_timeout_ns", "watch_local"]
 
-WORKER = (sys.executable, "-m", "pipeplan.runtime.start")
+RANK = (sys.executable, "-m", "pipeplan.runtime.start")
 """The command of a rank."""
 
 _START_TIMEOUT_NS = 180_000_000_000
@@ -39,57 +41,71 @@ _GRACE_S = 0.5  # after the first sign of trouble: its cause may be reported by 
 _LATE_NS = 2_000_000_000  # a rank should report its own timeout before the parent does
 _EXIT_S = 30.0
 
-Report = Mapping[str, Any]
-
 
 def start_timeout_ns(timeout_ns: int) -> int:
     """Longest time for importing torch, connecting and building the model: ``--timeout``, but not below 180 s."""
     return max(timeout_ns, _START_TIMEOUT_NS)
 
 
-def run_local(plan: Plan, options: RunOptions, on_step: Callable[[StepResult], None]) -> RunResult:
+@dataclass(slots=True)
+class Listener:
+    """Reads what the ranks of :func:`run_job` report: ``on_step`` is called as steps end, ``result`` is the whole."""
+
+    on_step: OnStep
+    result: RunResult | None = None
+
+    def __call__(self, rank: int, report: Report) -> None:
+        """A report of a rank."""
+        if report["event"] == "step":
+            self.on_step(StepResult(**report["step"]))
+        else:
+            self.result = RunResult.from_json(report["result"])
+
+
+def run_local(work: str, plan: Plan, options: RunOptions, on_step: OnStep) -> RunResult:
     """Run a plan with one process per device on this machine.
 
-    ``on_step`` is called as steps end.
+    Args:
+        work: what a rank does, ``module:function``; it calls :func:`~pipeplan.runtime.options.run_job`.
+        plan: verified.
+        options: as asked for.
+        on_step: called as steps end.
 
     Raises:
         UsageError: the ranks refused the model or the options.
         ExecutionError: a rank failed, died or hung; the text names rank and action.
     """
-    result: list[RunResult] = []
-
-    def listen(rank: int, report: Report) -> None:
-        if report["event"] == "step":
-            on_step(StepResult(**report["step"]))
-        elif report["event"] == "result":
-            result.append(RunResult.from_json(report["result"]))
-
-    watch_local(plan.programs, {"plan": plan.model_dump_json(), "options": options.as_json()}, options, listen)
-    assert result, "rank 0 ends well only after it has reported its result"
-    return result[0]
+    listener = Listener(on_step)
+    job = {"plan": plan.model_dump_json(), "options": options.as_json()}
+    watch_local(work, plan.programs, job, options.timeout_ns, listener)
+    assert listener.result is not None, "rank 0 ends well only after it has reported its result"
+    return listener.result
 
 
 def watch_local(
+    work: str,
     programs: Sequence[Sequence[str]],
     job: Report,
-    options: RunOptions,
+    timeout_ns: int,
     listen: Callable[[int, Report], None],
-    command: Sequence[str] = WORKER,
+    command: Sequence[str] = RANK,
 ) -> None:
     """Start a rank per program with the same job, pass on its reports, and return when all have ended well.
 
     Args:
+        work: what a rank does, ``module:function``, which is called with the job and its
+            :class:`~pipeplan.runtime.options.Link`.
         programs: the plan's programs, which give the number of ranks and name actions in errors.
         job: what every rank gets, beside ``rank``, ``world_size`` and the descriptors it inherits.
-        options: the timeout is used.
+        timeout_ns: longest wait.
         listen: called with rank and report.
         command: what a rank executes.
 
     Raises:
         PipeplanError: as in :func:`run_local`.
     """
-    with _Ranks(programs, options.timeout_ns) as ranks:
-        ranks.start(job, command)
+    with _Ranks(programs, timeout_ns) as ranks:
+        ranks.start(work, job, command)
         ranks.watch(listen)
 
 
@@ -154,14 +170,14 @@ class _Ranks:
         file.flush()
         return file
 
-    def start(self, job: Report, command: Sequence[str]) -> None:
+    def start(self, work: str, job: Report, command: Sequence[str]) -> None:
         """Start all ranks. Rank 0 inherits a listening socket, so that no port is chosen twice."""
         job_file = self._unnamed_file(json.dumps(job).encode())
         with socket.create_server(("127.0.0.1", 0), backlog=len(self.programs)) as listener:
             for rank in range(len(self.programs)):
-                self._start_one(rank, job_file, command, listener)
+                self._start_one(rank, work, job_file, command, listener)
 
-    def _start_one(self, rank: int, job: IO[bytes], command: Sequence[str], listener: socket.socket) -> None:
+    def _start_one(self, rank: int, work: str, job: IO[bytes], command: Sequence[str], listener: socket.socket) -> None:
         reports, written = os.pipe()
         inherited = [written, job.fileno(), self.shared.fileno()] + ([listener.fileno()] if rank == 0 else [])
         identity = {
@@ -169,6 +185,7 @@ class _Ranks:
             "world_size": len(self.programs),
             "port": listener.getsockname()[1],
             "listener": listener.fileno() if rank == 0 else None,
+            "work": work,
             "job": job.fileno(),
             "board": self.shared.fileno(),
             "reports": written,
@@ -266,6 +283,6 @@ class _Ranks:
             try:
                 status = child.process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                raise ExecutionError(f"rank {rank} does not end behind its last step") from None
+                raise ExecutionError(f"rank {rank} did not exit after its last step") from None
             if status or rank not in self.done:
                 raise verdict([], {rank: status}, self.board, self.programs, self.timeout_ns)

@@ -6,21 +6,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.importing import value_of
-from pipeplan.runtime.model import Model
+from pipeplan.runtime.model import Grain, Model
 from pipeplan.runtime.sequential import is_plain, sequential_model
 from pipeplan.runtime.zoo import ZOO, zoo_model
 
-__all__ = ["Grain", "load_model"]
-
-Grain = Literal["layer", "half", "operator"]
-"""What a block is of a model that is captured: a layer, half of one, or an operator."""
+__all__ = ["load_model"]
 
 _CONFIGURATION = re.compile(r"\w+Config\s*(\(.*\))?\s*", re.DOTALL)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from pipeplan.runtime.buffers import Buffers
 from pipeplan.runtime.failures import Cause, cause_of
-from pipeplan.runtime.program import Instruction, Program
+from pipeplan.runtime.program import Program, ProgramStep
 from pipeplan.runtime.rows import TensorSpec
 
-__all__ = ["Channels", "TransferError", "edges_of"]
+__all__ = ["Channels", "TransferError"]
 
 _MAX_UNFINISHED_SENDS = 8
 """Per edge; gloo cannot say whether a send has ended, so the oldest is waited for when there are more."""
@@ -44,24 +44,11 @@ class TransferError(RuntimeError):
 
 
 @dataclass(slots=True)
-class _Sent:
-    """A message under way: its works, and the tensors that must live as long."""
+class _Transfer:
+    """A message under way: its works, and the tensors that must live as long or that are filled."""
 
     works: list[dist.Work]
     tensors: list[Tensor]
-
-
-@dataclass(slots=True)
-class _Awaited:
-    """A posted receive: its works, and the buffers they fill."""
-
-    works: list[dist.Work]
-    buffers: list[Tensor]
-
-
-def edges_of(programs: Iterable[Program]) -> tuple[tuple[int, int], ...]:
-    """All directed pairs of ranks that exchange messages, in the same order on every rank."""
-    return tuple(sorted({(source, target) for program in programs for _, source, target in program.remote}))
 
 
 class Channels:
@@ -69,7 +56,6 @@ class Channels:
 
     Args:
         program: this rank's.
-        edges: :func:`edges_of` all programs; the groups are made in this order on every rank.
         specs: shape and format of every block's output that travels.
         device: where tensors live. With gloo and CUDA they pass through host memory.
         transport: ``gloo`` or ``nccl``.
@@ -79,7 +65,6 @@ class Channels:
     def __init__(
         self,
         program: Program,
-        edges: Sequence[tuple[int, int]],
         specs: Mapping[str, TensorSpec],
         device: torch.device,
         transport: str,
@@ -91,61 +76,51 @@ class Channels:
         self._timeout = timeout
         self._nccl = transport == "nccl"
         self._staged = device.type == "cuda" and not self._nccl
-        self._groups = _groups(edges, transport, timeout)
-        self._sent: dict[int, deque[_Sent]] = {}
-        self._awaited: dict[int, _Awaited] = {}
+        self._groups = _groups(program.edges, transport, timeout)
+        self._sent: dict[int, deque[_Transfer]] = {}
+        self._awaited: dict[int, _Transfer] = {}
         self.buffers = Buffers()
         self._index = {message: index for index, message in enumerate(sorted(program.tensors))}
         self._width = max((len(names) for names in program.tensors.values()), default=1)
         self._outbound = _stream(device) if self._nccl else None
         self._inbound = _stream(device) if self._nccl else None
-        self._warm_up(edges)
+        self._warm_up()
 
-    def send(self, instruction: Instruction, tensors: Sequence[Tensor], made: torch.cuda.Event | None) -> None:
+    def send(self, step: ProgramStep, tensors: Sequence[Tensor], made: torch.cuda.Event | None) -> None:
         """Start sending; ``made`` is when the tensors, which are contiguous, are ready, on NCCL.
 
         Raises:
             TransferError: the peer is gone, or did not take earlier messages in time.
         """
-        peer = instruction.peer
+        peer = step.peer
         queue = self._sent.setdefault(peer, deque())
         self._reap(queue, peer)
         ready = [tensor.cpu() if self._staged else tensor for tensor in tensors]
         if self._outbound is not None and made is not None:
             self._outbound.wait_event(made)
-        with _on(self._outbound), self._told(peer):
-            works = [
-                _started(dist.isend(tensor, peer, self._group(self._program.rank, peer), tag))
-                for tensor, tag in zip(ready, self._tags(instruction), strict=False)
-            ]
-        queue.append(_Sent(works, ready))
+        with _on(self._outbound):
+            queue.append(self._begun(step, ready))
 
-    def receive(self, instruction: Instruction) -> None:
+    def receive(self, step: ProgramStep) -> None:
         """Post the receives of a message into buffers that nobody uses; :meth:`take` waits for them.
 
         Raises:
             TransferError: the peer is gone.
         """
-        peer, message, (samples,) = instruction.peer, instruction.message, instruction.samples
-        assert message is not None
-        with _on(self._inbound), self._told(peer):
-            buffers = [self._buffer(name, len(samples)) for name in self._program.tensors[message]]
-            works = [
-                _started(dist.irecv(buffer, peer, self._group(peer, self._program.rank), tag))
-                for buffer, tag in zip(buffers, self._tags(instruction), strict=False)
-            ]
-        self._awaited[instruction.counter] = _Awaited(works, buffers)
+        assert step.message is not None
+        with _on(self._inbound):
+            names, count = self._program.tensors[step.message], len(step.samples[0])
+            self._awaited[step.counter] = self._begun(step, [self._buffer(name, count) for name in names])
 
-    def take(self, instruction: Instruction) -> list[Tensor]:
+    def take(self, step: ProgramStep) -> list[Tensor]:
         """The tensors of a posted message, waited for.
 
         Raises:
             TransferError: they did not come in time, or the peer is gone.
         """
-        awaited = self._awaited.pop(instruction.counter)
-        for work in awaited.works:
-            self._wait(work, instruction.peer)
-        return [self._incoming(buffer) for buffer in awaited.buffers]
+        awaited = self._awaited.pop(step.counter)
+        self._finish(awaited, step.peer)
+        return [self._incoming(buffer) for buffer in awaited.tensors]
 
     def moment(self) -> torch.cuda.Event | None:
         """On NCCL, the end of what the computing stream has been given so far, for :meth:`send`."""
@@ -155,13 +130,13 @@ class Channels:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def deliver(self, instruction: Instruction) -> None:
+    def deliver(self, step: ProgramStep) -> None:
         """Wait until the peer has the message that was just sent; a peer takes none before it has posted its RECV.
 
         Raises:
             TransferError: the peer did not take it in time, or is gone.
         """
-        self.finish(instruction.peer)
+        self.finish(step.peer)
 
     def unfinished(self) -> list[int]:
         """Peers with sends that may not have ended."""
@@ -184,7 +159,7 @@ class Channels:
         self._awaited.clear()
         self._groups.clear()
 
-    def _reap(self, queue: deque[_Sent], peer: int) -> None:
+    def _reap(self, queue: deque[_Transfer], peer: int) -> None:
         """Let go of sends that have ended, so that their tensors are freed."""
         if self._nccl:
             while queue and all(work.is_completed() for work in queue[0].works):
@@ -192,17 +167,17 @@ class Channels:
         while not self._nccl and len(queue) >= _MAX_UNFINISHED_SENDS:
             self._finish(queue.popleft(), peer)
 
-    def _finish(self, sent: _Sent, peer: int) -> None:
-        for work in sent.works:
+    def _finish(self, transfer: _Transfer, peer: int) -> None:
+        for work in transfer.works:
             self._wait(work, peer)
 
     def _wait(self, work: dist.Work, peer: int) -> None:
-        with self._told(peer):
+        with self._errors(peer):
             # NCCL would block the host when given a time; its own watchdog has the group's
             work.wait() if self._nccl else work.wait(self._timeout)
 
     @contextlib.contextmanager
-    def _told(self, peer: int) -> Iterator[None]:
+    def _errors(self, peer: int) -> Iterator[None]:
         """Turn what the transport raises into :class:`TransferError`."""
         try:
             yield
@@ -210,16 +185,13 @@ class Channels:
             cause, text = cause_of(error)
             raise TransferError(cause, peer, text) from error
 
-    def _tags(self, instruction: Instruction) -> range:
+    def _tags(self, step: ProgramStep) -> range:
         """One tag per tensor, unlike all others of a step; steps are kept apart by their end."""
-        action, message = instruction.action, instruction.message
+        action, message = step.action, step.message
         assert message is not None
         number = 2 * action.microbatch + (action.part or 0)  # of fewer than two per sample
         first = 1 + (self._index[message] * 2 * self._program.mini_batch + number) * self._width
         return range(first, first + self._width)
-
-    def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
-        return self._groups.get((source, target))
 
     def _buffer(self, name: str, num_samples: int) -> Tensor:
         """On NCCL torch's allocator reuses the memory of GPUs; ours does on hosts."""
@@ -235,16 +207,26 @@ class Channels:
             buffer.record_stream(torch.cuda.current_stream(self._device))
         return buffer
 
-    def _warm_up(self, edges: Sequence[tuple[int, int]]) -> None:
+    def _begun(self, step: ProgramStep, tensors: list[Tensor]) -> _Transfer:
+        pairs = zip(tensors, self._tags(step), strict=False)
+        return _Transfer([self._start(step.action.sends, step.peer, *pair) for pair in pairs], tensors)
+
+    def _start(self, sends: bool, peer: int, tensor: Tensor, tag: int) -> dist.Work:
+        rank = self._program.rank
+        start, ends = (dist.isend, (rank, peer)) if sends else (dist.irecv, (peer, rank))
+        with self._errors(peer):
+            work = start(tensor, peer, self._groups.get(ends), tag)
+        assert work is not None, "this rank is a member of the group"
+        return work
+
+    def _warm_up(self) -> None:
         """One small message over every edge, edge by edge: connections stand before the first step is timed."""
         token = torch.zeros(1, device=self._device if self._nccl else "cpu")
-        for source, target in edges:
-            peer = target if self._program.rank == source else source
+        for source, target in self._program.edges:
             if self._program.rank in (source, target):
-                start = dist.isend if self._program.rank == source else dist.irecv
-                with self._told(peer):
-                    work = _started(start(token, peer, self._group(source, target), 0))
-                self._wait(work, peer)
+                sends = self._program.rank == source
+                peer = target if sends else source
+                self._wait(self._start(sends, peer, token, 0), peer)
 
 
 def _groups(
@@ -268,8 +250,3 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
     """Work on a side stream, if there is one."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is a member of the group"
-    return work

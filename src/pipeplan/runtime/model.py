@@ -7,7 +7,7 @@ in which order and on how many ranks, so that a plan and an unsplit run start fr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -18,11 +18,22 @@ from torch import Tensor, nn
 from pipeplan.errors import UsageError
 from pipeplan.model import COPIES, PLACES, SAMPLES, SHARDS, Mesh
 from pipeplan.runtime.modules import defer_weight_gradients
-from pipeplan.runtime.precision import Autocast, Pretending, called
-from pipeplan.runtime.program import Share
 from pipeplan.runtime.shards import WHOLE, Part, Shards, Slice, Split, share_of
+from pipeplan.runtime.share import Share
 
-__all__ = ["Batch", "BlockSpec", "Collective", "Model", "Output", "Rehearsed", "Texts", "outputs_of", "placed"]
+__all__ = [
+    "Batch",
+    "BlockSpec",
+    "Collective",
+    "Grain",
+    "Model",
+    "Output",
+    "Texts",
+    "placed",
+]
+
+Grain = Literal["layer", "half", "operator"]
+"""What a block is of a model that is captured: a layer, half of one, or an operator."""
 
 Batch = Mapping[str, Tensor]
 """The named tensors of a mini-batch, each with samples in its first dimension."""
@@ -155,7 +166,7 @@ class Model:
 
         Parameters are made in float32 on the CPU and then converted, so that all dtypes and devices agree.
         """
-        return defer_weight_gradients(self._whole(id_, seed).to(device=device, dtype=dtype))
+        return self.build_share(Share(id_), seed, WHOLE, dtype=dtype, device=device)
 
     def build_share(
         self,
@@ -293,79 +304,6 @@ class Model:
             name: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
             for name, tensor in made.items()
         }
-
-    def rehearse(
-        self, num_samples: int, dtype: torch.dtype = torch.float32, autocast: Autocast | None = None
-    ) -> Iterator[Rehearsed]:
-        """Run all blocks in order on the meta device: shapes, formats and who needs gradients, without computing.
-
-        Gradients are needed where a parameter is among what a value was made from. With ``autocast`` blocks run
-        under it, and what they make says that it is on its device.
-
-        Raises:
-            UsageError: a block cannot be built or called this way; the text names it.
-        """
-        batch = self.mini_batch(num_samples, 0, 0, dtype=dtype, device="meta")
-        call = called if autocast is None else Pretending(autocast)
-        values: dict[str, tuple[Tensor, ...]] = {}
-        for block in self.blocks:
-            try:
-                inputs = tuple(values[source][index] for source, index in block.inputs)
-                with torch.device("meta"):
-                    module = block.build().to("meta", dtype)
-                with torch.enable_grad():
-                    made = call(module, (*inputs, *(batch[name] for name in block.samples)))
-            except Exception as error:
-                raise UsageError(
-                    f"model {self.name!r}: block {block.id!r} cannot be built and called on the meta device, which "
-                    f"tells shapes without computing: {type(error).__name__}: {error}"
-                ) from error
-            outputs = outputs_of(made)
-            if outputs is None:
-                raise UsageError(
-                    f"model {self.name!r}: block {block.id!r} returned {type(made).__name__}; "
-                    "a block returns one tensor, or a tuple of tensors"
-                )
-            yield Rehearsed(block, module, inputs, outputs)
-            values[block.id] = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs)
-
-    def output_specs(
-        self, num_samples: int, dtype: torch.dtype = torch.float32, autocast: Autocast | None = None
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every block's output for a micro-batch, found without computing (meta device).
-
-        Raises:
-            UsageError: as :meth:`rehearse`, or a block returns several tensors, which plans do not carry.
-        """
-        found = {}
-        for step in self.rehearse(num_samples, dtype, autocast):
-            if len(step.outputs) != 1:
-                raise UsageError(
-                    f"model {self.name!r}: block {step.spec.id!r} returns {len(step.outputs)} tensors; "
-                    "only models whose blocks return one each can run"
-                )
-            found[step.spec.id] = tuple(step.outputs[0].shape), step.outputs[0].dtype
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class Rehearsed:
-    """One block's turn in :meth:`Model.rehearse`: everything is on the meta device, and has shapes but no data.
-
-    ``inputs`` are the tensors of its sources, as the leaves of a graph of the block's own.
-    """
-
-    spec: BlockSpec
-    module: nn.Module
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-
-
-def outputs_of(made: object) -> tuple[Tensor, ...] | None:
-    """What a block returned, as a tuple of tensors; None if it is not one tensor or a tuple of some."""
-    found = made if isinstance(made, tuple) else (made,)
-    tensors = tuple(each for each in found if isinstance(each, Tensor))
-    return tensors if tensors and len(tensors) == len(found) else None
 
 
 def _seeded(block: BlockSpec, seed: int) -> nn.Module:

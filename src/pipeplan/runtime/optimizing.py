@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.importing import made_by
-from pipeplan.runtime.options import LR_SCHEDULES, OPTIMIZERS, RunOptions
+from pipeplan.runtime.train_options import LR_SCHEDULES, OPTIMIZERS, TrainOptions
 
 __all__ = ["Updater", "clip_gradients", "factor_at"]
 
@@ -35,7 +35,7 @@ class Updater:
         UsageError: the optimizer or the schedule cannot be made.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], options: RunOptions) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], options: TrainOptions) -> None:
         self.optimizer = _optimizer(parameters, options) if parameters else None
         self.schedule = _schedule(self.optimizer, options) if self.optimizer is not None else None
 
@@ -82,7 +82,7 @@ def factor_at(shape: str, step: int, num_warmup: int, num_steps: int) -> float:
     return {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}[shape]
 
 
-def _optimizer(parameters: Sequence[nn.Parameter], options: RunOptions) -> Optimizer:
+def _optimizer(parameters: Sequence[nn.Parameter], options: TrainOptions) -> Optimizer:
     """Built-in names are torch's classes; what the command line does not set is as their defaults have it."""
     asked = {"lr": options.learning_rate, "weight_decay": options.weight_decay}
     given = {name: value for name, value in asked.items() if value is not None}
@@ -93,7 +93,7 @@ def _optimizer(parameters: Sequence[nn.Parameter], options: RunOptions) -> Optim
     return made
 
 
-def _schedule(optimizer: Optimizer, options: RunOptions) -> LRScheduler:
+def _schedule(optimizer: Optimizer, options: TrainOptions) -> LRScheduler:
     shape = options.lr_schedule
     if shape in LR_SCHEDULES:
         factor = partial(_factor, shape, options.warmup_steps, options.schedule_steps)

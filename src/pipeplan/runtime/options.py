@@ -1,73 +1,38 @@
-"""What a run is asked for and what it answers, in a form that travels between processes as JSON."""
+"""A rank's job, in a form that travels between processes as JSON: what is asked of it and what it answers.
+
+Needs no torch: the parent of local ranks and the command line use it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, TypeVar
 
-__all__ = ["LR_SCHEDULES", "OPTIMIZERS", "RunOptions", "RunResult", "StepResult"]
+from pipeplan.model import Plan, parse
+from pipeplan.runtime.progress import Progress
 
-OPTIMIZERS = {"adamw": "torch.optim:AdamW", "adam": "torch.optim:Adam", "sgd": "torch.optim:SGD"}
-"""Optimizers by name."""
-
-LR_SCHEDULES = ("constant", "cosine", "linear")
+__all__ = ["Link", "OnStep", "Report", "RunOptions", "RunResult", "StepResult", "run_job"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """How to run a plan. ``model`` is a name of the zoo, shortened to ``sequence`` if given, a configuration, or
-    ``pkg.mod:factory``; ``grain`` is what a block of a captured model is.
+    """How ranks run a plan, whatever they do with it.
 
     ``backend`` is ``gloo``, ``nccl`` or ``auto``: NCCL for CUDA devices, gloo otherwise. ``timeout_ns`` bounds
     every single wait: for a message, a sum over ranks, and for an action to end. ``trace`` keeps the times of
-    all actions of all steps. ``num_threads`` for CPU operators, 0 to leave it as it is. ``blocking`` transfers hold
-    up their devices. ``emulate`` needs no model: actions wait for as long as the plan says; messages then have the
-    plan's bytes, up to ``message_limit_bytes``.
-
-    ``instructions`` is a module, ``pkg.mod``, that registers what the plan's instructions do.
-
-    ``optimizer`` is one of ``OPTIMIZERS`` or ``pkg.mod:factory``, a function of parameters that returns one;
-    ``learning_rate`` and ``weight_decay`` are handed to it where they are given. ``lr_schedule`` is one of
-    ``LR_SCHEDULES`` or ``pkg.mod:factory``, a function of an optimizer; ``lr_steps`` is how many steps it spans, all
-    if None. ``clip_norm`` is the largest norm of all gradients together, ``autocast`` the format that operators
-    compute in, each None to leave it out.
-
-    ``data`` is where samples come from, see :func:`pipeplan.runtime.data.with_data`; None for those a model makes up.
-
-    ``checkpoint`` is the folder of checkpoints, written every ``checkpoint_every`` steps and behind the last one, but
-    not where loss or norm of gradients are not finite; ``keep_checkpoints`` of them are left there. ``resume`` goes on
-    from the last: ``num_steps`` counts from the training's beginning.
+    all actions of all steps. ``num_threads`` is for CPU operators, 0 to leave it as it is. ``blocking`` transfers hold
+    up their devices. Emulated messages have the plan's bytes, up to ``message_limit_bytes``.
     """
 
-    model: str
-    sequence: int | None = None
-    grain: Literal["layer", "half", "operator"] | None = None
     num_steps: int = 10
-    seed: int = 0
-    optimizer: str = "adamw"
-    learning_rate: float | None = None
-    weight_decay: float | None = None
-    lr_schedule: str = "constant"
-    warmup_steps: int = 0
-    lr_steps: int | None = None
-    clip_norm: float | None = None
-    autocast: str | None = None
-    data: str | None = None
-    checkpoint: str | None = None
-    checkpoint_every: int | None = None
-    keep_checkpoints: int = 2
-    resume: bool = False
-    dtype: str = "float32"
     device: str = "cpu"
     backend: str = "auto"
     timeout_ns: int = 60_000_000_000
     trace: bool = False
     num_threads: int = 0
     blocking: bool = False
-    emulate: bool = False
-    instructions: str | None = None
     message_limit_bytes: int = 1 << 20
 
     @property
@@ -77,39 +42,8 @@ class RunOptions:
             return self.backend
         return "nccl" if self.device == "cuda" else "gloo"
 
-    @property
-    def schedule_steps(self) -> int:
-        """Steps that the learning-rate schedule spans."""
-        return self.num_steps if self.lr_steps is None else self.lr_steps
-
-    def saves_behind(self, step: int) -> bool:
-        """Whether a checkpoint is written behind a step."""
-        if self.checkpoint is None:
-            return False
-        every = self.checkpoint_every or self.num_steps
-        return (step + 1) % every == 0 or step + 1 == self.num_steps
-
-    @property
-    def identity(self) -> dict[str, object]:
-        """What a training is, by the flags that say so, as far as these options do: all that its losses depend on."""
-        spans = self.schedule_steps if self.lr_schedule in ("cosine", "linear") else None
-        return {
-            "--sequence": self.sequence,
-            "--grain": self.grain or "half",
-            "--dtype": self.dtype,
-            "--seed": self.seed,
-            "--optimizer": self.optimizer,
-            "--lr": self.learning_rate,
-            "--weight-decay": self.weight_decay,
-            "--lr-schedule": self.lr_schedule,
-            "--warmup-steps": self.warmup_steps,
-            "--lr-steps": spans,
-            "--clip-norm": self.clip_norm,
-            "--autocast": self.autocast,
-        }
-
     def as_json(self) -> dict[str, Any]:
-        """Plain values; ``RunOptions(**...)`` reads them back."""
+        """Plain values; ``RunOptions(**...)``, or the class that they are of, reads them back."""
         return asdict(self)
 
 
@@ -169,3 +103,34 @@ class RunResult:
                 for step in data["timeline"]
             ),
         )
+
+
+OnStep = Callable[[StepResult], None]
+Report = Mapping[str, Any]
+Options = TypeVar("Options", bound=RunOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a rank has while it does its job: its number, its record, and a way to report to who listens."""
+
+    rank: int
+    world_size: int
+    progress: Progress
+    report: Callable[[Report], None]
+
+
+def run_job(
+    run: Callable[[Plan, Options, Progress, OnStep], RunResult], options: Options, job: Report, link: Link
+) -> None:
+    """Run the plan of a job, and let rank 0 report its steps and result, as ``Listener`` reads them."""
+    plan = parse(job["plan"], Plan)
+    link.progress.program = plan.programs[link.rank]
+
+    def on_step(step: StepResult) -> None:
+        if link.rank == 0:
+            link.report({"event": "step", "step": step.as_json()})
+
+    result = run(plan, options, link.progress, on_step)
+    if link.rank == 0:
+        link.report({"event": "result", "result": result.as_json()})

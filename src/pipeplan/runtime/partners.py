@@ -1,4 +1,4 @@
-"""Ranks that split blocks, or run an instruction, together: what they exchange while they run their action.
+"""Ranks that split blocks, or run a custom op, together: what they exchange while they run their action.
 
 There is one process group for each set of ranks. An action of several devices stands in all their programs, in an
 order that cannot deadlock, so their exchanges meet.
@@ -17,17 +17,17 @@ from torch import Tensor
 from pipeplan.runtime.failures import cause_of
 from pipeplan.runtime.messages import TransferError
 from pipeplan.runtime.model import placed
-from pipeplan.runtime.program import Program, Share
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.shards import WHOLE, Shards
+from pipeplan.runtime.share import Share
 
-__all__ = ["Meeting", "Partners", "PartnersError", "groups_of"]
+__all__ = ["GroupError", "ProcessGroups", "RankGroup", "Ranks", "groups_of"]
 
 Ranks = tuple[int, ...]
 
 
-class PartnersError(TransferError):
-    """An exchange failed: a partner is gone, or did not come in time. Which one the transport does not say."""
+class GroupError(TransferError):
+    """An exchange failed: a rank is gone, or did not come in time. Which one the transport does not say."""
 
     @property
     def who(self) -> str:
@@ -35,23 +35,19 @@ class PartnersError(TransferError):
         return "a rank that shares the action"
 
 
-class Partners:
-    """What one rank exchanges with those that have other shares of its blocks.
+class ProcessGroups:
+    """What one rank exchanges with those that have other shares of its blocks, or run its actions with it.
 
     Modules can be made before :meth:`connect`, but not run.
 
     Args:
-        program: this rank's.
-        progress: told whom an exchange waits for.
+        lines: sets of ranks, the same on every rank except for those of one rank.
+        progress: notes whom an exchange waits for.
     """
 
-    def __init__(self, program: Program, progress: Progress) -> None:
-        self._sets = sorted({tuple(sorted(line)) for line in program.lines})
-        self._rank = program.rank
-        own = {line for line in program.lines if self._rank in line} | {
-            part.devices for part in program.operations.values()
-        }
-        self._made = {line: Meeting(line, line.index(self._rank), progress) for line in own}
+    def __init__(self, lines: Iterable[Ranks], progress: Progress) -> None:
+        self._lines, self._rank = frozenset(lines), progress.rank
+        self._made = {line: RankGroup(line, progress) for line in self._lines if self._rank in line}
 
     def shards(self, share: Share) -> Shards:
         """The place of this rank among those that split a block."""
@@ -61,8 +57,8 @@ class Partners:
         """The place of this rank among ranks that stand in a line."""
         return Shards(len(line), line.index(self._rank), self._made[line]) if len(line) > 1 else WHOLE
 
-    def meeting(self, ranks: Ranks) -> Meeting:
-        """What this rank does together with the others of an instruction; of one rank alone nothing leaves it."""
+    def of(self, ranks: Ranks) -> RankGroup:
+        """The ranks of an action; of one rank alone nothing leaves it."""
         return self._made[ranks]
 
     def connect(self, transport: str, timeout: timedelta) -> None:
@@ -71,31 +67,30 @@ class Partners:
         Raises:
             RuntimeError: as the transport does.
         """
-        groups = groups_of(self._sets, transport, timeout)
-        for ranks, together in self._made.items():
-            together.group = groups.get(tuple(sorted(ranks)))
+        groups = groups_of({tuple(sorted(line)) for line in self._lines if len(line) > 1}, transport, timeout)
+        for ranks, made in self._made.items():
+            made.group = groups.get(tuple(sorted(ranks)))
 
     def close(self) -> None:
         """Drop the groups, which must not outlive the process group."""
-        for together in self._made.values():
-            together.group = None
+        for made in self._made.values():
+            made.group = None
 
 
-class Meeting:
-    """The collectives of ranks that split blocks, or run an instruction together: a rank's end of them.
+class RankGroup:
+    """The collectives of ranks that run an action together: a rank's end of them.
 
     Args:
         ranks: in the order of their shares.
-        index: this rank's share.
-        progress: told, of each exchange, that this rank waits for the next one of ``ranks``; so who does not come is
+        progress: notes, for each exchange, that this rank waits for the next one of ``ranks``; so who does not come is
             found by going round.
+        group: made later for blocks that are built before.
     """
 
-    def __init__(self, ranks: Ranks, index: int, progress: Progress) -> None:
-        self._ranks, self._next, self._progress = ranks, ranks[(index + 1) % len(ranks)], progress
-        self._rank = ranks[index]
+    def __init__(self, ranks: Ranks, progress: Progress, group: dist.ProcessGroup | None = None) -> None:
+        self._ranks, self._rank, self._progress, self.group = ranks, progress.rank, progress, group
+        self._next = ranks[(ranks.index(self._rank) + 1) % len(ranks)]
         self._order = [sorted(ranks).index(rank) for rank in ranks]  # a group numbers its ranks in ascending order
-        self.group: dist.ProcessGroup | None = None
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, as a tensor of its own."""
@@ -103,6 +98,15 @@ class Meeting:
         with self._waiting():
             dist.all_reduce(result, group=self.group)
         return result
+
+    def latest(self, ns: int) -> int:
+        """The latest of the times that the ranks give."""
+        if len(self._ranks) == 1:
+            return ns
+        found = torch.tensor([ns])
+        with self._waiting():
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return int(found)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, in the order of their shares."""
@@ -149,15 +153,15 @@ class Meeting:
 
     @contextlib.contextmanager
     def _waiting(self, peer: int | None = None) -> Iterator[None]:
-        """Say so, and turn what the transport raises into :class:`PartnersError`."""
+        """Note it, and turn what the transport raises into :class:`GroupError`."""
         assert self.group is not None, "groups are made before the first step"
-        before = self._progress.board.read(self._progress.rank)
+        before = self._progress.board.read(self._rank)
         self._progress.begin(Phase.WAITING, before.counter, self._next if peer is None else peer)
         try:
             yield
         except RuntimeError as error:
             cause, text = cause_of(error)
-            raise PartnersError(cause, -1, text) from error
+            raise GroupError(cause, -1, text) from error
         self._progress.begin(Phase.RUNNING, before.counter)
 
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
+from torch import Tensor
 
-from pipeplan.errors import UsageError
-from pipeplan.runtime.options import RunOptions
-
-__all__ = ["Autocast", "Pretending", "autocast_of", "called", "precise"]
+__all__ = ["Autocast", "precise"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,55 +24,6 @@ class Autocast:
         modules whose weight gradients wait, would be taken where they are on, and their gradients be lost.
         """
         return torch.autocast(self.device, dtype=self.dtype, cache_enabled=False)
-
-
-def called(module: nn.Module, arguments: Sequence[Tensor]) -> object:
-    """What a module makes of its arguments."""
-    return module(*arguments)
-
-
-class Pretending:
-    """Calls modules of the meta device under autocast, of which that device knows nothing.
-
-    Tensors without data that say they are on autocast's device stand for arguments, parameters and buffers.
-    """
-
-    def __init__(self, autocast: Autocast) -> None:
-        self._autocast = autocast
-        self._mode = FakeTensorMode()
-
-    def __call__(self, module: nn.Module, arguments: Sequence[Tensor]) -> object:
-        """What the module makes; as it, on autocast's device and without data."""
-        with self._mode, self._autocast():
-            state = {name: self._stand_in(held) for name, held in _state(module)}
-            return functional_call(module, state, tuple(self._stand_in(each) for each in arguments))
-
-    def _stand_in(self, tensor: Tensor) -> Tensor:
-        if tensor.device.type != "meta":
-            return tensor
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._autocast.device)
-        return made.requires_grad_(tensor.requires_grad)
-
-
-def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
-def autocast_of(options: RunOptions) -> Autocast | None:
-    """What ``--autocast`` asks for.
-
-    Raises:
-        UsageError: parameters are not in float32, from which alone autocast casts.
-    """
-    if options.autocast is None:
-        return None
-    if options.dtype != "float32":
-        raise UsageError(
-            f"--autocast {options.autocast} computes from float32 parameters; leave --dtype {options.dtype} out"
-        )
-    dtype: torch.dtype = getattr(torch, options.autocast)
-    return Autocast(options.device, dtype)
 
 
 def precise(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""From a plan and a model's graph to what one rank does: its instructions, and which tensors and samples travel.
+"""From a plan and a model's graph to what one rank does: the steps of its program, and what each takes and gives.
 
 Nothing here needs torch. Blocks are matched by name; a plan whose stages exchange something else than the
 model's edges say is refused before anything starts.
@@ -13,71 +13,44 @@ from dataclasses import dataclass
 from pipeplan.errors import UsageError
 from pipeplan.model import COPIES, PLACES, SAMPLES, SHARDS, Action, Axis, Mesh, Plan, Stage, is_instruction
 from pipeplan.model.elements import Attribute
-from pipeplan.runtime.flow import Flow, Message, model_flow, planned_flow
-from pipeplan.runtime.holdings import Holdings, Numbers
+from pipeplan.runtime.flow import Flow, Message, hops_of, model_flow, planned_flow
+from pipeplan.runtime.holdings import Numbers, SampleOwnership
+from pipeplan.runtime.share import Share
 
 __all__ = [
-    "Instruction",
+    "CustomOpPart",
     "Message",
     "Numbers",
-    "OperationPart",
     "Program",
-    "Share",
+    "ProgramStep",
+    "Rows",
     "StagePart",
     "planned_programs",
     "programs_of",
 ]
 
+Rows = tuple[Message, Numbers]
+"""What a message carries of these samples."""
+
 
 @dataclass(frozen=True, slots=True)
-class Instruction:
+class ProgramStep:
     """One entry of a rank's program. Transfers have the message and the rank at its other end.
 
     ``samples`` are those that this rank computes on, or that are sent. A backward has those of each of its forwards,
-    one after another: two where the micro-batch's forward ran in parts. An instruction's ``held`` says of all that it
-    takes which of its ranks have which samples of it, as (message, rank, samples).
+    one after another: two where the micro-batch's forward ran in parts. ``takes`` and ``gives`` are what the step
+    takes and makes on this rank. A custom op's ``held`` says of all that it takes which of its ranks have which
+    samples of it, as (message, rank, samples).
     """
 
     counter: int
     action: Action
     samples: tuple[Numbers, ...]
+    takes: tuple[Rows, ...] = ()
+    gives: tuple[Rows, ...] = ()
     message: Message | None = None
     peer: int = -1
     held: tuple[tuple[Message, int, Numbers], ...] = ()
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Share:
-    """What a rank has of a block: all of it, or number ``index`` of as many shares as there are ``partners``.
-
-    ``partners`` are the ranks that split the block, this one among them, in the order of their shares: they stand on
-    a mesh of these ``axes``, names and sizes, where it is not split in the usual way alone. ``places`` are those that
-    have the same share and other positions of a sequence, in order, this one among them.
-    """
-
-    block: str
-    index: int = 0
-    partners: tuple[int, ...] = ()
-    axes: tuple[tuple[str, int], ...] = ()
-    places: tuple[int, ...] = ()
-
-    @property
-    def count(self) -> int:
-        """How many devices split the block."""
-        return max(1, len(self.partners))
-
-    @property
-    def mesh(self) -> Mesh:
-        """How the partners stand."""
-        return Mesh(self.axes or ((SHARDS, self.count),))
-
-    def along(self, axis: str) -> tuple[int, ...]:
-        """The partners from which this rank differs along one axis alone, in order."""
-        return tuple(self.partners[place] for place in self.mesh.axis(axis).of(self.index))
-
-    def __str__(self) -> str:
-        way = f" {self.mesh}" if self.axes else ""
-        return f"{self.block}[{self.index}/{self.count}{way}]" if self.partners else self.block
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +58,9 @@ class StagePart:
     """A stage as its rank sees it.
 
     ``inputs`` and ``outputs`` give, for each stage on the other end, the blocks whose outputs come in or go out;
-    ``returns`` and ``awaits`` name those of them that get, or give, gradients. ``takes`` are the messages that bring a
-    forward what comes in, ``gives`` those that take what goes out: straight, or to and from instructions. ``split`` is
-    whether the stage runs I and W instead of B. ``shares`` says for each of the blocks what this rank has of it,
-    ``meshes`` how the ranks of its replica, ``group``, stand for it; this one is number ``place`` of them.
+    ``returns`` and ``awaits`` name those of them that get, or give, gradients. ``split`` is whether the stage runs I
+    and W instead of B. ``shares`` says for each of the blocks what this rank has of it, ``meshes`` how the ranks of
+    its replica, ``group``, stand for it; this one is number ``place`` of them.
     """
 
     index: int
@@ -103,8 +75,6 @@ class StagePart:
     meshes: tuple[Mesh, ...] = ()
     group: tuple[int, ...] = ()
     place: int = 0
-    takes: tuple[Message, ...] = ()
-    gives: tuple[Message, ...] = ()
 
     @property
     def counts_loss(self) -> bool:
@@ -117,18 +87,16 @@ class StagePart:
 
 
 @dataclass(frozen=True, slots=True)
-class OperationPart:
-    """An instruction as its rank sees it: what it is called and told, on which ranks it runs, what comes and goes.
+class CustomOpPart:
+    """A custom op as its rank sees it: its kind and attributes, and on which ranks it runs.
 
-    ``takers`` are the ranks that need what a message takes along, ``gives`` the messages for which this one is.
+    ``takers`` are, of those, the ranks that need what a message takes along.
     """
 
     index: int
     kind: str
     devices: tuple[int, ...]
     attributes: Mapping[str, Attribute]
-    takes: tuple[Message, ...]
-    gives: tuple[Message, ...]
     takers: Mapping[Message, tuple[int, ...]]
 
 
@@ -138,30 +106,31 @@ class Program:
 
     ``holders`` are the plan's shares with the rank that has each, in the same order on every rank; ``tensors`` names
     the blocks whose outputs, or gradients of outputs, a message carries, in order. ``lines`` are sets of ranks, of all
-    the plan, that exchange something while they run an action together. ``operations`` [stage] are the instructions
-    that run here.
+    the plan, that exchange something while they run an action together, ``edges`` its pairs of source and target ranks
+    of messages. ``stages`` and ``custom_ops`` are those that
+    run here, by the plan's index.
     """
 
     rank: int
     mini_batch: int
     microbatch_size: int
     texts: tuple[str, ...]
-    instructions: tuple[Instruction, ...]
+    steps: tuple[ProgramStep, ...]
     stages: Mapping[int, StagePart]
     holders: tuple[tuple[Share, int], ...]
     tensors: Mapping[Message, tuple[str, ...]]
-    operations: Mapping[int, OperationPart]
+    custom_ops: Mapping[int, CustomOpPart]
     lines: frozenset[tuple[int, ...]] = frozenset()
+    edges: tuple[tuple[int, int], ...] = ()
 
     @property
     def remote(self) -> tuple[tuple[Message, int, int], ...]:
         """Messages this rank sends or receives, with source and target rank, sorted."""
         found = set()
-        for instruction in self.instructions:
-            if instruction.message is not None:
-                ends = (self.rank, instruction.peer)
-                sends = instruction.action.sends
-                found.add((instruction.message, *(ends if sends else reversed(ends))))
+        for step in self.steps:
+            if step.message is not None:
+                ends = (self.rank, step.peer) if step.action.sends else (step.peer, self.rank)
+                found.add((step.message, *ends))
         return tuple(sorted(found))
 
 
@@ -194,63 +163,140 @@ def planned_programs(plan: Plan) -> tuple[Program, ...]:
 
 
 def _programs(plan: Plan, flow: Flow) -> tuple[Program, ...]:
-    shares, everyone = Holdings(plan), _Everyone(_holders(plan), _lines(plan))
-    return tuple(_program(plan, rank, flow, shares, everyone) for rank in range(len(plan.devices)))
+    ownership, holders, lines = SampleOwnership(plan), _holders(plan), _lines(plan)
+    return tuple(_Lowering(plan, rank, flow, ownership).program(holders, lines) for rank in range(len(plan.devices)))
 
 
 def _require_same_blocks(plan: Plan, blocks: Sequence[str], model: str) -> None:
     planned = {block: index for index, stage in enumerate(plan.stages) for block in stage.blocks}
-    known = set(blocks)
+    counts = (
+        f"(the plan has {len(planned)} blocks, the model {len(set(blocks))}); give the --model the plan was made for"
+    )
     for block, stage in planned.items():
-        if block not in known:
-            raise UsageError(
-                f"stages[{stage}] of the plan has block {block!r}, which model {model!r} has not "
-                f"(the plan has {len(planned)} blocks, the model {len(known)}); give the --model the plan was made for"
-            )
+        if block not in blocks:
+            raise UsageError(f"stages[{stage}] of the plan has block {block!r}, which model {model!r} has not {counts}")
     for block in blocks:
         if block not in planned:
-            raise UsageError(
-                f"model {model!r} has block {block!r}, which no stage of the plan has (the plan has {len(planned)} "
-                f"blocks, the model {len(known)}); give the --model the plan was made for"
-            )
+            raise UsageError(f"model {model!r} has block {block!r}, which no stage of the plan has {counts}")
 
 
-def _program(plan: Plan, rank: int, flow: Flow, shares: Holdings, everyone: _Everyone) -> Program:
-    texts = plan.programs[rank]
-    resolver = _Resolver(plan, rank, shares, flow)
-    here = [index for index, stage in enumerate(plan.stages) if rank in stage.devices]
-    return Program(
-        rank=rank,
-        mini_batch=plan.mini_batch,
-        microbatch_size=plan.microbatch_size,
-        texts=texts,
-        instructions=tuple(resolver.instruction(counter, Action.parse(text)) for counter, text in enumerate(texts)),
-        stages={index: _stage_part(plan, index, rank, flow) for index in here if plan.stages[index].blocks},
-        holders=everyone.holders,
-        tensors=flow.tensors,
-        operations={index: _operation_part(plan, index, rank, flow) for index in here if not plan.stages[index].blocks},
-        lines=everyone.lines,
-    )
+class _Lowering:
+    """What a plan means to one rank."""
 
+    def __init__(self, plan: Plan, rank: int, flow: Flow, ownership: SampleOwnership) -> None:
+        self._plan, self._rank, self._flow, self._ownership, self._hops = plan, rank, flow, ownership, hops_of(plan)
+        self._sent: dict[tuple[int, str], list[tuple[Message, int]]] = defaultdict(list)
+        self._received: dict[tuple[int, str], list[tuple[Message, int]]] = defaultdict(list)
+        for message, source, target in self._hops:
+            if source == rank:
+                self._sent[message.source, message.payload].append((message, target))
+            if target == rank:
+                self._received[message.target, message.payload].append((message, source))
+        here = [index for index, stage in enumerate(plan.stages) if rank in stage.devices]
+        self._stages = {index: self._stage(index) for index in here if plan.stages[index].blocks}
+        self._custom_ops = {index: self._custom_op(index) for index in here if not plan.stages[index].blocks}
 
-def _stage_part(plan: Plan, index: int, rank: int, flow: Flow) -> StagePart:
-    stage, crossings, gradients = plan.stages[index], flow.crossings, flow.gradients
-    return StagePart(
-        index=index,
-        blocks=stage.blocks,
-        shares=_shares_of(stage, rank),
-        meshes=_meshes_of(stage),
-        group=_group_of(stage, rank),
-        place=stage.devices.index(rank) % stage.shards,
-        recompute=stage.recompute,
-        split=any(operation.stage == index and operation.kind == "I" for operation in plan.operations),
-        inputs={source: names for (source, target), names in crossings.items() if target == index},
-        outputs={target: names for (source, target), names in crossings.items() if source == index},
-        returns=frozenset(source for source, target in gradients if target == index),
-        awaits=frozenset(target for source, target in gradients if source == index),
-        takes=flow.takes(index),
-        gives=flow.gives(index),
-    )
+    def program(self, holders: tuple[tuple[Share, int], ...], lines: frozenset[tuple[int, ...]]) -> Program:
+        plan, texts = self._plan, self._plan.programs[self._rank]
+        return Program(
+            rank=self._rank,
+            mini_batch=plan.mini_batch,
+            microbatch_size=plan.microbatch_size,
+            texts=texts,
+            steps=tuple(self._step(counter, Action.parse(text)) for counter, text in enumerate(texts)),
+            stages=self._stages,
+            holders=holders,
+            tensors=self._flow.tensors,
+            custom_ops=self._custom_ops,
+            lines=lines,
+            edges=tuple(sorted({(source, target) for _, source, target in self._hops})),
+        )
+
+    def _stage(self, index: int) -> StagePart:
+        stage, crossings, gradients = self._plan.stages[index], self._flow.crossings, self._flow.gradients
+        return StagePart(
+            index=index,
+            blocks=stage.blocks,
+            shares=_shares_of(stage, self._rank),
+            meshes=_meshes_of(stage),
+            group=_group_of(stage, self._rank),
+            place=stage.devices.index(self._rank) % stage.shards,
+            recompute=stage.recompute,
+            split=any(each.stage == index and each.kind == "I" for each in self._plan.operations),
+            inputs={source: names for (source, target), names in crossings.items() if target == index},
+            outputs={target: names for (source, target), names in crossings.items() if source == index},
+            returns=frozenset(source for source, target in gradients if target == index),
+            awaits=frozenset(target for source, target in gradients if source == index),
+        )
+
+    def _custom_op(self, index: int) -> CustomOpPart:
+        (operation,) = [each for each in self._plan.operations if each.stage == index]
+        takers = {message: self._takers(message) for message in self._flow.gives(index)}
+        return CustomOpPart(
+            index=index,
+            kind=operation.kind,
+            devices=self._plan.stages[index].devices,
+            attributes=operation.attributes,
+            takers={message: ranks for message, ranks in takers.items() if ranks},
+        )
+
+    def _takers(self, message: Message) -> tuple[int, ...]:
+        """Of a custom op's devices, those that need what a message carries: for its target there, or to send it."""
+        senders = {source for carried, source, _ in self._hops if carried == message}
+        needing = senders.union(self._plan.stages[message.target].devices)
+        return tuple(device for device in self._plan.stages[message.source].devices if device in needing)
+
+    def _step(self, counter: int, action: Action) -> ProgramStep:
+        if not action.is_compute:
+            return self._transfer(counter, action)
+        samples = self._ownership.forwards(action.stage, self._rank, action.microbatch, action.part)
+        if is_instruction(action.kind):
+            return self._custom_step(counter, action, samples[0])
+        if action.kind == "W":
+            return ProgramStep(counter, action, samples)
+        backward = action.kind != "F"
+        takes, gives = self._flow.takes(action.stage, backward), self._flow.gives(action.stage, backward)
+        return ProgramStep(
+            counter,
+            action,
+            samples,
+            takes=tuple((message, own) for own in samples for message in takes),
+            gives=tuple((message, own) for own in samples for message in gives),
+        )
+
+    def _custom_step(self, counter: int, action: Action, own: Numbers) -> ProgramStep:
+        held = tuple(self._held(action, own))
+        takers = self._custom_ops[action.stage].takers
+        return ProgramStep(
+            counter,
+            action,
+            (own,),
+            takes=tuple((message, samples) for message, rank, samples in held if rank == self._rank),
+            gives=tuple((message, own) for message, ranks in takers.items() if self._rank in ranks),
+            held=held,
+        )
+
+    def _held(self, action: Action, own: Numbers) -> Iterator[tuple[Message, int, Numbers]]:
+        """What a custom op takes, by the ranks that have it."""
+        for message in self._flow.takes(action.stage):
+            for rank in self._plan.stages[action.stage].devices:
+                there = self._ownership.held(message, rank)
+                samples = tuple(sample for sample in own if sample in there)
+                if samples:
+                    yield message, rank, samples
+
+    def _transfer(self, counter: int, action: Action) -> ProgramStep:
+        known = (self._sent if action.sends else self._received)[action.stage, action.payload]
+        ((message, peer),) = [
+            (message, peer)
+            for message, peer in known
+            if action.peer_stage in (None, message.target if action.sends else message.source)
+            and action.peer_device in (None, peer)
+        ]  # check accepts only transfers that mean one message
+        ranks = (self._rank, peer) if action.sends else (peer, self._rank)
+        rows = (message, self._ownership.sent(message, ranks, action.microbatch, action.part))
+        takes, gives = ((rows,), ()) if action.sends else ((), (rows,))
+        return ProgramStep(counter, action, (rows[1],), takes, gives, message, peer)
 
 
 def _group_of(stage: Stage, rank: int) -> tuple[int, ...]:
@@ -261,27 +307,6 @@ def _group_of(stage: Stage, rank: int) -> tuple[int, ...]:
 
 def _meshes_of(stage: Stage) -> tuple[Mesh, ...]:
     return tuple(stage.mesh_of(index) for index in range(len(stage.blocks)))
-
-
-def _operation_part(plan: Plan, index: int, rank: int, flow: Flow) -> OperationPart:
-    (operation,) = [operation for operation in plan.operations if operation.stage == index]
-    gives = {message: _takers(plan, message) for message in flow.gives(index)}
-    return OperationPart(
-        index=index,
-        kind=operation.kind,
-        devices=plan.stages[index].devices,
-        attributes=operation.attributes,
-        takes=flow.takes(index),
-        gives=tuple(message for message, takers in gives.items() if rank in takers),
-        takers={message: takers for message, takers in gives.items() if takers},
-    )
-
-
-def _takers(plan: Plan, message: Message) -> tuple[int, ...]:
-    """Of an instruction's devices, those that need what a message carries: for its target there, or to send it."""
-    senders = {hop.source_device for each in plan.dependencies if Message.of(each) == message for hop in each.hops}
-    needing = senders | set(plan.stages[message.target].devices)
-    return tuple(device for device in plan.stages[message.source].devices if device in needing)
 
 
 def _shares_of(stage: Stage, rank: int) -> tuple[Share, ...]:
@@ -309,71 +334,19 @@ def _share(block: str, mesh: Mesh, group: tuple[int, ...], place: int) -> Share:
 
 def _lines(plan: Plan) -> frozenset[tuple[int, ...]]:
     """All sets of ranks over which tensors of a stage may be cut or gathered, that split a block along an axis, or run
-    an instruction together.
+    a custom op together.
     """
     found = {stage.devices for stage in plan.stages if not stage.blocks and len(stage.devices) > 1}
     for stage in plan.stages:
         axes = {mesh.axis(name) for mesh in _meshes_of(stage) for name, _ in mesh.axes if name != COPIES}
-        behind = {axis.without(size) for axis in axes for size in range(1, axis.size) if axis.size % size == 0}
+        inner = {axis.without(size) for axis in axes for size in range(1, axis.size) if axis.size % size == 0}
         for first in range(0, len(stage.devices), stage.shards):
             group = stage.devices[first : first + stage.shards]
-            found |= {tuple(group[n] for n in axis.of(place)) for axis in behind for place in range(stage.shards)}
+            found |= {tuple(group[n] for n in axis.of(place)) for axis in inner for place in range(stage.shards)}
     return frozenset(found)
-
-
-@dataclass(frozen=True, slots=True)
-class _Everyone:
-    """What all ranks have to know of all."""
-
-    holders: tuple[tuple[Share, int], ...]
-    lines: frozenset[tuple[int, ...]]
 
 
 def _holders(plan: Plan) -> tuple[tuple[Share, int], ...]:
     """All shares, each with its ranks; whole blocks stand on a rank once, however many stages have them there."""
     found = ((share, rank) for stage in plan.stages for rank in stage.devices for share in _shares_of(stage, rank))
     return tuple(dict.fromkeys(found))
-
-
-class _Resolver:
-    """Finds which samples an action of one rank is about, and which message a SEND or a RECV means."""
-
-    def __init__(self, plan: Plan, rank: int, shares: Holdings, flow: Flow) -> None:
-        self._plan, self._rank, self._shares, self._flow = plan, rank, shares, flow
-        self._sent: dict[tuple[int, str], list[tuple[Message, int]]] = defaultdict(list)
-        self._received: dict[tuple[int, str], list[tuple[Message, int]]] = defaultdict(list)
-        for dependency in plan.dependencies:
-            for hop in dependency.hops:
-                message = Message.of(dependency)
-                if hop.source_device == rank:
-                    self._sent[message.source, message.payload].append((message, hop.target_device))
-                if hop.target_device == rank:
-                    self._received[message.target, message.payload].append((message, hop.source_device))
-
-    def instruction(self, counter: int, action: Action) -> Instruction:
-        """The action with its samples, message and peer."""
-        if action.is_compute:
-            samples = self._shares.forwards(action.stage, self._rank, action.microbatch, action.part)
-            held = tuple(self._held(action, samples[0])) if is_instruction(action.kind) else ()
-            return Instruction(counter, action, samples, held=held)
-        if action.sends:
-            candidates = self._sent[action.stage, action.payload]
-            fitting = [(m, peer) for m, peer in candidates if action.peer_stage in (None, m.target)]
-        else:
-            candidates = self._received[action.stage, action.payload]
-            fitting = [(m, peer) for m, peer in candidates if action.peer_stage in (None, m.source)]
-        fitting = [(m, peer) for m, peer in fitting if action.peer_device in (None, peer)]
-        assert len(fitting) == 1, f"check accepts only transfers that mean one message, not {action}"
-        ((message, peer),) = fitting
-        ranks = (self._rank, peer) if action.sends else (peer, self._rank)
-        sent = self._shares.sent(message, ranks, action.microbatch, action.part)
-        return Instruction(counter, action, (sent,), message, peer)
-
-    def _held(self, action: Action, own: Numbers) -> Iterator[tuple[Message, int, Numbers]]:
-        """What an instruction takes, by the ranks that have it."""
-        for message in self._flow.takes(action.stage):
-            for rank in self._plan.stages[action.stage].devices:
-                there = self._shares.held(message, rank)
-                samples = tuple(sample for sample in own if sample in there)
-                if samples:
-                    yield message, rank, samples

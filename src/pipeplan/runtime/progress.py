@@ -57,14 +57,14 @@ _OUTSIDE = {
     Phase.STARTING: "while starting",
     Phase.LOADING: "while building its blocks",
     Phase.CONNECTING: "while connecting to the other ranks",
-    Phase.SAMPLING: "in step {step}, before its program: making its samples",
-    Phase.REDUCING: "in step {step}, behind its program: summing gradients of parameters that others hold, too",
-    Phase.CLIPPING: "in step {step}, behind its program: adding up the norm of all gradients",
-    Phase.RESUMING: "before its first step: looking for a checkpoint to go on from",
-    Phase.SAVING: "behind step {step}: writing a checkpoint",
-    Phase.UPDATING: "in step {step}, behind its program: optimizer step",
-    Phase.REPORTING: "in step {step}, behind its program: reporting the loss",
-    Phase.DONE: "behind its last step",
+    Phase.SAMPLING: "in step {step}, before its program: drawing its samples",
+    Phase.REDUCING: "in step {step}, after its program: summing the gradients of parameters that other ranks hold too",
+    Phase.CLIPPING: "in step {step}, after its program: computing the norm of all gradients",
+    Phase.RESUMING: "before its first step: looking for a checkpoint to resume from",
+    Phase.SAVING: "after step {step}: writing a checkpoint",
+    Phase.UPDATING: "in step {step}, after its program: optimizer step",
+    Phase.REPORTING: "in step {step}, after its program: reporting the loss",
+    Phase.DONE: "after its last step",
 }
 
 
@@ -152,26 +152,6 @@ class Board:
 
     def _process(self, rank: int) -> int:
         return self._cells[rank * _FIELDS + 5]
-
-    def culprit(self, rank: int) -> int:
-        """The rank that holds up ``rank``: whom it waits for, and so on, up to one that does not wait.
-
-        A stopped process comes before all. Where the chain ends at a rank that waits for all, or in a circle, it is
-        the rank that has stood still for longest: first among those that wait for nobody, then among all of the chain.
-        """
-        stopped = self.stopped
-        if stopped:
-            return min(stopped, key=lambda other: self.read(other).since_ns)
-        chain = [rank]
-        position = self.read(rank)
-        while position.phase is Phase.WAITING and position.peer not in (-1, *chain):
-            chain.append(position.peer)
-            position = self.read(position.peer)
-        if not position.phase.waits:
-            return chain[-1]
-        idle = [other for other in range(self.num_ranks) if not self.read(other).phase.waits]
-        candidates = chain if position.phase is Phase.WAITING else idle or chain
-        return min(candidates, key=lambda other: self.read(other).since_ns)
 
 
 class Progress:

@@ -16,9 +16,15 @@ from torch import Tensor
 from pipeplan.errors import UsageError
 from pipeplan.runtime.program import Message, Numbers
 
-__all__ = ["Made", "Rows", "Taking", "TensorSpec"]
+__all__ = ["Made", "Produced", "Received", "Taking", "TensorSlots", "TensorSpec"]
 
 Shape = tuple[int, ...]
+
+Received = Mapping[Numbers, Sequence[tuple[str, Tensor]]]
+"""[samples] what an action takes, by block; a block whose output goes to several stages has several gradients."""
+
+Produced = Mapping[Numbers, Mapping[str, Tensor]]
+"""[samples][block] what an action gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +119,7 @@ class Taking:
         return rows[0] if len(rows) == 1 else torch.cat(rows, spec.axis)
 
 
-class Rows:
+class TensorSlots:
     """Where the rows are that one rank makes or is sent and has not used yet, in the order of its program.
 
     Whatever is made or sent has a slot of its own. Of ranks that split a block all make its output, and one sends it:
@@ -132,13 +138,13 @@ class Rows:
         self._last: dict[int, Taking] = {}
 
     @property
-    def num_slots(self) -> int:
+    def count(self) -> int:
         """How many things have been put."""
         return len(self._sizes)
 
     def put(self, message: Message, samples: Numbers) -> int:
         """The slot for what a message brings for these samples."""
-        slot = self.num_slots
+        slot = self.count
         self._sizes.append(len(samples))
         self._places.update({(message, sample): (slot, place) for place, sample in enumerate(samples)})
         return slot

@@ -18,7 +18,9 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.batches import batch_like
 from pipeplan.runtime.model import Batch, BlockSpec, Model
 from pipeplan.runtime.modules import is_plain_embedding
-from pipeplan.runtime.shards import HIDDEN, Cut, Shards, Split, Tile, WordEmbedding
+from pipeplan.runtime.shapes import shaped_blocks
+from pipeplan.runtime.shards import Cut, Shards, Split
+from pipeplan.runtime.split_layers import HIDDEN, Tile, WordEmbedding
 
 __all__ = ["Loss", "is_plain", "sequential_model"]
 
@@ -144,7 +146,7 @@ def _tied(groups: Mapping[str, Sequence[nn.Module]]) -> tuple[tuple[tuple[str, s
 
 def _ending_in_loss(model: Model) -> Model:
     """The model, whose last block has the loss if it makes a scalar."""
-    *_, last = model.rehearse(2)
+    *_, last = shaped_blocks(model, 2)
     ends = len(last.outputs) == 1 and last.outputs[0].ndim == 0
     return replace(model, blocks=(*model.blocks[:-1], replace(model.blocks[-1], loss=ends)))
 

@@ -4,13 +4,14 @@ What enters a split block, and what leaves it, is whole on each of its devices, 
 Between, each device works on its share, as in Megatron-LM (Shoeybi et al. 2019): :meth:`Shards.shared` stands where a
 whole tensor enters split work, and its gradient is the sum of the shares'; :meth:`Shards.summed` where split work
 makes parts of a sum, :meth:`Shards.gathered` where it makes slices. Loss over a split vocabulary is that of Megatron,
-with one exchange of a few numbers per token instead of three (:func:`cross_entropy`).
+with one exchange of a few numbers per token instead of three (:mod:`pipeplan.runtime.split_layers`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,25 +19,11 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.cuts import Cut, Part, Slice, range_of
-from pipeplan.runtime.modules import embedding, linear
 
-__all__ = [
-    "FEATURES",
-    "HIDDEN",
-    "WHOLE",
-    "Collectives",
-    "Cut",
-    "Part",
-    "RowLinear",
-    "Shards",
-    "Slice",
-    "Split",
-    "Tile",
-    "WordEmbedding",
-    "cross_entropy",
-    "hidden_of",
-    "share_of",
-]
+__all__ = ["WHOLE", "Collectives", "Cut", "Part", "Shards", "Slice", "Split", "share_of"]
+
+
+_Map = Callable[[Tensor], Tensor]
 
 
 class Collectives(Protocol):
@@ -82,20 +69,20 @@ class Shards:
     along: Mapping[str, Shards] = field(default_factory=dict)
 
     def range(self, total: int) -> tuple[int, int]:
-        """This device's of so many rows: first, and behind the last. Shares differ by one at most."""
+        """This device's of so many rows: first, and the one after the last. Shares differ by one at most."""
         return range_of(total, self.count, self.index)
 
     def shared(self, whole: Tensor) -> Tensor:
         """A whole tensor on its way into split work: its gradient is the sum of what the devices find."""
-        return whole if self.count == 1 else _shared(whole, self._together)
+        return whole if self.count == 1 else _mapped(whole, lambda same: same.view_as(same), self._collectives.sum)
 
     def summed(self, part: Tensor) -> Tensor:
         """The sum of the devices' parts, whole on each of them."""
-        return part if self.count == 1 else _summed(part, self._together)
+        return part if self.count == 1 else _mapped(part, self._collectives.sum, lambda gradient: gradient)
 
     def gathered(self, share: Tensor, dimension: int = -1) -> Tensor:
         """The devices' slices side by side, whole on each of them; all are of one size."""
-        return share if self.count == 1 else _gathered(share, self._together, self.index, dimension)
+        return share if self.count == 1 else _mapped(share, *self._gather_and_slice(dimension))
 
     def sliced(self, whole: Tensor, dimension: int = -1) -> Tensor:
         """This device's slice of what is whole on each; all are of one size. Gradients of slices make up the whole's.
@@ -106,7 +93,8 @@ class Shards:
         if self.count == 1:
             return whole
         self._require_cut(whole, dimension)
-        return _sliced(whole, self._together, self.count, self.index, dimension)
+        gather, slice_ = self._gather_and_slice(dimension)
+        return _mapped(whole, slice_, gather)
 
     def exchanged(self, share: Tensor, taken: int, given: int) -> Tensor:
         """A slice along dimension ``given`` becomes one along ``taken``: what gathering and slicing would make.
@@ -115,7 +103,21 @@ class Shards:
             UsageError: as :meth:`sliced`.
         """
         self._require_cut(share, taken)
-        return _exchanged(share, self._together, self.count, taken, given)
+
+        def exchange(tensor: Tensor, cut: int, joined: int) -> Tensor:
+            return torch.cat(self._collectives.exchange(tensor.chunk(self.count, cut)), joined)
+
+        return _mapped(share, partial(exchange, cut=taken, joined=given), partial(exchange, cut=given, joined=taken))
+
+    def _gather_and_slice(self, dimension: int) -> tuple[_Map, _Map]:
+        def gather(share: Tensor) -> Tensor:
+            return torch.cat(self._collectives.gather(share), dimension)
+
+        def slice_(whole: Tensor) -> Tensor:
+            size = whole.shape[dimension] // self.count
+            return whole.narrow(dimension, self.index * size, size)
+
+        return gather, slice_
 
     def _require_cut(self, whole: Tensor, dimension: int) -> None:
         if whole.shape[dimension] % self.count:
@@ -124,25 +126,12 @@ class Shards:
             )
 
     @property
-    def _together(self) -> Collectives:
+    def _collectives(self) -> Collectives:
         return self.collectives or _Alone(self.count)
 
 
 WHOLE = Shards()
 """A device that has all of a block."""
-
-
-HIDDEN = "hidden"
-"""The axis along which an embedding's width is split: each device makes its part of every sample."""
-
-
-FEATURES = "features"
-"""The axis along which a block takes slices of its inputs' last dimension, and gives such a slice."""
-
-
-def hidden_of(shards: Shards) -> Shards:
-    """A device's place among those that split an embedding's width."""
-    return shards.along.get(HIDDEN, WHOLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,165 +176,18 @@ def share_of(whole: nn.Module, made: nn.Module, part_of: Callable[[str], Part]) 
     return made
 
 
-class RowLinear(nn.Module):
-    """A linear layer split by its inputs: [..., inputs of this device] to [..., outputs], summed over the devices.
-
-    The weight [outputs, inputs of this device] is cut along dimension 1; the bias is whole.
-    """
-
-    bias: nn.Parameter | None
-
-    def __init__(self, inputs: int, outputs: int, shards: Shards = WHOLE, *, bias: bool = True) -> None:
-        super().__init__()
-        begin, end = shards.range(inputs)
-        made = nn.Linear(end - begin, outputs, bias=bias)
-        self.shards, self.weight = shards, made.weight
-        self.register_parameter("bias", made.bias)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., inputs of this device] to [..., outputs]."""
-        if self.shards.count == 1:
-            return linear(input, self.weight, self.bias)
-        result = self.shards.summed(linear(input, self.weight))
-        return result if self.bias is None else result + self.bias
-
-    @property
-    def deferred_weights(self) -> tuple[Tensor, ...]:
-        """Weights whose gradients can wait for W."""
-        return (self.weight,)
-
-
-class Tile(RowLinear):
-    """A linear layer of whose weight devices have tiles: slices of its inputs along ``rows``, of its outputs along
-    ``columns``: [..., inputs of this device] to [..., outputs of this device].
-    """
-
-    def __init__(self, inputs: int, outputs: int, shards: Shards = WHOLE, *, bias: bool = True) -> None:
-        columns = shards.along.get("columns", WHOLE)
-        super().__init__(inputs, outputs // columns.count, shards.along.get("rows", WHOLE), bias=bias)
-        self.columns = columns
-
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., inputs of this device] to [..., outputs of this device]."""
-        return super().forward(self.columns.shared(input))
+class _Mapped(torch.autograd.Function):
+    """A map of a tensor, and the map of its gradient."""
 
     @staticmethod
-    def ways(build: Callable[[Shards], nn.Module], name: str = "", *, bias: bool = True) -> dict[str, Split]:
-        """How a block that is a tile, or has one under this name and nothing else, can be split."""
-        prefix = f"{name}." if name else ""
-        columns = {f"{prefix}{each}": Cut() for each in (("weight", "bias") if bias else ("weight",))}
-        rows = Split(build, {f"{prefix}weight": Cut(1)}, takes=True)
-        return {"rows": rows, "columns": Split(build, columns, gives=True)}
-
-
-class WordEmbedding(nn.Module):
-    """A table of words split by its rows, and by its width along the axis ``hidden``: indices [...] to [..., width].
-
-    The weight [words of this device, width of this device] is ``Cut(0, even=False)``, and ``Cut(1)``.
-    """
-
-    def __init__(self, words: int, width: int, shards: Shards = WHOLE, *, std: float = 0.02) -> None:
-        super().__init__()
-        self.shards, (self.begin, self.end) = shards, shards.range(words)
-        self.weight = nn.Parameter(torch.empty(self.end - self.begin, width // hidden_of(shards).count))
-        nn.init.normal_(self.weight, std=std)
-
-    def forward(self, indices: Tensor) -> Tensor:
-        """[...] to [..., width of this device]; words of other devices come with the sum."""
-        if self.shards.count == 1:
-            return embedding(indices, self.weight)
-        elsewhere = (indices < self.begin) | (indices >= self.end)
-        found = embedding((indices - self.begin).masked_fill(elsewhere, 0), self.weight)
-        return self.shards.summed(found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
-
-    @property
-    def deferred_weights(self) -> tuple[Tensor, ...]:
-        """Weights whose gradients can wait for W."""
-        return (self.weight,)
-
-
-def cross_entropy(
-    logits: Tensor, targets: Tensor, words: int, shards: Shards = WHOLE, *, ignore_index: int = -100
-) -> Tensor:
-    """The loss of every token, as ``F.cross_entropy`` without reduction, from the logits of this device's words.
-
-    The devices exchange two numbers per token: the logarithm of the sum of exponentials, which stands for the largest
-    logit and the sum of the shifted exponentials, and the target's logit.
-
-    Args:
-        logits: [..., words of this device].
-        targets: [...] indices of words; where they are ``ignore_index`` the loss is 0.
-        words: of all devices.
-        shards: this device's place; ``shards.shared`` is where the logits' input comes from.
-    """
-    begin, end = shards.range(words)
-    elsewhere = (targets < begin) | (targets >= end)
-    wanted = logits.gather(-1, (targets - begin).masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1)
-    own = torch.stack((logits.logsumexp(-1), wanted.masked_fill(elsewhere, 0.0)))
-    sums, found = shards.gathered(own.unsqueeze(1), 1).unbind()
-    return (sums.logsumexp(0) - found.sum(0)).masked_fill(targets == ignore_index, 0.0)
-
-
-class _Shared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, together: Collectives) -> Tensor:
-        ctx.together = together
-        return whole.view_as(whole)
+    def forward(ctx: Any, tensor: Tensor, forth: _Map, back: _Map) -> Tensor:
+        ctx.back = back
+        return forth(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        together: Collectives = ctx.together
-        return together.sum(gradients[0]), None
+        back: _Map = ctx.back
+        return back(gradients[0]), None, None
 
 
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, together: Collectives) -> Tensor:
-        return together.sum(part)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0], None
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, together: Collectives, index: int, dimension: int) -> Tensor:
-        ctx.place = dimension, index * share.shape[dimension], share.shape[dimension]
-        return torch.cat(together.gather(share), dimension)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0].narrow(*ctx.place), None, None, None
-
-
-class _Sliced(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, together: Collectives, count: int, index: int, dimension: int) -> Tensor:
-        ctx.together, ctx.dimension = together, dimension
-        size = whole.shape[dimension] // count
-        return whole.narrow(dimension, index * size, size)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        together: Collectives = ctx.together
-        return torch.cat(together.gather(gradients[0]), ctx.dimension), None, None, None, None
-
-
-class _Exchanged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, together: Collectives, count: int, taken: int, given: int) -> Tensor:
-        ctx.place = together, count, taken, given
-        return torch.cat(together.exchange(share.chunk(count, taken)), given)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        together, count, taken, given = ctx.place
-        return torch.cat(together.exchange(gradients[0].chunk(count, given)), taken), None, None, None, None
-
-
-_shared: Callable[..., Tensor] = _Shared.apply
-_summed: Callable[..., Tensor] = _Summed.apply
-_gathered: Callable[..., Tensor] = _Gathered.apply
-_sliced: Callable[..., Tensor] = _Sliced.apply
-_exchanged: Callable[..., Tensor] = _Exchanged.apply
+_mapped: Callable[[Tensor, _Map, _Map], Tensor] = _Mapped.apply

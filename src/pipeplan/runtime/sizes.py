@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 
 from pipeplan.model import COPIES, PLACES, SAMPLES, Mesh, Plan
+from pipeplan.runtime.flow import hops_of
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.program import Message, Program
 from pipeplan.runtime.rows import TensorSpec
@@ -83,18 +84,16 @@ def _messages(
     """Outputs that go from stage to stage, with the samples of their longest message and its bytes, as above."""
     longest: dict[tuple[Message, int, int], int] = {}
     for program in programs:
-        for instruction in program.instructions:
-            action, message = instruction.action, instruction.message
+        for step in program.steps:
+            action, message = step.action, step.message
             if message is not None and action.kind == "SEND_F" and action.part is None:
-                ends = (message, program.rank, instruction.peer)
-                longest[ends] = max(longest.get(ends, 0), len(instruction.samples[0]))
-    for dependency in plan.dependencies:
-        message = Message.of(dependency)
-        for hop in dependency.hops:
-            samples = longest.get((message, hop.source_device, hop.target_device), 0)
-            if samples and hop.bytes:
-                names = programs[hop.source_device].tensors[message]
-                yield message, samples, (hop.bytes, sum(_bytes(specs[name], samples, dtype) for name in names))
+                ends = (message, program.rank, step.peer)
+                longest[ends] = max(longest.get(ends, 0), len(step.samples[0]))
+    for (message, source, target), hop in hops_of(plan).items():
+        samples = longest.get((message, source, target), 0)
+        if samples and hop.bytes:
+            names = programs[source].tensors[message]
+            yield message, samples, (hop.bytes, sum(_bytes(specs[name], samples, dtype) for name in names))
 
 
 def _bytes(spec: TensorSpec, samples: int, dtype: torch.dtype) -> int:

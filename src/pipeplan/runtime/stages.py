@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,10 @@ from pipeplan.runtime.messages import TransferError
 from pipeplan.runtime.model import BlockSpec
 from pipeplan.runtime.modules import WeightGradQueue, warn_if_nothing_waits
 from pipeplan.runtime.precision import Autocast, precise
-from pipeplan.runtime.program import Numbers, StagePart
+from pipeplan.runtime.program import Numbers, ProgramStep, StagePart
+from pipeplan.runtime.rows import Produced, Received
 
-__all__ = ["Runner", "Samples", "StageError", "StageRunner"]
+__all__ = ["Samples", "StageError", "StageRunner", "stage_errors"]
 
 
 _ANYWHERE = torch.empty(0)  # where a block is that takes nothing and has no parameters
@@ -37,6 +38,21 @@ _Root = tuple[GradientEdge, Tensor]
 
 class StageError(Exception):
     """A block failed; the text names it and says where."""
+
+
+@contextmanager
+def stage_errors(what: str) -> Iterator[None]:
+    """Say of what a failing action consists; ranks that lost each other say so themselves.
+
+    Raises:
+        StageError: something else was raised.
+    """
+    try:
+        yield
+    except (StageError, TransferError):
+        raise
+    except Exception as error:
+        raise StageError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,27 +81,6 @@ class Samples:
         if samples[-1] - samples[0] + 1 == len(samples):
             return self.tensors[name][samples[0] : samples[-1] + 1]
         return self.tensors[name][list(samples)]
-
-
-class Runner(Protocol):
-    """What an executor asks of a stage; :class:`StageRunner` says what each of these does."""
-
-    part: StagePart
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing waits for an action that has still to come."""
-
-    def forward(self, own: Numbers, received: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
-        """F."""
-
-    def backward(
-        self, microbatch: int, gradients: Mapping[Numbers, Sequence[tuple[str, Tensor]]]
-    ) -> dict[Numbers, dict[str, Tensor]]:
-        """B, or I where the stage's backward is split."""
-
-    def weight_gradients(self, microbatch: int) -> None:
-        """W."""
 
 
 @dataclass(slots=True)
@@ -156,6 +151,17 @@ class StageRunner:
     _held: dict[Numbers, _Held] = field(default_factory=dict)
     _queues: dict[int, WeightGradQueue] = field(default_factory=dict)
 
+    def run(self, step: ProgramStep, inputs: Received, samples: Samples) -> Produced:
+        """Run F, B, I or W; what each takes and gives is as below."""
+        if step.action.kind == "F":
+            (own,) = step.samples
+            received = dict(itertools.chain.from_iterable(inputs.values()))
+            return {own: self.forward(own, received, samples)}
+        if step.action.kind == "W":
+            self.weight_gradients(step.action.microbatch)
+            return {}
+        return self.backward(step.action.microbatch, {own: inputs.get(own, ()) for own in step.samples})
+
     def forward(self, own: Numbers, received: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
         """Run the blocks on this rank's samples of a micro-batch or part; what leaves is returned detached, by block.
 
@@ -179,27 +185,20 @@ class StageRunner:
         self._held[own] = _Held(leaves, ends, loss)
         return {name: tensor.detach() for name, tensor in outputs.items()}
 
-    def backward(
-        self, microbatch: int, gradients: Mapping[Numbers, Sequence[tuple[str, Tensor]]]
-    ) -> dict[Numbers, dict[str, Tensor]]:
+    def backward(self, microbatch: int, gradients: Received) -> Produced:
         """Gradients of what each forward received, by block; those of parameters add up, or wait for W where split.
 
         Args:
             microbatch: its forwards have run, and what they held is let go of.
-            gradients: of the outputs of each of the forwards, known by its samples; by block, of which one whose
-                output goes to several stages has several.
+            gradients: of the outputs of each of the forwards, known by its samples.
 
         Raises:
             StageError: autograd raised something.
         """
         helds = {own: self._held.pop(own) for own in gradients}
         roots = [root for own, held in helds.items() for root in _roots(held, gradients[own])]
-        try:
+        with stage_errors(f"backward of its blocks {_range(self.part.blocks)}"):
             self._differentiate(microbatch, roots)
-        except TransferError:
-            raise
-        except Exception as error:
-            raise StageError(f"backward of its blocks {_range(self.part.blocks)}: {_reason(error)}") from error
         returned = self._returned()
         return {own: {name: _gradient(held.inputs[name]) for name in returned} for own, held in helds.items()}
 
@@ -209,10 +208,8 @@ class StageRunner:
         Raises:
             StageError: an operator raised something.
         """
-        try:
+        with stage_errors(f"weight gradients of its blocks {_range(self.part.blocks)}"):
             self._queues.pop(microbatch).run()
-        except Exception as error:
-            raise StageError(f"weight gradients of its blocks {_range(self.part.blocks)}: {_reason(error)}") from error
 
     def _add_loss(self, loss: Tensor | None) -> None:
         if loss is not None:
@@ -234,17 +231,14 @@ class StageRunner:
 
     def _call(self, block: str, values: _Values, own: Numbers, samples: Samples) -> Tensor:
         spec, module, rows = self.specs[block], self.modules[block], self.layouts.rows(block, own)
-        try:
+        with stage_errors(f"block {block!r}"):
             arguments = [values.taken(source, block) for source, _ in spec.inputs]
             arguments += [self.layouts.sample(block, samples.rows(name, rows)) for name in spec.samples]
             at = next(itertools.chain(arguments, module.parameters()), _ANYWHERE)
             _begin_random_numbers(samples.seed_of(block, rows), at.device)
             with self.autocast() if self.autocast is not None else nullcontext():
-                made = self._recomputed(module, arguments) if self.part.recompute else module(*arguments)
-        except TransferError:
-            raise
-        except Exception as error:
-            raise StageError(f"block {block!r}: {_reason(error)}") from error
+                run = partial(checkpoint, module, use_reentrant=False) if self.part.recompute else module
+                made = run(*arguments)
         if not isinstance(made, Tensor):
             raise StageError(f"block {block!r} returned {type(made).__name__}, and a block returns one tensor")
         if spec.loss:
@@ -255,10 +249,6 @@ class StageRunner:
                 "samples in their first dimension can be shared; leave samples out of its configuration"
             )
         return made
-
-    def _recomputed(self, module: nn.Module, arguments: Sequence[Tensor]) -> object:
-        """Run a block and keep its inputs alone; backward runs it again, with the same autocast and random numbers."""
-        return checkpoint(module, *arguments, use_reentrant=False)
 
     def _differentiate(self, microbatch: int, roots: Sequence[_Root]) -> None:
         if not self.part.split:
@@ -320,7 +310,3 @@ def _backward(roots: Sequence[_Root]) -> None:
 
 def _range(blocks: Sequence[str]) -> str:
     return repr(blocks[0]) if len(blocks) == 1 else f"{blocks[0]!r} to {blocks[-1]!r}"
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import Any
 
-__all__ = ["take_identity"]
+__all__ = ["main", "take_identity"]
 
 _LIFELINE = 0  # standard input: ends with the parent
 _PR_SET_PDEATHSIG = 1
@@ -38,8 +38,13 @@ def _die_with_parent(parent: int) -> None:
     threading.Thread(target=wait, daemon=True, name="lifeline").start()
 
 
-if __name__ == "__main__":
-    _identity = take_identity()
-    from pipeplan.runtime.worker import main  # imports torch
+def main() -> None:
+    """Be a rank that :mod:`pipeplan.runtime.launch` has started; ends the process."""
+    identity = take_identity()
+    from pipeplan.runtime.worker import be_rank  # imports torch
 
-    main(identity=_identity)
+    be_rank(identity)
+
+
+if __name__ == "__main__":
+    main()

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeplan.model import Edge
-from pipeplan.runtime.model import BlockSpec, Model, Rehearsed
+from pipeplan.runtime.model import BlockSpec, Model
+from pipeplan.runtime.shapes import ShapedBlock, shaped_blocks
 
 __all__ = ["Survey", "SurveyedBlock", "survey"]
 
@@ -84,7 +85,7 @@ def survey(model: Model, dtype: torch.dtype) -> Survey:
     """
     tied = {id_: f"{group[0][0]}.{group[0][1]}" for group in model.tied for id_, _ in group}
     read = {each for block in model.blocks for each in block.inputs}
-    steps = tuple(model.rehearse(_NUM_SAMPLES, dtype))
+    steps = tuple(shaped_blocks(model, _NUM_SAMPLES, dtype))
     kinds: dict[Hashable, str] = {}
     blocks: list[SurveyedBlock] = []
     for step in steps:
@@ -105,18 +106,18 @@ def survey(model: Model, dtype: torch.dtype) -> Survey:
                 tied.get(id_),
             )
         )
-    pairs = zip(steps, model.rehearse(_MORE_SAMPLES, dtype), strict=True)
+    pairs = zip(steps, shaped_blocks(model, _MORE_SAMPLES, dtype), strict=True)
     readers = Counter(each for block in model.blocks for each in set(block.inputs))
     return Survey(tuple(blocks), tuple(edge for few, more in pairs for edge in _edges(few, more, readers)))
 
 
-def _roots(step: Rehearsed, read: Collection[tuple[str, int]]) -> tuple[int, ...]:
+def _roots(step: ShapedBlock, read: Collection[tuple[str, int]]) -> tuple[int, ...]:
     """The outputs that others read; of a block that nobody reads, all."""
     indices = range(len(step.outputs))
     return tuple(index for index in indices if (step.spec.id, index) in read) or tuple(indices)
 
 
-def _edges(few: Rehearsed, more: Rehearsed, readers: Mapping[tuple[str, int], int]) -> Iterator[Edge]:
+def _edges(few: ShapedBlock, more: ShapedBlock, readers: Mapping[tuple[str, int], int]) -> Iterator[Edge]:
     """An edge for each tensor; what the block takes twice travels once. Those that others read, too, have a name."""
     taken = dict(zip(few.spec.inputs, zip(few.inputs, more.inputs, strict=True), strict=True))
     counts = Counter(source for source, _ in taken)
@@ -138,7 +139,7 @@ def _bytes(few: Tensor, more: Tensor) -> tuple[int, bool]:
     return (growth // (_MORE_SAMPLES - _NUM_SAMPLES), False) if growth > 0 else (few.nbytes, True)
 
 
-def _likeness(step: Rehearsed, roots: tuple[int, ...]) -> Hashable:
+def _likeness(step: ShapedBlock, roots: tuple[int, ...]) -> Hashable:
     """Equal for blocks that cost the same."""
     spec = step.spec
     return (

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.model import Model
-from pipeplan.runtime.partners import groups_of
-from pipeplan.runtime.program import Share
+from pipeplan.runtime.partners import Ranks, groups_of
 from pipeplan.runtime.shards import Part
+from pipeplan.runtime.share import Share
 
 __all__ = ["SharedParameters", "require_equal_copies"]
 
@@ -36,8 +36,6 @@ Holder = tuple[str, str]
 
 Copy = tuple[str, str]
 """A parameter as ``block.name``, and what is the same of all its copies."""
-
-Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,13 +237,8 @@ def _sum(sums: Sequence[_Sum], group: dist.ProcessGroup) -> None:
     dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=group)
     wanted = [one for one, anywhere in zip(sums, everywhere.tolist(), strict=True) if anywhere]
     totals = [one.given() for one in wanted]
-    _wait(dist.all_reduce(total, group=group, async_op=True) for total in totals)
-    for one, total in zip(wanted, totals, strict=True):
-        one.take(total)
-
-
-def _wait(works: Iterable[dist.Work | None]) -> None:
-    """Start all before the first is waited for."""
-    for work in list(works):
+    for work in [dist.all_reduce(total, group=group, async_op=True) for total in totals]:
         assert work is not None, "this rank is a member of the group"
         work.wait()
+    for one, total in zip(wanted, totals, strict=True):
+        one.take(total)

@@ -1,9 +1,8 @@
-"""All ranks of a run: one clock, mini-batches that begin together, and what the ranks tell each other."""
+"""All ranks of a run: one clock, mini-batches that begin together, and values that the ranks exchange."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,24 +15,16 @@ from pipeplan.runtime.executor import Span
 from pipeplan.runtime.failures import lost_others
 from pipeplan.runtime.progress import Phase, Progress
 
-__all__ = ["Beginning", "TimedAction", "Together", "extent", "iteration_of", "require_alike"]
+__all__ = ["AllRanks", "TimedAction", "extent", "iteration_of", "require_alike"]
 
 TimedAction = tuple[int, int, int]
 """Program counter, start and end in ns from the step's beginning."""
 
 
-@dataclass(frozen=True, slots=True)
-class Beginning:
-    """When a mini-batch began, in ns of the common clock, and this rank's anchor for its marks."""
-
-    at_ns: int
-    anchor: tuple[Mark, int]
-
-
-class Together:
+class AllRanks:
     """One rank's connection with all others, beside the messages of its program.
 
-    Construction is collective, and so are ``everyones``, ``sum`` and ``begin``.
+    Construction is collective, and so are ``gather``, ``sum`` and ``begin``.
 
     Args:
         device: what computes; its clock takes the times.
@@ -50,12 +41,12 @@ class Together:
             self._group = dist.new_group(timeout=timeout, backend="gloo")
             self.clock = Clock(device, offset_ns(progress.rank, dist.get_world_size()))
 
-    def everyones(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """What all ranks pass to this call, by rank."""
-        told: list[Any] = [None] * dist.get_world_size()
+        found: list[Any] = [None] * dist.get_world_size()
         with lost_others(self._progress):
-            dist.all_gather_object(told, value, group=self._group)
-        return told
+            dist.all_gather_object(found, value, group=self._group)
+        return found
 
     def sum(self, number: float) -> float:
         """The sum of what all ranks pass to this call, the same on each."""
@@ -64,29 +55,29 @@ class Together:
             dist.all_reduce(total, group=self._group)
         return float(total.item())
 
-    def begin(self) -> Beginning:
+    def begin(self) -> None:
         """Wait until all ranks are ready; times are counted from when the last one was."""
         self._progress.begin(Phase.REPORTING)
-        anchor = self.clock.anchor()
-        begin = torch.tensor([anchor[1] - self.clock.offset_ns])
+        self._anchor = self.clock.anchor()
+        begin = torch.tensor([self._anchor[1] - self.clock.offset_ns])
         with lost_others(self._progress):
             dist.all_reduce(begin, dist.ReduceOp.MAX, group=self._group)
-        return Beginning(int(begin.item()), anchor)
+        self._begin_ns = int(begin.item())
 
-    def resolve(self, spans: Iterable[Span], since: Beginning) -> list[TimedAction]:
+    def resolve(self, spans: Iterable[Span]) -> list[TimedAction]:
         """When actions ran, in order of time."""
         if self.clock.device.type == "cuda":
             torch.cuda.synchronize(self.clock.device)
-        timed = [(counter, self.at(start, since), self.at(end, since)) for counter, start, end in spans]
+        timed = [(counter, self.at(start), self.at(end)) for counter, start, end in spans]
         return sorted(timed, key=lambda action: action[1:])
 
-    def passed_ns(self, since: Beginning) -> int:
+    def passed_ns(self) -> int:
         """Time until now, when everything given to the device has ended."""
-        return self.clock.anchor()[1] - self.clock.offset_ns - since.at_ns
+        return self.clock.anchor()[1] - self.clock.offset_ns - self._begin_ns
 
-    def at(self, mark: Mark, since: Beginning) -> int:
-        """When a mark was passed, once everything before it has ended (behind :meth:`resolve`)."""
-        return self.clock.resolve(mark, since.anchor) - since.at_ns
+    def at(self, mark: Mark) -> int:
+        """When a mark was passed, once everything before it has ended (after :meth:`resolve`)."""
+        return self.clock.resolve(mark, self._anchor) - self._begin_ns
 
     def close(self) -> None:
         """Drop the group, which must not outlive the process group."""
@@ -106,14 +97,14 @@ def iteration_of(extents: Iterable[tuple[int, int] | None]) -> int:
     return max(last for _, last in found) - min(first for first, _ in found)
 
 
-def require_alike(told: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse ranks that were started with different things; ``told`` [rank] is what each was started with.
+def require_alike(started: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse ranks that were started with different things; ``started`` [rank] is with what each was.
 
     Raises:
         UsageError: two differ; the same error on every rank.
     """
-    for other, said in enumerate(told):
-        for key, value in told[0].items():
+    for other, said in enumerate(started):
+        for key, value in started[0].items():
             if said[key] != value:
                 raise UsageError(
                     f"rank {other} was started with {key} {said[key]!r}, rank 0 with {value!r}; start all ranks alike"

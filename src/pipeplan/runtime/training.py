@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -19,32 +17,42 @@ from pipeplan.model import Plan, Stage, sha256_of
 from pipeplan.runtime.checkpoint_files import CheckpointFolder
 from pipeplan.runtime.checkpoints import Checkpoints, Held
 from pipeplan.runtime.data import with_data
+from pipeplan.runtime.device import rank_device
 from pipeplan.runtime.executor import Executor
 from pipeplan.runtime.failures import lost_others
 from pipeplan.runtime.identity import identity_of
-from pipeplan.runtime.instructions import FunctionRunner, functions_of
+from pipeplan.runtime.importing import imported_module
+from pipeplan.runtime.instructions import CustomOpRunner, custom_ops_of
 from pipeplan.runtime.layouts import Layouts
 from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.messages import Channels, edges_of
+from pipeplan.runtime.messages import Channels
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.modules import warn_if_few_can_wait
 from pipeplan.runtime.optimizing import Updater, clip_gradients
-from pipeplan.runtime.options import RunOptions, RunResult, StepResult
-from pipeplan.runtime.partners import Partners
+from pipeplan.runtime.options import Link, OnStep, Report, RunResult, StepResult, run_job
+from pipeplan.runtime.partners import ProcessGroups
 from pipeplan.runtime.pieces import Owned
-from pipeplan.runtime.precision import Autocast, autocast_of
-from pipeplan.runtime.program import Program, Share, programs_of
+from pipeplan.runtime.precision import Autocast
+from pipeplan.runtime.program import Program, programs_of
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.rows import TensorSpec
+from pipeplan.runtime.shapes import output_shapes
+from pipeplan.runtime.share import Share
 from pipeplan.runtime.sizes import warn_of_other_sizes
 from pipeplan.runtime.stages import Samples, StageRunner
 from pipeplan.runtime.tied import SharedParameters, require_equal_copies
-from pipeplan.runtime.together import TimedAction, Together, extent, iteration_of, require_alike
+from pipeplan.runtime.together import AllRanks, TimedAction, extent, iteration_of, require_alike
+from pipeplan.runtime.train_options import TrainOptions
 
-__all__ = ["Trainer", "require_splittable", "train", "travelling"]
+__all__ = ["Trainer", "autocast_of", "require_splittable", "train", "train_job", "travelling"]
 
 
-def train(plan: Plan, options: RunOptions, progress: Progress, on_step: Callable[[StepResult], None]) -> RunResult:
+def train_job(job: Report, link: Link) -> None:
+    """The job of a rank that trains."""
+    run_job(train, TrainOptions(**job["options"]), job, link)
+
+
+def train(plan: Plan, options: TrainOptions, progress: Progress, on_step: OnStep) -> RunResult:
     """Train for the steps asked for; every rank of the process group calls this.
 
     ``on_step`` is called on every rank as steps end, with the same result.
@@ -59,17 +67,17 @@ def train(plan: Plan, options: RunOptions, progress: Progress, on_step: Callable
         result, actions = trainer.step(step)
         steps.append(result)
         if options.trace:
-            timeline.append(tuple(tuple(told) for told in trainer.together.everyones(actions)))
+            timeline.append(tuple(tuple(told) for told in trainer.all_ranks.gather(actions)))
         on_step(result)
-        if options.saves_behind(step) and result.finite:  # what is lost must not push good checkpoints out
+        if options.saves_after(step) and result.finite:  # what is lost must not push good checkpoints out
             trainer.save()
-    peaks = trainer.together.everyones(trainer.peak_memory_bytes())
+    peaks = trainer.all_ranks.gather(trainer.peak_memory_bytes())
     trainer.close()
     progress.begin(Phase.DONE)
     return RunResult(tuple(steps), tuple(peaks), _versions(options), tuple(timeline))
 
 
-def model_of(options: RunOptions) -> Model:
+def model_of(options: TrainOptions) -> Model:
     """The model to train. Raises UsageError where it has no loss."""
     model = load_model(options.model, sequence=options.sequence, grain=options.grain, seed=options.seed)
     model = with_data(model, options.data)
@@ -97,38 +105,48 @@ class Trainer:
         RankError: connecting failed.
     """
 
-    def __init__(self, plan: Plan, model: Model, options: RunOptions, progress: Progress) -> None:
+    def __init__(self, plan: Plan, model: Model, options: TrainOptions, progress: Progress) -> None:
         progress.begin(Phase.LOADING)
         self.rank, self.model, self.options, self.progress = progress.rank, model, options, progress
         programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
         require_splittable(plan, model)
-        functions = functions_of(plan, options.instructions)
+        if options.instructions is not None:
+            imported_module(options.instructions, "--instructions")
+        custom_ops = custom_ops_of(plan)
         self.program = programs[self.rank]
-        self.device = rank_device(options)
+        self.device = rank_device(options.device, options.transport, options.num_threads)
         dtype: torch.dtype = getattr(torch, options.dtype)
         self.autocast = autocast_of(options)
         specs = travelling(self.program, model, dtype, self.autocast)
-        self.partners = Partners(self.program, progress)
+        lines = self.program.lines.union(part.devices for part in self.program.custom_ops.values())
+        self.groups = ProcessGroups(lines, progress)
         self.modules = self._build(dtype)
-        self.meetings = [self.partners.meeting(part.devices) for part in self.program.operations.values()]
         progress.begin(Phase.CONNECTING)
         timeout = timedelta(seconds=options.timeout_ns / 1e9)
         with lost_others(self.progress):
             _require_agreement(self.rank, plan, model, options, self.program, specs)
             if self.rank == 0:
                 warn_of_other_sizes(plan, programs, model, specs, dtype)
-            self.together = Together(self.device, progress, timeout)
-            self.partners.connect(options.transport, timeout)
+            self.all_ranks = AllRanks(self.device, progress, timeout)
+            self.groups.connect(options.transport, timeout)
             self.shared = self._share(timeout)
-            require_equal_copies(self.together.everyones(self.shared.copies()))
-            channels = Channels(self.program, edges_of(programs), specs, self.device, options.transport, timeout)
+            require_equal_copies(self.all_ranks.gather(self.shared.copies()))
+            channels = Channels(self.program, specs, self.device, options.transport, timeout)
         self.stages = {index: self._stage(index) for index in self.program.stages}
-        operations = {
-            index: FunctionRunner(part, self.program, functions[part.kind], meeting, specs, self.device)
-            for (index, part), meeting in zip(self.program.operations.items(), self.meetings, strict=True)
+        custom_runners = {
+            index: CustomOpRunner(
+                part, self.program, custom_ops[part.kind], self.groups.of(part.devices), specs, self.device
+            )
+            for index, part in self.program.custom_ops.items()
         }
         self.executor = Executor(
-            self.program, self.stages, channels, specs, progress, self.together.clock, options.blocking, operations
+            self.program,
+            {**self.stages, **custom_runners},
+            channels,
+            specs,
+            progress,
+            self.all_ranks.clock,
+            options.blocking,
         )
         self.updater = Updater(self.unique_parameters(), options)
         self.checkpoints = self._checkpoints()
@@ -147,16 +165,16 @@ class Trainer:
         samples = self._samples(step)
         for parameter in self.parameters().values():
             parameter.grad = None
-        beginning = self.together.begin()
+        self.all_ranks.begin()
         spans = self.executor.run(samples)
         self._reduce()
-        summed = self.together.clock.mark()
+        summed = self.all_ranks.clock.mark()
         norm = self._clip()
         self.progress.begin(Phase.UPDATING)
         if update:
             self.updater.step()
-        actions = self.together.resolve(spans, beginning)
-        ends = self.together.at(summed, beginning), self.together.passed_ns(beginning)
+        actions = self.all_ranks.resolve(spans)
+        ends = self.all_ranks.at(summed), self.all_ranks.passed_ns()
         return self._report(step, actions, ends, norm), actions
 
     def resume(self) -> int:
@@ -170,13 +188,13 @@ class Trainer:
         done = self.checkpoints.begin(self.options.resume)
         if done >= self.options.num_steps:
             raise UsageError(
-                f"--steps {self.options.num_steps}: {self.options.checkpoint} has {done} steps behind it, which "
-                f"--steps counts, too; give more"
+                f"--steps {self.options.num_steps}: {self.options.checkpoint} holds {done} steps, and --steps is the "
+                "total; give more"
             )
         return done
 
     def save(self) -> None:
-        """Write a checkpoint behind the last step. Collective. Raises RankError."""
+        """Write a checkpoint after the last step. Collective. Raises RankError."""
         assert self.checkpoints is not None, "options name a folder"
         self.checkpoints.save(self.progress.step + 1)
 
@@ -208,14 +226,14 @@ class Trainer:
         """Drop works and groups; what outlives the process group may die with it at exit."""
         self.executor.channels.close()
         self.shared.close()
-        self.partners.close()
-        self.together.close()
+        self.groups.close()
+        self.all_ranks.close()
 
     def _build(self, dtype: torch.dtype) -> dict[Share, nn.Module]:
         shares = dict.fromkeys(share for part in self.program.stages.values() for share in part.shares)
         seed, device = self.options.seed, self.device
         return {
-            share: self.model.build_share(share, seed, self.partners.shards(share), dtype=dtype, device=device)
+            share: self.model.build_share(share, seed, self.groups.shards(share), dtype=dtype, device=device)
             for share in shares
         }
 
@@ -226,7 +244,7 @@ class Trainer:
         identity = identity_of(self.model, options, self.program.mini_batch)
         held = Held(self._owned(), self._buffers(), self.updater, identity)
         folder = CheckpointFolder(options.checkpoint, options.keep_checkpoints)
-        return Checkpoints(folder, held, self.together, self.progress)
+        return Checkpoints(folder, held, self.all_ranks, self.progress)
 
     def _owned(self) -> list[Owned]:
         """This rank's parameters, each once, tied ones by the first of the names they have in the model."""
@@ -259,7 +277,7 @@ class Trainer:
         part = self.program.stages[index]
         specs = {block: self.model.block(block) for block in part.blocks}
         modules = {share.block: self.modules[share] for share in part.shares}
-        layouts = Layouts.of(part, self.model, self.partners.along)
+        layouts = Layouts.of(part, self.model, self.groups.along)
         stage = StageRunner(part, modules, specs, self.autocast, layouts=layouts)
         if part.split:
             warn_if_few_can_wait(nn.ModuleList(modules.values()), stage.name)
@@ -289,7 +307,7 @@ class Trainer:
             return None
         self.progress.begin(Phase.CLIPPING)
         own = self.unique_parameters()
-        return clip_gradients(own, self.shared.counted(own), self.options.clip_norm, self.together.sum)
+        return clip_gradients(own, self.shared.counted(own), self.options.clip_norm, self.all_ranks.sum)
 
     def _report(self, step: int, actions: list[TimedAction], ends: tuple[int, int], norm: float | None) -> StepResult:
         """Losses added up over the ranks; the iteration from the first compute action's start to the last rank's end.
@@ -299,31 +317,13 @@ class Trainer:
         losses = [loss for loss in (stage.take_loss() for stage in self.stages.values()) if loss is not None]
         loss = float(sum(loss.double() for loss in losses))
         summed_ns, updated_ns = ends
-        computed = [each for each in actions if self.program.instructions[each[0]].action.is_compute]
+        computed = [each for each in actions if self.program.steps[each[0]].action.is_compute]
         worked = extent(computed, summed_ns if self.shared.across_ranks else 0)
         self.progress.begin(Phase.REPORTING)
-        told = self.together.everyones((loss, worked, updated_ns))
+        told = self.all_ranks.gather((loss, worked, updated_ns))
         updates = [end - (each[1] if each is not None else end) for _, each, end in told]
         iteration_ns = iteration_of(each for _, each, _ in told)
         return StepResult(step, sum(entry[0] for entry in told), iteration_ns, max(updates), norm)
-
-
-def rank_device(options: RunOptions) -> torch.device:
-    """The rank's device; on CUDA ranks of a machine take its devices in turn."""
-    if options.num_threads:
-        torch.set_num_threads(options.num_threads)
-    if options.device == "cpu":
-        if options.transport == "nccl":
-            raise UsageError("--backend nccl carries CUDA tensors; give --device cuda, or --backend gloo")
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds no CUDA device here; give --device cpu")
-    count, rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-    if options.transport == "nccl" and int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) > count:
-        raise UsageError(f"NCCL needs a CUDA device per rank, and there are {count}; give --backend gloo to share them")
-    device = torch.device("cuda", rank % count)
-    torch.cuda.set_device(device)
-    return device
 
 
 def travelling(
@@ -336,10 +336,26 @@ def travelling(
     """
     names = {name for names in program.tensors.values() for name in names}
     size = program.microbatch_size
-    once, twice = (model.output_specs(samples, dtype, autocast) for samples in (size, 2 * size))
+    once, twice = (output_shapes(model, samples, dtype, autocast) for samples in (size, 2 * size))
     return {
         name: TensorSpec.between(name, once[name][0], twice[name][0], size, once[name][1]) for name in sorted(names)
     }
+
+
+def autocast_of(options: TrainOptions) -> Autocast | None:
+    """What ``--autocast`` asks for.
+
+    Raises:
+        UsageError: parameters are not in float32, from which alone autocast casts.
+    """
+    if options.autocast is None:
+        return None
+    if options.dtype != "float32":
+        raise UsageError(
+            f"--autocast {options.autocast} computes from float32 parameters; leave --dtype {options.dtype} out"
+        )
+    dtype: torch.dtype = getattr(torch, options.autocast)
+    return Autocast(options.device, dtype)
 
 
 def require_splittable(plan: Plan, model: Model) -> None:
@@ -372,7 +388,7 @@ def _remedy(stage: Stage) -> str:
 
 
 def _require_agreement(
-    rank: int, plan: Plan, model: Model, options: RunOptions, program: Program, specs: dict[str, TensorSpec]
+    rank: int, plan: Plan, model: Model, options: TrainOptions, program: Program, specs: dict[str, TensorSpec]
 ) -> None:
     """Refuse to start where ranks run different things; the same error on every rank.
 
@@ -401,7 +417,7 @@ def _require_agreement(
                 )
 
 
-def _versions(options: RunOptions) -> dict[str, str]:
+def _versions(options: TrainOptions) -> dict[str, str]:
     found = {"pipeplan": __version__, "torch": torch.__version__, "python": platform.python_version()}
     if options.device == "cuda":
         found["device"] = torch.cuda.get_device_name()

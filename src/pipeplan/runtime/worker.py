@@ -6,6 +6,7 @@ Whatever happens here ends in a report that names rank and action, and in an exi
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import sys
@@ -22,30 +23,18 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.rendezvous import rendezvous
 
 from pipeplan.errors import PipeplanError, UsageError
-from pipeplan.model import Plan, parse
-from pipeplan.runtime.emulation import rehearse
-from pipeplan.runtime.failures import Cause, Failure, RankError, lost_others, verdict
-from pipeplan.runtime.launch import start_timeout_ns
-from pipeplan.runtime.options import RunOptions, RunResult, StepResult
+from pipeplan.model import Plan
+from pipeplan.runtime.failures import Cause, Failure, RankError, lost_others
+from pipeplan.runtime.launch import Listener, start_timeout_ns
+from pipeplan.runtime.options import Link, OnStep, Report, RunOptions, RunResult
 from pipeplan.runtime.progress import Board, Phase, Progress
-from pipeplan.runtime.start import take_identity
-from pipeplan.runtime.training import train
+from pipeplan.runtime.verdict import verdict
 
-__all__ = ["Link", "Started", "main", "run_under_torchrun", "under_torchrun"]
+__all__ = ["Started", "be_rank", "run_under_torchrun", "under_torchrun"]
 
 Result = TypeVar("Result")
 
 _INTERRUPTED = 130
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What a local rank has: its number, its record, and a way to report to the parent."""
-
-    rank: int
-    world_size: int
-    progress: Progress
-    report: Callable[[Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,29 +47,21 @@ class Started:
     group: Callable[[], contextlib.AbstractContextManager[None]]
 
 
-def main(
-    work: Callable[[Mapping[str, Any], Link], None] | None = None, identity: Mapping[str, Any] | None = None
-) -> None:
-    """Be a rank that :mod:`pipeplan.runtime.launch` has started; ends the process.
-
-    Args:
-        work: does the job inside a process group; by default it trains.
-        identity: who this rank is, where that has been read already.
-    """
-    identity = identity or take_identity()
-    job = json.loads(_content(identity["job"]))
+def be_rank(identity: Mapping[str, Any]) -> None:
+    """Be a rank that :mod:`pipeplan.runtime.launch` has started, which has said who it is; ends the process."""
     rank, world_size = identity["rank"], identity["world_size"]
     reports = os.fdopen(identity["reports"], "w", buffering=1)
     progress = Progress(Board(identity["board"], world_size), rank)
 
-    def report(data: Mapping[str, Any]) -> None:
+    def report(data: Report) -> None:
         reports.write(json.dumps(data) + "\n")
 
     failure = None
     try:
+        work, job = _work_of(identity["work"]), json.loads(_content(identity["job"]))
         timeout = _start_timeout(identity["timeout_ns"])
         with _process_group(_local_store(identity, timeout), progress, world_size, timeout):
-            (work or _train_job)(job, Link(rank, world_size, progress, report))
+            work(job, Link(rank, world_size, progress, report))
     except BaseException as error:
         failure = failure_of(error, progress)
     report({"event": "done"} if failure is None else {"event": "failure", "failure": failure.as_json()})
@@ -90,11 +71,12 @@ def main(
 
 
 def run_under_torchrun(
-    read_plan: Callable[[], Plan], options: RunOptions, on_step: Callable[[StepResult], None]
+    work: str, read_plan: Callable[[], Plan], options: RunOptions, on_step: OnStep
 ) -> RunResult | None:
     """Be a rank that torchrun, or what sets the same environment, has started.
 
     Args:
+        work: what the rank does, ``module:function``, as for :func:`~pipeplan.runtime.launch.run_local`.
         read_plan: reads and verifies the plan.
         options: as asked for.
         on_step: called on rank 0 as steps end.
@@ -103,17 +85,20 @@ def run_under_torchrun(
         The result on rank 0, None on the others. Where a rank fails, the first to know says so on standard error,
         and the process ends here with the error's exit code.
     """
+    listener = Listener(on_step)
 
-    def work(started: Started) -> RunResult:
+    def be(started: Started) -> None:
         plan, progress = read_plan(), started.progress
         _require_ranks(plan, started.world_size)
         started.programs[:] = plan.programs
         progress.program = plan.programs[progress.rank]
+        job = {"plan": plan.model_dump_json(), "options": options.as_json()}
+        link = Link(progress.rank, started.world_size, progress, lambda report: listener(progress.rank, report))
         with started.group():
-            return _work_of(options)(plan, options, progress, on_step if progress.rank == 0 else _ignore)
+            _work_of(work)(job, link)
 
-    result = under_torchrun(work, options.timeout_ns)
-    return result if os.environ["RANK"] == "0" else None
+    under_torchrun(be, options.timeout_ns)
+    return listener.result
 
 
 def under_torchrun(work: Callable[[Started], Result], timeout_ns: int) -> Result:
@@ -146,23 +131,11 @@ def failure_of(error: BaseException, progress: Progress) -> Failure:
     return Failure(rank, Cause.RAISED, text, details=_trace(error))
 
 
-def _train_job(job: Mapping[str, Any], link: Link) -> None:
-    """The job of ``run --local``: train or rehearse, and let rank 0 report."""
-    plan = parse(job["plan"], Plan)
-    link.progress.program = plan.programs[link.rank]
-
-    def on_step(step: StepResult) -> None:
-        if link.rank == 0:
-            link.report({"event": "step", "step": step.as_json()})
-
-    options = RunOptions(**job["options"])
-    result = _work_of(options)(plan, options, link.progress, on_step)
-    if link.rank == 0:
-        link.report({"event": "result", "result": result.as_json()})
-
-
-def _work_of(options: RunOptions) -> Callable[[Plan, RunOptions, Progress, Callable[[StepResult], None]], RunResult]:
-    return rehearse if options.emulate else train
+def _work_of(name: str) -> Callable[[Report, Link], None]:
+    """What ``module:function`` names."""
+    module, _, function = name.partition(":")
+    work: Callable[[Report, Link], None] = getattr(importlib.import_module(module), function)
+    return work
 
 
 @contextlib.contextmanager
@@ -268,11 +241,3 @@ def _leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _ignore(step: StepResult) -> None:
-    """Steps are reported by rank 0."""
-
-
-if __name__ == "__main__":
-    main()

@@ -13,14 +13,14 @@ import torch
 
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import Model
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.train_options import TrainOptions
 from runtime_support import models as runtime_models
 from runtime_support.plans import PLACEMENTS, Case, Reports, assert_as_unsplit, four_devices, model_plan, reports_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 
 BRANCH_CUTS = [("a",), ("left",), ("right", "right2"), ("join",), ("side", "end")]
-OPTIONS = RunOptions(
+OPTIONS = TrainOptions(
     "gpt2-tiny",
     num_steps=3,
     dtype="float64",
@@ -59,7 +59,7 @@ def reports() -> Reports:
     return reports_of(cases())
 
 
-def model_of(options: RunOptions) -> Model:
+def model_of(options: TrainOptions) -> Model:
     return runtime_models.branches() if options.model == "branches" else load_model(options.model)
 
 

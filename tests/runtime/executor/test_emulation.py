@@ -110,15 +110,15 @@ def hop(source: int, target: int) -> Hop:
 
 def cases() -> dict[str, Case]:
     """Each plan twice: with transfers beside computing, and with blocking ones."""
-    options = RunOptions("", num_steps=2, emulate=True, trace=True, timeout_ns=20_000_000_000)
-    blocking = RunOptions("", num_steps=1, emulate=True, trace=True, blocking=True, timeout_ns=20_000_000_000)
+    options = RunOptions(num_steps=2, trace=True, timeout_ns=20_000_000_000)
+    blocking = RunOptions(num_steps=1, trace=True, blocking=True, timeout_ns=20_000_000_000)
     found = {f"{name} beside": (plan, options) for name, plan in plans().items()}
     return found | {f"{name} blocking": (plan, blocking) for name, plan in plans().items()}
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, RunResult]:
-    reports = reports_of(cases(), RANK)
+    reports = reports_of(cases(), "emulation_rank:emulate_all", RANK)
     return {name: RunResult.from_json(ranks[0]["result"]) for name, ranks in reports.items()}
 
 

@@ -12,7 +12,7 @@ import pytest
 from builders.orders import gpipe_orders
 from pipeplan.model import Action, PlacedStage
 from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.train_options import TrainOptions
 from runtime_support import models as runtime_models
 from runtime_support.plans import (
     PLACEMENTS,
@@ -51,7 +51,7 @@ def cases() -> dict[str, Case]:
 
 def refused() -> dict[str, Case]:
     """Runs that must not start."""
-    options = RunOptions("breaking", dtype="float64")
+    options = TrainOptions("breaking", dtype="float64")
     plan = model_plan(runtime_models.breaking(lambda: None), [0, 1, 2, 3])
     model = runtime_models.chain()
     names = [block.id for block in model.blocks]

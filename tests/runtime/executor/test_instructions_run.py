@@ -13,13 +13,15 @@ from pipeplan.check import check
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model import Plan
 from pipeplan.model.workload import Workload
-from pipeplan.runtime.instructions import Context, Function, FunctionRunner, functions_of, register
+from pipeplan.runtime.importing import imported_module
+from pipeplan.runtime.instructions import Context, CustomOp, CustomOpRunner, custom_ops_of, register
 from pipeplan.runtime.model import Model
-from pipeplan.runtime.partners import Partners
+from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.partners import ProcessGroups
 from pipeplan.runtime.program import Message, planned_programs, programs_of
 from pipeplan.runtime.progress import Board, Progress
-from pipeplan.runtime.rows import Rows, TensorSpec
-from pipeplan.runtime.stages import StageError
+from pipeplan.runtime.rows import TensorSlots, TensorSpec
+from pipeplan.runtime.stages import Samples, StageError
 from pipeplan.schedule.rules import Instruction, Rules
 from pipeplan.simulate.bounds import makespan_bound
 from pipeplan.simulate.simulation import simulate
@@ -58,17 +60,17 @@ MODELS = "runtime_support.instruction_models"
 PATHS = {id(model): f"{MODELS}:{name}" for model, name in zip((ONE, TWO, SHARED), NAMES, strict=True)}
 
 
-REHEARSED = {name: PLANS[name] for name in ("gather, beside computing", "all-gather, replicas", "one after the other")}
+EMULATED = {name: PLANS[name] for name in ("gather, beside computing", "all-gather, replicas", "one after the other")}
 
 
 @pytest.fixture(scope="module")
 def reports() -> Reports:
     options = replace(TRAINING, instructions=MODELS, num_steps=2)
     cases = {name: (plan, replace(options, model=PATHS[id(model)])) for name, (model, plan) in PLANS.items()}
-    rehearsal = replace(options, model="", emulate=True, num_steps=2)
-    rehearsed = {f"rehearsed {name}": (slower(plan), rehearsal) for name, (_, plan) in REHEARSED.items()}
+    emulation = RunOptions(num_steps=2)
+    emulated = {f"emulated {name}": (slower(plan), emulation) for name, (_, plan) in EMULATED.items()}
     new = replace(options, model=PATHS[id(TWO)], num_steps=1, instructions="runtime_support.new_instruction")
-    return reports_of(cases | rehearsed | {"dim": (four_devices(new_instruction.plan()), new)})
+    return reports_of(cases | emulated | {"dim": (four_devices(new_instruction.plan()), new)})
 
 
 def slower(plan: Plan) -> Plan:
@@ -85,12 +87,12 @@ def test_gradients_are_those_of_an_unsplit_run(name: str, reports: Reports) -> N
     assert_as_unsplit(model, replace(TRAINING, model=model.name, num_steps=2), reports[name])
 
 
-@pytest.mark.parametrize("name", REHEARSED)
-def test_rehearsals_take_no_less_than_the_prediction(name: str, reports: Reports) -> None:
+@pytest.mark.parametrize("name", EMULATED)
+def test_emulations_take_no_less_than_the_prediction(name: str, reports: Reports) -> None:
     """Nothing starts before what it waits for, instructions included; how much later depends on the machine."""
     workload = Workload.of(slower(PLANS[name][1]))
     least = makespan_bound(workload)
-    assert all(ns >= least for ns in reports[f"rehearsed {name}"][0]["iterations_ns"])
+    assert all(ns >= least for ns in reports[f"emulated {name}"][0]["iterations_ns"])
 
 
 def test_rules_that_never_let_an_instruction_run_name_it() -> None:
@@ -111,10 +113,10 @@ def test_programs_lead_tensors_through_instructions() -> None:
     assert tensors[Message("GATHER", 5, 4)] == ("image.1", "text.1")
     assert tensors[Message("B", 4, 3)] == ("text.1",), "gradients go straight back"
     assert Message("F", 3, 4) not in tensors
-    part = programs[1].operations[5]
+    part = programs[1].custom_ops[5]
     assert (part.devices, part.takers) == ((1, 3), {Message("GATHER", 5, 4): (1,)})
-    assert programs[3].operations[5].gives == ()
-    (first,) = [i for i in programs[1].instructions if str(i.action) == "5GATHER0"]
+    assert all(step.gives == () for step in programs[3].steps if str(step.action).startswith("5GATHER"))
+    (first,) = [i for i in programs[1].steps if str(i.action) == "5GATHER0"]
     assert first.held == ((Message("F", 1, 5), 1, (0, 1, 2, 3)), (Message("F", 3, 5), 3, (0, 1, 2, 3)))
     assert all(program.lines == {(1, 3)} for program in programs)
 
@@ -137,20 +139,20 @@ def test_two_ways_are_one_too_many() -> None:
 def test_kinds_that_nobody_knows_are_refused_before_anything_starts() -> None:
     plan = towers_plan(ONE, [replace(GATHER, kind="NOBODY")])
     with pytest.raises(UsageError, match=r"runs 5NOBODY0, and nothing says what NOBODY does; call .*register.*--instr"):
-        functions_of(plan, None)
+        custom_ops_of(plan)
     with pytest.raises(UsageError, match="--instructions 'no_such_module' cannot be imported"):
-        functions_of(plan, "no_such_module")
+        imported_module("no_such_module", "--instructions")
 
 
-def runner(function: Function) -> FunctionRunner:
+def runner(function: CustomOp) -> CustomOpRunner:
     """Rank 1's end of the gathering instruction, with another function."""
     model, plan = PLANS["gather"]
     program = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)[1]
     board = os.memfd_create("board")
     os.truncate(board, Board.size(4))
-    meeting = Partners(program, Progress(Board(board, 4), 1)).meeting((1, 3))
+    group = ProcessGroups(program.lines, Progress(Board(board, 4), 1)).of((1, 3))
     os.close(board)
-    return FunctionRunner(program.operations[5], program, function, meeting, {}, torch.device("cpu"))
+    return CustomOpRunner(program.custom_ops[5], program, function, group, {}, torch.device("cpu"))
 
 
 def broken(context: Context) -> dict[str, torch.Tensor]:
@@ -176,11 +178,11 @@ def broken(context: Context) -> dict[str, torch.Tensor]:
         ),
     ],
 )
-def test_functions_that_fail(function: Function, text: str) -> None:
+def test_functions_that_fail(function: CustomOp, text: str) -> None:
     end = runner(function)
-    (first,) = [i for i in end.program.instructions if str(i.action) == "5GATHER0"]
+    (first,) = [i for i in end.program.steps if str(i.action) == "5GATHER0"]
     with pytest.raises(StageError, match=text):
-        end.run(first, {"image.1": torch.ones(4)})
+        end.run(first, {first.samples[0]: [("image.1", torch.ones(4))]}, Samples({}, 1))
 
 
 def test_a_new_instruction_takes_few_lines(reports: Reports) -> None:
@@ -192,7 +194,7 @@ def test_a_new_instruction_takes_few_lines(reports: Reports) -> None:
 
 def test_what_is_not_there_by_then_is_refused() -> None:
     """An instruction that counts less than its samples has nothing to bring."""
-    rows = Rows({Message("GATHER", 5, 4): ("image.1",)}, {"image.1": TensorSpec((8,), torch.float64)})
+    rows = TensorSlots({Message("GATHER", 5, 4): ("image.1",)}, {"image.1": TensorSpec((8,), torch.float64)})
     rows.put(Message("GATHER", 5, 4), (0, 1))
     with pytest.raises(UsageError, match="stage 4 takes what stage 5 makes of sample 2, which is not there by then"):
         rows.take(Message("GATHER", 5, 4), (0, 1, 2, 3))

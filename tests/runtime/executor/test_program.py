@@ -13,7 +13,8 @@ from builders.profiles import joined
 from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
 from pipeplan.model import Block, CostRow, Dependency, PlacedStage, Placement, Plan
-from pipeplan.runtime.program import Message, Numbers, Program, Share, programs_of
+from pipeplan.runtime.program import Message, Numbers, Program, programs_of
+from pipeplan.runtime.share import Share
 
 BLOCKS = ["block0", "block1", "block2"]
 EDGES = [("block0", "block1"), ("block1", "block2")]
@@ -26,12 +27,12 @@ def chain() -> Plan:
 
 def test_transfers_know_message_and_peer() -> None:
     first, second = programs_of(chain(), BLOCKS, EDGES, "m")
-    sends = {(i.message, i.peer) for i in first.instructions if i.action.kind.startswith("SEND")}
-    received = {(i.message, i.peer) for i in second.instructions if i.action.kind.startswith("RECV")}
+    sends = {(i.message, i.peer) for i in first.steps if i.action.kind.startswith("SEND")}
+    received = {(i.message, i.peer) for i in second.steps if i.action.kind.startswith("RECV")}
     assert {message for message, _ in sends} == {message for message, _ in received}
     assert sends == {(Message("F", 0, 1), 1), (Message("B", 2, 1), 1)}
     assert {peer for _, peer in received} == {0}
-    assert [i.counter for i in first.instructions] == list(range(len(first.texts)))
+    assert [i.counter for i in first.steps] == list(range(len(first.texts)))
 
 
 def test_stages_know_their_neighbours() -> None:
@@ -114,7 +115,7 @@ def placed(*stages: PlacedStage, size: int = 4) -> tuple[Program, ...]:
 
 
 def samples_of(program: Program) -> dict[str, tuple[Numbers, ...]]:
-    return {text: i.samples for text, i in zip(program.texts, program.instructions, strict=True)}
+    return {text: i.samples for text, i in zip(program.texts, program.steps, strict=True)}
 
 
 def first(*devices: int, **more: int) -> PlacedStage:

@@ -12,7 +12,7 @@ from pipeplan.errors import UsageError
 from pipeplan.model import PlacedStage, Plan
 from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.program import Message, programs_of
-from pipeplan.runtime.rows import Made, Rows, TensorSpec
+from pipeplan.runtime.rows import Made, TensorSlots, TensorSpec
 from pipeplan.runtime.training import travelling
 from runtime_support.models import Mix, SquaredError, vectors
 from runtime_support.plans import placed_plan
@@ -20,8 +20,8 @@ from runtime_support.plans import placed_plan
 MESSAGE = Message("F", 0, 1)
 
 
-def rows_of(spec: TensorSpec) -> Rows:
-    return Rows({MESSAGE: ("a",)}, {"a": spec})
+def rows_of(spec: TensorSpec) -> TensorSlots:
+    return TensorSlots({MESSAGE: ("a",)}, {"a": spec})
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_any_cut_of_any_pieces_has_the_rows_asked_for(wanted: list[int], width: 
     for piece in pieces:
         tensor = torch.tensor(piece, dtype=torch.float32).repeat_interleave(2)[:, None].expand(-1, 3)
         slots[rows.put(MESSAGE, piece)] = Made([tensor])
-    assert rows.num_slots == len(pieces)
+    assert rows.count == len(pieces)
     takings = []
     for begin in range(0, len(wanted), taken):
         samples = tuple(wanted[begin : begin + taken])
@@ -93,7 +93,7 @@ def test_rows_can_be_taken_by_several_and_by_nobody() -> None:
 def test_what_is_one_for_all_samples_is_not_cut_and_its_gradients_add_up(made: int, taken: int) -> None:
     """Pieces of ``made`` of 12 samples, taken ``taken`` at a time: every gradient is used once in all."""
     upward = Message("B", 1, 0)
-    rows = Rows({MESSAGE: ("a",), upward: ("a",)}, {"a": TensorSpec((1, 3), torch.float64, None)})
+    rows = TensorSlots({MESSAGE: ("a",), upward: ("a",)}, {"a": TensorSpec((1, 3), torch.float64, None)})
     for message in (MESSAGE, upward):
         pieces = [tuple(range(begin, begin + made)) for begin in range(0, 12, made)]
         slots = {rows.put(message, piece): torch.full((1, 3), 1.0 + n).double() for n, piece in enumerate(pieces)}

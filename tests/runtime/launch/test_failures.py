@@ -18,14 +18,16 @@ import pytest
 
 from pipeplan.errors import ExecutionError, PipeplanError, UsageError
 from pipeplan.model import PlacedStage, Plan, write_file
-from pipeplan.runtime.failures import Cause, Failure, cause_of, verdict
+from pipeplan.runtime.failures import Cause, Failure, cause_of
 from pipeplan.runtime.launch import run_local
-from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.progress import Board, Phase
+from pipeplan.runtime.train_options import TrainOptions
+from pipeplan.runtime.verdict import culprit, verdict
 from runtime_support import models as runtime_models
 from runtime_support.faults import MARK, left_over
 from runtime_support.plans import model_plan, placed_plan
 
+TRAIN = "pipeplan.runtime.training:train_job"
 SECOND = 10**9
 NO_END = 3600.0
 MODELS = "runtime_support.models"
@@ -56,7 +58,7 @@ def split_plan() -> Plan:
 
 def failure_of(model: str, num_devices: int, timeout_s: float = NO_END, plan: Plan | None = None) -> PipeplanError:
     """How a run ends; without a timeout it ends by itself, or the test does not."""
-    options = RunOptions(
+    options = TrainOptions(
         f"{MODELS}:{model}",
         num_steps=3,
         dtype="float64",
@@ -64,7 +66,7 @@ def failure_of(model: str, num_devices: int, timeout_s: float = NO_END, plan: Pl
         num_threads=1,
     )
     with pytest.raises(PipeplanError) as caught:
-        run_local(plan or plan_on(num_devices), options, lambda _: None)
+        run_local(TRAIN, plan or plan_on(num_devices), options, lambda _: None)
     return caught.value
 
 
@@ -117,14 +119,14 @@ def test_a_rank_that_others_wait_for_inside_a_split_block(model: str, timeout_s:
 
 
 def test_a_tensor_unlike_the_declared_one(mark: str) -> None:
-    options = RunOptions(f"{MODELS}:lying", num_steps=1, dtype="float64")
+    options = TrainOptions(f"{MODELS}:lying", num_steps=1, dtype="float64")
     with pytest.raises(ExecutionError, match=r"^rank 0 failed in 0F0 .*: block 'b1' made float16\[1, 8\], and the"):
-        run_local(plan_on(2), options, lambda _: None)
+        run_local(TRAIN, plan_on(2), options, lambda _: None)
 
 
 def test_another_model_is_refused_once(mark: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match=r"stages\[0\] of the plan has block 'b0', which model 'gpt2-tiny' has not"):
-        run_local(plan_on(2), RunOptions("gpt2-tiny"), lambda _: None)
+        run_local(TRAIN, plan_on(2), TrainOptions("gpt2-tiny"), lambda _: None)
     assert capfd.readouterr().err == ""
 
 
@@ -176,7 +178,7 @@ def test_positions_in_words(board: Board) -> None:
     board.write(2, Phase.WAITING, 5, 0, 1)
     assert board.read(2).describe(PROGRAMS[2]) == "in 2RECV_F0 (step 5, program counter 0 of 2)"
     board.write(2, Phase.UPDATING, 5, -1, -1)
-    assert board.read(2).describe(PROGRAMS[2]) == "in step 5, behind its program: optimizer step"
+    assert board.read(2).describe(PROGRAMS[2]) == "in step 5, after its program: optimizer step"
 
 
 def test_the_culprit_is_whom_the_chain_of_waits_ends_at(board: Board) -> None:
@@ -184,8 +186,8 @@ def test_the_culprit_is_whom_the_chain_of_waits_ends_at(board: Board) -> None:
     board.write(2, Phase.WAITING, 0, 0, 1)
     board.write(3, Phase.WAITING, 0, 0, 2)
     board.write(0, Phase.RUNNING, 0, 1, -1)
-    assert board.culprit(3) == 1
-    assert board.culprit(1) == 1
+    assert culprit(board, 3) == 1
+    assert culprit(board, 1) == 1
 
 
 def test_in_a_circle_the_culprit_has_stood_still_for_longest(board: Board) -> None:
@@ -193,7 +195,7 @@ def test_in_a_circle_the_culprit_has_stood_still_for_longest(board: Board) -> No
     for rank, peer in ((1, 2), (0, 1), (2, 1), (3, 2)):
         board.write(rank, Phase.WAITING, 0, 0, peer)
         time.sleep(0.001)
-    assert [board.culprit(rank) for rank in (3, 2)] == [1, 1]
+    assert [culprit(board, rank) for rank in (3, 2)] == [1, 1]
 
 
 def test_a_stopped_process_is_the_culprit_wherever_it_stands(board: Board) -> None:
@@ -207,7 +209,7 @@ def test_a_stopped_process_is_the_culprit_wherever_it_stands(board: Board) -> No
         sleeper.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
         assert board.stopped == [2]
-        assert {board.culprit(rank) for rank in range(4)} == {2}
+        assert {culprit(board, rank) for rank in range(4)} == {2}
         board.wake()
         assert board.stopped == []
     finally:
@@ -216,7 +218,7 @@ def test_a_stopped_process_is_the_culprit_wherever_it_stands(board: Board) -> No
     assert board.gone == [2]
     lost = Failure(0, Cause.LOST, "rank 0 lost the others")
     assert str(verdict([lost], {}, board, PROGRAMS, SECOND)) == (
-        "rank 0 lost the others; rank 2 was last in step 0, behind its program: reporting the loss"
+        "rank 0 lost the others; rank 2 was last in step 0, after its program: reporting the loss"
     )
 
 
@@ -224,7 +226,7 @@ def test_where_all_are_awaited_the_culprit_is_the_one_that_works(board: Board) -
     for rank in (0, 1, 3):
         board.write(rank, Phase.REPORTING, 0, -1, -1)
     board.write(2, Phase.UPDATING, 0, -1, -1)
-    assert board.culprit(0) == 2
+    assert culprit(board, 0) == 2
 
 
 def test_a_verdict_prefers_causes_to_effects(board: Board) -> None:

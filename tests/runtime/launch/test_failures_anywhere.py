@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from pipeplan.model import PlacedStage, Plan
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.train_options import TrainOptions
 from runtime_support import models as runtime_models
 from runtime_support.faults import Fault, run_with
 from runtime_support.plans import model_plan, placed_plan
@@ -51,7 +51,7 @@ CASES = {
 def test_ends_with_one_message_and_no_process_left(name: str) -> None:
     plan, fault = CASES[name]
     made = {"split": split_chain, "replicas": replicas}[plan]()
-    ending = run_with(fault, made, RunOptions("runtime_support.models:chain", dtype="float64"))
+    ending = run_with(fault, made, TrainOptions("runtime_support.models:chain", dtype="float64"))
     assert ending.is_right, f"{ending.error} is not {ending.expected}"
     assert ending.left == []
     assert ending.checkpoint_loads, "there is one behind every step, whole whatever happens"
@@ -60,7 +60,9 @@ def test_ends_with_one_message_and_no_process_left(name: str) -> None:
 def test_a_stopped_rank_does_not_hold_up_torchrun() -> None:
     """It could not take the signal that torchrun ends it with."""
     fault = Fault("stopped", 0, step=1, counter=counter_of(split_chain(), 0, "W"))
-    ending = run_with(fault, split_chain(), RunOptions("runtime_support.models:chain", dtype="float64"), torchrun=True)
+    ending = run_with(
+        fault, split_chain(), TrainOptions("runtime_support.models:chain", dtype="float64"), torchrun=True
+    )
     assert ending.is_right, f"{ending.error} is not {ending.expected}"
     assert ending.left == []
     assert ending.checkpoint_loads

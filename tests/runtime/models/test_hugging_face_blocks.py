@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.capture import parameters_of, replay
 from pipeplan.runtime.hugging_face import Whole, load_configuration
-from pipeplan.runtime.loading import Grain
-from pipeplan.runtime.model import Model
+from pipeplan.runtime.model import Grain, Model
+from pipeplan.runtime.shapes import shaped_blocks
 from pipeplan.runtime.survey import survey
 from runtime_support.hugging_face import (
     ARGUMENTS,
@@ -82,7 +82,7 @@ def test_half_layers_are_recognised(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_give_one_tensor_each(name: str, grain: Grain) -> None:
     """As a plan that runs must have it; T5's position bias, which is for all layers, is a block of its own."""
-    assert {len(step.outputs) for step in captured(name, grain).rehearse(2)} == {1}
+    assert {len(step.outputs) for step in shaped_blocks(captured(name, grain), 2)} == {1}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "bert", "clip"])

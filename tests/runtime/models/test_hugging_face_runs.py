@@ -9,7 +9,7 @@ import pytest
 from pipeplan.runtime.hugging_face import load
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import Model
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.train_options import TrainOptions
 from runtime_support.hugging_face import ARGUMENTS, SEQUENCE, batch_for, captured, eager_experts, text
 from runtime_support.hugging_face import whole as original
 from runtime_support.plans import Case, Reports, assert_as_unsplit, model_plan, reports_of
@@ -29,7 +29,7 @@ def cases() -> dict[str, Case]:
     """GPT-2 and T5 with split backward, Llama with recomputation, BERT in a circle."""
     found = {}
     for name in NAMES:
-        options = RunOptions(
+        options = TrainOptions(
             text(name),
             SEQUENCE,
             num_steps=2,

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from pipeplan.errors import UsageError
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import Model
-from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.sequential import sequential_model
+from pipeplan.runtime.train_options import TrainOptions
 from pipeplan.runtime.training import model_of
 from runtime_support.plans import Unsplit, model_plan
 from runtime_support.threads import run_in_threads
@@ -136,7 +136,7 @@ def test_words_and_words_left_out() -> None:
 def test_a_loss_that_ends_the_chain() -> None:
     model = load_model("chains_to_load:ending")
     assert [block.loss for block in model.blocks] == [True]
-    unsplit = Unsplit(model, RunOptions("", dtype="float64", learning_rate=0.1, weight_decay=0.0))
+    unsplit = Unsplit(model, TrainOptions("", dtype="float64", learning_rate=0.1, weight_decay=0.0))
     losses = [unsplit.step(0, 4) for _ in range(5)]
     assert losses[-1] < losses[0]
 
@@ -148,8 +148,8 @@ def test_grain_captures_it_instead() -> None:
 
 def test_without_targets_it_is_measured_but_not_trained() -> None:
     with pytest.raises(UsageError, match="'chains_to_load:unlabelled' has no loss to train with"):
-        model_of(RunOptions("chains_to_load:unlabelled"))
-    assert isinstance(model_of(RunOptions("chains_to_load:value")), Model)
+        model_of(TrainOptions("chains_to_load:unlabelled"))
+    assert isinstance(model_of(TrainOptions("chains_to_load:value")), Model)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from pipeplan.runtime.batches import token_batch
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.modules import DeferredLinear
+from pipeplan.runtime.shapes import output_shapes, shaped_blocks
 from pipeplan.runtime.zoo import ZOO, zoo_model
 from pipeplan.runtime.zoo.gpt import gpt
 
@@ -34,7 +35,7 @@ def num_parameters(model: Model) -> int:
     tied = {holder for group in model.tied for holder in group[1:]}
     return sum(
         parameter.numel()
-        for step in model.rehearse(1)
+        for step in shaped_blocks(model, 1)
         for name, parameter in step.module.named_parameters()
         if (step.spec.id, name) not in tied
     )
@@ -66,11 +67,11 @@ def test_parameter_counts(name: str, num_blocks: int, num: int) -> None:
 
 
 def test_shapes_are_known_without_computing() -> None:
-    specs = load_model("gpt2-345m").output_specs(3)
+    specs = output_shapes(load_model("gpt2-345m"), 3)
     assert specs["embedding"] == ((3, 1024, 1024), torch.float32)
     assert specs["layer23.ffn"] == ((3, 1024, 1024), torch.float32)
     assert specs["head"] == ((), torch.float32)
-    short = load_model("gpt2-124m", sequence=100).output_specs(2, torch.bfloat16)
+    short = output_shapes(load_model("gpt2-124m", sequence=100), 2, torch.bfloat16)
     assert short["layer0.attention"] == ((2, 100, 768), torch.bfloat16)
     assert short["head"] == ((), torch.float32)
 
@@ -254,7 +255,7 @@ def test_mini_batch_takes_the_models_number_format() -> None:
     )
     batch = model.mini_batch(3, 0, 0, dtype=torch.bfloat16)
     assert (batch["x"].dtype, batch["n"].dtype) == (torch.bfloat16, torch.int32)
-    assert model.output_specs(3, torch.bfloat16) == {"a": ((3, 2), torch.bfloat16)}
+    assert output_shapes(model, 3, torch.bfloat16) == {"a": ((3, 2), torch.bfloat16)}
 
 
 # Finding models --------------------------------------------------------------------------------------------------
@@ -407,7 +408,7 @@ class Pair(nn.Module):
 )
 def test_blocks_that_do_not_fit(spec: BlockSpec, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        model_of(block("a"), spec).output_specs(1)
+        output_shapes(model_of(block("a"), spec), 1)
 
 
 def test_batches_that_cannot_be_made() -> None:
@@ -419,7 +420,7 @@ def test_batches_that_cannot_be_made() -> None:
 def test_rehearsal_tells_who_needs_gradients() -> None:
     """A frozen first block needs none, so nothing flows back to it."""
     frozen = BlockSpec("a", "frozen", lambda: nn.Linear(2, 2).requires_grad_(False), samples=("x",))
-    steps = list(model_of(frozen, block("b", "a"), block("c", "b")).rehearse(2))
+    steps = list(shaped_blocks(model_of(frozen, block("b", "a"), block("c", "b")), 2))
     assert [step.outputs[0].requires_grad for step in steps] == [False, True, True]
     assert [tensor.requires_grad for step in steps for tensor in step.inputs] == [False, True]
     assert all(tensor.is_leaf for step in steps for tensor in step.inputs)

@@ -9,6 +9,7 @@ from itertools import groupby
 import pytest
 import torch
 import torch.nn.functional as F
+from runtime_threads import joined
 from torch import Tensor, nn
 
 from pipeplan.costs.presets import device_preset
@@ -19,10 +20,12 @@ from pipeplan.model import PlacedStage
 from pipeplan.planner import Batch, Options, search_plan
 from pipeplan.runtime.estimator import estimate_model
 from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.model import Model, Rehearsed
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.program import Share, programs_of
+from pipeplan.runtime.model import Model
+from pipeplan.runtime.program import programs_of
+from pipeplan.runtime.shapes import ShapedBlock, output_shapes, shaped_blocks
 from pipeplan.runtime.shards import Shards
+from pipeplan.runtime.share import Share
+from pipeplan.runtime.train_options import TrainOptions
 from pipeplan.runtime.zoo import ZOO
 from runtime_support.plans import Unsplit, placed_plan
 from runtime_support.threads import require_equal_to_unsplit, together
@@ -66,7 +69,7 @@ def test_graphs_and_parameters_are_those_of_the_examples(name: str) -> None:
 @pytest.mark.parametrize("name", ["tessel-mt5-1.8b", "tessel-flava", "mmt", "dlrm"])
 def test_tensors_between_blocks_are_those_of_the_examples(name: str) -> None:
     profile, model = paper_model(name, microbatch_sizes=(1,)), load_model(name)
-    specs = model.output_specs(1)
+    specs = output_shapes(model, 1)
     for edge in profile.edges:
         assert math.prod(specs[edge.source][0]) * WIDTH == edge.bytes_per_sample, edge.source
 
@@ -196,7 +199,9 @@ def candle_uno(own: Written, batch: Weights) -> Tensor:
 def test_blocks_compute_the_model(name: str, heads: int, written: Callable[[Written, Weights], Tensor]) -> None:
     """Against the model written a second time, in float64, with biases and norms that count."""
     torch.manual_seed(0)
-    unsplit = Unsplit(load_model(name), RunOptions(name, seed=7, dtype="float64", learning_rate=0.0, weight_decay=0.0))
+    unsplit = Unsplit(
+        load_model(name), TrainOptions(name, seed=7, dtype="float64", learning_rate=0.0, weight_decay=0.0)
+    )
     for parameter in dict.fromkeys(unsplit.parameters().values()):
         parameter.data += 0.1 * torch.randn_like(parameter)
     weights: dict[str, Weights] = {
@@ -216,13 +221,15 @@ def _plain(key: str) -> str:
 @pytest.mark.parametrize("name", ["tessel-gpt-tiny", "tessel-mt5-tiny", "tessel-flava-tiny", "dlrm-tiny", "mmt-tiny"])
 def test_blocks_split_over_devices_compute_the_same(name: str, count: int) -> None:
     model = load_model(name)
-    steps = [step for step in model.rehearse(3, torch.float64) if not step.spec.dimensions.get("heads", count) % count]
+    steps = [
+        step for step in shaped_blocks(model, 3, torch.float64) if not step.spec.dimensions.get("heads", count) % count
+    ]
     assert len(steps) > len(model.blocks) / 3
     for step in steps:
         require_equal_shares(model, step, count)
 
 
-def require_equal_shares(model: Model, step: Rehearsed, count: int) -> None:
+def require_equal_shares(model: Model, step: ShapedBlock, count: int) -> None:
     """Outputs and the gradients of all inputs and parameters, which are put together from the shares."""
     batch = model.mini_batch(3, 0, 0, dtype=torch.float64)
     inputs = [torch.randn(tensor.shape, dtype=torch.float64) for tensor in step.inputs]
@@ -241,8 +248,8 @@ def require_equal_shares(model: Model, step: Rehearsed, count: int) -> None:
         torch.testing.assert_close(returned, to_inputs, rtol=1e-10, atol=1e-10)
     for key, whole in to_parameters.items():
         parts = [found[key] for _, _, found in shares]
-        for joined in [split.cuts[key].join(parts)] if key in split.cuts else parts:
-            torch.testing.assert_close(joined, whole, rtol=1e-10, atol=1e-10)
+        for part in [joined(split.cuts[key], parts)] if key in split.cuts else parts:
+            torch.testing.assert_close(part, whole, rtol=1e-10, atol=1e-10)
 
 
 def run_alone(module: nn.Module, inputs: list[Tensor], samples: list[Tensor], weight: Tensor) -> Run:
@@ -262,7 +269,7 @@ def test_heads_that_devices_cannot_share() -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_models_learn(name: str) -> None:
     """The same samples again and again."""
-    unsplit = Unsplit(load_model(name), RunOptions(name, learning_rate=1e-2, weight_decay=0.0))
+    unsplit = Unsplit(load_model(name), TrainOptions(name, learning_rate=1e-2, weight_decay=0.0))
     losses = [unsplit.step(0, 8) for _ in range(30)]
     assert losses[-1] < 0.7 * losses[0]
 

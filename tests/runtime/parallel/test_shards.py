@@ -9,14 +9,16 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runtime_threads import joined
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.model import Mesh
 from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.modules import WeightGradQueue, defer_weight_gradients
-from pipeplan.runtime.program import Share
-from pipeplan.runtime.shards import Cut, Part, RowLinear, Shards, Slice, Split, WordEmbedding, cross_entropy, share_of
+from pipeplan.runtime.shards import Cut, Part, Shards, Slice, Split, share_of
+from pipeplan.runtime.share import Share
+from pipeplan.runtime.split_layers import RowLinear, WordEmbedding, cross_entropy
 from runtime_support.threads import together
 
 WORDS, WIDTH = 11, 6
@@ -104,8 +106,7 @@ def test_shares_make_what_the_whole_makes(name: str, count: int) -> None:
     found, expected = together(count, share), ran(whole, split=False)
     for key, value in expected.items():
         shares = [each[key] for each in found]
-        joined = [cuts[key].join(shares)] if key in cuts else shares
-        for each in joined:
+        for each in [joined(cuts[key], shares)] if key in cuts else shares:
             torch.testing.assert_close(each, value, atol=1e-13, rtol=0)
 
 
@@ -117,7 +118,7 @@ def test_shares_of_a_parameter_join_to_it(count: int, parts: int, more: int, dim
     whole = torch.arange(6 * size * parts).reshape((size * parts, 6) if dimension == 0 else (6, size * parts))
     cut = Cut(dimension, parts, even=False)
     shares = [cut.cut(whole, count, index) for index in range(count)]
-    assert torch.equal(cut.join(shares), whole)
+    assert torch.equal(joined(cut, shares), whole)
     sizes = {share.shape[dimension] for share in shares}
     assert max(sizes) - min(sizes) <= parts
     if size % count:

@@ -27,6 +27,7 @@ from pipeplan.costs.operators import (
 from pipeplan.examples.parts import Stack, bottleneck, class_loss, dense, image_stem, long_memory, table_rows
 from pipeplan.runtime.footprint import SavedTensors, storages
 from pipeplan.runtime.loading import load_model
+from pipeplan.runtime.shapes import shaped_blocks
 
 WIDTH = 4  # float32
 
@@ -313,7 +314,7 @@ def test_gpt2s_shares_have_the_parameters_and_collectives_of_a_real_ones(shards:
         "ffn": stack.feed_forward(1, shards),
         "head": stack.vocabulary_head(1, shards, vocabulary, bias=False, before=None),
     }
-    for block in share.rehearse(1):
+    for block in shaped_blocks(share, 1):
         form, spec = forms[block.spec.operator], block.spec
         assert form.parameters == sum(parameter.numel() for parameter in block.module.parameters())
         for phase, exchanges in (("F", form.forward_exchanges), ("I", form.input_grad_exchanges)):

@@ -25,6 +25,7 @@ from pipeplan.runtime.model import BlockSpec, Collective, Model
 from pipeplan.runtime.modules import WeightGradQueue, defer_weight_gradients
 from pipeplan.runtime.partial import Partial, RowKey
 from pipeplan.runtime.profiler import profile_model
+from pipeplan.runtime.shapes import shaped_blocks
 from pipeplan.runtime.shards import Shards
 from pipeplan.runtime.survey import survey
 from pipeplan.runtime.zoo import ZOO
@@ -328,7 +329,7 @@ def test_more_shards_than_devices() -> None:
 
 
 def sizes_of(model: Model) -> dict[str, int]:
-    return {step.spec.id: sum(p.numel() for p in step.module.parameters()) for step in model.rehearse(1)}
+    return {step.spec.id: sum(p.numel() for p in step.module.parameters()) for step in shaped_blocks(model, 1)}
 
 
 def split(model: Model, num_devices: int) -> Model:

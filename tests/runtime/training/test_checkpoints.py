@@ -22,7 +22,8 @@ from pipeplan.runtime import training
 from pipeplan.runtime.checkpoint_files import CheckpointFolder
 from pipeplan.runtime.launch import watch_local
 from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.options import RunOptions, StepResult
+from pipeplan.runtime.options import StepResult
+from pipeplan.runtime.train_options import TrainOptions
 from runtime_support.plans import PLACEMENTS, TOLERANCE, TRAINING, four_devices, model_plan, placed_plan
 
 RANK = (sys.executable, "-m", "runtime_support.checkpoint_rank")
@@ -31,7 +32,7 @@ OPERATORS = "gpt2-tiny-operators"
 TINY, DEEPER, ALL = "gpt2-tiny", "runtime_support.checkpoint_models:deeper", (0, 1, 2, 3)
 CHAIN, BRANCHES, WORDED = (f"runtime_support.models:{name}" for name in ("chain", "branches", "worded"))
 
-Leg = tuple[Plan, RunOptions, int]
+Leg = tuple[Plan, TrainOptions, int]
 """A plan, how it trains, and up to which step."""
 
 
@@ -141,7 +142,7 @@ def told(cases: Mapping[str, list[Leg]], *, dies: bool = False) -> dict[str, lis
     def listen(rank: int, report: Mapping[str, Any]) -> None:
         found[report["name"]].append(report["legs"])
 
-    watch_local([()] * 4, {"cases": job, "dies": dies}, TRAINING, listen, RANK)
+    watch_local("checkpoint_rank:work", [()] * 4, {"cases": job, "dies": dies}, TRAINING.timeout_ns, listen, RANK)
     return found
 
 
@@ -173,7 +174,7 @@ TOLD = {
     "seed": "step-00000002 was trained with --seed 3, and this run is with --seed 4; resume with the same",
     "optimizer": "--optimizer adamw, and this run is with --optimizer sgd",
     "dtype": "--dtype float64, and this run is with --dtype float32",
-    "steps": "--steps 2: .* has 2 steps behind it, which --steps counts, too; give more",
+    "steps": "--steps 2: .* holds 2 steps, and --steps is the total; give more",
     "lr-steps": "--lr-steps 5, and this run is with --lr-steps 8",
     "model": "--model gpt2-tiny, and this run is with --model chain",
     "mini-batch": "--mini-batch 12, and this run is with --mini-batch 10",
@@ -234,7 +235,7 @@ def test_a_rank_killed_while_writing_leaves_the_last_one(folder: Path) -> None:
     plan, where = model_plan(load_model(TINY), [0, 1, 2, 3]), CheckpointFolder(str(folder / "killed"))
     base = replace(TRAINING, num_steps=NUM_STEPS, checkpoint=str(where.path))
     again = replace(base, resume=True)
-    with pytest.raises(ExecutionError, match=r"^rank 1 was killed \(SIGKILL\) behind step 3: writing a checkpoint"):
+    with pytest.raises(ExecutionError, match=r"^rank 1 was killed \(SIGKILL\) after step 3: writing a checkpoint"):
         told({"killed": [(plan, base, 2), (plan, again, 4)]}, dies=True)
     assert where.whole() == [2]
     assert where.part(4).exists(), "it was at it"
@@ -250,10 +251,10 @@ def test_no_checkpoint_behind_numbers_that_are_not_finite(monkeypatch: pytest.Mo
     trainer, progress = MagicMock(), MagicMock()
     trainer.resume.return_value = 0
     trainer.step.side_effect = [(step, []) for step in steps]
-    trainer.together.everyones.return_value = [1]
+    trainer.all_ranks.gather.return_value = [1]
     monkeypatch.setattr(training, "Trainer", lambda *_: trainer)
     shown = MagicMock()
-    options = RunOptions("gpt2-tiny", num_steps=3, checkpoint="saved", checkpoint_every=1)
+    options = TrainOptions("gpt2-tiny", num_steps=3, checkpoint="saved", checkpoint_every=1)
     assert training.train(MagicMock(), options, progress, shown).steps == tuple(steps)
     assert shown.call_count == 3
     assert trainer.save.call_count == 1

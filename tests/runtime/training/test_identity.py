@@ -16,7 +16,7 @@ from pipeplan.runtime.data import fingerprint, with_data
 from pipeplan.runtime.identity import identity_of, require_identity
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import Model
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.train_options import TrainOptions
 from pipeplan.runtime.zoo.gpt import gpt
 from runtime_support.checkpoint_models import TINY
 
@@ -49,7 +49,7 @@ def four_heads() -> Any:
     return chain(4)
 
 
-def facts(options: RunOptions) -> dict[str, object]:
+def facts(options: TrainOptions) -> dict[str, object]:
     model = load_model(options.model, sequence=options.sequence, grain=options.grain)
     return identity_of(with_data(model, options.data), options, mini_batch=8)
 
@@ -64,7 +64,7 @@ def test_the_same_goes_on_wherever_and_however_long(tmp_path: Path) -> None:
     for folder in ("here", "there"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "text.txt").write_bytes(bytes(range(60)) * 10)
-    options = RunOptions("gpt2-tiny", data=str(tmp_path / "here" / "text.txt"))
+    options = TrainOptions("gpt2-tiny", data=str(tmp_path / "here" / "text.txt"))
     moved = replace(options, num_steps=99, resume=True, data=str(tmp_path / "there" / "text.txt"), device="cuda")
     require_identity(WHERE, facts(options), facts(moved))
 
@@ -79,20 +79,20 @@ def test_the_same_goes_on_wherever_and_however_long(tmp_path: Path) -> None:
     ],
 )
 def test_flags_are_refused_in_the_users_words(changed: dict[str, Any], told: str) -> None:
-    options = RunOptions("gpt2-tiny")
+    options = TrainOptions("gpt2-tiny")
     assert f"{WHERE} {told}" in refusal(facts(options), facts(replace(options, **changed)))
 
 
 def test_other_heads_of_a_configuration() -> None:
     pytest.importorskip("transformers")
-    two, four = (facts(RunOptions(CONFIGURATION.format(heads=heads))) for heads in (2, 4))
+    two, four = (facts(TrainOptions(CONFIGURATION.format(heads=heads))) for heads in (2, 4))
     assert two["--model"] == four["--model"], "the name does not tell them apart"
     assert "with n_head 2 in --model, and this run is with n_head 4 in --model" in refusal(two, four)
     assert "transformers_version in --model" not in two
 
 
 def test_blocks_with_the_same_parameters_that_make_other_shapes() -> None:
-    two, four = (facts(RunOptions(f"test_identity:{name}")) for name in ("two_heads", "four_heads"))
+    two, four = (facts(TrainOptions(f"test_identity:{name}")) for name in ("two_heads", "four_heads"))
     own = {**four, "--model": two["--model"]}
     text = refusal(two, own)
     assert text.startswith(f'{WHERE} was trained with block 0 {{"heads": {{}}, "makes": [2, 2, 4, 4]')
@@ -104,14 +104,14 @@ def _tiny(heads: int) -> Model:
 
 
 def test_blocks_that_say_their_dimensions() -> None:
-    options = RunOptions("gpt2-tiny")
+    options = TrainOptions("gpt2-tiny")
     two, four = (identity_of(_tiny(heads), options, 8) for heads in (2, 4))
     assert '"heads": 2' in (text := refusal(two, four))
     assert '"heads": 4' in text
 
 
 def test_what_only_one_of_them_has() -> None:
-    options = RunOptions("gpt2-tiny")
+    options = TrainOptions("gpt2-tiny")
     four, five = (identity_of(gpt("gpt2-tiny", replace(TINY, layers=layers)), options, 8) for layers in (4, 5))
     assert "was trained without block layer4.attention in --model, and this run is with block" in refusal(four, five)
     assert "was trained with block more [] in --model" in (
@@ -126,7 +126,7 @@ def test_other_data_of_equal_size(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         path = tmp_path / name / "text.txt"
         path.write_bytes(bytes(range(60)) * 5 + last)
-        found.append(facts(RunOptions("gpt2-tiny", data=str(path))))
+        found.append(facts(TrainOptions("gpt2-tiny", data=str(path))))
     text = refusal(*found)
     assert "with --data text.txt (18 samples, 301 bytes, sha256 " in text
     assert found[0]["--data"] != found[1]["--data"]

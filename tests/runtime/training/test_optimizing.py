@@ -14,10 +14,12 @@ from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 from pipeplan.errors import UsageError
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.optimizing import Updater, factor_at
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.precision import Autocast, autocast_of
+from pipeplan.runtime.precision import Autocast
 from pipeplan.runtime.program import StagePart
+from pipeplan.runtime.shapes import output_shapes
 from pipeplan.runtime.stages import Samples, StageRunner
+from pipeplan.runtime.train_options import TrainOptions
+from pipeplan.runtime.training import autocast_of
 from runtime_support import models as runtime_models
 
 HERE = "test_optimizing"
@@ -39,7 +41,7 @@ def failing(parameters: object) -> object:
 def updated(num_steps: int, **options: Any) -> list[torch.Tensor]:
     """Two parameters after steps along gradients of ones."""
     parameters = [nn.Parameter(torch.zeros(2, dtype=torch.float64)), nn.Parameter(torch.zeros(1, dtype=torch.float64))]
-    updater = Updater(parameters, RunOptions("gpt2-tiny", **options))
+    updater = Updater(parameters, TrainOptions("gpt2-tiny", **options))
     for _ in range(num_steps):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
@@ -51,7 +53,7 @@ def updated(num_steps: int, **options: Any) -> list[torch.Tensor]:
 def test_names_are_torchs_optimizers(name: str, class_: str) -> None:
     parameter = nn.Parameter(torch.ones(1))
     for options, given in [({}, {}), ({"learning_rate": 0.5, "weight_decay": 0.25}, {"lr": 0.5, "weight_decay": 0.25})]:
-        made = Updater([parameter], RunOptions("gpt2-tiny", optimizer=name, **options)).optimizer
+        made = Updater([parameter], TrainOptions("gpt2-tiny", optimizer=name, **options)).optimizer
         expected = getattr(torch.optim, class_)([parameter], **given)
         assert type(made) is type(expected)
         assert {k: v for k, v in made.param_groups[0].items() if k != "initial_lr"} == expected.param_groups[0]
@@ -64,7 +66,7 @@ def test_factories() -> None:
 
 
 def test_a_rank_without_parameters_has_nothing_to_step() -> None:
-    updater = Updater([], RunOptions("gpt2-tiny", optimizer=f"{HERE}:failing"))
+    updater = Updater([], TrainOptions("gpt2-tiny", optimizer=f"{HERE}:failing"))
     updater.step()
     assert updater.optimizer is None
 
@@ -108,10 +110,10 @@ def test_factors_stay_between_nothing_and_all() -> None:
 
 
 def test_autocast_is_for_float32() -> None:
-    assert autocast_of(RunOptions("gpt2-tiny")) is None
-    assert autocast_of(RunOptions("gpt2-tiny", autocast="bfloat16")) == Autocast("cpu", torch.bfloat16)
+    assert autocast_of(TrainOptions("gpt2-tiny")) is None
+    assert autocast_of(TrainOptions("gpt2-tiny", autocast="bfloat16")) == Autocast("cpu", torch.bfloat16)
     with pytest.raises(UsageError, match="--autocast bfloat16 computes from float32 parameters; leave --dtype float64"):
-        autocast_of(RunOptions("gpt2-tiny", autocast="bfloat16", dtype="float64"))
+        autocast_of(TrainOptions("gpt2-tiny", autocast="bfloat16", dtype="float64"))
 
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", "mmt-tiny", "branches"])
@@ -120,7 +122,7 @@ def test_what_autocast_makes_is_as_rehearsed(name: str, recompute: bool) -> None
     """Stages run one block each; gradients come in the format of what was sent, those of parameters in float32."""
     model = runtime_models.branches() if name == "branches" else load_model(name)
     autocast = Autocast("cpu", torch.bfloat16)
-    specs = model.output_specs(2, torch.float32, autocast)
+    specs = output_shapes(model, 2, torch.float32, autocast)
     assert set(specs) == {block.id for block in model.blocks}
     batch = model.mini_batch(2, 0, 0)
     values: dict[str, torch.Tensor] = {}

@@ -15,7 +15,7 @@ import networkx as nx
 from torch import Tensor, nn
 
 from pipeplan.runtime.capture.operations import Operation, Trace
-from pipeplan.runtime.loading import Grain
+from pipeplan.runtime.model import Grain
 
 __all__ = ["HEAVY", "Group", "group_operations", "name_of", "needed_by", "taken_by"]
 

@@ -14,8 +14,8 @@ from pipeplan.runtime.capture.grouping import Group, group_operations, taken_by
 from pipeplan.runtime.capture.naming import block_ids, dimensions_of, operator_of
 from pipeplan.runtime.capture.operations import Operation, Trace
 from pipeplan.runtime.capture.tracing import trace
-from pipeplan.runtime.loading import Grain
-from pipeplan.runtime.model import Batch, BlockSpec, Model, Output, outputs_of
+from pipeplan.runtime.model import Batch, BlockSpec, Grain, Model, Output
+from pipeplan.runtime.shapes import outputs_of
 
 __all__ = ["capture", "parameters_of", "replay"]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pipeplan.runtime.capture.grouping import HEAVY, VIEWS, Group, name_of
 from pipeplan.runtime.capture.operations import Operation
-from pipeplan.runtime.loading import Grain
+from pipeplan.runtime.model import Grain
 
 __all__ = ["block_ids", "dimensions_of", "operator_of"]
 

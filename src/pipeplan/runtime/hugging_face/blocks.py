@@ -11,8 +11,7 @@ from torch import nn
 from pipeplan.runtime.capture import capture, parameters_of
 from pipeplan.runtime.hugging_face.loading import Whole, load
 from pipeplan.runtime.hugging_face.sharding import COLUMNS, ROWS, WORDS, widths_of
-from pipeplan.runtime.loading import Grain
-from pipeplan.runtime.model import BlockSpec, Collective, Model
+from pipeplan.runtime.model import BlockSpec, Collective, Grain, Model
 
 __all__ = ["collectives_of", "load_configuration"]
 

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from pipeplan.model import CostRow
 from pipeplan.runtime.footprint import Meter, SavedTensors, Usage, meter_for, storages
 from pipeplan.runtime.measure.timing import blamed, spread_of, timed
-from pipeplan.runtime.model import outputs_of
 from pipeplan.runtime.modules import WeightGradQueue, warn_if_nothing_waits
 from pipeplan.runtime.partial import KeptRow, RowKey
+from pipeplan.runtime.shapes import outputs_of
 
 __all__ = ["TIMES", "Bench", "Time"]
 
@@ -59,7 +59,7 @@ class Bench:
             tensor.detach().requires_grad_(needs) for tensor, needs in zip(self.inputs, self.needs_grad, strict=True)
         ]
         made = outputs_of(self._run(*leaves, *self.samples))
-        assert made is not None, "rehearsed: tensors come out"
+        assert made is not None, "its shapes are known: tensors come out"
         return [
             (get_gradient_edge(made[index]), gradient)
             for index, gradient in self.gradients

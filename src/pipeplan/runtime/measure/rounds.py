@@ -14,8 +14,9 @@ from pipeplan.runtime.footprint import Meter, meter_for
 from pipeplan.runtime.measure.bench import Bench
 from pipeplan.runtime.measure.timing import blamed
 from pipeplan.runtime.measure.whole import WholeBench
-from pipeplan.runtime.model import Model, outputs_of
+from pipeplan.runtime.model import Model
 from pipeplan.runtime.partial import Partial, RowKey
+from pipeplan.runtime.shapes import outputs_of
 from pipeplan.runtime.survey import Survey, SurveyedBlock
 
 __all__ = ["Benches", "Kind", "Progress", "Rounds", "Runs", "Split", "kinds_of"]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.footprint import SavedTensors, meter_for, storages
 from pipeplan.runtime.measure.timing import blamed, spread_of, steady, timed
-from pipeplan.runtime.model import Model, outputs_of
+from pipeplan.runtime.model import Model
+from pipeplan.runtime.shapes import outputs_of
 
 __all__ = ["Whole", "WholeBench", "in_one_piece", "measure_whole"]
 

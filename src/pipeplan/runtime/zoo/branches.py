@@ -15,7 +15,8 @@ from torch import Generator, Tensor, nn
 
 from pipeplan.runtime.batches import stacked
 from pipeplan.runtime.model import BlockSpec, Model
-from pipeplan.runtime.shards import WHOLE, Shards, Split, WordEmbedding
+from pipeplan.runtime.shards import WHOLE, Shards, Split
+from pipeplan.runtime.split_layers import WordEmbedding
 from pipeplan.runtime.zoo.layers import Stack, layers
 from pipeplan.runtime.zoo.parts import concatenation, num_targets, patches, perceptron, value_head
 from pipeplan.runtime.zoo.splitting import WORDS, exchanged, with_shares

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.batches import next_tokens, token_batch
 from pipeplan.runtime.model import BlockSpec, Model, Texts
-from pipeplan.runtime.shards import HIDDEN, WHOLE, Cut, Shards, Split, WordEmbedding, hidden_of
+from pipeplan.runtime.shards import WHOLE, Cut, Shards, Split
+from pipeplan.runtime.split_layers import HIDDEN, WordEmbedding, hidden_of
 from pipeplan.runtime.zoo.layers import Stack, layers, linear
 from pipeplan.runtime.zoo.operators import operators_of_head, operators_of_layers
 from pipeplan.runtime.zoo.parts import num_targets

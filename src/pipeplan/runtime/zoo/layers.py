@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.model import BlockSpec
-from pipeplan.runtime.shards import WHOLE, Cut, RowLinear, Shards, Split
+from pipeplan.runtime.shards import WHOLE, Cut, Shards, Split
+from pipeplan.runtime.split_layers import RowLinear
 from pipeplan.runtime.zoo.splitting import columns, exchanged
 
 __all__ = ["Attention", "FeedForward", "Stack", "halves", "layers", "linear", "positions_of", "row_linear"]

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from pipeplan.model import PLACES
 from pipeplan.runtime.model import BlockSpec
-from pipeplan.runtime.shards import FEATURES, WHOLE, Cut, Shards, Split, Tile
+from pipeplan.runtime.shards import WHOLE, Cut, Shards, Split
+from pipeplan.runtime.split_layers import FEATURES, Tile
 from pipeplan.runtime.zoo.layers import Stack
 from pipeplan.runtime.zoo.splitting import summed_loss
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeplan.runtime.model import Batch, BlockSpec
-from pipeplan.runtime.shards import HIDDEN, WHOLE, Shards, Split, Tile, hidden_of
+from pipeplan.runtime.shards import WHOLE, Shards, Split
+from pipeplan.runtime.split_layers import HIDDEN, Tile, hidden_of
 from pipeplan.runtime.zoo.layers import Stack, linear, positions_of
 from pipeplan.runtime.zoo.splitting import columns, exchanged, replicated
 

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeplan.runtime.model import Collective, Model
-from pipeplan.runtime.shards import WHOLE, Cut, Shards, Split, cross_entropy
+from pipeplan.runtime.shards import WHOLE, Cut, Shards, Split
+from pipeplan.runtime.split_layers import cross_entropy
 
 __all__ = [
     "WORDS",

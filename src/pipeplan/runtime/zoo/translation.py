@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.batches import token_batch
 from pipeplan.runtime.model import BlockSpec, Model
-from pipeplan.runtime.shards import HIDDEN, WHOLE, Cut, Shards, Split, WordEmbedding, hidden_of
+from pipeplan.runtime.shards import WHOLE, Cut, Shards, Split
+from pipeplan.runtime.split_layers import HIDDEN, WordEmbedding, hidden_of
 from pipeplan.runtime.zoo.layers import Attention, FeedForward, Stack, halves, layers, linear, positions_of, row_linear
 from pipeplan.runtime.zoo.operators import norm_by_operator
 from pipeplan.runtime.zoo.parts import num_targets

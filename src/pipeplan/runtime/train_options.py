@@ -1,0 +1,87 @@
+"""What a training is asked for. Needs no torch: the command line makes it, and ranks read it from JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeplan.runtime.options import RunOptions
+
+__all__ = ["LR_SCHEDULES", "OPTIMIZERS", "TrainOptions"]
+
+OPTIMIZERS = {"adamw": "torch.optim:AdamW", "adam": "torch.optim:Adam", "sgd": "torch.optim:SGD"}
+"""Optimizers by name."""
+
+LR_SCHEDULES = ("constant", "cosine", "linear")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions(RunOptions):
+    """How to train with a plan. ``model`` is a name of the zoo, shortened to ``sequence`` if given, a configuration, or
+    ``pkg.mod:factory``; ``grain`` is what a block of a captured model is.
+
+    ``instructions`` is a module, ``pkg.mod``, that registers what the plan's instructions do.
+
+    ``optimizer`` is one of ``OPTIMIZERS`` or ``pkg.mod:factory``, a function of parameters that returns one;
+    ``learning_rate`` and ``weight_decay`` are handed to it where they are given. ``lr_schedule`` is one of
+    ``LR_SCHEDULES`` or ``pkg.mod:factory``, a function of an optimizer; ``lr_steps`` is how many steps it spans, all
+    if None. ``clip_norm`` is the largest norm of all gradients together, ``autocast`` the format that operators
+    compute in, each None to leave it out.
+
+    ``data`` is where samples come from, see :func:`pipeplan.runtime.data.with_data`; None for those a model makes up.
+
+    ``checkpoint`` is the folder of checkpoints, written every ``checkpoint_every`` steps and after the last one, but
+    not where loss or norm of gradients are not finite; ``keep_checkpoints`` of them are left there. ``resume`` goes on
+    from the last: ``num_steps`` counts from the training's beginning.
+    """
+
+    model: str
+    sequence: int | None = None
+    grain: Literal["layer", "half", "operator"] | None = None
+    seed: int = 0
+    dtype: str = "float32"
+    instructions: str | None = None
+    optimizer: str = "adamw"
+    learning_rate: float | None = None
+    weight_decay: float | None = None
+    lr_schedule: str = "constant"
+    warmup_steps: int = 0
+    lr_steps: int | None = None
+    clip_norm: float | None = None
+    autocast: str | None = None
+    data: str | None = None
+    checkpoint: str | None = None
+    checkpoint_every: int | None = None
+    keep_checkpoints: int = 2
+    resume: bool = False
+
+    @property
+    def schedule_steps(self) -> int:
+        """Steps that the learning-rate schedule spans."""
+        return self.num_steps if self.lr_steps is None else self.lr_steps
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is written after a step."""
+        if self.checkpoint is None:
+            return False
+        every = self.checkpoint_every or self.num_steps
+        return (step + 1) % every == 0 or step + 1 == self.num_steps
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What a training is, by the flags that say so, as far as these options do: all that its losses depend on."""
+        spans = self.schedule_steps if self.lr_schedule in ("cosine", "linear") else None
+        return {
+            "--sequence": self.sequence,
+            "--grain": self.grain or "half",
+            "--dtype": self.dtype,
+            "--seed": self.seed,
+            "--optimizer": self.optimizer,
+            "--lr": self.learning_rate,
+            "--weight-decay": self.weight_decay,
+            "--lr-schedule": self.lr_schedule,
+            "--warmup-steps": self.warmup_steps,
+            "--lr-steps": spans,
+            "--clip-norm": self.clip_norm,
+            "--autocast": self.autocast,
+        }
