@@ -6,9 +6,9 @@ import io
 from dataclasses import replace
 
 import pytest
+from pipeplan.comparison import compare
 
 from pipeplan import comparison
-from pipeplan.comparison import compare
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.model import Profile

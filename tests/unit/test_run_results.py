@@ -7,8 +7,8 @@ import math
 
 import pytest
 from helpers import chain_plan
-
 from pipeplan.cli.run_results import Steps, comparison_line, summary_json
+
 from pipeplan.runtime.options import RunOptions, RunResult, StepResult
 
 FINE = StepResult(0, 2.5, 3_000_000, 0, 1.0)

@@ -10,7 +10,7 @@ from functools import partial
 
 from pipeplan.errors import InfeasibleError, PipeplanError
 from pipeplan.model import Placement
-from pipeplan.planner.candidates import Candidate, Found, graphs, roomy
+from pipeplan.planner.candidates import CandidateOrError, PlacementCandidate, graphs, roomy
 from pipeplan.planner.request import Request
 from pipeplan.planner.trials import Trial
 from pipeplan.schedule.search import SEARCHING, Schedule
@@ -59,7 +59,7 @@ def shortage(request: Request, error: InfeasibleError, seconds: float) -> Infeas
     limit = request.least_memory
     if limit is None:
         return error
-    asked = replace(request, cluster=None, options=replace(request.options, time_limit=max(1.0, seconds / 4)))
+    asked = replace(request, cluster=None, time_limit=max(1.0, seconds / 4))
     least = _Least(asked, limit)
     least.find(seconds)
     if least.memory is None or least.enough <= rounded_up(limit):
@@ -159,7 +159,7 @@ class _Least:
     def _graph(self, request: Request) -> _Fit | None:
         return _first_fit(request, self._timely(graphs(request)))
 
-    def _timely(self, found: Iterable[Found]) -> Iterator[Found]:
+    def _timely(self, found: Iterable[CandidateOrError]) -> Iterator[CandidateOrError]:
         for each in found:
             self._require_time()
             yield each
@@ -169,30 +169,30 @@ class _Least:
             raise _TimeUpError
 
 
-def _made_fit(make: Callable[[Request], Found], request: Request) -> _Fit | None:
+def _made_fit(make: Callable[[Request], CandidateOrError], request: Request) -> _Fit | None:
     return _first_fit(request, [make(request)])
 
 
-def _first_fit(request: Request, found: Iterable[Found]) -> _Fit | None:
+def _first_fit(request: Request, found: Iterable[CandidateOrError]) -> _Fit | None:
     """The first candidate's schedule that fits, if there is one."""
     for each in found:
-        schedule = _schedule(request, each) if isinstance(each, Candidate) else None
+        schedule = _schedule(request, each) if isinstance(each, PlacementCandidate) else None
         if schedule is not None:
             peaks = [memory.peak_bytes for memory in peak_memory(schedule.graph, schedule.orders)]
             return _Fit(schedule, peaks.index(max(peaks)), max(peaks))
     return None
 
 
-def _schedule(request: Request, candidate: Candidate) -> Schedule | None:
+def _schedule(request: Request, candidate: PlacementCandidate) -> Schedule | None:
     """A schedule that fits, if there is one: micro-batches one after another, or as the scheduler asked for has it."""
     try:
-        if request.options.scheduler in SEARCHING:  # one micro-batch is then as good as many
+        if request.scheduler in SEARCHING:  # one micro-batch is then as good as many
             batch = replace(candidate.batch, num_microbatches=candidate.placement.num_routes)
             trial = Trial.of(request, replace(candidate, batch=batch))
             trial.look()
         else:
             trial = Trial.of(request, candidate)
-            trial.search(request, Budget(_SECONDS, request.options.seed), _SECONDS)
+            trial.search(request, Budget(_SECONDS, request.seed), _SECONDS)
     except PipeplanError:
         return None
     return trial.best

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
+from pipeplan.model import Profile
 from pipeplan.runtime.importing import value_of
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.sequential import is_plain, sequential_model
 from pipeplan.runtime.zoo import ZOO, zoo_model
 
-__all__ = ["Grain", "load_model"]
+__all__ = ["Grain", "load_model", "reference_model"]
 
 Grain = Literal["layer", "half", "operator"]
 """What a block is of a model that is captured: a layer, half of one, or an operator."""
@@ -143,3 +144,11 @@ def _with_shared(model: Model, patterns: Sequence[str]) -> Model:
         marked |= found
     blocks = tuple(replace(block, shared=True) if block.id in marked else block for block in model.blocks)
     return replace(model, blocks=blocks) if marked else model
+
+
+def reference_model(model: Model, calibration: Profile | None) -> Model | None:
+    """The model that a calibration is of, where that is another one of the zoo."""
+    if calibration is None or calibration.name == model.name or calibration.name not in ZOO:
+        return None
+    sequences = {block.dimensions.get("sequence") for block in calibration.blocks} - {None}
+    return zoo_model(calibration.name, sequence=max(filter(None, sequences), default=None))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+from pipeplan.errors import UsageError
 
 __all__ = ["LR_SCHEDULES", "OPTIMIZERS", "RunOptions", "RunResult", "StepResult"]
 
@@ -108,9 +110,23 @@ class RunOptions:
             "--autocast": self.autocast,
         }
 
+    def require_consistent(self) -> None:
+        """Refuse options that mean nothing without another, and names that are none. Raises UsageError."""
+        _require_known("--optimizer", self.optimizer, OPTIMIZERS)
+        _require_known("--lr-schedule", self.lr_schedule, LR_SCHEDULES)
+        for flag, given in (("--resume", self.resume), ("--checkpoint-every", self.checkpoint_every)):
+            if given and self.checkpoint is None:
+                raise UsageError(f"{flag} needs --checkpoint DIR, the folder of checkpoints")
+
     def as_json(self) -> dict[str, Any]:
         """Plain values; ``RunOptions(**...)`` reads them back."""
         return asdict(self)
+
+
+def _require_known(flag: str, name: str, known: Iterable[str]) -> None:
+    """Refuse what neither has a name nor is to be imported, before processes start for it."""
+    if ":" not in name and name not in known:
+        raise UsageError(f"{flag} {name!r}: choose {', '.join(known)} or pkg.mod:factory")
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ class Cache:
 
 def _digest(request: Request) -> str:
     """What rows follow from beside their cell."""
-    cluster, options = request.cluster, request.options
+    cluster = request.cluster
     return _sha256(
         [
             __version__,
@@ -99,8 +99,8 @@ def _digest(request: Request) -> str:
             request.num_devices,
             request.batch.mini_batch,
             request.chunks,
-            options.split_backward,
-            options.split_overhead_ns,
+            request.split_backward,
+            request.split_overhead_ns,
         ]
     )
 

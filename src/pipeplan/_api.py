@@ -1,0 +1,470 @@
+"""What pipeplan does, one function each: the command line reads, plans, measures, runs and writes through these alone.
+
+Nothing is imported until a function is called, so that ``import pipeplan`` and ``pipeplan --help`` take a moment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from pipeplan.check import Report as Report
+    from pipeplan.costs.inspection import Inspection as Inspection
+    from pipeplan.costs.inspection import ProfileResult as ProfileResult
+    from pipeplan.costs.links import LinkResult as LinkResult
+    from pipeplan.model import Cluster as Cluster
+    from pipeplan.model import Plan as Plan
+    from pipeplan.model import Profile as Profile
+    from pipeplan.model.base import FileModel
+    from pipeplan.planner import Comparison as Comparison
+    from pipeplan.planner import FrontierResult as FrontierResult
+    from pipeplan.planner import Mode as Mode
+    from pipeplan.planner import Request as Request
+    from pipeplan.planner import Result as Result
+    from pipeplan.planner import Splitting as Splitting
+    from pipeplan.planner import Tuning as Tuning
+    from pipeplan.runtime.communication import Keep, LinkOptions, OnPoint
+    from pipeplan.runtime.communication import Point as LinkPoint
+    from pipeplan.runtime.loading import Grain as Grain
+    from pipeplan.runtime.model import Model as Model
+    from pipeplan.runtime.options import RunOptions as RunOptions
+    from pipeplan.runtime.options import StepResult as StepResult
+    from pipeplan.runtime.outcome import RunOutcome as RunOutcome
+    from pipeplan.runtime.partial import Partial as Partial
+    from pipeplan.schedule.rules import Rules as Rules
+    from pipeplan.schedule.search import Progress as Progress
+    from pipeplan.simulate.measured import Comparison as MeasuredComparison
+    from pipeplan.simulate.simulation import Simulation as Simulation
+
+__all__ = [
+    "LinkPoint",
+    "MeasuredComparison",
+    "add_links",
+    "check",
+    "compare",
+    "compare_measured",
+    "estimate",
+    "example_kind",
+    "frontier",
+    "frontier_request",
+    "inspect_profile",
+    "last_checkpoint",
+    "link_options",
+    "load_model",
+    "make_cluster",
+    "make_model",
+    "make_shape",
+    "measure_links",
+    "measurement",
+    "profile",
+    "profile_result",
+    "read_cluster",
+    "read_plan",
+    "read_profile",
+    "read_rules",
+    "request",
+    "request_notes",
+    "require_torch",
+    "run",
+    "run_as_rank",
+    "run_options",
+    "search",
+    "simulate",
+    "splitting",
+    "tune",
+    "write",
+    "write_rules",
+    "write_text",
+]
+
+
+# Files ------------------------------------------------------------------------------------------------------------
+
+
+def read_profile(path: str) -> Profile:
+    """The profile of a file; - is stdin. Raises FileError."""
+    from pipeplan.model import read_profile
+
+    return read_profile(path)
+
+
+def read_cluster(path: str) -> Cluster:
+    """The cluster of a file; - is stdin. Raises FileError."""
+    from pipeplan.model import read_cluster
+
+    return read_cluster(path)
+
+
+def read_plan(path: str) -> Plan:
+    """The plan of a file; - is stdin. Raises FileError."""
+    from pipeplan.model import read_plan
+
+    return read_plan(path)
+
+
+def read_rules(name: str) -> Rules:
+    """The rules of a TOML file, or some that ship. Raises UsageError."""
+    from pipeplan.schedule.rules.files import read_rules
+
+    return read_rules(name)
+
+
+def write(file: FileModel, path: str) -> None:
+    """Write a profile, a cluster, a placement or a plan; - is stdout. Raises FileError."""
+    from pipeplan.model import write_file
+
+    write_file(file, path)
+
+
+def write_text(text: str, path: str) -> None:
+    """Write a text; - is stdout. Raises FileError."""
+    from pipeplan.model import write_text
+
+    write_text(text, path)
+
+
+def write_rules(rules: Rules, path: str) -> None:
+    """Write rules as TOML; - is stdout. Raises FileError."""
+    from pipeplan.schedule.rules.files import to_toml
+
+    write_text(to_toml(rules), path)
+
+
+# Planning ---------------------------------------------------------------------------------------------------------
+
+
+def request(profile: Profile, **asked: Any) -> Request:
+    """What is asked of a search, as :meth:`pipeplan.planner.request.Request.of` reads it. Raises UsageError."""
+    from pipeplan.planner import Request
+
+    return Request.of(profile, **asked)
+
+
+def search(request: Request, *, progress: Progress | None = None) -> Result:
+    """The best plan; see :func:`pipeplan.planner.search.search_plan`.
+
+    Raises:
+        InfeasibleError: nothing fits.
+        SearchTimeoutError: time ran out with nothing found.
+        UsageError: the request contradicts the profile.
+    """
+    from pipeplan.planner import search_plan
+
+    return search_plan(request, progress=progress)
+
+
+def tune(
+    request: Request, *, workers: int | None = None, cache: str | None = None, progress: Progress | None = None
+) -> Tuning:
+    """All built-in rules on a grid, by one process per core; see :func:`pipeplan.planner.tuning.tuner.tune`.
+
+    Raises:
+        InfeasibleError: no cell fits.
+        SearchTimeoutError: time ran out with nothing found.
+        UsageError: the request contradicts the profile, or the cache is none.
+    """
+    from pipeplan.planner import tune
+
+    return tune(request, workers=workers or os.cpu_count() or 1, cache=cache, progress=progress)
+
+
+def compare(request: Request, *, progress: Progress | None = None) -> Comparison:
+    """Every known schedule beside the search's; see :func:`pipeplan.planner.comparison.compare`.
+
+    Raises:
+        InfeasibleError: nothing fits.
+        SearchTimeoutError: time ran out with nothing found.
+        UsageError: no placement is possible.
+    """
+    from pipeplan.planner import compare
+
+    return compare(request, progress=progress)
+
+
+def splitting(**how: Any) -> Splitting:
+    """How a frontier splits one stage; the fields are those of :class:`pipeplan.planner.request.Splitting`."""
+    from pipeplan.planner import Splitting
+
+    return Splitting(**how)
+
+
+def frontier_request(profile: Profile, **asked: Any) -> Request:
+    """What is asked of a frontier; see :func:`pipeplan.planner.frontier.frontier_request`. Raises UsageError."""
+    from pipeplan.planner import frontier_request
+
+    return frontier_request(profile, **asked)
+
+
+def request_notes(request: Request) -> tuple[str, ...]:
+    """What a frontier takes for granted of the request's cluster."""
+    from pipeplan.planner.frontier_notes import request_notes
+
+    return tuple(request_notes(request))
+
+
+def frontier(request: Request, *, mode: Mode = "all", point: int | None = None) -> FrontierResult:
+    """Time against memory against devices; see :func:`pipeplan.planner.frontier.frontier`.
+
+    Raises:
+        InfeasibleError: nothing fits.
+        UsageError: there is no such point.
+    """
+    from pipeplan.planner import frontier
+
+    return frontier(request, mode=mode, point=point)
+
+
+# Plans ------------------------------------------------------------------------------------------------------------
+
+
+def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = None) -> Report:
+    """What is wrong with a plan, recomputed independently of what made it; see :func:`pipeplan.check.check`."""
+    from pipeplan.check import check
+
+    return check(plan, profile, cluster)
+
+
+def simulate(
+    plan: Plan, num_microbatches: int | None = None, profile: Profile | None = None, cluster: Cluster | None = None
+) -> Simulation:
+    """When every action runs; see :func:`pipeplan.simulate.simulation.simulate`.
+
+    Raises:
+        InvalidPlanError: the plan's programs cannot run.
+        UsageError: number of micro-batches, profile or cluster are not for the plan.
+    """
+    from pipeplan.simulate.simulation import simulate
+
+    return simulate(plan, num_microbatches, profile, cluster)
+
+
+def compare_measured(simulation: Simulation, path: str) -> MeasuredComparison:
+    """Predicted beside measured, of a trace that a run of the plan wrote. Raises FileError or UsageError."""
+    from pipeplan.model.measured import read_trace
+    from pipeplan.simulate.measured import compared
+
+    return compared(simulation, read_trace(path, len(simulation.plan.devices)))
+
+
+# Profiles ---------------------------------------------------------------------------------------------------------
+
+
+def require_torch(verb: str) -> None:
+    """Refuse without torch. Raises UsageError."""
+    import importlib.util
+
+    from pipeplan.errors import UsageError
+
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError(f"{verb} needs torch, which is not installed: pip install 'pipeplan[torch]'")
+
+
+def load_model(
+    name: str,
+    *,
+    sequence: int | None = None,
+    grain: Grain | None = None,
+    shared: Sequence[str] = (),
+    meta: bool = False,
+) -> Model:
+    """The model that a name means; see :func:`pipeplan.runtime.loading.load_model`. Raises UsageError."""
+    from pipeplan.runtime.loading import load_model
+
+    return load_model(name, sequence=sequence, grain=grain, shared=shared, meta=meta)
+
+
+def measurement(path: str | Path | None) -> Partial:
+    """Where what is measured is kept until all is, so that an interrupted measurement goes on."""
+    from pipeplan.runtime.partial import Partial
+
+    return Partial(path)
+
+
+def profile(
+    model: Model, microbatch_sizes: Sequence[int], *, dtype: str = "float32", threads: int | None = None, **how: Any
+) -> Profile:
+    """Measure a model block by block; see :func:`pipeplan.runtime.profiler.profile_model`, which has the errors."""
+    import torch
+
+    from pipeplan.runtime.profiler import profile_model
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        return profile_model(model, microbatch_sizes, dtype=getattr(torch, dtype), **how)
+    finally:
+        torch.set_num_threads(before)
+
+
+def estimate(
+    model: Model, microbatch_sizes: Sequence[int], *, device: str, dtype: str | None = None, **how: Any
+) -> Profile:
+    """Estimate a model for a preset; see :func:`pipeplan.runtime.estimator.estimate_model`, which has the errors."""
+    import torch
+
+    from pipeplan.costs.presets import device_preset
+    from pipeplan.runtime.estimator import estimate_model
+    from pipeplan.runtime.loading import reference_model
+
+    preset = device_preset(device)
+    how["reference"] = reference_model(model, how.get("calibration"))
+    return estimate_model(model, microbatch_sizes, device=preset, dtype=getattr(torch, dtype or preset.dtype), **how)
+
+
+def profile_result(profile: Profile, seconds: float) -> ProfileResult:
+    """A profile, and how long it took to make, in figures."""
+    from pipeplan.costs.inspection import ProfileResult
+
+    return ProfileResult(profile, seconds)
+
+
+def inspect_profile(profile: Profile, microbatch_sizes: Sequence[int] = ()) -> Inspection:
+    """A profile looked over: sums, shares, and what makes plans with these sizes wrong."""
+    from pipeplan.costs.inspection import Inspection
+
+    return Inspection(profile, tuple(microbatch_sizes))
+
+
+# Links ------------------------------------------------------------------------------------------------------------
+
+
+def link_options(**how: Any) -> LinkOptions:
+    """How to measure links; see :class:`pipeplan.runtime.communication.LinkOptions`. Raises UsageError."""
+    from pipeplan.runtime.communication import LinkOptions
+
+    return LinkOptions(**how)
+
+
+def measure_links(
+    options: LinkOptions, processes: int | None, cluster: Cluster | None, *, on_point: OnPoint, keep: Keep
+) -> LinkResult | None:
+    """Measure links between processes started here, or as one of torchrun's ranks, of which rank 0 has a result.
+
+    Raises:
+        UsageError: the cluster does not fit.
+        ExecutionError: a rank failed, died or hung.
+    """
+    from pipeplan.costs.links import LinkResult
+    from pipeplan.runtime.communication import measure_links, measure_local
+
+    if processes is not None:
+        return LinkResult(measure_local(processes, options, cluster, on_point=on_point, keep=keep))
+    found = measure_links(options, cluster, on_point=on_point, keep=keep)
+    return None if found is None else LinkResult(found)
+
+
+def add_links(cluster: Cluster, printed: Mapping[str, str], level: str | None = None) -> LinkResult:
+    """The cluster with the link times that nccl-tests printed: path -> text. Raises UsageError or FileError."""
+    from pipeplan.costs.links import LinkResult
+    from pipeplan.costs.nccl_tests import parse_nccl_tests, with_runs
+
+    for path, text in printed.items():
+        cluster = with_runs(cluster, parse_nccl_tests(text, path), level, Path(path).name)
+    return LinkResult(cluster)
+
+
+# Runs -------------------------------------------------------------------------------------------------------------
+
+
+def run_options(**how: Any) -> RunOptions:
+    """How to run a plan; see :class:`pipeplan.runtime.options.RunOptions`. Raises UsageError."""
+    from pipeplan.runtime.options import RunOptions
+
+    options = RunOptions(**how)
+    options.require_consistent()
+    return options
+
+
+def run(
+    plan: Plan,
+    options: RunOptions,
+    on_step: Callable[[StepResult], None] = lambda step: None,
+    *,
+    where: str = "the plan",
+) -> RunOutcome:
+    """Run a plan with one process per device here, among which the cores are divided.
+
+    Raises:
+        InvalidPlanError: the plan, which is ``where`` it says, is not right.
+        UsageError: the ranks refused the model or the options.
+        ExecutionError: a rank failed, died or hung.
+    """
+    from pipeplan.runtime.launch import run_local
+    from pipeplan.runtime.outcome import RunOutcome
+
+    check(plan).require(where)
+    if "OMP_NUM_THREADS" not in os.environ:
+        options = replace(options, num_threads=max(1, (os.cpu_count() or 1) // len(plan.devices)))
+    return RunOutcome(plan, options, run_local(plan, options, on_step))
+
+
+def run_as_rank(
+    read: Callable[[], Plan], options: RunOptions, on_step: Callable[[StepResult], None]
+) -> RunOutcome | None:
+    """Be one of torchrun's ranks, of which rank 0 has a result.
+
+    A rank that fails says so, and its process ends with the error's exit code.
+    """
+    from pipeplan.runtime.outcome import RunOutcome
+    from pipeplan.runtime.worker import run_under_torchrun
+
+    plans: list[Plan] = []
+
+    def kept() -> Plan:
+        plans.append(read())
+        return plans[-1]
+
+    result = run_under_torchrun(kept, options, on_step)
+    return None if result is None else RunOutcome(plans[-1], options, result)
+
+
+def last_checkpoint(folder: str) -> int | None:
+    """The step of the last whole checkpoint in a folder; None if there is none."""
+    from pipeplan.runtime.checkpoint_files import CheckpointFolder
+
+    return next(reversed(CheckpointFolder(folder).whole()), None)
+
+
+# Examples ---------------------------------------------------------------------------------------------------------
+
+
+def example_kind(name: str) -> Literal["shapes", "models", "testbeds"]:
+    """What kind of ready input a name is. Raises UsageError."""
+    from pipeplan.costs.testbeds import TESTBEDS
+    from pipeplan.errors import UsageError
+    from pipeplan.examples import MODELS, SHAPES
+
+    shapes, testbeds = [f"shape-{each}" for each in SHAPES], [f"testbed-{each}" for each in TESTBEDS]
+    if name in testbeds:
+        return "testbeds"
+    if name in MODELS:
+        return "models"
+    if name not in shapes:
+        raise UsageError(f"there is no example {name!r}; choose from {', '.join([*shapes, *MODELS, *testbeds])}")
+    return "shapes"
+
+
+def make_shape(name: str, devices: int, *, chunks: int | None = None, **costs: Any) -> Profile:
+    """A literature shape with its placement; ``costs`` are :class:`pipeplan.examples.shapes.ShapeCosts`' fields."""
+    from pipeplan.examples import ShapeCosts, shape
+
+    given = {field: value for field, value in costs.items() if value is not None}
+    return shape(name.removeprefix("shape-"), devices, chunks=chunks, costs=ShapeCosts(**given))
+
+
+def make_model(name: str, **how: Any) -> Profile:
+    """A paper's model with estimated costs; see :func:`pipeplan.examples.models.model`. Raises UsageError."""
+    from pipeplan.examples import model
+
+    return model(name, **how)
+
+
+def make_cluster(name: str, num_devices: int | None = None) -> Cluster:
+    """A paper's testbed, cut or extended; see :func:`pipeplan.costs.testbeds.cluster_of_paper`. Raises UsageError."""
+    from pipeplan.costs.testbeds import cluster_of_paper
+
+    return cluster_of_paper(name.removeprefix("testbed-"), num_devices)
