@@ -25,13 +25,12 @@ from tables import machine, markdown, note
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 
-import runtime_models
-from faults import BEFORE_STEPS, HANGS, KINDS, NUM_STEPS, Ending, Fault, run_with
-from runtime_plans import model_plan, placed_plan
-
 from pipeplan.model import PlacedStage, Plan
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.progress import Phase
+from runtime_support import models as runtime_models
+from runtime_support.faults import BEFORE_STEPS, HANGS, KINDS, NUM_STEPS, Ending, Fault, run_with
+from runtime_support.plans import model_plan, placed_plan
 
 OWN_WORK = ("STARTING", "LOADING", "SAMPLING", "UPDATING")
 WITH_OTHERS = ("CONNECTING", "REDUCING", "CLIPPING", "REPORTING", "SAVING")
@@ -63,7 +62,7 @@ def cases() -> dict[str, Case]:
     shared = staged(
         ("words", everyone, 4), ("shift b0", (0,), 1), ("b1", (1,), 1), ("b2", (2,), 1), ("b3 head", (3,), 1)
     )
-    line, models = ("first", "middle", "last"), ("runtime_models:chain", "runtime_models:worded")
+    line, models = ("first", "middle", "last"), ("runtime_support.models:chain", "runtime_support.models:worded")
     return {
         "chain": Case(model_plan(chain, [0, 1, 2]), models[0], line),
         "chain, split": Case(model_plan(chain, [0, 1, 2, 2, 1, 0], split=True), models[0], line),

@@ -14,14 +14,14 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from helpers import chain_workload  # beside the tests, whose folder comes first
-from separations import best_of_all, length, num_placings, random_case
 from tables import machine, markdown
 
+from builders.chains import chain_workload  # a package beside the tests
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.separation import separate
 from pipeplan.simulate.timing import task_graph
+from references.separation import best_of_all, length, num_placings, random_case
 
 MOST_PLACINGS = 4000
 SIZES = ((4, 16), (8, 64), (16, 128), (32, 256), (64, 512))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
 # A background job of a shell starts with SIGINT ignored, and so would every process the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Processes that tests start import the packages beside the tests, too.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
 # Runs are alike, so that a failure is the change's; `pytest --hypothesis-profile random` looks for new examples.
 # Machines are noisy, so neither an example nor drawing one has a time limit.

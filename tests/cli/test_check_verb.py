@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import chain_plan, chain_profile
 
+from builders.chains import chain_plan, chain_profile
 from pipeplan.cli.main import main
 from pipeplan.model import Cluster, DeviceKind, Plan, Source, to_json, write_file
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from interruption import interrupted
 
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.model import write_file
 from pipeplan.schedule.classic import CLASSIC
+from support.interruption import interrupted
 
 GB = 10**9
 

@@ -14,8 +14,8 @@ from pipeplan.cli.example_verb import command
 from pipeplan.cli.main import main
 from pipeplan.examples import MODELS, SHAPES
 from pipeplan.model import Profile, parse, read_profile
+from support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 MS = 1_000_000
 
 

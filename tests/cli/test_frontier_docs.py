@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-_PAGE = Path(__file__).parents[2] / "docs" / "algorithms" / "frontier.md"
+from support.paths import ROOT
+
+_PAGE = ROOT / "docs" / "algorithms" / "frontier.md"
 
 
 def _commands() -> list[list[str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -14,14 +13,15 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from helpers import chain_workload, gpipe_orders, plan_of, shared_workload
 
+from builders.chains import chain_workload, shared_workload
+from builders.orders import gpipe_orders
+from builders.plans import plan_of
 from pipeplan.cli.run_verb import command
 from pipeplan.errors import FileError, InvalidPlanError, UsageError
 from pipeplan.model import Plan, write_file
 from pipeplan.runtime.options import RunOptions, RunResult, StepResult
 
-TESTS = str(Path(__file__).parents[1])
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
 
@@ -143,9 +143,8 @@ def test_trace_is_tried_first_and_takes_no_results_with_it(
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A v-shape plan with split backward for the smallest model."""
-    from runtime_plans import PLACEMENTS, model_plan
-
     from pipeplan.runtime.loading import load_model
+    from runtime_support.plans import PLACEMENTS, model_plan
 
     plan = model_plan(load_model("gpt2-tiny"), PLACEMENTS["v-shape"], split=True)
     return written(plan, tmp_path_factory.mktemp("tiny"))
@@ -156,7 +155,7 @@ def local(tiny: str) -> tuple[dict[str, Any], str, Path]:
     """What ``run --local --json --trace`` of a small model in float64 printed, its errors, and the trace."""
     trace = Path(tiny).with_name("trace.json")
     arguments = ["--steps", "3", "--dtype", "float64", "--local", "--json", "--trace", str(trace)]
-    done = started([sys.executable, "-m", "pipeplan"], "runtime_models:talking", tiny, *arguments)
+    done = started([sys.executable, "-m", "pipeplan"], "runtime_support.models:talking", tiny, *arguments)
     assert done.returncode == 0, done.stderr
     summary: dict[str, Any] = json.loads(done.stdout)
     return summary, done.stderr, trace
@@ -165,7 +164,6 @@ def local(tiny: str) -> tuple[dict[str, Any], str, Path]:
 def started(launcher: list[str], model: str, path: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*launcher, "run", path, "--model", model, *arguments],
-        env={**os.environ, "PYTHONPATH": TESTS},
         capture_output=True,
         text=True,
         timeout=120,

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from interruption import interrupted
 
 from pipeplan.check import check
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.model import Cluster, DeviceKind, LinkLevel, Placement, Source, read_plan, read_profile, write_file
+from support.interruption import interrupted
 
 KEYS = {
     *("status", "scheduler", "makespan_ns", "lower_bound_ns", "gap", "period_ns", "period_lower_bound_ns", "unroll"),

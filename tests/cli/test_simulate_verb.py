@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import chain_plan, chain_profile
 
+from builders.chains import chain_plan, chain_profile
 from pipeplan.cli.main import main
 from pipeplan.model import Cluster, DeviceKind, LinkLevel, Source, sha256_of, write_file
+from support.paths import GOLDEN
 
-GOLDEN = Path(__file__).parent.parent / "golden"
 KEYS = [
     "status",
     "scheduler",

@@ -1,0 +1,240 @@
+"""Chains of stages: one builder each of a workload, a profile and a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from builders.orders import gpipe_orders, one_f_one_b, one_f_one_b_repetend
+from builders.plans import plan_of
+from pipeplan.costs import build_workload
+from pipeplan.examples import ShapeCosts, shape
+from pipeplan.model import (
+    Block,
+    CostRow,
+    Dependency,
+    Device,
+    Edge,
+    Hop,
+    Operation,
+    PlacedStage,
+    Placement,
+    Plan,
+    Profile,
+    Provenance,
+    Source,
+    Stage,
+)
+from pipeplan.model.workload import Workload
+from pipeplan.schedule.problem import Problem
+
+
+def chain_workload(
+    num_devices: int = 4,
+    num_microbatches: int = 8,
+    *,
+    forward: int = 10,
+    backward: int = 20,
+    split: tuple[int, int] | None = None,
+    lag: int = 0,
+    activation_bytes: int = 1000,
+    weight_grad_bytes: int = 0,
+    workspace_bytes: int = 0,
+    parameter_bytes: int = 0,
+    memory_bytes: int | None = None,
+    devices: Sequence[Sequence[int]] | None = None,
+    sizes: Sequence[int] | None = None,
+) -> Workload:
+    """A chain of stages, by default one per device; ``split`` gives the times of I and W instead of B.
+
+    ``devices`` [stage] places the stages elsewhere (``num_devices`` stays the number of devices) and ``sizes``
+    [stage] gives their micro-batch sizes, for a mini-batch of ``num_microbatches`` samples.
+    """
+    groups = [tuple(group) for group in devices] if devices else [(device,) for device in range(num_devices)]
+    stages = tuple(
+        Stage(
+            blocks=(f"block{s}",),
+            devices=group,
+            shards=len(group),
+            microbatch_size=sizes[s] if sizes else 1,
+            parameter_bytes=parameter_bytes,
+            gradient_bytes=parameter_bytes,
+            optimizer_bytes=2 * parameter_bytes,
+        )
+        for s, group in enumerate(groups)
+    )
+    operations = [
+        Operation(
+            kind="F", stage=s, duration_ns=forward, acquire_bytes=activation_bytes, workspace_bytes=workspace_bytes
+        )
+        for s in range(len(stages))
+    ]
+    back = "I" if split else "B"
+    for s in reversed(range(len(stages))):
+        operations += _backward(s, backward, split, activation_bytes, weight_grad_bytes, workspace_bytes)
+    dependencies = [Dependency(source=f"{s}F", target=f"{s}{back}") for s in range(len(stages))]
+    if split:
+        dependencies += [Dependency(source=f"{s}I", target=f"{s}W") for s in range(len(stages))]
+    for s, (group, following) in enumerate(zip(groups, groups[1:], strict=False)):
+        down, up = hops(group, following, lag), hops(following, group, lag)
+        dependencies.append(Dependency(source=f"{s}F", target=f"{s + 1}F", hops=down))
+        dependencies.append(Dependency(source=f"{s + 1}{back}", target=f"{s}{back}", hops=up))
+    return Workload(
+        name="chain",
+        placement="one-to-one",
+        num_microbatches=num_microbatches,
+        microbatch_size=1,
+        devices=tuple(Device(memory_bytes=memory_bytes) for _ in range(num_devices)),
+        stages=stages,
+        operations=tuple(operations),
+        dependencies=tuple(dependencies),
+    )
+
+
+def _backward(
+    stage: int, backward: int, split: tuple[int, int] | None, held: int, deferred: int, workspace: int
+) -> list[Operation]:
+    if split is None:
+        return [Operation(kind="B", stage=stage, duration_ns=backward, release_bytes=held, workspace_bytes=workspace)]
+    return [
+        Operation(
+            kind="I",
+            stage=stage,
+            duration_ns=split[0],
+            acquire_bytes=max(0, deferred - held),
+            release_bytes=max(0, held - deferred),
+            workspace_bytes=workspace,
+        ),
+        Operation(kind="W", stage=stage, duration_ns=split[1], release_bytes=deferred, workspace_bytes=workspace),
+    ]
+
+
+def hops(source: Sequence[int], target: Sequence[int], lag: int = 0, size: int = 64) -> tuple[Hop, ...]:
+    """A message to every target device outside the source's group; senders take turns."""
+    return tuple(
+        Hop(source_device=source[index % len(source)], target_device=device, bytes=size, latency_ns=lag)
+        for index, device in enumerate(target)
+        if device not in source
+    )
+
+
+def shared_workload(num_devices: int = 4, num_microbatches: int = 6, *, lag: int = 0) -> Workload:
+    """A stage on all devices before and after a chain with one stage per device: operations of several devices."""
+    everywhere = list(range(num_devices))
+    groups = [everywhere, *([device] for device in everywhere), everywhere]
+    return chain_workload(num_devices, num_microbatches, devices=groups, lag=lag)
+
+
+def chain_plan(
+    num_devices: int = 4,
+    num_microbatches: int = 8,
+    *,
+    forward: int = 10,
+    backward: int = 20,
+    split: tuple[int, int] | None = None,
+    lag: int = 0,
+    schedule: str = "1f1b",
+    repetend: bool = False,
+    unroll: int = 1,
+    full_names: bool = False,
+    activation_bytes: int = 1000,
+    weight_grad_bytes: int = 0,
+    workspace_bytes: int = 0,
+    parameter_bytes: int = 0,
+    memory_bytes: int | None = None,
+    provenance: Provenance | None = None,
+) -> Plan:
+    """A valid plan of a chain with one stage per device; ``schedule`` is ``1f1b`` or ``gpipe``.
+
+    ``repetend`` (1F1B with enough micro-batches) states the part that repeats, with ``unroll`` of each operation.
+    """
+    workload = chain_workload(
+        num_devices,
+        num_microbatches,
+        forward=forward,
+        backward=backward,
+        split=split,
+        lag=lag,
+        activation_bytes=activation_bytes,
+        weight_grad_bytes=weight_grad_bytes,
+        workspace_bytes=workspace_bytes,
+        parameter_bytes=parameter_bytes,
+        memory_bytes=memory_bytes,
+    )
+    orders = one_f_one_b(workload) if schedule == "1f1b" else gpipe_orders(workload)
+    first = one_f_one_b_repetend(workload) if repetend else None
+    return plan_of(workload, orders, first=first, unroll=unroll, full_names=full_names, provenance=provenance)
+
+
+def chain_profile(
+    num_blocks: int = 4,
+    *,
+    forward: int = 10,
+    backward: int = 20,
+    split: tuple[int, int] | None = None,
+    lag: int = 0,
+    activation_bytes: int = 1000,
+    weight_grad_bytes: int = 0,
+    workspace_bytes: int = 0,
+    parameter_bytes: int = 0,
+    placed: bool = True,
+) -> Profile:
+    """The profile of which :func:`chain_plan`, with the same numbers, is a plan."""
+    row = CostRow(
+        microbatch_size=1,
+        forward_ns=forward,
+        backward_ns=None if split else backward,
+        input_grad_ns=split[0] if split else None,
+        weight_grad_ns=split[1] if split else None,
+        activation_bytes=activation_bytes,
+        weight_grad_bytes=weight_grad_bytes,
+        workspace_bytes=workspace_bytes,
+    )
+    blocks = tuple(
+        Block(
+            id=f"block{index}",
+            operator="block",
+            parameter_bytes=parameter_bytes,
+            optimizer_bytes=2 * parameter_bytes,
+            costs=(row,),
+        )
+        for index in range(num_blocks)
+    )
+    edges = tuple(
+        Edge(source=f"block{index}", target=f"block{index + 1}", bytes_per_sample=64, transfer_ns=lag)
+        for index in range(num_blocks - 1)
+    )
+    placement = Placement(
+        strategy="one-to-one",
+        num_devices=num_blocks,
+        stages=tuple(PlacedStage(blocks=(block.id,), devices=(index,)) for index, block in enumerate(blocks)),
+    )
+    return Profile(
+        name="chain",
+        source=Source(method="literature", reference="a chain of equal blocks"),
+        blocks=blocks,
+        edges=edges,
+        placement=placement if placed else None,
+    )
+
+
+def with_devices_memory(workload: Workload, memory_bytes: int | None) -> Workload:
+    """The same workload on devices with this memory."""
+    return replace(workload, devices=tuple(Device(memory_bytes=memory_bytes) for _ in workload.devices))
+
+
+def zero_bubble(name: str, num_devices: int, num_microbatches: int, memory: float) -> Problem:
+    """Forward, input and weight gradient 100 each per device, communication 10, ``memory`` in multiples of p."""
+    costs = ShapeCosts(100, None, 100, 100, comm_ns=10, activation_bytes=2 * 10**9, weight_grad_bytes=10**9)
+    profile = shape(name, num_devices, costs=costs)
+    assert profile.placement is not None
+    return Problem.of(
+        build_workload(
+            profile,
+            profile.placement,
+            num_microbatches=num_microbatches,
+            microbatch_size=1,
+            split_backward=True,
+            memory_bytes=[int(memory * 2 * num_devices * 10**9)] * num_devices,
+        )
+    )

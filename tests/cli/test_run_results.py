@@ -1,0 +1,64 @@
+"""What ``run`` prints: losses that are not finite, and predicted beside measured."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from builders.chains import chain_plan
+from pipeplan.cli.run_results import Steps, comparison_line, summary_json
+from pipeplan.runtime.options import RunOptions, RunResult, StepResult
+
+FINE = StepResult(0, 2.5, 3_000_000, 0, 1.0)
+LOST = StepResult(1, math.nan, 2_000_000, 0, 1.0)
+STEEP = StepResult(2, 2.0, 2_000_000, 0, math.inf)
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_loss_that_is_not_finite_is_shown_and_told_once(quiet: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = Steps(RunOptions("gpt2-tiny", checkpoint="saved"), quiet=quiet)
+    for step in (FINE, LOST, STEEP, LOST):
+        shown.show(step)
+    out, errors = capsys.readouterr()
+    told = "step 1: the loss is nan; no checkpoint is written behind such a step"
+    assert errors == f"pipeplan: warning: {told}\n"
+    assert [line.partition("  gradients")[0] for line in out.splitlines()] == (
+        [] if quiet else ["step 0  loss 2.5000", "step 1  loss nan", "step 2  loss 2.0000", "step 1  loss nan"]
+    )
+
+
+def test_gradients_that_are_not_finite_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    Steps(RunOptions("gpt2-tiny"), quiet=True).show(STEEP)
+    assert capsys.readouterr().err == "pipeplan: warning: step 2: the norm of gradients is inf\n"
+
+
+def test_a_rehearsal_has_no_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    Steps(RunOptions("", emulate=True), quiet=False).show(StepResult(0, math.nan, 2_000_000, 0))
+    assert capsys.readouterr() == ("step 0  iteration 2ms\n", "")
+
+
+def test_json_has_null_for_what_is_not_finite() -> None:
+    text = summary_json(chain_plan(2, 2), RunOptions("gpt2-tiny"), RunResult((FINE, LOST, STEEP), (1, 1)))
+    steps = json.loads(text, parse_constant=pytest.fail)["steps"]
+    assert [(step["loss"], step["grad_norm"]) for step in steps] == [(2.5, 1.0), (None, 1.0), (2.0, None)]
+
+
+def test_predicted_beside_the_median_without_the_first_step() -> None:
+    plan = chain_plan(2, 2)
+    predicted = plan.predicted.makespan_ns
+    times = [9 * predicted, predicted, 2 * predicted, 3 * predicted]
+    many = RunResult(tuple(StepResult(step, 1.0, ns, 0) for step, ns in enumerate(times)), ())
+    assert comparison_line(plan, many).endswith(" (+100.0%); the first step, which warms up, is left out")
+    assert comparison_line(plan, RunResult(many.steps[:1], ())).endswith(" (+800.0%)")
+
+
+def test_the_prediction_is_of_the_iteration_not_of_the_makespan() -> None:
+    """What is measured has the sums of gradients, too; plans that say nothing of them have the makespan alone."""
+    plan = chain_plan(2, 2)
+    makespan, result = plan.predicted.makespan_ns, RunResult((FINE,), (1, 1))
+    for said, told in ((makespan + 7, makespan + 7), (0, makespan)):
+        other = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"iteration_ns": said})})
+        assert json.loads(summary_json(other, RunOptions("gpt2-tiny"), result))["predicted_iteration_ns"] == told
+        assert comparison_line(other, result).startswith(f"predicted {told}ns, ")

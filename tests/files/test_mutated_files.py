@@ -1,0 +1,366 @@
+"""Files are data from strangers: 10,000 damaged profiles and plans, and some that ask for too much.
+
+What is no longer valid is refused with its path and the reason; what still reads as a plan is checked. Nothing
+ends in another exception, takes long or takes much memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import re
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from builders.chains import chain_plan, chain_profile, chain_workload, shared_workload
+from builders.orders import gpipe_orders, serial_orders
+from builders.plans import plan_of
+from pipeplan.check import Report, check
+from pipeplan.errors import FileError
+from pipeplan.model import Cluster, FileModel, Plan, Profile, parse, sha256_of, to_json
+
+Data = Any
+Place = tuple[Data, Any]
+"""A list or dict, and an index or key in it."""
+
+NUM_FILES = 10_000
+PIECES = 20
+"""The files are made and read in so many tests, so that a failure names its seed."""
+
+
+# Where to damage -----------------------------------------------------------------------------------------------
+
+
+def plans() -> list[Plan]:
+    shared = shared_workload(2, 3, lag=3)
+    unequal = chain_workload(3, 4, sizes=[2, 4, 1], lag=2)
+    return [
+        chain_plan(3, 4, repetend=True, parameter_bytes=10, workspace_bytes=5, memory_bytes=10**6),
+        chain_plan(2, 3, split=(12, 9), lag=7, weight_grad_bytes=1500, full_names=True),
+        plan_of(shared, serial_orders(shared), first={operation.id: 0 for operation in shared.operations}),
+        plan_of(unequal, gpipe_orders(unequal)),
+    ]
+
+
+def profiles() -> list[Profile]:
+    return [
+        chain_profile(3, parameter_bytes=10, workspace_bytes=5),
+        chain_profile(2, split=(12, 9), lag=7, weight_grad_bytes=1500),
+        chain_profile(4, placed=False),
+    ]
+
+
+PLANS = plans()
+FILES: list[tuple[type[FileModel], Data]] = [
+    *((Plan, json.loads(to_json(plan))) for plan in PLANS),
+    *((Profile, json.loads(to_json(profile))) for profile in profiles()),
+]
+
+
+# How to damage -------------------------------------------------------------------------------------------------
+
+
+class Raw:
+    """Text put into the file as it is, although it may not be JSON."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def places(data: Data) -> list[Place]:
+    """Every value of a file as its container and key."""
+    return list(_places(data))
+
+
+def _places(data: Data) -> Iterator[Place]:
+    keys = data.keys() if isinstance(data, dict) else range(len(data))
+    for key in keys:
+        yield data, key
+        if isinstance(data[key], dict | list):
+            yield from _places(data[key])
+
+
+STRANGE: list[Any] = [
+    *(None, True, False, -1, 0, 1, 2, 1.5, -0.0, 1e308, 10**6, 10**6 + 1, 10**9, 2**62, 2**63, 2**64, -(2**63)),
+    *("", " ", "0F", "2F0", "1SEND_F0", "02F0", "٢F0", "9999999F0", "block0", "plan", "profile", "\x00", "a\nb"),
+    *("\u202e", "\U0001f600", "x" * 300, "x" * 100_000),
+    *([], {}, [[]], [{}], {"": ""}, {"\x1b[31m": 1}, {"x" * 1000: 1}, [0] * 1000, list(range(1000)), [None], [1, "a"]),
+    *map(Raw, ["NaN", "Infinity", "-Infinity", "1e999", "1" * 5000, "1.0", "01", "0x1", "nul", "'x'", "", ",", "}"]),
+    *map(Raw, ['"\\ud800"', '"\\u0000"', "[" * 5000, "[" * 150 + "]" * 150, '{"a":' * 5000 + "1" + "}" * 5000]),
+]
+
+
+def strange(rng: random.Random) -> Any:
+    """A value that is hardly ever right where it is put."""
+    return copy.deepcopy(rng.choice(STRANGE))
+
+
+def replace_value(rng: random.Random, data: Data) -> None:
+    container, key = rng.choice(places(data))
+    container[key] = strange(rng)
+
+
+def nudge(rng: random.Random, data: Data) -> None:
+    """Another number, not far or very far from the one that is there."""
+    numbers = [(c, k) for c, k in places(data) if isinstance(c[k], int | float) and not isinstance(c[k], bool)]
+    container, key = rng.choice(numbers)
+    value = container[key]
+    container[key] = rng.choice([value + 1, value - 1, value * 2, value + rng.randint(1, 99), -value, value * 10**6])
+
+
+def delete(rng: random.Random, data: Data) -> None:
+    container, key = rng.choice(places(data))
+    del container[key]
+
+
+def add(rng: random.Random, data: Data) -> None:
+    containers = [data, *(c[k] for c, k in places(data) if isinstance(c[k], dict | list))]
+    container, value = rng.choice(containers), strange(rng)
+    if isinstance(container, dict):
+        container[rng.choice(["extra", "", "kind", "0F", "\x07", "é", "x" * 200])] = value
+    else:
+        container.insert(rng.randint(0, len(container)), value)
+
+
+def rename(rng: random.Random, data: Data) -> None:
+    container, key = rng.choice([(c, k) for c, k in places(data) if isinstance(c, dict)])
+    container[rng.choice(["", "extra", key + "x", key.upper(), "01F"])] = container.pop(key)
+
+
+def exchange(rng: random.Random, data: Data) -> None:
+    """Two values of one type change places."""
+    container, key = rng.choice(places(data))
+    if not isinstance(container[key], dict | list):
+        other, other_key = rng.choice([(c, k) for c, k in places(data) if type(c[k]) is type(container[key])])
+        container[key], other[other_key] = other[other_key], container[key]
+
+
+def rearrange(rng: random.Random, data: Data) -> None:
+    lists = [c[k] for c, k in places(data) if isinstance(c[k], list) and c[k]]
+    chosen = rng.choice(lists)
+    how = rng.randrange(4)
+    if how == 0:
+        rng.shuffle(chosen)
+    elif how == 1:
+        chosen.append(chosen[rng.randrange(len(chosen))])
+    elif how == 2:
+        del chosen[rng.randrange(len(chosen)) :]
+    else:
+        i, j = rng.randrange(len(chosen)), rng.randrange(len(chosen))
+        chosen[i], chosen[j] = chosen[j], chosen[i]
+
+
+def retype(rng: random.Random, data: Data) -> None:
+    """The same value written as another type."""
+    container, key = rng.choice(places(data))
+    container[key] = rng.choice([str, lambda value: [value], lambda value: {"value": value}, lambda _: None])(
+        container[key]
+    )
+
+
+def edit_text(rng: random.Random, data: Data) -> None:
+    texts = [(c, k) for c, k in places(data) if isinstance(c[k], str) and c[k]]
+    container, key = rng.choice(texts)
+    text = container[key]
+    at = rng.randrange(len(text))
+    new = rng.choice(["", "0", "1", "9", "F", "B", "W", ">", "@", "é", "\u0660"])
+    container[key] = text[:at] + new + text[at + 1 :]
+
+
+VALUES: list[Callable[[random.Random, Data], None]] = [
+    *(replace_value, delete, add, rename, retype, edit_text, exchange, exchange, rearrange, rearrange),
+    *([nudge] * 6),
+]
+
+
+def flip(rng: random.Random, text: bytearray) -> None:
+    text[rng.randrange(len(text))] = rng.randrange(256)
+
+
+def cut(rng: random.Random, text: bytearray) -> None:
+    del text[rng.randrange(len(text)) :]
+
+
+def take_out(rng: random.Random, text: bytearray) -> None:
+    at = rng.randrange(len(text))
+    del text[at : at + rng.randint(1, 40)]
+
+
+def repeat(rng: random.Random, text: bytearray) -> None:
+    at = rng.randrange(len(text))
+    text[at:at] = text[at : at + rng.randint(1, 400)]
+
+
+def put_in(rng: random.Random, text: bytearray) -> None:
+    at = rng.randrange(len(text))
+    text[at:at] = rng.choice([b"\xef\xbb\xbf", b"\xff", b"\xc3", b"\x00", b"//x\n", b'"', b"[", b"}", b"1e9", b"-"])
+
+
+BYTES: list[Callable[[random.Random, bytearray], None]] = [flip, flip, cut, take_out, repeat, put_in]
+
+
+def damaged(rng: random.Random) -> tuple[type[FileModel], bytes]:
+    """One file with one to three damages."""
+    model, data = rng.choice(FILES)
+    data = json.loads(json.dumps(data))
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        if data and places(data):
+            rng.choice(VALUES)(rng, data)
+    text = bytearray(_text(data).encode("utf-8", "surrogatepass"))
+    if rng.random() < 0.25:
+        rng.choice(BYTES)(rng, text)
+    return model, bytes(text)
+
+
+def _text(data: Data) -> str:
+    """JSON with raw pieces as they are."""
+    pieces: list[str] = []
+
+    def mark(value: object) -> str:
+        assert isinstance(value, Raw)
+        pieces.append(value.text)
+        return f"@raw{len(pieces) - 1}@"
+
+    text = json.dumps(data, default=mark, ensure_ascii=False)
+    for index, piece in enumerate(pieces):
+        text = text.replace(f'"@raw{index}@"', piece)
+    return text
+
+
+# What must hold ------------------------------------------------------------------------------------------------
+
+
+def read(model: type[FileModel], text: bytes) -> str:
+    """Read a file, require a clean outcome and say which: refused, accepted, valid or invalid."""
+    try:
+        found = parse(text, model, "file.json")
+    except FileError as error:
+        require_reason(error, model, text)
+        return "refused"
+    assert parse(to_json(found), model) == found
+    if isinstance(found, Plan):
+        report = check(found)
+        require_places(report)
+        return "valid" if report.valid else "invalid"
+    assert isinstance(found, Profile)
+    assert len(sha256_of(found)) == 64
+    assert len(found.topological_order()) == len(found.blocks)
+    require_places(check(PLANS[0], found))
+    return "accepted"
+
+
+def require_reason(error: FileError, model: type[FileModel], text: bytes) -> None:
+    """The file is named; each problem is one line that begins with a path and goes on with a reason."""
+    assert str(error).startswith("file.json: ")
+    if not error.problems:
+        assert re.search(r"not readable as JSON: .|this is a \w+, where a \w+ is needed; .", str(error))
+    for problem in error.problems:
+        assert problem.isprintable()
+        assert len(problem) < 2000
+        key = problem.split(":")[0].split(".")[0].split("[")[0].split(" ")[0]
+        known = key in model.model_fields or key in ("file", "...", "edges", "placement")
+        assert known or key.strip("'\"")[:10].encode() in text or "\\" in key, problem
+
+
+def require_places(report: Report) -> None:
+    for problem in report.problems:
+        assert problem.place
+        assert problem.message
+        assert "\n" not in str(problem)
+
+
+@pytest.mark.parametrize("seed", range(PIECES))
+def test_damaged_files(seed: int) -> None:
+    rng = random.Random(seed)
+    outcomes: Counter[str] = Counter()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(NUM_FILES // PIECES):
+        model, text = damaged(rng)
+        begin = time.process_time()
+        outcomes[read(model, text)] += 1
+        assert time.process_time() - begin < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # KiB
+    assert outcomes["refused"] > 200, outcomes
+    assert outcomes["invalid"] > 25, outcomes
+    assert outcomes["accepted"] > 10, outcomes
+
+
+# Files that ask for too much -----------------------------------------------------------------------------------
+
+
+def grown(model: FileModel, path: str, value: object) -> str:
+    """A file with another value at a path such as ``stages.0.devices``."""
+    data = json.loads(to_json(model))
+    *parents, last = path.split(".")
+    part = data
+    for key in parents:
+        part = part[int(key)] if isinstance(part, list) else part[key]
+    part[int(last) if isinstance(part, list) else last] = value
+    return json.dumps(data)
+
+
+def ring(size: int) -> str:
+    """A profile whose edges go round."""
+    profile = json.loads(to_json(profiles()[2]))
+    profile["blocks"] = [profile["blocks"][0] | {"id": f"b{index}"} for index in range(size)]
+    profile["edges"] = [{"source": f"b{index}", "target": f"b{(index + 1) % size}"} for index in range(size)]
+    return json.dumps(profile)
+
+
+CHAIN, PROFILE = PLANS[0], profiles()[0]
+CLUSTER = Cluster.model_validate(
+    {"name": "c", "source": {"method": "estimated"}, "devices": ({"name": "d", "count": 2},)}
+)
+
+GREEDY = {
+    "a million micro-batches": (Plan, grown(CHAIN, "num_microbatches", 10**6), r"starts_ns\[0F\] has 4 starts"),
+    "a trillion samples": (Plan, grown(CHAIN, "microbatch_size", 10**6), r"starts_ns\[0F\] has 4 starts"),
+    "a stage on a million devices": (Plan, grown(CHAIN, "stages.0.devices", list(range(10**6))), "stands on device 3"),
+    "more devices than a plan has": (Plan, grown(CHAIN, "devices", [{}] * 70_000), "devices: List should have at most"),
+    "a copy of a million": (Profile, grown(PROFILE, "placement.num_devices", 10**6), "placement.num_devices"),
+    "a cluster of a billion": (
+        Cluster,
+        grown(CLUSTER, "devices", [{"name": "d", "count": 65536}] * 20_000),
+        "devices add up to 1310720000",
+    ),
+    "half a million wrong entries": (Plan, grown(CHAIN, "programs.0", ["x"] * 500_000), r"programs\[0\]\[0\]: String"),
+    "half a million wrong starts": (Plan, grown(CHAIN, "starts_ns.0F", [-1] * 500_000), r"starts_ns.0F\[0\]"),
+    "half a million wrong objects": (Plan, grown(CHAIN, "operations", [0] * 500_000), r"operations\[0\]: Input"),
+    "a number of 100,000 digits": (Plan, f'{{"name": {"9" * 10**5}}}', "not readable as JSON: number out of range"),
+    "nesting without end": (Plan, "[" * 10**6, "not readable as JSON: recursion limit"),
+    "a long cycle": (Profile, ring(5000), r"edges form a cycle of 5000: b0 -> b1(.*)\.\.\. -> back to its start"),
+}
+
+
+@pytest.mark.parametrize(("model", "text", "reason"), GREEDY.values(), ids=list(GREEDY))
+def test_files_that_ask_for_too_much_are_refused_at_once(model: type[FileModel], text: str, reason: str) -> None:
+    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    with pytest.raises(FileError, match=reason) as caught:
+        parse(text, model, "file.json")
+    assert len(str(caught.value)) < 4000
+    assert time.process_time() - begin < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 250_000  # KiB
+
+
+def test_plans_that_make_checking_long_are_still_checked_at_once() -> None:
+    """Groups of many devices, actions of many micro-batches, dependencies said again and again - and no programs."""
+    data = json.loads(to_json(chain_plan(2, 3)))
+    number, depth = 20_000, 2_000
+    data |= {"num_microbatches": depth, "devices": [{}] * number, "programs": [[]] * number}
+    data["predicted"]["memory"] = data["predicted"]["memory"][:1] * number
+    for stage in data["stages"]:
+        stage |= {"devices": list(range(number)), "shards": number}
+    data["starts_ns"] = {id_: [0] * depth for id_ in data["starts_ns"]}
+    hop = {"source_device": 0, "target_device": 1}
+    data["dependencies"] = [*data["dependencies"], *([{"source": "0F", "target": "1F", "hops": [hop] * 5}] * depth)]
+    begin = time.process_time()
+    report = check(parse(json.dumps(data), Plan))
+    assert time.process_time() - begin < 10
+    assert report.num_problems > 4 * number
+    assert len(report.problems) < 1000

@@ -1,0 +1,214 @@
+"""The search over everything: against every strategy forced by flags, in memory, and refined."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from pipeplan.check import check
+from pipeplan.costs import testbeds
+from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.examples import shape
+from pipeplan.model import Block, Cluster, Profile, read_profile
+from pipeplan.partition import STRATEGIES
+from pipeplan.planner import Batch, Options, Result, search_plan
+from pipeplan.units import parse_bytes
+from support.paths import ROOT
+
+PROFILES = ROOT / "profiles"
+GB = 10**9
+QUICK = Options(time_limit=1.0, deterministic=True)
+
+
+def profile(name: str) -> Profile:
+    return read_profile(str(PROFILES / f"{name}.json"))
+
+
+def cluster_of(num_devices: int) -> Cluster:
+    return testbeds.cluster_of_paper("graphpipe", num_devices)
+
+
+def iteration(result: Result) -> int:
+    return result.plan.predicted.iteration_ns
+
+
+@pytest.mark.parametrize(("name", "memory"), [("gpt2-1.3b-a100-80gb", 24 * GB), ("mmt-v100-16gb", 4 * GB)])
+def test_never_worse_than_a_strategy_forced_by_flags(name: str, memory: int) -> None:
+    model, cluster = profile(name), cluster_of(4)
+    batch = Batch(8, 4)
+
+    def searched(placement: str, options: Options, sizes: tuple[int, ...]) -> int | None:
+        try:
+            found = search_plan(
+                model, placement, batch, options, num_devices=4, cluster=cluster, memory_bytes=memory, sizes=sizes
+            )
+        except (InfeasibleError, UsageError):
+            return None
+        return iteration(found)
+
+    forced = [
+        searched(strategy, replace(QUICK, replicas=replicas), sizes)
+        for strategy in STRATEGIES
+        for replicas in (1, 2)
+        for sizes in ((2,), model.microbatch_sizes)
+    ]
+    found = searched("auto", replace(QUICK, time_limit=8.0), model.microbatch_sizes)
+    assert found is not None
+    assert found <= min(value for value in forced if value is not None)
+    assert sum(value is not None for value in forced) >= 6
+
+
+def test_what_is_said_where_nothing_fits_is_true() -> None:
+    model = profile("mmt-v100-16gb")
+
+    def search(num_devices: int, memory: int, placement: str, limit: float = 0.2) -> Result:
+        options = replace(QUICK, time_limit=limit)
+        return search_plan(model, placement, Batch(4, 4), options, num_devices=num_devices, memory_bytes=memory)
+
+    least, fewest = {}, {}
+    for placement in ("auto", *STRATEGIES):
+        with pytest.raises(InfeasibleError, match="too much") as told:
+            search(2, GB, placement, 120.0)
+        said = re.search(r"([0-9]+) devices of this size would do, or 2 of ([0-9.]+ ?[kMGT]?i?B)", str(told.value))
+        assert said is not None, str(told.value)
+        fewest[placement], least[placement] = int(said[1]), parse_bytes(said[2])
+        assert iteration(search(2, least[placement], placement)) > 0
+        assert iteration(search(fewest[placement], GB, placement)) > 0
+        with pytest.raises(InfeasibleError):
+            search(2, int(least[placement] * 0.95), placement)
+    assert least["auto"] <= 1.01 * min(least.values())
+    assert fewest["auto"] == min(fewest.values())
+
+
+def test_replicas_can_be_fixed() -> None:
+    model = profile("gpt2-124m-cpu")
+    for replicas in (1, 2, 4):
+        options = replace(QUICK, replicas=replicas)
+        plan = search_plan(model, "auto", Batch(8, 4), options, num_devices=4, sizes=(1, 2, 4)).plan
+        assert {stage.replicas for stage in plan.stages} == {replicas}
+        assert check(plan, model).valid
+    with pytest.raises(UsageError, match="cannot be shared by 3 replicas"):
+        search_plan(model, "one-to-one", Batch(8, 3), replace(QUICK, replicas=3), num_devices=4)
+
+
+def test_without_prices_no_device_waits() -> None:
+    """Summing gradients costs nothing without a cluster, and copies of the whole model have no bubbles."""
+    found = search_plan(profile("gpt2-124m-cpu"), "auto", Batch(8, 4), QUICK, num_devices=4, sizes=(1, 2, 4))
+    assert found.plan.predicted.bubble_rate == 0
+    assert found.status == "optimal"
+
+
+def test_slices_halve_the_startup_and_take_no_memory() -> None:
+    """AutoPipe, Fig. 14."""
+    model = profile("gpt2-1.3b-a100-80gb")
+
+    def search(count: int) -> Result:
+        options = replace(QUICK, scheduler="1f1b", num_parted=count)
+        return search_plan(model, "one-to-one", Batch(16, 4), options, num_devices=4)
+
+    whole, parted = search(0), search(2)
+    before, after = (result.plan.starts_ns["3F"][0] for result in (whole, parted))
+    assert 0.5 <= after / before <= 0.65
+    assert iteration(parted) < iteration(whole)
+    peaks = [[memory.peak_bytes for memory in result.plan.predicted.memory] for result in (whole, parted)]
+    assert peaks[0] == peaks[1]
+    assert [stage.num_parted for stage in parted.plan.stages] == [2, 2, 2, 1]
+    assert check(parted.plan, model).valid
+    repetend = parted.plan.repetend
+    assert repetend is not None
+    assert repetend.repetend_ns == (whole.plan.repetend.repetend_ns if whole.plan.repetend else 0)
+
+
+def test_slices_need_halves() -> None:
+    with pytest.raises(UsageError, match="--slices 1 does not apply: it needs one stage per device"):
+        search_plan(profile("gpt2-124m-cpu"), "v-shape", Batch(8, 4), replace(QUICK, num_parted=1), num_devices=4)
+    v = shape("v", 4)
+    assert v.placement is not None
+    with pytest.raises(UsageError, match="cannot be halved"):
+        search_plan(v, v.placement, Batch(8, 1), replace(QUICK, num_parted=1))
+
+
+def test_stages_recompute_only_where_memory_asks_for_it() -> None:
+    model = profile("gpt2-1.3b-a100-80gb")
+    plans = {
+        memory: search_plan(
+            model, "auto", Batch(8, 4), QUICK, num_devices=4, memory_bytes=memory * GB, sizes=(1, 2, 4)
+        ).plan
+        for memory in (12, 80)
+    }
+    assert not any(stage.recompute for stage in plans[80].stages)
+    assert plans[80].predicted.iteration_ns <= plans[12].predicted.iteration_ns
+    for plan in plans.values():
+        assert check(plan, model).valid
+
+
+def test_shared_blocks_are_spread_where_they_can_be() -> None:
+    flat = shape("m", 4).model_copy(update={"placement": None})
+    blocks = tuple(
+        block.model_copy(
+            update={"costs": (*block.costs, *(row.model_copy(update={"shards": 1}) for row in block.costs))}
+        )
+        if block.shared and all(row.shards > 1 for row in block.costs)
+        else block
+        for block in flat.blocks
+    )
+    model = flat.model_copy(update={"blocks": blocks})
+    spread = search_plan(model, "one-to-one", Batch(8, 1), replace(QUICK, spread=True), num_devices=4).plan
+    wide = [stage for stage in spread.stages if len(stage.devices) == 4]
+    assert [stage.shards for stage in wide] == [4] * len(wide)
+    assert wide
+    assert check(spread, model).valid
+    with pytest.raises(UsageError, match="no shared blocks"):
+        search_plan(profile("gpt2-124m-cpu"), "one-to-one", Batch(8, 1), replace(QUICK, spread=True), num_devices=4)
+
+
+def test_a_placement_that_runs_a_block_before_its_input_is_refused() -> None:
+    model = profile("gpt2-124m-cpu")
+    plan = search_plan(model, "one-to-one", Batch(4, 1), QUICK, num_devices=2).plan
+    first = plan.stages[0]
+    turned = first.model_copy(update={"blocks": first.blocks[::-1]})
+    with pytest.raises(ValueError, match=r"stages\[0\] runs block 'layer0.attention' before 'embedding'"):
+        model.check_placement(plan.placed.model_copy(update={"stages": (turned, *plan.placed.stages[1:])}))
+    report = check(plan.model_copy(update={"stages": (turned, *plan.stages[1:])}), model)
+    assert any("runs before 'embedding', which it needs" in problem.message for problem in report.problems)
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.01])
+def test_no_time_still_gives_a_plan(limit: float) -> None:
+    options = Options(time_limit=limit)
+    found = search_plan(
+        profile("gpt2-124m-cpu"), "auto", Batch(4, 4), options, num_devices=4, memory_bytes=3 * GB, sizes=(1, 2, 4)
+    )
+    assert iteration(found) > 0
+
+
+def test_spread_is_kept_or_refused() -> None:
+    model = spreadable(profile("gpt2-124m-cpu"), 4)
+    found = search_plan(model, "auto", Batch(8, 4), replace(QUICK, spread=True), num_devices=4, sizes=(1, 2, 4)).plan
+    assert {stage.blocks for stage in found.stages if stage.shards == 4} == {("embedding",), ("head",)}
+    assert check(found, model).valid
+    with pytest.raises(UsageError, match=r"'embedding' .* costs for 1, 4 shards, .* needs 2; change --replicas"):
+        search_plan(model, "auto", Batch(8, 4), replace(QUICK, spread=True, replicas=2), num_devices=4)
+    halves = spreadable(profile("gpt2-124m-cpu"), 2)
+    copies = replace(QUICK, spread=True, replicas=2)
+    for strategy in ("one-to-one", "bidirectional"):
+        found = search_plan(halves, strategy, Batch(8, 4), copies, num_devices=4).plan
+        wide = [stage for stage in found.stages if len(stage.blocks) == 1]
+        assert {(stage.shards, stage.replicas) for stage in wide} == {(2, 2)}
+        assert check(found, halves).valid
+
+
+def spreadable(model: Profile, shards: int) -> Profile:
+    """The same with embedding and head that may be split over so many devices, at a share of their costs."""
+
+    def shared(block: Block) -> Block:
+        if block.id not in ("embedding", "head"):
+            return block
+        split = [
+            row.model_copy(update={"shards": shards, "forward_ns": row.forward_ns // shards}) for row in block.costs
+        ]
+        return block.model_copy(update={"shared": True, "costs": (*block.costs, *split)})
+
+    return model.model_copy(update={"blocks": tuple(map(shared, model.blocks))})

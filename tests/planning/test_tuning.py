@@ -1,0 +1,190 @@
+"""The auto-tuner against the same grid by brute force; kept, resumed, shared by processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from pipeplan.check import check
+from pipeplan.costs import build_workload, testbeds
+from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
+from pipeplan.model import read_profile
+from pipeplan.partition import STRATEGIES, place
+from pipeplan.planner import Batch, Options, Request
+from pipeplan.planner.candidates import grid
+from pipeplan.planner.tuning import Tuning, tune
+from pipeplan.planner.tuning.cells import cell_of, rows_of
+from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.rules.sweep import built_in_rules, run_rules
+from pipeplan.simulate.metrics import iteration_time, rates
+from pipeplan.simulate.timing import task_graph
+from support.paths import ROOT
+
+PROFILES = ROOT / "profiles"
+GB = 10**9
+
+
+def request(memory: int | None = None, *, devices: int = 2, mini_batch: int = 4, **options: object) -> Request:
+    """GPT-2 as measured on a CPU, on a few devices."""
+    model = read_profile(str(PROFILES / "gpt2-124m-cpu.json"))
+    asked = replace(Options(time_limit=600.0), **options)  # type: ignore[arg-type]  # names are checked by Options
+    batch = Batch(mini_batch, 1)
+    return Request(model, "auto", devices, None, batch, (1, 2), asked, None, memory, None)
+
+
+def brute(asked: Request) -> int:
+    """The shortest iteration of all cells and rules, each made by itself without bounds."""
+    best = []
+    for strategy, replicas, size, recompute, split in product(
+        STRATEGIES, (1, 2), asked.sizes, (False, True), (False, True)
+    ):
+        microbatch = size * replicas
+        try:
+            placement = place(
+                asked.profile,
+                strategy,
+                asked.num_devices,
+                microbatch_size=microbatch,
+                memory_bytes=asked.memory,
+                recompute=recompute,
+                replicas=replicas,
+            )
+            workload = build_workload(
+                asked.profile,
+                placement,
+                num_microbatches=asked.batch.mini_batch // microbatch,
+                microbatch_size=microbatch,
+                split_backward=split,
+                recompute=recompute,
+                memory_bytes=asked.memory,
+            )
+            problem = Problem.of(workload)
+        except (InfeasibleError, UsageError):
+            continue
+        graph = task_graph(problem.workload)
+        for rules, fit in product(built_in_rules(problem.workload), (False, True)):
+            try:
+                found = run_rules(graph, rules.but(fit_memory=fit))
+            except (InfeasibleError, UsageError):
+                continue
+            best.append(iteration_time(problem.workload, rates(graph, found.orders, found.starts)))
+    return min(best)
+
+
+def test_the_best_row_is_that_of_brute_force() -> None:
+    asked = replace(request(3 * GB), sizes=(2,))
+    found = tune(asked)
+    assert found.rows[0].iteration_ns == brute(asked)
+    assert found.result.plan.predicted.iteration_ns == found.rows[0].iteration_ns
+    assert found.num_open == 0
+    assert check(found.result.plan, asked.profile).valid
+
+
+def quick() -> Request:
+    """A grid of few cells."""
+    return replace(request(2 * GB), placement="v-shape", sizes=(1, 2))
+
+
+@pytest.fixture(scope="module")
+def whole() -> Tuning:
+    return tune(quick())
+
+
+def test_rows_are_ranked_and_their_figures_are_the_plans(whole: Tuning) -> None:
+    assert list(whole.rows) == sorted(whole.rows, key=lambda row: row.rank)
+    assert len({replace(row, rules="") for row in whole.rows}) == len(whole.rows)
+    first, predicted = whole.rows[0], whole.result.plan.predicted
+    assert (first.iteration_ns, first.makespan_ns) == (predicted.iteration_ns, predicted.makespan_ns)
+    assert first.peak_memory_bytes == max(memory.peak_bytes for memory in predicted.memory) <= 2 * GB
+    assert first.bubble_rate == predicted.bubble_rate
+    assert predicted.iteration_ns >= predicted.lower_bound_ns
+    assert {row.split for row in whole.rows} == {True, False}
+    summary = whole.summary()
+    assert [row["rank"] for row in summary["candidates"]] == list(range(1, len(whole.rows) + 1))  # type: ignore[attr-defined]  # a list of dicts
+
+
+def test_processes_share_the_work_and_find_the_same(whole: Tuning) -> None:
+    assert tune(quick(), workers=2).rows == whole.rows
+
+
+def test_an_interrupted_tuning_goes_on_where_it_was(whole: Tuning, tmp_path: Path) -> None:
+    """Whatever is left of the file, torn lines too, the rows are those of a tuning in one go, and known ones stay."""
+    path = tmp_path / "cache.jsonl"
+    assert tune(quick(), cache=str(path)).rows == whole.rows
+    complete = path.read_bytes()
+    lines = complete.splitlines(keepends=True)
+    again = tune(quick(), cache=str(path))
+    assert (again.rows, again.num_known) == (whole.rows, whole.num_cells - whole.num_skipped - whole.num_unfit)
+    assert path.read_bytes() == complete
+    path.write_bytes(b"".join(lines[: len(lines) // 2]) + lines[-1][:20])
+    assert tune(quick(), cache=str(path)).rows == whole.rows
+    assert sorted(path.read_bytes().splitlines()) == sorted(complete.splitlines())
+
+
+def test_ctrl_c_leaves_the_best_so_far_and_what_is_known(tmp_path: Path) -> None:
+    """Ctrl-C as soon as there is a plan: one cell is done by then. The next tuning knows it, and does the rest."""
+    asked = replace(request(4 * GB), sizes=(1,))
+    heard: list[int] = []
+
+    def press(what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
+        heard.append(best_ns)
+        raise KeyboardInterrupt
+
+    path = str(tmp_path / "cache.jsonl")
+    first = tune(replace(asked, progress=press), cache=path)
+    assert first.result.interrupted
+    assert [first.rows[0].iteration_ns] == heard
+    assert check(first.result.plan, asked.profile).valid
+    rest = tune(asked, cache=path)
+    assert not rest.result.interrupted
+    assert first.num_cells - first.num_open - first.num_unfit - first.num_skipped == 1
+    assert rest.num_known > 0
+    assert set(first.rows) <= set(rest.rows)
+    assert rest.num_open == 0
+
+
+def test_a_cell_that_is_stopped_has_the_rows_so_far() -> None:
+    asked = quick()
+    point = next(point for point in grid(asked) if not isinstance(point, UsageError))
+    cell = cell_of(asked, point, lambda: False)
+    left = iter([False] * 3)
+    some = rows_of(asked, cell, lambda: next(left, True))
+    every = rows_of(asked, cell, lambda: False)
+    assert (some.complete, every.complete) == (False, True)
+    assert 0 < len(some.rows) <= 3
+    assert {row.rules for row in some.rows} <= {row.rules for row in every.rows}
+
+
+def test_a_cache_is_of_what_was_asked(whole: Tuning, tmp_path: Path) -> None:
+    path = tmp_path / "cache.jsonl"
+    tune(quick(), cache=str(path))
+    other = tune(replace(quick(), memory_bytes=4 * GB), cache=str(path))
+    assert other.num_known == 0
+
+
+def test_a_file_that_is_no_cache_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"kind": "plan"}\n')
+    with pytest.raises(UsageError, match=r"plan\.json is no cache"):
+        tune(quick(), cache=str(path))
+    assert path.read_text() == '{"kind": "plan"}\n'
+
+
+def test_no_time_and_no_memory_are_said() -> None:
+    with pytest.raises(SearchTimeoutError, match="raise --time-limit"):
+        tune(replace(quick(), options=Options(time_limit=0.0)))
+    with pytest.raises(InfeasibleError, match="raise --memory"):
+        tune(replace(quick(), memory_bytes=GB // 10))
+
+
+def test_devices_of_a_cluster_are_chosen() -> None:
+    """A cluster of two levels: the best plan is one for it, with its memory and links."""
+    cluster = testbeds.cluster_of_paper("graphpipe", 8)
+    asked = replace(request(devices=8, mini_batch=8, replicas=2), placement="one-to-one", cluster=cluster, sizes=(2,))
+    found = tune(asked)
+    assert check(found.result.plan, asked.profile, cluster).valid
+    assert {row.depth for row in found.rows} == {4}
+    assert {row.replicas for row in found.rows} == {2}

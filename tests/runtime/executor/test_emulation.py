@@ -1,0 +1,217 @@
+"""Rehearsals on real processes: programs in order, nothing before the plan allows it, blocking transfers, too."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+
+from builders.chains import chain_workload
+from builders.plans import plan_of
+from pipeplan.check import check
+from pipeplan.costs import build_workload
+from pipeplan.errors import UsageError
+from pipeplan.examples import ShapeCosts, shape
+from pipeplan.model import Dependency, Hop, PlacedStage, Plan
+from pipeplan.runtime import emulation
+from pipeplan.runtime.loading import load_model
+from pipeplan.runtime.options import RunOptions, RunResult
+from pipeplan.runtime.program import planned_programs
+from pipeplan.runtime.together import extent, iteration_of
+from pipeplan.simulate.simulation import Simulation, simulate
+from runtime_support.plans import Case, four_devices, greedy_orders, placed_plan, reports_of
+
+RANK = (sys.executable, "-m", "runtime_support.emulation_rank")
+MS = 1_000_000
+COSTS = ShapeCosts(forward_ns=2 * MS, backward_ns=4 * MS, shared_forward_ns=MS, shared_backward_ns=MS, comm_ns=MS // 2)
+SPLIT = ShapeCosts(forward_ns=2 * MS, input_grad_ns=2 * MS, weight_grad_ns=2 * MS)
+SHAPES = ["v", "x", "m", "mllm", "nn", "k", "circular", "zbv"]
+BLOCKS = [("b0", "b1"), ("b2",), ("b3",), ("b4", "end")]
+
+
+@functools.cache
+def plans() -> dict[str, Plan]:
+    """Of all forms that ``check`` accepts, on 4 devices or fewer."""
+    found = {name: shape_plan(name, SPLIT if name == "zbv" else COSTS) for name in SHAPES}
+    found["one device"] = chain(1)
+    found["sizes"] = chain(4, sizes=[4, 1, 2, 4])
+    found["replicas"] = groups([((0, 1), 4, 0), ((1, 2), 2, 0), ((2, 3), 4, 0), ((3, 0), 2, 0)])
+    found["parts"] = groups([((0, 1), 4, 2), ((1, 2), 4, 1), ((2,), 4, 2), ((3, 0), 4, 0)])
+    found["shards and replicas"] = shards_and_replicas()
+    for name, plan in found.items():
+        check(plan).require(name)
+    found["messages wait for their link"] = with_busy_links(chain(3))
+    found["gradients are summed"] = with_sums(chain(2))
+    return {name: four_devices(plan) for name, plan in found.items()}
+
+
+def shape_plan(name: str, costs: ShapeCosts) -> Plan:
+    """The shape on 4 devices, 4 micro-batches in a greedy order."""
+    profile = shape(name, 4, costs=costs)
+    assert profile.placement is not None
+    workload = build_workload(profile, profile.placement, num_microbatches=4, microbatch_size=1)
+    return plan_of(workload, greedy_orders(workload))
+
+
+def chain(num_devices: int, sizes: list[int] | None = None) -> Plan:
+    """A chain with split backward."""
+    split = (MS, 2 * MS)
+    workload = chain_workload(num_devices, 4, forward=MS, split=split, lag=MS // 4, sizes=sizes)
+    return plan_of(workload, greedy_orders(workload))
+
+
+def groups(stages: list[tuple[tuple[int, ...], int, int]]) -> Plan:
+    """Replicas on these devices, with these micro-batch sizes, so many micro-batches in parts; of microseconds."""
+    placed = [
+        PlacedStage(blocks=blocks, devices=devices, replicas=len(devices), microbatch_size=size, num_parted=parted)
+        for blocks, (devices, size, parted) in zip(BLOCKS, stages, strict=True)
+    ]
+    return placed_plan(load_model("runtime_support.models:chain"), placed, num_microbatches=4, microbatch_size=4)
+
+
+def with_busy_links(plan: Plan) -> Plan:
+    """Every message occupies its link for longer than it takes to make the next one; figures are not brought along."""
+
+    def busy(dependency: Dependency) -> Dependency:
+        hops = [hop.model_copy(update={"occupancy_ns": 3 * MS, "bytes": 5000}) for hop in dependency.hops]
+        return dependency.model_copy(update={"hops": tuple(hops)})
+
+    return plan.model_copy(update={"dependencies": tuple(map(busy, plan.dependencies))})
+
+
+def with_sums(plan: Plan) -> Plan:
+    """Gradients are summed for a minute behind the last action; figures are not brought along."""
+    stages = [stage.model_copy(update={"sync_ns": 60_000 * MS}) for stage in plan.stages]
+    return plan.model_copy(update={"stages": tuple(stages)})
+
+
+def shards_and_replicas() -> Plan:
+    """A stage of 2 shards in 2 replicas, between one device that has a share of it and two that make half of it."""
+    workload = chain_workload(4, 4, forward=MS, backward=2 * MS, devices=[(0,), (0, 1, 2, 3), (2, 3)], sizes=[2, 2, 2])
+    first, middle, last = workload.stages
+    middle = middle.model_copy(update={"shards": 2, "replicas": 2})
+    ends = {
+        ("0F", "1F"): [(0, 1), (0, 2), (0, 3)],
+        ("1F", "2F"): [(0, 2), (1, 3)],
+        ("2B", "1B"): [(2, 0), (3, 1)],
+        ("1B", "0B"): [(2, 0)],
+    }
+    dependencies = tuple(
+        d.model_copy(update={"hops": tuple(hop(*pair) for pair in ends.get((d.source, d.target), []))})
+        for d in workload.dependencies
+    )
+    workload = replace(workload, stages=(first, middle, last), dependencies=dependencies)
+    return plan_of(workload, greedy_orders(workload))
+
+
+def hop(source: int, target: int) -> Hop:
+    return Hop(source_device=source, target_device=target, bytes=100)
+
+
+def cases() -> dict[str, Case]:
+    """Each plan twice: with transfers beside computing, and with blocking ones."""
+    options = RunOptions("", num_steps=2, emulate=True, trace=True, timeout_ns=20_000_000_000)
+    blocking = RunOptions("", num_steps=1, emulate=True, trace=True, blocking=True, timeout_ns=20_000_000_000)
+    found = {f"{name} beside": (plan, options) for name, plan in plans().items()}
+    return found | {f"{name} blocking": (plan, blocking) for name, plan in plans().items()}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, RunResult]:
+    reports = reports_of(cases(), RANK)
+    return {name: RunResult.from_json(ranks[0]["result"]) for name, ranks in reports.items()}
+
+
+def test_an_iteration_ends_when_the_last_rank_has_summed() -> None:
+    """A rank that sums nothing ends with its last action; one without actions has no part in it."""
+    actions = [(0, 10, 20), (1, 15, 40)]
+    assert (extent(actions), extent(actions, 70), extent([], 90)) == ((10, 40), (10, 70), None)
+    assert iteration_of([extent(actions), extent([(0, 5, 30)], 35), extent([], 90)]) == 35
+    assert iteration_of([extent(actions), extent([(0, 5, 30)], 65)]) == 60
+
+
+@pytest.mark.parametrize("transfers", ["beside", "blocking"])
+@pytest.mark.parametrize("name", plans())
+def test_nothing_begins_before_the_plan_allows_it(name: str, transfers: str, results: dict[str, RunResult]) -> None:
+    plan, result = plans()[name], results[f"{name} {transfers}"]
+    simulation = simulate(plan)
+    assert len(result.timeline) == len(result.steps) == (2 if transfers == "beside" else 1)
+    for step, ranks in zip(result.steps, result.timeline, strict=True):
+        assert math.isnan(step.loss)
+        assert step.iteration_ns >= simulation.iteration_ns
+        for rank, actions in enumerate(ranks):
+            assert sorted(counter for counter, _, _ in actions) == list(range(len(plan.programs[rank])))
+            computed = [entry for entry in actions if "_" not in plan.programs[rank][entry[0]]]
+            assert computed == sorted(computed), "in the order of the program"
+            assert all(before[2] <= after[1] for before, after in zip(computed, computed[1:], strict=False))
+        assert_ends_are_late_enough(simulation, ranks)
+
+
+def assert_ends_are_late_enough(simulation: Simulation, ranks: tuple[tuple[tuple[int, int, int], ...], ...]) -> None:
+    """Every action, on each of its devices, ends no earlier after the first start than the simulation says."""
+    plan, graph = simulation.plan, simulation.graph
+    earliest = {
+        (graph.label(task), device): simulation.starts[task] + graph.durations[task]
+        for device, order in enumerate(simulation.orders)
+        for task in order
+    }
+    computed = [
+        (plan.programs[rank][counter], rank, start, end)
+        for rank, actions in enumerate(ranks)
+        for counter, start, end in actions
+        if "_" not in plan.programs[rank][counter]
+    ]
+    begin = min(start for _, _, start, _ in computed)
+    assert {(text, rank) for text, rank, _, _ in computed} == set(earliest)
+    for text, rank, _, end in computed:
+        assert end - begin >= earliest[text, rank], f"{text} on {rank}"
+
+
+def test_messages_have_the_bytes_of_the_plan_up_to_the_limit() -> None:
+    plan = with_busy_links(chain(3, sizes=[4, 1, 2]))
+    programs, hops = planned_programs(plan), emulation.hops_of(plan)
+    for limit, expected in ((1 << 20, 5000), (2000, 2000), (1, 0)):
+        for spec in emulation.specs_of(programs, hops, limit).values():
+            (_, words) = spec.shape
+            assert expected - 64 < 8 * words * 4 or words == 1
+
+
+def test_gradients_without_outputs_are_refused() -> None:
+    plan = chain(2)
+    backward = tuple(d for d in plan.dependencies if (d.source, d.target) != ("0F", "1F"))
+    with pytest.raises(UsageError, match="nothing to have a gradient"):
+        planned_programs(plan.model_copy(update={"dependencies": backward}))
+
+
+class LateSleeper:
+    """A clock that stands still but for sleeps, each of which ends ``late_ns`` late."""
+
+    def __init__(self) -> None:
+        self.ns, self.late_ns = 0, 7
+
+    def monotonic_ns(self) -> int:
+        return self.ns
+
+    def sleep(self, seconds: float) -> None:
+        self.ns += round(seconds * 1e9) + self.late_ns
+
+
+def test_a_late_end_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    time = LateSleeper()
+    monkeypatch.setattr(emulation, "time", time)
+    pace = emulation.Pace(100)
+    assert pace.until(1000) == 1000
+    assert (pace.now(), pace.free_ns()) == (1007, 1000)
+    time.ns += 5  # something that really takes time
+    assert pace.free_ns() == 1005
+    begin = pace.now()
+    time.ns += 3
+    pace.waited(begin)
+    assert pace.free_ns() == pace.now() - 4, "who waits would have waited longer, had it been in time"
+    assert pace.until(1010) == pace.now() == pace.free_ns() == 1015, "what should have ended long ago ends now"
+    pace.until(2000)
+    pace.restart()
+    assert pace.free_ns() == pace.now()

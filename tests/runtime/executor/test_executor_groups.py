@@ -1,0 +1,125 @@
+"""Stages with replicas, micro-batch sizes of their own, parts and routes train as an unsplit run, on real processes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from pipeplan.check import check
+from pipeplan.model import PlacedStage
+from pipeplan.report.trace import predicted_trace
+from pipeplan.runtime.loading import load_model
+from pipeplan.runtime.model import Model
+from pipeplan.simulate.simulation import simulate
+from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, placed_plan, reports_of
+
+BRANCHES, CHAIN, TINY = "runtime_support.models:branches", "runtime_support.models:chain", "gpt2-tiny"
+CUTS = {
+    BRANCHES: [("a",), ("left",), ("right", "right2"), ("join",), ("side", "end")],
+    CHAIN: [("b0", "b1"), ("b2",), ("b3",), ("b4", "end")],
+}
+
+Group = tuple[tuple[int, ...], int]
+"""Devices, each a replica, and micro-batch size."""
+
+GROUPS: dict[str, tuple[str, list[Group]]] = {
+    "a branch with replicas and twice the size": (
+        BRANCHES,
+        [((0,), 2), ((1, 2), 4), ((3,), 2), ((0,), 2), ((3,), 2)],
+    ),
+    "replicas around branches": (BRANCHES, [((0, 1), 2), ((2,), 1), ((3,), 4), ((1, 0), 4), ((2, 3), 4)]),
+    "two, one, two replicas": (CHAIN, [((0, 1), 2), ((2,), 2), ((2,), 2), ((3, 0), 2)]),
+    "one, four, two replicas": (CHAIN, [((3,), 4), ((3, 2, 1, 0), 4), ((0, 2), 4), ((1,), 4)]),
+    "sizes halve and double": (CHAIN, [((0,), 4), ((1,), 2), ((2,), 1), ((3,), 4)]),
+    "devices with several sizes": (CHAIN, [((0,), 1), ((3,), 4), ((0,), 2), ((3,), 1)]),
+    "replicas of other sizes": (CHAIN, [((0, 1), 4), ((1, 2), 2), ((2, 3), 4), ((3, 0), 2)]),
+}
+PARTS: dict[str, tuple[list[tuple[int, ...]], list[int]]] = {
+    "a micro-batch in parts": ([(0,), (1,), (2,), (3,)], [1, 1, 1, 0]),
+    "two in parts": ([(0,), (1,), (2,), (3,)], [2, 2, 2, 1]),
+    "parts of replicas": ([(0, 1), (1, 2), (2,), (3, 0)], [2, 1, 2, 0]),
+}
+
+
+@functools.cache
+def cases() -> dict[str, Case]:
+    """Plans with full and split backward, and how they train."""
+    options = replace(TRAINING, model=TINY)
+    found: dict[str, Case] = {}
+    for split in (False, True):
+        kind = "split" if split else "full"
+        for name, (model, groups) in GROUPS.items():
+            plan = placed_plan(load_model(model), stages_of(model, groups), num_microbatches=6, split=split)
+            found[f"{name} {kind}"] = plan, replace(options, model=model)
+        for name, (devices, parted) in PARTS.items():
+            stages = [
+                stage.model_copy(update={"num_parted": count})
+                for stage, count in zip(stages_of(CHAIN, [(group, 4) for group in devices]), parted, strict=True)
+            ]
+            plan = placed_plan(load_model(CHAIN), stages, num_microbatches=4, microbatch_size=4, split=split)
+            found[f"{name} {kind}"] = plan, replace(options, model=CHAIN)
+        plan = placed_plan(load_model(TINY), down_and_up(), num_microbatches=6, num_routes=2, split=split)
+        found[f"down and up {kind}"] = plan, options
+    return found
+
+
+def stages_of(model: str, groups: list[Group]) -> list[PlacedStage]:
+    """The model's blocks, cut, on these groups."""
+    return [
+        PlacedStage(blocks=blocks, devices=devices, replicas=len(devices), microbatch_size=size)
+        for blocks, (devices, size) in zip(CUTS[model], groups, strict=True)
+    ]
+
+
+def down_and_up() -> list[PlacedStage]:
+    """A chain on four devices, and the same in the opposite order for every other micro-batch."""
+    ids = [block.id for block in load_model(TINY).blocks]
+    cuts = [tuple(ids[:3]), tuple(ids[3:5]), tuple(ids[5:7]), tuple(ids[7:])]
+    return [
+        PlacedStage(blocks=blocks, devices=(3 - index if route else index,), route=route)
+        for route in (0, 1)
+        for index, blocks in enumerate(cuts)
+    ]
+
+
+@pytest.fixture(scope="module")
+def reports() -> Reports:
+    """[case][rank] what 4 real processes report, started once for all cases."""
+    return reports_of(cases())
+
+
+@pytest.mark.parametrize("name", list(cases()))
+def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
+    _, options = cases()[name]
+    model: Model = load_model(options.model)
+    assert_as_unsplit(model, options, reports[name])
+
+
+@pytest.mark.parametrize("name", list(cases()))
+def test_check_accepts_it_and_its_trace_has_all_of_the_programs(name: str) -> None:
+    plan, _ = cases()[name]
+    check(plan).require(name)
+    found = sorted(event["name"] for event in predicted_trace(simulate(plan)).events() if event["ph"] == "X")
+    assert found == sorted(text for program in plan.programs for text in program)
+
+
+def test_parameters_have_copies(reports: Reports) -> None:
+    """Otherwise nothing above would have summed gradients of copies; a tied one stands twice on a rank that has one."""
+    holders = {
+        rank for rank, report in reports["down and up full"].items() if "embedding.token.weight" in report["parameters"]
+    }
+    assert holders == {0, 3}
+    tied = {"b0.layers.0.weight", "b4.layers.0.weight"}
+    both = [
+        rank for rank, report in reports["two, one, two replicas full"].items() if tied <= set(report["parameters"])
+    ]
+    assert both == [0]
+
+
+def test_parts_and_whole_micro_batches_are_sent_together() -> None:
+    plan, _ = cases()["two in parts full"]
+    texts = set(plan.programs[2])
+    assert {"2F1.0", "2F1.1", "2SEND_F1", "2SEND_F0.0"} <= texts
+    assert "2SEND_F0" not in texts

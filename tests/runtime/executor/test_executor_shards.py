@@ -1,0 +1,279 @@
+"""Blocks split over devices train as an unsplit run, on real processes: the papers' shapes and tensor parallelism."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pipeplan.check import check
+from pipeplan.costs.presets import device_preset
+from pipeplan.costs.testbeds import cluster_of_paper
+from pipeplan.errors import UsageError
+from pipeplan.frontier.configurations.building import CostOptions, cost_model
+from pipeplan.frontier.tracking import track
+from pipeplan.model import Mesh, PlacedStage, Plan
+from pipeplan.planner.strategies import plan_of_strategy
+from pipeplan.runtime.estimator import estimate_model
+from pipeplan.runtime.loading import load_model
+from pipeplan.runtime.training import require_splittable
+from runtime_support import models as runtime_models
+from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, model_plan, placed_plan, reports_of
+
+WORDED, TRANSLATING, PAIRING = (f"runtime_support.models:{name}" for name in ("worded", "translating", "pairing"))
+ALL = (0, 1, 2, 3)
+
+Group = tuple[str, tuple[int, ...], int]
+"""Blocks of a stage, its devices, and how many of them split each block."""
+
+SHAPES: dict[str, tuple[str, list[Group]]] = {
+    "M": (
+        WORDED,
+        [("words", ALL, 4), ("shift b0", (0,), 1), ("b1", (1,), 1), ("b2", (2,), 1), ("b3 head", (3,), 1)],
+    ),
+    "mllm": (
+        WORDED,
+        [
+            ("shift", (3,), 1),
+            ("words", ALL, 4),
+            ("b0", (0,), 1),
+            ("b1", (1,), 1),
+            ("b2", (2,), 1),
+            ("b3", (3,), 1),
+            ("head", ALL, 4),
+        ],
+    ),
+    "NN": (
+        TRANSLATING,
+        [
+            ("words", ALL, 4),
+            ("b0", (0,), 1),
+            ("b1", (1,), 1),
+            ("others", ALL, 4),
+            ("b2", (2,), 1),
+            ("b3 head", (3,), 1),
+        ],
+    ),
+    "K": (
+        PAIRING,
+        [
+            ("words left0", (0,), 1),
+            ("left1", (1,), 1),
+            ("others right0", (2,), 1),
+            ("right1", (3,), 1),
+            ("join head", ALL, 4),
+        ],
+    ),
+    "two shards, two replicas": (WORDED, [("shift words b0", (0, 1, 2, 3), 2), ("b1 b2 b3 head", (3, 2, 1, 0), 2)]),
+    "shards in another order": (
+        WORDED,
+        [("shift words", (0, 1), 2), ("b0 b1", (2, 3), 2), ("b2 b3", (1, 3, 0, 2), 2), ("head", (1, 0), 2)],
+    ),
+    "tensor-parallel GPT-2": (
+        "gpt2-tiny",
+        [
+            ("embedding layer0.attention layer0.ffn layer1.attention", ALL, 2),
+            ("layer1.ffn layer2.attention", (2, 0), 1),
+            ("layer2.ffn layer3.attention layer3.ffn head", (1, 3), 2),
+        ],
+    ),
+    "four, three, two and one": (
+        TRANSLATING,
+        [("words b0", ALL, 4), ("b1", (3, 1, 0), 3), ("others b2", (2, 3), 2), ("b3", (1,), 1), ("head", ALL, 4)],
+    ),
+}
+CONFIGURATIONS: dict[str, tuple[str, list[tuple[str, tuple[int, ...], int, str]]]] = {
+    "words over 4, layers 2 x 2": (
+        "gpt2-tiny",
+        [
+            (
+                "embedding layer0.attention layer0.ffn layer1.attention layer1.ffn layer2.attention layer2.ffn "
+                "layer3.attention layer3.ffn head",
+                (2, 0, 1, 3),
+                4,
+                "shards4 samples2-shards2 samples4 shards2-samples2 samples2-shards2 copies2-shards2 copies4 "
+                "samples2-copies2 shards4 shards4",
+            )
+        ],
+    ),
+    "a width cut, in two stages": (
+        "gpt2-tiny",
+        [
+            (
+                "embedding layer0.attention layer0.ffn layer1.attention layer1.ffn",
+                ALL,
+                4,
+                "hidden2-shards2 samples2-shards2 shards2-samples2 copies2-shards2 samples4",
+            ),
+            (
+                "layer2.attention layer2.ffn layer3.attention layer3.ffn head",
+                ALL,
+                2,
+                "samples2 shards2 samples2 shards2 samples2",
+            ),
+        ],
+    ),
+    "matrix products": (
+        "candle-uno-tiny",
+        [
+            (
+                "branch0.layer0 branch0.layer1 branch1.layer0 branch1.layer1 branch2.layer0 branch2.layer1 "
+                "concatenation head",
+                ALL,
+                4,
+                "columns4 rows4 rows2-columns2 columns2-rows2 samples2-columns2 rows2-samples2 shards4 samples4",
+            )
+        ],
+    ),
+    "one shift for all samples": (
+        WORDED,
+        [
+            (
+                "shift words b0 b1 b2 b3 head",
+                ALL,
+                4,
+                "shards4 samples4 samples2-shards2 shards2-samples2 copies2-samples2 samples4 samples2-shards2",
+            )
+        ],
+    ),
+}
+"""Blocks of a stage, its devices, how many of them split each block, and how they do."""
+
+OPERATORS = {
+    "embedding": ["hidden4"],
+    "norm": ["samples2-places2", "features4", "features2-copies2"],  # the second one behind a sum by places4
+    "product": ["rows2-columns2", "samples4", "columns4", "places2-rows2"],
+    "attention-core": ["places2-features2", "features4"],
+    "activation": ["features4", "samples2-features2"],
+    "add": ["places4", "features2-samples2", "copies4"],
+    "loss": ["features2-places2"],
+}
+"""How blocks of a model by operator are split, in turn, on devices in another order than their numbers."""
+
+FRONTIERS = ("tessel-gpt-tiny", "gpt2-tiny-operators", "candle-uno-tiny")
+"""Models of whose frontier on four devices the middle strategy is trained with."""
+
+SIZES = {"two shards, two replicas": [2, 4], "four, three, two and one": [1, 2, 4, 2, 1]}
+
+
+@functools.cache
+def cases() -> dict[str, Case]:
+    """Plans with full and split backward, the former with recomputation, too."""
+    found: dict[str, Case] = {}
+    for name, (model, groups) in SHAPES.items():
+        sizes = SIZES.get(name, [2] * len(groups))
+        stages = [
+            PlacedStage(
+                blocks=tuple(blocks.split()),
+                devices=devices,
+                shards=shards,
+                replicas=len(devices) // shards,
+                microbatch_size=size,
+            )
+            for (blocks, devices, shards), size in zip(groups, sizes, strict=True)
+        ]
+        for kind, split, recompute in (("full", False, False), ("split", True, False), ("recomputed", True, True)):
+            plan = placed_plan(
+                load_model(model), stages, num_microbatches=4, microbatch_size=2, split=split, recompute=recompute
+            )
+            found[f"{name} {kind}"] = plan, replace(TRAINING, model=model)
+    for name, (model, parts) in CONFIGURATIONS.items():
+        stages = [
+            PlacedStage(
+                blocks=tuple(blocks.split()),
+                devices=devices,
+                shards=shards,
+                replicas=len(devices) // shards,
+                configurations=tuple(ways.split()),
+            )
+            for blocks, devices, shards, ways in parts
+        ]
+        for kind, split, recompute in (("full", False, False), ("split", True, True)):
+            plan = placed_plan(
+                load_model(model), stages, num_microbatches=2, microbatch_size=4, split=split, recompute=recompute
+            )
+            found[f"{name} {kind}"] = plan, replace(TRAINING, model=model)
+    found["by operator"] = by_operator(), replace(TRAINING, model="gpt2-tiny-operators")
+    for model in FRONTIERS:
+        found[f"frontier of {model}"] = middle_of_frontier(model), replace(TRAINING, model=model)
+    return found
+
+
+def by_operator() -> Plan:
+    """Every operator in its own way; slices of places, samples and features become one another."""
+    model, turns = load_model("gpt2-tiny-operators"), {name: itertools.cycle(ways) for name, ways in OPERATORS.items()}
+    stage = PlacedStage(
+        blocks=tuple(block.id for block in model.blocks),
+        devices=(3, 1, 0, 2),
+        shards=4,
+        configurations=tuple(next(turns[block.operator]) for block in model.blocks),
+    )
+    return placed_plan(model, [stage], num_microbatches=2, microbatch_size=4, split=True)
+
+
+def middle_of_frontier(name: str) -> Plan:
+    """The plan of the strategy in the middle of a model's frontier, for two micro-batches in flight."""
+    cluster = cluster_of_paper("tensoropt", 4)
+    preset = device_preset("v100-16gb")
+    model = load_model(name)
+    shards = (1,) if model.sharded is None else (1, 2, 4)
+    profile = estimate_model(model, (1, 2, 4), device=preset, dtype=torch.float32, shards=shards)
+    options = CostOptions(blocks=True, microbatches=2, in_flight=2)
+    built = cost_model(profile, cluster, 4, 4, options=options)
+    found = track(built.graph)
+    strategy = found.strategy(len(found.memory_bytes) // 2)
+    return plan_of_strategy(profile, built, strategy, cluster=cluster)
+
+
+@pytest.fixture(scope="module")
+def reports() -> Reports:
+    """[case][rank] what 4 real processes report, started once for all cases."""
+    return reports_of(cases())
+
+
+@pytest.mark.parametrize("name", list(cases()))
+def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
+    plan, options = cases()[name]
+    check(plan).require(name)
+    assert_as_unsplit(load_model(options.model), options, reports[name])
+
+
+@pytest.mark.parametrize("model", FRONTIERS)
+def test_the_middle_of_a_frontier_is_a_mixture(model: str) -> None:
+    """Neither one way for all blocks nor whole ones: otherwise the case above would say little."""
+    plan, _ = cases()[f"frontier of {model}"]
+    (stage,) = plan.stages
+    axes = {name for text in stage.configurations for name, _ in Mesh.parse(text).axes}
+    assert len(set(stage.configurations)) >= 3
+    assert len(axes) >= 3
+
+
+def test_ranks_have_shares(reports: Reports) -> None:
+    """Otherwise nothing above would have split anything; 11 words are shared by 4 as 3, 3, 3 and 2."""
+    rows = [reports["mllm full"][rank]["shapes"]["words.table.weight"] for rank in ALL]
+    assert rows == [[[3, 8]], [[3, 8]], [[3, 8]], [[2, 8]]]
+
+
+def test_a_parameter_counts_once_whatever_copies_and_shares_there_are(reports: Reports) -> None:
+    """What ranks say is theirs to count adds up to the model."""
+    for name, (_, options) in cases().items():
+        model = load_model(options.model)
+        tied = {holder for _, *others in model.tied for holder in others}
+        whole = sum(
+            parameter.numel()
+            for block in model.blocks
+            for parameter_name, parameter in block.build().named_parameters()
+            if (block.id, parameter_name) not in tied
+        )
+        assert sum(report["counted"] for report in reports[name].values()) == whole, name
+
+
+def test_a_block_that_cannot_be_split_is_refused() -> None:
+    plan = model_plan(runtime_models.branches(), [0, 1])
+    stages = (plan.stages[0], plan.stages[1].model_copy(update={"devices": (0, 1), "shards": 2}))
+    told = r"stages\[1\] splits its blocks over 2 devices, and block '\w+' .*it does not say how.*with --spread no"
+    with pytest.raises(UsageError, match=told):
+        require_splittable(plan.model_copy(update={"stages": stages}), runtime_models.branches())

@@ -1,0 +1,54 @@
+"""Points of frontiers over whole plans: pipelines whose stages split each block in a way of its own train as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+import torch
+
+from pipeplan.costs.presets import device_preset
+from pipeplan.costs.testbeds import cluster_of_paper
+from pipeplan.model import Plan
+from pipeplan.partition.block_splits import GroupSplits
+from pipeplan.planner import Batch, Options, Request
+from pipeplan.planner.candidates import Candidate
+from pipeplan.planner.finishing import planned
+from pipeplan.planner.frontier_partitions import chains
+from pipeplan.planner.trials import Trial
+from pipeplan.runtime.estimator import estimate_model
+from pipeplan.runtime.loading import load_model
+from pipeplan.runtime.model import Model
+from pipeplan.simulate.memory import peak_memory
+from pipeplan.simulate.simulation import simulate
+from runtime_support.threads import require_equal_to_unsplit
+
+
+def pipelines(model: Model, num_devices: int) -> Iterator[Plan]:
+    """Plans of partitions in which some stage has blocks that are split differently."""
+    shards = (1,) if model.sharded is None else (1, 2)
+    profile = estimate_model(model, (1, 2, 4), device=device_preset("v100-16gb"), dtype=torch.float32, shards=shards)
+    cluster = cluster_of_paper("tensoropt", num_devices)
+    batch, options = Batch(4, 4), Options()
+    request = Request(profile, "auto", num_devices, None, batch, (4,), options, cluster, None, None)
+    for asked in chains(request, GroupSplits(profile, cluster)):
+        assert isinstance(asked.candidate, Candidate)
+        stages = asked.candidate.placement.stages
+        if len(stages) > 1 and any(len(set(stage.configurations)) > 1 for stage in stages):
+            trial = Trial.of(asked.request, asked.candidate)
+            trial.look()
+            if trial.best is None:  # its schedule does not fit
+                continue
+            peak = max(device.peak_bytes for device in peak_memory(trial.best.graph, trial.best.orders))
+            plan = planned(asked.request, trial.candidate, trial.settled, trial.best.workload)
+            assert peak == max(device.peak_bytes for device in simulate(plan).memory)
+            yield plan
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "gpt2-tiny-operators"])
+def test_pipelines_of_split_blocks_train_as_an_unsplit_run(name: str) -> None:
+    model = load_model(name)
+    plans = list(islice(pipelines(model, 4), 5))
+    assert plans
+    require_equal_to_unsplit(model, plans[-1])

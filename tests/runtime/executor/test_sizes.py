@@ -1,0 +1,116 @@
+"""A model that is not as large as the plan's is told of, and nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from builders.orders import gpipe_orders
+from builders.plans import plan_of
+from pipeplan.costs import build_workload
+from pipeplan.costs.presets import device_preset
+from pipeplan.costs.testbeds import cluster_of_paper
+from pipeplan.frontier.configurations.building import CostOptions, cost_model
+from pipeplan.frontier.tracking import track
+from pipeplan.model import CostRow, PlacedStage, Placement, Plan, Source
+from pipeplan.planner.strategies import plan_of_strategy
+from pipeplan.runtime.assembly import profile_of
+from pipeplan.runtime.estimator import estimate_model
+from pipeplan.runtime.loading import load_model
+from pipeplan.runtime.model import Model
+from pipeplan.runtime.program import programs_of
+from pipeplan.runtime.sizes import other_sizes, warn_of_other_sizes
+from pipeplan.runtime.survey import survey
+from pipeplan.runtime.training import travelling
+from pipeplan.units import format_bytes
+
+FORMATS = [torch.float16, torch.float32, torch.float64]
+
+
+def plan_for(model: Model, dtype: torch.dtype = torch.float32, replicas: int = 1, shards: int = 1) -> Plan:
+    """Two stages, the second with several devices, from a profile with the model's true sizes."""
+    rows = [CostRow(microbatch_size=n, shards=s, forward_ns=1, backward_ns=2) for n in (1, 2, 4) for s in (1, 2)]
+    names = [block.id for block in model.blocks]
+    profile = profile_of(model, survey(model, dtype), dict.fromkeys(names, rows), Source(method="estimated"))
+    devices = tuple(range(1, 1 + replicas * shards))
+    half = len(names) // 2
+    stages = (
+        PlacedStage(blocks=tuple(names[:half]), devices=(0,)),
+        PlacedStage(blocks=tuple(names[half:]), devices=devices, replicas=replicas, shards=shards),
+    )
+    placement = Placement(strategy="by-hand", num_devices=1 + len(devices), stages=stages)
+    workload = build_workload(profile, placement, num_microbatches=2, microbatch_size=4)
+    return plan_of(workload, gpipe_orders(workload))
+
+
+def told(plan: Plan, model: Model, dtype: torch.dtype = torch.float32) -> str | None:
+    programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
+    return other_sizes(plan, programs, model, travelling(programs[0], model, dtype), dtype)
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "tessel-mt5-tiny", "mmt-tiny"])
+@pytest.mark.parametrize(("replicas", "shards"), [(1, 1), (2, 1), (1, 2)])
+def test_nothing_is_told_of_the_same_model(name: str, replicas: int, shards: int) -> None:
+    model = load_model(name)
+    plan = plan_for(model, replicas=replicas, shards=shards)
+    assert any(hop.bytes for dependency in plan.dependencies for hop in dependency.hops)
+    assert told(plan, model) is None
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny-operators", "candle-uno-tiny"])
+def test_nothing_is_told_of_a_strategy_either(name: str) -> None:
+    """Parameters are cut along some of a mesh's axes; devices that share samples, or do the same, have all."""
+    model, cluster = load_model(name), cluster_of_paper("tensoropt", 4)
+    profile = estimate_model(model, (4,), device=device_preset("v100-16gb"), dtype=torch.float32)
+    built = cost_model(profile, cluster, 4, 4, options=CostOptions(blocks=True))
+    found = track(built.graph)
+    for point in (0, len(found.memory_bytes) // 2, len(found.memory_bytes) - 1):
+        assert told(plan_of_strategy(profile, built, found.strategy(point), cluster=cluster), model) is None
+
+
+@pytest.mark.parametrize("planned", FORMATS)
+@pytest.mark.parametrize("run", FORMATS)
+def test_another_format_is_no_other_size(planned: torch.dtype, run: torch.dtype) -> None:
+    assert told(plan_for(load_model("gpt2-tiny"), planned), load_model("gpt2-tiny"), run) is None
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("sequence", [4, 8, 15])
+def test_another_sequence(sequence: int, dtype: torch.dtype) -> None:
+    """Also where a twice as long sequence looks like numbers of twice the bytes."""
+    plan, model = plan_for(load_model("gpt2-tiny", sequence=sequence)), load_model("gpt2-tiny")
+    planned, sent = format_bytes(sequence * 32 * 4), format_bytes(16 * 32 * dtype.itemsize)
+    assert told(plan, model, dtype) == (
+        f"the plan expects {planned} per sample from stage 0 to 1 and the model sends {sent}"
+    )
+
+
+def test_stages_that_send_nothing_are_told_by_their_parameters() -> None:
+    model = load_model("gpt2-tiny")
+    plan = plan_for(model)
+    first = plan.stages[0].model_copy(update={"parameter_bytes": plan.stages[0].parameter_bytes * 3})
+    text = told(plan.model_copy(update={"stages": (first, *plan.stages[1:])}), model)
+    assert text is not None
+    assert "of parameters on each device of stage 0" in text
+
+
+def test_sizes_the_plan_does_not_know() -> None:
+    model = load_model("gpt2-tiny", sequence=8)
+    plan = plan_for(model)
+    stages = tuple(stage.model_copy(update={"parameter_bytes": 0}) for stage in plan.stages)
+    unknown = tuple(
+        dependency.model_copy(update={"hops": tuple(hop.model_copy(update={"bytes": 0}) for hop in dependency.hops)})
+        for dependency in plan.dependencies
+    )
+    assert told(plan.model_copy(update={"stages": stages, "dependencies": unknown}), load_model("gpt2-tiny")) is None
+
+
+def test_it_is_a_warning_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    plan, model = plan_for(load_model("gpt2-tiny", sequence=4)), load_model("gpt2-tiny")
+    programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
+    specs = travelling(programs[0], model, torch.float32)
+    warn_of_other_sizes(plan, programs, model, specs, torch.float32)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("pipeplan: warning: the plan expects 512B per sample from stage 0 to 1 and the model sends")
+    assert "another --sequence?" in err

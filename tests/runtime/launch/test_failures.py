@@ -1,0 +1,254 @@
+"""A rank that is killed, hangs or raises ends the run with one message that names it, and leaves no process."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from pipeplan.errors import ExecutionError, PipeplanError, UsageError
+from pipeplan.model import PlacedStage, Plan, write_file
+from pipeplan.runtime.failures import Cause, Failure, cause_of, verdict
+from pipeplan.runtime.launch import run_local
+from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.progress import Board, Phase
+from runtime_support import models as runtime_models
+from runtime_support.faults import MARK, left_over
+from runtime_support.plans import model_plan, placed_plan
+
+SECOND = 10**9
+MODELS = "runtime_support.models"
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A word in the environment of everything a test starts; at the end nothing that has it may live."""
+    word = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, word)
+    yield word
+    assert left_over(word) == [], "processes are left over"
+
+
+def plan_on(num_devices: int) -> Plan:
+    return model_plan(
+        runtime_models.breaking(lambda: None), list(range(num_devices)), num_microbatches=4, microbatch_size=1
+    )
+
+
+def split_plan() -> Plan:
+    """A block on all three devices, and one on each."""
+    stages = [PlacedStage(blocks=("b0",), devices=(2, 1, 0), shards=3)]
+    stages += [PlacedStage(blocks=(block,), devices=(device,)) for device, block in enumerate(["b1", "b2", "end"])]
+    model = runtime_models.breaking_share(lambda: None)
+    return placed_plan(model, stages, num_microbatches=4, microbatch_size=1)
+
+
+def failure_of(model: str, num_devices: int, timeout_s: float, plan: Plan | None = None) -> tuple[PipeplanError, float]:
+    """How a run ends, and the seconds from its first step on that it took."""
+    options = RunOptions(
+        f"{MODELS}:{model}",
+        num_steps=3,
+        dtype="float64",
+        timeout_ns=round(timeout_s * SECOND),
+        num_threads=1,
+    )
+    steps: list[float] = []
+    with pytest.raises(PipeplanError) as caught:
+        run_local(plan or plan_on(num_devices), options, lambda _: steps.append(time.monotonic()))
+    return caught.value, time.monotonic() - steps[0]
+
+
+WHERE = r"in 1F1 \(step 1, program counter \d+ of \d+\)"
+"""Block b2 breaks on its sixth forward: micro-batch 1 of step 1. It is in stage 1 of 2 or 3."""
+
+
+@pytest.mark.parametrize(
+    ("model", "num_devices", "told"),
+    [
+        ("killed", 3, rf"^rank 1 was killed \(SIGKILL\) {WHERE}; often because memory ran out$"),
+        ("raising", 2, rf"^rank 1 failed {WHERE}: block 'b2': ValueError: boom$"),
+    ],
+)
+def test_death_and_exceptions(
+    model: str, num_devices: int, told: str, mark: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    error, seconds = failure_of(model, num_devices, timeout_s=60)
+    assert isinstance(error, ExecutionError)
+    assert re.match(told, str(error)), str(error)
+    assert seconds < 30, "the run should end at once, not after the timeout"
+    output = capfd.readouterr()
+    assert output.out == ""
+    assert ("ValueError: boom" in output.err) == (model == "raising"), "a block's traceback is shown, and no other"
+    assert "/pipeplan/runtime/" not in output.err, "it begins where our own code ends"
+
+
+def test_a_stopped_rank(mark: str) -> None:
+    error, seconds = failure_of("stopped", 3, timeout_s=2)
+    assert isinstance(error, ExecutionError)
+    assert re.match(rf"^rank 1 hangs {WHERE}; ", str(error)), str(error)
+    assert "raise --timeout (now 2s)" in str(error)
+    assert 1.5 < seconds < 30
+
+
+@pytest.mark.parametrize(
+    ("model", "timeout_s", "told"),
+    [
+        ("share_killed", 60, r"^rank 1 was killed \(SIGKILL\) in 0F1 \(step 1, .*\); often because memory ran out$"),
+        ("share_raising", 60, r"^rank 1 failed in 0F1 \(step 1, .*\): block 'b0': ValueError: boom$"),
+        ("share_stopped", 2, r"^rank 1 hangs in 0F1 \(step 1, .*raise --timeout \(now 2s\)$"),
+    ],
+)
+def test_a_rank_that_others_wait_for_inside_a_split_block(model: str, timeout_s: float, told: str, mark: str) -> None:
+    error, seconds = failure_of(model, 3, timeout_s, split_plan())
+    assert isinstance(error, ExecutionError)
+    assert re.match(told, str(error)), str(error)
+    assert seconds < 30
+
+
+def test_a_tensor_unlike_the_declared_one(mark: str) -> None:
+    options = RunOptions(f"{MODELS}:lying", num_steps=1, dtype="float64")
+    with pytest.raises(ExecutionError, match=r"^rank 0 failed in 0F0 .*: block 'b1' made float16\[1, 8\], and the"):
+        run_local(plan_on(2), options, lambda _: None)
+
+
+def test_another_model_is_refused_once(mark: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match=r"stages\[0\] of the plan has block 'b0', which model 'gpt2-tiny' has not"):
+        run_local(plan_on(2), RunOptions("gpt2-tiny"), lambda _: None)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)], ids=["interrupted", "killed"]
+)
+def test_ranks_die_with_their_parent(sent: int, status: int, mark: str, tmp_path: Path) -> None:
+    """Also when it is killed, which it cannot notice."""
+    path = tmp_path / "plan.json"
+    write_file(plan_on(2), str(path))
+    command = [
+        sys.executable,
+        "-m",
+        "pipeplan",
+        "run",
+        str(path),
+        "--model",
+        f"{MODELS}:sleeping",
+        "--local",
+    ]
+    with tempfile.TemporaryFile() as sink:
+        parent = subprocess.Popen([*command, "--dtype", "float64"], stdout=sink, stderr=sink)
+        until = time.monotonic() + 60
+        while len(left_over(mark)) < 3 and time.monotonic() < until:
+            time.sleep(0.05)
+        assert len(left_over(mark)) == 3
+        parent.send_signal(sent)
+        assert parent.wait(timeout=30) == status
+    until = time.monotonic() + 10
+    while left_over(mark) and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+# What a report is made of, without processes
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    with tempfile.TemporaryFile() as file:
+        file.truncate(Board.size(4))
+        yield Board(file.fileno(), 4)
+
+
+PROGRAMS = [("0F0", "0F1"), ("1RECV_F0", "1F0"), ("2RECV_F0", "2F0"), ("3RECV_F0", "3F0")]
+
+
+def test_positions_in_words(board: Board) -> None:
+    assert board.read(2).describe(PROGRAMS[2]) == "on another machine"
+    board.write(2, Phase.WAITING, 5, 0, 1)
+    assert board.read(2).describe(PROGRAMS[2]) == "in 2RECV_F0 (step 5, program counter 0 of 2)"
+    board.write(2, Phase.UPDATING, 5, -1, -1)
+    assert board.read(2).describe(PROGRAMS[2]) == "in step 5, behind its program: optimizer step"
+
+
+def test_the_culprit_is_whom_the_chain_of_waits_ends_at(board: Board) -> None:
+    board.write(1, Phase.RUNNING, 0, 1, -1)
+    board.write(2, Phase.WAITING, 0, 0, 1)
+    board.write(3, Phase.WAITING, 0, 0, 2)
+    board.write(0, Phase.RUNNING, 0, 1, -1)
+    assert board.culprit(3) == 1
+    assert board.culprit(1) == 1
+
+
+def test_in_a_circle_the_culprit_has_stood_still_for_longest(board: Board) -> None:
+    """Rank 1 was stopped while it waited for rank 2, which has sent since and now waits for rank 1."""
+    for rank, peer in ((1, 2), (0, 1), (2, 1), (3, 2)):
+        board.write(rank, Phase.WAITING, 0, 0, peer)
+        time.sleep(0.001)
+    assert [board.culprit(rank) for rank in (3, 2)] == [1, 1]
+
+
+def test_a_stopped_process_is_the_culprit_wherever_it_stands(board: Board) -> None:
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        for rank in range(4):
+            board.write(rank, Phase.REPORTING, 0, -1, -1)
+        with patch("os.getpid", lambda: sleeper.pid):
+            board.sign(2)
+        assert board.stopped == []
+        sleeper.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
+        assert board.stopped == [2]
+        assert {board.culprit(rank) for rank in range(4)} == {2}
+        board.wake()
+        assert board.stopped == []
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    assert board.gone == [2]
+    lost = Failure(0, Cause.LOST, "rank 0 lost the others")
+    assert str(verdict([lost], {}, board, PROGRAMS, SECOND)) == (
+        "rank 0 lost the others; rank 2 was last in step 0, behind its program: reporting the loss"
+    )
+
+
+def test_where_all_are_awaited_the_culprit_is_the_one_that_works(board: Board) -> None:
+    for rank in (0, 1, 3):
+        board.write(rank, Phase.REPORTING, 0, -1, -1)
+    board.write(2, Phase.UPDATING, 0, -1, -1)
+    assert board.culprit(0) == 2
+
+
+def test_a_verdict_prefers_causes_to_effects(board: Board) -> None:
+    for rank in range(4):
+        board.write(rank, Phase.RUNNING, 0, 1, -1)
+    lost = Failure(0, Cause.LOST, "rank 0 lost rank 1 in 0F1: closed", peer=1)
+    late = Failure(2, Cause.TIMEOUT, "rank 2 got nothing")
+    raised = Failure(3, Cause.RAISED, "rank 3 failed")
+    refused = Failure(1, Cause.REFUSED, "no such model", exit_code=2)
+
+    def said(failures: list[Failure], deaths: dict[int, int]) -> str:
+        return str(verdict(failures, deaths, board, PROGRAMS, SECOND))
+
+    assert isinstance(verdict([raised, refused], {}, board, PROGRAMS, SECOND), UsageError)
+    assert said([lost, late, raised], {1: -9}) == "rank 3 failed"
+    assert said([lost, late], {1: -15}) == "rank 1 was killed (SIGTERM) in 1F0 (step 0, program counter 1 of 2)"
+    assert said([], {2: 3}) == "rank 2 ended with exit code 3 in 2F0 (step 0, program counter 1 of 2)"
+    assert said([lost, late], {}).startswith("rank 2 got nothing; if it is only slow")
+    assert said([lost], {}) == f"{lost.text}; rank 1 was last in 1F0 (step 0, program counter 1 of 2)"
+
+
+def test_transport_errors_lose_their_source_lines() -> None:
+    late = RuntimeError("[/somewhere/unbound_buffer.cc:78] Timed out waiting 500ms for recv operation to complete")
+    absent = RuntimeError("wait timeout after 60000ms, keys: /pipeplan/0//cpu//0/1")
+    gone = RuntimeError("[/somewhere/pair.cc:537] Connection closed by peer [127.0.0.1]:4. Check the logs of it")
+    assert cause_of(late) == (Cause.TIMEOUT, "Timed out waiting 500ms for recv operation to complete")
+    assert cause_of(absent)[0] == Cause.TIMEOUT
+    assert cause_of(gone) == (Cause.LOST, "Connection closed by peer [127.0.0.1]:4")

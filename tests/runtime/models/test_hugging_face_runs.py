@@ -1,0 +1,87 @@
+"""Hugging Face configurations train with plans as transformers' own models would, in fp64 to 1e-9."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from pipeplan.runtime.hugging_face import load
+from pipeplan.runtime.loading import load_model
+from pipeplan.runtime.model import Model
+from pipeplan.runtime.options import RunOptions
+from runtime_support.hugging_face import ARGUMENTS, SEQUENCE, batch_for, captured, eager_experts, text
+from runtime_support.hugging_face import whole as original
+from runtime_support.plans import Case, Reports, assert_as_unsplit, model_plan, reports_of
+from runtime_support.threads import run_in_threads
+
+NAMES = ["gpt2", "llama", "bert", "t5"]
+SEED = 3
+
+
+@functools.cache
+def model_of(name: str) -> Model:
+    return load_model(text(name), sequence=SEQUENCE, seed=SEED)
+
+
+@functools.cache
+def cases() -> dict[str, Case]:
+    """GPT-2 and T5 with split backward, Llama with recomputation, BERT in a circle."""
+    found = {}
+    for name in NAMES:
+        options = RunOptions(
+            text(name),
+            SEQUENCE,
+            num_steps=2,
+            seed=SEED,
+            dtype="float64",
+            learning_rate=1e-2,
+            weight_decay=0.1,
+            clip_norm=0.1,
+        )
+        devices = [0, 1, 2, 3, 0, 1] if name == "bert" else [0, 1, 2, 3]
+        plan = model_plan(
+            model_of(name), devices, num_microbatches=3, split=name in ("gpt2", "t5"), recompute=name == "llama"
+        )
+        found[name] = (plan, options)
+    return found
+
+
+@pytest.fixture(scope="module")
+def reports() -> Reports:
+    return reports_of(cases())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
+    assert_as_unsplit(model_of(name), cases()[name][1], reports[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_transformers_own_model(name: str, reports: Reports) -> None:
+    """Before the first update: the loss of the model in one piece."""
+    plan, _ = cases()[name]
+    whole = load(text(name), sequence=SEQUENCE, seed=SEED)
+    batch = whole.batch(plan.mini_batch, 0, SEED)
+    loss = float(whole.module.double()(**batch).detach()) / whole.predictions(batch)
+    for report in reports[name].values():
+        assert report["losses"][0] == pytest.approx(loss, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["mistral", "mixtral", "qwen2", "qwen3", "flava", "mt5"])
+def test_other_families_give_transformers_loss(name: str) -> None:
+    """All ranks in this process. CLIP's loss is one of whole micro-batches."""
+    model, whole = captured(name, "half"), original(name)
+    plan = model_plan(model, [0, 1, 2], num_microbatches=2)
+    batch = batch_for(whole, plan.mini_batch)
+    with eager_experts(whole):
+        loss = float(whole.module(**batch).detach()) / whole.predictions(batch)
+    assert run_in_threads(plan, model, 0).loss == pytest.approx(loss, rel=1e-9)
+
+
+def test_parameters_are_the_seeds() -> None:
+    assert set(NAMES) <= set(ARGUMENTS)
+    first, again, other = (load_model(text("gpt2"), sequence=SEQUENCE, seed=seed) for seed in (1, 1, 2))
+    weights = [model.build("embedding", 0).state_dict() for model in (first, again, other)]
+    assert all((weights[0][key] == weights[1][key]).all() for key in weights[0])
+    assert not all((weights[0][key] == weights[2][key]).all() for key in weights[0])

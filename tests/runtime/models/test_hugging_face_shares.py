@@ -1,0 +1,193 @@
+"""One device's share of a Hugging Face configuration: all shares together are the model; what they exchange."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeplan.errors import UsageError
+from pipeplan.runtime.hugging_face import Whole, load
+from pipeplan.runtime.hugging_face.sharding import share_of
+from runtime_support.hugging_face import (
+    HIDDEN,
+    NAMES,
+    SEQUENCE,
+    TOWERS,
+    WORDS,
+    batch_for,
+    captured,
+    eager_experts,
+    size,
+    text,
+    whole,
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shares_together_have_all_parameters(name: str) -> None:
+    """What is split once, what is whole on every device; a table's last share may be smaller."""
+    found = whole(name)
+    split = {id(found.module.get_parameter(key)) for key in found.ways}
+    sizes = [(parameter.numel(), id(parameter) in split) for parameter in found.module.parameters()]
+    expected = sum(count if is_split else 2 * count for count, is_split in sizes)
+    assert sum(size(share_of(found.module, found.ways, 2, rank)) for rank in range(2)) == expected
+    assert sum(count for count, is_split in sizes if is_split) > 0.3 * sum(count for count, _ in sizes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shares_together_compute_the_same(name: str) -> None:
+    """Two shares side by side, with sums where the plan has them, give the words or features of the whole model."""
+    found = whole(name)
+    batch = batch_for(found, 2)
+    with eager_experts(found), torch.no_grad():
+        expected = answer(name, found.module, batch)
+        shares = [share_of(found.module, found.ways, 2, rank) for rank in range(2)]
+        parts = Together(found, shares).run(lambda share: answer(name, share, batch))
+    made = torch.cat(parts, -1) if expected.shape != parts[0].shape else parts[0]
+    assert torch.allclose(made, expected, rtol=1e-9, atol=1e-9)
+
+
+def answer(name: str, module: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """Logits, or for two towers what they say about each sample."""
+    given = {"input_ids": batch["tokens"]}
+    if "decoder_tokens" in batch:
+        given["decoder_input_ids"] = batch["decoder_tokens"]
+    if "pixels" in batch:
+        given["pixel_values"] = batch["pixels"]
+    made = module.model(**given)
+    if name == "clip":
+        return torch.cat([made.text_embeds, made.image_embeds])
+    return module.head(made.multimodal_embeddings) if name == "flava" else made.logits
+
+
+class Together:
+    """Shares of a model in threads of their own that add up their parts as devices would."""
+
+    def __init__(self, found: Whole, shares: list[nn.Module]) -> None:
+        self.shares = shares
+        self.slots: list[Any] = [None] * len(shares)
+        self.barrier = threading.Barrier(len(shares), timeout=60)
+        for rank, share in enumerate(shares):
+            for key, way in found.ways.items():
+                owner = share.get_submodule(key.rpartition(".")[0])
+                if way == "rowwise":
+                    owner.register_forward_hook(partial(self.add_up, rank))
+                elif way == "words" and isinstance(owner, nn.Embedding):
+                    self.split_lookup(rank, owner)
+
+    def add_up(self, rank: int, module: nn.Module, _: Any, made: Tensor) -> Tensor:
+        """The sum over all shares, with the bias once."""
+        bias = getattr(module, "bias", None)
+        self.slots[rank] = made if bias is None else made - bias
+        self.barrier.wait()
+        total: Tensor = sum(self.slots[1:], self.slots[0])
+        self.barrier.wait()
+        return total if bias is None else total + bias
+
+    def split_lookup(self, rank: int, table: nn.Embedding) -> None:
+        """Each share looks up its own words; those of others give nothing."""
+        first = rank * -(-WORDS // len(self.shares))
+        original = table.forward
+
+        def look_up(tokens: Tensor) -> Tensor:
+            mine = (tokens >= first) & (tokens < first + table.num_embeddings)
+            made = original(torch.where(mine, tokens - first, 0)) * mine[..., None]
+            return self.add_up(rank, nn.Identity(), None, made)
+
+        table.forward = look_up  # type: ignore[method-assign]  # only here
+
+    def run(self, work: Callable[[nn.Module], Tensor]) -> list[Tensor]:
+        with ThreadPoolExecutor(len(self.shares)) as pool:
+            return list(pool.map(lambda share: no_grad(work, share), self.shares))
+
+
+def no_grad(work: Callable[[nn.Module], Tensor], share: nn.Module) -> Tensor:
+    with torch.no_grad():  # is of a thread
+        return work(share)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_share_has_the_same_blocks_and_edges(name: str) -> None:
+    model, share = captured(name, "half"), captured(name, "half", 2)
+    assert [block.id for block in share.blocks] == [block.id for block in model.blocks]
+    assert share.edges == model.edges
+    assert [block.operator for block in share.blocks] == [block.operator for block in model.blocks]
+    for before, block in zip(model.blocks, share.blocks, strict=True):
+        assert size(block.build()) <= size(before.build())
+    assert not any(block.collectives for block in model.blocks)
+
+
+def test_one_device_needs_no_others() -> None:
+    assert not any(block.collectives for block in captured("gpt2", "half").sharded(1).blocks)
+
+
+HIDDEN_BYTES = SEQUENCE * HIDDEN * 4
+
+
+@pytest.mark.parametrize("name", [each for each in NAMES if each not in TOWERS])
+def test_collectives_of_half_layers(name: str) -> None:
+    reduced = {"F": HIDDEN_BYTES, "I": HIDDEN_BYTES}
+    for block in captured(name, "half", 2).blocks:
+        found = [(each.phase, each.bytes_per_sample) for each in block.collectives]
+        assert all(each.operation == "all_reduce" for each in block.collectives)
+        if block.operator in ("attention", "ffn", "moe"):
+            assert sorted(found) == sorted(reduced.items())
+        elif block.operator == "cross-attention":
+            assert sorted(found) == [("F", HIDDEN_BYTES), ("I", HIDDEN_BYTES), ("I", HIDDEN_BYTES)]
+        elif block.operator == "embedding" and block.samples:  # another looks up T5's position biases, of heads
+            assert found == [("F", HIDDEN_BYTES)]
+        elif block.operator == "head":
+            assert sorted(found) == [("F", SEQUENCE * 3 * 4), ("I", HIDDEN_BYTES)]
+        else:
+            assert not found
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "clip"])
+def test_collectives_do_not_depend_on_the_grain(name: str) -> None:
+    sums = []
+    for grain in ("layer", "half", "operator"):
+        blocks = captured(name, grain, 2).blocks  # type: ignore[arg-type]  # a grain by its name
+        sums.append(Counter((each.phase, each.bytes_per_sample) for block in blocks for each in block.collectives))
+    assert sums[0] == sums[1] == sums[2]
+
+
+def test_an_image_tower_reduces_its_own_tokens() -> None:
+    share = captured("flava", "half", 2)
+    patches = (16 // 8) ** 2 + 1
+    found = {block.id.partition(".")[0]: block.collectives for block in share.blocks if block.operator == "ffn"}
+    assert {each.bytes_per_sample for each in found["image_model"]} == {patches * HIDDEN * 4}
+    assert {each.bytes_per_sample for each in found["multimodal_model"]} == {(patches + SEQUENCE + 1) * HIDDEN * 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "reason"),
+    [
+        ("llama", 4, "2 key-value heads in LlamaConfig.*4 devices"),
+        ("gpt2", 3, "4 heads in GPT2Config.*3 devices"),
+        ("clip", 8, "4 heads in CLIP.*8 devices"),
+    ],
+)
+def test_what_cannot_be_split_is_named(name: str, devices: int, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        captured(name, "half").sharded(devices)  # type: ignore[misc]  # is not None
+
+
+def test_a_width_that_cannot_be_split_is_named() -> None:
+    found = load(text("llama", intermediate_size=63), sequence=SEQUENCE, meta=True)
+    with pytest.raises(UsageError, match=r"gate_proj.*63 is not a multiple of 2"):
+        found.sharded(2)
+
+
+def test_a_share_of_a_model_without_data_has_none() -> None:
+    found = load("LlamaConfig(num_hidden_layers=1)", meta=True)
+    share = found.sharded(8)
+    assert all(tensor.is_meta for tensor in share.module.state_dict().values())
+    assert size(share.module) < size(found.module) / 7.9

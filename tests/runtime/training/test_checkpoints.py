@@ -1,0 +1,277 @@
+"""Training stops at any step and goes on under another plan, with the losses of a run that did not stop."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from pipeplan.errors import ExecutionError, UsageError
+from pipeplan.model import PlacedStage, Plan
+from pipeplan.runtime import training
+from pipeplan.runtime.checkpoint_files import CheckpointFolder
+from pipeplan.runtime.launch import watch_local
+from pipeplan.runtime.loading import load_model
+from pipeplan.runtime.options import RunOptions, StepResult
+from runtime_support.plans import PLACEMENTS, TOLERANCE, TRAINING, four_devices, model_plan, placed_plan
+
+RANK = (sys.executable, "-m", "runtime_support.checkpoint_rank")
+NUM_STEPS = 5
+OPERATORS = "gpt2-tiny-operators"
+TINY, DEEPER, ALL = "gpt2-tiny", "runtime_support.checkpoint_models:deeper", (0, 1, 2, 3)
+CHAIN, BRANCHES, WORDED = (f"runtime_support.models:{name}" for name in ("chain", "branches", "worded"))
+
+Leg = tuple[Plan, RunOptions, int]
+"""A plan, how it trains, and up to which step."""
+
+
+def chain_of(*groups: tuple[int, ...]) -> Plan:
+    """The chain's stages on these devices, each of a group a replica; mini-batches of 12 samples."""
+    cuts = [("b0", "b1"), ("b2",), ("b3",), ("b4", "end")]
+    stages = [
+        PlacedStage(blocks=blocks, devices=devices, replicas=len(devices), microbatch_size=4)
+        for blocks, devices in zip(cuts, groups, strict=True)
+    ]
+    return placed_plan(load_model(CHAIN), stages, num_microbatches=3, microbatch_size=4)
+
+
+def worded_on(*groups: tuple[str, tuple[int, ...], int]) -> Plan:
+    """Blocks of the model of words, on devices of which so many split each block."""
+    stages = [
+        PlacedStage(
+            blocks=tuple(blocks.split()),
+            devices=devices,
+            shards=shards,
+            replicas=len(devices) // shards,
+            microbatch_size=2,
+        )
+        for blocks, devices, shards in groups
+    ]
+    return placed_plan(load_model(WORDED), stages, num_microbatches=4, microbatch_size=2)
+
+
+def operators_as(*turns: str) -> Plan:
+    """A model by operator on four devices: its blocks split as their kinds can, in turn."""
+    model = load_model(OPERATORS)
+    ways = {"product": turns, "embedding": ("hidden2-shards2", "samples2-copies2"), "norm": ("features4", "places4")}
+    found = [ways.get(block.operator, ("samples4", "copies4")) for block in model.blocks]
+    stage = PlacedStage(
+        blocks=tuple(block.id for block in model.blocks),
+        devices=(1, 3, 0, 2),
+        shards=4,
+        configurations=tuple(each[number % len(each)] for number, each in enumerate(found)),
+    )
+    return placed_plan(model, [stage], num_microbatches=3, microbatch_size=4)
+
+
+@functools.cache
+def pairs() -> dict[str, tuple[str, list[Plan]]]:
+    """Models, and the plans under which one training goes on."""
+    tiny, branches = load_model(TINY), load_model(BRANCHES)
+    return {
+        "four devices, then two, then one": (
+            TINY,
+            [
+                model_plan(tiny, PLACEMENTS["v-shape"], split=True),
+                model_plan(tiny, [0, 1], num_microbatches=3, microbatch_size=4),
+                model_plan(tiny, [0], num_microbatches=6),
+            ],
+        ),
+        "replicas come and go": (CHAIN, [chain_of((0,), (1,), (2,), (3,)), chain_of((0, 1), (2,), (3, 0), (1,))]),
+        "and the other way round": (CHAIN, [chain_of((3, 2, 1, 0), (2, 1), (3,), (1, 0)), chain_of(*[(1,)] * 4)]),
+        "split over four, over two twice, then whole": (
+            WORDED,
+            [
+                worded_on(("words", ALL, 4), ("shift b0", (0,), 1), ("b1 b2", (1, 3), 2), ("b3 head", (3,), 1)),
+                worded_on(("shift words b0", (0, 1, 2, 3), 2), ("b1 b2 b3 head", (3, 2, 1, 0), 2)),
+                worded_on(("shift words b0 b1", (1,), 1), ("b2 b3 head", (0,), 1)),
+            ],
+        ),
+        "whole, then split over three": (
+            WORDED,
+            [
+                worded_on(("shift words b0 b1", (1,), 1), ("b2 b3 head", (0,), 1)),
+                worded_on(("shift words b0", (0,), 1), ("b1", (2, 1), 2), ("b2 b3", (3,), 1), ("head", (3, 1, 0), 3)),
+            ],
+        ),
+        "tiles, then other tiles, then stages": (
+            OPERATORS,
+            [
+                operators_as("rows2-columns2", "columns4", "rows4"),
+                operators_as("columns2-places2", "copies2-rows2", "samples4"),
+                model_plan(load_model(OPERATORS), [0, 1], num_microbatches=3, microbatch_size=4),
+            ],
+        ),
+        "branches": (BRANCHES, [model_plan(branches, [0, 1, 2, 3]), model_plan(branches, [2, 0], split=True)]),
+    }
+
+
+def legs_of(model: str, plans: Sequence[Plan], folder: Path, **options: Any) -> list[Leg]:
+    """Stop at random steps; the learning rate changes, and gradients are clipped."""
+    chosen = random.Random(f"{folder.name}").sample(range(1, NUM_STEPS), len(plans) - 1)
+    base = replace(TRAINING, model=model, num_steps=NUM_STEPS, checkpoint=str(folder), **options)
+    ends = [*sorted(chosen), NUM_STEPS]
+    return [
+        (four_devices(plan), replace(base, resume=index > 0), end)
+        for index, (plan, end) in enumerate(zip(plans, ends, strict=True))
+    ]
+
+
+def told(cases: Mapping[str, list[Leg]], *, dies: bool = False) -> dict[str, list[list[dict[str, Any]]]]:
+    """[case][rank][leg] what 4 real processes report."""
+    found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in cases}
+    job = {
+        name: [
+            {"plan": plan.model_dump_json(), "options": options.as_json(), "until": until}
+            for plan, options, until in legs
+        ]
+        for name, legs in cases.items()
+    }
+
+    def listen(rank: int, report: Mapping[str, Any]) -> None:
+        found[report["name"]].append(report["legs"])
+
+    watch_local([()] * 4, {"cases": job, "dies": dies}, TRAINING, listen, RANK)
+    return found
+
+
+def refusals(folder: Path) -> dict[str, list[Leg]]:
+    """Runs that a checkpoint of two steps does not fit."""
+    plan, other = model_plan(load_model(TINY), [0, 1, 2, 3]), chain_of((0,), (1,), (2,), (3,))
+    base = replace(TRAINING, num_steps=NUM_STEPS, checkpoint=str(folder))
+    again = replace(base, resume=True)
+    wrong: dict[str, Leg] = {
+        "in use": (plan, base, 5),
+        "seed": (plan, replace(again, seed=4), 5),
+        "optimizer": (plan, replace(again, optimizer="sgd"), 5),
+        "dtype": (plan, replace(again, dtype="float32"), 5),
+        "steps": (plan, replace(again, num_steps=2), 2),
+        "sequence": (plan, replace(again, sequence=8), 5),
+        "lr-steps": (plan, replace(again, lr_steps=8), 5),
+        "model": (other, replace(again, model=CHAIN), 5),
+        "mini-batch": (model_plan(load_model(TINY), [0, 1, 2, 3], num_microbatches=5), again, 5),
+        "width": (plan, replace(again, model="runtime_support.checkpoint_models:wider"), 5),
+        "deeper": (model_plan(load_model(DEEPER), [0, 1, 2, 3]), replace(again, model=DEEPER), 5),
+    }
+    nothing = (plan, replace(again, checkpoint=str(folder / "nowhere")), 5)
+    first = {"first": [(plan, base, 2)], "nothing": [nothing]}
+    return first | {name: [leg] for name, leg in wrong.items()}
+
+
+TOLD = {
+    "in use": "has step-00000002; give --resume, or another folder",
+    "seed": "step-00000002 was trained with --seed 3, and this run is with --seed 4; resume with the same",
+    "optimizer": "--optimizer adamw, and this run is with --optimizer sgd",
+    "dtype": "--dtype float64, and this run is with --dtype float32",
+    "steps": "--steps 2: .* has 2 steps behind it, which --steps counts, too; give more",
+    "lr-steps": "--lr-steps 5, and this run is with --lr-steps 8",
+    "model": "--model gpt2-tiny, and this run is with --model chain",
+    "mini-batch": "--mini-batch 12, and this run is with --mini-batch 10",
+    "width": r"parameters/embedding\.\S+ is float64\[16, 32\], and in the model float64\[20, 32\]; resume",
+    "deeper": r"without block layer4\.attention in --model, and this run is with block layer4\.attention \{",
+    "sequence": "without --sequence, and this run is with --sequence 8",
+    "nothing": "--resume: .*nowhere has no whole checkpoint; leave --resume out to start",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def reports(folder: Path) -> dict[str, list[list[dict[str, Any]]]]:
+    """[case][rank][leg], all by the same processes."""
+    cases = {name: legs_of(model, plans, folder / name) for name, (model, plans) in pairs().items()}
+    tiny = pairs()["four devices, then two, then one"][1][1:]
+    cases["counting"] = legs_of(TINY, tiny, folder / "counting", optimizer="runtime_support.checkpoint_models:Counting")
+    return told(cases | refusals(folder / "refused"))
+
+
+@pytest.mark.parametrize("name", [*pairs(), "counting"])
+def test_losses_and_parameters_are_those_of_an_unsplit_run(name: str, reports: Any, folder: Path) -> None:
+    for rank in reports[name]:
+        first = [leg["first"] for leg in rank]
+        assert first == [leg["first"] for leg in reports[name][0]]
+        assert first == sorted({0, *first}), "each goes on where the one before has stopped"
+        assert max(leg["distance"] for leg in rank) < TOLERANCE
+
+
+def test_copies_are_written_once_and_old_checkpoints_removed(reports: Any, folder: Path) -> None:
+    for name in pairs():
+        kept = CheckpointFolder(str(folder / name))
+        assert len(kept.whole()) == 2, "three were written in one case"
+        assert {entry.name for entry in kept.path.iterdir()} == {kept.of(step).name for step in kept.whole()}
+        for step in kept.whole():
+            metadata = FileSystemReader(kept.of(step)).read_metadata()
+            known = sum(each.length for each in metadata.storage_data.values())
+            written = sum(file.stat().st_size for file in kept.of(step).glob("*.distcp"))
+            assert known == written, "no file has anything that the index does not know"
+            names = {index.fqn for index in metadata.storage_data}
+            split = any(stage.shards > 1 for plan in pairs()[name][1] for stage in plan.stages)
+            assert split or len(names) == len(metadata.storage_data)
+            tied = {"parameters/b4.layers.0.weight", "parameters/head.output.weight"}
+            assert not tied & names, "a tied parameter has one name"
+
+
+@pytest.mark.parametrize("name", list(TOLD))
+def test_what_does_not_fit_is_refused_by_all(name: str, reports: Any) -> None:
+    for ((leg,),) in zip(reports[name], strict=True):
+        assert re.search(TOLD[name], leg["refused"]), leg["refused"]
+
+
+def test_a_rank_killed_while_writing_leaves_the_last_one(folder: Path) -> None:
+    plan, where = model_plan(load_model(TINY), [0, 1, 2, 3]), CheckpointFolder(str(folder / "killed"))
+    base = replace(TRAINING, num_steps=NUM_STEPS, checkpoint=str(where.path))
+    again = replace(base, resume=True)
+    with pytest.raises(ExecutionError, match=r"^rank 1 was killed \(SIGKILL\) behind step 3: writing a checkpoint"):
+        told({"killed": [(plan, base, 2), (plan, again, 4)]}, dies=True)
+    assert where.whole() == [2]
+    assert where.part(4).exists(), "it was at it"
+    (two,) = pairs()["four devices, then two, then one"][1][1:2]
+    reports = told({"again": [(four_devices(two), again, 5)]})
+    assert all(leg["first"] == 2 and leg["distance"] < TOLERANCE for (leg,) in reports["again"])
+    assert where.whole() == [2, 5]
+    assert not where.part(4).exists()
+
+
+def test_no_checkpoint_behind_numbers_that_are_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [StepResult(0, 1.0, 1, 1), StepResult(1, math.nan, 1, 1), StepResult(2, 1.0, 1, 1, math.inf)]
+    trainer, progress = MagicMock(), MagicMock()
+    trainer.resume.return_value = 0
+    trainer.step.side_effect = [(step, []) for step in steps]
+    trainer.together.everyones.return_value = [1]
+    monkeypatch.setattr(training, "Trainer", lambda *_: trainer)
+    shown = MagicMock()
+    options = RunOptions("gpt2-tiny", num_steps=3, checkpoint="saved", checkpoint_every=1)
+    assert training.train(MagicMock(), options, progress, shown).steps == tuple(steps)
+    assert shown.call_count == 3
+    assert trainer.save.call_count == 1
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"--checkpoint .*file/deeper cannot be made: Not a directory"):
+        CheckpointFolder(str(tmp_path / "file" / "deeper")).make()
+
+
+def test_only_whole_checkpoints_count(tmp_path: Path) -> None:
+    folder = CheckpointFolder(str(tmp_path), num_kept=2)
+    for name in (".step-00000009.part", ".step-00000008.old", "step-7", "other"):
+        (tmp_path / name).mkdir()
+    assert folder.whole() == []
+    for step in (1, 2, 100_000_000, 3):
+        folder.begin(step).mkdir()
+        folder.publish(step)
+    assert folder.whole() == [3, 100_000_000]
+    assert not list(tmp_path.glob(".step-*"))

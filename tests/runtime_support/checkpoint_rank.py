@@ -1,0 +1,79 @@
+"""A rank of the checkpoints' tests: trains in legs, each with a plan of its own, beside unsplit training."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from pipeplan.errors import UsageError
+from pipeplan.model import Plan, parse
+from pipeplan.runtime.loading import load_model
+from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.training import Trainer
+from pipeplan.runtime.worker import Link, main
+from runtime_support.checkpoint_models import Counting
+from runtime_support.executor_rank import _distance, _held
+from runtime_support.plans import Unsplit
+
+
+def work(job: Mapping[str, Any], link: Link) -> None:
+    torch.set_num_threads(1)
+    if job["dies"]:
+        _die_while_writing(link.rank)
+    for name, legs in job["cases"].items():
+        unsplit = Unsplit(load_model(legs[0]["options"]["model"]), RunOptions(**legs[0]["options"]))
+        if "Counting" in legs[0]["options"]["optimizer"]:
+            unsplit.optimizer = Counting(unsplit.unique, lr=1.0, weight_decay=0.0)
+        told = [run_leg(leg, unsplit, link) for leg in legs]
+        link.report({"event": "case", "name": name, "legs": told})
+
+
+def run_leg(leg: Mapping[str, Any], unsplit: Unsplit, link: Link) -> dict[str, Any]:
+    """Train up to a step, write a checkpoint, and forget everything; or be refused."""
+    plan, options = parse(leg["plan"], Plan), RunOptions(**leg["options"])
+    link.progress.program = plan.programs[link.rank]
+    trainer = Trainer(plan, load_model(options.model), options, link.progress)
+    try:
+        first = trainer.resume()
+    except UsageError as error:
+        trainer.close()
+        dist.barrier()
+        return {"refused": str(error)}
+    for step in range(unsplit.num_steps, first):
+        unsplit.step(step, plan.mini_batch)
+    distance = 0.0
+    for step in range(first, leg["until"]):
+        result, _ = trainer.step(step)
+        expected = unsplit.step(step, plan.mini_batch)
+        distance = max(distance, abs(result.loss - expected), abs((result.grad_norm or 0) - unsplit.norm))
+    for name, share, parameter in _held(trainer):
+        own = trainer.model.part_of(share, name).within(unsplit.parameters()[f"{share.block}.{name}"])
+        distance = max(distance, _distance(parameter, own))
+    trainer.save()
+    trainer.close()
+    dist.barrier()
+    return {"first": first, "distance": distance}
+
+
+def _die_while_writing(rank: int) -> None:
+    """Rank 1 is killed when it has written its part of the second checkpoint."""
+    write, calls = FileSystemWriter.write_data, []
+
+    def writes(self: Any, *arguments: Any) -> Any:
+        made = write(self, *arguments)
+        calls.append(rank)
+        if rank == 1 and len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made
+
+    FileSystemWriter.write_data = writes  # type: ignore[method-assign]  # to die in the middle of a write
+
+
+if __name__ == "__main__":
+    main(work)

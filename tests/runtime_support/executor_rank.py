@@ -1,0 +1,113 @@
+"""A rank of the executor's tests: runs many plans in one process group and compares with unsplit training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipeplan.errors import UsageError
+from pipeplan.model import Plan, parse
+from pipeplan.runtime.emulation import rehearse
+from pipeplan.runtime.model import Model
+from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.program import Share
+from pipeplan.runtime.training import Trainer, model_of
+from pipeplan.runtime.worker import Link, main
+from runtime_support import models as runtime_models
+from runtime_support.plans import Unsplit
+
+
+def compare(job: Mapping[str, Any], link: Link) -> None:
+    """Report, per case, how far losses, gradients and parameters of every step are from unsplit training."""
+    torch.set_num_threads(1)
+    for name, case in job["cases"].items():
+        options = RunOptions(**case["options"])
+        plan = parse(case["plan"], Plan)
+        link.progress.program = plan.programs[link.rank]
+        link.report({"event": "case", "name": name, **run_case(name, plan, options, link)})
+        dist.barrier()
+
+
+def run_case(name: str, plan: Plan, options: RunOptions, link: Link) -> dict[str, Any]:
+    """What a case is for: ranks that do not agree must all refuse alike; others rehearse, or train."""
+    if options.emulate:
+        rehearsed = rehearse(plan, options, link.progress, lambda step: None)
+        return {"iterations_ns": [step.iteration_ns for step in rehearsed.steps]}
+    if name.startswith("refused"):
+        seed = options.seed + (link.rank == 2 and "options" in name)
+        model = refused_model(name, link.rank)
+        try:
+            Trainer(plan, model, replace(options, seed=seed), link.progress)
+        except UsageError as error:
+            return {"refused": str(error)}
+        return {"refused": None}
+    model = runtime_models.branches() if options.model == "branches" else model_of(options)
+    return train_both(plan, model, options, link)
+
+
+def refused_model(name: str, rank: int) -> Model:
+    """A model that is not the same on all ranks, unless the options differ."""
+    if "tensors" in name:
+        return runtime_models.odd(rank)
+    if "parameters" in name:
+        return runtime_models.unlike(rank, wider="shapes" in name)
+    return runtime_models.breaking(lambda: None)
+
+
+def train_both(plan: Plan, model: Model, options: RunOptions, link: Link) -> dict[str, Any]:
+    """Largest distances over steps; what is compared on this rank is its own part of the model."""
+    trainer = Trainer(plan, model, options, link.progress)
+    unsplit = Unsplit(model, options)
+    losses, norms, distances = [], [], {"loss": 0.0, "norm": 0.0, "gradient": 0.0, "parameter": 0.0}
+    for step in range(options.num_steps):
+        result, _ = trainer.step(step)
+        expected = unsplit.step(step, plan.mini_batch)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+        distances["loss"] = max(distances["loss"], abs(result.loss - expected))
+        distances["norm"] = max(distances["norm"], abs((result.grad_norm or 0.0) - unsplit.norm))
+        wholes = unsplit.parameters()
+        for name, share, parameter in _held(trainer):
+            whole = wholes[f"{share.block}.{name}"]
+            part = model.part_of(share, name)
+            own, gradient = (None if each is None else part.within(each) for each in (whole, whole.grad))
+            distances["gradient"] = max(distances["gradient"], _distance(parameter.grad, gradient))
+            distances["parameter"] = max(distances["parameter"], _distance(parameter, own))
+    shapes: dict[str, list[list[int]]] = {}
+    for name, share, parameter in _held(trainer):
+        shapes.setdefault(f"{share.block}.{name}", []).append(list(parameter.shape))
+    counted = sum(each.numel() for each in trainer.shared.counted(trainer.unique_parameters()))
+    num_buffers = trainer.executor.channels.buffers.num_made
+    trainer.close()
+    return {
+        "losses": losses,
+        "norms": norms,
+        "distances": distances,
+        "parameters": sorted(shapes),
+        "shapes": shapes,
+        "counted": counted,
+        "num_buffers": num_buffers,
+    }
+
+
+def _held(trainer: Trainer) -> list[tuple[str, Share, torch.nn.Parameter]]:
+    """What this rank has of the model's parameters; tied ones under each of their names."""
+    return [
+        (name, share, parameter)
+        for share, module in trainer.modules.items()
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    ]
+
+
+def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+    if a is None or b is None:
+        return 0.0 if a is b else float("inf")
+    return float((a.detach().cpu() - b.detach().cpu()).abs().max())
+
+
+if __name__ == "__main__":
+    main(compare)

@@ -1,0 +1,245 @@
+"""All ranks of a plan in one process: a thread each, of which only one runs at a time, and messages in memory."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeplan.model import Plan
+from pipeplan.runtime.clock import Clock
+from pipeplan.runtime.executor import Executor
+from pipeplan.runtime.failures import Cause
+from pipeplan.runtime.layouts import Layouts
+from pipeplan.runtime.messages import TransferError
+from pipeplan.runtime.model import Model, placed
+from pipeplan.runtime.modules import WeightGradQueue
+from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.program import Instruction, Program, Share, programs_of
+from pipeplan.runtime.progress import Board, Progress
+from pipeplan.runtime.rows import TensorSpec
+from pipeplan.runtime.shards import Shards
+from pipeplan.runtime.stages import Samples, StageRunner
+from pipeplan.runtime.training import travelling
+from runtime_support.plans import Unsplit
+
+CPU = torch.device("cpu")
+PATIENCE_S = 20.0
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Mail:
+    """What is under way: [source, target] what was sent, in order; [meeting] who brought what. The lock is the turn.
+
+    ``failure`` is the first one of any rank; nobody waits any longer then.
+    """
+
+    turn: threading.Condition = field(default_factory=threading.Condition)
+    sent: dict[tuple[int, int], list[tuple[str, Sequence[Tensor]]]] = field(default_factory=lambda: defaultdict(list))
+    met: dict[object, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    failure: BaseException | None = None
+
+
+class MailChannels:
+    """As :class:`~pipeplan.runtime.messages.Channels`; a pair's k-th receive gets its k-th message, as with NCCL."""
+
+    def __init__(self, program: Program, specs: dict[str, TensorSpec], mail: Mail) -> None:
+        self._program, self._specs, self._mail = program, specs, mail
+        self._posted: dict[int, int] = defaultdict(int)
+        self._place: dict[int, int] = {}
+
+    def send(self, instruction: Instruction, tensors: Sequence[Tensor], made: object) -> None:
+        """Put into the mail; whoever waits may look."""
+        assert made is None
+        assert all(tensor.is_contiguous() for tensor in tensors)
+        self._mail.sent[self._program.rank, instruction.peer].append((_label(instruction), tensors))
+        self._mail.turn.notify_all()
+
+    def receive(self, instruction: Instruction) -> None:
+        """Know which of the peer's messages it is."""
+        self._place[instruction.counter] = self._posted[instruction.peer]
+        self._posted[instruction.peer] += 1
+
+    def take(self, instruction: Instruction) -> list[Tensor]:
+        """Wait, and let others run; what comes must be what the program means, in shape, too."""
+        sent, place = self._mail.sent[instruction.peer, self._program.rank], self._place.pop(instruction.counter)
+        self._mail.turn.wait_for(lambda: len(sent) > place or self._mail.failure, PATIENCE_S)
+        if len(sent) <= place:
+            raise TransferError(Cause.TIMEOUT, instruction.peer, "nothing came")
+        label, tensors = sent[place]
+        assert label == _label(instruction)
+        names = self._program.tensors[instruction.message]
+        expected = [self._specs[name].of(len(instruction.samples[0])) for name in names]
+        assert [tuple(tensor.shape) for tensor in tensors] == expected
+        return list(tensors)
+
+    def moment(self) -> None:
+        """No streams here."""
+
+    def unfinished(self) -> list[int]:
+        """Mail needs nobody to wait."""
+        assert not self._place, "every message of a program has a consumer in it"
+        return []
+
+
+def _label(instruction: Instruction) -> str:
+    """What both ends call a message."""
+    action = instruction.action
+    return f"{instruction.message} {action.microbatch} {action.part} {instruction.samples}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one mini-batch: the loss, and the gradient of every parameter, summed over its copies."""
+
+    loss: float
+    gradients: dict[str, Tensor | None]
+
+
+class Meeting:
+    """Collectives of threads, one of which runs at a time; ``members`` of them meet under one ``name``."""
+
+    def __init__(self, mail: Mail, name: object, members: int, index: int) -> None:
+        self._mail, self._name, self._members, self._index = mail, name, members, index
+        self._calls = 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Over all members."""
+        return torch.stack(self.gather(tensor)).sum(0)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Wait for all members' k-th call."""
+        here = self._mail.met[self._name, self._calls]
+        self._calls += 1
+        here[self._index] = tensor.detach().clone()
+        self._mail.turn.notify_all()
+        active, WeightGradQueue._active = WeightGradQueue._active, None  # a process has one; here each thread's turn
+        self._mail.turn.wait_for(lambda: len(here) == self._members or self._mail.failure, PATIENCE_S)
+        WeightGradQueue._active = active
+        assert len(here) == self._members, f"only {sorted(here)} of {self._members} came to {self._name}"
+        return [here[index] for index in range(self._members)]
+
+    def exchange(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Each member's piece for this one."""
+        return [found[self._index] for found in self.gather(torch.stack(list(pieces)))]
+
+
+def together(count: int, work: Callable[[Shards], Result]) -> list[Result]:
+    """What each of so many devices makes that split something."""
+    mail = Mail()
+
+    def one(index: int) -> Result:
+        with mail.turn:
+            try:
+                return work(Shards(count, index, Meeting(mail, "all", count, index)))
+            except BaseException as error:
+                mail.failure = mail.failure or error
+                mail.turn.notify_all()
+                raise
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(one, range(count)))
+
+
+def run_in_threads(plan: Plan, model: Model, seed: int) -> Outcome:
+    """Run every rank's program once, in fp64."""
+    programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
+    specs = travelling(programs[0], model, torch.float64)
+    batch = model.mini_batch(plan.mini_batch, 0, seed, dtype=torch.float64)
+    samples, mail = Samples(batch, model.predictions(batch)), Mail()
+    ranks = [_Rank(program, model, specs, mail, seed) for program in programs]
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        for rank in ranks:
+            pool.submit(rank.run, samples)
+    if mail.failure is not None:
+        raise mail.failure
+    return Outcome(sum(rank.loss() for rank in ranks), _summed([rank.modules for rank in ranks], model))
+
+
+def require_equal_to_unsplit(model: Model, plan: Plan) -> None:
+    """Loss and gradients, of tied parameters their sums."""
+    outcome = run_in_threads(plan, model, 3)
+    unsplit = Unsplit(model, RunOptions(model.name, seed=3, dtype="float64", learning_rate=1e-3, weight_decay=0.0))
+    assert outcome.loss == pytest.approx(unsplit.step(0, plan.mini_batch), rel=1e-12)
+    summed = dict(outcome.gradients)
+    for (block, parameter), *others in model.tied:
+        for other in others:
+            summed[f"{block}.{parameter}"] += summed[".".join(other)]
+    for key, whole in unsplit.parameters().items():
+        if key in {".".join(holder) for _, *others in model.tied for holder in others}:
+            continue
+        torch.testing.assert_close(summed[key], whole.grad, rtol=1e-10, atol=1e-10)
+
+
+class _Rank:
+    def __init__(self, program: Program, model: Model, specs: dict[str, TensorSpec], mail: Mail, seed: int) -> None:
+        @functools.cache
+        def along(line: tuple[int, ...]) -> Shards:
+            index = line.index(program.rank)
+            return Shards(len(line), index, Meeting(mail, line, len(line), index))
+
+        held = dict.fromkeys(share for part in program.stages.values() for share in part.shares)
+        self.modules = {
+            share: model.build_share(share, seed, placed(share, along), dtype=torch.float64) for share in held
+        }
+        stages = {
+            index: StageRunner(
+                part,
+                {share.block: self.modules[share] for share in part.shares},
+                {b: model.block(b) for b in part.blocks},
+                layouts=Layouts.of(part, model, along),
+            )
+            for index, part in program.stages.items()
+        }
+        progress = Progress(_board(), 0, program.texts)
+        channels = MailChannels(program, specs, mail)
+        self._mail = mail
+        self._executor = Executor(program, stages, channels, specs, progress, Clock(CPU))
+
+    def run(self, samples: Samples) -> None:
+        """One mini-batch; gradients are left in the parameters."""
+        with self._mail.turn:
+            try:
+                counters = [counter for counter, _, _ in self._executor.run(samples)]
+                assert sorted(counters) == list(range(len(self._executor.program.instructions)))
+            except BaseException as error:
+                self._mail.failure = self._mail.failure or error
+                self._mail.turn.notify_all()
+
+    def loss(self) -> float:
+        """This rank's part of the loss."""
+        losses = [stage.take_loss() for stage in self._executor.stages.values()]
+        return sum(float(loss) for loss in losses if loss is not None)
+
+
+def _summed(ranks: Sequence[dict[Share, nn.Module]], model: Model) -> dict[str, Tensor | None]:
+    """The gradient of every parameter, over its copies; of those that have the same by themselves, one counts."""
+    shapes = {block.id: {n: p.shape for n, p in block.build().named_parameters()} for block in model.blocks}
+    found: dict[str, Tensor | None] = {}
+    for modules in ranks:
+        for share, module in modules.items():
+            for name, parameter in module.named_parameters():
+                part, key = model.part_of(share, name), f"{share.block}.{name}"
+                found.setdefault(key, None)
+                if part.adds and parameter.grad is not None:
+                    whole = torch.zeros(shapes[share.block][name], dtype=parameter.dtype)
+                    part.spread(parameter.grad, whole)
+                    found[key] = whole if found[key] is None else found[key] + whole
+    return found
+
+
+def _board() -> Board:
+    with tempfile.TemporaryFile() as file:
+        file.truncate(Board.size(1))
+        return Board(file.fileno(), 1)

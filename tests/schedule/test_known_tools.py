@@ -1,0 +1,97 @@
+"""What known tools reach on chains with little memory, as measured by running them: the search is never worse.
+
+All stages F = I = W = 100 per device and communication 10 on every hop; memory in multiples of p. The classic
+schedules alone reach most cells, so that short searches do; docs/benchmarks.md has all cells with 20 seconds each.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from builders.chains import zero_bubble
+from pipeplan.costs import build_workload
+from pipeplan.examples import ShapeCosts, shape
+from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.search import Schedule, search_schedule
+from pipeplan.schedule.solver import Budget
+from pipeplan.simulate.memory import overflow
+from pipeplan.simulate.timing import earliest_starts, task_graph
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "microbatches", "memory", "known"),
+    [
+        ("v", 4, 12, 1, 4020),
+        ("v", 4, 12, 2, 3930),
+        ("zbv", 4, 12, 1, 3880),
+        ("v", 4, 12, 0.75, 5580),
+        ("v", 4, 12, 0.5, 8000),
+        ("v", 8, 32, 1, 10_580),
+        ("v", 8, 32, 2, 10_370),
+        ("zbv", 8, 32, 1, 10_280),
+        ("v", 8, 32, 0.75, 12_000),
+        ("v", 8, 32, 0.5, 16_950),
+        ("v", 16, 64, 1, 21_300),
+        ("v", 16, 64, 2, 20_850),
+        ("zbv", 16, 64, 1, 20_680),
+    ],
+)
+def test_known_tools(name: str, devices: int, microbatches: int, memory: float, known: int) -> None:
+    """Six seconds do unless the machine is busy, then sixty."""
+
+    def enough(found: Schedule) -> bool:
+        return found.makespan_ns <= known and (memory < 1 or found.makespan_ns <= 1.02 * found.bound_ns)
+
+    workload = zero_bubble(name, devices, microbatches, memory).workload
+    assert any(enough(search_schedule(workload, Budget(seconds))) for seconds in (6, 60))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("memory", "best"), [(1, 4020), (0.75, 4660), (0.5, 6380)])
+def test_four_devices_are_proved(memory: float, best: int) -> None:
+    found = search_schedule(zero_bubble("v", 4, 12, memory).workload, Budget(120))
+    assert found.makespan_ns == found.bound_ns == best
+
+
+times = st.integers(1, 40)
+
+
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(["v", "circular", "zbv", "x", "m"]), times, times, times, st.integers(2, 9), st.booleans())
+def test_never_worse_than_a_classic_schedule_that_fits(
+    name: str, forward: int, input_grad: int, weight_grad: int, room: int, split: bool
+) -> None:
+    costs = ShapeCosts(
+        2 * forward,
+        None,
+        2 * input_grad,
+        2 * weight_grad,
+        shared_forward_ns=3,
+        shared_backward_ns=5,
+        comm_ns=2,
+        activation_bytes=2 * GB,
+        weight_grad_bytes=GB,
+    )
+    profile = shape(name, 4, costs=costs)
+    assert profile.placement is not None
+    workload = build_workload(
+        profile,
+        profile.placement,
+        num_microbatches=8,
+        microbatch_size=1,
+        split_backward=split,
+        memory_bytes=[2 * room * GB] * 4,
+    )
+    problem, graph = Problem.of(workload), task_graph(workload)
+    found = search_schedule(workload, Budget(3))
+    for classic in CLASSIC.values():
+        if classic.applies(problem) is None:
+            orders = classic.orders(problem, graph)
+            if overflow(graph, orders) is None:
+                starts = earliest_starts(graph, orders)
+                assert found.makespan_ns <= max(map(sum, zip(starts, graph.durations, strict=True)))

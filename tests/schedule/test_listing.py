@@ -1,0 +1,230 @@
+"""List scheduling: complete and within memory whenever it answers, and never stuck on a chain."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from builders.chains import chain_workload, with_devices_memory
+from builders.problems import problems
+from pipeplan.schedule.listing import Policy, Tuning, in_flight_limits, list_schedule, policies
+from pipeplan.schedule.problem import Problem
+from pipeplan.simulate.memory import fits
+from pipeplan.simulate.timing import earliest_starts, task_graph
+
+times = st.integers(1, 9)
+shares = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5])
+
+
+@st.composite
+def rules(draw: st.DrawFn, num_devices: int) -> Policy:
+    """Any setting of the switches, with or without limits of micro-batches in flight."""
+    limits = st.lists(st.integers(1, 8), min_size=num_devices, max_size=num_devices).map(tuple)
+    return Policy(draw(shares), draw(shares), draw(st.booleans()), draw(st.booleans()), draw(st.none() | limits))
+
+
+@st.composite
+def chains(draw: st.DrawFn, placements: tuple[str, ...] = ("one", "circular", "v-shape", "waves")) -> Problem:
+    """A chain of equal stages on up to four devices, one to four per device, with from just enough memory to much."""
+    num_devices = draw(st.integers(1, 4))
+    down = list(range(num_devices))
+    groups = {"one": down, "circular": 2 * down, "v-shape": down + down[::-1], "waves": 2 * (down + down[::-1])}
+    split = draw(st.none() | st.tuples(times, times))
+    workload = chain_workload(
+        num_devices,
+        draw(st.integers(1, 9)),
+        devices=[(device,) for device in groups[draw(st.sampled_from(placements))]],
+        forward=draw(times),
+        backward=draw(times),
+        split=split,
+        lag=draw(st.integers(0, 3)),
+        activation_bytes=draw(st.integers(0, 3)),
+        weight_grad_bytes=draw(st.integers(0, 4)) if split else 0,
+        workspace_bytes=draw(st.integers(0, 2)),
+    )
+    free = Problem.of(workload)
+    spare = draw(st.none() | st.integers(0, 12))
+    if spare is None:
+        return free
+    return Problem.of(
+        with_devices_memory(workload, max(free.needed_bytes(device) for device in range(free.num_devices)) + spare)
+    )
+
+
+def require_whole(problem: Problem, orders: list[list[int]]) -> None:
+    """Every action once, on its device, in an order that runs to its end and stays within memory."""
+    count = problem.num_microbatches
+    for order, operations in zip(orders, problem.on_device, strict=True):
+        assert sorted(order) == [x * count + m for x in operations for m in range(count)]
+    graph = task_graph(problem.workload)
+    earliest_starts(graph, orders)
+    assert fits(graph, orders)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_what_is_returned_is_complete_and_within_memory(data: st.DataObject) -> None:
+    problem = data.draw(st.one_of(chains(), problems()))
+    orders = list_schedule(problem, data.draw(rules(problem.num_devices)))
+    if orders is not None:
+        require_whole(problem, orders)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_never_stuck_on_a_chain_that_one_micro_batch_fits(data: st.DataObject) -> None:
+    """One stage per device: wherever one micro-batch after another fits, every policy finds an order."""
+    problem = data.draw(chains(("one",)))
+    orders = list_schedule(problem, data.draw(rules(problem.num_devices)))
+    assert orders is not None
+    require_whole(problem, orders)
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_never_stuck_without_limits(data: st.DataObject) -> None:
+    """Several stages per device, any memory that holds everything."""
+    tight = data.draw(chains())
+    problem = replace(tight, capacity=(None,) * tight.num_devices)
+    assert list_schedule(problem, data.draw(rules(problem.num_devices))) is not None
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_kinds_stay_in_the_order_of_micro_batches(data: st.DataObject) -> None:
+    problem = data.draw(chains())
+    orders = list_schedule(problem, data.draw(rules(problem.num_devices))) or []
+    for order, x in ((order, x) for order in orders for x in range(problem.num_operations)):
+        done = [task for task in order if task // problem.num_microbatches == x]
+        assert done == sorted(done)
+
+
+def chain(num_devices: int = 4, num_microbatches: int = 8, *, room: int | None = None) -> Problem:
+    """F = I = W = 10; each micro-batch holds 2 bytes on each device, 1 after I."""
+    return Problem.of(
+        chain_workload(
+            num_devices,
+            num_microbatches,
+            forward=10,
+            split=(10, 10),
+            activation_bytes=2,
+            weight_grad_bytes=1,
+            memory_bytes=None if room is None else 2 * room,
+        )
+    )
+
+
+def labels(problem: Problem, orders: list[list[int]]) -> list[str]:
+    graph = task_graph(problem.workload)
+    return [" ".join(graph.label(task) for task in order) for order in orders]
+
+
+class TestPolicy:
+    """What each switch does, on one device of a chain."""
+
+    def orders(self, policy: Policy, problem: Problem | None = None) -> list[str]:
+        problem = problem or chain(2, 3)
+        found = list_schedule(problem, policy)
+        assert found is not None
+        return labels(problem, found)
+
+    def test_backward_goes_before_forward(self) -> None:
+        assert self.orders(Policy())[1].startswith("1F0 1I0 1F1 1I1 1F2 1I2")
+
+    def test_in_flight_bounds_the_forwards_ahead(self) -> None:
+        assert self.orders(Policy(in_flight=(1, 1)))[0] == "0F0 0I0 0F1 0W0 0I1 0F2 0W1 0I2 0W2"
+
+    def test_patience_decides_when_weight_gradients_fill_a_gap(self) -> None:
+        """After I0 device 0 has 10 until I1 arrives: enough for W of 15 with patience 0.5, not with 1."""
+        problem = Problem.of(chain_workload(2, 2, forward=10, split=(10, 15), lag=20))
+        found = [self.orders(Policy(patience=share), problem)[0] for share in (1.0, 0.5)]
+        assert found == ["0F0 0F1 0I0 0I1 0W0 0W1", "0F0 0F1 0I0 0W0 0I1 0W1"]
+
+    def test_weight_gradients_need_room_for_their_workspace(self) -> None:
+        """Two micro-batches' activations fill the memory; then there were none left for any weight gradient."""
+        workload = chain_workload(1, 2, split=(10, 10), activation_bytes=2, weight_grad_bytes=2, memory_bytes=4)
+        problem = replace(Problem.of(workload), workspace=(0, 0, 1))
+        assert self.orders(Policy(), problem) == ["0F0 0I0 0W0 0F1 0I1 0W1"]
+
+    @pytest.mark.parametrize("room", [1, 2, 3, 4])
+    def test_memory_bounds_the_forwards_ahead(self, room: int) -> None:
+        first = self.orders(Policy(), chain(4, 8, room=room))[0].split()
+        assert first.index("0I0") <= room
+
+    def test_stages_of_several_devices_are_not_its_job(self) -> None:
+        assert list_schedule(Problem.of(chain_workload(2, 2, devices=[(0, 1), (0,)])), Policy()) is None
+
+
+class TestPolicies:
+    def test_all_settings_under_each_limit_and_no_two_alike(self) -> None:
+        found = list(policies([None, (2, 1), (3, 2)]))
+        assert len(set(found)) == len(found)
+        assert {
+            limit: len(list(group))
+            for limit, group in itertools.groupby(
+                sorted(found, key=lambda policy: str(policy.in_flight)), key=lambda policy: policy.in_flight
+            )
+        } == dict.fromkeys([None, (2, 1), (3, 2)], len(list(policies())))
+
+    @given(chains())
+    def test_limits_are_between_one_and_all_micro_batches(self, problem: Problem) -> None:
+        limits = in_flight_limits(problem)
+        assert len(set(limits)) == len(limits) > 0
+        for limit in limits:
+            assert len(limit) == problem.num_devices
+            assert all(
+                1 <= later <= earlier <= problem.num_microbatches for earlier, later in itertools.pairwise(limit)
+            )
+
+
+def proposed(problem: Problem, seed: int, tries: int) -> list[tuple[Policy, int | None]]:
+    """The policies that are tried, with the makespan of each."""
+    tuning, graph, found = Tuning(problem, seed), task_graph(problem.workload), []
+    for _ in range(tries):
+        policy = tuning.propose()
+        orders = list_schedule(problem, policy)
+        length = (
+            None if orders is None else max(map(sum, zip(earliest_starts(graph, orders), graph.durations, strict=True)))
+        )
+        tuning.learn(policy, length)
+        found.append((policy, length))
+    return found
+
+
+class TestTuning:
+    def test_a_seed_gives_the_same_sequence(self) -> None:
+        problem = chain(4, 8, room=3)
+        assert proposed(problem, 7, 250) == proposed(problem, 7, 250)
+
+    def test_another_seed_gives_another_once_it_changes_the_best(self) -> None:
+        problem = chain(4, 8, room=3)
+        assert proposed(problem, 1, 250) != proposed(problem, 2, 250)
+
+    def test_every_limit_is_tried_first(self) -> None:
+        problem = chain(4, 8, room=3)
+        limits = in_flight_limits(problem)
+        tried = [policy.in_flight for policy, _ in proposed(problem, 0, 4 * len(limits))]
+        assert list(dict.fromkeys(tried)) == limits
+
+    def test_changed_limits_stay_between_one_and_all_micro_batches(self) -> None:
+        for policy, _ in proposed(chain(3, 4, room=2), 3, 400):
+            assert policy.in_flight is not None
+            assert all(1 <= limit <= 4 for limit in policy.in_flight)
+
+    def test_fruitless_counts_what_was_tried_since_the_best(self) -> None:
+        tuning, seen = Tuning(chain(4, 8), 0), set()
+        for _ in range(400):
+            seen.add(policy := tuning.propose())
+            tuning.learn(policy, 1000)
+        before = tuning.fruitless
+        for _ in range(10):
+            seen.add(policy := tuning.propose())
+            tuning.learn(policy, None)
+        assert tuning.fruitless == before + 10 > 10
+        unseen = next(policy for policy in iter(tuning.propose, None) if policy not in seen)
+        tuning.learn(unseen, 999)
+        assert tuning.fruitless == 0

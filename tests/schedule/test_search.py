@@ -1,0 +1,266 @@
+"""The anytime search: valid from the first moment, reproducible, interruptible, and honest about what is proved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from builders.towers import towers
+from pipeplan.costs import build_workload
+from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
+from pipeplan.examples import ShapeCosts, shape
+from pipeplan.model.workload import Workload
+from pipeplan.planner import Batch, Options, choose_placement, resolve_batch, search_plan
+from pipeplan.planner.by_rules import SUBMODULES, place_by_rules
+from pipeplan.schedule import search as search_module
+from pipeplan.schedule import starts
+from pipeplan.schedule.rules import Rules
+from pipeplan.schedule.rules.files import named_rules
+from pipeplan.schedule.search import Schedule, search_schedule
+from pipeplan.schedule.solver import Budget
+from pipeplan.simulate.memory import fits
+
+GB = 10**9
+
+
+def workload_of(
+    name: str,
+    num_devices: int = 4,
+    num_microbatches: int = 8,
+    *,
+    memory: int | None = None,
+    costs: ShapeCosts | None = None,
+    split: bool = False,
+) -> Workload:
+    profile = shape(name, num_devices, costs=costs)
+    assert profile.placement is not None
+    return build_workload(
+        profile,
+        profile.placement,
+        num_microbatches=num_microbatches,
+        microbatch_size=1,
+        split_backward=split,
+        memory_bytes=[memory] * num_devices,
+    )
+
+
+def require_sound(found: Schedule) -> None:
+    assert found.bound_ns <= found.makespan_ns
+    assert fits(found.graph, found.orders)
+
+
+@pytest.mark.parametrize("name", ["v", "x", "m", "mllm", "nn", "k", "circular", "zbv"])
+@pytest.mark.parametrize("memory", [None, 3 * GB])
+def test_every_shape_gets_a_schedule(name: str, memory: int | None) -> None:
+    found = search_schedule(workload_of(name, memory=memory), Budget(2 if memory is None else 5))
+    require_sound(found)
+    assert found.pattern is not None
+    assert found.pattern.period >= found.period_bound_ns
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3])
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_the_smallest_cases(num_devices: int, num_microbatches: int) -> None:
+    found = search_schedule(workload_of("v", num_devices, num_microbatches), Budget(5))
+    assert found.optimal
+
+
+def test_no_time_still_gives_a_schedule() -> None:
+    require_sound(search_schedule(workload_of("m"), Budget(0)))
+
+
+def test_too_little_memory_is_infeasible_and_says_how_much() -> None:
+    with pytest.raises(InfeasibleError, match="500MB too much; raise --memory"):
+        search_schedule(workload_of("v", memory=GB // 2), Budget(5))
+
+
+def test_branches_that_fit_only_one_after_the_other() -> None:
+    """Both directions of X hold 1 GB each on every device: with room for one, one must be finished first."""
+    require_sound(search_schedule(workload_of("x", memory=GB), Budget(3)))
+
+
+def test_time_out_with_nothing_found_is_not_infeasible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starts, "solve_pattern", lambda *_, **__: (None, None, None))
+    with pytest.raises(SearchTimeoutError, match="raise --time-limit"):
+        search_schedule(workload_of("x", memory=GB), Budget(1))
+
+
+def test_same_seed_same_schedule() -> None:
+    costs = ShapeCosts(100, None, 100, 100, comm_ns=10, activation_bytes=2 * GB, weight_grad_bytes=GB)
+    workload = workload_of("v", num_microbatches=6, memory=6 * GB, costs=costs, split=True)
+    first, second = (search_schedule(workload, Budget(2, seed=7, deterministic=True)) for _ in range(2))
+    assert first.orders == second.orders
+    assert first.bound_ns == second.bound_ns
+
+
+def test_interruption_between_solves_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search_module, "search_repetend", interrupt)
+    found = search_schedule(workload_of("m"), Budget(10))
+    assert found.interrupted
+    require_sound(found)
+
+
+def test_progress_never_gets_worse() -> None:
+    heard: list[tuple[int, int, float]] = []
+    costs = ShapeCosts(100, None, 100, 100, comm_ns=10, activation_bytes=2 * GB, weight_grad_bytes=GB)
+    workload = workload_of("v", num_microbatches=12, memory=6 * GB, costs=costs, split=True)
+    found = search_schedule(
+        workload, Budget(6), progress=lambda _, best, bound, seconds: heard.append((best, bound, seconds))
+    )
+    bests, bounds, seconds = zip(*heard, strict=True)
+    assert list(bests) == sorted(bests, reverse=True)
+    assert list(bounds) == sorted(bounds)
+    assert list(seconds) == sorted(seconds)
+    assert bests[-1] >= found.makespan_ns
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "memory", "best"), [(12, 8, 4020), pytest.param(12, 4, 6380, marks=pytest.mark.slow)]
+)
+def test_chains_with_little_memory(num_microbatches: int, memory: int, best: int) -> None:
+    """Forward, input and weight gradient 100, communication 10, 4 devices; optima proved by a separate solve."""
+    costs = ShapeCosts(100, None, 100, 100, comm_ns=10, activation_bytes=2 * GB, weight_grad_bytes=GB)
+    workload = workload_of("v", num_microbatches=num_microbatches, memory=memory * GB, costs=costs, split=True)
+    found = search_schedule(workload, Budget(60))
+    require_sound(found)
+    assert found.makespan_ns == best
+
+
+def test_a_pattern_of_several_microbatches_where_memory_limits() -> None:
+    workload = workload_of("v", num_microbatches=24, memory=3 * GB)
+    found = search_schedule(workload, Budget(8))
+    assert found.pattern is not None
+    assert found.pattern.period * 3 == 16_000_000
+    one = search_schedule(workload, Budget(4), unroll=1)
+    assert one.pattern is not None
+    assert one.pattern.period == 8_000_000
+
+
+def test_classic_schedulers_by_name() -> None:
+    found = search_schedule(workload_of("v"), Budget(5), scheduler="gpipe")
+    assert found.scheduler == "gpipe"
+    with pytest.raises(UsageError, match="does not apply"):
+        search_schedule(workload_of("m"), Budget(5), scheduler="1f1b")
+    with pytest.raises(UsageError, match="choose from auto, repetend, rules, gpipe, 1f1b"):
+        search_schedule(workload_of("m"), Budget(5), scheduler="zb-h9")
+    with pytest.raises(InfeasibleError, match="gpipe does not fit"):
+        search_schedule(workload_of("v", memory=4 * GB), Budget(5), scheduler="gpipe")
+
+
+class TestBatch:
+    profile = shape("v", 4)
+
+    @pytest.mark.parametrize(
+        ("asked", "expected"),
+        [
+            ({}, Batch(16, 1)),
+            ({"num_microbatches": 6}, Batch(6, 1)),
+            ({"mini_batch": 24}, Batch(24, 1)),
+            ({"mini_batch": 24, "num_microbatches": 6}, Batch(6, 4)),
+            ({"mini_batch": 24, "microbatch_size": 4}, Batch(6, 4)),
+            ({"mini_batch": 24, "microbatch_size": 4, "num_microbatches": 6}, Batch(6, 4)),
+        ],
+    )
+    def test_any_two_give_the_third(self, asked: dict[str, int], expected: Batch) -> None:
+        assert resolve_batch(self.profile, 4, **asked) == expected
+
+    def test_contradictions(self) -> None:
+        with pytest.raises(UsageError, match="is not --microbatches 5 x --microbatch-size 4 = 20"):
+            resolve_batch(self.profile, 4, mini_batch=24, microbatch_size=4, num_microbatches=5)
+        with pytest.raises(UsageError, match="nearest are 20 and 25"):
+            resolve_batch(self.profile, 4, mini_batch=24, num_microbatches=5)
+
+
+class TestPlacementChoice:
+    def test_the_profiles_own(self) -> None:
+        profile = shape("m", 4)
+        assert choose_placement(profile, "auto", None) == (profile.placement, 4)
+        with pytest.raises(UsageError, match="--devices 8 contradicts the profile's placement, which stands on 4"):
+            choose_placement(profile, "auto", 8)
+
+    def test_strategies(self) -> None:
+        profile = shape("v", 4).model_copy(update={"placement": None})
+        assert choose_placement(profile, "auto", 2) == ("auto", 2)
+        assert choose_placement(profile, "circular", 2) == ("circular", 2)
+        with pytest.raises(UsageError, match="say how many --devices"):
+            choose_placement(profile, "auto", None)
+        with pytest.raises(UsageError, match="neither a file nor one of"):
+            choose_placement(profile, "zigzag", 2)
+
+    @pytest.mark.parametrize(
+        ("kind", "rules"),
+        [
+            *[("v", "1f1b"), ("mllm", "1f1b"), ("nn", "zb-h1"), ("k", "1f1b"), ("circular", "looped-bfs")],
+            *[("zbv", "hanayo"), ("x", "chimera"), ("circular", "gpipe"), ("x", "1f1b+")],
+        ],
+    )
+    def test_rules_keep_the_profiles_own_where_they_are_for_it(self, kind: str, rules: str) -> None:
+        """Stages on all devices aside; rules without a placement are for any."""
+        profile = shape(kind, 4)
+        assert choose_placement(profile, "auto", None, named_rules(rules)) == (profile.placement, 4)
+        with pytest.raises(UsageError, match="--devices 2 contradicts the profile's placement"):
+            choose_placement(profile, "auto", 2, named_rules(rules))
+
+    @pytest.mark.parametrize(
+        ("kind", "rules"),
+        [
+            *[("circular", "1f1b"), ("v", "interleaved-1f1b"), ("zbv", "circular"), ("mllm", "hanayo")],
+            *[("v", "chimera"), ("zbv", "chimera"), ("x", "hanayo"), ("x", "bitpipe"), ("m", "distmm-pipe")],
+        ],
+    )
+    def test_rules_for_another_placement_than_the_profiles_own_are_refused(self, kind: str, rules: str) -> None:
+        """As classic schedules are; --placement goes before both."""
+        profile = shape(kind, 4)
+        asked = named_rules("looped-bfs" if rules == "circular" else rules)
+        with pytest.raises(UsageError, match=rf"rules '{asked.name}' are for stages that stand .*; (give|take)"):
+            choose_placement(profile, "auto", None, asked)
+        assert choose_placement(profile, "v-shape", None, asked) == ("v-shape", 4)
+
+    def test_chunks_of_the_rules_are_of_their_placement(self) -> None:
+        profile, rules = shape("circular", 4, chunks=2), Rules(name="three", placement="circular", chunks=3)
+        with pytest.raises(UsageError, match="stand circular with 3 stages per device"):
+            choose_placement(profile, "auto", None, rules)
+        assert choose_placement(profile, "auto", None, rules.but(chunks=2))[0] is profile.placement
+
+    def test_submodules_of_the_profiles_own(self) -> None:
+        """Two towers and what joins them, on the devices that the rules would take or on others."""
+        profile = towers((2,) * 8, (2,) * 8)
+        rules = named_rules("distmm-pipe")
+        own = profile.model_copy(update={"placement": place_by_rules(rules, profile, 4, microbatch_size=1)})
+        assert choose_placement(own, "auto", None, rules)[0] is own.placement
+        with pytest.raises(UsageError, match=r"each submodule on devices of its own.*take the placement out"):
+            choose_placement(own, "auto", None, named_rules("clip-mixed"))
+
+    def test_chunks_are_for_placements_to_be_made(self) -> None:
+        """Neither for one that exists, nor for submodules, of which each has its own."""
+        v, rules = shape("v", 4), Options(scheduler="rules", rules=named_rules("clip-mixed"))
+        assert v.placement is not None
+        with pytest.raises(UsageError, match=r"--chunks 2 would do nothing: the placement .* leave --chunks out"):
+            search_plan(v, v.placement, Batch(4, 1), Options(), chunks=2)
+        with pytest.raises(UsageError, match="--chunks 2 would do nothing: the rules, which place submodules"):
+            search_plan(towers((2,) * 8, (2,) * 8), SUBMODULES, Batch(4, 1), rules, num_devices=4, chunks=2)
+
+    def test_shared_blocks_without_costs_of_their_own_are_spread(self) -> None:
+        """Those of the shape have costs for 4 shards alone: strategies put them on all devices, or say why not."""
+        profile = shape("mllm", 4)
+        assert profile.placement is not None
+        options = Options(scheduler="gpipe", time_limit=1)
+        result = search_plan(profile, "one-to-one", Batch(4, 1), options, num_devices=4)
+        assert [stage.devices for stage in result.plan.stages] == [stage.devices for stage in profile.placement.stages]
+        with pytest.raises(UsageError, match=r"block 'embedding' .* costs for 4 shards, but .* needs 1;"):
+            search_plan(profile, "one-to-one", Batch(4, 1), replace(options, spread=False), num_devices=4)
+
+
+def test_recomputation_is_chosen_only_where_memory_asks_for_it() -> None:
+    profile = shape("v", 4)
+    assert profile.placement is not None
+    options = Options(time_limit=3)
+    roomy = search_plan(profile, profile.placement, Batch(8, 1), options, memory_bytes=4 * GB)
+    assert not any(stage.recompute for stage in roomy.plan.stages)
+    forced = search_plan(profile, profile.placement, Batch(8, 1), Options(recompute=True, time_limit=3))
+    assert all(stage.recompute for stage in forced.plan.stages)
+    assert forced.plan.predicted.makespan_ns > roomy.plan.predicted.makespan_ns

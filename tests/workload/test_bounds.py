@@ -1,0 +1,114 @@
+"""Lower bounds: the design's figures, and never above the best of all schedules of tiny problems."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from builders.chains import zero_bubble
+from builders.problems import problems
+from pipeplan.costs import build_workload
+from pipeplan.examples import ShapeCosts, shape
+from pipeplan.schedule.bounds import makespan_bound, period_bound
+from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.repetend import least_period
+from pipeplan.schedule.search import search_schedule
+from pipeplan.schedule.solver import Budget
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "num_microbatches", "chain", "plain"),
+    [(4, 12, 3960, 3930), (8, 32, 10_440, 10_370), (16, 64, 21_000, 20_850)],
+)
+def test_a_chain_with_little_memory(num_devices: int, num_microbatches: int, chain: int, plain: int) -> None:
+    assert makespan_bound(zero_bubble("v", num_devices, num_microbatches, 1)) == chain
+    assert makespan_bound(zero_bubble("v", num_devices, num_microbatches, 2)) == plain
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "num_microbatches", "bound"), [(4, 12, 3840), (8, 32, 10_160), (16, 64, 20_400)]
+)
+def test_two_chunks_with_little_memory(num_devices: int, num_microbatches: int, bound: int) -> None:
+    assert makespan_bound(zero_bubble("zbv", num_devices, num_microbatches, 1)) == bound
+
+
+def test_littles_law() -> None:
+    """V on 4 devices, forward 1, backward 3, room for 3 micro-batches: 16/3 per micro-batch at the best."""
+    profile = shape("v", 4, costs=ShapeCosts(forward_ns=1, backward_ns=3, activation_bytes=1))
+    assert profile.placement is not None
+    workload = build_workload(profile, profile.placement, num_microbatches=9, microbatch_size=1, memory_bytes=[3] * 4)
+    problem = Problem.of(workload)
+    assert period_bound(problem) * 3 == 16
+    for unroll, repetend in ((1, 8), (2, 12), (3, 16)):
+        found = least_period(problem, Budget(60), 60, unroll=unroll)
+        assert found.proved
+        assert found.pattern is not None
+        assert found.pattern.repetend_ns == repetend
+
+
+@pytest.mark.parametrize("name", ["m", "mllm", "nn", "k"])
+@pytest.mark.parametrize("num_devices", [4, 8])
+def test_stages_on_all_devices(name: str, num_devices: int) -> None:
+    """While the first micro-batch goes down the chain nothing shared can run: the bound is what search reaches."""
+    costs = ShapeCosts(1, 3, shared_forward_ns=1, shared_backward_ns=1)
+    profile = shape(name, num_devices, costs=costs)
+    assert profile.placement is not None
+    workload = build_workload(profile, profile.placement, num_microbatches=16, microbatch_size=1)
+    found = search_schedule(workload, Budget(30))
+    assert makespan_bound(Problem.of(workload)) == found.bound_ns == found.makespan_ns
+    assert found.bound_ns > 16 * max(Problem.of(workload).work)
+
+
+@pytest.mark.parametrize(("memory", "bound"), [(0.5, 14_720), (0.75, 10_740)])
+def test_littles_law_over_the_whole_run(memory: float, bound: int) -> None:
+    """8 devices, 32 micro-batches; at half memory far above the work of 10,370."""
+    assert makespan_bound(zero_bubble("v", 8, 32, memory)) >= bound
+
+
+def best_makespan(problem: Problem) -> int:
+    """By trying every sequence in which actions could start; each starts as soon as it then can."""
+    count = problem.num_microbatches
+    sources = [[(s, lag) for s, t, lag in problem.edges if t == target] for target in range(problem.num_operations)]
+
+    def extend(ends: dict[tuple[int, int], int], free: tuple[int, ...], held: tuple[int, ...]) -> int | None:
+        if len(ends) == problem.num_operations * count:
+            return max(ends.values())
+        best: int | None = None
+        for x, m in itertools.product(range(problem.num_operations), range(count)):
+            if (x, m) in ends or (m and (x, m - 1) not in ends) or any((s, m) not in ends for s, _ in sources[x]):
+                continue
+            devices = problem.devices[x]
+            if any(_too_much(problem, device, x, held[device]) for device in devices):
+                continue
+            begin = max([free[d] for d in devices] + [ends[s, m] + lag for s, lag in sources[x]])
+            end = begin + problem.durations[x]
+            net = problem.acquire[x] - problem.release[x]
+            found = extend(
+                {**ends, (x, m): end},
+                tuple(end if d in devices else time for d, time in enumerate(free)),
+                tuple(size + net if d in devices else size for d, size in enumerate(held)),
+            )
+            if found is not None and (best is None or found < best):
+                best = found
+        return best
+
+    best = extend({}, (0,) * problem.num_devices, (0,) * problem.num_devices)
+    assert best is not None
+    return best
+
+
+def _too_much(problem: Problem, device: int, operation: int, held: int) -> bool:
+    capacity = problem.capacity[device]
+    return capacity is not None and held + problem.acquire[operation] + problem.workspace[operation] > capacity
+
+
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@given(problems(max_stages=2, num_microbatches=2))
+def test_bounds_and_search_against_every_schedule(problem: Problem) -> None:
+    best = best_makespan(problem)
+    found = search_schedule(problem.workload, Budget(20))
+    assert makespan_bound(problem) <= best
+    assert found.bound_ns <= best
+    assert found.makespan_ns == best
