@@ -7,10 +7,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from builders.requests import request_of
 from pipeplan.check import check
 from pipeplan.costs import build_workload, stage_costs
 from pipeplan.model import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
-from pipeplan.planner import Batch, Options, search_plan
+from pipeplan.planner import Batch, search_plan
 
 SIZE = 2
 
@@ -112,6 +113,6 @@ def fans(draw: st.DrawFn) -> tuple[Profile, Placement]:
 @given(fans())
 def test_check_counts_as_the_costs_do(case: tuple[Profile, Placement]) -> None:
     profile, placement = case
-    plan = search_plan(profile, placement, Batch(3, SIZE), Options(scheduler="gpipe", time_limit=0.5)).plan
+    plan = search_plan(request_of(profile, placement, Batch(3, SIZE), scheduler="gpipe", time_limit=0.5)).plan
     report = check(plan, profile)
     assert report.valid, report.problems

@@ -11,10 +11,10 @@ from multiprocessing import parent_process
 import pytest
 
 from pipeplan.examples import shape
-from pipeplan.planner import Batch, Options, Request
+from pipeplan.planner import Batch, Request
 from pipeplan.planner.tuning.workers import Workers
 
-REQUEST = Request(shape("v", 2), "auto", 2, None, Batch(2, 1), (1,), Options(), None, None, None)
+REQUEST = Request(shape("v", 2), 2, Batch(2, 1), sizes=(1,))
 
 
 def pressing(request: Request, item: int, stopped: Callable[[], bool]) -> tuple[int, bool]:
