@@ -6,12 +6,13 @@ Nothing is imported until a function is called, so that ``import pipeplan`` and 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+    from typing import Any, Literal
+
     from pipeplan.check import Report as Report
     from pipeplan.costs.inspection import Inspection as Inspection
     from pipeplan.costs.inspection import ProfileResult as ProfileResult
@@ -363,7 +364,7 @@ def add_links(cluster: Cluster, printed: Mapping[str, str], level: str | None = 
     from pipeplan.costs.nccl_tests import parse_nccl_tests, with_runs
 
     for path, text in printed.items():
-        cluster = with_runs(cluster, parse_nccl_tests(text, path), level, Path(path).name)
+        cluster = with_runs(cluster, parse_nccl_tests(text, path), level, os.path.basename(path))
     return LinkResult(cluster)
 
 
@@ -393,6 +394,8 @@ def run(
         UsageError: the ranks refused the model or the options.
         ExecutionError: a rank failed, died or hung.
     """
+    from dataclasses import replace
+
     from pipeplan.runtime.launch import run_local
     from pipeplan.runtime.outcome import RunOutcome
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from importlib.metadata import version
 
-from pipeplan import __version__
+from pipeplan._version import __version__
 from pipeplan.check import check
 from pipeplan.model import Plan, Provenance, sha256_of
 from pipeplan.model.workload import Workload

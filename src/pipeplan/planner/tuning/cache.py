@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from pipeplan import __version__
+from pipeplan._version import __version__
 from pipeplan.errors import UsageError
 from pipeplan.model import sha256_of
 from pipeplan.planner.request import Request
