@@ -28,6 +28,7 @@ from pipeplan.model import Cluster, PlacedStage, Placement, Profile
 from pipeplan.partition.block_splits import BlockSplits, GroupSplits, RunFrontiers, RunPoint
 from pipeplan.partition.runs import FloatArray
 from pipeplan.partition.uniform_ways import UniformRuns, UniformWays, Way
+from pipeplan.time_limit import checkpoint
 
 __all__ = ["Cut", "StageFrontiers"]
 
@@ -135,6 +136,7 @@ class _Cuts:
 
     def _groups(self, place: int) -> dict[int, _Group]:
         """What groups of every size take for every run of blocks."""
+        checkpoint()
         runs, splits = self.frontiers.runs, self.frontiers.splits
         in_flight = min(place, self.frontiers.num_microbatches)
         most = self.num_devices - place + 1  # every other stage behind it has one at least
@@ -155,6 +157,7 @@ class _Cuts:
         num_blocks = len(self.frontiers.order)
         rest: list[Rest] = [{0: np.where(np.arange(num_blocks + 1) == num_blocks, 0.0, np.inf)}]
         for groups in self.groups[1:]:
+            checkpoint()
             rest.append(_joined(groups, rest[-1], self.num_devices))
             slowest = float(rest[-1][self.num_devices][0]) if self.num_devices in rest[-1] else np.inf
             if np.isfinite(slowest):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, islice, product
 
@@ -21,6 +21,7 @@ from pipeplan.partition.published import PublishedPlan, Question, dapple, pipedr
 from pipeplan.planner.batch import Batch
 from pipeplan.planner.by_rules import SUBMODULES, place_by_rules
 from pipeplan.planner.request import Request
+from pipeplan.time_limit import Limit, TimeUpError
 
 __all__ = [
     "CandidateOrError",
@@ -349,9 +350,14 @@ def _graph(request: Request, sizes: Sequence[int], chunks: int = 1) -> Placement
         recompute=False if memory is None and request.recompute is None else request.recompute,
         all_reduce=lambda size, count: all_reduce_time(request.cluster, range(count), size),
     )
-    if not request.deterministic:
-        problem = replace(problem, deadline=time.monotonic() + max(1.0, PARTITIONING * request.time_limit))
-    found = partition(problem, tolerance=TOLERANCE).graph
+    limit = Limit(math.inf if request.deterministic else max(1.0, PARTITIONING * request.time_limit))
+    try:
+        with limit.enforced():
+            found = partition(problem, tolerance=TOLERANCE).graph
+    except TimeUpError as up:
+        if up.limit is not limit:
+            raise
+        raise SearchTimeoutError("partitioning took all the time it had; raise --time-limit") from None
     if max(stage.replicas for stage in found.stages) > request.num_devices:
         raise UsageError(f"a stage with more replicas than the {request.num_devices} devices cannot go round them")
     size = max(stage.microbatch_size for stage in found.stages)

@@ -12,7 +12,6 @@ from typing import Literal
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.frontier.turning import turning_point
 from pipeplan.model import Cluster, Plan, Profile, Stage
-from pipeplan.planner.alarm import interrupted_after
 from pipeplan.planner.batch import Batch, resolve_batch
 from pipeplan.planner.frontier_notes import (
     device_notes,
@@ -26,6 +25,7 @@ from pipeplan.planner.frontier_notes import (
 from pipeplan.planner.request import Request, Splitting
 from pipeplan.planner.splits import SplitPoint, Splits, most_frequent, split_frontier
 from pipeplan.planner.tradeoff import PlanFrontier, StrategyPlan, plan_frontier
+from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import format_bytes, format_ns, named_devices
 
 __all__ = ["FrontierPoint", "FrontierResult", "Mode", "frontier", "frontier_request"]
@@ -273,14 +273,16 @@ def _proof_notes(count: int, splits: Splits) -> Iterator[str]:
 
 def _tracked(requests: Sequence[Request], splitting: Splitting) -> tuple[list[Splits], bool]:
     """The frontier on every number of devices; when time runs out, or at Ctrl-C, the rest roughly, and True."""
-    seconds = requests[0].time_limit
-    settling = min(_SETTLING, _SETTLING_SHARE * seconds)
+    limit = Limit(requests[0].time_limit)
+    settling = min(_SETTLING, _SETTLING_SHARE * limit.seconds)
     found: list[Splits] = []
     try:
-        with interrupted_after(seconds):
+        with limit.enforced():
             # one by one: what is done stays
             found.extend(split_frontier(each, splitting, seconds=settling) for each in requests)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, TimeUpError) as end:
+        if isinstance(end, TimeUpError) and end.limit is not limit:
+            raise
         rough = replace(splitting, within=max(splitting.within, _ROUGH))
         return found + [split_frontier(each, rough) for each in requests[len(found) :]], True
     return found, False

@@ -11,14 +11,13 @@ most its memory, time and devices.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.model import Plan
 from pipeplan.partition.block_splits import GroupSplits
-from pipeplan.planner.alarm import interrupted_after
 from pipeplan.planner.candidates import PlacementCandidate
 from pipeplan.planner.finishing import planned
 from pipeplan.planner.frontier_partitions import STEP, PartitionTrial, chains, in_turn, own_placement, stage_graphs
@@ -30,6 +29,7 @@ from pipeplan.planner.stage_splits import StageSplits
 from pipeplan.planner.strategies import plan_of_strategy, split_blocks
 from pipeplan.planner.trials import Trial
 from pipeplan.simulate.memory import peak_memory
+from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices
 
 __all__ = ["PlanFrontier", "PlanPoint", "StrategyPlan", "plan_frontier"]
@@ -111,10 +111,10 @@ def plan_frontier(request: Request, *, quickest: bool = False) -> PlanFrontier:
     found = _searched(request, request.time_limit, quickest)
     if not found.search.best:
         raise _why(request, found)
-    search, begun = found.search, found.search.begun
+    search = found.search
     untried = _counted(found.partitions, _COUNTING * request.time_limit) if found.interrupted else 0
     points = [_point(tried) for tried in sorted(search.best, key=lambda tried: tried.figures)]
-    seconds, counts = time.monotonic() - begun, {point.num_devices for point in points}
+    seconds, counts = search.limit.elapsed, {point.num_devices for point in points}
     failures = {count: error for count, error in search.failures.items() if count not in counts}
     how = search.num_tried, seconds, found.interrupted, untried, tuple(search.rough)
     return PlanFrontier(tuple(points), *how, failures)
@@ -131,7 +131,7 @@ class _Searched:
 
 def _searched(request: Request, seconds: float, quickest: bool) -> _Searched:
     """Try everything in turn, until the time is up."""
-    search = _Search(time.monotonic(), seconds)
+    search = _Search(Limit(seconds))
     requests = request.by_devices
     splits = GroupSplits(request.profile, request.cluster)
     partitions = in_turn([chains(asked, splits, quickest=quickest) for asked in requests])
@@ -145,7 +145,7 @@ def _searched(request: Request, seconds: float, quickest: bool) -> _Searched:
         joined = search.try_all(in_turn(others), share[1])
         split = search.try_all(_split(StageSplits(splits), search.by_devices(requests)))
         interrupted = not (search.try_all(partitions) and split and joined)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, TimeUpError):
         interrupted = True
     return _Searched(search, interrupted, partitions)
 
@@ -177,8 +177,7 @@ def _why(request: Request, found: _Searched) -> PipeplanError:
 class _Search:
     """What has been found until the time is up."""
 
-    begun: float
-    seconds: float
+    limit: Limit
     best: list[_Tried] = field(default_factory=list)
     failures: dict[int, PipeplanError] = field(default_factory=dict)
     num_tried: int = 0
@@ -186,16 +185,21 @@ class _Search:
 
     def left(self, share: float = 1.0) -> float:
         """Seconds until a share of the time is over."""
-        return self.begun + share * self.seconds - time.monotonic()
+        return share * self.limit.seconds - self.limit.elapsed
+
+    def once_found(self) -> AbstractContextManager[None]:
+        """The limit enforced as soon as there is something."""
+        return self.limit.enforced() if self.best else nullcontext()
 
     def one_stage(self, request: Request) -> None:
         """Compare the strategies of one stage: all, or when a share of the time is over some, or none."""
         for share, within in ((_ONE_STAGE, 0.0), (1.0, _ROUGH)):
+            limit = Limit(self.left(share))
             try:
-                with interrupted_after(self.left(share)):
+                with limit.enforced():
                     found = list(_one_stage(request, within))
-            except KeyboardInterrupt:
-                if self.left(share) > 0:  # it was not the alarm
+            except TimeUpError as up:
+                if up.limit is not limit:
                     raise
                 continue
             for tried in found:
@@ -210,7 +214,7 @@ class _Search:
         for candidate in own_placement(request):
             limit = request.least_memory
             while not self.best or self.left() > 0:
-                with interrupted_after(self.left() if self.best else None):
+                with self.once_found():
                     tried = _tried(PartitionTrial(replace(request, memory_bytes=limit), candidate), candidate, ())
                 self.num_tried += 1
                 if tried is None:
@@ -221,7 +225,7 @@ class _Search:
     def try_all(self, found: Iterator[PartitionTrial], share: float = 1.0) -> bool:
         """Try partitions until a share of the time is over, at least until something fits; whether it was all."""
         while not self.best or self.left(share) > 0:
-            with interrupted_after(self.left() if self.best else None):
+            with self.once_found():
                 asked = next(found, None)
                 if asked is None:
                     return True
@@ -309,13 +313,11 @@ def _split_points(splits: StageSplits, best: Sequence[_Tried]) -> Iterator[Parti
 
 def _counted(found: Iterator[PartitionTrial], seconds: float) -> int:
     """How many partitions there still are, as far as they can be counted in so long."""
-    number = 0
-    try:
-        with interrupted_after(seconds):
-            for asked in found:
-                number += not isinstance(asked.candidate, PipeplanError)
-    except KeyboardInterrupt:
-        pass
+    number, limit = 0, Limit(seconds)
+    with suppress(KeyboardInterrupt, TimeUpError), limit.enforced():
+        for asked in found:
+            number += not isinstance(asked.candidate, PipeplanError)
+            limit.check()
     return number
 
 

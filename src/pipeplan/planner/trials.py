@@ -90,12 +90,8 @@ class Trial:
             InfeasibleError: no schedule fits.
             UsageError: a scheduler that does not apply.
         """
-        share = Budget(seconds, budget.seed, budget.deterministic, budget.workers)
-        try:
+        with budget.share(seconds) as share:
             self._search(request, share, progress)
-        finally:
-            budget.spent += share.spent
-            budget.interrupted = budget.interrupted or share.interrupted
 
     def _search(self, request: Request, share: Budget, progress: Progress | None) -> None:
         found: dict[int, Schedule] = {}
@@ -162,8 +158,7 @@ def _searched(
     progress: Progress | None,
 ) -> Schedule:
     """Search a workload's schedule with a part of the budget, from what is known on."""
-    share = Budget(seconds, budget.seed, budget.deterministic, budget.workers)
-    try:
+    with budget.share(seconds) as share:
         return search_schedule(
             workload,
             share,
@@ -173,9 +168,6 @@ def _searched(
             known=known,
             progress=progress,
         )
-    finally:
-        budget.spent += share.spent
-        budget.interrupted = budget.interrupted or share.interrupted
 
 
 def workloads(request: Request, candidate: PlacementCandidate) -> list[Workload]:

@@ -12,7 +12,6 @@ largest workspace. Sending between stages takes no device's time, as everywhere 
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from functools import cache
 from typing import NamedTuple
 
 from pipeplan.costs import block_costs
-from pipeplan.errors import SearchTimeoutError, UsageError
+from pipeplan.errors import UsageError
 from pipeplan.model import Block, Profile
 
 __all__ = ["UNLIMITED", "AllReduce", "Choice", "Load", "Problem", "Row", "free"]
@@ -103,7 +102,6 @@ class Problem:
     choices: tuple[Choice, ...]
     memory_bytes: int | None = None
     all_reduce: AllReduce = free
-    deadline: float | None = None
 
     @classmethod
     def of(
@@ -158,11 +156,6 @@ class Problem:
         edges = tuple((edge.source, edge.target) for edge in profile.edges)
         price = free if all_reduce is free else cache(all_reduce)
         return cls(_loads(profile, rows), edges, num_devices, mini_batch, rows, choices, memory_bytes, price)
-
-    def require_time(self) -> None:
-        """Go on only before the ``deadline``, in seconds of the monotonic clock. Raises SearchTimeoutError."""
-        if self.deadline is not None and time.monotonic() > self.deadline:
-            raise SearchTimeoutError("partitioning took all the time it had; raise --time-limit")
 
     def all_reduce_is_free(self, choice: Choice) -> bool:
         """Whether no stage waits for gradients under this choice."""

@@ -7,7 +7,6 @@ become the best depends on nothing but what is asked: not on how many processes 
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -26,6 +25,7 @@ from pipeplan.planner.tuning.cells import Cell, Rows, TuningRow, cell_of, rows_o
 from pipeplan.planner.tuning.workers import Work, Workers
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.search import Progress
+from pipeplan.time_limit import Limit
 
 __all__ = ["Tuning", "tune"]
 
@@ -95,10 +95,10 @@ def tune(request: Request, *, workers: int = 1, cache: str | None = None, progre
         SearchTimeoutError: time was up before there was a row.
         UsageError: a request that contradicts the profile, or a cache that is none.
     """
-    begun = time.monotonic()
+    limit = Limit(request.time_limit)
     known = Cache(cache, request)
-    with Workers(request, workers, begun + request.time_limit) as shared:
-        return _Tuner(request, shared, known, begun, progress).run()
+    with Workers(request, workers, limit) as shared:
+        return _Tuner(request, shared, known, limit, progress).run()
 
 
 class _Looked(Protocol):
@@ -137,7 +137,7 @@ class _Tuner:
     request: Request
     workers: Workers
     cache: Cache
-    begun: float
+    limit: Limit
     progress: Progress | None = None
     failures: list[PipeplanError] = field(default_factory=list)
     found: list[tuple[Cell, TuningRow]] = field(default_factory=list)
@@ -186,7 +186,7 @@ class _Tuner:
 
     @property
     def _elapsed(self) -> float:
-        return time.monotonic() - self.begun
+        return self.limit.elapsed
 
     @property
     def _best_ns(self) -> float:
