@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pipeplan import _api
 from pipeplan._api import check, compare, estimate, frontier, profile, run, search, simulate
 from pipeplan._version import __version__
 
@@ -30,13 +31,10 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> type[Cluster] | type[Plan] | type[Profile]:
-    """The types, imported when they are asked for."""
-    if name in ("Cluster", "Plan", "Profile"):
-        from pipeplan import model
-
-        found: type[Cluster] | type[Plan] | type[Profile] = getattr(model, name)
-        return found
+def __getattr__(name: str) -> object:
+    """A type, imported when it is asked for."""
+    if name in __all__:
+        return getattr(_api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

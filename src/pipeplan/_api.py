@@ -5,12 +5,12 @@ Nothing is imported until a function is called, so that ``import pipeplan`` and 
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
     from typing import Any, Literal
 
     from pipeplan.check import Report as Report
@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from pipeplan.model import Cluster as Cluster
     from pipeplan.model import Plan as Plan
     from pipeplan.model import Profile as Profile
-    from pipeplan.model.base import FileModel
+    from pipeplan.model import read_cluster as read_cluster
+    from pipeplan.model import read_plan as read_plan
+    from pipeplan.model import read_profile as read_profile
+    from pipeplan.model import write_file as write_file
+    from pipeplan.model import write_text as write_text
     from pipeplan.planner import Comparison as Comparison
     from pipeplan.planner import FrontierResult as FrontierResult
     from pipeplan.planner import Mode as Mode
@@ -28,121 +32,50 @@ if TYPE_CHECKING:
     from pipeplan.planner import Result as Result
     from pipeplan.planner import Splitting as Splitting
     from pipeplan.planner import Tuning as Tuning
-    from pipeplan.runtime.communication import Keep, LinkOptions, OnPoint
-    from pipeplan.runtime.communication import Point as LinkPoint
-    from pipeplan.runtime.loading import Grain as Grain
+    from pipeplan.planner import frontier_request as frontier_request
+    from pipeplan.planner.frontier_notes import request_notes as request_notes
+    from pipeplan.runtime.communication import Keep, OnPoint
+    from pipeplan.runtime.communication import LinkOptions as LinkOptions
+    from pipeplan.runtime.communication import Point as Point
+    from pipeplan.runtime.loading import load_model as load_model
     from pipeplan.runtime.model import Model as Model
     from pipeplan.runtime.options import RunOptions as RunOptions
     from pipeplan.runtime.options import StepResult as StepResult
     from pipeplan.runtime.outcome import RunOutcome as RunOutcome
     from pipeplan.runtime.partial import Partial as Partial
     from pipeplan.schedule.rules import Rules as Rules
+    from pipeplan.schedule.rules.files import read_rules as read_rules
+    from pipeplan.schedule.rules.files import to_toml as to_toml
     from pipeplan.schedule.search import Progress as Progress
     from pipeplan.simulate.measured import Comparison as MeasuredComparison
     from pipeplan.simulate.simulation import Simulation as Simulation
 
-__all__ = [
-    "LinkPoint",
-    "MeasuredComparison",
-    "add_links",
-    "check",
-    "compare",
-    "compare_measured",
-    "estimate",
-    "example_kind",
-    "frontier",
-    "frontier_request",
-    "inspect_profile",
-    "last_checkpoint",
-    "link_options",
-    "load_model",
-    "make_cluster",
-    "make_model",
-    "make_shape",
-    "measure_links",
-    "measurement",
-    "profile",
-    "profile_result",
-    "read_cluster",
-    "read_plan",
-    "read_profile",
-    "read_rules",
-    "request",
-    "request_notes",
-    "require_torch",
-    "run",
-    "run_as_rank",
-    "run_options",
-    "search",
-    "simulate",
-    "splitting",
-    "tune",
-    "write",
-    "write_rules",
-    "write_text",
-]
+_PARTS = {
+    "pipeplan.costs.inspection": ("Inspection", "ProfileResult"),
+    "pipeplan.model": (
+        *("Cluster", "Plan", "Profile"),
+        *("read_cluster", "read_plan", "read_profile", "write_file", "write_text"),
+    ),
+    "pipeplan.planner": ("Request", "Splitting", "frontier_request"),
+    "pipeplan.planner.frontier_notes": ("request_notes",),
+    "pipeplan.runtime.communication": ("LinkOptions",),
+    "pipeplan.runtime.loading": ("load_model",),
+    "pipeplan.runtime.options": ("RunOptions",),
+    "pipeplan.runtime.partial": ("Partial",),
+    "pipeplan.schedule.rules.files": ("read_rules", "to_toml"),
+}
+"""What goes in and out of the functions here, and the modules that have it."""
 
 
-# Files ------------------------------------------------------------------------------------------------------------
-
-
-def read_profile(path: str) -> Profile:
-    """The profile of a file; - is stdin. Raises FileError."""
-    from pipeplan.model import read_profile
-
-    return read_profile(path)
-
-
-def read_cluster(path: str) -> Cluster:
-    """The cluster of a file; - is stdin. Raises FileError."""
-    from pipeplan.model import read_cluster
-
-    return read_cluster(path)
-
-
-def read_plan(path: str) -> Plan:
-    """The plan of a file; - is stdin. Raises FileError."""
-    from pipeplan.model import read_plan
-
-    return read_plan(path)
-
-
-def read_rules(name: str) -> Rules:
-    """The rules of a TOML file, or some that ship. Raises UsageError."""
-    from pipeplan.schedule.rules.files import read_rules
-
-    return read_rules(name)
-
-
-def write(file: FileModel, path: str) -> None:
-    """Write a profile, a cluster, a placement or a plan; - is stdout. Raises FileError."""
-    from pipeplan.model import write_file
-
-    write_file(file, path)
-
-
-def write_text(text: str, path: str) -> None:
-    """Write a text; - is stdout. Raises FileError."""
-    from pipeplan.model import write_text
-
-    write_text(text, path)
-
-
-def write_rules(rules: Rules, path: str) -> None:
-    """Write rules as TOML; - is stdout. Raises FileError."""
-    from pipeplan.schedule.rules.files import to_toml
-
-    write_text(to_toml(rules), path)
+def __getattr__(name: str) -> object:
+    """A part, imported when it is asked for."""
+    for module, names in _PARTS.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # Planning ---------------------------------------------------------------------------------------------------------
-
-
-def request(profile: Profile, **asked: Any) -> Request:
-    """What is asked of a search, as :meth:`pipeplan.planner.request.Request.of` reads it. Raises UsageError."""
-    from pipeplan.planner import Request
-
-    return Request.of(profile, **asked)
 
 
 def search(request: Request, *, progress: Progress | None = None) -> Result:
@@ -184,27 +117,6 @@ def compare(request: Request, *, progress: Progress | None = None) -> Comparison
     from pipeplan.planner import compare
 
     return compare(request, progress=progress)
-
-
-def splitting(**how: Any) -> Splitting:
-    """How a frontier splits one stage; the fields are those of :class:`pipeplan.planner.request.Splitting`."""
-    from pipeplan.planner import Splitting
-
-    return Splitting(**how)
-
-
-def frontier_request(profile: Profile, **asked: Any) -> Request:
-    """What is asked of a frontier; see :func:`pipeplan.planner.frontier.frontier_request`. Raises UsageError."""
-    from pipeplan.planner import frontier_request
-
-    return frontier_request(profile, **asked)
-
-
-def request_notes(request: Request) -> tuple[str, ...]:
-    """What a frontier takes for granted of the request's cluster."""
-    from pipeplan.planner.frontier_notes import request_notes
-
-    return tuple(request_notes(request))
 
 
 def frontier(request: Request, *, mode: Mode = "all", point: int | None = None) -> FrontierResult:
@@ -264,27 +176,6 @@ def require_torch(verb: str) -> None:
         raise UsageError(f"{verb} needs torch, which is not installed: pip install 'pipeplan[torch]'")
 
 
-def load_model(
-    name: str,
-    *,
-    sequence: int | None = None,
-    grain: Grain | None = None,
-    shared: Sequence[str] = (),
-    meta: bool = False,
-) -> Model:
-    """The model that a name means; see :func:`pipeplan.runtime.loading.load_model`. Raises UsageError."""
-    from pipeplan.runtime.loading import load_model
-
-    return load_model(name, sequence=sequence, grain=grain, shared=shared, meta=meta)
-
-
-def measurement(path: str | Path | None) -> Partial:
-    """Where what is measured is kept until all is, so that an interrupted measurement goes on."""
-    from pipeplan.runtime.partial import Partial
-
-    return Partial(path)
-
-
 def profile(
     model: Model, microbatch_sizes: Sequence[int], *, dtype: str = "float32", threads: int | None = None, **how: Any
 ) -> Profile:
@@ -316,28 +207,7 @@ def estimate(
     return estimate_model(model, microbatch_sizes, device=preset, dtype=getattr(torch, dtype or preset.dtype), **how)
 
 
-def profile_result(profile: Profile, seconds: float) -> ProfileResult:
-    """A profile, and how long it took to make, in figures."""
-    from pipeplan.costs.inspection import ProfileResult
-
-    return ProfileResult(profile, seconds)
-
-
-def inspect_profile(profile: Profile, microbatch_sizes: Sequence[int] = ()) -> Inspection:
-    """A profile looked over: sums, shares, and what makes plans with these sizes wrong."""
-    from pipeplan.costs.inspection import Inspection
-
-    return Inspection(profile, tuple(microbatch_sizes))
-
-
 # Links ------------------------------------------------------------------------------------------------------------
-
-
-def link_options(**how: Any) -> LinkOptions:
-    """How to measure links; see :class:`pipeplan.runtime.communication.LinkOptions`. Raises UsageError."""
-    from pipeplan.runtime.communication import LinkOptions
-
-    return LinkOptions(**how)
 
 
 def measure_links(
@@ -369,15 +239,6 @@ def add_links(cluster: Cluster, printed: Mapping[str, str], level: str | None = 
 
 
 # Runs -------------------------------------------------------------------------------------------------------------
-
-
-def run_options(**how: Any) -> RunOptions:
-    """How to run a plan; see :class:`pipeplan.runtime.options.RunOptions`. Raises UsageError."""
-    from pipeplan.runtime.options import RunOptions
-
-    options = RunOptions(**how)
-    options.require_consistent()
-    return options
 
 
 def run(

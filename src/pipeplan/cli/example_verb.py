@@ -84,7 +84,7 @@ def command(
     _refuse_others(ctx, name, kind)
     if kind == "testbeds":
         asked = devices if ctx.get_parameter_source("devices") is ParameterSource.COMMANDLINE else None
-        _api.write(_api.make_cluster(name, asked), output)
+        _api.write_file(_api.make_cluster(name, asked), output)
         return
     if kind == "models":
         profile = _api.make_model(
@@ -94,7 +94,7 @@ def command(
             shards=shards or (1,),
             cluster=None if cluster is None else _api.read_cluster(cluster),
         )
-        _api.write(profile, output)
+        _api.write_file(profile, output)
         return
     for flag in _SHARED:
         if ctx.params[flag] is not None and name.removeprefix("shape-") not in _WITH_SHARED:
@@ -115,7 +115,7 @@ def command(
         activation_bytes=activation_bytes,
         weight_grad_bytes=weight_grad_bytes,
     )
-    _api.write(profile, output)
+    _api.write_file(profile, output)
 
 
 def _refuse_others(ctx: click.Context, name: str, kind: str) -> None:

@@ -133,7 +133,7 @@ def command(
             f"{writes} writes plans, and these run whole blocks; leave out --grain operator, or profile a model whose "
             "blocks are operators, as gpt2-124m-operators"
         )
-    splitting = _api.splitting(
+    splitting = _api.Splitting(
         device=device,
         whole_blocks=grain == "block",
         data_parallel_loading=data_parallel_loading,
@@ -163,7 +163,7 @@ def command(
     elif output != "-":
         print_frontier(found, file=sys.stdout)
     if output is not None:  # the table first: it says what there is even where a plan cannot be made
-        _api.write(found.plan(), output)
+        _api.write_file(found.plan(), output)
         click.echo(f"pipeplan: {found.written} is in {'stdout' if output == '-' else output}", err=True)
     if output_all is not None:
         _write_all(found, output_all)
@@ -178,7 +178,7 @@ def _write_all(found: FrontierResult, folder: str) -> None:
         except PipeplanError as error:
             refused.append(f"point {number}: {error}")
         else:
-            _api.write(plan, f"{folder}/point-{number}.json")
+            _api.write_file(plan, f"{folder}/point-{number}.json")
     click.echo(f"pipeplan: {count - len(refused)} of {count} points are in {folder}", err=True)
     if refused:
         raise UsageError(f"{len(refused)} of {count} points cannot be written as plans, as {refused[0]}")

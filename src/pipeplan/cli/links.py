@@ -17,7 +17,7 @@ from pipeplan.errors import FileError, UsageError
 from pipeplan.units import format_bytes
 
 if TYPE_CHECKING:
-    from pipeplan._api import Cluster, LinkPoint, LinkResult
+    from pipeplan._api import Cluster, LinkResult, Point
 
 __all__ = ["INTERRUPTED", "add_communication", "measure_communication"]
 
@@ -31,7 +31,7 @@ def measure_communication(ctx: click.Context) -> None:
     """
     given = ctx.params
     output: str = given["output"]
-    options = _api.link_options(
+    options = _api.LinkOptions(
         smallest_bytes=given["min_bytes"],
         largest_bytes=given["max_bytes"],
         **{name: given[name] for name in ("repeats", "warmup", "device")},
@@ -41,7 +41,7 @@ def measure_communication(ctx: click.Context) -> None:
 
     def keep(cluster: Cluster) -> None:
         if output != "-":
-            _api.write(cluster, output)
+            _api.write_file(cluster, output)
         written.append(cluster)
 
     try:
@@ -57,11 +57,11 @@ def measure_communication(ctx: click.Context) -> None:
     if found is None:  # not rank 0
         return
     if output == "-":
-        _api.write(found.cluster, output)
+        _api.write_file(found.cluster, output)
     _print_curves(found, output, as_json=given["as_json"])
 
 
-def _tell(point: LinkPoint) -> None:
+def _tell(point: Point) -> None:
     if sys.stderr.isatty():
         click.echo(f"{point.operation} of {point.size} bytes: {point.ns / 1000:.1f} us", err=True)
 
@@ -79,7 +79,7 @@ def add_communication(given: Mapping[str, Any]) -> None:
     cluster = _api.read_cluster(given["cluster"])
     printed = {path: _read_text(path) for path in given["communication_from"]}
     found = _api.add_links(cluster, printed, given["level"])
-    _api.write(found.cluster, given["output"])
+    _api.write_file(found.cluster, given["output"])
     _print_curves(found, given["output"], as_json=given["as_json"])
 
 

@@ -135,7 +135,7 @@ def _written(parameter: click.Parameter) -> str:
 def _show(path: str, asked: tuple[int, ...], as_json: bool) -> None:
     from pipeplan.report.inspection import print_inspection
 
-    inspection = _api.inspect_profile(_api.read_profile(path), asked)
+    inspection = _api.Inspection(_api.read_profile(path), asked)
     if as_json:
         click.echo(json.dumps(inspection.figures()))
     else:
@@ -146,7 +146,7 @@ def _measure(ctx: click.Context) -> None:
     """Measure a model, or go on where an earlier measurement was interrupted, and write the profile."""
     given = ctx.params
     begin = time.monotonic()
-    partial = _api.measurement(_partial_path(given["output"]))
+    partial = _api.Partial(_partial_path(given["output"]))
     if partial.path is not None and partial.path.exists():
         click.echo(f"pipeplan: going on from {partial.path}", err=True)
     shown = Shown("measuring")
@@ -167,7 +167,7 @@ def _measure(ctx: click.Context) -> None:
     except (ExecutionError, InfeasibleError):
         click.echo(f"pipeplan: measuring ended; {_kept(partial, 'a command with other --microbatch sizes')}", err=True)
         raise
-    _api.write(profile, given["output"])
+    _api.write_file(profile, given["output"])
     partial.remove()
     _tell_missing(profile, given["microbatch"])
     _print(profile, given, begin)
@@ -192,7 +192,7 @@ def _estimate(given: Mapping[str, Any]) -> None:
             cluster=_cluster(given),
             progress=shown.update,
         )
-    _api.write(profile, given["output"])
+    _api.write_file(profile, given["output"])
     _print(profile, given, begin)
 
 
@@ -218,7 +218,7 @@ def _print(profile: Profile, given: Mapping[str, Any], begin: float) -> None:
     from pipeplan.report.inspection import print_blocks
 
     if given["as_json"]:
-        click.echo(json.dumps(_api.profile_result(profile, time.monotonic() - begin).figures()))
+        click.echo(json.dumps(_api.ProfileResult(profile, time.monotonic() - begin).figures()))
     elif given["output"] != "-":
         print_blocks(profile)
         click.echo(f"profile written to {given['output']}", err=True)

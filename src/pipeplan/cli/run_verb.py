@@ -92,7 +92,7 @@ def command(
         require_writable(trace_path, "--trace")
     if timeout < _LEAST_TIMEOUT_NS:
         raise UsageError(f"--timeout {timeout}ns is too short to wait for anything; give at least 1ms")
-    options = _api.run_options(
+    options = _api.RunOptions(
         model=model or "",
         sequence=sequence,
         grain=grain,
@@ -109,6 +109,7 @@ def command(
         message_limit_bytes=message_limit,
         **training,
     )
+    options.require_consistent()
     shown = Steps(options, quiet=as_json)
     outcome = _run_here(plan_path, options, shown) if local else _run_as_rank(plan_path, options, shown)
     if outcome is None:  # not rank 0

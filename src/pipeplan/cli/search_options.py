@@ -91,7 +91,7 @@ def read_request(flags: dict[str, Any], scheduler: str = "auto", rules: Rules | 
     profile = _api.read_profile(flags["profile_path"])
     cluster = _api.read_cluster(flags["cluster_path"]) if flags["cluster_path"] is not None else None
     same = ("devices", "placement", "mini_batch", "microbatch_size", "chunks", "replicas", "seed", "deterministic")
-    return _api.request(
+    return _api.Request.of(
         profile,
         **{name: flags[name] for name in same},
         cluster=cluster,

@@ -78,11 +78,11 @@ def command(
         else:
             result = _api.search(request, progress=progress)
     if output is not None:
-        _api.write(result.plan, output)
+        _api.write_file(result.plan, output)
     if rules_output is not None and tuning is not None:
-        _api.write_rules(tuning.rules, rules_output)
+        _api.write_text(_api.to_toml(tuning.rules), rules_output)
     if placement_output is not None:
-        _api.write(result.plan.placed, placement_output)
+        _api.write_file(result.plan.placed, placement_output)
     _print(result, tuning, output, as_json)
 
 

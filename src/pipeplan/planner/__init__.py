@@ -7,7 +7,8 @@ from pipeplan.planner.assembly import assemble
 from pipeplan.planner.batch import Batch, resolve_batch
 from pipeplan.planner.candidates import PlacementCandidate
 from pipeplan.planner.comparison import Comparison, compare
-from pipeplan.planner.frontier import FrontierResult, Mode, frontier, frontier_request
+from pipeplan.planner.frontier import frontier, frontier_request
+from pipeplan.planner.frontier_result import FrontierResult, Mode
 from pipeplan.planner.request import Request, Splitting, choose_placement
 from pipeplan.planner.result import Result
 from pipeplan.planner.search import search_plan

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipeplan.planner.frontier import FrontierPoint, FrontierResult
+from pipeplan.planner.frontier_result import FrontierPoint, FrontierResult
 from pipeplan.units import format_bytes, format_ns, named_devices
 
 __all__ = ["Scale", "print_frontier"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from xml.sax.saxutils import escape
 
-from pipeplan.planner.frontier import FrontierPoint, FrontierResult
+from pipeplan.planner.frontier_result import FrontierPoint, FrontierResult
 from pipeplan.report.frontier import Scale
 from pipeplan.units import format_bytes, format_ns, named_devices
 
