@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from tables import machine, markdown, note
 
@@ -25,10 +26,9 @@ from pipeplan.model import Plan, Profile
 from pipeplan.model.workload import Workload
 from pipeplan.partition import place
 from pipeplan.partition.chain import Chain
-from pipeplan.planner import Batch, Candidate, Options, Request
+from pipeplan.planner import Batch, PlacementCandidate, Request, tune
 from pipeplan.planner.finishing import planned
 from pipeplan.planner.trials import Trial, iteration_of
-from pipeplan.planner.tuning import tune
 from pipeplan.planner.tuning.cells import Cell, settled_cell
 from pipeplan.schedule.search import search_schedule
 from pipeplan.schedule.solver import Budget
@@ -76,11 +76,11 @@ def profile_of(name: str) -> Profile:
     return model(name, device="a800-80gb", microbatch_sizes=SIZES, shards=shards, cluster=cluster)
 
 
-def request_of(profile: Profile, devices: int, options: Options, sizes: Sequence[int] = SIZES) -> Request:
+def request_of(profile: Profile, devices: int, options: dict[str, Any], sizes: Sequence[int] = SIZES) -> Request:
     """So many of the paper's GPUs, and as many samples for each as in the paper."""
     batch = Batch(MINI_BATCH * devices // GPUS, 1)
     cluster = cluster_of_paper("flexpipe", devices)
-    return Request(profile, "auto", devices, None, batch, tuple(sizes), options, cluster, None, None)
+    return Request(profile, devices, batch, sizes=tuple(sizes), cluster=cluster, **options)
 
 
 def even(layers: int) -> Callable[[Chain], tuple[int, ...]]:
@@ -121,7 +121,7 @@ def cell_of(request: Request, rival: Rival, layers: int, fixed: Fixed) -> Cell:
     except InfeasibleError as error:
         return Cell(failure=str(error))
     batch = Batch(request.batch.mini_batch // size, size)
-    return settled_cell(request, Cell(Candidate(placement, batch, fixed.recompute, rival.name)), lambda: False)
+    return settled_cell(request, Cell(PlacementCandidate(placement, batch, fixed.recompute, rival.name)), lambda: False)
 
 
 def rival_plan(request: Request, rival: Rival, layers: int, fixed: Fixed | None = None) -> Plan | None:
@@ -190,18 +190,18 @@ def scaled(
         row = [str(devices)]
         for rival in rivals:
             plan = plans[rival.name]
-            asked = request_of(profile, devices, Options(split_backward=False))
+            asked = request_of(profile, devices, {"split_backward": False})
             found = None if plan is None else rival_plan(asked, rival, layers, Fixed.of(plan))
             row.append(described(found))
         ours = plans["rules"]
         assert ours is not None
         fixed = Fixed.of(ours)
-        options = Options(
-            replicas=devices // fixed.depth,
-            recompute=fixed.recompute,
-            spread=True,
-            time_limit=limit,
-        )
+        options = {
+            "replicas": devices // fixed.depth,
+            "recompute": fixed.recompute,
+            "spread": True,
+            "time_limit": limit,
+        }
         asked = request_of(profile, devices, options, (fixed.size * devices // fixed.depth,))  # of all replicas
         row.append(described(rules_plan(asked, workers, None)))
         rows.append(row)
@@ -233,9 +233,9 @@ def main() -> int:
             name = f"flexpipe-gpt-{size}-{vocabulary}"
             note(name)
             profile = profile_of(name)
-            whole = request_of(profile, GPUS, Options(split_backward=False))
+            whole = request_of(profile, GPUS, {"split_backward": False})
             plans = {rival.name: rival_plan(whole, rival, LAYERS[size]) for rival in rivals}
-            options = Options(spread=True, recompute=False, time_limit=asked.limit)
+            options = {"spread": True, "recompute": False, "time_limit": asked.limit}
             ours = rules_plan(request_of(profile, GPUS, options), asked.workers, asked.cache)
             plans["rules"] = ours
             others = [plans[rival.name] for rival in rivals]

@@ -21,7 +21,7 @@ from pipeplan.costs.testbeds import cluster_of_paper
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import model
 from pipeplan.model import Plan
-from pipeplan.planner import Batch, Candidate, Options, Request
+from pipeplan.planner import Batch, PlacementCandidate, Request
 from pipeplan.planner.by_rules import SUBMODULES, place_by_rules
 from pipeplan.planner.finishing import planned
 from pipeplan.planner.trials import Trial, iteration_of
@@ -47,7 +47,7 @@ def schedules() -> dict[str, Rules]:
     }
 
 
-def candidates(request: Request, rules: Rules) -> Iterator[Candidate]:
+def candidates(request: Request, rules: Rules) -> Iterator[PlacementCandidate]:
     """Depths that leave a power of two of replicas, sizes, recomputation; what cannot be placed is left out."""
     for replicas, size, recompute in product((1, 2, 4, 8), SIZES, (False, True)):
         batch = Batch(MINI_BATCH // (size * replicas), size * replicas)
@@ -63,15 +63,15 @@ def candidates(request: Request, rules: Rules) -> Iterator[Candidate]:
             )
         except (InfeasibleError, UsageError):
             continue
-        yield Candidate(placement, batch, recompute, "rules")
+        yield PlacementCandidate(placement, batch, recompute, "rules")
 
 
 def best_plan(name: str, rules: Rules) -> Plan | None:
     """The shortest iteration; None where nothing fits."""
     profile = model(f"flexpipe-clip-{name}", device="a800-80gb", microbatch_sizes=SIZES)
     cluster = cluster_of_paper("flexpipe", GPUS)
-    options = Options(scheduler="rules", rules=rules, split_backward=rules.separate)
-    request = Request(profile, SUBMODULES, GPUS, None, Batch(MINI_BATCH, 1), SIZES, options, cluster, None, None)
+    options = {"scheduler": "rules", "rules": rules, "split_backward": rules.separate}
+    request = Request(profile, GPUS, Batch(MINI_BATCH, 1), SUBMODULES, sizes=SIZES, cluster=cluster, **options)
     best = None
     for candidate in candidates(request, rules):
         try:

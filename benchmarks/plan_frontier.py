@@ -9,7 +9,7 @@ import sys
 
 from pipeplan.check import check
 from pipeplan.examples import model
-from pipeplan.planner import Batch, Options, Request
+from pipeplan.planner import Batch, Request
 from pipeplan.planner.tradeoff import plan_frontier
 from pipeplan.simulate.simulation import simulate
 from pipeplan.units import format_bytes, format_ns
@@ -24,11 +24,15 @@ def main(seconds: float) -> None:
     for name in MODELS:
         profile = model(name, shards=(1, 2, 4))
         batch = Batch(4 * DEVICES[-1], profile.microbatch_sizes[-1])
-        options = Options(time_limit=seconds)
         request = Request(
-            profile, "auto", DEVICES[-1], None, batch, profile.microbatch_sizes, options, None, None, None
+            profile,
+            DEVICES[-1],
+            batch,
+            sizes=profile.microbatch_sizes,
+            time_limit=seconds,
+            device_counts=DEVICES,
         )
-        found = plan_frontier(request, DEVICES)
+        found = plan_frontier(request)
         assert len(found.points) >= 10, "fewer than ten plans"
         for point in found.points:
             check(point.plan, profile).require(name)

@@ -15,7 +15,7 @@ from pipeplan.costs.testbeds import cluster_of_paper
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model import read_profile
 from pipeplan.partition import STRATEGIES
-from pipeplan.planner import Batch, Options, Result, search_plan
+from pipeplan.planner import Batch, Request, Result, search_plan
 
 PROFILES = Path(__file__).parents[1] / "profiles"
 GB = 10**9
@@ -37,14 +37,17 @@ def searched(name: str, placement: str, devices: int, limit: float, replicas: in
     sizes = profile.microbatch_sizes
     try:
         return search_plan(
-            profile,
-            placement,
-            Batch(8 * devices, sizes[-1]),
-            Options(time_limit=limit, replicas=replicas),
-            num_devices=devices,
-            cluster=cluster_of_paper("graphpipe", devices),
-            memory_bytes=MEMORY[name],
-            sizes=sizes,
+            Request(
+                profile,
+                devices,
+                Batch(8 * devices, sizes[-1]),
+                placement,
+                cluster=cluster_of_paper("graphpipe", devices),
+                memory_bytes=MEMORY[name],
+                sizes=sizes,
+                time_limit=limit,
+                replicas=replicas,
+            )
         )
     except (InfeasibleError, UsageError):
         return None

@@ -1,5 +1,42 @@
-"""pipeplan: a planner for pipeline-parallel training and inference of large neural networks."""
+"""pipeplan: a planner for pipeline-parallel training and inference of large neural networks.
 
-__version__ = "0.1.0"
+Importing it takes a moment: what a function needs is imported when it is called.
+"""
 
-__all__ = ["__version__"]
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeplan import _api
+from pipeplan._api import check, compare, estimate, frontier, profile, run, search, simulate
+from pipeplan._version import __version__
+
+if TYPE_CHECKING:
+    from pipeplan.model import Cluster, Plan, Profile
+
+
+__all__ = [
+    "Cluster",
+    "Plan",
+    "Profile",
+    "__version__",
+    "check",
+    "compare",
+    "estimate",
+    "frontier",
+    "profile",
+    "run",
+    "search",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> object:
+    """A type, imported when it is asked for."""
+    if name in __all__:
+        return getattr(_api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

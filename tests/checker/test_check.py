@@ -179,7 +179,7 @@ def test_no_repetend_is_stated_that_has_parts(late: bool) -> None:
 
 
 def test_figures() -> None:
-    figures = check(base("chain")).figures
+    figures = check(base("chain")).recomputed
     assert figures.makespan_ns == (8 + 3) * 30
     assert figures.num_actions == 64
     assert figures.num_transfers == 48
@@ -191,7 +191,7 @@ def test_figures() -> None:
 
 
 def test_figures_of_alternating_copies() -> None:
-    assert check(base("alternating")).figures.period_ns == 37.5
+    assert check(base("alternating")).recomputed.period_ns == 37.5
 
 
 # Damage --------------------------------------------------------------------------------------------------------

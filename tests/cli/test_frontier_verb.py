@@ -277,7 +277,7 @@ def test_near_points_are_as_near_in_peak_memory_as_they_say(
             and other["time_ns"] <= near["factor"] * point["time_ns"]
             for other in near["points"]
         )
-    monkeypatch.setattr("pipeplan.cli.frontiers._SETTLING", 0.0)
+    monkeypatch.setattr("pipeplan.planner.frontier._SETTLING", 0.0)
     result = run(*asked, "--within", 0.1)
     hasty = json.loads(result.stdout)
     assert (hasty["exact"], hasty["factor_without"]) == (False, ["workspace"])

@@ -8,13 +8,19 @@ import math
 import pytest
 
 from builders.chains import chain_plan
-from pipeplan.cli.run_results import Steps, comparison_line, summary_json
+from pipeplan.cli.run_verb import Steps, comparison_line
+from pipeplan.model import Plan
 from pipeplan.runtime.options import RunOptions, RunResult, StepResult
+from pipeplan.runtime.outcome import RunOutcome
 from pipeplan.runtime.train_options import TrainOptions
 
 FINE = StepResult(0, 2.5, 3_000_000, 0, 1.0)
 LOST = StepResult(1, math.nan, 2_000_000, 0, 1.0)
 STEEP = StepResult(2, 2.0, 2_000_000, 0, math.inf)
+
+
+def trained(plan: Plan, result: RunResult) -> RunOutcome:
+    return RunOutcome(plan, TrainOptions("gpt2-tiny"), result)
 
 
 @pytest.mark.parametrize("quiet", [False, True])
@@ -41,7 +47,8 @@ def test_a_rehearsal_has_no_loss(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json_has_null_for_what_is_not_finite() -> None:
-    text = summary_json(chain_plan(2, 2), TrainOptions("gpt2-tiny"), RunResult((FINE, LOST, STEEP), (1, 1)))
+    outcome = trained(chain_plan(2, 2), RunResult((FINE, LOST, STEEP), (1, 1)))
+    text = json.dumps(outcome.figures(), allow_nan=False)
     steps = json.loads(text, parse_constant=pytest.fail)["steps"]
     assert [(step["loss"], step["grad_norm"]) for step in steps] == [(2.5, 1.0), (None, 1.0), (2.0, None)]
 
@@ -51,8 +58,8 @@ def test_predicted_beside_the_median_without_the_first_step() -> None:
     predicted = plan.predicted.makespan_ns
     times = [9 * predicted, predicted, 2 * predicted, 3 * predicted]
     many = RunResult(tuple(StepResult(step, 1.0, ns, 0) for step, ns in enumerate(times)), ())
-    assert comparison_line(plan, many).endswith(" (+100.0%); the first step, which warms up, is left out")
-    assert comparison_line(plan, RunResult(many.steps[:1], ())).endswith(" (+800.0%)")
+    assert comparison_line(trained(plan, many)).endswith(" (+100.0%); the first step, which warms up, is left out")
+    assert comparison_line(trained(plan, RunResult(many.steps[:1], ()))).endswith(" (+800.0%)")
 
 
 def test_the_prediction_is_of_the_iteration_not_of_the_makespan() -> None:
@@ -61,5 +68,5 @@ def test_the_prediction_is_of_the_iteration_not_of_the_makespan() -> None:
     makespan, result = plan.predicted.makespan_ns, RunResult((FINE,), (1, 1))
     for said, told in ((makespan + 7, makespan + 7), (0, makespan)):
         other = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"iteration_ns": said})})
-        assert json.loads(summary_json(other, TrainOptions("gpt2-tiny"), result))["predicted_iteration_ns"] == told
-        assert comparison_line(other, result).startswith(f"predicted {told}ns, ")
+        assert trained(other, result).figures()["predicted_iteration_ns"] == told
+        assert comparison_line(trained(other, result)).startswith(f"predicted {told}ns, ")

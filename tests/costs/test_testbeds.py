@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from builders.requests import request_of
 from pipeplan.costs.links import transfer_time
 from pipeplan.costs.testbeds import TESTBEDS
 from pipeplan.costs.testbeds import cluster_of_paper as cluster_of
 from pipeplan.errors import UsageError
 from pipeplan.examples import model
 from pipeplan.model import Cluster, parse, to_json
-from pipeplan.planner import Batch, Options, search_plan
+from pipeplan.planner import Batch, search_plan
 
 PAPERS = {
     "tessel": (32, 8, 32, "V100"),
@@ -64,8 +65,8 @@ def test_refuses_what_is_not_there() -> None:
 def test_a_search_runs_on_it(name: str) -> None:
     profile = model("gpt2-124m", microbatch_sizes=(1,))
     cluster = cluster_of(name, 4)
-    options = Options(scheduler="1f1b", time_limit=1, deterministic=True)
-    plan = search_plan(profile, "one-to-one", Batch(8, 1), options, num_devices=4, cluster=cluster).plan
+    options = {"scheduler": "1f1b", "time_limit": 1, "deterministic": True}
+    plan = search_plan(request_of(profile, "one-to-one", Batch(8, 1), num_devices=4, cluster=cluster, **options)).plan
     hops = [hop for dependency in plan.dependencies for hop in dependency.hops]
     assert hops
     assert all(

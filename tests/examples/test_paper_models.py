@@ -8,6 +8,7 @@ import networkx as nx
 import pytest
 from click.testing import CliRunner
 
+from builders.requests import request_of
 from pipeplan.check import check
 from pipeplan.cli.example_verb import command
 from pipeplan.costs.presets import PRESETS, device_preset
@@ -15,7 +16,7 @@ from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS, model
 from pipeplan.model import Cluster, PlacedStage, Placement, Profile, Source, parse, to_json
 from pipeplan.model.cluster import DeviceKind, LinkLevel
-from pipeplan.planner import Batch, Options, search_plan
+from pipeplan.planner import Batch, search_plan
 from support.paths import ROOT
 
 PAGE = ROOT / "docs" / "models.md"
@@ -285,7 +286,7 @@ def test_stages_of_split_blocks_can_be_planned() -> None:
         for blocks, devices in ((ids[:25], (0, 1)), (ids[25:], (2, 3)))
     )
     placement = Placement(strategy="given", num_devices=4, stages=stages)
-    result = search_plan(profile, placement, Batch(4, 1), Options(time_limit=0.3, deterministic=True))
+    result = search_plan(request_of(profile, placement, Batch(4, 1), time_limit=0.3, deterministic=True))
     assert check(result.plan, profile).valid
     assert {stage.shards for stage in result.plan.stages} == {2}
 
@@ -326,7 +327,7 @@ def test_plans_can_be_made_and_pass_check(name: str) -> None:
     profile = model(name)
     size = profile.microbatch_sizes[0]
     result = search_plan(
-        profile, "one-to-one", Batch(4, size), Options(time_limit=0.3, deterministic=True), num_devices=4
+        request_of(profile, "one-to-one", Batch(4, size), num_devices=4, time_limit=0.3, deterministic=True)
     )
     assert check(result.plan, profile).valid
 

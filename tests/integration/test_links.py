@@ -21,7 +21,6 @@ from pipeplan.examples import ShapeCosts
 from pipeplan.model import Dependency, Hop, Operation, Plan, Stage
 from pipeplan.model.workload import Workload
 from pipeplan.planner import assemble
-from pipeplan.report.figures import figures
 from pipeplan.report.terminal import print_simulation
 from pipeplan.report.trace import predicted_trace
 from pipeplan.schedule.bounds import makespan_bound, period_bound
@@ -174,7 +173,7 @@ def test_repetend_of_slow_links_repeats() -> None:
     plan = plan_of(graph, orders)
     assert plan.repetend is not None
     assert plan.repetend.period_ns >= 50
-    assert check(plan).figures.period_ns == plan.repetend.period_ns
+    assert check(plan).recomputed.period_ns == plan.repetend.period_ns
     longer = simulate(plan, 12 + 8 * plan.repetend.unroll)
     assert longer.rates.makespan_ns == plan.predicted.makespan_ns + 8 * plan.repetend.repetend_ns
 
@@ -273,7 +272,7 @@ def test_critical_path_names_what_waited_for_its_link() -> None:
     # the links are taken at 10, 50, 90 and, when stage 1 has run forward and begun backward at 145, at 165, 205, 245
     assert waited == ["0SEND_F1>1@1", "0SEND_F2>1@1", "1SEND_B1>0@0", "1SEND_B2>0@0"]
     simulation = simulate(plan_of(graph, orders))
-    found = figures(simulation)["critical_path"]
+    found = simulation.figures()["critical_path"]
     assert isinstance(found, dict)
     assert set(waited) <= set(found["actions"])
     assert sum(found["device_ns"].values()) + found["transfer_ns"] == simulation.rates.makespan_ns

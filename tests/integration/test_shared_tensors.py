@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from builders import profiles
+from builders.requests import request_of
 from pipeplan.check import check
 from pipeplan.costs import build_workload, stage_costs
 from pipeplan.model import CostRow, Edge, PlacedStage, Placement, Profile
-from pipeplan.planner import Batch, Options, search_plan
+from pipeplan.planner import Batch, search_plan
 
 SIZE = 2
 
@@ -112,8 +113,7 @@ def fans(draw: st.DrawFn) -> tuple[Profile, Placement]:
 @given(fans())
 def test_check_counts_as_the_costs_do(case: tuple[Profile, Placement]) -> None:
     profile, placement = case
-    plan = search_plan(
-        profile, placement, Batch(3, SIZE), Options(scheduler="gpipe", time_limit=0.5, deterministic=True)
-    ).plan
+    options = {"scheduler": "gpipe", "time_limit": 0.5, "deterministic": True}
+    plan = search_plan(request_of(profile, placement, Batch(3, SIZE), **options)).plan
     report = check(plan, profile)
     assert report.valid, report.problems

@@ -5,11 +5,12 @@ from __future__ import annotations
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from builders.requests import request_of
 from pipeplan.check import check
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model import Block, Cluster, CostRow, DeviceKind, Edge, LinkLevel, Plan, Profile, Source, parse, to_json
 from pipeplan.partition import STRATEGIES
-from pipeplan.planner import Batch, Options, search_plan
+from pipeplan.planner import Batch, search_plan
 from pipeplan.simulate.simulation import simulate
 
 SOURCE = Source(method="estimated")
@@ -69,14 +70,17 @@ def test_they_pass_the_check(
     cluster = None if bandwidth is None else cluster_of(num_devices, bandwidth)
     try:
         result = search_plan(
-            profile,
-            placement,
-            Batch(4, 4),
-            Options(time_limit=0.3, deterministic=True),
-            num_devices=num_devices,
-            cluster=cluster,
-            memory_bytes=memory,
-            sizes=(1, 2, 4),
+            request_of(
+                profile,
+                placement,
+                Batch(4, 4),
+                num_devices=num_devices,
+                cluster=cluster,
+                memory_bytes=memory,
+                sizes=(1, 2, 4),
+                time_limit=0.3,
+                deterministic=True,
+            )
         )
     except (InfeasibleError, UsageError):
         assume(False)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from pipeplan import comparison
-from pipeplan.comparison import compare
+from builders.requests import request_of
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.model import Profile
-from pipeplan.planner import Batch, Options, search_plan
-from pipeplan.report.comparison import OURS, Comparison, NotThere, print_comparison
+from pipeplan.planner import Batch, Request, compare, comparison, search_plan
+from pipeplan.planner.comparison import OURS, Comparison, NotThere, compare_on
+from pipeplan.report.comparison import print_comparison
 from pipeplan.report.stages import bottleneck, print_stages
 from pipeplan.schedule.classic import CLASSIC, Classic
 
 KB = 1000
-QUICK = Options(time_limit=0.3, deterministic=True)
+QUICK = {"time_limit": 0.3, "deterministic": True}
 
 
 def chain(num_blocks: int, *, placed: bool = False) -> Profile:
@@ -29,9 +30,10 @@ def chain(num_blocks: int, *, placed: bool = False) -> Profile:
 
 
 def compared(
-    *placements: str, memory: int | None = None, options: Options = QUICK, microbatches: int = 8
+    *placements: str, memory: int | None = None, options: dict[str, Any] = QUICK, microbatches: int = 8
 ) -> Comparison:
-    return compare(chain(8), placements, Batch(microbatches, 1), options, num_devices=4, memory_bytes=memory)
+    asked = Request(chain(8), 4, Batch(microbatches, 1), memory_bytes=memory, **options)
+    return compare_on(placements, asked)
 
 
 def test_every_schedule_is_a_row_or_has_a_reason_on_each_placement() -> None:
@@ -73,7 +75,7 @@ def test_a_schedule_that_fits_only_one_way_has_two_rows() -> None:
     )
     profile = profile.model_copy(update={"blocks": blocks})
     assert profile.placement is not None
-    found = compare(profile, [profile.placement], Batch(8, 1), QUICK, num_devices=4, memory_bytes=16 * KB)
+    found = compare(request_of(profile, profile.placement, Batch(8, 1), memory_bytes=16 * KB, **QUICK))
     ways = {row.split_backward: row.fits for row in found.rows if row.schedule == "gpipe"}
     assert ways == {False: True, True: False}
     assert sum(row.schedule == OURS for row in found.rows) == 1
@@ -86,18 +88,20 @@ def test_one_way_is_kept_where_both_fit() -> None:
 
 @pytest.mark.parametrize(("overhead_ns", "split"), [(0, True), (200, False)])
 def test_the_overhead_of_splitting_decides_whether_to_split(overhead_ns: int, split: bool) -> None:
-    options = replace(QUICK, split_overhead_ns=overhead_ns)
-    result = search_plan(chain(8), "one-to-one", Batch(8, 1), options, num_devices=4)
+    options = QUICK | {"split_overhead_ns": overhead_ns}
+    result = search_plan(request_of(chain(8), "one-to-one", Batch(8, 1), num_devices=4, **options))
     assert any(operation.kind == "I" for operation in result.plan.operations) == split
     assert result.plan.provenance.options["split_overhead_ns"] == overhead_ns
-    unsplit = search_plan(chain(8), "one-to-one", Batch(8, 1), replace(options, split_backward=False), num_devices=4)
+    unsplit = search_plan(
+        request_of(chain(8), "one-to-one", Batch(8, 1), num_devices=4, **(options | {"split_backward": False}))
+    )
     assert result.plan.predicted.makespan_ns <= unsplit.plan.predicted.makespan_ns
 
 
 def test_overhead_lengthens_input_and_weight_gradients_alone() -> None:
     def durations(overhead_ns: int) -> dict[str, int]:
-        options = replace(QUICK, split_backward=True, split_overhead_ns=overhead_ns, scheduler="gpipe")
-        plan = search_plan(chain(8), "one-to-one", Batch(8, 1), options, num_devices=4).plan
+        options = QUICK | {"split_backward": True, "split_overhead_ns": overhead_ns, "scheduler": "gpipe"}
+        plan = search_plan(request_of(chain(8), "one-to-one", Batch(8, 1), num_devices=4, **options)).plan
         return {operation.kind: operation.duration_ns for operation in plan.operations}
 
     assert durations(0) == {"F": 200, "I": 200, "W": 200}
@@ -105,7 +109,7 @@ def test_overhead_lengthens_input_and_weight_gradients_alone() -> None:
 
 
 def test_placements_without_enough_blocks_are_named_and_the_others_compared() -> None:
-    found = compare(chain(6), ["one-to-one", "circular", "v-shape"], Batch(8, 1), QUICK, num_devices=4)
+    found = compare_on(["one-to-one", "circular", "v-shape"], Request(chain(6), 4, Batch(8, 1), **QUICK))
     assert {row.placement for row in found.rows} == {"one-to-one"}
     assert [absent.placement for absent in found.missing if absent.schedule is None] == ["circular", "v-shape"]
     text = printed(found)
@@ -115,7 +119,7 @@ def test_placements_without_enough_blocks_are_named_and_the_others_compared() ->
 
 def test_nothing_anywhere_is_the_first_reason() -> None:
     with pytest.raises(UsageError, match="needs 8 stages"):
-        compare(chain(6), ["circular", "v-shape"], Batch(8, 1), QUICK, num_devices=4)
+        compare_on(["circular", "v-shape"], Request(chain(6), 4, Batch(8, 1), **QUICK))
     with pytest.raises(InfeasibleError):
         compared("one-to-one", "v-shape", memory=1 * KB)
 
@@ -185,7 +189,9 @@ def test_what_applies_on_some_placement_is_not_noted_as_absent() -> None:
 
 def test_stages_and_the_bottleneck() -> None:
     """9 blocks on 4 devices: one device has three of them, and 4 x 900 / 2700 is a third above the mean."""
-    plan = search_plan(chain(9), "one-to-one", Batch(4, 1), replace(QUICK, scheduler="gpipe"), num_devices=4).plan
+    plan = search_plan(
+        request_of(chain(9), "one-to-one", Batch(4, 1), num_devices=4, **(QUICK | {"scheduler": "gpipe"}))
+    ).plan
     longest = next(index for index, stage in enumerate(plan.stages) if len(stage.blocks) == 3)
     assert bottleneck(plan) == (
         f"bottleneck: stage {longest} on device {longest}, 900ns of work per micro-batch, "
@@ -199,7 +205,7 @@ def test_stages_and_the_bottleneck() -> None:
 def test_stages_of_several_chunks_share_a_device() -> None:
     """A device's stages count together, and many blocks are shortened to the first and the last."""
     plan = search_plan(
-        chain(12), "circular", Batch(4, 1), replace(QUICK, scheduler="gpipe"), num_devices=1, chunks=2
+        request_of(chain(12), "circular", Batch(4, 1), num_devices=1, chunks=2, **(QUICK | {"scheduler": "gpipe"}))
     ).plan
     assert bottleneck(plan).startswith("bottleneck: stages 0, 1 on device 0, 3.6us of work")
     stream = io.StringIO()

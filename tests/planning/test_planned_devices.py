@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from builders.requests import request_of
 from pipeplan.check import check
 from pipeplan.model import Block, Cluster, CostRow, DeviceKind, Edge, LinkLevel, PlacedStage, Placement, Profile, Source
-from pipeplan.planner import Batch, Candidate, Options, Request, search_plan
+from pipeplan.planner import Batch, PlacementCandidate, Request, search_plan
 from pipeplan.planner.mapping import on_cluster
 from support.paths import ROOT
 
@@ -44,8 +45,8 @@ def test_heavy_edges_are_put_inside_nodes() -> None:
         for device, blocks in enumerate([("a0",), ("b0",), ("a1",), ("b1", "join")])
     )
     placement = Placement(strategy="drawn", num_devices=4, stages=stages)
-    candidate = Candidate(placement, Batch(4, 1), False, "drawn")
-    request = Request(profile, "auto", 4, None, Batch(4, 1), (1,), Options(), cluster(2, 2), None, None)
+    candidate = PlacementCandidate(placement, Batch(4, 1), False, "drawn")
+    request = Request(profile, 4, Batch(4, 1), sizes=(1,), cluster=cluster(2, 2))
     found = on_cluster(request, candidate)
     assert found is not None
     node = {block: stage.devices[0] // 2 for stage in found.placement.stages for block in stage.blocks}
@@ -57,8 +58,10 @@ def test_heavy_edges_are_put_inside_nodes() -> None:
 def test_the_search_uses_it() -> None:
     joined = towers()  # without the join every stage is a block, and only heavy edges are left
     profile = joined.model_copy(update={"blocks": joined.blocks[:-1], "edges": joined.edges[:2]})
-    options = Options(time_limit=1.0, deterministic=True, replicas=1)
-    plan = search_plan(profile, "one-to-one", Batch(8, 1), options, num_devices=4, cluster=cluster(2, 2)).plan
+    options = {"time_limit": 1.0, "deterministic": True, "replicas": 1}
+    plan = search_plan(
+        request_of(profile, "one-to-one", Batch(8, 1), num_devices=4, cluster=cluster(2, 2), **options)
+    ).plan
     assert check(plan, profile, cluster(2, 2)).valid
     hops = [hop for dependency in plan.dependencies for hop in dependency.hops]
     assert len(hops) == 4

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from builders.requests import request_of
 from pipeplan.check import check
 from pipeplan.costs import testbeds
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import shape
 from pipeplan.model import Block, Cluster, Profile, read_profile
 from pipeplan.partition import STRATEGIES
-from pipeplan.planner import Batch, Options, Result, search_plan
+from pipeplan.planner import Batch, Result, search_plan
 from pipeplan.units import parse_bytes
 from support.paths import ROOT
 
 PROFILES = ROOT / "profiles"
 GB = 10**9
-QUICK = Options(time_limit=0.3, deterministic=True)
+QUICK = {"time_limit": 0.3, "deterministic": True}
 
 
 def profile(name: str) -> Profile:
@@ -39,22 +40,24 @@ def test_never_worse_than_a_strategy_forced_by_flags(name: str, memory: int) -> 
     model, cluster = profile(name), cluster_of(4)
     batch = Batch(8, 4)
 
-    def searched(placement: str, options: Options, sizes: tuple[int, ...]) -> int | None:
+    def searched(placement: str, options: dict[str, Any], sizes: tuple[int, ...]) -> int | None:
         try:
             found = search_plan(
-                model, placement, batch, options, num_devices=4, cluster=cluster, memory_bytes=memory, sizes=sizes
+                request_of(
+                    model, placement, batch, num_devices=4, cluster=cluster, memory_bytes=memory, sizes=sizes, **options
+                )
             )
         except (InfeasibleError, UsageError):
             return None
         return iteration(found)
 
     forced = [
-        searched(strategy, replace(QUICK, replicas=replicas), sizes)
+        searched(strategy, QUICK | {"replicas": replicas}, sizes)
         for strategy in STRATEGIES
         for replicas in (1, 2)
         for sizes in ((2,), model.microbatch_sizes)
     ]
-    found = searched("auto", replace(QUICK, time_limit=3.0), model.microbatch_sizes)
+    found = searched("auto", QUICK | {"time_limit": 3.0}, model.microbatch_sizes)
     assert found is not None
     assert found <= min(value for value in forced if value is not None)
     assert sum(value is not None for value in forced) >= 6
@@ -64,8 +67,10 @@ def test_what_is_said_where_nothing_fits_is_true() -> None:
     model = profile("mmt-v100-16gb")
 
     def search(num_devices: int, memory: int, placement: str, limit: float = 0.2) -> Result:
-        options = replace(QUICK, time_limit=limit)
-        return search_plan(model, placement, Batch(4, 4), options, num_devices=num_devices, memory_bytes=memory)
+        options = QUICK | {"time_limit": limit}
+        return search_plan(
+            request_of(model, placement, Batch(4, 4), num_devices=num_devices, memory_bytes=memory, **options)
+        )
 
     least, fewest = {}, {}
     for placement in ("auto", *STRATEGIES):
@@ -85,17 +90,19 @@ def test_what_is_said_where_nothing_fits_is_true() -> None:
 def test_replicas_can_be_fixed() -> None:
     model = profile("gpt2-124m-cpu")
     for replicas in (1, 2, 4):
-        options = replace(QUICK, replicas=replicas)
-        plan = search_plan(model, "auto", Batch(8, 4), options, num_devices=4, sizes=(1, 2, 4)).plan
+        options = QUICK | {"replicas": replicas}
+        plan = search_plan(request_of(model, "auto", Batch(8, 4), num_devices=4, sizes=(1, 2, 4), **options)).plan
         assert {stage.replicas for stage in plan.stages} == {replicas}
         assert check(plan, model).valid
     with pytest.raises(UsageError, match="cannot be shared by 3 replicas"):
-        search_plan(model, "one-to-one", Batch(8, 3), replace(QUICK, replicas=3), num_devices=4)
+        search_plan(request_of(model, "one-to-one", Batch(8, 3), num_devices=4, **(QUICK | {"replicas": 3})))
 
 
 def test_without_prices_no_device_waits() -> None:
     """Summing gradients costs nothing without a cluster, and copies of the whole model have no bubbles."""
-    found = search_plan(profile("gpt2-124m-cpu"), "auto", Batch(8, 4), QUICK, num_devices=4, sizes=(1, 2, 4))
+    found = search_plan(
+        request_of(profile("gpt2-124m-cpu"), "auto", Batch(8, 4), num_devices=4, sizes=(1, 2, 4), **QUICK)
+    )
     assert found.plan.predicted.bubble_rate == 0
     assert found.status == "optimal"
 
@@ -105,8 +112,8 @@ def test_slices_halve_the_startup_and_take_no_memory() -> None:
     model = profile("gpt2-1.3b-a100-80gb")
 
     def search(count: int) -> Result:
-        options = replace(QUICK, scheduler="1f1b", num_parted=count)
-        return search_plan(model, "one-to-one", Batch(16, 4), options, num_devices=4)
+        options = QUICK | {"scheduler": "1f1b", "num_parted": count}
+        return search_plan(request_of(model, "one-to-one", Batch(16, 4), num_devices=4, **options))
 
     whole, parted = search(0), search(2)
     before, after = (result.plan.starts_ns["3F"][0] for result in (whole, parted))
@@ -123,18 +130,20 @@ def test_slices_halve_the_startup_and_take_no_memory() -> None:
 
 def test_slices_need_halves() -> None:
     with pytest.raises(UsageError, match="--slices 1 does not apply: it needs one stage per device"):
-        search_plan(profile("gpt2-124m-cpu"), "v-shape", Batch(8, 4), replace(QUICK, num_parted=1), num_devices=4)
+        search_plan(
+            request_of(profile("gpt2-124m-cpu"), "v-shape", Batch(8, 4), num_devices=4, **(QUICK | {"num_parted": 1}))
+        )
     v = shape("v", 4)
     assert v.placement is not None
     with pytest.raises(UsageError, match="cannot be halved"):
-        search_plan(v, v.placement, Batch(8, 1), replace(QUICK, num_parted=1))
+        search_plan(request_of(v, v.placement, Batch(8, 1), **(QUICK | {"num_parted": 1})))
 
 
 def test_stages_recompute_only_where_memory_asks_for_it() -> None:
     model = profile("gpt2-1.3b-a100-80gb")
     plans = {
         memory: search_plan(
-            model, "auto", Batch(8, 4), QUICK, num_devices=4, memory_bytes=memory * GB, sizes=(1, 2, 4)
+            request_of(model, "auto", Batch(8, 4), num_devices=4, memory_bytes=memory * GB, sizes=(1, 2, 4), **QUICK)
         ).plan
         for memory in (12, 80)
     }
@@ -155,18 +164,20 @@ def test_shared_blocks_are_spread_where_they_can_be() -> None:
         for block in flat.blocks
     )
     model = flat.model_copy(update={"blocks": blocks})
-    spread = search_plan(model, "one-to-one", Batch(8, 1), replace(QUICK, spread=True), num_devices=4).plan
+    spread = search_plan(request_of(model, "one-to-one", Batch(8, 1), num_devices=4, **(QUICK | {"spread": True}))).plan
     wide = [stage for stage in spread.stages if len(stage.devices) == 4]
     assert [stage.shards for stage in wide] == [4] * len(wide)
     assert wide
     assert check(spread, model).valid
     with pytest.raises(UsageError, match="no shared blocks"):
-        search_plan(profile("gpt2-124m-cpu"), "one-to-one", Batch(8, 1), replace(QUICK, spread=True), num_devices=4)
+        search_plan(
+            request_of(profile("gpt2-124m-cpu"), "one-to-one", Batch(8, 1), num_devices=4, **(QUICK | {"spread": True}))
+        )
 
 
 def test_a_placement_that_runs_a_block_before_its_input_is_refused() -> None:
     model = profile("gpt2-124m-cpu")
-    plan = search_plan(model, "one-to-one", Batch(4, 1), QUICK, num_devices=2).plan
+    plan = search_plan(request_of(model, "one-to-one", Batch(4, 1), num_devices=2, **QUICK)).plan
     first = plan.stages[0]
     turned = replace(first, blocks=first.blocks[::-1])
     with pytest.raises(ValueError, match=r"stages\[0\] runs block 'layer0.attention' before 'embedding'"):
@@ -177,24 +188,34 @@ def test_a_placement_that_runs_a_block_before_its_input_is_refused() -> None:
 
 @pytest.mark.parametrize("limit", [0.0, 0.01])
 def test_no_time_still_gives_a_plan(limit: float) -> None:
-    options = Options(time_limit=limit)
+    options = {"time_limit": limit}
     found = search_plan(
-        profile("gpt2-124m-cpu"), "auto", Batch(4, 4), options, num_devices=4, memory_bytes=3 * GB, sizes=(1, 2, 4)
+        request_of(
+            profile("gpt2-124m-cpu"),
+            "auto",
+            Batch(4, 4),
+            num_devices=4,
+            memory_bytes=3 * GB,
+            sizes=(1, 2, 4),
+            **options,
+        )
     )
     assert iteration(found) > 0
 
 
 def test_spread_is_kept_or_refused() -> None:
     model = spreadable(profile("gpt2-124m-cpu"), 4)
-    found = search_plan(model, "auto", Batch(8, 4), replace(QUICK, spread=True), num_devices=4, sizes=(1, 2, 4)).plan
+    found = search_plan(
+        request_of(model, "auto", Batch(8, 4), num_devices=4, sizes=(1, 2, 4), **(QUICK | {"spread": True}))
+    ).plan
     assert {stage.blocks for stage in found.stages if stage.shards == 4} == {("embedding",), ("head",)}
     assert check(found, model).valid
     with pytest.raises(UsageError, match=r"'embedding' .* costs for 1, 4 shards, .* needs 2; change --replicas"):
-        search_plan(model, "auto", Batch(8, 4), replace(QUICK, spread=True, replicas=2), num_devices=4)
+        search_plan(request_of(model, "auto", Batch(8, 4), num_devices=4, **(QUICK | {"spread": True, "replicas": 2})))
     halves = spreadable(profile("gpt2-124m-cpu"), 2)
-    copies = replace(QUICK, spread=True, replicas=2)
+    copies = QUICK | {"spread": True, "replicas": 2}
     for strategy in ("one-to-one", "bidirectional"):
-        found = search_plan(halves, strategy, Batch(8, 4), copies, num_devices=4).plan
+        found = search_plan(request_of(halves, strategy, Batch(8, 4), num_devices=4, **copies)).plan
         wide = [stage for stage in found.stages if len(stage.blocks) == 1]
         assert {(stage.shards, stage.replicas) for stage in wide} == {(2, 2)}
         assert check(found, halves).valid

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from builders.requests import request_of
 from pipeplan.check import check
 from pipeplan.errors import InfeasibleError
 from pipeplan.examples import SHAPES, ShapeCosts, shape
 from pipeplan.model import Block, CostRow, Edge, PlacedStage, Placement, Plan, Profile, Source, parse, to_json
-from pipeplan.planner import Batch, Options, search_plan
+from pipeplan.planner import Batch, search_plan
 from pipeplan.simulate.simulation import simulate
 
 numbers = st.integers(1, 9)
@@ -89,9 +90,17 @@ def test_random_graphs(
     assert profile.placement is not None
     if split and not any(row.input_grad_ns is not None for block in profile.blocks for row in block.costs):
         split = None
-    options = Options(scheduler=scheduler, split_backward=split, recompute=False, time_limit=0.3, deterministic=True)
+    options = {
+        "scheduler": scheduler,
+        "split_backward": split,
+        "recompute": False,
+        "time_limit": 0.3,
+        "deterministic": True,
+    }
     try:
-        result = search_plan(profile, profile.placement, Batch(num_microbatches, 1), options, memory_bytes=memory)
+        result = search_plan(
+            request_of(profile, profile.placement, Batch(num_microbatches, 1), memory_bytes=memory, **options)
+        )
     except InfeasibleError:
         assume(False)
     require_good(result.plan, profile)
@@ -103,5 +112,5 @@ def test_shapes(name: str, split: bool) -> None:
     costs = ShapeCosts(3, None, 2, 2, comm_ns=1, activation_bytes=4, weight_grad_bytes=2) if split else ShapeCosts(3, 5)
     profile = shape(name, 4, costs=costs)
     assert profile.placement is not None
-    options = Options(split_backward=split, time_limit=0.5, deterministic=True)
-    require_good(search_plan(profile, profile.placement, Batch(12, 1), options).plan, profile)
+    options = {"split_backward": split, "time_limit": 0.5, "deterministic": True}
+    require_good(search_plan(request_of(profile, profile.placement, Batch(12, 1), **options)).plan, profile)

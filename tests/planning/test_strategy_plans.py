@@ -17,6 +17,7 @@ from pipeplan.frontier.graph import Strategy
 from pipeplan.frontier.tracking import Tracked, track
 from pipeplan.model import Mesh, Profile, parse, to_json
 from pipeplan.model.plan import Plan
+from pipeplan.planner import Batch, Request, Splitting
 from pipeplan.planner.splits import split_frontier
 from pipeplan.planner.strategies import plan_of_strategy, split_blocks
 from pipeplan.simulate.simulation import simulate
@@ -121,7 +122,9 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("devices", [2, 4])
 def test_points_are_exact_in_peak_memory(devices: int) -> None:
     """For every limit of workspace the strategies within it: what the largest of them takes is no sum."""
-    found = split_frontier(profile_of("candle-uno-8"), CLUSTER, devices, SAMPLES, options=CostOptions(blocks=True))
+    found = split_frontier(
+        Request(profile_of("candle-uno-8"), devices, Batch(1, SAMPLES), cluster=CLUSTER), Splitting()
+    )
     built = found.model
     sizes = {name: np.array([each.workspace_bytes for each in ways]) for name, ways in built.configurations.items()}
     levels = sorted({int(size) for each in sizes.values() for size in each})
@@ -142,6 +145,6 @@ def test_points_are_exact_in_peak_memory(devices: int) -> None:
 
 def test_ways_of_free_moves_lead_where_they_should() -> None:
     """Without a cluster nothing that devices exchange takes time, and moves may go round in circles."""
-    found = split_frontier(profile_of("gpt2-124m"), None, 4, SAMPLES, options=CostOptions(blocks=True))
+    found = split_frontier(Request(profile_of("gpt2-124m"), 4, Batch(1, SAMPLES)), Splitting())
     for point in found.points:
         assert plan_of_strategy(profile_of("gpt2-124m"), found.model, point.strategy).predicted.iteration_ns > 0

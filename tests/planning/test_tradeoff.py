@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
 from pipeplan.check import check
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import model, shape
-from pipeplan.frontier.configurations.building import CostOptions
-from pipeplan.model import PlacedStage, Placement
+from pipeplan.model import PlacedStage, Placement, Profile
 from pipeplan.partition.block_splits import GroupSplits
-from pipeplan.planner import Batch, Candidate, Options, Request
+from pipeplan.planner import Batch, PlacementCandidate, Request, Splitting
 from pipeplan.planner.frontier_partitions import chains
 from pipeplan.planner.splits import split_frontier
 from pipeplan.planner.stage_splits import StageSplits
@@ -27,13 +27,16 @@ DEVICES = (1, 2, 4)
 NO_END = 3600.0  # seconds: these are tried to the end, so that no machine is too slow
 
 
+def request_of(profile: Profile, devices: tuple[int, ...], batch: Batch, **others: Any) -> Request:
+    return Request(profile, devices[-1], batch, device_counts=devices, **({"time_limit": NO_END} | others))
+
+
 @cache
 def frontier_of(name: str, memory_bytes: int | None = None) -> tuple[Request, PlanFrontier]:
     profile = model(name, shards=(1, 2))
     sizes = profile.microbatch_sizes[1:2]
-    batch, options = Batch(4, sizes[0]), Options(time_limit=NO_END)
-    request = Request(profile, "auto", DEVICES[-1], None, batch, sizes, options, None, memory_bytes, None)
-    return request, plan_frontier(request, DEVICES)
+    request = request_of(profile, DEVICES, Batch(4, sizes[0]), sizes=sizes, memory_bytes=memory_bytes)
+    return request, plan_frontier(request)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +67,7 @@ def test_every_point_is_a_plan_that_is_what_it_says(name: str) -> None:
 def test_one_stage_is_among_the_plans() -> None:
     """Whole plans are never worse than one stage on all devices."""
     request, frontier = frontier_of("gpt2-124m")
-    splits = split_frontier(request.profile, None, 4, request.batch.mini_batch, options=CostOptions(blocks=True))
+    splits = split_frontier(request, Splitting())
     for point in splits.points:
         assert any(
             found.memory_bytes <= point.memory_bytes and found.iteration_ns <= point.time_ns
@@ -76,7 +79,7 @@ def test_one_stage_is_among_the_plans() -> None:
 
 def test_without_time_there_is_something() -> None:
     request, _ = frontier_of("gpt2-124m")
-    hurried = plan_frontier(replace(request, options=Options(time_limit=1e-3)), (4,))
+    hurried = plan_frontier(replace(request, time_limit=1e-3, device_counts=(4,)))
     assert hurried.interrupted
     assert hurried.rough == (4,)
     assert hurried.points
@@ -103,13 +106,13 @@ def test_memory_is_a_limit_for_all_points() -> None:
 def test_what_fits_nowhere_is_said_with_what_would_do() -> None:
     """And what is said does."""
     request, _ = frontier_of("gpt2-124m")
-    request = replace(request, memory_bytes=1000, options=Options(time_limit=NO_END))
+    request = replace(request, memory_bytes=1000, time_limit=NO_END)
     with pytest.raises(InfeasibleError, match=r"for 1, 2, 4 devices of 1kB: .* would do") as told:
-        plan_frontier(request, DEVICES)
+        plan_frontier(request)
     enough = re.findall(r"([124]) devices? of ([0-9.]+GB)", str(told.value).split(":")[1])
     assert enough
     for count, memory in enough:
-        assert plan_frontier(replace(request, memory_bytes=parse_bytes(memory)), (int(count),)).points
+        assert plan_frontier(replace(request, memory_bytes=parse_bytes(memory), device_counts=(int(count),))).points
 
 
 def test_stages_take_points_of_their_own_frontiers() -> None:
@@ -117,7 +120,7 @@ def test_stages_take_points_of_their_own_frontiers() -> None:
     stage = PlacedStage(blocks=request.profile.topological_order(), devices=(0, 1), shards=2)
     placement = Placement(strategy="stage graph", num_devices=2, stages=(stage,))
     asked = replace(request, num_devices=2)
-    whole = Candidate(placement, request.batch, False, "test")
+    whole = PlacementCandidate(placement, request.batch, False, "test")
     splits = StageSplits(GroupSplits(asked.profile, None))
     free = splits.split(whole, None)
     assert free is not None
@@ -131,8 +134,7 @@ def test_stages_take_points_of_their_own_frontiers() -> None:
 def test_blocks_that_run_on_several_devices_alone_have_plans() -> None:
     """Profiles that know no single device have no stages that split samples; chains with shards are left."""
     profile = model("gpt2-124m", microbatch_sizes=(1,), shards=(2,))
-    batch, options = Batch(2, 1), Options(time_limit=NO_END)
-    found = plan_frontier(Request(profile, "auto", 2, None, batch, (1,), options, None, None, None), (2,))
+    found = plan_frontier(request_of(profile, (2,), Batch(2, 1)))
     assert all(stage.shards == 2 for point in found.points for stage in point.plan.stages)
 
 
@@ -140,8 +142,7 @@ def test_blocks_that_run_on_several_devices_alone_have_plans() -> None:
 def test_profiles_with_a_placement_have_plans_on_it(name: str) -> None:
     """What the placement leaves is how many micro-batches are in flight."""
     profile = shape(name, 4)
-    request = Request(profile, "auto", 4, None, Batch(8, 1), (1,), Options(time_limit=NO_END), None, None, None)
-    found = plan_frontier(request, (2, 4))
+    found = plan_frontier(request_of(profile, (2, 4), Batch(8, 1)))
     assert len(found.points) > 1
     assert {point.num_devices for point in found.points} | set(found.failures) == {2, 4}
     for point in found.points:
@@ -153,6 +154,6 @@ def test_profiles_with_a_placement_have_plans_on_it(name: str) -> None:
 
 def test_blocks_without_common_shards_are_named() -> None:
     profile = shape("m", 4).model_copy(update={"placement": None})
-    request = Request(profile, "auto", 4, None, Batch(8, 1), (1,), Options(time_limit=NO_END), None, None, None)
+    request = request_of(profile, (4,), Batch(8, 1), time_limit=NO_END)
     with pytest.raises(UsageError, match=r"has costs for shards 4, '.*' for 1"):
-        plan_frontier(request, (4,))
+        plan_frontier(request)

@@ -13,9 +13,8 @@ from pipeplan.costs import build_workload, testbeds
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.model import read_profile
 from pipeplan.partition import STRATEGIES, place
-from pipeplan.planner import Batch, Options, Request
+from pipeplan.planner import Batch, Request, Tuning, tune
 from pipeplan.planner.candidates import grid
-from pipeplan.planner.tuning import Tuning, tune
 from pipeplan.planner.tuning.cells import cell_of, rows_of
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.sweep import built_in_rules, run_rules
@@ -30,9 +29,9 @@ GB = 10**9
 def request(memory: int | None = None, *, devices: int = 2, mini_batch: int = 4, **options: object) -> Request:
     """GPT-2 as measured on a CPU, on a few devices."""
     model = read_profile(str(PROFILES / "gpt2-124m-cpu.json"))
-    asked = replace(Options(time_limit=600.0), **options)  # type: ignore[arg-type]  # names are checked by Options
+    asked = {"time_limit": 600.0} | options
     batch = Batch(mini_batch, 1)
-    return Request(model, "auto", devices, None, batch, (1, 2), asked, None, memory, None)
+    return Request(model, devices, batch, sizes=(1, 2), memory_bytes=memory, **asked)
 
 
 def brute(asked: Request) -> int:
@@ -102,7 +101,7 @@ def test_rows_are_ranked_and_their_figures_are_the_plans(whole: Tuning) -> None:
     assert first.bubble_rate == predicted.bubble_rate
     assert predicted.iteration_ns >= predicted.lower_bound_ns
     assert {row.split for row in whole.rows} == {True, False}
-    summary = whole.summary()
+    summary = whole.figures()
     assert [row["rank"] for row in summary["candidates"]] == list(range(1, len(whole.rows) + 1))  # type: ignore[attr-defined]  # a list of dicts
 
 
@@ -175,7 +174,7 @@ def test_a_file_that_is_no_cache_is_refused(tmp_path: Path) -> None:
 
 def test_no_time_and_no_memory_are_said() -> None:
     with pytest.raises(SearchTimeoutError, match="raise --time-limit"):
-        tune(replace(quick(), options=Options(time_limit=0.0)))
+        tune(replace(quick(), time_limit=0.0))
     with pytest.raises(InfeasibleError, match="raise --memory"):
         tune(replace(quick(), memory_bytes=GB // 10))
 

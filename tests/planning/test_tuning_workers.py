@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 from collections.abc import Callable
@@ -11,10 +10,11 @@ from multiprocessing import parent_process
 import pytest
 
 from pipeplan.examples import shape
-from pipeplan.planner import Batch, Options, Request
+from pipeplan.planner import Batch, Request
 from pipeplan.planner.tuning.workers import Workers
+from pipeplan.time_limit import Limit
 
-REQUEST = Request(shape("v", 2), "auto", 2, None, Batch(2, 1), (1,), Options(), None, None, None)
+REQUEST = Request(shape("v", 2), 2, Batch(2, 1), sizes=(1,))
 
 
 def pressing(request: Request, item: int, stopped: Callable[[], bool]) -> tuple[int, bool]:
@@ -33,7 +33,7 @@ def is_deaf(request: Request, item: str, stopped: Callable[[], bool]) -> bool:
 
 def test_ctrl_c_lets_work_come_to_its_end_and_the_second_one_does_not() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with Workers(REQUEST, 1, math.inf) as workers:
+    with Workers(REQUEST, 1, Limit()) as workers:
         assert list(workers.run(pressing, [0, 1, 2])) == [(0, False), (1, True), (2, True)]
         assert workers.interrupted
         with pytest.raises(KeyboardInterrupt):
@@ -42,7 +42,7 @@ def test_ctrl_c_lets_work_come_to_its_end_and_the_second_one_does_not() -> None:
 
 
 def test_processes_begin_deaf_and_one_that_dies_takes_nothing_along() -> None:
-    with Workers(REQUEST, 2, math.inf) as workers:
+    with Workers(REQUEST, 2, Limit()) as workers:
         assert list(workers.run(is_deaf, ["lives"])) == [True]
         assert list(workers.run(is_deaf, ["lives", "dies"]))[1:] == [False]
         assert list(workers.run(is_deaf, ["lives", "dies"])) == [False, False]

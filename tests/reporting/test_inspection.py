@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pipeplan.cli.main import main
+from pipeplan.costs.inspection import Inspection, alike, cautions, operator_shares, sums
 from pipeplan.model import (
     Block,
     Cluster,
@@ -26,7 +27,7 @@ from pipeplan.model import (
     read_cluster,
     write_file,
 )
-from pipeplan.report.inspection import alike, cautions, inspection_as_dict, operator_shares, print_inspection, sums
+from pipeplan.report.inspection import print_inspection
 from support.paths import ROOT
 
 SIZES = (1, 2, 4)
@@ -210,7 +211,7 @@ def test_zero_costs() -> None:
 
 def printed(profile: Profile, asked: tuple[int, ...] = ()) -> str:
     file = io.StringIO()
-    print_inspection(profile, asked, file)
+    print_inspection(Inspection(profile, tuple(asked)), file)
     return file.getvalue()
 
 
@@ -238,7 +239,7 @@ def test_many_kinds_and_warnings_are_shortened() -> None:
 def test_no_size_is_common() -> None:
     profile = chain(block("a", sizes=(1,)), block("b", sizes=(2,)))
     assert "2 warnings" in printed(profile)
-    assert inspection_as_dict(profile)["operators"] == []
+    assert Inspection(profile).figures()["operators"] == []
 
 
 # pipeplan profile -------------------------------------------------------------------------------------------------

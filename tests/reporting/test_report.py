@@ -19,7 +19,6 @@ from builders.plans import plan_of
 from pipeplan.errors import PipeplanError
 from pipeplan.model import Action, Plan, parse, to_json
 from pipeplan.model.trace import Trace, trace_event
-from pipeplan.report.figures import figures
 from pipeplan.report.svg import timeline_svg
 from pipeplan.report.terminal import print_simulation
 from pipeplan.report.timeline import device_row, repetend_time_range, windows
@@ -148,7 +147,7 @@ def test_every_second_stage_of_a_device_has_small_letters() -> None:
 
 def test_figures_are_json_and_have_what_search_prints() -> None:
     plan = chain_plan(4, 8, forward=10, backward=20, repetend=True, memory_bytes=4000)
-    found = json.loads(json.dumps(figures(simulate(plan))))
+    found = json.loads(json.dumps(simulate(plan).figures()))
     assert {key: found[key] for key in list(found)[:18] if key not in ("name", "placement")} == {
         "status": "optimal",
         "scheduler": "by-hand",
@@ -178,12 +177,12 @@ def test_figures_are_json_and_have_what_search_prints() -> None:
 
 
 def test_figures_without_a_repetend_are_null() -> None:
-    found = figures(simulate(chain_plan(2, 4, schedule="gpipe")))
+    found = simulate(chain_plan(2, 4, schedule="gpipe")).figures()
     assert [found[key] for key in ("period_ns", "unroll", "span", "bubble_rate_steady")] == [None] * 4
 
 
 def test_the_critical_path_divides_the_makespan() -> None:
-    found = figures(simulate(chain_plan(3, 5, lag=7, split=(10, 10))))
+    found = simulate(chain_plan(3, 5, lag=7, split=(10, 10))).figures()
     path = found["critical_path"]
     assert isinstance(path, dict)
     assert sum(path["device_ns"].values()) + path["transfer_ns"] == found["makespan_ns"]
@@ -371,7 +370,7 @@ def test_damaged_plans_are_simulated_or_refused_and_never_crash() -> None:
             outcomes[type(error).__name__] += 1
             continue
         outcomes["simulated"] += 1
-        json.dumps(figures(simulation))
+        json.dumps(simulation.figures())
         print_simulation(simulation, io.StringIO(), choose.randint(20, 150))
         ElementTree.fromstring(timeline_svg(simulation))
         json.loads(trace_text(simulation))

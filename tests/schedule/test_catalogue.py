@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from builders.chains import chain_workload
 from builders.profiles import profile_of
+from builders.requests import request_of
 from builders.shapes import shape_workload
 from builders.towers import towers
 from pipeplan.costs import build_workload
@@ -20,7 +21,7 @@ from pipeplan.examples import ShapeCosts, shape
 from pipeplan.model import CostRow, Profile
 from pipeplan.model.workload import Workload
 from pipeplan.partition import place
-from pipeplan.planner import Batch, Options, choose_placement, search_plan
+from pipeplan.planner import Batch, choose_placement, search_plan
 from pipeplan.planner.by_rules import place_by_rules
 from pipeplan.schedule.listing import Policy, list_schedule
 from pipeplan.schedule.problem import Problem
@@ -291,8 +292,8 @@ def searched(name: str, profile: Profile, num_devices: int | None, count: int) -
     rules = named_rules(name)
     placement, devices = choose_placement(profile, "auto", num_devices, rules)
     split = True if name in SPLIT else None
-    options = Options(scheduler="rules", rules=rules, split_backward=split)
-    result = search_plan(profile, placement, Batch(count, 1), options, num_devices=devices)
+    options = {"scheduler": "rules", "rules": rules, "split_backward": split}
+    result = search_plan(request_of(profile, placement, Batch(count, 1), num_devices=devices, **options))
     return result.plan.placement
 
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from builders.chains import chain_workload, with_devices_memory
 from builders.problems import problems
+from builders.requests import request_of
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.planner import Batch, Options, search_plan
+from pipeplan.planner import Batch, search_plan
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.recurrence import Recurrence, memory_recurrences
 from pipeplan.simulate.memory import overflow
@@ -91,6 +92,6 @@ def test_room_for_very_many_micro_batches_and_long_times_do_not_overflow() -> No
     costs = ShapeCosts(forward_ns=10**13 + 1, backward_ns=3 * 10**13 + 7, activation_bytes=10)
     profile = shape("v", 4, costs=costs)
     assert profile.placement is not None
-    options = Options(scheduler="repetend", time_limit=3.0, deterministic=True)
-    found = search_plan(profile, profile.placement, Batch(16, 1), options, memory_bytes=20 * 10**9)
+    options = {"scheduler": "repetend", "time_limit": 3.0, "deterministic": True}
+    found = search_plan(request_of(profile, profile.placement, Batch(16, 1), memory_bytes=20 * 10**9, **options))
     assert found.plan.predicted.makespan_ns == (16 + 3) * (4 * 10**13 + 8)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
+from builders.requests import request_of
 from builders.shapes import shape_workload
 from builders.towers import towers
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.planner import Batch, Options, choose_placement, resolve_batch, search_plan
+from pipeplan.planner import Batch, choose_placement, resolve_batch, search_plan
 from pipeplan.planner.by_rules import SUBMODULES, place_by_rules
 from pipeplan.schedule import search as search_module
 from pipeplan.schedule import starts
@@ -215,30 +214,32 @@ class TestPlacementChoice:
 
     def test_chunks_are_for_placements_to_be_made(self) -> None:
         """Neither for one that exists, nor for submodules, of which each has its own."""
-        v, rules = shape("v", 4), Options(scheduler="rules", rules=named_rules("clip-mixed"))
+        v, rules = shape("v", 4), {"scheduler": "rules", "rules": named_rules("clip-mixed")}
         assert v.placement is not None
         with pytest.raises(UsageError, match=r"--chunks 2 would do nothing: the placement .* leave --chunks out"):
-            search_plan(v, v.placement, Batch(4, 1), Options(), chunks=2)
+            search_plan(request_of(v, v.placement, Batch(4, 1), chunks=2))
         with pytest.raises(UsageError, match="--chunks 2 would do nothing: the rules, which place submodules"):
-            search_plan(towers((2,) * 8, (2,) * 8), SUBMODULES, Batch(4, 1), rules, num_devices=4, chunks=2)
+            search_plan(
+                request_of(towers((2,) * 8, (2,) * 8), SUBMODULES, Batch(4, 1), num_devices=4, chunks=2, **rules)
+            )
 
     def test_shared_blocks_without_costs_of_their_own_are_spread(self) -> None:
         """Those of the shape have costs for 4 shards alone: strategies put them on all devices, or say why not."""
         profile = shape("mllm", 4)
         assert profile.placement is not None
-        options = Options(scheduler="gpipe", time_limit=1, deterministic=True)
-        result = search_plan(profile, "one-to-one", Batch(4, 1), options, num_devices=4)
+        options = {"scheduler": "gpipe", "time_limit": 1, "deterministic": True}
+        result = search_plan(request_of(profile, "one-to-one", Batch(4, 1), num_devices=4, **options))
         assert [stage.devices for stage in result.plan.stages] == [stage.devices for stage in profile.placement.stages]
         with pytest.raises(UsageError, match=r"block 'embedding' .* costs for 4 shards, but .* needs 1;"):
-            search_plan(profile, "one-to-one", Batch(4, 1), replace(options, spread=False), num_devices=4)
+            search_plan(request_of(profile, "one-to-one", Batch(4, 1), num_devices=4, **(options | {"spread": False})))
 
 
 def test_recomputation_is_chosen_only_where_memory_asks_for_it() -> None:
     profile = shape("v", 4)
     assert profile.placement is not None
-    options = Options(time_limit=1, deterministic=True)
-    roomy = search_plan(profile, profile.placement, Batch(8, 1), options, memory_bytes=4 * GB)
+    options = {"time_limit": 1, "deterministic": True}
+    roomy = search_plan(request_of(profile, profile.placement, Batch(8, 1), memory_bytes=4 * GB, **options))
     assert not any(stage.recompute for stage in roomy.plan.stages)
-    forced = search_plan(profile, profile.placement, Batch(8, 1), replace(options, recompute=True))
+    forced = search_plan(request_of(profile, profile.placement, Batch(8, 1), recompute=True, **options))
     assert all(stage.recompute for stage in forced.plan.stages)
     assert forced.plan.predicted.makespan_ns > roomy.plan.predicted.makespan_ns

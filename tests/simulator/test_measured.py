@@ -16,7 +16,7 @@ from builders.plans import plan_of
 from pipeplan.errors import FileError, UsageError
 from pipeplan.model import Plan, sha256_of
 from pipeplan.model.measured import MeasuredTrace, TimedText, read_trace
-from pipeplan.report.measured import measured_figures, print_comparison
+from pipeplan.report.measured import print_comparison
 from pipeplan.report.trace import predicted_trace
 from pipeplan.simulate.measured import compared
 from pipeplan.simulate.simulation import simulate
@@ -145,7 +145,7 @@ def test_the_comparison_reads_as_agreed(tmp_path: Path) -> None:
     lines = [line.rstrip() for line in stream.getvalue().splitlines()]
     assert lines == (GOLDEN / "measured_chain.txt").read_text(encoding="utf-8").splitlines()
     assert max(map(len, lines)) <= 120
-    found = json.loads(json.dumps(measured_figures(comparison)))
+    found = json.loads(json.dumps(comparison.figures()))
     assert found == json.loads((GOLDEN / "measured_chain.json").read_text(encoding="utf-8"))
 
 

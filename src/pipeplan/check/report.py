@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from pipeplan.errors import InvalidPlanError
 
@@ -60,17 +60,26 @@ class Figures:
 class Report:
     """The answer of :func:`pipeplan.check.check`.
 
-    ``problems`` lists at most 100 of each rule, ``num_problems`` counts all.
+    ``problems`` lists at most 100 of each rule, ``num_problems`` counts all; ``recomputed`` is what the plan comes to.
     """
 
     problems: tuple[Problem, ...]
     num_problems: int
-    figures: Figures
+    recomputed: Figures
 
     @property
     def valid(self) -> bool:
         """Whether nothing is wrong."""
         return self.num_problems == 0
+
+    def figures(self) -> dict[str, object]:
+        """The object of ``check --json``."""
+        return {
+            "valid": self.valid,
+            "num_problems": self.num_problems,
+            "problems": [asdict(problem) for problem in self.problems],
+            **asdict(self.recomputed),
+        }
 
     def require(self, where: str = "the plan") -> None:
         """Raise if something is wrong.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import click
 
+from pipeplan import _api
+from pipeplan.units import format_bytes, format_ns
+
 if TYPE_CHECKING:
-    from pipeplan.check import Report
-    from pipeplan.model import Cluster, Plan, Profile
+    from pipeplan._api import Cluster, Plan, Profile, Report
 
 __all__ = ["command"]
 
@@ -30,41 +33,20 @@ def command(
     a file cannot be read. Transfer times are compared only with the profile given, and for a plan made for a
     cluster only with the cluster given too.
     """
-    from pipeplan.check import check
-    from pipeplan.model import read_cluster, read_plan, read_profile
-
-    plan = read_plan(plan_path)
-    profile = read_profile(profile_path) if profile_path is not None else None
-    cluster = read_cluster(cluster_path) if cluster_path is not None else None
-    report = check(plan, profile, cluster)
+    plan = _api.read_plan(plan_path)
+    profile = _api.read_profile(profile_path) if profile_path is not None else None
+    cluster = _api.read_cluster(cluster_path) if cluster_path is not None else None
+    report = _api.check(plan, profile, cluster)
     if as_json:
-        click.echo(_json(report))
+        click.echo(json.dumps(report.figures(), indent=2, ensure_ascii=False))
         ctx.exit(0 if report.valid else 1)
     report.require(plan_path)
     click.echo(_line(plan_path, plan, report, profile, cluster))
 
 
-def _json(report: Report) -> str:
-    import json
-    from dataclasses import asdict
-
-    return json.dumps(
-        {
-            "valid": report.valid,
-            "num_problems": report.num_problems,
-            "problems": [asdict(problem) for problem in report.problems],
-            **asdict(report.figures),
-        },
-        indent=2,
-        ensure_ascii=False,
-    )
-
-
 def _line(path: str, plan: Plan, report: Report, profile: Profile | None, cluster: Cluster | None) -> str:
     """What was verified, in one line."""
-    from pipeplan.units import format_bytes, format_ns
-
-    figures = report.figures
+    figures = report.recomputed
     parts = [
         f"{figures.num_actions} actions and {figures.num_transfers} transfers on {figures.num_devices} devices",
         f"makespan {format_ns(figures.makespan_ns)}, bubble rate {figures.bubble_rate:.1%}",

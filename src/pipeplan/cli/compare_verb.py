@@ -8,7 +8,9 @@ from typing import Any
 
 import click
 
-from pipeplan.cli.planning import Asked, Status, interrupt_on_sigterm, planning_options, read_asked
+from pipeplan import _api
+from pipeplan.cli.search_options import planning_options, read_request
+from pipeplan.cli.status import Status, interrupt_on_sigterm
 
 __all__ = ["command"]
 
@@ -21,35 +23,15 @@ def command(as_json: bool, **flags: Any) -> None:
     Without --placement and without one in the profile, all strategies are compared. Schedules
     that do not fit into memory are timed, too, and stand last.
     """
-    from pipeplan.comparison import compare
     from pipeplan.report.comparison import print_comparison
 
-    asked = read_asked(flags)
+    request = read_request(flags)
     interrupt_on_sigterm()
     with Status() as progress:
-        found = compare(
-            asked.profile,
-            _placements(asked, flags["placement"]),
-            asked.batch,
-            asked.options,
-            num_devices=asked.num_devices,
-            chunks=asked.chunks,
-            cluster=asked.cluster,
-            memory_bytes=asked.memory_bytes,
-            progress=progress,
-        )
+        found = _api.compare(request, progress=progress)
     if found.interrupted:
         click.echo("pipeplan: interrupted; these are the best plans so far", err=True)
     if as_json:
-        click.echo(json.dumps(found.summary()))
+        click.echo(json.dumps(found.figures()))
     else:
         print_comparison(found, file=sys.stdout)
-
-
-def _placements(asked: Asked, wanted: str) -> list[Any]:
-    """The placement that was asked for or that the profile has; else all strategies."""
-    from pipeplan.partition import STRATEGIES
-
-    if wanted != "auto" or asked.profile.placement is not None:
-        return [asked.placement]
-    return list(STRATEGIES)

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator
 import click
 from click.core import ParameterSource
 
+from pipeplan import _api
 from pipeplan.cli.types import BYTES, COUNTS, DURATION
+from pipeplan.errors import UsageError
 
 __all__ = ["command"]
 
@@ -104,55 +106,46 @@ def command(
     Models take --device, --microbatch, --shards and --cluster alone. Testbeds are clusters; --devices cuts or extends
     them.
     """
-    from pipeplan.costs.testbeds import TESTBEDS, cluster_of_paper
-    from pipeplan.errors import UsageError
-    from pipeplan.examples import MODELS, SHAPES, ShapeCosts, model, shape
-    from pipeplan.model import read_cluster, write_file
-
-    kind = name.removeprefix("shape-")
-    testbeds = [f"testbed-{each}" for each in TESTBEDS]
-    names = [*(f"shape-{each}" for each in SHAPES), *MODELS, *testbeds]
-    if name not in names:
-        raise UsageError(f"there is no example {name!r}; choose from {', '.join(names)}")
-    _refuse_others(ctx, name, "testbeds" if name in testbeds else "models" if name in MODELS else "shapes")
-    if name in testbeds:
+    kind = _api.example_kind(name)
+    _refuse_others(ctx, name, kind)
+    if kind == "testbeds":
         asked = devices if ctx.get_parameter_source("devices") is ParameterSource.COMMANDLINE else None
-        write_file(cluster_of_paper(name.removeprefix("testbed-"), asked), output)
+        _api.write_file(_api.make_cluster(name, asked), output)
         return
-    if name in MODELS:
-        profile = model(
+    if kind == "models":
+        profile = _api.make_model(
             name,
             device=device or "a100-80gb",
             microbatch_sizes=microbatch,
             shards=shards or (1,),
-            cluster=None if cluster is None else read_cluster(cluster),
+            cluster=None if cluster is None else _api.read_cluster(cluster),
         )
-        write_file(profile, output)
+        _api.write_file(profile, output)
         return
     for flag in _SHARED:
-        if ctx.params[flag] is not None and kind not in _WITH_SHARED:
+        if ctx.params[flag] is not None and name.removeprefix("shape-") not in _WITH_SHARED:
             raise UsageError(
                 f"--{flag.replace('_', '-')} does not apply to {name}, which has no shared block; leave it out"
             )
-    default = ShapeCosts()
-    costs = ShapeCosts(
+    profile = _api.make_shape(
+        name,
+        devices,
+        chunks=chunks,
         forward_ns=forward,
         backward_ns=backward,
         input_grad_ns=input_grad,
         weight_grad_ns=weight_grad,
-        shared_forward_ns=default.shared_forward_ns if shared_forward is None else shared_forward,
-        shared_backward_ns=default.shared_backward_ns if shared_backward is None else shared_backward,
+        shared_forward_ns=shared_forward,
+        shared_backward_ns=shared_backward,
         comm_ns=comm,
         activation_bytes=activation_bytes,
         weight_grad_bytes=weight_grad_bytes,
     )
-    write_file(shape(kind, devices, chunks=chunks, costs=costs), output)
+    _api.write_file(profile, output)
 
 
 def _refuse_others(ctx: click.Context, name: str, kind: str) -> None:
     """Refuse flags that are not for this kind of example."""
-    from pipeplan.errors import UsageError
-
     for flag in ctx.params:
         given = ctx.get_parameter_source(flag) is ParameterSource.COMMANDLINE
         takers = _TAKERS.get(flag, ("shapes",))

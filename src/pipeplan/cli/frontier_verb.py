@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
+from pipeplan import _api
 from pipeplan.cli.outputs import require_folder, require_stdout_once, require_writable
-from pipeplan.cli.planning import interrupt_on_sigterm
+from pipeplan.cli.status import interrupt_on_sigterm
 from pipeplan.cli.types import BYTES, COUNTS, DURATION
+from pipeplan.errors import PipeplanError, UsageError
 
 if TYPE_CHECKING:
-    from pipeplan.cli.frontiers import Asked, Found
+    from pipeplan._api import FrontierResult, Mode
 
 __all__ = ["command"]
 
@@ -98,7 +99,7 @@ def command(
     devices: tuple[int, ...] | None,
     cluster_path: str | None,
     memory: int | None,
-    mode: str,
+    mode: Mode,
     plans: bool,
     mini_batch: int | None,
     grain: str,
@@ -117,9 +118,6 @@ def command(
     Without --plans the model is one stage on all devices, each block split in a way of its own. With --plans it may be
     a pipeline, and every point is a plan.
     """
-    from pipeplan.cli.frontiers import Asked, chosen_points, of_plans, of_splits
-    from pipeplan.errors import UsageError
-    from pipeplan.model import read_cluster, read_profile, write_file
     from pipeplan.report.frontier import print_frontier
     from pipeplan.report.frontier_svg import frontier_svg
 
@@ -135,91 +133,62 @@ def command(
             f"{writes} writes plans, and these run whole blocks; leave out --grain operator, or profile a model whose "
             "blocks are operators, as gpt2-124m-operators"
         )
-    profile = read_profile(profile_path)
-    cluster = read_cluster(cluster_path) if cluster_path is not None else None
-    asked = Asked(
-        profile=profile,
-        cluster=cluster,
-        counts=_counts(devices, cluster_path, 0 if cluster is None else cluster.num_devices, mode, plans),
-        memory_bytes=memory,
-        mini_batch=mini_batch,
-        time_limit=None if time_limit is None else time_limit / 1e9,
+    splitting = _api.Splitting(
         device=device,
         whole_blocks=grain == "block",
         data_parallel_loading=data_parallel_loading,
         within=within,
     )
-    _require_limit(asked, mode)
+    request = _api.frontier_request(
+        _api.read_profile(profile_path),
+        devices=devices,
+        cluster=_api.read_cluster(cluster_path) if cluster_path is not None else None,
+        memory_bytes=memory,
+        mini_batch=mini_batch,
+        time_limit=None if time_limit is None else time_limit / 1e9,
+        mode=mode,
+        splitting=None if plans else splitting,
+    )
     if output_all is not None:
         require_folder(output_all, "point-*.json", "--output-all")
     if as_json or output == "-":
-        for note in asked.notes:
+        for note in _api.request_notes(request):
             click.echo(f"pipeplan: {note}", err=True)
     interrupt_on_sigterm()
-    found = of_plans(asked, quickest=mode in ("min-time", "profile")) if plans else of_splits(asked)
-    report, shown = chosen_points(asked, found, mode, point)
+    found = _api.frontier(request, mode=mode, point=point)
     if svg is not None:
-        _write(svg, frontier_svg(report))
+        _write(svg, frontier_svg(found))
     if as_json:
-        click.echo(json.dumps(report.summary()))
+        click.echo(json.dumps(found.figures()))
     elif output != "-":
-        print_frontier(report, file=sys.stdout)
+        print_frontier(found, file=sys.stdout)
     if output is not None:  # the table first: it says what there is even where a plan cannot be made
-        write_file(found.plan_of(shown[report.chosen - 1]), output)
-        click.echo(f"pipeplan: {report.written} is in {'stdout' if output == '-' else output}", err=True)
+        _api.write_file(found.plan(), output)
+        click.echo(f"pipeplan: {found.written} is in {'stdout' if output == '-' else output}", err=True)
     if output_all is not None:
-        _write_all(found, shown, output_all)
+        _write_all(found, output_all)
 
 
-def _write_all(found: Found, shown: Sequence[int], folder: str) -> None:
+def _write_all(found: FrontierResult, folder: str) -> None:
     """Write the plans of all points that have one, by their numbers. Raises UsageError where some have none."""
-    from pipeplan.errors import PipeplanError, UsageError
-    from pipeplan.model import write_file
-
-    refused = []
-    for number, index in enumerate(shown, start=1):
+    refused, count = [], len(found.points)
+    for number in range(1, count + 1):
         try:
-            plan = found.plan_of(index)
+            plan = found.plan(number)
         except PipeplanError as error:
             refused.append(f"point {number}: {error}")
         else:
-            write_file(plan, f"{folder}/point-{number}.json")
-    click.echo(f"pipeplan: {len(shown) - len(refused)} of {len(shown)} points are in {folder}", err=True)
+            _api.write_file(plan, f"{folder}/point-{number}.json")
+    click.echo(f"pipeplan: {count - len(refused)} of {count} points are in {folder}", err=True)
     if refused:
-        raise UsageError(f"{len(refused)} of {len(shown)} points cannot be written as plans, as {refused[0]}")
+        raise UsageError(f"{len(refused)} of {count} points cannot be written as plans, as {refused[0]}")
 
 
 def _refuse_idle(ctx: click.Context, plans: bool) -> None:
     """Refuse flags that would do nothing. Raises UsageError."""
-    from pipeplan.errors import UsageError
-
     for parameter, flag in _ONLY_SPLITS.items() if plans else ():
         if ctx.get_parameter_source(parameter) is ParameterSource.COMMANDLINE:
             raise UsageError(f"{flag} is of no use with --plans; leave out {flag} or --plans")
-
-
-def _require_limit(asked: Asked, mode: str) -> None:
-    """Fewest devices are those on which something fits. Raises UsageError."""
-    from pipeplan.errors import UsageError
-
-    if mode == "min-devices" and all(asked.limit(count) is None for count in asked.counts):
-        raise UsageError("--mode min-devices: without a memory limit one device is enough; say --memory of each device")
-
-
-def _counts(devices: Sequence[int] | None, cluster: str | None, available: int, mode: str, plans: bool) -> list[int]:
-    """Numbers of devices to look at: those asked for; powers of two below a most where a mode compares."""
-    from pipeplan.errors import UsageError
-
-    if devices is None and cluster is None:
-        raise UsageError("say how many --devices, or give a --cluster")
-    most = max(devices) if devices is not None else available
-    if cluster is not None and most > available:
-        raise UsageError(f"{cluster} has {available} devices, not {most}; lower --devices or give a larger --cluster")
-    if devices is not None and (len(devices) > 1 or mode != "min-devices"):
-        return list(devices)
-    if mode in ("min-devices", "profile") or (plans and mode == "all"):
-        return sorted({1 << power for power in range(most.bit_length()) if 1 << power <= most} | {most})
-    return [most]
 
 
 def _write(path: str, text: str) -> None:

@@ -6,18 +6,20 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeplan.cli.outputs import require_stdout_once, require_writable
+from pipeplan import _api
 from pipeplan.errors import FileError, UsageError
+from pipeplan.units import format_bytes
 
 if TYPE_CHECKING:
-    from pipeplan.model import Cluster
+    from pipeplan._api import Cluster, LinkResult, Point
 
-__all__ = ["add_communication", "measure_communication"]
+__all__ = ["INTERRUPTED", "add_communication", "measure_communication"]
 
 INTERRUPTED = 130
 
@@ -27,47 +29,41 @@ def measure_communication(ctx: click.Context) -> None:
 
     Rank 0 writes whenever a curve is whole, so that an interruption keeps those before it.
     """
-    from pipeplan.cli.measuring import require_torch
-
     given = ctx.params
     output: str = given["output"]
-    require_stdout_once(output, given["as_json"])
-    require_torch()
-    require_writable(output)
-    from pipeplan.model import read_cluster, write_file
-    from pipeplan.runtime.communication import LinkOptions, Point, measure_links, measure_local
-
-    options = LinkOptions(
-        given["min_bytes"], given["max_bytes"], 4, given["repeats"], given["warmup"], device=given["device"]
+    options = _api.LinkOptions(
+        smallest_bytes=given["min_bytes"],
+        largest_bytes=given["max_bytes"],
+        **{name: given[name] for name in ("repeats", "warmup", "device")},
     )
-    base = read_cluster(given["cluster"]) if given["cluster"] else None
+    base = _api.read_cluster(given["cluster"]) if given["cluster"] else None
     written: list[Cluster] = []
 
     def keep(cluster: Cluster) -> None:
         if output != "-":
-            write_file(cluster, output)
+            _api.write_file(cluster, output)
         written.append(cluster)
-
-    def tell(point: Point) -> None:
-        if sys.stderr.isatty():
-            click.echo(f"{point.operation} of {point.size} bytes: {point.ns / 1000:.1f} us", err=True)
 
     try:
         if given["processes"]:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
-            cluster: Cluster | None = measure_local(given["processes"], options, base, on_point=tell, keep=keep)
         else:
             _require_ranks()
-            cluster = measure_links(options, base, on_point=tell, keep=keep)
+        found = _api.measure_links(options, given["processes"], base, on_point=_tell, keep=keep)
     except KeyboardInterrupt:
         kept = f"{len(written[-1].measured)} curves are in {output}" if written and output != "-" else "nothing is kept"
         click.echo(f"pipeplan: interrupted while measuring links; {kept}", err=True)
         ctx.exit(INTERRUPTED)
-    if cluster is None:  # not rank 0
+    if found is None:  # not rank 0
         return
     if output == "-":
-        write_file(cluster, output)
-    _print_curves(cluster, output, as_json=given["as_json"])
+        _api.write_file(found.cluster, output)
+    _print_curves(found, output, as_json=given["as_json"])
+
+
+def _tell(point: Point) -> None:
+    if sys.stderr.isatty():
+        click.echo(f"{point.operation} of {point.size} bytes: {point.ns / 1000:.1f} us", err=True)
 
 
 def _require_ranks() -> None:
@@ -78,50 +74,26 @@ def _require_ranks() -> None:
         )
 
 
-def add_communication(paths: tuple[str, ...], cluster: str, level: str | None, output: str, as_json: bool) -> None:
+def add_communication(given: Mapping[str, Any]) -> None:
     """Read measured link times, write the cluster with them, and say how well each curve tells what it has not seen."""
-    from pipeplan.costs.nccl_tests import parse_nccl_tests, with_runs
-    from pipeplan.model import read_cluster, write_file
-
-    require_stdout_once(output, as_json)
-    found = read_cluster(cluster)
-    for path in paths:
-        found = with_runs(found, parse_nccl_tests(_read_text(path), path), level, Path(path).name)
-    write_file(found, output)
-    _print_curves(found, output, as_json=as_json)
+    cluster = _api.read_cluster(given["cluster"])
+    printed = {path: _read_text(path) for path in given["communication_from"]}
+    found = _api.add_links(cluster, printed, given["level"])
+    _api.write_file(found.cluster, given["output"])
+    _print_curves(found, given["output"], as_json=given["as_json"])
 
 
-def _print_curves(cluster: Cluster, output: str, *, as_json: bool) -> None:
-    curves = _curves(cluster)
+def _print_curves(found: LinkResult, output: str, *, as_json: bool) -> None:
+    figures = found.figures()
     if as_json:
-        click.echo(json.dumps({"cluster": cluster.name, "curves": curves}))
+        click.echo(json.dumps(figures))
     elif output != "-":
-        for curve in curves:
+        for curve in figures["curves"]:
             click.echo(_curve_line(curve))
         click.echo(f"cluster written to {output}", err=True)
 
 
-def _curves(cluster: Cluster) -> list[dict[str, Any]]:
-    """The cluster's curves in figures."""
-    from pipeplan.costs.links import leave_one_out_error
-
-    return [
-        {
-            "operation": curve.operation,
-            "level": curve.level,
-            "num_devices": curve.num_devices,
-            "num_points": len(curve.points),
-            "smallest_bytes": curve.points[0][0],
-            "largest_bytes": curve.points[-1][0],
-            "leave_one_out_error": leave_one_out_error(curve.points),
-        }
-        for curve in cluster.measured
-    ]
-
-
 def _curve_line(curve: dict[str, Any]) -> str:
-    from pipeplan.units import format_bytes
-
     error = curve["leave_one_out_error"]
     told = "too few points to tell" if error is None else f"{error:.1%} median error of points left out"
     sizes = f"{format_bytes(curve['smallest_bytes'])} to {format_bytes(curve['largest_bytes'])}"

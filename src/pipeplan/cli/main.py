@@ -11,7 +11,7 @@ import sys
 
 import click
 
-from pipeplan import __version__
+from pipeplan._version import __version__
 from pipeplan.errors import PipeplanError
 
 __all__ = ["cli", "main"]

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
+from pipeplan import _api
+from pipeplan.cli.links import INTERRUPTED, add_communication, measure_communication
+from pipeplan.cli.outputs import require_stdout_once, require_writable
+from pipeplan.cli.status import Shown, warnings_told
 from pipeplan.cli.types import BYTES, COUNTS
+from pipeplan.errors import ExecutionError, InfeasibleError
+
+if TYPE_CHECKING:
+    from pipeplan._api import Cluster, Model, Partial, Profile
 
 __all__ = ["command"]
 
@@ -71,23 +82,19 @@ def command(ctx: click.Context, /, **_: Any) -> None:
     given = ctx.params
     if use == "show":
         _show(given["show"], given["microbatch"] if _given(ctx, "microbatch") else (), given["as_json"])
-    elif use == "communication_from":
-        from pipeplan.cli.links import add_communication
-
-        paths, target = given["communication_from"], given["output"]
-        add_communication(paths, given["cluster"], given["level"], target, given["as_json"])
-    elif use == "communication":
-        from pipeplan.cli.links import measure_communication
-
+        return
+    require_stdout_once(given["output"], given["as_json"])
+    if use == "communication_from":
+        add_communication(given)
+        return
+    _api.require_torch("profile")
+    require_writable(given["output"])
+    if use == "communication":
         measure_communication(ctx)
     elif use == "estimate":
-        from pipeplan.cli.estimating import estimate_and_write
-
-        estimate_and_write(given)
+        _estimate(given)
     else:
-        from pipeplan.cli.measuring import measure_and_write
-
-        measure_and_write(ctx)
+        _measure(ctx)
 
 
 _MODEL = {"name", "microbatch", "sequence", "grain", "shared", "shards", "recompute", "dtype", "device", "output"}
@@ -126,11 +133,111 @@ def _written(parameter: click.Parameter) -> str:
 
 
 def _show(path: str, asked: tuple[int, ...], as_json: bool) -> None:
-    from pipeplan.model import read_profile
-    from pipeplan.report.inspection import inspection_as_dict, print_inspection
+    from pipeplan.report.inspection import print_inspection
 
-    profile = read_profile(path)
+    inspection = _api.Inspection(_api.read_profile(path), asked)
     if as_json:
-        click.echo(json.dumps(inspection_as_dict(profile, asked)))
+        click.echo(json.dumps(inspection.figures()))
     else:
-        print_inspection(profile, asked)
+        print_inspection(inspection)
+
+
+def _measure(ctx: click.Context) -> None:
+    """Measure a model, or go on where an earlier measurement was interrupted, and write the profile."""
+    given = ctx.params
+    begin = time.monotonic()
+    partial = _api.Partial(_partial_path(given["output"]))
+    if partial.path is not None and partial.path.exists():
+        click.echo(f"pipeplan: going on from {partial.path}", err=True)
+    shown = Shown("measuring")
+    try:
+        with warnings_told(), shown:
+            profile = _api.profile(
+                _model(given),
+                given["microbatch"],
+                dtype=given["dtype"] or "float32",
+                **{name: given[name] for name in _MEASURING},
+                cluster=_cluster(given),
+                progress=shown.update,
+                partial=partial,
+            )
+    except KeyboardInterrupt:
+        click.echo(f"pipeplan: interrupted while measuring {shown.what}; {_kept(partial)}", err=True)
+        ctx.exit(INTERRUPTED)
+    except (ExecutionError, InfeasibleError):
+        click.echo(f"pipeplan: measuring ended; {_kept(partial, 'a command with other --microbatch sizes')}", err=True)
+        raise
+    _api.write_file(profile, given["output"])
+    partial.remove()
+    _tell_missing(profile, given["microbatch"])
+    _print(profile, given, begin)
+
+
+_MEASURING = ("threads", "repeats", "warmup", "device", "seed", "shards", "recompute")
+
+
+def _estimate(given: Mapping[str, Any]) -> None:
+    """Estimate a model for a device preset, calibrated by a measured profile if there is one, and write the profile."""
+    begin = time.monotonic()
+    calibration = _api.read_profile(given["calibrate"]) if given["calibrate"] else None
+    with warnings_told(), Shown("estimating") as shown:
+        profile = _api.estimate(
+            _model(given, meta=True),
+            given["microbatch"],
+            device=given["device"],
+            dtype=given["dtype"],
+            shards=given["shards"],
+            recompute=given["recompute"],
+            calibration=calibration,
+            cluster=_cluster(given),
+            progress=shown.update,
+        )
+    _api.write_file(profile, given["output"])
+    _print(profile, given, begin)
+
+
+def _model(given: Mapping[str, Any], *, meta: bool = False) -> Model:
+    """The model that the command line names."""
+    how = {name: given[name] for name in ("sequence", "grain", "shared")}
+    model = _api.load_model(given["name"], **how, meta=meta)
+    if max(given["shards"]) > 1 and model.sharded is not None and not model.runs_split:
+        click.echo(
+            f"pipeplan: blocks of {model.name} run whole only: the rows of --shards are for planning, and plans that "
+            "run come from search --spread no",
+            err=True,
+        )
+    return model
+
+
+def _cluster(given: Mapping[str, Any]) -> Cluster | None:
+    return _api.read_cluster(given["cluster"]) if given["cluster"] else None
+
+
+def _print(profile: Profile, given: Mapping[str, Any], begin: float) -> None:
+    """What a profile says in short, once it is written."""
+    from pipeplan.report.inspection import print_blocks
+
+    if given["as_json"]:
+        click.echo(json.dumps(_api.ProfileResult(profile, time.monotonic() - begin).figures()))
+    elif given["output"] != "-":
+        print_blocks(profile)
+        click.echo(f"profile written to {given['output']}", err=True)
+
+
+def _partial_path(output: str) -> Path | None:
+    """Where an interrupted measurement is kept: beside the profile, unless that is no ordinary file."""
+    path = Path(output)
+    return None if output == "-" or (path.exists() and not path.is_file()) else path.with_name(f"{path.name}.partial")
+
+
+def _kept(partial: Partial, what: str = "the same command") -> str:
+    """Where measurements are, and what goes on with them."""
+    if partial.path is None or not partial.path.exists():
+        return "nothing is written"
+    return f"what was measured is kept in {partial.path}, and {what} goes on from there"
+
+
+def _tell_missing(profile: Profile, sizes: tuple[int, ...]) -> None:
+    missing = [str(size) for size in sizes if size not in profile.microbatch_sizes]
+    if missing:
+        click.echo(f"pipeplan: not measured: micro-batch sizes {', '.join(missing)}. {profile.source.notes}", err=True)

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
-import signal
-from collections.abc import Callable
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from pipeplan import _api
 from pipeplan.cli.outputs import require_writable
-from pipeplan.cli.training_options import require_consistent, training_options
+from pipeplan.cli.status import interrupt_on_sigterm
+from pipeplan.cli.training_options import training_options
 from pipeplan.cli.types import BYTES, DURATION
 from pipeplan.errors import ExecutionError, UsageError
+from pipeplan.units import format_ns
 
 if TYPE_CHECKING:
-    from pipeplan.model import Plan
-    from pipeplan.runtime.options import RunOptions, RunResult, StepResult
+    from pipeplan._api import Plan, RunOptions, RunOutcome, StepResult
 
-__all__ = ["command"]
+__all__ = ["Steps", "command", "comparison_line"]
 
 _LEAST_TIMEOUT_NS = 1_000_000
-_TRAIN = "pipeplan.runtime.training:train_job"
-_EMULATE = "pipeplan.runtime.emulation:emulate_job"
 
 
 @click.command("run", short_help="Run a plan on torch.distributed.")
@@ -84,12 +83,7 @@ def command(
     so --model is refused and what else is about models and training does nothing: actions wait for as long as PLAN
     says. At the end stands the iteration's predicted time beside the median.
     """
-    from pipeplan.cli.run_results import Steps, comparison_line, run_trace, summary_json
-    from pipeplan.model import write_text
-    from pipeplan.runtime.options import RunOptions
-    from pipeplan.runtime.train_options import TrainOptions
-
-    _require_torch()
+    _api.require_torch("run")
     if (model is None) != emulate:
         raise UsageError("give --model to train, or --emulate to run without a model: one of the two")
     if trace_path == "-":
@@ -98,8 +92,7 @@ def command(
         require_writable(trace_path, "--trace")
     if timeout < _LEAST_TIMEOUT_NS:
         raise UsageError(f"--timeout {timeout}ns is too short to wait for anything; give at least 1ms")
-    require_consistent(training)
-    options = RunOptions(
+    options = _api.RunOptions(
         num_steps=steps,
         device=device,
         backend=backend,
@@ -110,59 +103,22 @@ def command(
     )
     if model is not None:
         training |= {"sequence": sequence, "grain": grain, "seed": seed, "dtype": dtype, "instructions": instructions}
-        options = TrainOptions(model, **options.as_json(), **training)
-    work = _EMULATE if emulate else _TRAIN
+        options = _api.TrainOptions(model, **options.as_json(), **training)
+    options.require_consistent()
     shown = Steps(options, quiet=as_json)
-    plans: list[Plan] = []
-
-    def read() -> Plan:
-        plans.append(_runnable_plan(plan_path))
-        return plans[-1]
-
-    result = (_run_here if local else _run_as_rank)(work, read, options, shown.show)
-    if result is None:  # not rank 0
+    outcome = _run_here(plan_path, options, shown) if local else _run_as_rank(plan_path, options, shown)
+    if outcome is None:  # not rank 0
         return
-    click.echo(summary_json(plans[-1], options, result) if as_json else comparison_line(plans[-1], result))
+    click.echo(json.dumps(outcome.figures(), allow_nan=False) if as_json else comparison_line(outcome))
     if trace_path is not None:  # after the results, which are not lost with it
-        write_text(run_trace(plans[-1], options, result), trace_path)
+        _write_trace(outcome, trace_path)
 
 
-def _require_torch() -> None:
-    import importlib.util
-
-    if importlib.util.find_spec("torch") is None:
-        raise UsageError("run needs torch, which is not installed: pip install 'pipeplan[torch]'")
-
-
-def _runnable_plan(path: str) -> Plan:
-    """The plan of a file, verified.
-
-    Raises:
-        FileError: the file cannot be read.
-        InvalidPlanError: ``check`` refuses the plan.
-    """
-    from pipeplan.check import check
-    from pipeplan.model import read_plan
-
-    plan = read_plan(path)
-    check(plan).require(path)
-    return plan
-
-
-def _run_here(
-    work: str, read: Callable[[], Plan], options: RunOptions, on_step: Callable[[StepResult], None]
-) -> RunResult:
-    """Start the ranks, with this machine's cores divided among them unless the environment says otherwise."""
-    from dataclasses import replace
-
-    from pipeplan.runtime.launch import run_local
-
-    plan = read()
-    if "OMP_NUM_THREADS" not in os.environ:
-        options = replace(options, num_threads=max(1, (os.cpu_count() or 1) // len(plan.devices)))
-    signal.signal(signal.SIGTERM, _as_interrupt)
+def _run_here(plan_path: str, options: RunOptions, shown: Steps) -> RunOutcome:
+    plan = _api.read_plan(plan_path)
+    interrupt_on_sigterm()
     try:
-        return run_local(work, plan, options, on_step)
+        return _api.run(plan, options, shown.show, where=plan_path)
     except (KeyboardInterrupt, ExecutionError):
         _say_where_to_resume(options)
         raise
@@ -170,30 +126,66 @@ def _run_here(
 
 def _say_where_to_resume(options: RunOptions) -> None:
     """What a run that did not end well leaves to go on from, on standard error."""
-    from pipeplan.runtime.checkpoint_files import CheckpointFolder
-    from pipeplan.runtime.train_options import TrainOptions
-
-    if not isinstance(options, TrainOptions) or options.checkpoint is None:
+    if not isinstance(options, _api.TrainOptions) or options.checkpoint is None:
         return
-    whole = CheckpointFolder(options.checkpoint).whole()
-    last = f"step {whole[-1]}: give --resume to go on from there" if whole else "none yet"
+    step = _api.last_checkpoint(options.checkpoint)
+    last = "none yet" if step is None else f"step {step}: give --resume to go on from there"
     click.echo(f"last whole checkpoint in {options.checkpoint}: {last}", err=True)
 
 
-def _run_as_rank(
-    work: str, read: Callable[[], Plan], options: RunOptions, on_step: Callable[[StepResult], None]
-) -> RunResult | None:
+def _run_as_rank(plan_path: str, options: RunOptions, shown: Steps) -> RunOutcome | None:
+    def read() -> Plan:
+        plan = _api.read_plan(plan_path)
+        _api.check(plan).require(plan_path)
+        return plan
+
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         num_ranks = len(read().devices)
         raise UsageError(
             f"no ranks here: start {num_ranks} with torchrun --nproc-per-node {num_ranks} -m pipeplan run ..., or give "
             "--local to start them on this machine"
         )
-    from pipeplan.runtime.worker import run_under_torchrun
-
-    return run_under_torchrun(work, read, options, on_step)
+    return _api.run_as_rank(read, options, shown.show)
 
 
-def _as_interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """SIGTERM ends a run as Ctrl-C does: with its processes."""
-    raise KeyboardInterrupt
+class Steps:
+    """Prints steps as they end unless ``quiet``, and warns on stderr of the first with numbers that are not finite."""
+
+    def __init__(self, options: RunOptions, *, quiet: bool) -> None:
+        self._training = options if isinstance(options, _api.TrainOptions) else None
+        self._quiet, self._warned = quiet, False
+
+    def show(self, result: StepResult) -> None:
+        """Called as a step ends."""
+        training = self._training
+        if not self._quiet:
+            loss = f"  loss {result.loss:.4f}" if training is not None else ""
+            norm = "" if result.grad_norm is None else f"  gradients {result.grad_norm:.4g}"
+            click.echo(f"step {result.step}{loss}{norm}  iteration {format_ns(result.iteration_ns)}")
+        if training is not None and not result.finite and not self._warned:
+            self._warned = True
+            self._warn(result, training.checkpoint)
+
+    def _warn(self, result: StepResult, checkpoint: str | None) -> None:
+        what = (
+            f"loss is {result.loss}" if not math.isfinite(result.loss) else f"norm of gradients is {result.grad_norm}"
+        )
+        kept = "" if checkpoint is None else "; no checkpoint is written after such a step"
+        click.echo(f"pipeplan: warning: step {result.step}: the {what}{kept}", err=True)
+
+
+def comparison_line(outcome: RunOutcome) -> str:
+    """Predicted and measured time of an iteration."""
+    median, predicted = outcome.warm_ns, outcome.predicted_ns
+    left = "; the first step, which warms up, is left out" if len(outcome.result.steps) > 1 else ""
+    ratio = f" ({median / predicted - 1:+.1%})" if predicted else ""
+    return f"predicted {format_ns(predicted)}, median {format_ns(median)}{ratio}{left}"
+
+
+def _write_trace(outcome: RunOutcome, path: str) -> None:
+    from pipeplan.report.trace import run_trace
+
+    options = outcome.options
+    model = options.model if isinstance(options, _api.TrainOptions) else None
+    about = {"model": model, "emulated": model is None, "blocking": options.blocking}
+    _api.write_text(run_trace(outcome.plan, outcome.result.timeline, about), path)

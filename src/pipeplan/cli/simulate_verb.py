@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipeplan import _api
+from pipeplan.errors import UsageError
+
 if TYPE_CHECKING:
-    from pipeplan.simulate.simulation import Simulation
+    from pipeplan._api import Simulation
 
 __all__ = ["command"]
 
@@ -48,28 +51,25 @@ def command(
     path; with --measured what actions, devices and the iteration were predicted to take, and what they took. PLAN may
     be - for stdin.
     """
-    from pipeplan.model import read_cluster, read_plan, read_profile, write_text
-    from pipeplan.simulate.simulation import simulate
-
     inputs = {"PLAN": plan_path, "--profile": profile_path, "--cluster": cluster_path, "--measured": measured_path}
     _require_one_of_each("read from stdin", inputs)
     _require_one_of_each(
         "print to stdout", {"--json": "-" if as_json else None, "--svg": svg_path, "--trace": trace_path}
     )
-    simulation = simulate(
-        read_plan(plan_path),
+    simulation = _api.simulate(
+        _api.read_plan(plan_path),
         microbatches,
-        read_profile(profile_path) if profile_path is not None else None,
-        read_cluster(cluster_path) if cluster_path is not None else None,
+        _api.read_profile(profile_path) if profile_path is not None else None,
+        _api.read_cluster(cluster_path) if cluster_path is not None else None,
     )
     if svg_path is not None:
         from pipeplan.report.svg import timeline_svg
 
-        write_text(timeline_svg(simulation), svg_path)
+        _api.write_text(timeline_svg(simulation), svg_path)
     if trace_path is not None:
         from pipeplan.report.trace import trace_text
 
-        write_text(trace_text(simulation), trace_path)
+        _api.write_text(trace_text(simulation), trace_path)
     _warn(simulation)
     if "-" not in (svg_path, trace_path):
         _print(simulation, as_json, measured_path)
@@ -77,8 +77,6 @@ def command(
 
 def _require_one_of_each(what: str, paths: dict[str, str | None]) -> None:
     """At most one of some options may be ``-``."""
-    from pipeplan.errors import UsageError
-
     chosen = [name for name, path in paths.items() if path == "-"]
     if len(chosen) > 1:
         raise UsageError(f"{' and '.join(chosen)} would both {what}; give a file for one of them")
@@ -101,9 +99,7 @@ def _print(simulation: Simulation, as_json: bool, measured_path: str | None) -> 
     if measured_path is not None:
         _print_compared(simulation, as_json, measured_path)
     elif as_json:
-        from pipeplan.report.figures import figures
-
-        click.echo(json.dumps(figures(simulation)))
+        click.echo(json.dumps(simulation.figures()))
     else:
         from pipeplan.report.terminal import print_simulation
 
@@ -111,13 +107,10 @@ def _print(simulation: Simulation, as_json: bool, measured_path: str | None) -> 
 
 
 def _print_compared(simulation: Simulation, as_json: bool, path: str) -> None:
-    from pipeplan.model.measured import read_trace
-    from pipeplan.report.figures import figures
-    from pipeplan.report.measured import measured_figures, print_comparison
-    from pipeplan.simulate.measured import compared
-
-    comparison = compared(simulation, read_trace(path, len(simulation.plan.devices)))
+    comparison = _api.compare_measured(simulation, path)
     if as_json:
-        click.echo(json.dumps({**figures(simulation), "measured": measured_figures(comparison)}))
+        click.echo(json.dumps({**simulation.figures(), "measured": comparison.figures()}))
     else:
+        from pipeplan.report.measured import print_comparison
+
         print_comparison(simulation, comparison, sys.stdout)

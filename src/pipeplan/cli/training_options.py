@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import click
 
 from pipeplan.cli.types import FiniteRange
-from pipeplan.errors import UsageError
 
-__all__ = ["require_consistent", "training_options"]
+__all__ = ["training_options"]
 
 _Command = TypeVar("_Command", bound=Callable[..., object])
 
@@ -63,20 +62,3 @@ def training_options(command: _Command) -> _Command:
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
-
-
-def require_consistent(training: Mapping[str, Any]) -> None:
-    """Refuse flags that mean nothing without another, and names that are none. Raises UsageError."""
-    from pipeplan.runtime.train_options import LR_SCHEDULES, OPTIMIZERS
-
-    _require_known("--optimizer", training["optimizer"], OPTIMIZERS)
-    _require_known("--lr-schedule", training["lr_schedule"], LR_SCHEDULES)
-    for name in ("resume", "checkpoint_every"):
-        if training[name] and training["checkpoint"] is None:
-            raise UsageError(f"--{name.replace('_', '-')} needs --checkpoint DIR, the folder of checkpoints")
-
-
-def _require_known(flag: str, name: str, known: Iterable[str]) -> None:
-    """Refuse what neither has a name nor is to be imported, before processes start for it."""
-    if ":" not in name and name not in known:
-        raise UsageError(f"{flag} {name!r}: choose {', '.join(known)} or pkg.mod:factory")

@@ -5,10 +5,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from pipeplan.model import Cluster
+from pipeplan.model import Cluster, MeasuredCurve
 
-__all__ = ["latency_and_bandwidth", "leave_one_out_error", "time_on_curve", "time_on_line", "transfer_time"]
+__all__ = [
+    "LinkResult",
+    "latency_and_bandwidth",
+    "leave_one_out_error",
+    "time_on_curve",
+    "time_on_line",
+    "transfer_time",
+]
 
 Points = Sequence[tuple[int, int]]
 """Pairs of bytes and ns, bytes ascending."""
@@ -86,3 +95,26 @@ def leave_one_out_error(points: Points, told: Callable[[Points, int], int] = tim
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class LinkResult:
+    """A cluster with measured curves."""
+
+    cluster: Cluster
+
+    def figures(self) -> dict[str, Any]:
+        """The object of ``profile --communication --json``: how well each curve tells what it has not seen."""
+        return {"cluster": self.cluster.name, "curves": [_curve_figures(curve) for curve in self.cluster.measured]}
+
+
+def _curve_figures(curve: MeasuredCurve) -> dict[str, Any]:
+    return {
+        "operation": curve.operation,
+        "level": curve.level,
+        "num_devices": curve.num_devices,
+        "num_points": len(curve.points),
+        "smallest_bytes": curve.points[0][0],
+        "largest_bytes": curve.points[-1][0],
+        "leave_one_out_error": leave_one_out_error(curve.points),
+    }

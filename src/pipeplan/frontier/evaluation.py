@@ -12,6 +12,7 @@ from pipeplan.frontier.contraction import contract
 from pipeplan.frontier.expression import Expression, in_order
 from pipeplan.frontier.pairing import Limit, product
 from pipeplan.frontier.table import IntArray, Table, gather, select
+from pipeplan.time_limit import checkpoint
 
 __all__ = ["Tables", "evaluate", "points_taken"]
 
@@ -29,6 +30,7 @@ def evaluate(
     """
     num_sums = 0
     for part in in_order(root):
+        checkpoint()
         if part.key not in tables:
             sources = [tables[source.key] for source in part.sources]
             num_sums += _sums(part, sources)

@@ -14,6 +14,7 @@ from pipeplan.frontier.expression import Expression, in_order
 from pipeplan.frontier.graph import CostGraph, Strategy
 from pipeplan.frontier.scalars import inside
 from pipeplan.frontier.table import FloatArray, IntArray, Table
+from pipeplan.time_limit import checkpoint
 
 __all__ = ["Part", "Reducing", "Strategies", "Whole"]
 
@@ -152,6 +153,7 @@ class Reducing:
         """Algorithm 2 without heuristics; whether what is left is linear."""
         kept = self._kept(reduced)
         while len(kept) < len(reduced.nodes) and reduced.eliminate(kept, merged=self.merged, in_order=not self.linear):
+            checkpoint()
             kept = self._kept(reduced)
         return len(kept) == len(reduced.nodes)
 

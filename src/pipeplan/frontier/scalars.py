@@ -15,6 +15,7 @@ import numpy as np
 from pipeplan.frontier.expression import Expression, in_order
 from pipeplan.frontier.parallel import spread
 from pipeplan.frontier.table import FloatArray, IntArray, Table, Weights, weighed
+from pipeplan.time_limit import checkpoint
 
 __all__ = ["inside", "optimum", "outside"]
 
@@ -26,6 +27,7 @@ def inside(root: Expression, weights: Weights, known: dict[int, FloatArray] | No
     """The least weighted cost of every cell of every part, [rows, columns], by the part's key; with those ``known``."""
     values = {} if known is None else known
     for part in in_order(root):
+        checkpoint()
         if part.key not in values:
             values[part.key] = _inside(part, weights, [values[source.key] for source in part.sources])
     return values
@@ -39,6 +41,7 @@ def outside(root: Expression, values: dict[int, FloatArray]) -> dict[int, FloatA
     rest = {root.key: np.zeros((root.rows, root.columns))}
     distinct: dict[int, Expression] = {}
     for part in in_order(root):
+        checkpoint()
         distinct.setdefault(part.key, part)
     for part in reversed(distinct.values()):  # whatever is made of a part comes before it
         shares = _shares(part, rest[part.key], [values[source.key] for source in part.sources])

@@ -12,7 +12,6 @@ largest workspace. Sending between stages takes no device's time, as everywhere 
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from operator import add
 from typing import NamedTuple
 
 from pipeplan.costs import StageCost, group_costs
-from pipeplan.errors import SearchTimeoutError, UsageError
+from pipeplan.errors import UsageError
 from pipeplan.model import Edge, PlacedStage, Placement, Profile
 from pipeplan.partition.chain_costs import ChainCosts, Repeat
 from pipeplan.partition.series_parallel import topological_order
@@ -98,7 +97,6 @@ class PartitionProblem:
     ways: tuple[Way, ...]
     memory_bytes: int | None = None
     all_reduce: AllReduce = free
-    deadline: float | None = None
     repeats: tuple[tuple[Repeat, ...], ...] = ()
 
     @classmethod
@@ -143,11 +141,6 @@ class PartitionProblem:
             free if all_reduce is free else cache(all_reduce),
             repeats=tuple(tuple(_repeats_of(profile, row.samples)) for row in rows),
         )
-
-    def require_time(self) -> None:
-        """Go on only before the ``deadline``, in seconds of the monotonic clock. Raises SearchTimeoutError."""
-        if self.deadline is not None and time.monotonic() > self.deadline:
-            raise SearchTimeoutError("partitioning took all the time it had; raise --time-limit")
 
     @property
     def order(self) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from pipeplan.partition.block_splits import BlockSplits, GroupSplits, RunFrontie
 from pipeplan.partition.chain_costs import Array, FloatArray, over_all
 from pipeplan.partition.chain_kernel import Programme, shortest_first
 from pipeplan.partition.uniform_ways import UniformRuns, UniformWays, Way
+from pipeplan.time_limit import checkpoint
 
 __all__ = ["Cut", "StageFrontiers"]
 
@@ -133,6 +134,7 @@ class _Cuts:
 
     def _groups(self, place: int) -> dict[int, _Group]:
         """What groups of every size take for every run of blocks."""
+        checkpoint()
         runs, splits = self.frontiers.runs, self.frontiers.splits
         in_flight = min(place, self.frontiers.num_microbatches)
         most = self.num_devices - place + 1  # every other stage behind it has one at least
@@ -158,6 +160,7 @@ class _Cuts:
         candidates = shortest_first(np.zeros(last + 1, dtype=np.int64))
         layers = [programme.start()]
         for groups in self.groups[1:]:
+            checkpoint()
             layers.append(programme.extended(layers[-1], _price(groups, sizes, last), candidates))
             slowest = float(layers[-1].values[self.num_devices, last])
             if np.isfinite(slowest):

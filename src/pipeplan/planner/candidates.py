@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,8 +22,19 @@ from pipeplan.partition.published import dapple, pipedream, piper
 from pipeplan.planner.batch import Batch
 from pipeplan.planner.by_rules import SUBMODULES, place_by_rules
 from pipeplan.planner.request import Request
+from pipeplan.time_limit import Limit, TimeUpError
 
-__all__ = ["Candidate", "Choice", "Found", "candidates", "graphs", "grid", "open_sizes", "placed", "roomy"]
+__all__ = [
+    "CandidateOrError",
+    "Choice",
+    "PlacementCandidate",
+    "candidates",
+    "graphs",
+    "grid",
+    "open_sizes",
+    "placed",
+    "roomy",
+]
 
 MOST_PUBLISHED = {"PipeDream": 4_000, "DAPPLE": 500, "Piper": 500}
 """Published planners are asked for up to so many blocks times devices; beyond that they take too long."""
@@ -39,7 +50,7 @@ TOLERANCE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class PlacementCandidate:
     """A placement for micro-batches of a size, recomputing or not where stages do not say.
 
     ``source`` says who made it. A ``fallback`` is for when nothing else fits. ``given`` are the costs of stages whose
@@ -59,11 +70,11 @@ class Candidate:
         return self.placement, self.batch, self.recompute
 
 
-Found = Candidate | InfeasibleError | SearchTimeoutError | UsageError
+CandidateOrError = PlacementCandidate | InfeasibleError | SearchTimeoutError | UsageError
 """A placement, or why there is none."""
 
 
-def candidates(request: Request) -> Iterator[Found]:
+def candidates(request: Request) -> Iterator[CandidateOrError]:
     """All placements that the request leaves open, cheap ones to find first."""
     if isinstance(request.placement, Placement):
         yield from _given(request, request.placement)
@@ -82,38 +93,38 @@ _CHAINS_PER_GRAPH = 8
 """Stage graphs take longer to find, so they come between the chains: there may not be time for all candidates."""
 
 
-def _given(request: Request, placement: Placement) -> Iterator[Candidate]:
+def _given(request: Request, placement: Placement) -> Iterator[PlacementCandidate]:
     for recompute in request.recomputes:
-        yield Candidate(placement, request.batch, recompute, "given", _is_fallback(request, recompute))
+        yield PlacementCandidate(placement, request.batch, recompute, "given", _is_fallback(request, recompute))
 
 
-def grid(request: Request) -> Iterator[Choice | Candidate | UsageError]:
+def grid(request: Request) -> Iterator[Choice | PlacementCandidate | UsageError]:
     """The same without stages as a graph, to be placed: each strategy cut in one way, evenly by time."""
     yield from _given(request, request.placement) if isinstance(request.placement, Placement) else _choices(request)
 
 
-def placed(request: Request, point: Choice | Candidate) -> Found:
+def placed(request: Request, point: Choice | PlacementCandidate) -> CandidateOrError:
     """The candidate of a point of the grid."""
-    return point if isinstance(point, Candidate) else _tried(_chain, request, point, "balanced", None)
+    return point if isinstance(point, PlacementCandidate) else _tried(_chain, request, point, "balanced", None)
 
 
-def roomy(request: Request) -> Iterator[Callable[[Request], Found]]:
+def roomy(request: Request) -> Iterator[Callable[[Request], CandidateOrError]]:
     """The same without stages as a graph, each cut so that little memory does, for requests with any memory."""
     if isinstance(request.placement, Placement):
         given = request.placement
         for recompute in request.recomputes:
-            yield partial(_unchanged, Candidate(given, request.batch, recompute, "given"))
+            yield partial(_unchanged, PlacementCandidate(given, request.batch, recompute, "given"))
         return
     for choice in _choices(request):
         if not isinstance(choice, UsageError):
             yield partial(_roomy, choice)
 
 
-def _unchanged(candidate: Candidate, request: Request) -> Found:
+def _unchanged(candidate: PlacementCandidate, request: Request) -> CandidateOrError:
     return candidate
 
 
-def _roomy(choice: Choice, request: Request) -> Found:
+def _roomy(choice: Choice, request: Request) -> CandidateOrError:
     return _tried(_chain, request, choice, "roomiest", roomiest)
 
 
@@ -148,7 +159,7 @@ def _strategies(request: Request) -> Iterable[str]:
     assert isinstance(request.placement, str)
     if request.placement != "auto":
         return (request.placement,)
-    return ("one-to-one",) if request.options.num_parted else STRATEGIES
+    return ("one-to-one",) if request.num_parted else STRATEGIES
 
 
 def _any_stages(request: Request) -> bool:
@@ -156,11 +167,10 @@ def _any_stages(request: Request) -> bool:
 
     Forwards in parts are for one stage per device, all with one size; shared blocks are spread beside chains.
     """
-    options = request.options
-    return request.placement == "auto" and not options.num_parted and not options.spread
+    return request.placement == "auto" and not request.num_parted and not request.spread
 
 
-def _chains(request: Request) -> Iterator[Found]:
+def _chains(request: Request) -> Iterator[CandidateOrError]:
     """Every choice, cut in each way."""
     for choice in _choices(request):
         if isinstance(choice, UsageError):
@@ -170,7 +180,9 @@ def _chains(request: Request) -> Iterator[Found]:
                 yield _tried(_chain, request, choice, source, cut)
 
 
-def _chain(request: Request, choice: Choice, source: str, cut: Callable[[Chain], tuple[int, ...]] | None) -> Candidate:
+def _chain(
+    request: Request, choice: Choice, source: str, cut: Callable[[Chain], tuple[int, ...]] | None
+) -> PlacementCandidate:
     batch, strategy = choice.batch, choice.strategy
     if strategy == SUBMODULES:
         return _by_submodules(request, choice, source, cut)
@@ -188,15 +200,15 @@ def _chain(request: Request, choice: Choice, source: str, cut: Callable[[Chain],
         spread=choice.spread,
         cut=cut,
     )
-    return Candidate(placement, batch, choice.recompute, source, _is_fallback(request, choice.recompute))
+    return PlacementCandidate(placement, batch, choice.recompute, source, _is_fallback(request, choice.recompute))
 
 
 def _by_submodules(
     request: Request, choice: Choice, source: str, cut: Callable[[Chain], tuple[int, ...]] | None
-) -> Candidate:
-    assert request.options.rules is not None  # choose_placement
+) -> PlacementCandidate:
+    assert request.rules is not None  # choose_placement
     placement = place_by_rules(
-        request.options.rules,
+        request.rules,
         request.profile,
         request.num_devices,
         microbatch_size=choice.batch.microbatch_size,
@@ -205,18 +217,20 @@ def _by_submodules(
         replicas=choice.replicas,
         cut=cut,
     )
-    return Candidate(placement, choice.batch, choice.recompute, source, _is_fallback(request, choice.recompute))
+    return PlacementCandidate(
+        placement, choice.batch, choice.recompute, source, _is_fallback(request, choice.recompute)
+    )
 
 
 def _is_fallback(request: Request, recompute: bool) -> bool:
     """Recomputing on stages that were given, where it was not asked for; otherwise it is a choice like others."""
-    return recompute and request.options.recompute is None and isinstance(request.placement, Placement)
+    return recompute and request.recompute is None and isinstance(request.placement, Placement)
 
 
 def _replicas(request: Request) -> Sequence[int]:
     """Copies of the whole pipeline; one where a strategy is asked for and nothing is said."""
-    if request.options.replicas is not None:
-        return (request.options.replicas,)
+    if request.replicas is not None:
+        return (request.replicas,)
     if request.placement != "auto":
         return (1,)
     return [count for count in range(1, request.num_devices + 1) if request.num_devices % count == 0]
@@ -225,7 +239,7 @@ def _replicas(request: Request) -> Sequence[int]:
 def _batches(request: Request, replicas: int, spread: bool) -> Iterator[Batch]:
     """Micro-batches that replicas can share, of sizes per replica that all blocks were profiled around."""
     low, high = _profiled(request, replicas, spread)
-    mini_batch, unit = request.batch.mini_batch, replicas * (2 if request.options.num_parted else 1)
+    mini_batch, unit = request.batch.mini_batch, replicas * (2 if request.num_parted else 1)
     sizes = request.sizes if len(request.sizes) == 1 else [size * replicas for size in request.sizes]
     for size in sizes:
         if mini_batch % size == 0 and size % unit == 0 and low <= size // replicas <= high:
@@ -239,7 +253,7 @@ def _no_size(request: Request, replicas: int, spread: bool) -> UsageError:
     return UsageError(
         f"no micro-batch size of {', '.join(map(str, request.sizes))} suits {replicas} replicas: it must divide the "
         f"mini-batch of {request.batch.mini_batch} and give each replica {low} to {high} samples"
-        f"{', an even number for --slices' if request.options.num_parted else ''}; choose another --microbatch-size, "
+        f"{', an even number for --slices' if request.num_parted else ''}; choose another --microbatch-size, "
         "--mini-batch or --replicas"
     )
 
@@ -277,7 +291,7 @@ def _no_costs(request: Request, replicas: int, spread: bool) -> UsageError:
 
 
 def _spreads(request: Request, replicas: int) -> Sequence[bool]:
-    wanted = request.options.spread
+    wanted = request.spread
     if wanted is not None:
         return (wanted,)
     possible = can_spread(request.profile, request.num_devices // replicas)
@@ -318,9 +332,9 @@ def _problem(
     )
 
 
-def graphs(request: Request) -> Iterator[Found]:
+def graphs(request: Request) -> Iterator[CandidateOrError]:
     """GraphPipe's stages: with any sizes, and with one size for all stages."""
-    if request.options.replicas is not None or not _any_stages(request):
+    if request.replicas is not None or not _any_stages(request):
         return
     sizes_of_stages = open_sizes(request)
     choices = [sizes_of_stages, *([size] for size in sizes_of_stages if len(sizes_of_stages) > 1)]
@@ -341,17 +355,22 @@ def _branches(profile: Profile) -> bool:
     return len(set(sources)) < max(len(sources), len(profile.blocks) - 1)
 
 
-def _graph(request: Request, sizes: Sequence[int], chunks: int = 1) -> Candidate:
+def _graph(request: Request, sizes: Sequence[int], chunks: int = 1) -> PlacementCandidate:
     """Stages as a graph; with several chunks each device runs as many stages, in turn."""
     problem = _problem(request, sizes, request.recomputes, chunks=chunks)
-    if not request.options.deterministic:
-        problem = replace(problem, deadline=time.monotonic() + max(1.0, PARTITIONING * request.options.time_limit))
-    placement = next(graphpipe(problem, tolerance=TOLERANCE)).placement
+    limit = Limit(math.inf if request.deterministic else max(1.0, PARTITIONING * request.time_limit))
+    try:
+        with limit.enforced():
+            placement = next(graphpipe(problem, tolerance=TOLERANCE)).placement
+    except TimeUpError as up:
+        if up.limit is not limit:
+            raise
+        raise SearchTimeoutError("partitioning took all the time it had; raise --time-limit") from None
     if max(stage.replicas for stage in placement.stages) > request.num_devices:
         raise UsageError(f"a stage with more replicas than the {request.num_devices} devices cannot go round them")
     size = max(stage.microbatch_size or 0 for stage in placement.stages)
     batch = Batch(request.batch.mini_batch // size, size)
-    return Candidate(_around(placement, request.num_devices), batch, False, "GraphPipe")
+    return PlacementCandidate(_around(placement, request.num_devices), batch, False, "GraphPipe")
 
 
 def _around(placement: Placement, num_devices: int) -> Placement:
@@ -376,9 +395,9 @@ def open_sizes(request: Request) -> list[int]:
     return [1 << power for power in range(most.bit_length()) if mini_batch % (1 << power) == 0 and 1 << power <= most]
 
 
-def _published(request: Request) -> Iterator[Found]:
+def _published(request: Request) -> Iterator[CandidateOrError]:
     """PipeDream's, DAPPLE's and Piper's stages, for every size."""
-    if request.options.replicas is not None:
+    if request.replicas is not None:
         return
     planners: dict[str, Callable[[PartitionProblem], Iterator[Partition]]] = {
         "PipeDream": pipedream,
@@ -393,13 +412,13 @@ def _published(request: Request) -> Iterator[Found]:
 
 def _one_published(
     request: Request, name: str, planner: Callable[[PartitionProblem], Iterator[Partition]], size: int
-) -> Candidate:
+) -> PlacementCandidate:
     placement = next(planner(_problem(request, [size], request.recomputes))).placement
     batch = Batch(request.batch.mini_batch // size, size)
-    return Candidate(placement, batch, False, name)
+    return PlacementCandidate(placement, batch, False, name)
 
 
-def _tried(make: Callable[..., Candidate], *arguments: object) -> Found:
+def _tried(make: Callable[..., PlacementCandidate], *arguments: object) -> CandidateOrError:
     try:
         return make(*arguments)
     except (InfeasibleError, SearchTimeoutError, UsageError) as error:

@@ -12,11 +12,11 @@ from pipeplan.errors import PipeplanError
 from pipeplan.partition.block_splits import GroupSplits
 from pipeplan.partition.stage_frontier import StageFrontiers
 from pipeplan.planner.batch import Batch
-from pipeplan.planner.candidates import Candidate, graphs, open_sizes
+from pipeplan.planner.candidates import PlacementCandidate, graphs, open_sizes
 from pipeplan.planner.request import Request
 from pipeplan.planner.strategies import split_blocks
 
-__all__ = ["STEP", "Asked", "chains", "in_turn", "own_placement", "stage_graphs"]
+__all__ = ["STEP", "PartitionTrial", "chains", "in_turn", "own_placement", "stage_graphs"]
 
 STEP = 0.92
 """Each memory limit is at most so much of what the partition before took: frontiers of thousands help nobody."""
@@ -32,19 +32,19 @@ _SCHEDULED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PartitionTrial:
     """A partition, or why there is none, and the request it is for; ``promised_ns`` of one iteration, 0 if unknown.
 
     ``open``: its stages may yet be split block by block.
     """
 
     request: Request
-    candidate: Candidate | PipeplanError
+    candidate: PlacementCandidate | PipeplanError
     promised_ns: int = 0
     open: bool = False
 
 
-def chains(request: Request, splits: GroupSplits, *, quickest: bool = False) -> Iterator[Asked]:
+def chains(request: Request, splits: GroupSplits, *, quickest: bool = False) -> Iterator[PartitionTrial]:
     """Partitions of the chain with micro-batches of every size, under limit after limit.
 
     The sizes in turn, or the partitions that promise the ``quickest`` iterations first.
@@ -54,33 +54,33 @@ def chains(request: Request, splits: GroupSplits, *, quickest: bool = False) -> 
     return merge(*sizes, key=lambda asked: asked.promised_ns) if quickest else in_turn(sizes)
 
 
-def _of_size(request: Request, splits: GroupSplits, size: int, steps: Sequence[float]) -> Iterator[Asked]:
+def _of_size(request: Request, splits: GroupSplits, size: int, steps: Sequence[float]) -> Iterator[PartitionTrial]:
     batch = Batch(request.batch.mini_batch // size, size)
     given = request.profile, size, batch.num_microbatches, request.num_devices
     how = _recomputes(request), request.cluster, splits
     try:
         stages = StageFrontiers.of(*given, *how)
     except PipeplanError as error:
-        yield Asked(request, error)
+        yield PartitionTrial(request, error)
     else:
         for step in steps:
             yield from _limited(request, stages, batch, step)
 
 
 def _recomputes(request: Request) -> Sequence[bool]:
-    return (False, True) if request.options.recompute is None else (request.options.recompute,)
+    return (False, True) if request.recompute is None else (request.recompute,)
 
 
-def own_placement(request: Request) -> Iterator[Candidate]:
+def own_placement(request: Request) -> Iterator[PlacementCandidate]:
     """The placement that the profile says itself, if it is for so many devices, with micro-batches of every size."""
     placement = request.profile.placement
     if placement is not None and placement.num_devices == request.num_devices:
         for size, recompute in product(open_sizes(request), _recomputes(request)):
             batch = Batch(request.batch.mini_batch // size, size)
-            yield Candidate(placement, batch, recompute, "the profile's own")
+            yield PlacementCandidate(placement, batch, recompute, "the profile's own")
 
 
-def _limited(request: Request, stages: StageFrontiers, batch: Batch, step: float) -> Iterator[Asked]:
+def _limited(request: Request, stages: StageFrontiers, batch: Batch, step: float) -> Iterator[PartitionTrial]:
     limit = request.least_memory
     while True:
         cuts = stages.fastest(request.num_devices, limit, _SCHEDULED)
@@ -89,25 +89,24 @@ def _limited(request: Request, stages: StageFrontiers, batch: Batch, step: float
         asked = replace(request, memory_bytes=limit)
         for cut in cuts:
             splits = {place: split_blocks(point.model, point.strategy).costs for place, point in cut.splits.items()}
-            candidate = Candidate(cut.placement, batch, False, "frontier", given=splits or None)
-            yield Asked(asked, candidate, cut.slowest_ns * (batch.num_microbatches + cut.num_stages - 1))
+            candidate = PlacementCandidate(cut.placement, batch, False, "frontier", given=splits or None)
+            yield PartitionTrial(asked, candidate, cut.slowest_ns * (batch.num_microbatches + cut.num_stages - 1))
         limit = int(step * max(cut.memory_bytes for cut in cuts))
 
 
-def stage_graphs(request: Request, memories: Sequence[int]) -> Iterator[Asked]:
+def stage_graphs(request: Request, memories: Sequence[int]) -> Iterator[PartitionTrial]:
     """GraphPipe's stages under the request's limit, then under those that points were found for."""
-    short = replace(request.options, time_limit=request.options.time_limit / _GRAPHS)
     limits: list[int | None] = [request.least_memory]
     for memory in memories:
         if limits[-1] is None or memory <= STEP * limits[-1]:
             limits.append(memory)
     for limit in limits:
         asked = replace(request, memory_bytes=limit)
-        for found in graphs(replace(asked, options=short)):
-            yield Asked(asked, found, open=True)
+        for found in graphs(replace(asked, time_limit=request.time_limit / _GRAPHS)):
+            yield PartitionTrial(asked, found, open=True)
 
 
-def in_turn(found: Sequence[Iterator[Asked]]) -> Iterator[Asked]:
+def in_turn(found: Sequence[Iterator[PartitionTrial]]) -> Iterator[PartitionTrial]:
     """One of each, again and again, none before it is its turn: there may not be time for all."""
     waiting = deque(found)
     while waiting:

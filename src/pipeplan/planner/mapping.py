@@ -9,14 +9,14 @@ from pipeplan.costs import build_workload
 from pipeplan.errors import PipeplanError
 from pipeplan.model import Placement
 from pipeplan.partition.mapping import mapped
-from pipeplan.planner.candidates import Candidate
+from pipeplan.planner.candidates import PlacementCandidate
 from pipeplan.planner.request import Request
 from pipeplan.schedule.reduction import device_groups
 
 __all__ = ["may_move", "on_cluster"]
 
 
-def may_move(request: Request, candidate: Candidate) -> bool:
+def may_move(request: Request, candidate: PlacementCandidate) -> bool:
     """Whether other devices may be nearer: not where the placement was given, or all are equally near.
 
     Devices that split blocks stay neighbours, as their collectives are priced.
@@ -27,7 +27,7 @@ def may_move(request: Request, candidate: Candidate) -> bool:
     return not any(stage.shards > 1 and stage.replicas > 1 for stage in candidate.placement.stages)
 
 
-def on_cluster(request: Request, candidate: Candidate) -> Candidate | None:
+def on_cluster(request: Request, candidate: PlacementCandidate) -> PlacementCandidate | None:
     """The candidate with its groups of devices where the cluster's links are least busy.
 
     Devices with the same stages are a group and stay one. None where that changes nothing.

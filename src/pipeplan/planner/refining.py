@@ -14,7 +14,7 @@ from pipeplan.model import PlacedStage, Placement
 from pipeplan.model.workload import Workload
 from pipeplan.planner.request import Request
 from pipeplan.planner.trials import Trial, iteration_of, workloads
-from pipeplan.schedule.search import Schedule
+from pipeplan.schedule.search import Progress, Schedule
 from pipeplan.schedule.solver import Budget
 from pipeplan.simulate.bounds import makespan_bound
 from pipeplan.simulate.memory import fits
@@ -24,12 +24,12 @@ from pipeplan.simulate.timing import earliest_starts, task_graph
 __all__ = ["ease_recomputation", "expect_parts", "slice_forwards"]
 
 
-def ease_recomputation(request: Request, trial: Trial, budget: Budget) -> None:
+def ease_recomputation(request: Request, trial: Trial, budget: Budget, progress: Progress | None) -> None:
     """Let stages keep their activations one after another, as far as the same orders still fit: longest first.
 
     What known schedules, and a search in the time that is left, make of the eased stages counts too.
     """
-    if request.options.recompute is not None or trial.best is None:
+    if request.recompute is not None or trial.best is None:
         return
     stages = trial.best.workload.stages
     time_of = {operation.stage: operation.duration_ns for operation in trial.best.workload.operations}
@@ -43,17 +43,17 @@ def ease_recomputation(request: Request, trial: Trial, budget: Budget) -> None:
             eased = True
     if eased:
         trial.begin_again(request)
-        if request.options.scheduler == "auto":
+        if request.scheduler == "auto":
             trial.look(thorough=True)
         if not budget.expired:
             with contextlib.suppress(PipeplanError):  # there is a schedule
-                trial.search(request, budget, budget.remaining)
+                trial.search(request, budget, budget.remaining, progress)
 
 
 def expect_parts(request: Request, trial: Trial) -> None:
     """Lower the trial's bound to what forwards in parts may make of it, where they are open and quick to try."""
     workload = trial.ways[0]
-    if not _quick(workload) or request.options.num_parted is not None or _reason_against_parts(workload) is not None:
+    if not _quick(workload) or request.num_parted is not None or _reason_against_parts(workload) is not None:
         return
     candidate = replace(trial.candidate, placement=_parted(trial, workload, workload.num_microbatches))
     with contextlib.suppress(UsageError):  # no costs for half the samples
@@ -71,7 +71,7 @@ def slice_forwards(request: Request, trial: Trial, *, finally_: bool = True) -> 
         UsageError: so many are asked for, and the placement or the profile does not allow it.
     """
     trial.parted = None
-    wanted, whole = request.options.num_parted, trial.best
+    wanted, whole = request.num_parted, trial.best
     if wanted == 0 or whole is None or not (finally_ or (wanted is None and _quick(whole.workload))):
         return
     reason = _reason_against_parts(whole.workload)
@@ -116,8 +116,7 @@ def _retimed(request: Request, trial: Trial, placement: Placement, mark: str) ->
     base = trial.best
     assert base is not None
     split = any(operation.kind == "I" for operation in base.workload.operations)
-    options = replace(request.options, split_backward=split)
-    (workload,) = workloads(replace(request, options=options), replace(trial.candidate, placement=placement))
+    (workload,) = workloads(replace(request, split_backward=split), replace(trial.candidate, placement=placement))
     graph = task_graph(workload)
     orders = in_parts(base.orders, graph)
     if not fits(graph, orders):

@@ -1,32 +1,65 @@
-"""What is asked of a search: the flags of ``pipeplan search``, with their files read."""
+"""What is asked of a search, and what its defaults are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pipeplan.errors import UsageError
 from pipeplan.model import Cluster, Placement, Profile, read_placement
 from pipeplan.partition import STRATEGIES
-from pipeplan.planner.batch import Batch
+from pipeplan.planner.batch import Batch, resolve_batch
 from pipeplan.planner.by_rules import SUBMODULES, follows_rules, strategy_of
 from pipeplan.schedule.rules import Rules
-from pipeplan.schedule.search import Progress
 
-__all__ = ["Options", "Request", "choose_placement"]
+__all__ = ["Request", "Splitting", "choose_placement"]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """How to search. None means: whatever is better.
+class Splitting:
+    """How a frontier of one stage splits it over all devices.
+
+    ``device`` is a preset whose times are taken instead of the profile's. ``whole_blocks``, as plans run them, or every
+    operator inside; ``data_parallel_loading``: inputs come split by samples. ``within`` as in
+    :func:`pipeplan.frontier.tracking.track`.
+    """
+
+    device: str | None = None
+    whole_blocks: bool = True
+    data_parallel_loading: bool = False
+    within: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked of a search: a profile, what it may run on, and what is left open (None: whatever is better).
+
+    ``placement`` is one that exists, a strategy, or ``auto``. ``sizes`` are the micro-batch sizes to choose from, for
+    the mini-batch of ``batch``; by default its own. ``memory_bytes`` per device goes before the cluster's; without
+    either, memory is unlimited.
 
     ``rules`` are those of the scheduler ``rules``; None are all built-in ones. ``split_overhead_ns`` is what each input
     and each weight gradient takes longer, being launched apart. ``replicas`` is how many copies of the whole pipeline
     share every micro-batch, ``spread`` whether shared blocks stand on all devices, ``num_parted`` how many leading
-    micro-batches run their warmup forwards in two parts.
+    micro-batches run their warmup forwards in two parts. ``time_limit`` is in seconds: by the clock, or
+    ``deterministic`` by work that takes about as long.
+
+    A frontier is over ``device_counts``, ascending, up to ``num_devices``; with ``splitting`` that of one stage.
+
+    Raises:
+        UsageError: ``chunks`` for a placement that exists, or for submodules that rules place.
     """
 
+    profile: Profile
+    num_devices: int
+    batch: Batch
+    placement: Placement | str = "auto"
+    chunks: int | None = None
+    sizes: tuple[int, ...] = ()
+    cluster: Cluster | None = None
+    memory_bytes: int | None = None
     scheduler: str = "auto"
     rules: Rules | None = None
     unroll: int | None = None
@@ -39,37 +72,68 @@ class Options:
     time_limit: float = 30.0
     seed: int = 0
     deterministic: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A profile, what it may run on, and what is left open.
-
-    ``placement`` is one that exists, a strategy, or ``auto``. ``sizes`` are the micro-batch sizes to choose from, for
-    the mini-batch of ``batch``.
-
-    Raises:
-        UsageError: ``chunks`` for a placement that exists, or for submodules that rules place.
-    """
-
-    profile: Profile
-    placement: Placement | str
-    num_devices: int
-    chunks: int | None
-    batch: Batch
-    sizes: tuple[int, ...]
-    options: Options
-    cluster: Cluster | None
-    memory_bytes: int | None
-    progress: Progress | None
+    device_counts: tuple[int, ...] = ()
+    splitting: Splitting | None = None
 
     def __post_init__(self) -> None:
+        if not self.sizes:
+            object.__setattr__(self, "sizes", (self.batch.microbatch_size,))
         if self.chunks is not None and (isinstance(self.placement, Placement) or self.placement == SUBMODULES):
             own = "the rules, which place submodules," if self.placement == SUBMODULES else "the placement"
             raise UsageError(
                 f"--chunks {self.chunks} would do nothing: {own} of profile {self.profile.name!r} say how many stages "
                 "each device has; leave --chunks out, or choose a --placement strategy such as circular"
             )
+
+    @classmethod
+    def of(
+        cls,
+        profile: Profile,
+        *,
+        devices: int | None = None,
+        placement: str = "auto",
+        cluster: Cluster | None = None,
+        mini_batch: int | None = None,
+        microbatch_size: int | None = None,
+        num_microbatches: int | None = None,
+        chunks: int | None = None,
+        rules: Rules | None = None,
+        **others: Any,
+    ) -> Request:
+        """The request that a few words make, the rest by default.
+
+        ``placement`` is as in :func:`choose_placement`, the mini-batch as in :func:`resolve_batch`. Without ``devices``
+        they are those of the placement, else all of the cluster's. Micro-batches have any of the profile's sizes unless
+        their size or number is said. ``others`` are fields as they stand.
+
+        Raises:
+            UsageError: what is said contradicts itself or the profile, or is not enough.
+        """
+        if devices is None and cluster is not None and profile.placement is None:
+            devices = cluster.num_devices
+        chosen, num_devices = choose_placement(profile, placement, devices, rules)
+        batch = resolve_batch(
+            profile,
+            num_devices,
+            mini_batch=mini_batch,
+            microbatch_size=microbatch_size,
+            num_microbatches=num_microbatches,
+            placement=chosen,
+        )
+        fixed = microbatch_size is not None or num_microbatches is not None
+        if chunks is None and rules is not None and chosen == rules.placement:
+            chunks = rules.chunks
+        return cls(
+            profile,
+            num_devices,
+            batch,
+            chosen,
+            chunks,
+            (batch.microbatch_size,) if fixed else profile.microbatch_sizes,
+            cluster,
+            rules=rules,
+            **others,
+        )
 
     @property
     def memory(self) -> list[int | None]:
@@ -85,10 +149,15 @@ class Request:
         return min((limit for limit in self.memory if limit is not None), default=None)
 
     @property
+    def by_devices(self) -> list[Request]:
+        """The same for each of the ``device_counts``."""
+        return [replace(self, num_devices=count) for count in self.device_counts or (self.num_devices,)]
+
+    @property
     def recomputes(self) -> Sequence[bool]:
         """Recomputation choices for all stages alike; it never helps where memory has no limit."""
-        if self.options.recompute is not None:
-            return (self.options.recompute,)
+        if self.recompute is not None:
+            return (self.recompute,)
         return (False,) if self.least_memory is None else (False, True)
 
 

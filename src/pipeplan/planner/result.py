@@ -31,7 +31,7 @@ class Result:
         """``optimal`` or ``feasible``."""
         return "optimal" if self.schedule.optimal else "feasible"
 
-    def summary(self) -> dict[str, object]:
+    def figures(self) -> dict[str, object]:
         """The figures of ``search --json``.
 
         Period, unroll and span are those of the best repetend the search knows: the pattern it proved, or the plan's

@@ -11,14 +11,13 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError
-from pipeplan.model import Cluster, Placement, Profile
+from pipeplan.model import Placement
 from pipeplan.model.workload import Workload
-from pipeplan.planner.batch import Batch
-from pipeplan.planner.candidates import Candidate, Found, candidates
+from pipeplan.planner.candidates import CandidateOrError, PlacementCandidate, candidates
 from pipeplan.planner.finishing import planned
 from pipeplan.planner.mapping import on_cluster
 from pipeplan.planner.refining import ease_recomputation, expect_parts, slice_forwards
-from pipeplan.planner.request import Options, Request
+from pipeplan.planner.request import Request
 from pipeplan.planner.result import Result
 from pipeplan.planner.shortage import shortage
 from pipeplan.planner.trials import Trial
@@ -46,44 +45,26 @@ _SECONDS_PER_TASK = 5e-5
 """What looking at a candidate costs per action where seconds are deterministic."""
 
 
-def search_plan(
-    profile: Profile,
-    placement: Placement | str,
-    batch: Batch,
-    options: Options,
-    *,
-    num_devices: int | None = None,
-    chunks: int | None = None,
-    cluster: Cluster | None = None,
-    memory_bytes: int | None = None,
-    sizes: Sequence[int] | None = None,
-    progress: Progress | None = None,
-) -> Result:
+def search_plan(request: Request, *, progress: Progress | None = None) -> Result:
     """Search the best plan of a placement, a strategy, or with ``auto`` of all of them, for a mini-batch.
 
-    ``memory_bytes`` per device goes before the cluster's; without either, memory is unlimited. With
-    ``split_backward`` left open both ways get a short look and the better one the rest of the time, and the bound is
-    for both. With ``auto`` micro-batches have any of ``sizes`` per replica (by default that of ``batch`` alone), and
-    recomputation is a choice like others; otherwise it is tried only where nothing fits without.
+    With ``split_backward`` left open both ways get a short look and the better one the rest of the time, and the bound
+    is for both. With ``auto`` micro-batches have any of the request's sizes per replica, and recomputation is a choice
+    like others; otherwise it is tried only where nothing fits without.
 
     Raises:
         InfeasibleError: nothing fits; the text names the device, the bytes and what to change.
-        UsageError: options that contradict the profile.
+        UsageError: a request that contradicts the profile.
     """
-    devices = placement.num_devices if isinstance(placement, Placement) else num_devices
-    assert devices is not None
-    open_sizes = tuple(sizes or (batch.microbatch_size,))
-    request = Request(profile, placement, devices, chunks, batch, open_sizes, options, cluster, memory_bytes, progress)
     load_solver()
-    search = _Search(request, Budget(options.time_limit, options.seed, options.deterministic))
-    return search.run()
+    return _Search(request, Budget(request.time_limit, request.seed, request.deterministic), progress).run()
 
 
 class _Search:
     """What a search knows: trials in the order they were made, and why the others are not among them."""
 
-    def __init__(self, request: Request, budget: Budget) -> None:
-        self._request, self._budget = request, budget
+    def __init__(self, request: Request, budget: Budget, progress: Progress | None) -> None:
+        self._request, self._budget, self._progress = request, budget, progress
         self._without_links = replace(request, cluster=None)
         self._trials: list[Trial] = []
         self._failures: list[PipeplanError] = []
@@ -106,7 +87,7 @@ class _Search:
                 break
         return self._result()
 
-    def _alternate(self, found: Iterator[Found], *, fallback: bool) -> None:
+    def _alternate(self, found: Iterator[CandidateOrError], *, fallback: bool) -> None:
         done = False
         while not done:
             done = self._look(found, fallback=fallback) or self._budget.remaining <= _LAST * self._budget.seconds
@@ -122,7 +103,7 @@ class _Search:
         """Trials with a schedule."""
         return [trial for trial in self._trials if trial.best is not None]
 
-    def _look(self, found: Iterator[Found], *, fallback: bool) -> bool:
+    def _look(self, found: Iterator[CandidateOrError], *, fallback: bool) -> bool:
         """Take candidates as they come, until they have had their part of the time; whether that were all."""
         until = self._budget.used + _LOOKING * self._budget.remaining
         while self._best is None or (self._budget.used < until and not self._budget.interrupted):
@@ -138,7 +119,7 @@ class _Search:
                 self._try(candidate)
         return False
 
-    def _try(self, candidate: Candidate) -> None:
+    def _try(self, candidate: PlacementCandidate) -> None:
         """Known schedules alone, unless the candidate cannot be better, or must be searched in any case."""
         best = self._best
         try:
@@ -150,7 +131,7 @@ class _Search:
             self._failures.append(error)
             return
         self._trials.append(trial)
-        searched = isinstance(self._request.placement, Placement) or self._request.options.scheduler != "auto"
+        searched = isinstance(self._request.placement, Placement) or self._request.scheduler != "auto"
         if searched or (best is not None and self._hopeless(trial, best)):
             return
         trial.look()
@@ -171,7 +152,7 @@ class _Search:
 
     def _search(self, trial: Trial, seconds: float) -> None:
         try:
-            trial.search(self._request, self._budget, seconds)
+            trial.search(self._request, self._budget, seconds, self._progress)
             slice_forwards(self._request, trial, finally_=False)
         except PipeplanError as error:
             self._failures.append(error)
@@ -191,10 +172,10 @@ class _Search:
 
     def _report(self, trial: Trial) -> None:
         best = self._best
-        if self._request.progress is not None and best is not None and best.value_ns is not None:
+        if self._progress is not None and best is not None and best.value_ns is not None:
             bound = min(each.bound_ns for each in self._trials)
             what = f"{trial.candidate.source} {trial.candidate.placement.strategy}"
-            self._request.progress(what, best.value_ns, min(bound, best.value_ns), self._budget.elapsed)
+            self._progress(what, best.value_ns, min(bound, best.value_ns), self._budget.elapsed)
 
     def _failure(self) -> PipeplanError:
         """Why nothing was found; where memory is short, with what would do."""
@@ -208,7 +189,7 @@ class _Search:
 
     def _result(self) -> Result:
         for finalist in sorted(self._done, key=_rank)[:_FINALISTS]:
-            ease_recomputation(self._request, finalist, self._budget)
+            ease_recomputation(self._request, finalist, self._budget, self._progress)
             slice_forwards(self._request, finalist)
         trial = self._best
         if trial is None or trial.best is None:

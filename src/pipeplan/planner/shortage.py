@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 from pipeplan.errors import InfeasibleError, PipeplanError
 from pipeplan.model import Placement
-from pipeplan.planner.candidates import Candidate, Found, graphs, roomy
+from pipeplan.planner.candidates import CandidateOrError, PlacementCandidate, graphs, roomy
 from pipeplan.planner.request import Request
 from pipeplan.planner.trials import Trial
 from pipeplan.schedule.search import SEARCHING, Schedule
 from pipeplan.schedule.solver import Budget
 from pipeplan.simulate.memory import peak_memory
+from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import format_bytes
 
 __all__ = ["rounded_up", "shortage"]
@@ -25,10 +25,6 @@ _PRECISION = 1.01
 
 _SECONDS = 1.0
 """For one schedule of a scheduler that was asked for and is not among those that are known at once."""
-
-
-class _TimeUpError(Exception):
-    """Nothing more can be found out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +55,7 @@ def shortage(request: Request, error: InfeasibleError, seconds: float) -> Infeas
     limit = request.least_memory
     if limit is None:
         return error
-    asked = replace(request, cluster=None, options=replace(request.options, time_limit=max(1.0, seconds / 4)))
+    asked = replace(request, cluster=None, time_limit=max(1.0, seconds / 4))
     least = _Least(asked, limit)
     least.find(seconds)
     if least.memory is None or least.enough <= rounded_up(limit):
@@ -77,7 +73,7 @@ class _Least:
     """
 
     def __init__(self, request: Request, limit: int) -> None:
-        self._request, self._limit, self._deadline = request, limit, 0.0
+        self._request, self._limit, self._time = request, limit, Limit()
         self.memory: _Fit | None = None
         self.enough = 0
         self.devices: int | None = None
@@ -85,15 +81,15 @@ class _Least:
 
     def find(self, seconds: float) -> None:
         """Find both, each in half of the time."""
-        begun = time.monotonic()
+        whole = Limit(seconds)
         parts = [self._find_memory]
         if not isinstance(self._request.placement, Placement):
             parts.append(self._find_devices)
         for number, part in enumerate(parts, 1):
-            self._deadline = begun + number * seconds / len(parts)
+            self._time = Limit(number * seconds / len(parts) - whole.elapsed)
             try:
                 part()
-            except _TimeUpError:
+            except TimeUpError:
                 self.in_time = False
 
     def _find_memory(self) -> None:
@@ -119,14 +115,14 @@ class _Least:
 
     def _begin(self, fit: _FitOf) -> None:
         """Some memory that is enough: what a plan without a limit takes, or little more."""
-        self._require_time()
+        self._time.check()
         unlimited = fit(replace(self._request, memory_bytes=None))
         if unlimited is not None:
             need = max(unlimited.peak_bytes, self._limit)
             any(self._less_memory(fit, times * need) for times in (1, 2, 4))
 
     def _less_memory(self, fit: _FitOf, memory: int) -> bool:
-        self._require_time()
+        self._time.check()
         found = fit(replace(self._request, memory_bytes=rounded_up(memory)))
         if found is None:
             return False
@@ -147,7 +143,7 @@ class _Least:
                 low = middle
 
     def _fewer_devices(self, fit: _FitOf, count: int) -> bool:
-        self._require_time()
+        self._time.check()
         if fit(replace(self._request, num_devices=count, memory_bytes=self._limit)) is None:
             return False
         self.devices = count
@@ -159,40 +155,36 @@ class _Least:
     def _graph(self, request: Request) -> _Fit | None:
         return _first_fit(request, self._timely(graphs(request)))
 
-    def _timely(self, found: Iterable[Found]) -> Iterator[Found]:
+    def _timely(self, found: Iterable[CandidateOrError]) -> Iterator[CandidateOrError]:
         for each in found:
-            self._require_time()
+            self._time.check()
             yield each
 
-    def _require_time(self) -> None:
-        if time.monotonic() > self._deadline:
-            raise _TimeUpError
 
-
-def _made_fit(make: Callable[[Request], Found], request: Request) -> _Fit | None:
+def _made_fit(make: Callable[[Request], CandidateOrError], request: Request) -> _Fit | None:
     return _first_fit(request, [make(request)])
 
 
-def _first_fit(request: Request, found: Iterable[Found]) -> _Fit | None:
+def _first_fit(request: Request, found: Iterable[CandidateOrError]) -> _Fit | None:
     """The first candidate's schedule that fits, if there is one."""
     for each in found:
-        schedule = _schedule(request, each) if isinstance(each, Candidate) else None
+        schedule = _schedule(request, each) if isinstance(each, PlacementCandidate) else None
         if schedule is not None:
             peaks = [memory.peak_bytes for memory in peak_memory(schedule.graph, schedule.orders)]
             return _Fit(schedule, peaks.index(max(peaks)), max(peaks))
     return None
 
 
-def _schedule(request: Request, candidate: Candidate) -> Schedule | None:
+def _schedule(request: Request, candidate: PlacementCandidate) -> Schedule | None:
     """A schedule that fits, if there is one: micro-batches one after another, or as the scheduler asked for has it."""
     try:
-        if request.options.scheduler in SEARCHING:  # one micro-batch is then as good as many
+        if request.scheduler in SEARCHING:  # one micro-batch is then as good as many
             batch = replace(candidate.batch, num_microbatches=candidate.placement.num_routes)
             trial = Trial.of(request, replace(candidate, batch=batch))
             trial.look()
         else:
             trial = Trial.of(request, candidate)
-            trial.search(request, Budget(_SECONDS, request.options.seed), _SECONDS)
+            trial.search(request, Budget(_SECONDS, request.seed), _SECONDS)
     except PipeplanError:
         return None
     return trial.best

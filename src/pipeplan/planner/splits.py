@@ -13,7 +13,7 @@ from pipeplan.frontier.configurations.building import CostModel, CostOptions, co
 from pipeplan.frontier.graph import CostGraph, Strategy
 from pipeplan.frontier.table import IntArray
 from pipeplan.frontier.tracking import Tracked, track
-from pipeplan.model import Cluster, Profile
+from pipeplan.planner.request import Request, Splitting
 
 __all__ = ["SplitPoint", "Splits", "most_frequent", "split_frontier"]
 
@@ -78,31 +78,23 @@ def _unbeaten(points: Iterable[SplitPoint]) -> Iterator[SplitPoint]:
             quickest = point.time_ns
 
 
-def split_frontier(
-    profile: Profile,
-    cluster: Cluster | None,
-    num_devices: int,
-    samples: int,
-    *,
-    device: str | None = None,
-    options: CostOptions | None = None,
-    within: float = 0.0,
-    seconds: float = 0.0,
-) -> Splits:
-    """Track the frontier of a profile on so many devices, for iterations of one micro-batch of ``samples``.
+def split_frontier(request: Request, splitting: Splitting, *, seconds: float = 0.0) -> Splits:
+    """Track the frontier of a profile on a request's devices, for iterations of its mini-batch as one micro-batch.
 
-    ``within`` as in :func:`pipeplan.frontier.tracking.track`. Strategies with less workspace may take so many
-    ``seconds`` more; the exact frontier of whole blocks looks for some in any case.
+    Strategies with less workspace may take so many ``seconds`` more; the exact frontier of whole blocks looks for some
+    in any case.
 
     Raises:
         UsageError: as :func:`pipeplan.frontier.configurations.building.cost_model`.
     """
     begun = time.monotonic()
-    model = cost_model(profile, cluster, num_devices, samples, device=device, options=options or CostOptions())
-    rounds = _Rounds(within, seconds, _LEVELS if model.options.blocks and not within else 0)
+    options = CostOptions(blocks=splitting.whole_blocks, data_parallel_loading=splitting.data_parallel_loading)
+    given = request.profile, request.cluster, request.num_devices, request.batch.mini_batch
+    model = cost_model(*given, device=splitting.device, options=options)
+    rounds = _Rounds(splitting.within, seconds, _LEVELS if splitting.whole_blocks and not splitting.within else 0)
     tracked = rounds.first(model.graph)
     points, settled = _points(model, tracked, rounds)
-    return Splits(num_devices, model, tracked, points, settled, rounds.factor, time.monotonic() - begun)
+    return Splits(request.num_devices, model, tracked, points, settled, rounds.factor, time.monotonic() - begun)
 
 
 _LEVELS = 8

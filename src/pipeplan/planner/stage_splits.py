@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pipeplan.costs import StageCost
 from pipeplan.model import PlacedStage
 from pipeplan.partition.block_splits import GroupSplits
-from pipeplan.planner.candidates import Candidate
+from pipeplan.planner.candidates import PlacementCandidate
 from pipeplan.planner.strategies import split_blocks
 
 __all__ = ["StageSplits"]
@@ -19,7 +19,7 @@ class StageSplits:
 
     known: GroupSplits
 
-    def split(self, candidate: Candidate, memory_bytes: int | None) -> Candidate | None:
+    def split(self, candidate: PlacementCandidate, memory_bytes: int | None) -> PlacementCandidate | None:
         """The candidate with every stage on several devices at the quickest point of its frontier that memory allows.
 
         The k-th stage from the end holds k micro-batches in flight. None where no stage has such a point.

@@ -10,7 +10,7 @@ import platform
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from pipeplan import __version__
+from pipeplan._version import __version__
 from pipeplan.check import check
 from pipeplan.costs import StageCost, build_workload
 from pipeplan.errors import UsageError

@@ -11,29 +11,28 @@ most its memory, time and devices.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
-from pipeplan.frontier.configurations.building import CostOptions
 from pipeplan.model import Plan
 from pipeplan.partition.block_splits import GroupSplits
-from pipeplan.planner.alarm import interrupted_after
-from pipeplan.planner.candidates import Candidate
+from pipeplan.planner.candidates import PlacementCandidate
 from pipeplan.planner.finishing import planned
-from pipeplan.planner.frontier_partitions import STEP, Asked, chains, in_turn, own_placement, stage_graphs
+from pipeplan.planner.frontier_partitions import STEP, PartitionTrial, chains, in_turn, own_placement, stage_graphs
 from pipeplan.planner.mapping import on_cluster
-from pipeplan.planner.request import Request
+from pipeplan.planner.request import Request, Splitting
 from pipeplan.planner.shortage import rounded_up
 from pipeplan.planner.splits import Splits, split_frontier
 from pipeplan.planner.stage_splits import StageSplits
 from pipeplan.planner.strategies import plan_of_strategy, split_blocks
 from pipeplan.planner.trials import Trial
 from pipeplan.simulate.memory import peak_memory
+from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices
 
-__all__ = ["PlanFrontier", "PlanPoint", "plan_frontier"]
+__all__ = ["PlanFrontier", "PlanPoint", "StrategyPlan", "plan_frontier"]
 
 _CHAINS, _SPLIT = 0.6, 0.85
 """Parts of the time after which partitions of the chain, and split stages, make way for what else there is."""
@@ -89,34 +88,33 @@ class _Tried:
     workspace_bytes: int
     iteration_ns: int
     plan: Callable[[], Plan]
-    candidate: Candidate | None = None
+    candidate: PlacementCandidate | None = None
 
     @property
     def figures(self) -> tuple[int, int, int]:
         return self.request.num_devices, self.memory_bytes, self.iteration_ns
 
 
-def plan_frontier(request: Request, device_counts: Sequence[int], *, quickest: bool = False) -> PlanFrontier:
-    """The frontier of a request's profile and mini-batch over so many devices each.
+def plan_frontier(request: Request, *, quickest: bool = False) -> PlanFrontier:
+    """The frontier of a request's profile and mini-batch over its numbers of devices.
 
     The request's memory is the most that any plan may take. Ends when all partitions have been tried, at Ctrl-C, or at
     the time limit as soon as there is something, whatever is going on then: with what there is.
 
     Args:
         request: with the mini-batch and the time.
-        device_counts: numbers of devices, the first ones of the request's cluster.
         quickest: what promises least time comes first, for those who look for the quickest plans alone.
 
     Raises:
         InfeasibleError: nothing fits; it says what would, as far as there was time to find out.
     """
-    found = _searched(request, device_counts, request.options.time_limit, quickest)
+    found = _searched(request, request.time_limit, quickest)
     if not found.search.best:
-        raise _why(request, device_counts, found)
-    search, begun = found.search, found.search.begun
-    untried = _counted(found.partitions, _COUNTING * request.options.time_limit) if found.interrupted else 0
+        raise _why(request, found)
+    search = found.search
+    untried = _counted(found.partitions, _COUNTING * request.time_limit) if found.interrupted else 0
     points = [_point(tried) for tried in sorted(search.best, key=lambda tried: tried.figures)]
-    seconds, counts = time.monotonic() - begun, {point.num_devices for point in points}
+    seconds, counts = search.limit.elapsed, {point.num_devices for point in points}
     failures = {count: error for count, error in search.failures.items() if count not in counts}
     how = search.num_tried, seconds, found.interrupted, untried, tuple(search.rough)
     return PlanFrontier(tuple(points), *how, failures)
@@ -128,13 +126,13 @@ class _Searched:
 
     search: _Search
     interrupted: bool
-    partitions: Iterator[Asked]
+    partitions: Iterator[PartitionTrial]
 
 
-def _searched(request: Request, device_counts: Sequence[int], seconds: float, quickest: bool) -> _Searched:
+def _searched(request: Request, seconds: float, quickest: bool) -> _Searched:
     """Try everything in turn, until the time is up."""
-    search = _Search(time.monotonic(), seconds)
-    requests = [replace(request, num_devices=count) for count in device_counts]
+    search = _Search(Limit(seconds))
+    requests = request.by_devices
     splits = GroupSplits(request.profile, request.cluster)
     partitions = in_turn([chains(asked, splits, quickest=quickest) for asked in requests])
     share = (_CHAINS, _SPLIT) if quickest else (1.0, 1.0)
@@ -147,19 +145,19 @@ def _searched(request: Request, device_counts: Sequence[int], seconds: float, qu
         joined = search.try_all(in_turn(others), share[1])
         split = search.try_all(_split(StageSplits(splits), search.by_devices(requests)))
         interrupted = not (search.try_all(partitions) and split and joined)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, TimeUpError):
         interrupted = True
     return _Searched(search, interrupted, partitions)
 
 
-def _why(request: Request, device_counts: Sequence[int], found: _Searched) -> PipeplanError:
+def _why(request: Request, found: _Searched) -> PipeplanError:
     """Why there is nothing; where memory is short, with what the same search finds on every number of devices."""
     limit, search = request.least_memory, found.search
     error = next(iter(search.failures.values()), InfeasibleError("no plan fits; raise --memory or --devices"))
     if limit is None or found.interrupted:
         return error
     free = replace(request, memory_bytes=MAX_BYTES)
-    able = _searched(free, device_counts, max(_EXPLAINING, search.left()), quickest=False)
+    able = _searched(free, max(_EXPLAINING, search.left()), quickest=False)
     if not able.search.best:
         return error
     least: dict[int, int] = {}
@@ -168,8 +166,9 @@ def _why(request: Request, device_counts: Sequence[int], found: _Searched) -> Pi
     *enough, last = [f"{named_devices(count)} of {format_bytes(rounded_up(each))}" for count, each in least.items()]
     enough = [", ".join(enough), last] if enough else [last]
     less = "; less may do, which takes more --time-limit to find out" if able.interrupted else ""
+    devices = named_devices(*(each.num_devices for each in request.by_devices))
     return InfeasibleError(
-        f"no plan was found for {named_devices(*device_counts)} of {format_bytes(limit)}: "
+        f"no plan was found for {devices} of {format_bytes(limit)}: "
         f"{' or '.join(enough)} would do{less}; raise --memory or --devices, or lower --mini-batch"
     )
 
@@ -178,8 +177,7 @@ def _why(request: Request, device_counts: Sequence[int], found: _Searched) -> Pi
 class _Search:
     """What has been found until the time is up."""
 
-    begun: float
-    seconds: float
+    limit: Limit
     best: list[_Tried] = field(default_factory=list)
     failures: dict[int, PipeplanError] = field(default_factory=dict)
     num_tried: int = 0
@@ -187,16 +185,21 @@ class _Search:
 
     def left(self, share: float = 1.0) -> float:
         """Seconds until a share of the time is over."""
-        return self.begun + share * self.seconds - time.monotonic()
+        return share * self.limit.seconds - self.limit.elapsed
+
+    def once_found(self) -> AbstractContextManager[None]:
+        """The limit enforced as soon as there is something."""
+        return self.limit.enforced() if self.best else nullcontext()
 
     def one_stage(self, request: Request) -> None:
         """Compare the strategies of one stage: all, or when a share of the time is over some, or none."""
         for share, within in ((_ONE_STAGE, 0.0), (1.0, _ROUGH)):
+            limit = Limit(self.left(share))
             try:
-                with interrupted_after(self.left(share)):
+                with limit.enforced():
                     found = list(_one_stage(request, within))
-            except KeyboardInterrupt:
-                if self.left(share) > 0:  # it was not the alarm
+            except TimeUpError as up:
+                if up.limit is not limit:
                     raise
                 continue
             for tried in found:
@@ -211,25 +214,25 @@ class _Search:
         for candidate in own_placement(request):
             limit = request.least_memory
             while not self.best or self.left() > 0:
-                with interrupted_after(self.left() if self.best else None):
-                    tried = _tried(Asked(replace(request, memory_bytes=limit), candidate), candidate, ())
+                with self.once_found():
+                    tried = _tried(PartitionTrial(replace(request, memory_bytes=limit), candidate), candidate, ())
                 self.num_tried += 1
                 if tried is None:
                     break
                 self.best = _with(self.best, tried)
                 limit = int(STEP * tried.memory_bytes)
 
-    def try_all(self, found: Iterator[Asked], share: float = 1.0) -> bool:
+    def try_all(self, found: Iterator[PartitionTrial], share: float = 1.0) -> bool:
         """Try partitions until a share of the time is over, at least until something fits; whether it was all."""
         while not self.best or self.left(share) > 0:
-            with interrupted_after(self.left() if self.best else None):
+            with self.once_found():
                 asked = next(found, None)
                 if asked is None:
                     return True
                 self._try(asked)
         return False
 
-    def _try(self, asked: Asked) -> None:
+    def _try(self, asked: PartitionTrial) -> None:
         if isinstance(asked.candidate, PipeplanError):
             self.failures.setdefault(asked.request.num_devices, asked.candidate)
             return
@@ -257,16 +260,15 @@ def _one_stage(request: Request, within: float) -> Iterator[_Tried]:
     """
     if request.num_devices == 1:
         return
-    given = request.profile, request.cluster, request.num_devices, request.batch.mini_batch
     try:
-        splits = split_frontier(*given, options=CostOptions(blocks=True), within=within)
+        splits = split_frontier(request, Splitting(within=within))
     except (PipeplanError, ValueError):  # blocks of unknown kinds or devices
         return
     limit = request.least_memory
     for index, point in enumerate(splits.points):
         if (limit is None or point.memory_bytes <= limit) and _runs(splits, index):
             yield _Tried(
-                request, point.memory_bytes, point.workspace_bytes, point.time_ns, _StrategyPlan(request, splits, index)
+                request, point.memory_bytes, point.workspace_bytes, point.time_ns, StrategyPlan(request, splits, index)
             )
 
 
@@ -280,7 +282,7 @@ def _runs(splits: Splits, index: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _StrategyPlan:
+class StrategyPlan:
     """The plan of a strategy, made when it is wanted."""
 
     request: Request
@@ -288,40 +290,38 @@ class _StrategyPlan:
     index: int
 
     def __call__(self) -> Plan:
-        asked = self.request
-        strategy = self.splits.points[self.index].strategy
+        """Make it, or say why plans cannot run it, as :func:`pipeplan.planner.strategies.plan_of_strategy` does."""
+        asked, strategy = self.request, self.splits.points[self.index].strategy
         return plan_of_strategy(
             asked.profile, self.splits.model, strategy, cluster=asked.cluster, memory_bytes=asked.memory_bytes
         )
 
 
-def _split(splits: StageSplits, best: Sequence[Sequence[_Tried]]) -> Iterator[Asked]:
+def _split(splits: StageSplits, best: Sequence[Sequence[_Tried]]) -> Iterator[PartitionTrial]:
     """The points again with every stage on several devices split as its own frontier says, under the same limits."""
     return in_turn([_split_points(splits, points) for points in best])
 
 
-def _split_points(splits: StageSplits, best: Sequence[_Tried]) -> Iterator[Asked]:
+def _split_points(splits: StageSplits, best: Sequence[_Tried]) -> Iterator[PartitionTrial]:
     for tried in best:
         if tried.candidate is None:
             continue
         found = splits.split(tried.candidate, tried.request.least_memory)
         if found is not None:
-            yield Asked(tried.request, found)
+            yield PartitionTrial(tried.request, found)
 
 
-def _counted(found: Iterator[Asked], seconds: float) -> int:
+def _counted(found: Iterator[PartitionTrial], seconds: float) -> int:
     """How many partitions there still are, as far as they can be counted in so long."""
-    number = 0
-    try:
-        with interrupted_after(seconds):
-            for asked in found:
-                number += not isinstance(asked.candidate, PipeplanError)
-    except KeyboardInterrupt:
-        pass
+    number, limit = 0, Limit(seconds)
+    with suppress(KeyboardInterrupt, TimeUpError), limit.enforced():
+        for asked in found:
+            number += not isinstance(asked.candidate, PipeplanError)
+            limit.check()
     return number
 
 
-def _tried(asked: Asked, candidate: Candidate, best: Sequence[_Tried]) -> _Tried | None:
+def _tried(asked: PartitionTrial, candidate: PlacementCandidate, best: Sequence[_Tried]) -> _Tried | None:
     """A candidate with the best known schedule; None if it does not fit, or cannot be better than what there is."""
     request = asked.request
     try:

@@ -6,13 +6,12 @@ from dataclasses import dataclass, field, replace
 
 from pipeplan.costs import build_workload, can_split
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
-from pipeplan.model import Profile
 from pipeplan.model.workload import Workload
-from pipeplan.planner.candidates import Candidate
-from pipeplan.planner.request import Options, Request
+from pipeplan.planner.candidates import PlacementCandidate
+from pipeplan.planner.request import Request
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.language import naming
-from pipeplan.schedule.search import SEARCHING, Schedule, first_look, search_schedule
+from pipeplan.schedule.search import SEARCHING, Progress, Schedule, first_look, search_schedule
 from pipeplan.schedule.solver import Budget
 from pipeplan.simulate.bounds import makespan_bound
 from pipeplan.simulate.metrics import iteration_time, rates
@@ -32,7 +31,7 @@ class Trial:
     none with forwards in parts is below.
     """
 
-    candidate: Candidate
+    candidate: PlacementCandidate
     ways: list[Workload]
     bounds: list[int]
     best: Schedule | None = None
@@ -48,7 +47,7 @@ class Trial:
         self.sync_ns = min(waits)
 
     @classmethod
-    def of(cls, request: Request, candidate: Candidate) -> Trial:
+    def of(cls, request: Request, candidate: PlacementCandidate) -> Trial:
         """The candidate's workloads, with bounds from work and dependencies alone.
 
         Raises:
@@ -81,7 +80,7 @@ class Trial:
         for workload in self.ways:
             self._offer(first_look(workload, thorough=thorough))
 
-    def search(self, request: Request, budget: Budget, seconds: float) -> None:
+    def search(self, request: Request, budget: Budget, seconds: float, progress: Progress | None = None) -> None:
         """Search for so long, over the ways of running backward.
 
         Where there are two, each gets a short look. One whose bound is no less than what the other has found is out;
@@ -91,14 +90,10 @@ class Trial:
             InfeasibleError: no schedule fits.
             UsageError: a scheduler that does not apply.
         """
-        share = Budget(seconds, budget.seed, budget.deterministic, budget.workers)
-        try:
-            self._search(request, share)
-        finally:
-            budget.spent += share.spent
-            budget.interrupted = budget.interrupted or share.interrupted
+        with budget.share(seconds) as share:
+            self._search(request, share, progress)
 
-    def _search(self, request: Request, share: Budget) -> None:
+    def _search(self, request: Request, share: Budget, progress: Progress | None) -> None:
         found: dict[int, Schedule] = {}
         failures: list[PipeplanError] = []
         for way, workload in enumerate(self.ways):
@@ -106,7 +101,7 @@ class Trial:
                 continue
             seconds = share.remaining * (_FIRST_LOOK if len(self.ways) > 1 else 1.0)
             try:
-                found[way] = _searched(request, workload, share, seconds, self._known(workload))
+                found[way] = _searched(request, workload, share, seconds, self._known(workload), progress)
             except (InfeasibleError, UsageError) as error:  # a classic schedule may apply to one way alone
                 failures.append(error)
                 continue
@@ -116,9 +111,9 @@ class Trial:
                 raise failures[0]
             return
         best = min(found, key=lambda way: found[way].makespan_ns)
-        more = request.options.scheduler in SEARCHING and len(self.ways) > 1
+        more = request.scheduler in SEARCHING and len(self.ways) > 1
         if more and not found[best].optimal and not share.expired:
-            again = _searched(request, self.ways[best], share, share.remaining, found[best])
+            again = _searched(request, self.ways[best], share, share.remaining, found[best], progress)
             self._learn(best, again)
 
     def _hopeless(self, way: int) -> bool:
@@ -154,31 +149,34 @@ def iteration_of(schedule: Schedule) -> int:
     return iteration_time(schedule.workload, rates(schedule.graph, schedule.orders, schedule.starts))
 
 
-def _searched(request: Request, workload: Workload, budget: Budget, seconds: float, known: Schedule | None) -> Schedule:
+def _searched(
+    request: Request,
+    workload: Workload,
+    budget: Budget,
+    seconds: float,
+    known: Schedule | None,
+    progress: Progress | None,
+) -> Schedule:
     """Search a workload's schedule with a part of the budget, from what is known on."""
-    share = Budget(seconds, budget.seed, budget.deterministic, budget.workers)
-    try:
+    with budget.share(seconds) as share:
         return search_schedule(
             workload,
             share,
-            scheduler=request.options.scheduler,
-            rules=request.options.rules,
-            unroll=request.options.unroll,
+            scheduler=request.scheduler,
+            rules=request.rules,
+            unroll=request.unroll,
             known=known,
-            progress=request.progress,
+            progress=progress,
         )
-    finally:
-        budget.spent += share.spent
-        budget.interrupted = budget.interrupted or share.interrupted
 
 
-def workloads(request: Request, candidate: Candidate) -> list[Workload]:
+def workloads(request: Request, candidate: PlacementCandidate) -> list[Workload]:
     """The workload of a candidate for each way of running backward that is asked for: split first.
 
     Raises:
         UsageError: split backward is asked for, and the profile has no costs for it.
     """
-    rules = request.options.rules
+    rules = request.rules
     found = [
         build_workload(
             request.profile,
@@ -186,13 +184,13 @@ def workloads(request: Request, candidate: Candidate) -> list[Workload]:
             num_microbatches=candidate.batch.num_microbatches,
             microbatch_size=candidate.batch.microbatch_size,
             split_backward=split,
-            split_overhead_ns=request.options.split_overhead_ns,
+            split_overhead_ns=request.split_overhead_ns,
             recompute=candidate.recompute,
             cluster=request.cluster,
             memory_bytes=request.memory,
             given=candidate.given,
         )
-        for split in _backward_ways(request.profile, request.options)
+        for split in _backward_ways(request)
     ]
     if rules is None or not rules.instructions:
         return found
@@ -200,12 +198,13 @@ def workloads(request: Request, candidate: Candidate) -> list[Workload]:
         return [with_instructions(workload, rules.instructions, request.cluster) for workload in found]
 
 
-def _backward_ways(profile: Profile, options: Options) -> list[bool]:
-    possible = can_split(profile)
-    if options.split_backward and not possible:
+def _backward_ways(request: Request) -> list[bool]:
+    possible = can_split(request.profile)
+    if request.split_backward and not possible:
         raise UsageError(
-            f"--split-backward yes needs input_grad_ns and weight_grad_ns, which profile {profile.name!r} has nowhere"
+            "--split-backward yes needs input_grad_ns and weight_grad_ns, which profile "
+            f"{request.profile.name!r} has nowhere"
         )
-    if options.split_backward is None:
+    if request.split_backward is None:
         return [True, False] if possible else [False]
-    return [options.split_backward]
+    return [request.split_backward]

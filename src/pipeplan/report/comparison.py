@@ -1,8 +1,7 @@
-"""What a comparison of schedules says, and how it looks as a table."""
+"""A comparison of schedules as a table."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import TextIO
 
 from rich.box import SIMPLE_HEAD
@@ -10,76 +9,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pipeplan.planner.comparison import OURS, Comparison, ComparisonRow
 from pipeplan.units import format_bytes, format_ns
 
-__all__ = ["OURS", "Comparison", "NotThere", "Row", "print_comparison"]
-
-OURS = "pipeplan"
-"""The name of the search's own row."""
+__all__ = ["print_comparison"]
 
 _PLAIN_WIDTH = 120
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A schedule on a placement: times in ns, memory in bytes per device.
-
-    ``lower_bound_ns`` is of the placement and its memory, whichever way backward runs, so that gaps of its rows
-    compare; ``why`` says by how much a schedule does not fit, else it is empty.
-    """
-
-    schedule: str
-    placement: str
-    split_backward: bool
-    recompute: bool
-    fits: bool
-    makespan_ns: int
-    bubble_rate: float
-    bubble_rate_span: float
-    peak_memory_bytes: tuple[int, ...]
-    lower_bound_ns: int
-    why: str = ""
-
-    @property
-    def gap(self) -> float | None:
-        """How far above the bound; None where it does not fit, since the bound is for the memory there is."""
-        return self.makespan_ns / self.lower_bound_ns - 1 if self.fits else None
-
-
-@dataclass(frozen=True, slots=True)
-class NotThere:
-    """A schedule that does not apply to a placement, or (``schedule`` None) one on which nothing is possible."""
-
-    schedule: str | None
-    placement: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Rows best first, those that fit before those that do not; and what there is none for."""
-
-    name: str
-    num_devices: int
-    num_microbatches: int
-    microbatch_size: int
-    memory_bytes: tuple[int | None, ...]
-    rows: tuple[Row, ...]
-    missing: tuple[NotThere, ...]
-    interrupted: bool
-
-    def summary(self) -> dict[str, object]:
-        """The object of ``compare --json``."""
-        return {
-            "name": self.name,
-            "num_devices": self.num_devices,
-            "num_microbatches": self.num_microbatches,
-            "microbatch_size": self.microbatch_size,
-            "memory_bytes": list(self.memory_bytes),
-            "rows": [asdict(row) | {"applies": True, "gap": row.gap} for row in self.rows],
-            "not_applicable": [asdict(missing) | {"applies": False} for missing in self.missing],
-            "interrupted": self.interrupted,
-        }
 
 
 def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None:
@@ -119,9 +54,9 @@ def _notes(comparison: Comparison) -> list[str]:
     return notes + [f"not applicable: {', '.join(same)} ({why})" for why, same in names.items()]
 
 
-def _missed(comparison: Comparison) -> list[tuple[Row, Row]]:
+def _missed(comparison: Comparison) -> list[tuple[ComparisonRow, ComparisonRow]]:
     """The search's rows, each with the best classic schedule of its placement, where that fits and is shorter."""
-    first: dict[str, Row] = {}
+    first: dict[str, ComparisonRow] = {}
     for row in comparison.rows:
         first.setdefault(row.placement, row)
     return [

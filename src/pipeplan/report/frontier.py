@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import TextIO
 
 from rich.box import SIMPLE_HEAD
@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pipeplan.planner.frontier_result import FrontierPoint, FrontierResult
 from pipeplan.units import format_bytes, format_ns, named_devices
 
-__all__ = ["FrontierReport", "Point", "Scale", "print_frontier"]
+__all__ = ["Scale", "print_frontier"]
 
 _PLAIN_WIDTH = 120
 _MOST_ROWS = 24
@@ -21,99 +22,7 @@ _WIDTH, _HEIGHT = 72, 16
 _DOT, _TURNING, _SIGNS = "o", "X", "123456789abcdefghijklmn"
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A point: memory of the device that needs most, time of one iteration, and what it is in a few words.
-
-    ``memory_bytes`` is the peak of its plan, ``workspace_bytes`` what of that is workspace.
-    ``price_per_hour`` is that of its devices, None where the cluster has no prices. At the turning point more memory
-    stops to bring much. ``repeated`` is the part of the computing that several devices do alike, None where nobody
-    counted; ``configurations`` says of every block how it is split.
-    """
-
-    num_devices: int
-    memory_bytes: int
-    time_ns: int
-    what: str
-    turning_point: bool = False
-    chosen: bool = False
-    workspace_bytes: int = 0
-    price_per_hour: float | None = None
-    repeated: float | None = None
-    configurations: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def price(self) -> float | None:
-        """Of one iteration."""
-        return None if self.price_per_hour is None else self.price_per_hour * self.time_ns / 3.6e12
-
-
-@dataclass(frozen=True, slots=True)
-class FrontierReport:
-    """A frontier, fewest devices and then least memory first.
-
-    ``exact`` says whether every strategy was covered; where it is not, ``notes`` say what was left out. ``factor`` is
-    what was proved: no strategy has less memory and less time than all points by more; None where nothing was. Of the
-    memory in that proof ``factor_without`` names what was left out: nothing, or "workspace". The
-    ``chosen`` point is the one that is written as a plan, counted from 1. Partitions ``tried``, and at least so many
-    ``untried`` when it was ``interrupted``, are those of whole plans.
-    """
-
-    name: str
-    mode: str
-    of: str
-    samples: int
-    exact: bool
-    seconds: float
-    points: tuple[Point, ...]
-    notes: tuple[str, ...] = ()
-    interrupted: bool = False
-    factor: float | None = None
-    factor_without: tuple[str, ...] = ()
-    chosen: int = 1
-    tried: int | None = None
-    untried: int | None = None
-
-    @property
-    def proved(self) -> str:
-        """How far the points are proved, in a few words."""
-        if self.factor is None:
-            return "exact" if self.exact else "found, not proved"
-        proved = f"proved within {self.factor - 1:.2%}" if self.factor > 1 else "exact"
-        return ", ".join([proved, *(f"{each} apart" for each in self.factor_without)])
-
-    @property
-    def written(self) -> str:
-        """The chosen point in a few words."""
-        point = self.points[self.chosen - 1]
-        figures = f"{format_bytes(point.memory_bytes)}, {format_ns(point.time_ns)}, {named_devices(point.num_devices)}"
-        marks = ", the turning point" * point.turning_point
-        return f"point {self.chosen} of {len(self.points)} ({figures}{marks})"
-
-    def summary(self) -> dict[str, object]:
-        """The object of ``frontier --json``."""
-        return {
-            "name": self.name,
-            "mode": self.mode,
-            "of": self.of,
-            "samples": self.samples,
-            "exact": self.exact,
-            "factor": self.factor,
-            "factor_without": list(self.factor_without),
-            "seconds": self.seconds,
-            "chosen": self.chosen,
-            "points": [
-                {"number": number} | asdict(point) | {"price": point.price}
-                for number, point in enumerate(self.points, start=1)
-            ],
-            "notes": list(self.notes),
-            "interrupted": self.interrupted,
-            "tried": self.tried,
-            "untried": self.untried,
-        }
-
-
-def print_frontier(report: FrontierReport, file: TextIO | None = None) -> None:
+def print_frontier(report: FrontierResult, file: TextIO | None = None) -> None:
     """Print a heading, the plot where there is something to see, the table, and notes."""
     console = Console(file=file, highlight=False)
     if not console.is_terminal:
@@ -134,7 +43,7 @@ def print_frontier(report: FrontierReport, file: TextIO | None = None) -> None:
         console.print(note, style="dim")
 
 
-def _table(points: Sequence[tuple[int, Point]]) -> Table:
+def _table(points: Sequence[tuple[int, FrontierPoint]]) -> Table:
     priced = any(point.price_per_hour is not None for _, point in points)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for title in ("#", "devices", "memory", "iteration", *(["per hour", "per 1000 iter."] if priced else [])):
@@ -153,7 +62,7 @@ def _price(value: float | None, times: int = 1) -> str:
     return "-" if value is None else f"{times * value:.4g}"
 
 
-def _shown(points: Sequence[Point]) -> list[tuple[int, Point]]:
+def _shown(points: Sequence[FrontierPoint]) -> list[tuple[int, FrontierPoint]]:
     """All with their numbers, or some at even distances with the first, the last and those that are marked."""
     numbered = list(enumerate(points, start=1))
     if len(points) <= _MOST_ROWS:
@@ -162,7 +71,7 @@ def _shown(points: Sequence[Point]) -> list[tuple[int, Point]]:
     return [(number, point) for number, point in numbered if number - 1 in even or point.turning_point or point.chosen]
 
 
-def _plot(points: Sequence[Point]) -> Iterator[str]:
+def _plot(points: Sequence[FrontierPoint]) -> Iterator[str]:
     """Time against memory; a digit or letter is the number of devices where there are several, X the turning point."""
     counts = sorted({point.num_devices for point in points})
     signs = {count: _DOT if len(counts) == 1 else _SIGNS[i % len(_SIGNS)] for i, count in enumerate(counts)}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from xml.sax.saxutils import escape
 
-from pipeplan.report.frontier import FrontierReport, Point, Scale
+from pipeplan.planner.frontier_result import FrontierPoint, FrontierResult
+from pipeplan.report.frontier import Scale
 from pipeplan.units import format_bytes, format_ns, named_devices
 
 __all__ = ["frontier_svg"]
@@ -15,15 +16,15 @@ _RIGHT, _BOTTOM = _WIDTH - _MARGIN - _LEGEND, _HEIGHT - _MARGIN
 _TICKS = 5
 _COLOURS = ("#3b6fb6", "#c2571a", "#5f8f3e", "#a8710b", "#7a4a9e", "#c00")
 
-Place = Callable[[Point], tuple[float, float]]
+Place = Callable[[FrontierPoint], tuple[float, float]]
 
 
-def frontier_svg(report: FrontierReport) -> str:
+def frontier_svg(report: FrontierResult) -> str:
     """The text of an SVG file: a dot with a tooltip per point, turning points and the chosen one ringed and named."""
     points = report.points
     x, y = Scale.of([p.memory_bytes for p in points]), Scale.of([p.time_ns for p in points])
 
-    def place(point: Point) -> tuple[float, float]:
+    def place(point: FrontierPoint) -> tuple[float, float]:
         across = _MARGIN + x.at(point.memory_bytes) * (_RIGHT - _MARGIN)
         return round(across, 1), round(_BOTTOM - y.at(point.time_ns) * (_BOTTOM - _MARGIN), 1)
 
@@ -42,7 +43,7 @@ def frontier_svg(report: FrontierReport) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _lines(points: Sequence[Point], place: Place) -> Iterator[str]:
+def _lines(points: Sequence[FrontierPoint], place: Place) -> Iterator[str]:
     """The points of every number of devices, joined."""
     for index, count in enumerate(sorted({point.num_devices for point in points})):
         colour = _COLOURS[index % len(_COLOURS)]
@@ -52,14 +53,14 @@ def _lines(points: Sequence[Point], place: Place) -> Iterator[str]:
         yield from (_dot(point, *place(point), colour) for point in own)
 
 
-def _dot(point: Point, across: float, up: float, colour: str) -> str:
+def _dot(point: FrontierPoint, across: float, up: float, colour: str) -> str:
     tip = f"{format_bytes(point.memory_bytes)}, {format_ns(point.time_ns)}, {named_devices(point.num_devices)}"
     ring = ' stroke="#000" stroke-width="2"' if point.turning_point or point.chosen else ""
     title = f"<title>{escape(tip)}: {escape(point.what)}</title>"
     return f'<circle cx="{across}" cy="{up}" r="4" fill="{colour}"{ring}>{title}</circle>'
 
 
-def _label(point: Point, across: float, up: float) -> str:
+def _label(point: FrontierPoint, across: float, up: float) -> str:
     """What a ringed point is; to its upper right, where no other point of its frontier lies."""
     words = " and ".join(["turning point"] * point.turning_point + ["chosen"] * point.chosen)
     figures = f"{format_bytes(point.memory_bytes)}, {format_ns(point.time_ns)}"

@@ -1,4 +1,4 @@
-"""Predicted against measured, for people and as JSON."""
+"""Predicted against measured, for people."""
 
 from __future__ import annotations
 
@@ -15,49 +15,11 @@ from pipeplan.simulate.measured import Comparison, DeviceTimes, KindTimes
 from pipeplan.simulate.simulation import Simulation
 from pipeplan.units import format_ns
 
-__all__ = ["measured_figures", "print_comparison"]
+__all__ = ["print_comparison"]
 
 _MAX_ROWS = 16
 _MESSAGE_NAMES = {"SEND_F": "send outputs", "RECV_F": "wait for outputs"}
 _MESSAGE_NAMES |= {"SEND_B": "send gradients", "RECV_B": "wait for gradients"}
-
-
-def measured_figures(comparison: Comparison) -> dict[str, object]:
-    """What ``simulate --measured --json`` has under ``measured``; times of several steps are medians."""
-    return {
-        "emulated": comparison.emulated,
-        "num_steps": len(comparison.iterations_ns),
-        "num_steps_left_out": comparison.num_left_out,
-        "predicted_iteration_ns": comparison.predicted_ns,
-        "iteration_ns": comparison.measured_ns,
-        "iterations_ns": list(comparison.iterations_ns),
-        "ratio": comparison.ratio,
-        "replayed_ns": comparison.replayed_ns,
-        "predicted_bubble_rate": comparison.predicted_bubble_rate,
-        "bubble_rate": comparison.bubble_rate,
-        "kinds": [
-            {
-                "kind": kind.kind,
-                "count": kind.count,
-                "predicted_ns": kind.predicted_ns,
-                "measured_ns": kind.measured_ns,
-                "median_ns": kind.median_ns,
-                "ratio": kind.ratio,
-            }
-            for kind in comparison.kinds
-        ],
-        "devices": [
-            {
-                "predicted_busy_ns": device.predicted_busy_ns,
-                "busy_ns": device.busy_ns,
-                "waiting_ns": device.waiting_ns,
-                "sending_ns": device.sending_ns,
-                "outside_ns": device.outside_ns,
-                "other_ns": device.other_ns,
-            }
-            for device in comparison.devices
-        ],
-    }
 
 
 def print_comparison(

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeplan.model import in_order
-from pipeplan.report.figures import odd_stages, path_times, runs_by_device
+from pipeplan.report.figures import odd_stages, runs_by_device
 from pipeplan.report.timeline import Cell, Window, device_row, repetend_time_range, windows
 from pipeplan.simulate.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
@@ -248,7 +248,7 @@ def _bracket(ruler: list[str], left: int, right: int) -> None:
 
 def _critical_path(simulation: Simulation, arrow: str) -> Text:
     """How the path's time divides over devices and transfers, and its actions, runs on one device shortened."""
-    on_device, transfers = path_times(simulation)
+    on_device, transfers = simulation.path_times()
     makespan = simulation.rates.makespan_ns
     longest = sorted(on_device.items(), key=lambda item: (-item[1], item[0]))[:3]
     shares = [f"{time / makespan:.1%} on device {device}" for device, time in longest]

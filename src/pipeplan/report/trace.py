@@ -1,15 +1,17 @@
-"""The predicted timeline as a trace, in the form in which a run writes its measured one."""
+"""The predicted timeline as a trace, and a run's measured one beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from pipeplan.model import Action, Dependency, Hop, Plan
-from pipeplan.model.trace import Trace, trace_json
-from pipeplan.simulate.simulation import Simulation
+from pipeplan.model import Action, Dependency, Hop, Plan, sha256_of
+from pipeplan.model.trace import Trace, TraceEvent, trace_json
+from pipeplan.simulate.simulation import Simulation, simulate
 
-__all__ = ["predicted_trace", "trace_text"]
+__all__ = ["predicted_trace", "run_trace", "trace_text"]
+
+Timeline = Sequence[Sequence[Sequence[tuple[int, int, int]]]]
 
 
 def predicted_trace(simulation: Simulation) -> Trace:
@@ -52,6 +54,40 @@ def trace_text(simulation: Simulation) -> str:
         "makespan_ns": simulation.rates.makespan_ns,
     }
     return trace_json(predicted_trace(simulation).events(), about)
+
+
+def run_trace(plan: Plan, timeline: Timeline, about: Mapping[str, object]) -> str:
+    """The text of ``run --trace``: predicted and measured, step after step; in each both begin at the same moment.
+
+    ``timeline`` [step][rank] has (program counter, start, end). A measured SEND lasts as long as posting it took, a
+    RECV as long as its consumer waited for it.
+    """
+    predicted = predicted_trace(simulate(plan)).events()
+    measured = Trace("measured")
+    events: list[TraceEvent] = [event for event in predicted if event["ph"] != "X"]
+    begin_ns = 0
+    for step, ranks in enumerate(timeline):
+        for rank, actions in enumerate(ranks):
+            for counter, start, end in actions:
+                measured.add(plan.programs[rank][counter], rank, begin_ns + start, end - start, {"step": step})
+        events += [_later(event, begin_ns, step) for event in predicted if event["ph"] == "X"]
+        last = max((end for actions in ranks for *_, end in actions), default=0)
+        begin_ns += max(last, plan.predicted.makespan_ns) * 21 // 20
+    known = {
+        "plan": plan.name,
+        "plan_sha256": sha256_of(plan),
+        **about,
+        "steps": len(timeline),
+        "makespan_ns": plan.predicted.makespan_ns,
+    }
+    return trace_json([*events, *measured.events()], known)
+
+
+def _later(event: TraceEvent, by_ns: int, step: int) -> TraceEvent:
+    at, args = event["ts"], event["args"]
+    assert isinstance(at, float)
+    assert isinstance(args, dict)
+    return {**event, "ts": (round(at * 1000) + by_ns) / 1000, "args": {**args, "step": step}}
 
 
 class _Names:

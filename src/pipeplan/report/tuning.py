@@ -1,52 +1,24 @@
-"""What a tuning says, and how it looks as a table."""
+"""A tuning as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TextIO
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from pipeplan.planner.tuning.cells import TuningRow
 from pipeplan.units import format_bytes, format_ns
 
-__all__ = ["Row", "print_ranking"]
+__all__ = ["print_ranking"]
 
 _PLAIN_WIDTH = 160
 _SHOWN = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A cell under one set of rules.
-
-    ``depth`` is how many groups of devices form a pipeline, ``microbatch_size`` the samples of a micro-batch on each
-    of the ``replicas``; ``split``: backward has two parts. ``bubble_rate`` is of the iteration, ``peak_memory_bytes``
-    of the device that needs most.
-    """
-
-    depth: int
-    replicas: int
-    microbatch_size: int
-    num_microbatches: int
-    placement: str
-    recompute: bool
-    split: bool
-    rules: str
-    iteration_ns: int
-    makespan_ns: int
-    bubble_rate: float
-    peak_memory_bytes: int
-
-    @property
-    def rank(self) -> tuple[int, int, int, str]:
-        """What is better comes first: shorter, then less memory, then fewer groups; names make it definite."""
-        return self.iteration_ns, self.peak_memory_bytes, self.depth, f"{self.placement}, {self.rules}"
-
-
-def print_ranking(rows: Sequence[Row], file: TextIO | None = None) -> None:
+def print_ranking(rows: Sequence[TuningRow], file: TextIO | None = None) -> None:
     """Print the first rows as a table, to stdout unless ``file`` is given."""
     console = Console(file=file, highlight=False)
     if not console.is_terminal:

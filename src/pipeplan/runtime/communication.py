@@ -20,7 +20,7 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
-from pipeplan import __version__
+from pipeplan._version import __version__
 from pipeplan.costs.links import latency_and_bandwidth
 from pipeplan.errors import UsageError
 from pipeplan.model import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source, parse, to_json

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from pipeplan import __version__
+from pipeplan._version import __version__
 from pipeplan.costs.calibration import Calibration, Known, Work, calibrate, likeness, measured_rows
 from pipeplan.costs.collectives import prices_in, prices_of
 from pipeplan.costs.operators import Kernel

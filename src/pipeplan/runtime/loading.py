@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
+from pipeplan.model import Profile
 from pipeplan.runtime.importing import value_of
 from pipeplan.runtime.model import Grain, Model
 from pipeplan.runtime.sequential import is_plain, sequential_model
 from pipeplan.runtime.zoo import ZOO, zoo_model
 
-__all__ = ["load_model"]
+__all__ = ["load_model", "reference_model"]
 
 _CONFIGURATION = re.compile(r"\w+Config\s*(\(.*\))?\s*", re.DOTALL)
 
@@ -139,3 +140,11 @@ def _with_shared(model: Model, patterns: Sequence[str]) -> Model:
         marked |= found
     blocks = tuple(replace(block, shared=True) if block.id in marked else block for block in model.blocks)
     return replace(model, blocks=blocks) if marked else model
+
+
+def reference_model(model: Model, calibration: Profile | None) -> Model | None:
+    """The model that a calibration is of, where that is another one of the zoo."""
+    if calibration is None or calibration.name == model.name or calibration.name not in ZOO:
+        return None
+    sequences = {block.dimensions.get("sequence") for block in calibration.blocks} - {None}
+    return zoo_model(calibration.name, sequence=max(filter(None, sequences), default=None))

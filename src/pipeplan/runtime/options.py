@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pipeplan.model import Plan, parse
 from pipeplan.runtime.progress import Progress
@@ -41,6 +41,12 @@ class RunOptions:
         if self.backend != "auto":
             return self.backend
         return "nccl" if self.device == "cuda" else "gloo"
+
+    job: ClassVar[str] = "pipeplan.runtime.emulation:emulate_job"
+    """What a rank does with them, as ``module:function``."""
+
+    def require_consistent(self) -> None:
+        """Refuse options that mean nothing without another, and names that are none. Raises UsageError."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; ``RunOptions(**...)``, or the class that they are of, reads them back."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from pipeplan import __version__
+from pipeplan._version import __version__
 from pipeplan.costs.collectives import prices_in
 from pipeplan.errors import UsageError
 from pipeplan.model import Cluster, CostRow, Profile, Source

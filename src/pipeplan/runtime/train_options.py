@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
+from pipeplan.errors import UsageError
 from pipeplan.runtime.options import RunOptions
 
 __all__ = ["LR_SCHEDULES", "OPTIMIZERS", "TrainOptions"]
@@ -55,6 +57,16 @@ class TrainOptions(RunOptions):
     keep_checkpoints: int = 2
     resume: bool = False
 
+    job: ClassVar[str] = "pipeplan.runtime.training:train_job"
+
+    def require_consistent(self) -> None:
+        """Refuse options that mean nothing without another, and names that are none. Raises UsageError."""
+        _require_known("--optimizer", self.optimizer, OPTIMIZERS)
+        _require_known("--lr-schedule", self.lr_schedule, LR_SCHEDULES)
+        for flag, given in (("--resume", self.resume), ("--checkpoint-every", self.checkpoint_every)):
+            if given and self.checkpoint is None:
+                raise UsageError(f"{flag} needs --checkpoint DIR, the folder of checkpoints")
+
     @property
     def schedule_steps(self) -> int:
         """Steps that the learning-rate schedule spans."""
@@ -85,3 +97,9 @@ class TrainOptions(RunOptions):
             "--clip-norm": self.clip_norm,
             "--autocast": self.autocast,
         }
+
+
+def _require_known(flag: str, name: str, known: Iterable[str]) -> None:
+    """Refuse what neither has a name nor is to be imported, before processes start for it."""
+    if ":" not in name and name not in known:
+        raise UsageError(f"{flag} {name!r}: choose {', '.join(known)} or pkg.mod:factory")

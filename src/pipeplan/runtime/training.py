@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeplan import __version__
+from pipeplan._version import __version__
 from pipeplan.errors import UsageError
 from pipeplan.model import Plan, Stage, sha256_of
 from pipeplan.runtime.checkpoint_files import CheckpointFolder

@@ -33,6 +33,7 @@ from pipeplan.simulate.bounds import makespan_bound
 from pipeplan.simulate.memory import overflow, peak_memory
 from pipeplan.simulate.repetend import extend, find_repetend
 from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.time_limit import checkpoint
 
 __all__ = ["SEARCHING", "Progress", "Schedule", "first_look", "search_schedule", "timed"]
 
@@ -108,6 +109,7 @@ def _known_orders(problem: Problem, graph: TaskGraph, thorough: bool) -> Iterato
     """One micro-batch after another, and the classic schedules; those that are slow to make only if ``thorough``."""
     yield "sequential", microbatch_by_microbatch(problem)
     for name, classic in CLASSIC.items():
+        checkpoint()
         slow = classic.automatic or (name == "greedy" and graph.num_tasks > _GREEDY_TASKS)
         if (thorough or not slow) and classic.applies(problem) is None:
             yield name, classic.orders(problem, graph)
@@ -246,11 +248,9 @@ def _repeated(
     fewer -= (fewer - count) % _UNROLLS
     if count < 2 * fewer:
         return None
-    share = Budget(budget.remaining * _SHORTER_SHARE, budget.seed, budget.deterministic, budget.workers)
-    state = State.of(Problem.of(problem.workload.with_microbatches(fewer)), share, progress)
-    found = _searched(state, scheduler, unroll)
-    budget.spent += share.spent
-    budget.interrupted = budget.interrupted or share.interrupted
+    with budget.share(budget.remaining * _SHORTER_SHARE) as share:
+        state = State.of(Problem.of(problem.workload.with_microbatches(fewer)), share, progress)
+        found = _searched(state, scheduler, unroll)
     longer = [_extended(state, candidate, count) for candidate in (state.best, state.steady) if candidate is not None]
     whole = State.of(problem, budget, progress)
     for orders in longer:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from pipeplan.time_limit import Limit
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -23,26 +25,18 @@ _SOLVE_SECONDS = 0.02
 """What building a model counts when seconds are deterministic, so that many small solves end, too."""
 
 
-@dataclass(slots=True)
-class Budget:
-    """Time for a whole search, shared by everything in it.
+@dataclass(slots=True, eq=False)
+class Budget(Limit):
+    """Time for a whole search, shared by everything in it, and how the solver spends it.
 
     With ``deterministic`` one worker runs and the limit counts the solver's deterministic time, in units that are
     about a second, instead of the clock: the same seed gives the same plan on any machine.
     """
 
-    seconds: float
     seed: int = 0
     deterministic: bool = False
     workers: int = 2
-    interrupted: bool = False
-    started: float = field(default_factory=time.monotonic)
-    spent: float = 0.0
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds by the clock since the budget was made."""
-        return time.monotonic() - self.started
+    spent: float = field(default=0.0, init=False)
 
     @property
     def used(self) -> float:
@@ -54,15 +48,15 @@ class Budget:
         if self.deterministic:
             self.spent += seconds
 
-    @property
-    def remaining(self) -> float:
-        """Seconds left; 0 after an interruption."""
-        return 0.0 if self.interrupted else max(0.0, self.seconds - self.used)
-
-    @property
-    def expired(self) -> bool:
-        """Whether nothing is left."""
-        return self.remaining <= 0.0
+    @contextmanager
+    def share(self, seconds: float) -> Iterator[Budget]:
+        """A part of the time for a part of the work; what it spends, and its interruption, are the whole's."""
+        part = Budget(seconds, self.seed, self.deterministic, self.workers, clock=self.clock)
+        try:
+            yield part
+        finally:
+            self.spent += part.spent
+            self.interrupted = self.interrupted or part.interrupted
 
 
 @dataclass(frozen=True, slots=True)

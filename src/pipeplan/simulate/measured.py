@@ -96,6 +96,43 @@ class Comparison:
         """Of the iteration, measured."""
         return 1 - sum(device.busy_ns for device in self.devices) / (len(self.devices) * self.measured_ns)
 
+    def figures(self) -> dict[str, object]:
+        """What ``simulate --measured --json`` has under ``measured``; times of several steps are medians."""
+        return {
+            "emulated": self.emulated,
+            "num_steps": len(self.iterations_ns),
+            "num_steps_left_out": self.num_left_out,
+            "predicted_iteration_ns": self.predicted_ns,
+            "iteration_ns": self.measured_ns,
+            "iterations_ns": list(self.iterations_ns),
+            "ratio": self.ratio,
+            "replayed_ns": self.replayed_ns,
+            "predicted_bubble_rate": self.predicted_bubble_rate,
+            "bubble_rate": self.bubble_rate,
+            "kinds": [
+                {
+                    "kind": kind.kind,
+                    "count": kind.count,
+                    "predicted_ns": kind.predicted_ns,
+                    "measured_ns": kind.measured_ns,
+                    "median_ns": kind.median_ns,
+                    "ratio": kind.ratio,
+                }
+                for kind in self.kinds
+            ],
+            "devices": [
+                {
+                    "predicted_busy_ns": device.predicted_busy_ns,
+                    "busy_ns": device.busy_ns,
+                    "waiting_ns": device.waiting_ns,
+                    "sending_ns": device.sending_ns,
+                    "outside_ns": device.outside_ns,
+                    "other_ns": device.other_ns,
+                }
+                for device in self.devices
+            ],
+        }
+
 
 def compared(simulation: Simulation, trace: MeasuredTrace) -> Comparison:
     """What a simulation predicts against what a run of its plan measured.

@@ -65,6 +65,75 @@ class Simulation:
         """``makespan / lower_bound - 1``."""
         return max(0.0, self.rates.makespan_ns / self.lower_bound_ns - 1) if self.lower_bound_ns else 0.0
 
+    def path_times(self) -> tuple[dict[int, int], int]:
+        """Time of the critical path in ns: on each device (an action of several counts on its first), in transfers."""
+        on_device: dict[int, int] = {}
+        graph, transfers = self.graph, 0
+        for step in self.critical_path:
+            transfers += step.lag_ns
+            if step.task < graph.num_actions:
+                device = graph.devices_of(step.task)[0]
+                on_device[device] = on_device.get(device, 0) + graph.durations[step.task]
+            else:
+                transfers += graph.durations[step.task]
+        return on_device, transfers
+
+    def figures(self) -> dict[str, object]:
+        """The object of ``simulate --json``. What only a search knows is null.
+
+        ``devices`` has one entry per device; ``critical_path`` says how its time divides and lists its actions.
+        """
+        plan, rates, repetend = self.plan, self.rates, self.repetend
+        return {
+            "status": "optimal" if self.gap == 0 else "feasible",
+            "name": plan.name,
+            "placement": plan.placement,
+            "scheduler": plan.provenance.scheduler,
+            "num_devices": len(plan.devices),
+            "num_microbatches": self.workload.num_microbatches,
+            "microbatch_size": self.workload.microbatch_size,
+            "makespan_ns": rates.makespan_ns,
+            "iteration_ns": self.iteration_ns,
+            "lower_bound_ns": self.lower_bound_ns,
+            "gap": self.gap,
+            "period_ns": self.period_ns,
+            "period_lower_bound_ns": self.period_lower_bound_ns,
+            "unroll": None if repetend is None else repetend.unroll,
+            "span": None if repetend is None else repetend.span,
+            "bubble_rate": rates.bubble_rate,
+            "bubble_rate_span": rates.bubble_rate_span,
+            "bubble_rate_steady": self.bubble_rate_steady,
+            "peak_memory_bytes": [memory.peak_bytes for memory in self.memory],
+            "fits": self.overflow is None,
+            "search_seconds": None,
+            "repetend_seconds": None,
+            "devices": [_device(self, device) for device in range(len(plan.devices))],
+            "critical_path": _path(self),
+        }
+
+
+def _device(simulation: Simulation, device: int) -> dict[str, object]:
+    rates = simulation.rates
+    return {
+        "busy_ns": rates.busy_ns[device],
+        "idle_ns": rates.idle_ns[device],
+        "span_ns": rates.span_ns[device],
+        "in_flight": simulation.in_flight[device],
+        "num_actions": len(simulation.orders[device]),
+        "memory_limit_bytes": simulation.workload.devices[device].memory_bytes,
+        **simulation.memory[device].model_dump(),
+    }
+
+
+def _path(simulation: Simulation) -> dict[str, object]:
+    on_device, transfers = simulation.path_times()
+    graph = simulation.graph
+    return {
+        "transfer_ns": transfers,
+        "device_ns": {str(device): time for device, time in sorted(on_device.items())},
+        "actions": [graph.label(step.task) for step in simulation.critical_path],
+    }
+
 
 def simulate(
     plan: Plan,

@@ -12,8 +12,8 @@ from pipeplan.costs.presets import device_preset
 from pipeplan.costs.testbeds import cluster_of_paper
 from pipeplan.model import Plan
 from pipeplan.partition.block_splits import GroupSplits
-from pipeplan.planner import Batch, Options, Request
-from pipeplan.planner.candidates import Candidate
+from pipeplan.planner import Batch, Request
+from pipeplan.planner.candidates import PlacementCandidate
 from pipeplan.planner.finishing import planned
 from pipeplan.planner.frontier_partitions import chains
 from pipeplan.planner.trials import Trial
@@ -30,10 +30,10 @@ def pipelines(model: Model, num_devices: int) -> Iterator[Plan]:
     shards = (1,) if model.sharded is None else (1, 2)
     profile = estimate_model(model, (1, 2, 4), device=device_preset("v100-16gb"), dtype=torch.float32, shards=shards)
     cluster = cluster_of_paper("tensoropt", num_devices)
-    batch, options = Batch(4, 4), Options()
-    request = Request(profile, "auto", num_devices, None, batch, (4,), options, cluster, None, None)
+    batch, options = Batch(4, 4), {}
+    request = Request(profile, num_devices, batch, sizes=(4,), cluster=cluster, **options)
     for asked in chains(request, GroupSplits(profile, cluster)):
-        assert isinstance(asked.candidate, Candidate)
+        assert isinstance(asked.candidate, PlacementCandidate)
         stages = asked.candidate.placement.stages
         if len(stages) > 1 and any(len(set(stage.configurations)) > 1 for stage in stages):
             trial = Trial.of(asked.request, asked.candidate)

@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from runtime_threads import joined
 from torch import Tensor, nn
 
+from builders.requests import request_of
 from pipeplan.costs.presets import device_preset
 from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS
 from pipeplan.examples import model as paper_model
 from pipeplan.model import PlacedStage
-from pipeplan.planner import Batch, Options, search_plan
+from pipeplan.planner import Batch, search_plan
 from pipeplan.runtime.estimator import estimate_model
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import Model
@@ -290,9 +291,8 @@ def test_samples_do_not_depend_on_their_number(name: str) -> None:
 def test_plans_of_the_examples_profiles_are_the_models(name: str) -> None:
     """Every rank finds its blocks, and what travels between them, by name."""
     profile, model = paper_model(name, microbatch_sizes=(1,)), load_model(name)
-    plan = search_plan(
-        profile, "one-to-one", Batch(4, 1), Options(time_limit=0.5, deterministic=True), num_devices=4
-    ).plan
+    options = {"num_devices": 4, "time_limit": 0.5, "deterministic": True}
+    plan = search_plan(request_of(profile, "one-to-one", Batch(4, 1), **options)).plan
     programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
     blocks = [block for program in programs for part in program.stages.values() for block in part.blocks]
     assert sorted(blocks) == sorted(block.id for block in model.blocks)
@@ -303,9 +303,8 @@ def test_a_searched_plan_trains_as_an_unsplit_run(name: str) -> None:
     model = load_model(name)
     preset = device_preset("cpu")
     profile = estimate_model(model, (1, 2), device=preset, dtype=torch.float64)
-    plan = search_plan(
-        profile, "one-to-one", Batch(2, 2), Options(time_limit=0.5, deterministic=True), num_devices=3
-    ).plan
+    options = {"num_devices": 3, "time_limit": 0.5, "deterministic": True}
+    plan = search_plan(request_of(profile, "one-to-one", Batch(2, 2), **options)).plan
     assert len(plan.stages) >= 2
     require_equal_to_unsplit(model, plan)
 

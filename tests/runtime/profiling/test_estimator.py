@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from builders.requests import request_of
 from pipeplan.cli.main import main
 from pipeplan.costs.presets import device_preset
 from pipeplan.errors import ExecutionError, UsageError
 from pipeplan.examples import model as paper_model
 from pipeplan.model import Profile, read_profile
-from pipeplan.planner import Batch, Options, search_plan
+from pipeplan.planner import Batch, search_plan
 from pipeplan.runtime.estimator import estimate_model, work_of_blocks
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import BlockSpec, Model
@@ -254,9 +255,8 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     profile = read_profile(path)
     assert (profile.source.method, profile.source.dtype) == ("estimated", "float16")
     assert "written to" in capsys.readouterr().err
-    plan = search_plan(
-        profile, "one-to-one", Batch(4, 4), Options(time_limit=1, deterministic=True), num_devices=2
-    ).plan
+    options = {"num_devices": 2, "time_limit": 1, "deterministic": True}
+    plan = search_plan(request_of(profile, "one-to-one", Batch(4, 4), **options)).plan
     assert len(plan.stages) == 2
 
 

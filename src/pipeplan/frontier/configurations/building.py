@@ -31,6 +31,7 @@ from pipeplan.frontier.configurations.splits import MOST_DIMENSIONS
 from pipeplan.frontier.graph import CostEdge, CostGraph, CostNode
 from pipeplan.frontier.table import IntArray, Table, table
 from pipeplan.model import Block, Cluster, Profile
+from pipeplan.time_limit import checkpoint
 
 __all__ = ["VARIANTS", "CostModel", "CostOptions", "Need", "cost_graph", "cost_model"]
 
@@ -100,6 +101,7 @@ class CostModel:
         known: dict[tuple[Operation, Scale], tuple[Configuration, ...]] = {}
         found = {}
         for node in self.operators.nodes:
+            checkpoint()
             key = (node.operation, self.scales[node.name])
             if key not in known:
                 known[key] = configurations(
@@ -148,6 +150,7 @@ class CostModel:
     def _cost_nodes(self) -> Iterator[CostNode]:
         tables: dict[object, Table] = {}
         for node in self.operators.nodes:
+            checkpoint()
             chosen = self.configurations[node.name]
             alike = (id(chosen), self._kept(node), self._fed(node))
             if alike not in tables:
@@ -159,6 +162,7 @@ class CostModel:
         tables: dict[object, Table] = {}
         edges = []
         for link in self.operators.links:
+            checkpoint()
             needs = self.needs(link)
             ends = self.configurations[link.source], self.configurations[link.target]
             key = (id(ends[0]), id(ends[1]), needs, replace(link, source="", target=""), self.tensor(link))

@@ -23,6 +23,7 @@ from pipeplan.partition.graphpipe.bounds import NEVER, Bounds
 from pipeplan.partition.graphpipe.fronts import Candidates, Entry, Front, Trace
 from pipeplan.partition.graphpipe.needs import Integers, Need
 from pipeplan.partition.graphpipe.shapes import Group, Shape
+from pipeplan.time_limit import checkpoint
 
 __all__ = ["Question", "Solution"]
 
@@ -78,7 +79,7 @@ class Question:
             waiting: list[list[Candidates]] = [[] for _ in range(count + 1)]
             front = Front.start(after)
             for end in range(count, 0, -1):
-                self._shapes.problem.require_time()
+                checkpoint()
                 front = Front.best(waiting[end]) if end < count else front
                 waiting[end] = []
                 for begin, more in self._extended(shape, end, front, most):

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from pipeplan import __version__
+from pipeplan._version import __version__
 from pipeplan.errors import UsageError
 from pipeplan.model import sha256_of
 from pipeplan.planner.request import Request
@@ -89,7 +89,7 @@ class Cache:
 
 def _digest(request: Request) -> str:
     """What rows follow from beside their cell."""
-    cluster, options = request.cluster, request.options
+    cluster = request.cluster
     return _sha256(
         [
             __version__,
@@ -99,8 +99,8 @@ def _digest(request: Request) -> str:
             request.num_devices,
             request.batch.mini_batch,
             request.chunks,
-            options.split_backward,
-            options.split_overhead_ns,
+            request.split_backward,
+            request.split_overhead_ns,
         ]
     )
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.model.workload import Workload
-from pipeplan.planner.candidates import Candidate, Choice, placed
+from pipeplan.planner.candidates import Choice, PlacementCandidate, placed
 from pipeplan.planner.mapping import may_move, on_cluster
 from pipeplan.planner.request import Request
 from pipeplan.planner.trials import Trial, workloads
-from pipeplan.report.tuning import Row
 from pipeplan.schedule.bounds import makespan_bound
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.reduction import device_groups
@@ -23,7 +22,7 @@ from pipeplan.simulate.memory import peak_memory
 from pipeplan.simulate.metrics import iteration_time, rates
 from pipeplan.simulate.timing import task_graph
 
-__all__ = ["Cell", "Rows", "cell_of", "rows_of", "schedule_of", "settled_cell"]
+__all__ = ["Cell", "Rows", "TuningRow", "cell_of", "rows_of", "schedule_of", "settled_cell"]
 
 _MOST_STARTED = 150_000
 """All built-in rules are tried where they start so many actions together at most; else section 6's alone."""
@@ -37,7 +36,7 @@ class Cell:
     ``settled`` its devices are chosen among the cluster's; until then the bound is one for any devices.
     """
 
-    candidate: Candidate | None = None
+    candidate: PlacementCandidate | None = None
     bound_ns: int = 0
     settled: bool = False
     failure: str = ""
@@ -55,19 +54,47 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
+class TuningRow:
+    """A cell under one set of rules.
+
+    ``depth`` is how many groups of devices form a pipeline, ``microbatch_size`` the samples of a micro-batch on each
+    of the ``replicas``; ``split``: backward has two parts. ``bubble_rate`` is of the iteration, ``peak_memory_bytes``
+    of the device that needs most.
+    """
+
+    depth: int
+    replicas: int
+    microbatch_size: int
+    num_microbatches: int
+    placement: str
+    recompute: bool
+    split: bool
+    rules: str
+    iteration_ns: int
+    makespan_ns: int
+    bubble_rate: float
+    peak_memory_bytes: int
+
+    @property
+    def rank(self) -> tuple[int, int, int, str]:
+        """What is better comes first: shorter, then less memory, then fewer groups; names make it definite."""
+        return self.iteration_ns, self.peak_memory_bytes, self.depth, f"{self.placement}, {self.rules}"
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """What is known of a cell's rows, and whether that is all."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TuningRow] = field(default_factory=list)
     complete: bool = False
 
 
-def cell_of(request: Request, point: Choice | Candidate, stopped: Callable[[], bool]) -> Cell:
+def cell_of(request: Request, point: Choice | PlacementCandidate, stopped: Callable[[], bool]) -> Cell:
     """The cell of a point of the grid, with a bound that is quickly had; nothing where time is up."""
     if stopped():
         return Cell()
     candidate = placed(request, point)
-    if not isinstance(candidate, Candidate):
+    if not isinstance(candidate, PlacementCandidate):
         return _failed(candidate)
     movable = may_move(request, candidate)
     return _bounded(_with_free_links(request) if movable else request, candidate, closely=False)
@@ -80,7 +107,7 @@ def settled_cell(request: Request, cell: Cell, stopped: Callable[[], bool]) -> C
     return _bounded(request, on_cluster(request, cell.candidate) or cell.candidate, closely=True)
 
 
-def _bounded(request: Request, candidate: Candidate, *, closely: bool) -> Cell:
+def _bounded(request: Request, candidate: PlacementCandidate, *, closely: bool) -> Cell:
     try:
         trial = Trial.of(request, candidate)
         problems = [Problem.of(workload) for workload in trial.ways]
@@ -117,7 +144,7 @@ def rows_of(request: Request, cell: Cell, stopped: Callable[[], bool]) -> Rows:
     return replace(found, complete=not stopped())
 
 
-def schedule_of(request: Request, candidate: Candidate, row: Row) -> tuple[Rules, Schedule]:
+def schedule_of(request: Request, candidate: PlacementCandidate, row: TuningRow) -> tuple[Rules, Schedule]:
     """The rules of one of a cell's rows, and the schedule, made again."""
     for workload in workloads(request, candidate):
         if is_split(workload) == row.split:
@@ -142,10 +169,10 @@ def _schedule(problem: Problem, workload: Workload, swept: Swept) -> Schedule | 
     return timed(problem, workload, swept.orders[: problem.num_devices], f"rules: {swept.rules.name}")
 
 
-def _row(candidate: Candidate, schedule: Schedule, rules: Rules) -> Row:
+def _row(candidate: PlacementCandidate, schedule: Schedule, rules: Rules) -> TuningRow:
     workload, replicas = schedule.workload, max(stage.replicas for stage in candidate.placement.stages)
     figures = rates(schedule.graph, schedule.orders, schedule.starts)
-    return Row(
+    return TuningRow(
         depth=len(set(device_groups(workload))),
         replicas=replicas,
         microbatch_size=candidate.batch.microbatch_size // replicas,

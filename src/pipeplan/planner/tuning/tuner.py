@@ -7,7 +7,6 @@ become the best depends on nothing but what is asked: not on how many processes 
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -15,17 +14,18 @@ from typing import Protocol, TypeVar
 
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.model import Placement
-from pipeplan.planner.candidates import Candidate, Choice, grid
+from pipeplan.planner.candidates import Choice, PlacementCandidate, grid
 from pipeplan.planner.finishing import planned
 from pipeplan.planner.request import Request
 from pipeplan.planner.result import Result
 from pipeplan.planner.search import most_telling
 from pipeplan.planner.shortage import shortage
 from pipeplan.planner.tuning.cache import Cache
-from pipeplan.planner.tuning.cells import Cell, Rows, cell_of, rows_of, schedule_of, settled_cell
+from pipeplan.planner.tuning.cells import Cell, Rows, TuningRow, cell_of, rows_of, schedule_of, settled_cell
 from pipeplan.planner.tuning.workers import Work, Workers
-from pipeplan.report.tuning import Row
 from pipeplan.schedule.rules import Rules
+from pipeplan.schedule.search import Progress
+from pipeplan.time_limit import Limit
 
 __all__ = ["Tuning", "tune"]
 
@@ -54,7 +54,7 @@ class Tuning:
 
     result: Result
     rules: Rules
-    rows: tuple[Row, ...]
+    rows: tuple[TuningRow, ...]
     num_cells: int
     num_unfit: int
     num_skipped: int
@@ -72,10 +72,10 @@ class Tuning:
         parts += [f"{self.num_open} left when time was up"] if self.num_open else []
         return ", ".join(parts)
 
-    def summary(self) -> dict[str, object]:
+    def figures(self) -> dict[str, object]:
         """The figures of ``search --json``, with the rows under ``candidates``."""
         return {
-            **self.result.summary(),
+            **self.result.figures(),
             "candidates": [{"rank": rank, **asdict(row)} for rank, row in enumerate(self.rows, 1)],
             "cells": self.num_cells,
             "cells_unfit": self.num_unfit,
@@ -85,7 +85,7 @@ class Tuning:
         }
 
 
-def tune(request: Request, *, workers: int = 1, cache: str | None = None) -> Tuning:
+def tune(request: Request, *, workers: int = 1, cache: str | None = None, progress: Progress | None = None) -> Tuning:
     """Look into the grid that the request leaves open, by so many processes, until all is known or time is up.
 
     ``cache`` names a file that keeps what is found, and from which a tuning that was interrupted goes on.
@@ -93,13 +93,12 @@ def tune(request: Request, *, workers: int = 1, cache: str | None = None) -> Tun
     Raises:
         InfeasibleError: no cell fits; the text names the device, the bytes and what to change.
         SearchTimeoutError: time was up before there was a row.
-        UsageError: options that contradict the profile, or a cache that is none.
+        UsageError: a request that contradicts the profile, or a cache that is none.
     """
-    begun = time.monotonic()
+    limit = Limit(request.time_limit)
     known = Cache(cache, request)
-    quiet = replace(request, progress=None)
-    with Workers(quiet, workers, begun + request.options.time_limit) as shared:
-        return _Tuner(request, shared, known, begun).run()
+    with Workers(request, workers, limit) as shared:
+        return _Tuner(request, shared, known, limit, progress).run()
 
 
 class _Looked(Protocol):
@@ -118,14 +117,14 @@ Looked = TypeVar("Looked", bound=_Looked)
 class _Point:
     """A point of the grid, its text, and what is known of it."""
 
-    choice: Choice | Candidate
+    choice: Choice | PlacementCandidate
     text: str
     cell: Cell = field(default_factory=Cell)
 
 
-def _ranked(found: Sequence[tuple[Cell, Row]]) -> list[tuple[Cell, Row]]:
+def _ranked(found: Sequence[tuple[Cell, TuningRow]]) -> list[tuple[Cell, TuningRow]]:
     """The rows by rank; of those that differ in nothing but the names of their rules, the first."""
-    unique: dict[Row, tuple[Cell, Row]] = {}
+    unique: dict[TuningRow, tuple[Cell, TuningRow]] = {}
     for cell, row in sorted(found, key=lambda pair: pair[1].rank):
         unique.setdefault(replace(row, rules=""), (cell, row))
     return list(unique.values())
@@ -138,9 +137,10 @@ class _Tuner:
     request: Request
     workers: Workers
     cache: Cache
-    begun: float
+    limit: Limit
+    progress: Progress | None = None
     failures: list[PipeplanError] = field(default_factory=list)
-    found: list[tuple[Cell, Row]] = field(default_factory=list)
+    found: list[tuple[Cell, TuningRow]] = field(default_factory=list)
     seen: set[Hashable] = field(default_factory=set)
     num_unfit: int = 0
     num_skipped: int = 0
@@ -176,7 +176,7 @@ class _Tuner:
         """
         while waiting and not self.workers.stopped:
             begun = self._elapsed
-            placing = _PLACING * (self.request.options.time_limit - begun) if self.found else 0.0
+            placing = _PLACING * (self.request.time_limit - begun) if self.found else 0.0
             cells = deque(sorted(self._placed(waiting, begun + placing), key=lambda point: point.cell.bound_ns))
             self.partition_seconds += self._elapsed - begun
             while cells and not self.workers.stopped:
@@ -186,7 +186,7 @@ class _Tuner:
 
     @property
     def _elapsed(self) -> float:
-        return time.monotonic() - self.begun
+        return self.limit.elapsed
 
     @property
     def _best_ns(self) -> float:
@@ -268,11 +268,11 @@ class _Tuner:
             self.num_unfit += point.cell.unfit
 
     def _report(self) -> None:
-        if self.request.progress is not None and self.found:
+        if self.progress is not None and self.found:
             cell, row = min(self.found, key=lambda pair: pair[1].rank)
-            self.request.progress(f"{row.placement}, {row.rules}", row.iteration_ns, cell.bound_ns, self._elapsed)
+            self.progress(f"{row.placement}, {row.rules}", row.iteration_ns, cell.bound_ns, self._elapsed)
 
-    def _result(self, ranked: Sequence[tuple[Cell, Row]]) -> tuple[Rules, Result]:
+    def _result(self, ranked: Sequence[tuple[Cell, TuningRow]]) -> tuple[Rules, Result]:
         """The rules of the best row, and its plan, made again.
 
         Raises:
@@ -296,7 +296,7 @@ class _Tuner:
         if self.workers.interrupted:
             return SearchTimeoutError(f"interrupted before any schedule was found; {self._kept}let it run longer")
         if self.workers.stopped:
-            limit = self.request.options.time_limit
+            limit = self.request.time_limit
             return SearchTimeoutError(f"no schedule was found in {limit:g} s; {self._kept}raise --time-limit")
         error = most_telling(self.failures)
         return shortage(self.request, error, _EXPLAINING) if isinstance(error, InfeasibleError) else error

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from multiprocessing import get_context
 from multiprocessing.synchronize import Event
-from types import FrameType
 from typing import Self, TypeVar
 
 from pipeplan.planner.request import Request
+from pipeplan.time_limit import Limit
 
 __all__ = ["Workers"]
 
@@ -22,52 +21,47 @@ Found = TypeVar("Found")
 Work = Callable[[Request, Item, Callable[[], bool]], Found]
 """(request, item, whether to stop now) -> what was found; a function of a module, since it is sent to processes."""
 
-_Handler = Callable[[int, FrameType | None], object]
-_INTERRUPTS = signal.SIGINT, signal.SIGTERM
-"""Where SIGTERM is no interrupt, nothing in Python hears it, and it stays as it is."""
-
 
 class Workers:
-    """So many processes, or for one none beside this; they stop at ``deadline`` (``time.monotonic``), or by Ctrl-C.
+    """So many processes, or for one none beside this; they stop when ``limit`` says so, or by Ctrl-C.
 
     Ctrl-C is heard here alone, and nothing is torn: what is at work ends at its next look at the clock. The second one
     is what Ctrl-C is without this.
     """
 
-    def __init__(self, request: Request, count: int, deadline: float) -> None:
-        self._request, self._count, self._deadline = request, count, deadline
+    def __init__(self, request: Request, count: int, limit: Limit) -> None:
+        self._request, self._count, self._limit = request, count, limit
         self._pool: ProcessPoolExecutor | None = None
-        self._handlers: dict[signal.Signals, _Handler] = {}
-        self.interrupted = False
+        self._left = ExitStack()
 
     def __enter__(self) -> Self:
         if self._count > 1:
             context = get_context("spawn")  # threads of a progress line do not survive a fork
             self._stop = context.Event()
-            known = self._request, self._stop, self._deadline
+            known = self._request, self._stop, self._limit
             self._pool = ProcessPoolExecutor(self._count, mp_context=context, initializer=_begin, initargs=known)
-        if threading.current_thread() is threading.main_thread():  # no other may say what signals do
-            now = {number: signal.getsignal(number) for number in _INTERRUPTS}
-            self._handlers = {number: handler for number, handler in now.items() if callable(handler)}
-            for number in self._handlers:
-                signal.signal(number, self._hear)
+        self._left.enter_context(self._limit.hearing_interrupts(self.interrupt))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        self._left.close()
         if self._pool is not None:
             self._stop.set()
             self._pool.shutdown(cancel_futures=True)
 
     @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C was heard."""
+        return self._limit.interrupted
+
+    @property
     def stopped(self) -> bool:
         """Whether no more work is to begin."""
-        return self.interrupted or time.monotonic() >= self._deadline
+        return self._limit.expired
 
     def interrupt(self) -> None:
         """Let what is at work come to its end soon, and begin no more."""
-        self.interrupted = True
+        self._limit.interrupted = True
         if self._pool is not None:
             self._stop.set()
 
@@ -97,23 +91,17 @@ class Workers:
     def _here(self, work: Work[Item, Found], item: Item) -> Found:
         return work(self._request, item, lambda: self.stopped)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self.interrupted:
-            self._handlers[signal.Signals(number)](number, frame)
-        else:
-            self.interrupt()
-
 
 class _Known:
     """What a process knows."""
 
     request: Request
     stop: Event
-    deadline: float
+    limit: Limit
 
 
-def _begin(request: Request, stop: Event, deadline: float) -> None:
-    _Known.request, _Known.stop, _Known.deadline = request, stop, deadline
+def _begin(request: Request, stop: Event, limit: Limit) -> None:
+    _Known.request, _Known.stop, _Known.limit = request, stop, limit
 
 
 def _apply(work: Work[Item, Found], item: Item) -> Found:
@@ -121,4 +109,4 @@ def _apply(work: Work[Item, Found], item: Item) -> Found:
 
 
 def _stopped() -> bool:
-    return _Known.stop.is_set() or time.monotonic() >= _Known.deadline
+    return _Known.stop.is_set() or _Known.limit.expired

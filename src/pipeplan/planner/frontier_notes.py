@@ -7,19 +7,20 @@ from math import prod
 
 from pipeplan.frontier.configurations.building import CostModel
 from pipeplan.frontier.graph import Strategy
-from pipeplan.model import Cluster, Profile
+from pipeplan.model import Profile
+from pipeplan.planner.request import Request
 from pipeplan.units import named_devices
 
-__all__ = ["cluster_notes", "device_notes", "grain_notes", "remedies", "repeated_share", "share_notes", "sharing_notes"]
+__all__ = ["device_notes", "grain_notes", "remedies", "repeated_share", "request_notes", "share_notes", "sharing_notes"]
 
 
-def cluster_notes(cluster: Cluster | None, num_devices: int) -> Iterator[str]:
+def request_notes(request: Request) -> Iterator[str]:
     """What is free, equal or left out, because the cluster is missing or its devices differ."""
-    if cluster is None:
-        if num_devices > 1:
+    if request.cluster is None:
+        if request.num_devices > 1:
             yield "links are free: without --cluster nothing that devices exchange takes time"
         return
-    kinds = cluster.first(num_devices).devices
+    kinds = request.cluster.first(request.num_devices).devices
     if len({(kind.name, kind.memory_bytes) for kind in kinds}) > 1:
         names = ", ".join(f"{kind.count} {kind.name}" for kind in kinds)
         yield f"devices differ ({names}): all count as the profile's, with the memory of the smallest"
@@ -78,7 +79,7 @@ def share_notes(profile: Profile, model: CostModel) -> Iterator[str]:
         yield f"{stuck} of {len(axes)} blocks can be split by samples only: {_MORE_WAYS}"
 
 
-def remedies(profile: Profile, whole_blocks: bool) -> str:
+def remedies(profile: Profile, *, whole_blocks: bool) -> str:
     """What would make strategies leaner: blocks whose rows know one share only hold all their parameters."""
     if not _one_share(profile, whole_blocks):
         return "raise --memory or --devices, or lower --mini-batch"

@@ -1,24 +1,19 @@
-"""What the verbs that search have in common: their flags, what these mean, a status line, and SIGTERM."""
+"""The flags of the verbs that search, and the request they make."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from pipeplan import _api
 from pipeplan.cli.types import BYTES, DURATION
 
 if TYPE_CHECKING:
-    from pipeplan.model import Cluster, Placement, Profile
-    from pipeplan.planner import Batch, Options
-    from pipeplan.schedule.rules import Rules
-    from pipeplan.schedule.search import Progress
+    from pipeplan._api import Request, Rules
 
-__all__ = ["Asked", "Status", "interrupt_on_sigterm", "planning_options", "read_asked"]
+__all__ = ["planning_options", "read_request"]
 
 _YES_NO = {"auto": None, "yes": True, "no": False}
 _RECOMPUTE = {"auto": None, "all": True, "none": False}
@@ -87,64 +82,31 @@ def planning_options(command: _Command) -> _Command:
     return command
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the flags mean, with the files read."""
-
-    profile: Profile
-    cluster: Cluster | None
-    placement: Placement | str
-    num_devices: int
-    batch: Batch
-    sizes: tuple[int, ...]
-    options: Options
-    chunks: int | None
-    memory_bytes: int | None
-
-
-def read_asked(flags: dict[str, Any], scheduler: str = "auto", rules: Rules | None = None) -> Asked:
-    """Read the files that the flags of :func:`planning_options` name, and resolve their defaults.
-
-    Where neither flags nor the profile say a placement, that of ``rules`` holds.
+def read_request(flags: dict[str, Any], scheduler: str = "auto", rules: Rules | None = None) -> Request:
+    """The request that the flags of :func:`planning_options` make, with the files that they name.
 
     Raises:
         UsageError: files that cannot be read, or flags that contradict each other.
     """
-    from pipeplan.model import read_cluster, read_profile
-    from pipeplan.planner import Options, choose_placement, resolve_batch
-
-    profile = read_profile(flags["profile_path"])
-    cluster = read_cluster(flags["cluster_path"]) if flags["cluster_path"] is not None else None
-    options = Options(
+    profile = _api.read_profile(flags["profile_path"])
+    cluster = _api.read_cluster(flags["cluster_path"]) if flags["cluster_path"] is not None else None
+    same = ("devices", "placement", "mini_batch", "microbatch_size", "chunks", "replicas", "seed", "deterministic")
+    return _api.Request.of(
+        profile,
+        **{name: flags[name] for name in same},
+        cluster=cluster,
+        num_microbatches=flags["microbatches"],
+        memory_bytes=flags["memory"],
         scheduler=scheduler,
         rules=rules,
         unroll=_number(flags["unroll"], "--unroll", 1, 64),
         split_backward=_YES_NO[flags["split_backward"]],
         split_overhead_ns=flags["split_overhead"],
         recompute=_RECOMPUTE[flags["recompute"]],
-        replicas=flags["replicas"],
         spread=_YES_NO[flags["spread"]],
         num_parted=_number(flags["slices"], "--slices", 0, 10_000),
         time_limit=flags["time_limit"] / 1e9,
-        seed=flags["seed"],
-        deterministic=flags["deterministic"],
     )
-    devices = flags["devices"]
-    if devices is None and cluster is not None and profile.placement is None:
-        devices = cluster.num_devices
-    placement, num_devices = choose_placement(profile, flags["placement"], devices, rules)
-    batch = resolve_batch(
-        profile,
-        num_devices,
-        mini_batch=flags["mini_batch"],
-        microbatch_size=flags["microbatch_size"],
-        num_microbatches=flags["microbatches"],
-        placement=placement,
-    )
-    fixed = flags["microbatch_size"] is not None or flags["microbatches"] is not None
-    sizes = (batch.microbatch_size,) if fixed else profile.microbatch_sizes
-    chunks = flags["chunks"] or (rules.chunks if rules is not None and placement == rules.placement else None)
-    return Asked(profile, cluster, placement, num_devices, batch, sizes, options, chunks, flags["memory"])
 
 
 def _number(text: str, flag: str, least: int, most: int) -> int | None:
@@ -154,41 +116,3 @@ def _number(text: str, flag: str, least: int, most: int) -> int | None:
     if not text.isdecimal() or not least <= int(text) <= most:
         raise click.BadParameter(f"{text!r} is neither auto nor a number from {least} to {most}", param_hint=flag)
     return int(text)
-
-
-def interrupt_on_sigterm() -> None:
-    """Let SIGTERM end a search as Ctrl-C does: with the best plan so far."""
-    signal.signal(signal.SIGTERM, _as_interrupt)
-
-
-def _as_interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
-
-
-class Status:
-    """A line on stderr with the clock, the best value, the bound and the gap; nothing unless stderr is a terminal."""
-
-    def __enter__(self) -> Progress | None:
-        from rich.console import Console
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-        console = Console(stderr=True)
-        self._line = Progress(
-            SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), console=console, transient=True
-        )
-        if not console.is_terminal:
-            return None
-        self._line.start()
-        self._task = self._line.add_task("searching", total=None)
-        return self._update
-
-    def _update(self, what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
-        from pipeplan.units import format_ns
-
-        gap = best_ns / bound_ns - 1
-        text = f"best {format_ns(best_ns)}  bound {format_ns(bound_ns)}  gap {gap:.2%}  by {what} at {seconds:.1f}s"
-        self._line.update(self._task, description=text)
-
-    def __exit__(self, *_: object) -> None:
-        if self._line.live.is_started:
-            self._line.stop()

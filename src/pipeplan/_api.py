@@ -1,0 +1,336 @@
+"""What pipeplan does, one function each: the command line reads, plans, measures, runs and writes through these alone.
+
+Nothing is imported until a function is called, so that ``import pipeplan`` and ``pipeplan --help`` take a moment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any, Literal
+
+    from pipeplan.check import Report as Report
+    from pipeplan.costs.inspection import Inspection as Inspection
+    from pipeplan.costs.inspection import ProfileResult as ProfileResult
+    from pipeplan.costs.links import LinkResult as LinkResult
+    from pipeplan.model import Cluster as Cluster
+    from pipeplan.model import Plan as Plan
+    from pipeplan.model import Profile as Profile
+    from pipeplan.model import read_cluster as read_cluster
+    from pipeplan.model import read_plan as read_plan
+    from pipeplan.model import read_profile as read_profile
+    from pipeplan.model import write_file as write_file
+    from pipeplan.model import write_text as write_text
+    from pipeplan.planner import Comparison as Comparison
+    from pipeplan.planner import FrontierResult as FrontierResult
+    from pipeplan.planner import Mode as Mode
+    from pipeplan.planner import Request as Request
+    from pipeplan.planner import Result as Result
+    from pipeplan.planner import Splitting as Splitting
+    from pipeplan.planner import Tuning as Tuning
+    from pipeplan.planner import frontier_request as frontier_request
+    from pipeplan.planner.frontier_notes import request_notes as request_notes
+    from pipeplan.runtime.communication import Keep, OnPoint
+    from pipeplan.runtime.communication import LinkOptions as LinkOptions
+    from pipeplan.runtime.communication import Point as Point
+    from pipeplan.runtime.loading import load_model as load_model
+    from pipeplan.runtime.model import Model as Model
+    from pipeplan.runtime.options import RunOptions as RunOptions
+    from pipeplan.runtime.options import StepResult as StepResult
+    from pipeplan.runtime.outcome import RunOutcome as RunOutcome
+    from pipeplan.runtime.partial import Partial as Partial
+    from pipeplan.runtime.train_options import TrainOptions as TrainOptions
+    from pipeplan.schedule.rules import Rules as Rules
+    from pipeplan.schedule.rules.files import read_rules as read_rules
+    from pipeplan.schedule.rules.files import to_toml as to_toml
+    from pipeplan.schedule.search import Progress as Progress
+    from pipeplan.simulate.measured import Comparison as MeasuredComparison
+    from pipeplan.simulate.simulation import Simulation as Simulation
+
+_PARTS = {
+    "pipeplan.costs.inspection": ("Inspection", "ProfileResult"),
+    "pipeplan.model": (
+        *("Cluster", "Plan", "Profile"),
+        *("read_cluster", "read_plan", "read_profile", "write_file", "write_text"),
+    ),
+    "pipeplan.planner": ("Request", "Splitting", "frontier_request"),
+    "pipeplan.planner.frontier_notes": ("request_notes",),
+    "pipeplan.runtime.communication": ("LinkOptions",),
+    "pipeplan.runtime.loading": ("load_model",),
+    "pipeplan.runtime.options": ("RunOptions",),
+    "pipeplan.runtime.partial": ("Partial",),
+    "pipeplan.runtime.train_options": ("TrainOptions",),
+    "pipeplan.schedule.rules.files": ("read_rules", "to_toml"),
+}
+"""What goes in and out of the functions here, and the modules that have it."""
+
+
+def __getattr__(name: str) -> object:
+    """A part, imported when it is asked for."""
+    for module, names in _PARTS.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# Planning ---------------------------------------------------------------------------------------------------------
+
+
+def search(request: Request, *, progress: Progress | None = None) -> Result:
+    """The best plan; see :func:`pipeplan.planner.search.search_plan`.
+
+    Raises:
+        InfeasibleError: nothing fits.
+        SearchTimeoutError: time ran out with nothing found.
+        UsageError: the request contradicts the profile.
+    """
+    from pipeplan.planner import search_plan
+
+    return search_plan(request, progress=progress)
+
+
+def tune(
+    request: Request, *, workers: int | None = None, cache: str | None = None, progress: Progress | None = None
+) -> Tuning:
+    """All built-in rules on a grid, by one process per core; see :func:`pipeplan.planner.tuning.tuner.tune`.
+
+    Raises:
+        InfeasibleError: no cell fits.
+        SearchTimeoutError: time ran out with nothing found.
+        UsageError: the request contradicts the profile, or the cache is none.
+    """
+    from pipeplan.planner import tune
+
+    return tune(request, workers=workers or os.cpu_count() or 1, cache=cache, progress=progress)
+
+
+def compare(request: Request, *, progress: Progress | None = None) -> Comparison:
+    """Every known schedule beside the search's; see :func:`pipeplan.planner.comparison.compare`.
+
+    Raises:
+        InfeasibleError: nothing fits.
+        SearchTimeoutError: time ran out with nothing found.
+        UsageError: no placement is possible.
+    """
+    from pipeplan.planner import compare
+
+    return compare(request, progress=progress)
+
+
+def frontier(request: Request, *, mode: Mode = "all", point: int | None = None) -> FrontierResult:
+    """Time against memory against devices; see :func:`pipeplan.planner.frontier.frontier`.
+
+    Raises:
+        InfeasibleError: nothing fits.
+        UsageError: there is no such point.
+    """
+    from pipeplan.planner import frontier
+
+    return frontier(request, mode=mode, point=point)
+
+
+# Plans ------------------------------------------------------------------------------------------------------------
+
+
+def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = None) -> Report:
+    """What is wrong with a plan, recomputed independently of what made it; see :func:`pipeplan.check.check`."""
+    from pipeplan.check import check
+
+    return check(plan, profile, cluster)
+
+
+def simulate(
+    plan: Plan, num_microbatches: int | None = None, profile: Profile | None = None, cluster: Cluster | None = None
+) -> Simulation:
+    """When every action runs; see :func:`pipeplan.simulate.simulation.simulate`.
+
+    Raises:
+        InvalidPlanError: the plan's programs cannot run.
+        UsageError: number of micro-batches, profile or cluster are not for the plan.
+    """
+    from pipeplan.simulate.simulation import simulate
+
+    return simulate(plan, num_microbatches, profile, cluster)
+
+
+def compare_measured(simulation: Simulation, path: str) -> MeasuredComparison:
+    """Predicted beside measured, of a trace that a run of the plan wrote. Raises FileError or UsageError."""
+    from pipeplan.model.measured import read_trace
+    from pipeplan.simulate.measured import compared
+
+    return compared(simulation, read_trace(path, len(simulation.plan.devices)))
+
+
+# Profiles ---------------------------------------------------------------------------------------------------------
+
+
+def require_torch(verb: str) -> None:
+    """Refuse without torch. Raises UsageError."""
+    import importlib.util
+
+    from pipeplan.errors import UsageError
+
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError(f"{verb} needs torch, which is not installed: pip install 'pipeplan[torch]'")
+
+
+def profile(
+    model: Model, microbatch_sizes: Sequence[int], *, dtype: str = "float32", threads: int | None = None, **how: Any
+) -> Profile:
+    """Measure a model block by block; see :func:`pipeplan.runtime.profiler.profile_model`, which has the errors."""
+    import torch
+
+    from pipeplan.runtime.profiler import profile_model
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        return profile_model(model, microbatch_sizes, dtype=getattr(torch, dtype), **how)
+    finally:
+        torch.set_num_threads(before)
+
+
+def estimate(
+    model: Model, microbatch_sizes: Sequence[int], *, device: str, dtype: str | None = None, **how: Any
+) -> Profile:
+    """Estimate a model for a preset; see :func:`pipeplan.runtime.estimator.estimate_model`, which has the errors."""
+    import torch
+
+    from pipeplan.costs.presets import device_preset
+    from pipeplan.runtime.estimator import estimate_model
+    from pipeplan.runtime.loading import reference_model
+
+    preset = device_preset(device)
+    how["reference"] = reference_model(model, how.get("calibration"))
+    return estimate_model(model, microbatch_sizes, device=preset, dtype=getattr(torch, dtype or preset.dtype), **how)
+
+
+# Links ------------------------------------------------------------------------------------------------------------
+
+
+def measure_links(
+    options: LinkOptions, processes: int | None, cluster: Cluster | None, *, on_point: OnPoint, keep: Keep
+) -> LinkResult | None:
+    """Measure links between processes started here, or as one of torchrun's ranks, of which rank 0 has a result.
+
+    Raises:
+        UsageError: the cluster does not fit.
+        ExecutionError: a rank failed, died or hung.
+    """
+    from pipeplan.costs.links import LinkResult
+    from pipeplan.runtime.communication import measure_links, measure_local
+
+    if processes is not None:
+        return LinkResult(measure_local(processes, options, cluster, on_point=on_point, keep=keep))
+    found = measure_links(options, cluster, on_point=on_point, keep=keep)
+    return None if found is None else LinkResult(found)
+
+
+def add_links(cluster: Cluster, printed: Mapping[str, str], level: str | None = None) -> LinkResult:
+    """The cluster with the link times that nccl-tests printed: path -> text. Raises UsageError or FileError."""
+    from pipeplan.costs.links import LinkResult
+    from pipeplan.costs.nccl_tests import parse_nccl_tests, with_runs
+
+    for path, text in printed.items():
+        cluster = with_runs(cluster, parse_nccl_tests(text, path), level, os.path.basename(path))
+    return LinkResult(cluster)
+
+
+# Runs -------------------------------------------------------------------------------------------------------------
+
+
+def run(
+    plan: Plan,
+    options: RunOptions,
+    on_step: Callable[[StepResult], None] = lambda step: None,
+    *,
+    where: str = "the plan",
+) -> RunOutcome:
+    """Run a plan with one process per device here, among which the cores are divided.
+
+    Raises:
+        InvalidPlanError: the plan, which is ``where`` it says, is not right.
+        UsageError: the ranks refused the model or the options.
+        ExecutionError: a rank failed, died or hung.
+    """
+    from dataclasses import replace
+
+    from pipeplan.runtime.launch import run_local
+    from pipeplan.runtime.outcome import RunOutcome
+
+    check(plan).require(where)
+    if "OMP_NUM_THREADS" not in os.environ:
+        options = replace(options, num_threads=max(1, (os.cpu_count() or 1) // len(plan.devices)))
+    return RunOutcome(plan, options, run_local(options.job, plan, options, on_step))
+
+
+def run_as_rank(
+    read: Callable[[], Plan], options: RunOptions, on_step: Callable[[StepResult], None]
+) -> RunOutcome | None:
+    """Be one of torchrun's ranks, of which rank 0 has a result.
+
+    A rank that fails says so, and its process ends with the error's exit code.
+    """
+    from pipeplan.runtime.outcome import RunOutcome
+    from pipeplan.runtime.worker import run_under_torchrun
+
+    plans: list[Plan] = []
+
+    def kept() -> Plan:
+        plans.append(read())
+        return plans[-1]
+
+    result = run_under_torchrun(options.job, kept, options, on_step)
+    return None if result is None else RunOutcome(plans[-1], options, result)
+
+
+def last_checkpoint(folder: str) -> int | None:
+    """The step of the last whole checkpoint in a folder; None if there is none."""
+    from pipeplan.runtime.checkpoint_files import CheckpointFolder
+
+    return next(reversed(CheckpointFolder(folder).whole()), None)
+
+
+# Examples ---------------------------------------------------------------------------------------------------------
+
+
+def example_kind(name: str) -> Literal["shapes", "models", "testbeds"]:
+    """What kind of ready input a name is. Raises UsageError."""
+    from pipeplan.costs.testbeds import TESTBEDS
+    from pipeplan.errors import UsageError
+    from pipeplan.examples import MODELS, SHAPES
+
+    shapes, testbeds = [f"shape-{each}" for each in SHAPES], [f"testbed-{each}" for each in TESTBEDS]
+    if name in testbeds:
+        return "testbeds"
+    if name in MODELS:
+        return "models"
+    if name not in shapes:
+        raise UsageError(f"there is no example {name!r}; choose from {', '.join([*shapes, *MODELS, *testbeds])}")
+    return "shapes"
+
+
+def make_shape(name: str, devices: int, *, chunks: int | None = None, **costs: Any) -> Profile:
+    """A literature shape with its placement; ``costs`` are :class:`pipeplan.examples.shapes.ShapeCosts`' fields."""
+    from pipeplan.examples import ShapeCosts, shape
+
+    given = {field: value for field, value in costs.items() if value is not None}
+    return shape(name.removeprefix("shape-"), devices, chunks=chunks, costs=ShapeCosts(**given))
+
+
+def make_model(name: str, **how: Any) -> Profile:
+    """A paper's model with estimated costs; see :func:`pipeplan.examples.models.model`. Raises UsageError."""
+    from pipeplan.examples import model
+
+    return model(name, **how)
+
+
+def make_cluster(name: str, num_devices: int | None = None) -> Cluster:
+    """A paper's testbed, cut or extended; see :func:`pipeplan.costs.testbeds.cluster_of_paper`. Raises UsageError."""
+    from pipeplan.costs.testbeds import cluster_of_paper
+
+    return cluster_of_paper(name.removeprefix("testbed-"), num_devices)

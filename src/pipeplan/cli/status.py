@@ -1,0 +1,95 @@
+"""What is said on stderr while work goes on, and how it is interrupted."""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+if TYPE_CHECKING:
+    from pipeplan._api import Progress
+
+__all__ = ["Shown", "Status", "interrupt_on_sigterm", "warnings_told"]
+
+
+def interrupt_on_sigterm() -> None:
+    """Let SIGTERM end work as Ctrl-C does: a search with the best plan so far, a run with its processes."""
+    signal.signal(signal.SIGTERM, _as_interrupt)
+
+
+def _as_interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+class Status:
+    """A line on stderr with the clock, the best value, the bound and the gap; nothing unless stderr is a terminal."""
+
+    def __enter__(self) -> Progress | None:
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        console = Console(stderr=True)
+        self._line = Progress(
+            SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), console=console, transient=True
+        )
+        if not console.is_terminal:
+            return None
+        self._line.start()
+        self._task = self._line.add_task("searching", total=None)
+        return self._update
+
+    def _update(self, what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
+        from pipeplan.units import format_ns
+
+        gap = best_ns / bound_ns - 1
+        text = f"best {format_ns(best_ns)}  bound {format_ns(bound_ns)}  gap {gap:.2%}  by {what} at {seconds:.1f}s"
+        self._line.update(self._task, description=text)
+
+    def __exit__(self, *_: object) -> None:
+        if self._line.live.is_started:
+            self._line.stop()
+
+
+@contextmanager
+def warnings_told() -> Iterator[None]:
+    """Pipeplan's own warnings in the form of its other messages, on stderr when all is measured."""
+    with warnings.catch_warnings(record=True) as caught:
+        yield
+    for text in dict.fromkeys(str(warning.message) for warning in caught if warning.category is UserWarning):
+        click.echo(f"pipeplan: warning: {text}", err=True)
+
+
+class Shown:
+    """A progress bar on stderr; nothing unless it is a terminal. ``what`` runs now."""
+
+    def __init__(self, doing: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.what = "nothing yet"
+        console = Console(stderr=True)
+        columns = (
+            BarColumn(),
+            TextColumn("{task.percentage:3.0f}%"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[what]}"),
+        )
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._progress.add_task(doing, total=None, what="")
+
+    def __enter__(self) -> Shown:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def update(self, done: int, total: int, what: str) -> None:
+        """Called before each run."""
+        self.what = what
+        self._progress.update(self._task, completed=done, total=total, what=what)

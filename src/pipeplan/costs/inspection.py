@@ -1,0 +1,333 @@
+"""A profile in figures: its blocks, their sums, what the kinds of operators take, and what makes plans wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from pipeplan.model import Block, CostRow, Profile
+from pipeplan.units import format_ns
+
+__all__ = [
+    "SUMMED",
+    "Caution",
+    "Inspection",
+    "OperatorShare",
+    "ProfileResult",
+    "alike",
+    "cautions",
+    "counts",
+    "operator_shares",
+    "sums",
+]
+
+LARGE_SPREAD = 0.1
+"""Interquartile range over median from which a measurement is doubtful: plans differ by less."""
+FEW_REPEATS = 3
+"""Timed runs below which a spread says nothing."""
+WIDE_GAP = 4
+"""Two neighbouring sizes further apart than this are too far to interpolate on a straight line."""
+_CLEARLY_LESS = 0.95
+
+
+# Figures ----------------------------------------------------------------------------------------------------------
+
+
+def alike(profile: Profile) -> list[list[Block]]:
+    """Blocks that cost the same, together: same operator, dimensions, parameters and cost rows."""
+    found: dict[str, list[Block]] = {}
+    for block in profile.blocks:
+        found.setdefault(block.model_copy(update={"id": "", "tied": None}).model_dump_json(), []).append(block)
+    return list(found.values())
+
+
+SUMMED = (
+    "forward_ns",
+    "backward_ns",
+    "input_grad_ns",
+    "weight_grad_ns",
+    "activation_bytes",
+    "weight_grad_bytes",
+)
+
+
+def sums(profile: Profile, size: int) -> dict[str, int | None]:
+    """Sums over all blocks at a micro-batch size, and the largest workspace.
+
+    A time that a block does not have sums to None. Of rows for several shard counts the fewest shards count, with
+    recomputation only where there is nothing else.
+    """
+    rows = [_row(block, size) for block in profile.blocks]
+    found: dict[str, int | None] = {}
+    for field in SUMMED:
+        values = [getattr(row, field) for row in rows]
+        found[field] = None if None in values else sum(values)
+    return {**found, "workspace_bytes": max(row.workspace_bytes for row in rows)}
+
+
+def _row(block: Block, size: int) -> CostRow:
+    rows = (row for row in block.costs if row.microbatch_size == size)
+    return min(rows, key=lambda row: (row.recompute, row.shards, row.configuration or ""))
+
+
+def _work_ns(row: CostRow) -> int:
+    """Forward and the full backward, or its two halves."""
+    backward = row.backward_ns
+    return row.forward_ns + (backward if backward is not None else (row.input_grad_ns or 0) + (row.weight_grad_ns or 0))
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorShare:
+    """What the blocks of one operator kind take; shares are of the whole profile, 0 where that takes nothing.
+
+    ``time_ns`` is forward and backward, ``state_bytes`` parameters, gradients and optimizer, ``activation_bytes``
+    what one micro-batch holds.
+    """
+
+    operator: str
+    num_blocks: int
+    time_ns: int
+    time_share: float
+    state_bytes: int
+    state_share: float
+    activation_bytes: int
+    activation_share: float
+
+
+def operator_shares(profile: Profile, size: int) -> list[OperatorShare]:
+    """Time and memory by operator kind at a micro-batch size, the longest time first."""
+    found: dict[str, list[int]] = {}
+    for block in profile.blocks:
+        row = _row(block, size)
+        taken = (1, _work_ns(row), 2 * block.parameter_bytes + block.optimizer_bytes, row.activation_bytes)
+        found[block.operator] = [a + b for a, b in zip(found.get(block.operator, [0] * 4), taken, strict=True)]
+    totals = [max(1, sum(column)) for column in zip(*found.values(), strict=True)]
+    shares = [
+        OperatorShare(
+            operator, count, time, time / totals[1], state, state / totals[2], activations, activations / totals[3]
+        )
+        for operator, (count, time, state, activations) in found.items()
+    ]
+    return sorted(shares, key=lambda share: (-share.time_ns, share.operator))
+
+
+# Cautions ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Caution:
+    """Something about the profile that makes plans wrong: the first block it is about, and what to do."""
+
+    kind: Literal["missing-size", "extrapolation", "gap", "falling", "spread", "few-repeats", "no-split", "zero-cost"]
+    block: str | None
+    text: str
+
+
+def cautions(profile: Profile, asked: Sequence[int] = ()) -> list[Caution]:
+    """What makes plans wrong, the worst of a kind first; ``asked`` are micro-batch sizes to be planned with."""
+    kinds = alike(profile)
+    return [
+        *_missing_sizes(profile, kinds),
+        *_beyond(profile, asked),
+        *_gaps(profile),
+        *_falling(kinds),
+        *_spreads(kinds),
+        *_few_repeats(profile),
+        *_without_split(profile, kinds),
+        *_zero_costs(profile, kinds),
+    ]
+
+
+def _missing_sizes(profile: Profile, kinds: Sequence[Sequence[Block]]) -> Iterator[Caution]:
+    """Sizes that some blocks have and others not, for one of their shard counts."""
+    known = {row.microbatch_size for block in profile.blocks for row in block.costs}
+    for blocks in kinds:
+        by_shards: dict[int, set[int]] = {}
+        for row in blocks[0].costs:
+            if not row.recompute:
+                by_shards.setdefault(row.shards, set()).add(row.microbatch_size)
+        for shards, sizes in by_shards.items():
+            if missing := sorted(known - sizes):
+                split = f" on {shards} shards" if shards > 1 else ""
+                text = (
+                    f"{_names(blocks)} has no costs for micro-batch size {_listed(missing)}{split}, which others have"
+                )
+                remedy = f"profile with --microbatch {_listed(sorted(known))}"
+                yield Caution("missing-size", blocks[0].id, f"{text}; {remedy}")
+
+
+def _beyond(profile: Profile, asked: Sequence[int]) -> Iterator[Caution]:
+    """Asked sizes below the smallest or above the largest that every block has."""
+    sizes = profile.microbatch_sizes
+    beyond = [size for size in asked if not sizes or not sizes[0] <= size <= sizes[-1]]
+    if beyond:
+        have = _listed(sizes) if sizes else "none that every block has"
+        text = f"micro-batch size {_listed(beyond)} is beyond the profile's ({have}) and would have to be extrapolated"
+        remedy = f"searches refuse that; profile with --microbatch {_listed(sorted({*sizes, *beyond}))}"
+        yield Caution("extrapolation", None, f"{text}; {remedy}")
+
+
+def _gaps(profile: Profile) -> Iterator[Caution]:
+    sizes = profile.microbatch_sizes
+    for low, high in zip(sizes, sizes[1:], strict=False):
+        if high > WIDE_GAP * low:
+            text = f"between micro-batch sizes {low} and {high} costs are interpolated on a straight line"
+            yield Caution("gap", None, f"{text}; profile with sizes between them, such as {round((low * high) ** 0.5)}")
+
+
+def _falling(kinds: Sequence[Sequence[Block]]) -> Iterator[Caution]:
+    """Blocks that are quicker with more samples: a measurement was disturbed."""
+    for blocks in kinds:
+        cases: dict[object, list[CostRow]] = {}
+        for row in sorted(blocks[0].costs, key=lambda row: row.microbatch_size):
+            cases.setdefault((row.shards, row.configuration, row.recompute), []).append(row)
+        for rows in cases.values():
+            for low, high in zip(rows, rows[1:], strict=False):
+                if _work_ns(high) < _CLEARLY_LESS * _work_ns(low):
+                    text = (
+                        f"{_names(blocks)} takes {format_ns(_work_ns(high))} at micro-batch size "
+                        f"{high.microbatch_size}, less than {format_ns(_work_ns(low))} at {low.microbatch_size}"
+                    )
+                    yield Caution("falling", blocks[0].id, f"{text}; measure again on a quiet machine")
+
+
+def _spreads(kinds: Sequence[Sequence[Block]]) -> list[Caution]:
+    """For each kind its largest spread, where that is large; times that hardly count are left out."""
+    found = []
+    for blocks in kinds:
+        cases = [
+            (spread, name.removesuffix("_ns").replace("_", " "), row)
+            for row in blocks[0].costs
+            for name, spread in row.spread.items()
+            if spread >= LARGE_SPREAD and 100 * (getattr(row, name) or 0) >= _work_ns(row)
+        ]
+        if cases:
+            spread, name, row = max(cases, key=lambda case: case[0])
+            found.append((spread, blocks, f"{name} at micro-batch size {row.microbatch_size}", row.repeats))
+    found.sort(key=lambda case: -case[0])
+    return [
+        Caution(
+            "spread",
+            blocks[0].id,
+            f"{_names(blocks)}: measurements of {what} spread over {spread:.1%} of their median ({repeats} runs); "
+            "measure again on a quiet machine or with more --repeats",
+        )
+        for spread, blocks, what, repeats in found
+    ]
+
+
+def _few_repeats(profile: Profile) -> Iterator[Caution]:
+    few = [row.repeats for block in profile.blocks for row in block.costs if 0 < row.repeats < FEW_REPEATS]
+    if few:
+        runs = f"{min(few)} timed run{'s' if min(few) > 1 else ''}"
+        text = f"costs rest on {runs}, whose spread says nothing; measure with --repeats {FEW_REPEATS} or more"
+        yield Caution("few-repeats", None, text)
+
+
+def _without_split(profile: Profile, kinds: Sequence[Sequence[Block]]) -> Iterator[Caution]:
+    """Rows without I and W where others have them."""
+    has = [row.input_grad_ns is not None for block in profile.blocks for row in block.costs]
+    if all(has) or not any(has):
+        return
+    for blocks in kinds:
+        if any(row.input_grad_ns is None for row in blocks[0].costs):
+            text = f"{_names(blocks)} has no input_grad_ns and weight_grad_ns where other blocks have them"
+            yield Caution("no-split", blocks[0].id, f"{text}: its stages cannot split backward; profile it with them")
+
+
+def _zero_costs(profile: Profile, kinds: Sequence[Sequence[Block]]) -> Iterator[Caution]:
+    for blocks in kinds:
+        zero = [name for name, time in (("forward", _forward), ("backward", _backward)) if not all(time(blocks[0]))]
+        if zero:
+            yield Caution("zero-cost", blocks[0].id, f"{_names(blocks)} takes no time in {' and '.join(zero)}")
+    if not any(row.activation_bytes for block in profile.blocks for row in block.costs):
+        text = "no block holds activations: micro-batches in flight cost no memory, and no limit on it holds"
+        yield Caution("zero-cost", None, text)
+    free = [edge for edge in profile.edges if edge.bytes_per_sample == 0 and edge.transfer_ns is None]
+    if free:
+        first = f"{free[0].source} -> {free[0].target}"
+        text = f"{len(free)} of {len(profile.edges)} edges carry nothing and take no time, the first is {first}"
+        yield Caution("zero-cost", None, f"{text}; give them bytes_per_sample or transfer_ns")
+
+
+def _forward(block: Block) -> Iterator[int]:
+    return (row.forward_ns for row in block.costs)
+
+
+def _backward(block: Block) -> Iterator[int]:
+    return (_work_ns(row) - row.forward_ns for row in block.costs)
+
+
+def _names(blocks: Sequence[Block]) -> str:
+    more = f" (and {len(blocks) - 1} like it)" if len(blocks) > 1 else ""
+    return f"block {blocks[0].id!r}{more}"
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+# Results ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """A profile that is looked over; ``asked`` are micro-batch sizes to be planned with."""
+
+    profile: Profile
+    asked: tuple[int, ...] = ()
+
+    def figures(self) -> dict[str, object]:
+        """The object of ``profile --show --json``; shares are at the largest size that every block has."""
+        profile, sizes = self.profile, self.profile.microbatch_sizes
+        return {
+            "profile": profile.name,
+            "source": profile.source.model_dump(mode="json"),
+            **counts(profile),
+            "microbatch_sizes": list(sizes),
+            "sizes": _sums_by_size(profile),
+            "operators": [asdict(share) for share in operator_shares(profile, sizes[-1])] if sizes else [],
+            "blocks": [_block_figures(blocks) for blocks in alike(profile)],
+            "warnings": [asdict(caution) for caution in cautions(profile, self.asked)],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileResult:
+    """A profile that was measured or estimated, and how many seconds that took."""
+
+    profile: Profile
+    seconds: float
+
+    def figures(self) -> dict[str, object]:
+        """The object of ``profile --json``: sums over all blocks, for each micro-batch size."""
+        profile, found = self.profile, counts(self.profile)
+        del found["num_edges"]
+        return {
+            "profile": profile.name,
+            "device": profile.source.device,
+            "dtype": profile.source.dtype,
+            **found,
+            "sizes": _sums_by_size(profile),
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def counts(profile: Profile) -> dict[str, int]:
+    """How many blocks, kinds of blocks and edges there are, and the bytes of their states."""
+    return {
+        "num_blocks": len(profile.blocks),
+        "num_kinds": len(alike(profile)),
+        "num_edges": len(profile.edges),
+        "parameter_bytes": sum(block.parameter_bytes for block in profile.blocks),
+        "optimizer_bytes": sum(block.optimizer_bytes for block in profile.blocks),
+    }
+
+
+def _sums_by_size(profile: Profile) -> list[dict[str, int | None]]:
+    return [{"microbatch_size": size, **sums(profile, size)} for size in profile.microbatch_sizes]
+
+
+def _block_figures(blocks: Sequence[Block]) -> dict[str, object]:
+    return {**blocks[0].model_dump(mode="json"), "alike": [block.id for block in blocks]}

@@ -1,0 +1,124 @@
+"""Time limits: on clocks that count how often they are looked at, so that no machine is too slow."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+
+from pipeplan.schedule.solver import Budget
+from pipeplan.time_limit import Limit, TimeUpError, checkpoint
+
+
+def counting() -> Callable[[], float]:
+    """A clock that is a second further whenever somebody looks."""
+    return map(float, itertools.count()).__next__
+
+
+def checkpoints(limit: Limit) -> int:
+    """How many checkpoints a loop passes."""
+    passed = 0
+
+    def loop() -> None:
+        nonlocal passed
+        with limit.enforced():
+            while True:
+                checkpoint()
+                passed += 1
+
+    with pytest.raises(TimeUpError) as up:
+        loop()
+    assert up.value.limit is limit
+    return passed
+
+
+def test_every_thread_has_limits_of_its_own() -> None:
+    """Both are on their way when the first checkpoint is passed."""
+    together = Barrier(2, timeout=60)
+
+    def work(seconds: int) -> int:
+        limit = Limit(seconds, clock=counting())
+        together.wait()
+        return checkpoints(limit)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(work, (100, 10_000))) == [99, 9_999]
+    checkpoint()  # none here
+
+
+def test_no_limit_ends_nothing() -> None:
+    checkpoint()
+    with Limit().enforced():
+        checkpoint()
+
+
+def test_of_limits_within_limits_the_outermost_that_is_over_ends_the_work() -> None:
+    outer = Limit(20, clock=counting())
+    with outer.enforced():
+        assert checkpoints(Limit(5, clock=counting())) == 4
+        checkpoint()  # the outer one still has time
+
+    def loop() -> None:
+        with outer.enforced(), Limit(1_000, clock=counting()).enforced():
+            while True:
+                checkpoint()
+
+    with pytest.raises(TimeUpError) as up:
+        loop()
+    assert up.value.limit is outer
+
+
+def test_an_interruption_leaves_no_time() -> None:
+    limit = Limit(10, clock=counting())
+    limit.check()
+    assert not limit.expired
+    limit.interrupt()
+    assert limit.expired
+    assert limit.remaining == 0
+    with pytest.raises(TimeUpError):
+        limit.check()
+
+
+def test_parts_of_a_budget_spend_what_is_the_whole_s() -> None:
+    budget = Budget(10, 7, deterministic=True)
+    with budget.share(4) as part:
+        assert (part.seconds, part.seed, part.deterministic) == (4, 7, True)
+        part.charge(3)
+        assert part.remaining == 1
+    assert budget.remaining == 7
+    with budget.share(4) as part:
+        part.interrupt()
+    assert budget.expired
+
+
+def test_a_limit_sent_to_a_process_ends_at_the_same_time() -> None:
+    limit = Limit(1_000)
+    sent = pickle.loads(pickle.dumps(limit))
+    assert (sent.seconds, sent.started) == (limit.seconds, limit.started)
+
+
+def test_the_first_ctrl_c_is_heard_and_the_second_one_interrupts() -> None:
+    before, limit = signal.getsignal(signal.SIGINT), Limit()
+    with limit.hearing_interrupts():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert limit.expired
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_other_threads_hear_no_signals() -> None:
+    before = signal.getsignal(signal.SIGINT)
+
+    def work() -> None:
+        with Limit().hearing_interrupts():
+            assert signal.getsignal(signal.SIGINT) is before
+
+    with ThreadPoolExecutor(1) as others:
+        others.submit(work).result()
