@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -250,7 +251,7 @@ def test_profiles_that_do_not_fit_are_refused() -> None:
     profile = chain_profile(3).model_copy(update={"edges": chain_profile(3).edges[:1]})
     with pytest.raises(UsageError, match=r"dependencies\[\d\] of the plan hands 1F to 2F, .* no such edge"):
         simulate(plan, profile=profile)
-    stage = plan.stages[0].model_copy(update={"configuration": "rows"})
+    stage = replace(plan.stages[0], configuration="rows")
     configured = plan.model_copy(update={"stages": (stage, *plan.stages[1:])})
     with pytest.raises(UsageError, match=r"stages\[0\] of the plan has configuration 'rows'"):
         simulate(configured, profile=chain_profile(3))
@@ -258,7 +259,7 @@ def test_profiles_that_do_not_fit_are_refused() -> None:
 
 def test_a_plan_with_a_block_in_two_stages_is_refused_not_crashed_on() -> None:
     plan = chain_plan(2, 2)
-    stage = plan.stages[1].model_copy(update={"blocks": ("block0",)})
+    stage = replace(plan.stages[1], blocks=("block0",))
     doubled = plan.model_copy(update={"stages": (plan.stages[0], stage)})
     with pytest.raises(UsageError, match="does not fit the plan: block 'block0' is in"):
         simulate(doubled, profile=chain_profile(2))
@@ -276,7 +277,7 @@ def test_another_cluster_changes_links_devices_and_memory() -> None:
 def test_messages_without_bytes_keep_their_latency_on_another_cluster() -> None:
     plan = chain_plan(2, 1, lag=11)
     dependencies = tuple(
-        dependency.model_copy(update={"hops": tuple(hop.model_copy(update={"bytes": 0}) for hop in dependency.hops)})
+        replace(dependency, hops=tuple(replace(hop, bytes=0) for hop in dependency.hops))
         for dependency in plan.dependencies
     )
     simulation = simulate(plan.model_copy(update={"dependencies": dependencies}), cluster=cluster_of(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from random import Random
 
@@ -214,7 +215,7 @@ def test_found_repetends_are_the_best_that_exist(num_devices: int, times: list[i
     """Chains with any times, each device running backwards first and holding at most ``room`` micro-batches."""
     workload = chain_workload(num_devices, 6, lag=lag)
     durations = {f"{s}{kind}": times[2 * s + (kind == "B")] for s in range(num_devices) for kind in "FB"}
-    operations = tuple(op.model_copy(update={"duration_ns": durations[op.id]}) for op in workload.operations)
+    operations = tuple(replace(op, duration_ns=durations[op.id]) for op in workload.operations)
     workload = Workload.of(plan_of(workload, one_f_one_b(workload)).model_copy(update={"operations": operations}))
     orders = backward_first(workload, room)
     graph, tasks, starts = timed(workload, orders)

@@ -181,9 +181,9 @@ def test_an_action_waits_for_what_comes_to_it_over_no_message() -> None:
     """Device 0 makes for itself what its replica of stage 1 works on; only the other replica's half is sent."""
     workload = chain_workload(2, 4, devices=[(0,), (0, 1)], sizes=[2, 4])
     sent = Hop(source_device=0, target_device=1, every=2, run=1, first=1, latency_ns=3, occupancy_ns=50)
-    replicas = workload.stages[1].model_copy(update={"shards": 1, "replicas": 2})
+    replicas = replace(workload.stages[1], shards=1, replicas=2)
     dependencies = tuple(
-        each.model_copy(update={"hops": (sent,)}) if (each.source, each.target) == ("0F", "1F") else each
+        replace(each, hops=(sent,)) if (each.source, each.target) == ("0F", "1F") else each
         for each in workload.dependencies
     )
     workload = replace(workload, stages=(workload.stages[0], replicas), dependencies=dependencies)

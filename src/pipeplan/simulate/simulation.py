@@ -121,7 +121,7 @@ def _device(simulation: Simulation, device: int) -> dict[str, object]:
         "in_flight": simulation.in_flight[device],
         "num_actions": len(simulation.orders[device]),
         "memory_limit_bytes": simulation.workload.devices[device].memory_bytes,
-        **simulation.memory[device].model_dump(),
+        **asdict(simulation.memory[device]),
     }
 
 
