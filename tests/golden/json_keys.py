@@ -1,6 +1,6 @@
 """Every key that a verb prints with ``--json`` or writes into a file, as sorted paths.
 
-    python tests/golden/json_keys.py                   # writes before/json_keys.json
+    PYTHONPATH=src:tests python -m golden.json_keys    # writes before/json_keys.json
 
 The commands are the tables ``keys`` and ``keys_torch`` of ``before/requests.toml``, {verb and case: arguments}. A path
 is ``rows[].schedule``; names that are data, such as those of operations, are ``*``.
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from runner import BEFORE, inputs, pipeplan, requests
+from golden.runner import BEFORE, inputs, pipeplan, requests
 
 __all__ = ["KEYS", "keys_of", "paths"]
 

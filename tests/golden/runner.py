@@ -1,7 +1,7 @@
 """Deterministic searches, recorded and compared; driven through the command line, so that moved modules change nothing.
 
-    python tests/golden/runner.py record tests/golden/current [--only NAME] [--plans FOLDER]
-    python tests/golden/runner.py compare [identical|limits] [--only NAME] [--plans FOLDER]
+    PYTHONPATH=src:tests python -m golden.runner record tests/golden/current [--only NAME] [--plans FOLDER]
+    PYTHONPATH=src:tests python -m golden.runner compare [identical|limits] [--only NAME] [--plans FOLDER]
 
 ``before/`` has the requests (``requests.toml``), their input files, and the answers of the commit the reorganisation
 started from; it is never recorded anew. A step that changes plans on purpose records ``current/``. *identical* compares
