@@ -53,7 +53,9 @@ def lines_of_code(module: Module) -> int:
     """Lines with code: no blanks, comments, docstrings, imports."""
     left_out: set[int] = set()
     for node in ast.walk(module.tree):
-        alone = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        alone = (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        )
         if alone or isinstance(node, ast.Import | ast.ImportFrom):
             left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines: set[int] = set()
