@@ -3,7 +3,7 @@
     python benchmarks/house.py [--source src/pipeplan] [--json] [--list]
 
 ``lines of code`` are the physical lines that hold code: without blanks, comments, docstrings (strings that stand
-alone) and imports. Cycles are groups of modules, or of rooms (what lies directly in the package), that import each
+alone), imports, and lines that only close brackets. Cycles are groups of modules, or of rooms (what lies directly in the package), that import each
 other, with imports inside functions and under TYPE_CHECKING; ``from package import name`` is an import of the module
 that ``name`` is, or of the package. ``--list`` says which cycles, names and files they are.
 """
@@ -26,6 +26,8 @@ KINDS = frozenset("FBIW")
 """What actions were compared with by their letters."""
 
 NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+
+CLOSING = frozenset(")]},")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ def modules_of(source: Path) -> list[Module]:
 
 
 def lines_of_code(module: Module) -> int:
-    """Lines with code: no blanks, comments, docstrings, imports."""
+    """Lines with code: no blanks, comments, docstrings, imports, closing brackets alone."""
     left_out: set[int] = set()
     for node in ast.walk(module.tree):
         alone = (
@@ -60,7 +62,7 @@ def lines_of_code(module: Module) -> int:
             left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
-        if token.type not in NOT_CODE:
+        if token.type not in NOT_CODE and token.string not in CLOSING:
             lines.update(range(token.start[0], token.end[0] + 1))
     return len(lines - left_out)
 

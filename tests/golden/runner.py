@@ -7,7 +7,7 @@
 started from; it is never recorded anew. A step that changes plans on purpose records ``current/``. *identical* compares
 with ``current/`` where that exists, else with ``before/``: every plan and every figure is the same, but for what is
 masked, seconds and versions. *limits* compares with ``before/``: no makespan is more than 0.1 % longer, and their sum
-is not longer. ``--only`` takes a part of a request's name; ``--plans`` keeps the masked plans, to look for a difference.
+is not longer. ``--only`` takes a part of a request's name; ``--plans`` keeps the masked plans, to compare by hand.
 """
 
 from __future__ import annotations
