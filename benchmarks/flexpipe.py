@@ -23,7 +23,6 @@ from pipeplan.costs.testbeds import cluster_of_paper
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.examples import model
 from pipeplan.model import Plan, Profile
-from pipeplan.model.workload import Workload
 from pipeplan.partition import place
 from pipeplan.partition.chain import Chain
 from pipeplan.planner import Batch, PlacementCandidate, Request, tune
@@ -174,7 +173,7 @@ def chosen(plan: Plan) -> str:
 
 def parted(plan: Plan) -> tuple[str, str]:
     """Ms that a device computes, and waits, on average: Fig. 14's two parts of an iteration."""
-    workload = Workload.of(plan)
+    workload = plan.workload
     work = sum(workload.work_of(x) * len(workload.resources[x]) for x in range(len(workload.operations)))
     busy = work / len(plan.devices)
     return f"{busy / 1e6:,.0f}", f"{(plan.predicted.iteration_ns - busy) / 1e6:,.0f}"

@@ -3,9 +3,11 @@
     python benchmarks/house.py [--source src/pipeplan] [--json] [--list]
 
 ``lines of code`` are the physical lines that hold code: without blanks, comments, docstrings (strings that stand
-alone) and imports. Cycles are groups of modules, or of rooms (what lies directly in the package), that import each
-other, with imports inside functions and under TYPE_CHECKING; ``from package import name`` is an import of the module
-that ``name`` is, or of the package. ``--list`` says which cycles, names and files they are.
+alone), imports, and lines that only close brackets. Cycles are groups of modules, or of rooms (what lies directly in
+the package), that import each other, with imports inside functions and under TYPE_CHECKING; ``from package import
+name`` is an import of the module that ``name`` is, or of the package. Modules *name* a kind's letter where it stands as
+a string in their code, and *compare* with it where that is in a comparison. ``--list`` says which cycles, names and
+modules they are.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ KINDS = frozenset("FBIW")
 """What actions were compared with by their letters."""
 
 NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+
+CLOSING = frozenset(")]},")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ def modules_of(source: Path) -> list[Module]:
 
 
 def lines_of_code(module: Module) -> int:
-    """Lines with code: no blanks, comments, docstrings, imports."""
+    """Lines with code: no blanks, comments, docstrings, imports, closing brackets alone."""
     left_out: set[int] = set()
     for node in ast.walk(module.tree):
         alone = (
@@ -60,7 +64,7 @@ def lines_of_code(module: Module) -> int:
             left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
-        if token.type not in NOT_CODE:
+        if token.type not in NOT_CODE and token.string not in CLOSING:
             lines.update(range(token.start[0], token.end[0] + 1))
     return len(lines - left_out)
 
@@ -102,6 +106,12 @@ def shared_names(modules: Iterable[Module]) -> dict[str, list[str]]:
     return {name: found for name, found in sorted(where.items()) if len(set(found)) > 1}
 
 
+def names_kinds(module: Module) -> bool:
+    """Whether a kind's letter stands anywhere as a string."""
+    tokens = tokenize.generate_tokens(io.StringIO(module.text).readline)
+    return any(token.type == tokenize.STRING and token.string.strip("\"'") in KINDS for token in tokens)
+
+
 def compares_with_kinds(module: Module) -> bool:
     """Whether anything is compared with a kind's letter."""
     return any(_letters(node) for node in ast.walk(module.tree) if isinstance(node, ast.Compare | ast.match_case))
@@ -132,6 +142,7 @@ def measure(source: Path) -> tuple[dict[str, int], Mapping[str, object]]:
     by_module, by_room = cycles(edges), cycles(rooms)
     classes = shared_names(modules)
     compared = [module.name for module in modules if compares_with_kinds(module)]
+    named = [module.name for module in modules if names_kinds(module)]
     figures = {
         "modules": len(modules),
         "packages": sum(module.is_package for module in modules),
@@ -140,9 +151,10 @@ def measure(source: Path) -> tuple[dict[str, int], Mapping[str, object]]:
         "cycles among modules": len(by_module),
         "cycles among rooms": len(by_room),
         "class names in several modules": len(classes),
+        "modules that name a kind's letter": len(named),
         "modules that compare with a kind's letter": len(compared),
     }
-    return figures, {"cycles": by_module, "rooms": by_room, "classes": classes, "letters": compared}
+    return figures, {"cycles": by_module, "rooms": by_room, "classes": classes, "named": named, "compared": compared}
 
 
 def main() -> None:

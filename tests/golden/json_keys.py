@@ -1,6 +1,6 @@
 """Every key that a verb prints with ``--json`` or writes into a file, as sorted paths.
 
-    python tests/golden/json_keys.py                   # writes before/json_keys.json
+    PYTHONPATH=src:tests python -m golden.json_keys    # writes before/json_keys.json
 
 The commands are the tables ``keys`` and ``keys_torch`` of ``before/requests.toml``, {verb and case: arguments}. A path
 is ``rows[].schedule``; names that are data, such as those of operations, are ``*``.
@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from runner import BEFORE, inputs, pipeplan, requests
+from golden.runner import BEFORE, arguments_of, inputs, pipeplan, requests
 
 __all__ = ["KEYS", "keys_of", "paths"]
 
 KEYS = BEFORE / "json_keys.json"
 
 _DATA = re.compile(r"\d+\D?")
-_FREE = ("versions", "options")
+_FREE = ("versions", "options", "configurations")
 """What has different keys wherever it stands."""
 
 
@@ -33,8 +32,7 @@ def keys_of(case: str, text: str) -> list[str]:
     """
     written = Path("out.json")
     written.unlink(missing_ok=True)
-    arguments = shlex.split(re.sub(r"{(.*?)}", r"\1.json", text))
-    done = pipeplan(case.split()[0], *arguments)
+    done = pipeplan(case.split()[0], *arguments_of(text))
     text = written.read_text(encoding="utf-8") if written.exists() else done.out
     assert text.startswith("{"), f"{case}: exit {done.code}: {done.err}"
     return sorted(set(paths(json.loads(text))))

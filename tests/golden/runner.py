@@ -1,13 +1,13 @@
 """Deterministic searches, recorded and compared; driven through the command line, so that moved modules change nothing.
 
-    python tests/golden/runner.py record tests/golden/current [--only NAME] [--plans FOLDER]
-    python tests/golden/runner.py compare [identical|limits] [--only NAME] [--plans FOLDER]
+    PYTHONPATH=src:tests python -m golden.runner record tests/golden/current [--only NAME] [--plans FOLDER]
+    PYTHONPATH=src:tests python -m golden.runner compare [identical|limits] [--only NAME] [--plans FOLDER]
 
 ``before/`` has the requests (``requests.toml``), their input files, and the answers of the commit the reorganisation
 started from; it is never recorded anew. A step that changes plans on purpose records ``current/``. *identical* compares
 with ``current/`` where that exists, else with ``before/``: every plan and every figure is the same, but for what is
 masked, seconds and versions. *limits* compares with ``before/``: no makespan is more than 0.1 % longer, and their sum
-is not longer. ``--only`` takes a part of a request's name; ``--plans`` keeps the masked plans for a closer look.
+is not longer. ``--only`` takes a part of a request's name; ``--plans`` keeps the masked plans, to compare by hand.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import runpy
 import shlex
 import sys
@@ -31,13 +32,26 @@ from time import process_time
 from typing import Any
 from unittest.mock import patch
 
-__all__ = ["BEFORE", "Output", "answer", "differences", "inputs", "longer", "pipeplan", "recorded", "requests"]
+__all__ = [
+    "BEFORE",
+    "VERBS",
+    "Output",
+    "answer",
+    "arguments_of",
+    "differences",
+    "expected_answers",
+    "inputs",
+    "longer",
+    "pipeplan",
+    "recorded",
+    "requests",
+]
 
 HERE = Path(__file__).parent
 BEFORE = HERE / "before"
 CURRENT = HERE / "current"
 ANSWERS = "answers.json"
-MOST_LONGER = 1.001
+VERBS = ("search", "compare", "frontier", "simulate", "check")
 
 Json = Any
 Answer = dict[str, Json]
@@ -80,7 +94,7 @@ def inputs() -> Iterator[Path]:
 
 def arguments_of(text: str) -> list[str]:
     """The arguments of a request, with file names for ``{stem}``."""
-    return shlex.split(text.replace("{", "").replace("}", ".json")) if "{" in text else shlex.split(text)
+    return shlex.split(re.sub(r"{(.*?)}", r"\1.json", text))
 
 
 def answer(verb: str, text: str, plans: Path | None = None) -> Answer:
@@ -138,6 +152,11 @@ def recorded(folder: Path) -> dict[str, Answer]:
     return found
 
 
+def expected_answers() -> dict[str, Answer]:
+    """What *identical* compares with: the answers of the last step that changed plans on purpose."""
+    return recorded(CURRENT if (CURRENT / ANSWERS).exists() else BEFORE)
+
+
 def differences(name: str, expected: Json, found: Json) -> list[str]:
     """Every place where two answers differ, a line each."""
     if isinstance(expected, dict) and isinstance(found, dict):
@@ -162,7 +181,7 @@ def longer(expected: Mapping[str, Answer], found: Mapping[str, Answer]) -> list[
             continue
         sums[0] += makespan
         sums[1] += new
-        if new > makespan * MOST_LONGER:
+        if 1000 * new > 1001 * makespan:
             lines.append(f"{name}: {makespan} ns is now {new}, {new / makespan - 1:+.3%}")
     if sums[1] > sums[0]:
         lines.append(f"the sum, {sums[0]} ns, is now {sums[1]}, {sums[1] / sums[0] - 1:+.4%}")
@@ -187,9 +206,6 @@ def _line(found: Answer) -> str:
         return f"exit {found['exit']}: {' '.join(found['message'])}"
     figures = found["figures"]
     return " ".join(str(figures[key]) for key in ("status", "scheduler", "placement", "makespan_ns") if key in figures)
-
-
-VERBS = ("search", "compare", "frontier", "simulate", "check")
 
 
 def main() -> int:
@@ -220,7 +236,7 @@ def _compare(level: str, only: str, plans: Path | None) -> int:
     if level == "limits":
         lines = longer(recorded(BEFORE), dict(_answers(only, plans, VERBS[:1])))
     else:
-        expected = recorded(CURRENT if (CURRENT / ANSWERS).exists() else BEFORE)
+        expected = expected_answers()
         lines = [
             line
             for name, found in _answers(only, plans, VERBS)

@@ -466,7 +466,7 @@ def test_search_takes_instructions_from_rules_files(tmp_path: Path) -> None:
         found = CliRunner().invoke(cli, verb)
         assert found.exit_code == 0, found.output
     plan = read_plan(paths[2])
-    assert [operation.id for operation in Workload.of(plan).instructions] == ["5GATHER", "6NORM"]
+    assert [operation.id for operation in plan.workload.instructions] == ["5GATHER", "6NORM"]
     assert plan.operation("5GATHER").attributes == {"to": (1, 3), "scale": 0.5}
 
 

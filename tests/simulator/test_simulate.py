@@ -184,7 +184,7 @@ def test_the_profile_of_a_plan_changes_nothing(split: tuple[int, int] | None) ->
     plan = chain_plan(4, 8, **costs)
     simulation = simulate(plan, profile=chain_profile(4, **costs))
     assert simulation.as_planned
-    assert simulation.workload == Workload.of(plan)
+    assert simulation.workload == plan.workload
 
 
 def test_another_profile_changes_times_sizes_and_messages_but_not_orders() -> None:

@@ -216,7 +216,7 @@ def test_found_repetends_are_the_best_that_exist(num_devices: int, times: list[i
     workload = chain_workload(num_devices, 6, lag=lag)
     durations = {f"{s}{kind}": times[2 * s + (kind == "B")] for s in range(num_devices) for kind in "FB"}
     operations = tuple(replace(op, duration_ns=durations[op.id]) for op in workload.operations)
-    workload = Workload.of(plan_of(workload, one_f_one_b(workload)).model_copy(update={"operations": operations}))
+    workload = plan_of(workload, one_f_one_b(workload)).model_copy(update={"operations": operations}).workload
     orders = backward_first(workload, room)
     graph, tasks, starts = timed(workload, orders)
     expected = best_by_brute_force(workload, orders, {entry_of(graph, t): s for t, s in enumerate(starts)})

@@ -58,8 +58,8 @@ def test_orders_that_wait_for_each_other_are_refused_with_actions() -> None:
 
 def test_orders_of_a_plan_are_its_compute_actions() -> None:
     plan = chain_plan(3, 4, split=(10, 10), lag=3)
-    graph = task_graph(Workload.of(plan))
-    assert named(graph, orders_of(plan, graph)) == one_f_one_b(Workload.of(plan))
+    graph = task_graph(plan.workload)
+    assert named(graph, orders_of(plan, graph)) == one_f_one_b(plan.workload)
 
 
 # Memory ------------------------------------------------------------------------------------------------------

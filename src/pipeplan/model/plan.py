@@ -20,6 +20,7 @@ from pipeplan.model.fields import MAX_DEVICES, Count, Items, Name, Nanoseconds, 
 from pipeplan.model.migrations import current_version
 from pipeplan.model.placement import PlacedStage, Placement
 from pipeplan.model.samples import Slots
+from pipeplan.model.workload import Workload
 
 __all__ = ["Plan", "Predicted", "Provenance"]
 
@@ -208,6 +209,21 @@ class Plan(File):
     def mini_batch(self) -> int:
         """Samples in one iteration."""
         return self.num_microbatches * self.microbatch_size
+
+    @property
+    def workload(self) -> Workload:
+        """What the plan's programs run, made anew at each call."""
+        return Workload(
+            name=self.name,
+            placement=self.placement,
+            num_microbatches=self.num_microbatches,
+            microbatch_size=self.microbatch_size,
+            devices=self.devices,
+            stages=self.stages,
+            operations=self.operations,
+            dependencies=self.dependencies,
+            num_routes=self.num_routes,
+        )
 
     @cached_property
     def _by_id(self) -> dict[str, Operation]:

@@ -17,7 +17,6 @@ from functools import cached_property
 
 from pipeplan.model.action import Action, is_instruction, payload_of
 from pipeplan.model.elements import Dependency, Device, Hop, Operation, Stage, slots_of
-from pipeplan.model.plan import Plan
 from pipeplan.model.samples import Slots
 
 __all__ = ["Transfer", "Workload"]
@@ -40,8 +39,7 @@ class Transfer:
 class Workload:
     """Stages on devices, their operations and dependencies, and how many micro-batches flow through.
 
-    The fields are those of :class:`~pipeplan.model.plan.Plan` with the same names. ``operations`` are ordered
-    so that dependencies point forward.
+    ``operations`` are ordered so that dependencies point forward.
     """
 
     name: str
@@ -53,21 +51,6 @@ class Workload:
     operations: tuple[Operation, ...]
     dependencies: tuple[Dependency, ...]
     num_routes: int = 1
-
-    @classmethod
-    def of(cls, plan: Plan) -> Workload:
-        """The workload of a plan."""
-        return cls(
-            plan.name,
-            plan.placement,
-            plan.num_microbatches,
-            plan.microbatch_size,
-            plan.devices,
-            plan.stages,
-            plan.operations,
-            plan.dependencies,
-            plan.num_routes,
-        )
 
     def with_microbatches(self, num_microbatches: int) -> Workload:
         """The same for another number of micro-batches."""

@@ -40,7 +40,7 @@ def recosted(plan: Plan, profile: Profile, cluster: Cluster | None) -> Workload:
     built = _Built(plan, profile, placement, cluster)
     devices = built.any.devices if cluster is not None else plan.devices
     return replace(
-        Workload.of(plan),
+        plan.workload,
         devices=devices,
         stages=tuple(built.stage(index) for index in range(len(plan.stages))),
         operations=tuple(built.operation(operation) for operation in plan.operations),
@@ -61,7 +61,7 @@ def relinked(plan: Plan, cluster: Cluster) -> Workload:
     names = [kind.name for kind in cluster.devices for _ in range(kind.count)]
     memory = cluster.memory_bytes
     return replace(
-        Workload.of(plan),
+        plan.workload,
         devices=tuple(Device(name=names[d], memory_bytes=memory[d]) for d in range(len(plan.devices))),
         stages=tuple(_relinked_stage(plan, stage, cluster) for stage in plan.stages),
         dependencies=tuple(

@@ -150,12 +150,12 @@ def simulate(
         UsageError: the plan cannot be replayed for this number of micro-batches, profile or cluster.
         InvalidPlanError: the plan's programs are not orders of its actions, or wait for each other.
     """
-    workload = Workload.of(plan)
+    workload = plan.workload
     if profile is not None:
         workload = recosted(plan, profile, cluster)
     elif cluster is not None:
         workload = relinked(plan, cluster)
-    as_planned = workload == Workload.of(plan) and num_microbatches in (None, plan.num_microbatches)
+    as_planned = workload == plan.workload and num_microbatches in (None, plan.num_microbatches)
     graph = task_graph(workload)
     orders = orders_of(plan, graph)
     if num_microbatches is not None and num_microbatches != plan.num_microbatches:
@@ -224,7 +224,7 @@ def _steady_bubble_rate(workload: Workload, period: Fraction) -> float:
 
 def _period_bound(plan: Plan, workload: Workload) -> float:
     """The plan's own bound where costs are the plan's: it holds for any number of micro-batches."""
-    own = Workload.of(plan)
+    own = plan.workload
     if workload.with_microbatches(own.num_microbatches) == own:
         return plan.predicted.period_lower_bound_ns
     return float(work_bound(workload))

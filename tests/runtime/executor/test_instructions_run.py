@@ -12,7 +12,6 @@ import torch
 from pipeplan.check import check
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model import Plan
-from pipeplan.model.workload import Workload
 from pipeplan.runtime.importing import imported_module
 from pipeplan.runtime.instructions import Context, CustomOp, CustomOpRunner, custom_ops_of, register
 from pipeplan.runtime.model import Model
@@ -90,7 +89,7 @@ def test_gradients_are_those_of_an_unsplit_run(name: str, reports: Reports) -> N
 @pytest.mark.parametrize("name", EMULATED)
 def test_emulations_take_no_less_than_the_prediction(name: str, reports: Reports) -> None:
     """Nothing starts before what it waits for, instructions included; how much later depends on the machine."""
-    workload = Workload.of(slower(PLANS[name][1]))
+    workload = slower(PLANS[name][1]).workload
     least = makespan_bound(workload)
     assert all(ns >= least for ns in reports[f"emulated {name}"][0]["iterations_ns"])
 
