@@ -105,7 +105,7 @@ def answer(verb: str, text: str, plans: Path | None = None) -> Answer:
     done = pipeplan(verb, *arguments_of(text), *output, "--json")
     found: Answer = {"exit": done.code}
     if done.code:
-        found["message"] = done.err.strip().splitlines()
+        found["message"] = ":".join(done.err.strip().split(":")[:2])  # what would do is looked for against the clock
     if done.out:
         found["figures"] = _short(masked(json.loads(done.out)))
     if plan.exists():
@@ -177,7 +177,7 @@ def longer(expected: Mapping[str, Answer], found: Mapping[str, Answer]) -> list[
         if makespan is None:
             continue
         if new is None:
-            lines.append(f"{name}: has no plan: {' '.join(now['message'])}")
+            lines.append(f"{name}: has no plan: {now['message']}")
             continue
         sums[0] += makespan
         sums[1] += new
@@ -203,7 +203,7 @@ def _answers(only: str, plans: Path | None, verbs: Sequence[str]) -> Iterator[tu
 
 def _line(found: Answer) -> str:
     if found["exit"]:
-        return f"exit {found['exit']}: {' '.join(found['message'])}"
+        return f"exit {found['exit']}: {found['message']}"
     figures = found["figures"]
     return " ".join(str(figures[key]) for key in ("status", "scheduler", "placement", "makespan_ns") if key in figures)
 

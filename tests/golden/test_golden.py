@@ -110,4 +110,4 @@ def test_longer_finds_a_longer_makespan_and_a_longer_sum() -> None:
     assert found(10_010, 9_990) == []
     assert len(found(10_011, 9_900)) == 1
     assert len(found(10_010, 10_000)) == 1
-    assert "no plan" in longer(before, {"a": {"exit": 1, "message": ["pipeplan: nothing"]}})[0]
+    assert "no plan" in longer(before, {"a": {"exit": 1, "message": "pipeplan: nothing"}})[0]
