@@ -12,7 +12,7 @@ SOURCE = Source(method="literature", reference="made up for tests")
 
 def profile_of(
     costs: Sequence[CostRow | Sequence[CostRow]],
-    pairs: Iterable[tuple[int, int]] | None = None,
+    pairs: Iterable[tuple[int, int] | Edge] | None = None,
     *,
     parameters: Sequence[int] | None = None,
     **edge: Any,
@@ -30,12 +30,15 @@ def profile_of(
     return joined(blocks, pairs, **edge)
 
 
-def joined(blocks: Sequence[Block], pairs: Iterable[tuple[int, int]] | None = None, **edge: Any) -> Profile:
-    """The profile of these blocks, joined by ``pairs`` of their numbers: a chain unless any are given."""
+def joined(blocks: Sequence[Block], pairs: Iterable[tuple[int, int] | Edge] | None = None, **edge: Any) -> Profile:
+    """The profile of these blocks, joined by ``pairs`` of their numbers or by edges: a chain unless any are given."""
     if pairs is None:
         pairs = zip(range(len(blocks) - 1), range(1, len(blocks)), strict=True)
-    edges = tuple(Edge(source=blocks[source].id, target=blocks[target].id, **edge) for source, target in pairs)
-    return Profile(name="made-up", source=SOURCE, blocks=tuple(blocks), edges=edges)
+    edges = tuple(
+        pair if isinstance(pair, Edge) else Edge(source=blocks[pair[0]].id, target=blocks[pair[1]].id, **edge)
+        for pair in pairs
+    )
+    return Profile(name="test", source=SOURCE, blocks=tuple(blocks), edges=edges)
 
 
 def stage_per_block(profile: Profile, devices: Sequence[int | Sequence[int]] | None = None) -> Placement:

@@ -19,7 +19,7 @@ SIZE = 2
 
 def profile_of(num_blocks: int, edges: list[Edge], activation: int = 100) -> Profile:
     row = CostRow(microbatch_size=SIZE, forward_ns=10, backward_ns=20, activation_bytes=activation)
-    return profiles.profile_of([row] * num_blocks, ()).model_copy(update={"edges": tuple(edges)})
+    return profiles.profile_of([row] * num_blocks, edges)
 
 
 def edge(source: int, target: int, tensor: str | None, size: int = 10, **more: bool) -> Edge:
