@@ -29,7 +29,7 @@ from pipeplan.runtime.capture import replay
 from pipeplan.runtime.estimator import estimate_model
 from pipeplan.runtime.hugging_face import load
 from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.measure import Whole, WholeBench
+from pipeplan.runtime.measure.whole import Whole, WholeBench
 from pipeplan.runtime.profiler import profile_model
 
 MODELS = {

@@ -18,9 +18,9 @@ from pipeplan.model import Block, Cluster, CostRow, Profile, Source
 from pipeplan.model.cluster import DeviceKind, LinkLevel
 from pipeplan.runtime.footprint import meter_for
 from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.measure import in_one_piece, measure_whole
 from pipeplan.runtime.measure.bench import Bench
 from pipeplan.runtime.measure.timing import drift_of, num_outliers
+from pipeplan.runtime.measure.whole import in_one_piece, measure_whole
 from pipeplan.runtime.model import BlockSpec, Collective, Model
 from pipeplan.runtime.modules import WeightGradQueue, defer_weight_gradients
 from pipeplan.runtime.partial import Partial, RowKey
