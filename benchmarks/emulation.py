@@ -32,7 +32,7 @@ from tables import machine, markdown, note
 from pipeplan.model import Plan, parse, read_plan
 from pipeplan.runtime.emulation import emulate
 from pipeplan.runtime.launch import watch_local
-from pipeplan.runtime.options import Link, RunOptions
+from pipeplan.runtime.options import RankContext, RunOptions
 from pipeplan.runtime.start import main as be_rank
 from pipeplan.units import format_ns, parse_ns
 
@@ -97,7 +97,7 @@ def options(case: Case, steps: int) -> dict[str, Any]:
     return RunOptions(num_steps=steps + 1, timeout_ns=TIMEOUT_NS, blocking=case.blocking).as_json()
 
 
-def rank(job: Mapping[str, Any], link: Link) -> None:
+def rank(job: Mapping[str, Any], link: RankContext) -> None:
     """One process: all cases, of which rank 0 tells the times."""
     torch.set_num_threads(1)
     for name, case in job["cases"].items():

@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from pipeplan.errors import UsageError
 from pipeplan.model import Plan, parse
 from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.options import Link
+from pipeplan.runtime.options import RankContext
 from pipeplan.runtime.start import main
 from pipeplan.runtime.train_options import TrainOptions
 from pipeplan.runtime.training import Trainer
 
 
-def work(job: Mapping[str, Any], link: Link) -> None:
+def work(job: Mapping[str, Any], link: RankContext) -> None:
     torch.set_num_threads(1)
     if job["dies"]:
         _die_while_writing(link.rank)
@@ -35,7 +35,7 @@ def work(job: Mapping[str, Any], link: Link) -> None:
         link.report({"event": "case", "name": name, "legs": told})
 
 
-def run_leg(leg: Mapping[str, Any], unsplit: Unsplit, link: Link) -> dict[str, Any]:
+def run_leg(leg: Mapping[str, Any], unsplit: Unsplit, link: RankContext) -> dict[str, Any]:
     """Train up to a step, write a checkpoint, and forget everything; or be refused."""
     plan, options = parse(leg["plan"], Plan), TrainOptions(**leg["options"])
     link.progress.program = plan.programs[link.rank]

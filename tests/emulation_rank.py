@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from pipeplan.model import Plan, parse
 from pipeplan.runtime.emulation import emulate
-from pipeplan.runtime.options import Link, RunOptions
+from pipeplan.runtime.options import RankContext, RunOptions
 from pipeplan.runtime.start import main
 
 
-def emulate_all(job: Mapping[str, Any], link: Link) -> None:
+def emulate_all(job: Mapping[str, Any], link: RankContext) -> None:
     """Report, per case, when everything ran."""
     torch.set_num_threads(1)
     for name, case in job["cases"].items():

@@ -65,12 +65,12 @@ def chain() -> Any:
 def replay(job: Mapping[str, Any], link: Any) -> None:
     """Run the plan's program on one mini-batch, and report how far gradients are from those of an unsplit run."""
     from pipeplan.runtime.executor import Executor
-    from pipeplan.runtime.layouts import Layouts
+    from pipeplan.runtime.layouts import StageLayouts
     from pipeplan.runtime.messages import Channels
     from pipeplan.runtime.partners import ProcessGroups
     from pipeplan.runtime.program import programs_of
     from pipeplan.runtime.rows import TensorSpec
-    from pipeplan.runtime.stages import Samples, StageRunner
+    from pipeplan.runtime.stages import MiniBatch, StageRunner
     from pipeplan.runtime.tied import SharedParameters
     from pipeplan.runtime.together import AllRanks
 
@@ -90,14 +90,14 @@ def replay(job: Mapping[str, Any], link: Any) -> None:
             part,
             {share.block: modules[share] for share in part.shares},
             {block: model.block(block) for block in part.blocks},
-            layouts=Layouts.of(part, model, groups.along),
+            layouts=StageLayouts.of(part, model, groups.along),
         )
         for index, part in program.stages.items()
     }
     channels = Channels(program, specs, CPU, "gloo", timeout)
     executor = Executor(program, stages, channels, specs, link.progress, all_ranks.clock)
     batch = model.mini_batch(plan.mini_batch, 0, SEED, dtype=torch.float64)
-    executor.run(Samples(batch, model.predictions(batch)))
+    executor.run(MiniBatch(batch, model.predictions(batch)))
     shared.sum_gradients()
     own = {f"{share}.{name}": each for share, module in modules.items() for name, each in module.named_parameters()}
     expected_loss, expected = unsplit(model, batch)

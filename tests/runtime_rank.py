@@ -15,14 +15,14 @@ from pipeplan.errors import UsageError
 from pipeplan.model import Plan, parse
 from pipeplan.runtime.emulation import emulate
 from pipeplan.runtime.model import Model
-from pipeplan.runtime.options import Link, RunOptions
+from pipeplan.runtime.options import RankContext, RunOptions
 from pipeplan.runtime.share import Share
 from pipeplan.runtime.start import main
 from pipeplan.runtime.train_options import TrainOptions
 from pipeplan.runtime.training import Trainer, model_of
 
 
-def compare(job: Mapping[str, Any], link: Link) -> None:
+def compare(job: Mapping[str, Any], link: RankContext) -> None:
     """Report, per case, how far losses, gradients and parameters of every step are from unsplit training."""
     torch.set_num_threads(1)
     for name, case in job["cases"].items():
@@ -34,7 +34,7 @@ def compare(job: Mapping[str, Any], link: Link) -> None:
         dist.barrier()
 
 
-def run_case(name: str, plan: Plan, options: RunOptions, link: Link) -> dict[str, Any]:
+def run_case(name: str, plan: Plan, options: RunOptions, link: RankContext) -> dict[str, Any]:
     """What a case is for: ranks that do not agree must all refuse alike; others emulate, or train."""
     if not isinstance(options, TrainOptions):
         emulated = emulate(plan, options, link.progress, lambda step: None)
@@ -60,7 +60,7 @@ def refused_model(name: str, rank: int) -> Model:
     return runtime_models.breaking(lambda: None)
 
 
-def train_both(plan: Plan, model: Model, options: TrainOptions, link: Link) -> dict[str, Any]:
+def train_both(plan: Plan, model: Model, options: TrainOptions, link: RankContext) -> dict[str, Any]:
     """Largest distances over steps; what is compared on this rank is its own part of the model."""
     trainer = Trainer(plan, model, options, link.progress)
     unsplit = Unsplit(model, options)

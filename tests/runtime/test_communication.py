@@ -26,7 +26,7 @@ from pipeplan.model import (
     to_json,
     write_file,
 )
-from pipeplan.runtime.communication import OPERATIONS, LinkOptions, Point, measure_local, tasks_of
+from pipeplan.runtime.communication import OPERATIONS, LinkOptions, LinkPoint, measure_local, tasks_of
 
 FEW = LinkOptions(largest_bytes=1 << 14, repeats=3, warmup=1, timeout_ns=20 * 10**9)
 RANK = (sys.executable, link_rank.__file__)
@@ -47,8 +47,8 @@ def children() -> list[str]:
 
 def measured(
     num_processes: int, options: LinkOptions = FEW, cluster: Cluster | None = None
-) -> tuple[Cluster, list[Point], list[Cluster]]:
-    points: list[Point] = []
+) -> tuple[Cluster, list[LinkPoint], list[Cluster]]:
+    points: list[LinkPoint] = []
     kept: list[Cluster] = []
     found = measure_local(num_processes, options, cluster, on_point=points.append, keep=kept.append, command=RANK)
     return found, points, kept
@@ -203,7 +203,7 @@ def test_a_rank_that_breaks_is_named_with_its_operation(
 def test_an_interruption_keeps_whole_curves() -> None:
     kept: list[Cluster] = []
 
-    def interrupt(point: Point) -> None:
+    def interrupt(point: LinkPoint) -> None:
         if point.operation == "all_reduce" and point.num_devices == 3:
             raise KeyboardInterrupt
 

@@ -13,7 +13,7 @@ from runtime_threads import run_in_threads
 from torch import nn
 
 from pipeplan.runtime.model import BlockSpec, Model
-from pipeplan.runtime.stages import Samples
+from pipeplan.runtime.stages import MiniBatch
 
 
 class Dropping(nn.Module):
@@ -51,7 +51,7 @@ def test_losses_and_gradients_do_not_depend_on_the_plan(split: bool) -> None:
 
 def test_seeds_differ_by_mini_batch_block_and_samples() -> None:
     seeds = [
-        Samples({}, 1, draw).seed_of(block, samples)
+        MiniBatch({}, 1, draw).seed_of(block, samples)
         for draw in ((0, 0), (0, 1), (1, 0), (2**31, 7))
         for block in ("b0", "b1", "layer10.ffn")
         for samples in ((0, 1), (2, 3), (1,))

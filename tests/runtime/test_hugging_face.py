@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeplan.errors import UsageError
 from pipeplan.runtime.hugging_face import load, load_configuration
 from pipeplan.runtime.hugging_face.families import FAMILIES
-from pipeplan.runtime.survey import survey
+from pipeplan.runtime.survey import block_graph_of
 
 
 def test_every_family_is_tested() -> None:
@@ -125,7 +125,7 @@ def test_large_models_need_no_memory_and_have_the_published_parameters(said: str
 def test_a_model_without_data_is_cut_and_rehearsed() -> None:
     model = load_configuration("LlamaConfig(num_hidden_layers=3)", sequence=64, meta=True)
     assert all(torch.isfinite(parameter).all() for parameter in model.block("head").build().parameters())
-    found = survey(model, torch.bfloat16)
+    found = block_graph_of(model, torch.bfloat16)
     assert len(found.kinds) == 4
     assert model.batch(1, 0, 0)["tokens"].shape == (1, 64)
 

@@ -27,7 +27,7 @@ from hugging_face_models import (
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.hugging_face import Whole, load
+from pipeplan.runtime.hugging_face import LoadedModel, load
 from pipeplan.runtime.hugging_face.sharding import share_of
 
 
@@ -50,7 +50,7 @@ def test_shares_together_compute_the_same(name: str) -> None:
     with eager_experts(found), torch.no_grad():
         expected = answer(name, found.module, batch)
         shares = [share_of(found.module, found.ways, 2, rank) for rank in range(2)]
-        parts = Together(found, shares).run(lambda share: answer(name, share, batch))
+        parts = AllShares(found, shares).run(lambda share: answer(name, share, batch))
     made = torch.cat(parts, -1) if expected.shape != parts[0].shape else parts[0]
     assert torch.allclose(made, expected, rtol=1e-9, atol=1e-9)
 
@@ -68,10 +68,10 @@ def answer(name: str, module: Any, batch: Mapping[str, Tensor]) -> Tensor:
     return module.head(made.multimodal_embeddings) if name == "flava" else made.logits
 
 
-class Together:
+class AllShares:
     """Shares of a model in threads of their own that add up their parts as devices would."""
 
-    def __init__(self, found: Whole, shares: list[nn.Module]) -> None:
+    def __init__(self, found: LoadedModel, shares: list[nn.Module]) -> None:
         self.shares = shares
         self.slots: list[Any] = [None] * len(shares)
         self.barrier = threading.Barrier(len(shares), timeout=60)

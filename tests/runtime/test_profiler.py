@@ -25,7 +25,7 @@ from pipeplan.runtime.measure import timing
 from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.modules import WeightGradQueue
 from pipeplan.runtime.profiler import profile_model
-from pipeplan.runtime.survey import survey
+from pipeplan.runtime.survey import block_graph_of
 
 WIDTH = 8
 FLOAT = 4
@@ -163,7 +163,7 @@ def test_other_number_formats(dtype: torch.dtype) -> None:
 
 
 def kinds(model: Model) -> dict[str, list[str]]:
-    return survey(model, torch.float32).kinds
+    return block_graph_of(model, torch.float32).kinds
 
 
 def test_alike_are_equal_blocks_with_equal_inputs() -> None:

@@ -35,7 +35,7 @@ def measure_communication(ctx: click.Context) -> None:
     require_torch()
     require_writable(output)
     from pipeplan.model import read_cluster, write_file
-    from pipeplan.runtime.communication import LinkOptions, Point, measure_links, measure_local
+    from pipeplan.runtime.communication import LinkOptions, LinkPoint, measure_links, measure_local
 
     options = LinkOptions(
         given["min_bytes"], given["max_bytes"], 4, given["repeats"], given["warmup"], device=given["device"]
@@ -48,7 +48,7 @@ def measure_communication(ctx: click.Context) -> None:
             write_file(cluster, output)
         written.append(cluster)
 
-    def tell(point: Point) -> None:
+    def tell(point: LinkPoint) -> None:
         if sys.stderr.isatty():
             click.echo(f"{point.operation} of {point.size} bytes: {point.ns / 1000:.1f} us", err=True)
 

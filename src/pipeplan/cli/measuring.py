@@ -18,7 +18,7 @@ from pipeplan.errors import ExecutionError, InfeasibleError, UsageError
 if TYPE_CHECKING:
     from pipeplan.model import Profile
     from pipeplan.runtime.model import Model
-    from pipeplan.runtime.partial import Partial
+    from pipeplan.runtime.partial import UnfinishedProfile
 
 __all__ = ["Shown", "asked_model", "measure_and_write", "print_profile", "require_torch", "warnings_told"]
 
@@ -33,10 +33,10 @@ def measure_and_write(ctx: click.Context) -> None:
     require_torch()
     require_writable(output)
     from pipeplan.model import write_file
-    from pipeplan.runtime.partial import Partial
+    from pipeplan.runtime.partial import UnfinishedProfile
 
     begin = time.monotonic()
-    partial = Partial(_partial_path(output))
+    partial = UnfinishedProfile(_partial_path(output))
     if partial.path is not None and partial.path.exists():
         click.echo(f"pipeplan: going on from {partial.path}", err=True)
     shown = Shown("measuring")
@@ -72,14 +72,16 @@ def _partial_path(output: str) -> Path | None:
     return None if output == "-" or (path.exists() and not path.is_file()) else path.with_name(f"{path.name}.partial")
 
 
-def _kept(partial: Partial, what: str = "the same command") -> str:
+def _kept(partial: UnfinishedProfile, what: str = "the same command") -> str:
     """Where measurements are, and what goes on with them."""
     if partial.path is None or not partial.path.exists():
         return "nothing is written"
     return f"what was measured is kept in {partial.path}, and {what} goes on from there"
 
 
-def _measure(given: Mapping[str, Any], progress: Callable[[int, int, str], None], partial: Partial) -> Profile:
+def _measure(
+    given: Mapping[str, Any], progress: Callable[[int, int, str], None], partial: UnfinishedProfile
+) -> Profile:
     import torch
 
     from pipeplan.model import read_cluster

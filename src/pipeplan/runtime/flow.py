@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pipeplan.errors import UsageError
 from pipeplan.model import Dependency, Hop, Plan, is_instruction
 
-__all__ = ["Flow", "Hops", "Message", "hops_of", "model_flow", "planned_flow"]
+__all__ = ["Hops", "Message", "MessageGraph", "hops_of", "model_messages", "planned_messages"]
 
 _Pair = tuple[int, int]
 _Names = tuple[str, ...]
@@ -55,7 +55,7 @@ def hops_of(plan: Plan) -> Hops:
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class MessageGraph:
     """The names of the tensors of every message.
 
     ``crossings`` names, for each pair of stages, the blocks of the first whose outputs the second takes, whichever way
@@ -75,7 +75,7 @@ class Flow:
         return tuple(each for each in self.tensors if each.source == stage and (each.payload == "B") == backward)
 
 
-def model_flow(plan: Plan, edges: Sequence[tuple[str, str]], model: str) -> Flow:
+def model_messages(plan: Plan, edges: Sequence[tuple[str, str]], model: str) -> MessageGraph:
     """The flow of a model's tensors under a plan that has its blocks.
 
     Raises:
@@ -93,7 +93,7 @@ def model_flow(plan: Plan, edges: Sequence[tuple[str, str]], model: str) -> Flow
     return _whole_flow(plan, crossings, gradients, tensors)
 
 
-def planned_flow(plan: Plan) -> Flow:
+def planned_messages(plan: Plan) -> MessageGraph:
     """The flow where no model is known: each message has one tensor, named by its ends, as ``0>1``.
 
     Raises:
@@ -119,7 +119,7 @@ def planned_flow(plan: Plan) -> Flow:
 
 def _whole_flow(
     plan: Plan, crossings: Mapping[_Pair, _Names], gradients: Collection[_Pair], tensors: Mapping[Message, _Names]
-) -> Flow:
+) -> MessageGraph:
     """With the gradients' messages; every hop must have something to carry."""
     found = {**tensors, **{Message("B", target, source): crossings[source, target] for source, target in gradients}}
     for number, dependency in enumerate(plan.dependencies):
@@ -129,7 +129,7 @@ def _whole_flow(
                 f"dependencies[{number}] of the plan sends something from {dependency.source} to {dependency.target}, "
                 "but instructions are sent, and send, outputs of forwards alone; leave out its hops"
             )
-    return Flow(crossings, gradients, dict(sorted(found.items())))
+    return MessageGraph(crossings, gradients, dict(sorted(found.items())))
 
 
 def _crossings(plan: Plan, edges: Sequence[tuple[str, str]], model: str) -> dict[_Pair, _Names]:

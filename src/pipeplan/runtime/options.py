@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pipeplan.model import Plan, parse
 from pipeplan.runtime.progress import Progress
 
-__all__ = ["Link", "OnStep", "Report", "RunOptions", "RunResult", "StepResult", "run_job"]
+__all__ = ["OnStep", "RankContext", "Report", "RunOptions", "RunResult", "StepResult", "run_job"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ Options = TypeVar("Options", bound=RunOptions)
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class RankContext:
     """What a rank has while it does its job: its number, its record, and a way to report to who listens."""
 
     rank: int
@@ -121,7 +121,7 @@ class Link:
 
 
 def run_job(
-    run: Callable[[Plan, Options, Progress, OnStep], RunResult], options: Options, job: Report, link: Link
+    run: Callable[[Plan, Options, Progress, OnStep], RunResult], options: Options, job: Report, link: RankContext
 ) -> None:
     """Run the plan of a job, and let rank 0 report its steps and result, as ``Listener`` reads them."""
     plan = parse(job["plan"], Plan)

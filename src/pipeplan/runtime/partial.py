@@ -13,7 +13,7 @@ from pipeplan.errors import FileError, UsageError
 from pipeplan.model import FileModel, parse, write_text
 from pipeplan.model.base import Bytes, Count, Items, Name, Nanoseconds
 
-__all__ = ["KeptRow", "Partial", "RowKey"]
+__all__ = ["KeptRow", "RowKey", "UnfinishedProfile"]
 
 _SAVE_EVERY_S = 5.0
 """A crash loses no more than this; writing more often would disturb what is measured."""
@@ -56,7 +56,7 @@ class KeptRow(FileModel):
         return RowKey(self.block, self.microbatch_size, self.shards, self.recompute)
 
 
-class _PartialFile(FileModel):
+class _UnfinishedFile(FileModel):
     """The file: what was asked for, and the rows so far."""
 
     schema_version: Literal[1] = 1
@@ -65,7 +65,7 @@ class _PartialFile(FileModel):
     rows: Items[KeptRow] = ()
 
 
-class Partial:
+class UnfinishedProfile:
     """The rows so far, by what was measured; without a path they are in no file."""
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -95,9 +95,9 @@ class Partial:
         self._rows = {row.key: row for row in found.rows}
 
     @staticmethod
-    def _read(path: Path) -> _PartialFile:
+    def _read(path: Path) -> _UnfinishedFile:
         try:
-            return parse(path.read_bytes(), _PartialFile, str(path))
+            return parse(path.read_bytes(), _UnfinishedFile, str(path))
         except OSError as error:
             raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
         except FileError as error:
@@ -119,7 +119,7 @@ class Partial:
     def save(self) -> None:
         """Write the file atomically, if there is something to keep. Raises FileError."""
         if self.path is not None and self._rows:
-            file = _PartialFile(question=self._question, rows=tuple(self._rows.values()))
+            file = _UnfinishedFile(question=self._question, rows=tuple(self._rows.values()))
             write_text(file.model_dump_json() + "\n", str(self.path))
         self._saved_s = time.monotonic()
 

@@ -40,7 +40,7 @@ class Collectives(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Alone:
+class _OneDevice:
     """One device by itself, for measuring a share: nothing comes from others."""
 
     count: int
@@ -127,7 +127,7 @@ class Shards:
 
     @property
     def _collectives(self) -> Collectives:
-        return self.collectives or _Alone(self.count)
+        return self.collectives or _OneDevice(self.count)
 
 
 WHOLE = Shards()
