@@ -70,7 +70,7 @@ def emulate(plan: Plan, options: RunOptions, progress: Progress, on_step: OnStep
         iteration_ns, actions = emulation.step(step)
         steps.append(StepResult(step, math.nan, iteration_ns, 0))
         if options.trace:
-            timeline.append(tuple(tuple(told) for told in emulation.all_ranks.gather(actions)))
+            timeline.append(tuple(tuple(own) for own in emulation.all_ranks.gather(actions)))
         on_step(steps[-1])
     emulation.close()
     progress.begin(Phase.DONE)

@@ -164,7 +164,7 @@ class _Ranks:
         self.stack.close()
 
     def _unnamed_file(self, content: bytes) -> IO[bytes]:
-        """A file without a name, to be inherited: nothing is left behind whoever dies first."""
+        """A file without a name, to be inherited: nothing remains, whoever dies first."""
         file = self.stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  (the exit stack closes it)
         file.write(content)
         file.flush()
@@ -255,14 +255,14 @@ class _Ranks:
 
     def _deaths(self) -> dict[int, int]:
         """Exit status of ranks that ended and reported neither success nor failure."""
-        told = self.done | {failure.rank for failure in self.failures}
-        status = {rank: child.process.poll() for rank, child in enumerate(self.ranks) if rank not in told}
+        reported = self.done | {failure.rank for failure in self.failures}
+        status = {rank: child.process.poll() for rank, child in enumerate(self.ranks) if rank not in reported}
         return {rank: code for rank, code in status.items() if code is not None}
 
     def _verdict(self) -> PipeplanError:
-        told = telling(self.failures)
-        if told is not None:
-            sys.stderr.write(told.details)
+        cause = telling(self.failures)
+        if cause is not None:
+            sys.stderr.write(cause.details)
         return verdict(self.failures, self._deaths(), self.board, self.programs, self.timeout_ns)
 
     def _notice_hangs(self) -> None:

@@ -69,7 +69,7 @@ class Shards:
     along: Mapping[str, Shards] = field(default_factory=dict)
 
     def range(self, total: int) -> tuple[int, int]:
-        """This device's of so many rows: first, and the one after the last. Shares differ by one at most."""
+        """This device's share of ``total`` rows: first, and the one after the last. Shares differ by one at most."""
         return range_of(total, self.count, self.index)
 
     def shared(self, whole: Tensor) -> Tensor:

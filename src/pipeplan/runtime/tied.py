@@ -6,7 +6,7 @@ gradients are summed, each rank's once, and all make the same update.
 
 Of split blocks, those who have the same share of the same number are copies of each other: a share's gradient is
 summed over them, and so is that of a parameter that is whole on every device. Where a parameter is split in one stage
-and whole, or split otherwise, in another, gradients are put together to whole ones, summed over all ranks, and each
+and whole, or split otherwise, in another, gradients are assembled into whole ones, summed over all ranks, and each
 takes its part.
 """
 
@@ -169,18 +169,20 @@ class SharedParameters:
         self._groups.clear()
 
 
-def require_equal_copies(told: Sequence[Mapping[Ranks, Sequence[Copy]]]) -> None:
+def require_equal_copies(copies_of: Sequence[Mapping[Ranks, Sequence[Copy]]]) -> None:
     """Refuse models that are not the same on all ranks: their copies would stay different, or not fit each other.
 
     Args:
-        told: [rank] what its copies are like.
+        copies_of: [rank] what its copies are like.
 
     Raises:
         UsageError: two copies differ; the same error on every rank.
     """
-    for rank, copies in enumerate(told):
+    for rank, copies in enumerate(copies_of):
         for ranks, own in copies.items():
-            for (name, found), (first, expected) in zip_longest(own, told[ranks[0]][ranks], fillvalue=("", "nothing")):
+            for (name, found), (first, expected) in zip_longest(
+                own, copies_of[ranks[0]][ranks], fillvalue=("", "nothing")
+            ):
                 if found != expected:
                     raise UsageError(
                         f"ranks {ranks[0]} and {rank} do not start with the same parameters: {first or 'beyond them'} "
@@ -231,7 +233,7 @@ def _made_one(family: _SharedParameter, model: Model, modules: Mapping[Share, nn
 
 
 def _sum(sums: Sequence[_GradientSum], group: dist.ProcessGroup) -> None:
-    """Where one rank has a gradient all have to sum it, so they first tell each other."""
+    """Where one rank has a gradient all have to sum it, so they first exchange which have one."""
     if not sums:
         return
     present = [any(each.grad is not None for each in one.held.values()) for one in sums]

@@ -67,7 +67,7 @@ def train(plan: Plan, options: TrainOptions, progress: Progress, on_step: OnStep
         result, actions = trainer.step(step)
         steps.append(result)
         if options.trace:
-            timeline.append(tuple(tuple(told) for told in trainer.all_ranks.gather(actions)))
+            timeline.append(tuple(tuple(own) for own in trainer.all_ranks.gather(actions)))
         on_step(result)
         if options.saves_after(step) and result.finite:  # what is lost must not push good checkpoints out
             trainer.save()
@@ -320,10 +320,10 @@ class Trainer:
         computed = [each for each in actions if self.program.steps[each[0]].action.is_compute]
         worked = extent(computed, summed_ns if self.shared.across_ranks else 0)
         self.progress.begin(Phase.REPORTING)
-        told = self.all_ranks.gather((loss, worked, updated_ns))
-        updates = [end - (each[1] if each is not None else end) for _, each, end in told]
-        iteration_ns = iteration_of(each for _, each, _ in told)
-        return StepResult(step, sum(entry[0] for entry in told), iteration_ns, max(updates), norm)
+        found = self.all_ranks.gather((loss, worked, updated_ns))
+        updates = [end - (each[1] if each is not None else end) for _, each, end in found]
+        iteration_ns = iteration_of(each for _, each, _ in found)
+        return StepResult(step, sum(entry[0] for entry in found), iteration_ns, max(updates), norm)
 
 
 def travelling(
@@ -401,16 +401,16 @@ def _require_agreement(
         for message, _, _ in program.remote
     }
     own = {"plan": sha256_of(plan), **options.as_json(), "model": model.name}
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (own, carried))
-    require_alike([said for said, _ in told])
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (own, carried))
+    require_alike([said for said, _ in found])
     ends: dict[str, tuple[int, list[str]]] = {}
-    for other, (_, messages) in enumerate(told):
+    for other, (_, messages) in enumerate(found):
         for message, tensors in messages.items():
             first, expected = ends.setdefault(message, (other, tensors))
             if tensors != expected:
                 payload, source, target = message.split()
-                what = {"F": "outputs", "B": "gradients"}.get(payload, f"outputs behind {payload}")
+                what = {"F": "outputs", "B": "gradients"}.get(payload, f"outputs after {payload}")
                 raise UsageError(
                     f"ranks {first} and {other} expect different {what} between stages {source} and {target}: "
                     f"{', '.join(expected)} and {', '.join(tensors)}; the model must be the same on all ranks"

@@ -191,7 +191,7 @@ def _signature(module: nn.Module) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' remarks about token ids and the like,."""
+    """Without transformers' remarks about token ids and the like."""
     logging = _transformers().utils.logging
     before = logging.get_verbosity()
     logging.set_verbosity_error()
