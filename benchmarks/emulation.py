@@ -1,4 +1,4 @@
-"""How close rehearsals come to their prediction, and what blocking transfers cost (Tessel, Fig. 17).
+"""How close emulated runs come to their prediction, and what blocking transfers cost (Tessel, Fig. 17).
 
     pip install 'pipeplan[torch]'
     python benchmarks/emulation.py                      # prints the tables of docs/benchmarks.md; takes some minutes
@@ -79,7 +79,7 @@ def pipeplan(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "pipeplan", *arguments], check=True, capture_output=True)
 
 
-def rehearsed(cases: Sequence[Case], steps: int) -> dict[str, list[int]]:
+def emulated(cases: Sequence[Case], steps: int) -> dict[str, list[int]]:
     """[case] ns of the iterations, without the first; all by the same processes."""
     found: dict[str, list[int]] = {}
 
@@ -126,10 +126,10 @@ def main() -> None:
             plans = {s: planned(s, devices, block_ns, given.comm, given.limit, Path(directory)) for s in shapes}
             cases = [Case(shape, plan, False) for shape, plan in plans.items()]
             cases += [Case(shape, plans[shape], True) for shape in BLOCKING]
-            found = rehearsed(cases, given.steps)
+            found = emulated(cases, given.steps)
             close += [closeness(shape, plans[shape], found[f"{shape} beside"]) for shape in plans]
             blocking += [comparison(shape, plans[shape], found) for shape in BLOCKING]
-    print(markdown(["shape", "devices", "micro-batches", "predicted", "rehearsed", "more", "from", "to"], close))
+    print(markdown(["shape", "devices", "micro-batches", "predicted", "emulated", "more", "from", "to"], close))
     print()
     header = ["shape", "devices", "predicted", "beside computing", "blocking", "blocking / beside"]
     print(markdown(header, blocking))

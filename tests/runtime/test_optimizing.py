@@ -118,7 +118,7 @@ def test_autocast_is_for_float32() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", "mmt-tiny", "branches"])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_what_autocast_makes_is_as_rehearsed(name: str, recompute: bool) -> None:
+def test_what_autocast_makes_is_known_before(name: str, recompute: bool) -> None:
     """Stages run one block each; gradients come in the format of what was sent, those of parameters in float32."""
     model = runtime_models.branches() if name == "branches" else load_model(name)
     autocast = Autocast("cpu", torch.bfloat16)

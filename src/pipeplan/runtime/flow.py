@@ -1,7 +1,7 @@
-"""Which tensors go from which stage to which, and by way of which instructions.
+"""Which tensors go from which stage to which, and by way of which custom ops.
 
 Blocks give each other outputs along the model's edges. Where the plan leads a stage's forward to another's through
-instructions, these carry what the edges between the two stages do; gradients go straight back.
+custom ops, these carry what the edges between the two stages do; gradients go straight back.
 
 Nothing here needs torch.
 """
@@ -28,7 +28,7 @@ _Following = Mapping[str, Sequence[Dependency]]
 class Message:
     """What goes from one stage to another, micro-batch by micro-batch.
 
-    Outputs (``F``), their gradients (``B``), or what an instruction made (its kind).
+    Outputs (``F``), their gradients (``B``), or what a custom op made (its kind).
     """
 
     payload: str
@@ -79,7 +79,7 @@ def model_messages(plan: Plan, edges: Sequence[tuple[str, str]], model: str) -> 
     """The flow of a model's tensors under a plan that has its blocks.
 
     Raises:
-        UsageError: plan and model differ, or instructions leave open what they carry.
+        UsageError: plan and model differ, or custom ops leave open what they carry.
     """
     crossings = _crossings(plan, edges, model)
     gradients = _gradients(plan, crossings)
@@ -161,7 +161,7 @@ def _gradients(plan: Plan, crossings: Collection[_Pair]) -> set[_Pair]:
 
 
 def _forward_messages(plan: Plan, crossings: Mapping[_Pair, _Names], model: str) -> dict[Message, _Names]:
-    """What carries each crossing: one message, or the chain of them through instructions."""
+    """What carries each crossing: one message, or the chain of them through custom ops."""
     following = _following_of(plan)
     found: dict[Message, dict[str, None]] = defaultdict(dict)
     for (source, target), names in crossings.items():
@@ -183,7 +183,7 @@ def _forward_messages(plan: Plan, crossings: Mapping[_Pair, _Names], model: str)
 
 
 def _ways(following: _Following, source: int, target: int) -> Iterator[tuple[Dependency, ...]]:
-    """The chains of dependencies from a stage's forward to another's: the direct one, else those of instructions."""
+    """The chains of dependencies from a stage's forward to another's: the direct one, else those of custom ops."""
     ends = f"{target}F"
     left: list[tuple[Dependency, ...]] = [(each,) for each in following.get(f"{source}F", ())]
     direct = next((way for way in left if way[0].target == ends), None)
@@ -207,13 +207,13 @@ def _following_of(plan: Plan) -> _Following:
 
 
 def _carries_forward(dependency: Dependency) -> bool:
-    """Whether outputs go along a dependency: from a forward or an instruction to a forward or an instruction."""
+    """Whether outputs go along a dependency: from a forward or a custom op to a forward or a custom op."""
     kinds = dependency.source_kind, dependency.target_kind
     return all(kind == "F" or is_instruction(kind) for kind in kinds)
 
 
 def _watched(plan: Plan, tensors: Collection[Message]) -> list[Dependency]:
-    """Dependencies of instructions on stages of which they carry nothing on: they see all that leaves the stage."""
+    """Dependencies of custom ops on stages of which they carry nothing on: they see all that leaves the stage."""
     return [
         each
         for each in plan.dependencies

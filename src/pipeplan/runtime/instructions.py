@@ -95,7 +95,7 @@ class Context:
         return tuple(block for block, ranks in self.takers.items() if self.rank in ranks)
 
     def brought(self) -> dict[str, Tensor]:
-        """The wanted outputs, whole, moved from where they are: for all ranks of the instruction to call at once."""
+        """The wanted outputs, whole, moved from where they are: for all ranks of the custom op to call at once."""
         made = {}
         for block, takers in self.takers.items():
             for taker in takers:
@@ -140,13 +140,13 @@ class Context:
 
 
 CustomOp = Callable[[Context], Mapping[str, Tensor]]
-"""What an instruction does: returns, on every rank, at least the :attr:`Context.wanted` outputs of all samples."""
+"""What a custom op does: returns, on every rank, at least the :attr:`Context.wanted` outputs of all samples."""
 
 _CUSTOM_OPS: dict[str, CustomOp] = {}
 
 
 def register(kind: str, function: CustomOp) -> CustomOp:
-    """Say what instructions of a kind do. Returns the function.
+    """Say what custom ops of a kind do. Returns the function.
 
     Raises:
         UsageError: the kind is not a word of 3 to 24 capital letters, or has another function.
