@@ -97,16 +97,16 @@ def options(case: Case, steps: int) -> dict[str, Any]:
     return RunOptions(num_steps=steps + 1, timeout_ns=TIMEOUT_NS, blocking=case.blocking).as_json()
 
 
-def rank(job: Mapping[str, Any], link: RankContext) -> None:
+def rank(job: Mapping[str, Any], context: RankContext) -> None:
     """One process: all cases, of which rank 0 tells the times."""
     torch.set_num_threads(1)
     for name, case in job["cases"].items():
         plan = parse(case["plan"], Plan)
-        link.progress.program = plan.programs[link.rank]
-        result = emulate(plan, RunOptions(**case["options"]), link.progress, lambda step: None)
-        if link.rank == 0:
+        context.progress.program = plan.programs[context.rank]
+        result = emulate(plan, RunOptions(**case["options"]), context.progress, lambda step: None)
+        if context.rank == 0:
             iterations = [step.iteration_ns for step in result.steps[1:]]
-            link.report({"event": "case", "name": name, "iterations": iterations})
+            context.report({"event": "case", "name": name, "iterations": iterations})
         dist.barrier()
 
 

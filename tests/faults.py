@@ -241,15 +241,15 @@ def fault_here() -> tuple[Fault, str]:
     return Fault(**wanted), told
 
 
-def train_otherwise(job: Report, link: RankContext) -> None:
+def train_otherwise(job: Report, context: RankContext) -> None:
     """The job of a rank: trains, one of them maybe with something else than the others."""
     from pipeplan.runtime.training import train_job
 
     fault, told = fault_here()
-    if link.rank == fault.rank and fault.kind in DIFFERENCES:
+    if context.rank == fault.rank and fault.kind in DIFFERENCES:
         Path(told).write_text(json.dumps({"where": "", "at": time.monotonic()}))
         job = other(job, fault.kind)
-    train_job(job, link)
+    train_job(job, context)
 
 
 def main() -> None:

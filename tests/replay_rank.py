@@ -62,7 +62,7 @@ def chain() -> Any:
     return Model("chain", blocks, batch, lambda made: made["targets"].numel(), tied)
 
 
-def replay(job: Mapping[str, Any], link: Any) -> None:
+def replay(job: Mapping[str, Any], context: Any) -> None:
     """Run the plan's program on one mini-batch, and report how far gradients are from those of an unsplit run."""
     from pipeplan.runtime.executor import Executor
     from pipeplan.runtime.layouts import StageLayouts
@@ -75,15 +75,15 @@ def replay(job: Mapping[str, Any], link: Any) -> None:
     from pipeplan.runtime.together import AllRanks
 
     plan, model, timeout = parse(job["plan"], Plan), chain(), timedelta(seconds=60)
-    program = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)[link.rank]
-    link.progress.program = program.texts
-    groups, all_ranks = ProcessGroups(program.lines, link.progress), AllRanks(CPU, link.progress, timeout)
+    program = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)[context.rank]
+    context.progress.program = program.texts
+    groups, all_ranks = ProcessGroups(program.lines, context.progress), AllRanks(CPU, context.progress, timeout)
     modules = {
         share: model.build_share(share, SEED, groups.shards(share), dtype=torch.float64)
         for share in dict.fromkeys(share for part in program.stages.values() for share in part.shares)
     }
     groups.connect("gloo", timeout)
-    shared = SharedParameters(model, program.holders, modules, link.rank, "gloo", timeout)
+    shared = SharedParameters(model, program.holders, modules, context.rank, "gloo", timeout)
     specs = {name: TensorSpec((1, WIDTH), torch.float64) for names in program.tensors.values() for name in names}
     stages = {
         index: StageRunner(
@@ -95,7 +95,7 @@ def replay(job: Mapping[str, Any], link: Any) -> None:
         for index, part in program.stages.items()
     }
     channels = Channels(program, specs, CPU, "gloo", timeout)
-    executor = Executor(program, stages, channels, specs, link.progress, all_ranks.clock)
+    executor = Executor(program, stages, channels, specs, context.progress, all_ranks.clock)
     batch = model.mini_batch(plan.mini_batch, 0, SEED, dtype=torch.float64)
     executor.run(MiniBatch(batch, model.predictions(batch)))
     shared.sum_gradients()
@@ -103,7 +103,7 @@ def replay(job: Mapping[str, Any], link: Any) -> None:
     expected_loss, expected = unsplit(model, batch)
     distances = [float((each.grad - expected[name]).abs().max()) for name, each in own.items()]
     losses = [loss for loss in (stage.take_loss() for stage in stages.values()) if loss is not None]
-    link.report(
+    context.report(
         {
             "event": "replayed",
             "distance": max(distances),

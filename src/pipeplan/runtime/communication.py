@@ -194,16 +194,16 @@ def measure_local(
     return kept[-1]
 
 
-def measure_job(job: Mapping[str, Any], link: RankContext) -> None:
+def measure_job(job: Mapping[str, Any], context: RankContext) -> None:
     """The job of a local rank; rank 0 reports."""
     options = LinkOptions(**{**job["options"], "operations": tuple(job["options"]["operations"])})
     _Measuring(
         options,
         None if job["cluster"] is None else parse(job["cluster"], Cluster),
-        link.progress,
-        lambda point: link.report({"event": "point", "point": asdict(point)}),
-        lambda cluster: link.report({"event": "cluster", "cluster": to_json(cluster)}),
-    ).run([()] * link.world_size)
+        context.progress,
+        lambda point: context.report({"event": "point", "point": asdict(point)}),
+        lambda cluster: context.report({"event": "cluster", "cluster": to_json(cluster)}),
+    ).run([()] * context.world_size)
 
 
 # What to measure --------------------------------------------------------------------------------------------------

@@ -50,9 +50,9 @@ _PR_SET_TIMERSLACK = 29
 _NO_SAMPLES = MiniBatch({}, 1)
 
 
-def emulate_job(job: Report, link: RankContext) -> None:
+def emulate_job(job: Report, context: RankContext) -> None:
     """The job of a rank that emulates."""
-    run_job(emulate, RunOptions(**job["options"]), job, link)
+    run_job(emulate, RunOptions(**job["options"]), job, context)
 
 
 def emulate(plan: Plan, options: RunOptions, progress: Progress, on_step: OnStep) -> RunResult:

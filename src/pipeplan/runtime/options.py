@@ -121,16 +121,16 @@ class RankContext:
 
 
 def run_job(
-    run: Callable[[Plan, Options, Progress, OnStep], RunResult], options: Options, job: Report, link: RankContext
+    run: Callable[[Plan, Options, Progress, OnStep], RunResult], options: Options, job: Report, context: RankContext
 ) -> None:
     """Run the plan of a job, and let rank 0 report its steps and result, as ``Listener`` reads them."""
     plan = parse(job["plan"], Plan)
-    link.progress.program = plan.programs[link.rank]
+    context.progress.program = plan.programs[context.rank]
 
     def on_step(step: StepResult) -> None:
-        if link.rank == 0:
-            link.report({"event": "step", "step": step.as_json()})
+        if context.rank == 0:
+            context.report({"event": "step", "step": step.as_json()})
 
-    result = run(plan, options, link.progress, on_step)
-    if link.rank == 0:
-        link.report({"event": "result", "result": result.as_json()})
+    result = run(plan, options, context.progress, on_step)
+    if context.rank == 0:
+        context.report({"event": "result", "result": result.as_json()})

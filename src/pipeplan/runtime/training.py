@@ -47,9 +47,9 @@ from pipeplan.runtime.train_options import TrainOptions
 __all__ = ["Trainer", "autocast_of", "require_splittable", "train", "train_job", "travelling"]
 
 
-def train_job(job: Report, link: RankContext) -> None:
+def train_job(job: Report, context: RankContext) -> None:
     """The job of a rank that trains."""
-    run_job(train, TrainOptions(**job["options"]), job, link)
+    run_job(train, TrainOptions(**job["options"]), job, context)
 
 
 def train(plan: Plan, options: TrainOptions, progress: Progress, on_step: OnStep) -> RunResult:

@@ -93,9 +93,9 @@ def run_under_torchrun(
         started.programs[:] = plan.programs
         progress.program = plan.programs[progress.rank]
         job = {"plan": plan.model_dump_json(), "options": options.as_json()}
-        link = RankContext(progress.rank, started.world_size, progress, lambda report: listener(progress.rank, report))
+        rank, run = progress.rank, _work_of(work)
         with started.group():
-            _work_of(work)(job, link)
+            run(job, RankContext(rank, started.world_size, progress, lambda report: listener(rank, report)))
 
     under_torchrun(be, options.timeout_ns)
     return listener.result
