@@ -1,4 +1,4 @@
-"""How close rehearsals come to their prediction, and what blocking transfers cost (Tessel, Fig. 17).
+"""How close emulated runs come to their prediction, and what blocking transfers cost (Tessel, Fig. 17).
 
     pip install 'pipeplan[torch]'
     python benchmarks/emulation.py                      # prints the tables of docs/benchmarks.md; takes some minutes
@@ -32,7 +32,7 @@ from tables import machine, markdown, note
 from pipeplan.model import Plan, parse, read_plan
 from pipeplan.runtime.emulation import emulate
 from pipeplan.runtime.launch import watch_local
-from pipeplan.runtime.options import Link, RunOptions
+from pipeplan.runtime.options import RankContext, RunOptions
 from pipeplan.runtime.start import main as be_rank
 from pipeplan.units import format_ns, parse_ns
 
@@ -79,7 +79,7 @@ def pipeplan(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "pipeplan", *arguments], check=True, capture_output=True)
 
 
-def rehearsed(cases: Sequence[Case], steps: int) -> dict[str, list[int]]:
+def emulated(cases: Sequence[Case], steps: int) -> dict[str, list[int]]:
     """[case] ns of the iterations, without the first; all by the same processes."""
     found: dict[str, list[int]] = {}
 
@@ -97,16 +97,16 @@ def options(case: Case, steps: int) -> dict[str, Any]:
     return RunOptions(num_steps=steps + 1, timeout_ns=TIMEOUT_NS, blocking=case.blocking).as_json()
 
 
-def rank(job: Mapping[str, Any], link: Link) -> None:
+def rank(job: Mapping[str, Any], context: RankContext) -> None:
     """One process: all cases, of which rank 0 tells the times."""
     torch.set_num_threads(1)
     for name, case in job["cases"].items():
         plan = parse(case["plan"], Plan)
-        link.progress.program = plan.programs[link.rank]
-        result = emulate(plan, RunOptions(**case["options"]), link.progress, lambda step: None)
-        if link.rank == 0:
+        context.progress.program = plan.programs[context.rank]
+        result = emulate(plan, RunOptions(**case["options"]), context.progress, lambda step: None)
+        if context.rank == 0:
             iterations = [step.iteration_ns for step in result.steps[1:]]
-            link.report({"event": "case", "name": name, "iterations": iterations})
+            context.report({"event": "case", "name": name, "iterations": iterations})
         dist.barrier()
 
 
@@ -126,10 +126,10 @@ def main() -> None:
             plans = {s: planned(s, devices, block_ns, given.comm, given.limit, Path(directory)) for s in shapes}
             cases = [Case(shape, plan, False) for shape, plan in plans.items()]
             cases += [Case(shape, plans[shape], True) for shape in BLOCKING]
-            found = rehearsed(cases, given.steps)
+            found = emulated(cases, given.steps)
             close += [closeness(shape, plans[shape], found[f"{shape} beside"]) for shape in plans]
             blocking += [comparison(shape, plans[shape], found) for shape in BLOCKING]
-    print(markdown(["shape", "devices", "micro-batches", "predicted", "rehearsed", "more", "from", "to"], close))
+    print(markdown(["shape", "devices", "micro-batches", "predicted", "emulated", "more", "from", "to"], close))
     print()
     header = ["shape", "devices", "predicted", "beside computing", "blocking", "blocking / beside"]
     print(markdown(header, blocking))

@@ -42,11 +42,11 @@ from pipeplan.runtime.clock import Clock
 from pipeplan.runtime.executor import Executor
 from pipeplan.runtime.launch import watch_local
 from pipeplan.runtime.model import BlockSpec, Model
-from pipeplan.runtime.options import Link
+from pipeplan.runtime.options import RankContext
 from pipeplan.runtime.program import ProgramStep, programs_of
 from pipeplan.runtime.progress import Board, Phase, Progress
 from pipeplan.runtime.rows import Produced, Received, TensorSpec
-from pipeplan.runtime.stages import Samples
+from pipeplan.runtime.stages import MiniBatch
 from pipeplan.runtime.start import main as be_rank
 from pipeplan.runtime.train_options import TrainOptions
 from pipeplan.runtime.training import Trainer, travelling
@@ -135,12 +135,12 @@ def chain(width: int, length: int, layers: int) -> Model:
 # Beside torch ----------------------------------------------------------------------------------------------------
 
 
-def beside_torch(plan: Plan, job: Mapping[str, Any], link: Link) -> dict[str, Any]:
+def beside_torch(plan: Plan, job: Mapping[str, Any], context: RankContext) -> dict[str, Any]:
     """Times of steps in ns: how long each took on the rank that took longest."""
     model = chain(job["width"], job["length"], job["layers"])
-    trainer = Trainer(plan, model, TrainOptions("chain", num_threads=1, timeout_ns=TIMEOUT_NS), link.progress)
+    trainer = Trainer(plan, model, TrainOptions("chain", num_threads=1, timeout_ns=TIMEOUT_NS), context.progress)
     batch = model.mini_batch(plan.mini_batch, 0, 0)
-    samples = Samples(batch, model.predictions(batch))
+    samples = MiniBatch(batch, model.predictions(batch))
     theirs = schedule_of_torch(trainer, samples.num_predictions, plan.num_microbatches)
 
     def ours_once() -> None:
@@ -149,8 +149,8 @@ def beside_torch(plan: Plan, job: Mapping[str, Any], link: Link) -> dict[str, An
             stage.take_loss()
 
     def theirs_once() -> None:
-        arguments = (batch["x"],) if link.rank == 0 else ()
-        targets = {"target": batch["targets"], "losses": []} if link.rank == 0 else {}
+        arguments = (batch["x"],) if context.rank == 0 else ()
+        targets = {"target": batch["targets"], "losses": []} if context.rank == 0 else {}
         theirs.step(*arguments, **targets, return_outputs=False)
 
     steps = {"pipeplan": ours_once, "torch": theirs_once}
@@ -226,7 +226,7 @@ class NoStage:
         self.idle = True
         self.tensors = {name: torch.zeros(spec.of(1), dtype=spec.dtype) for name, spec in specs.items()}
 
-    def run(self, step: ProgramStep, inputs: Received, samples: Samples) -> Produced:
+    def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
         """The tensors, whatever the action."""
         return dict.fromkeys(step.samples, self.tensors)
 
@@ -258,14 +258,14 @@ class NoTransport:
         return []
 
 
-def per_action(plan: Plan, job: Mapping[str, Any], link: Link) -> dict[str, dict[str, list[int]]]:
+def per_action(plan: Plan, job: Mapping[str, Any], context: RankContext) -> dict[str, dict[str, list[int]]]:
     """[what is measured][kind of action] times in ns of this rank's actions."""
     model = chain(1, 1, 1)
-    program = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)[link.rank]
+    program = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)[context.rank]
     specs = travelling(program, model, torch.float32)
-    trainer = Trainer(plan, model, TrainOptions("chain", num_threads=1, timeout_ns=TIMEOUT_NS), link.progress)
+    trainer = Trainer(plan, model, TrainOptions("chain", num_threads=1, timeout_ns=TIMEOUT_NS), context.progress)
     batch = model.mini_batch(plan.mini_batch, 0, 0)
-    samples = Samples(batch, model.predictions(batch))
+    samples = MiniBatch(batch, model.predictions(batch))
     none: Any = dict.fromkeys(program.stages, NoStage(specs))
     nobody: Any = NoTransport(program, specs)
     kept = trainer.executor.channels
@@ -277,14 +277,14 @@ def per_action(plan: Plan, job: Mapping[str, Any], link: Link) -> dict[str, dict
     ):
         with tempfile.TemporaryFile() as file:
             file.truncate(Board.size(NUM_RANKS))
-            watch = Watch(Board(file.fileno(), NUM_RANKS), link.rank, program.texts)
+            watch = Watch(Board(file.fileno(), NUM_RANKS), context.rank, program.texts)
         executor = Executor(program, stages, channels, specs, watch, Clock(torch.device("cpu")))
         found[what] = timed_actions(executor, watch, samples, job["steps"])
     trainer.close()
     return found
 
 
-def timed_actions(executor: Executor, watch: Watch, samples: Samples, steps: int) -> dict[str, list[int]]:
+def timed_actions(executor: Executor, watch: Watch, samples: MiniBatch, steps: int) -> dict[str, list[int]]:
     """[kind] from the beginning of an action to the next one's, of all but the last of each step."""
     times: dict[str, list[int]] = defaultdict(list)
     for _ in range(steps):
@@ -301,14 +301,14 @@ def timed_actions(executor: Executor, watch: Watch, samples: Samples, steps: int
 # ------------------------------------------------------------------------------------------------------------------
 
 
-def as_rank(job: Mapping[str, Any], link: Link) -> None:
+def as_rank(job: Mapping[str, Any], context: RankContext) -> None:
     """The work of one process."""
     torch.set_num_threads(1)
     plan = parse(job["plan"], Plan)
     work = {"torch": beside_torch, "actions": per_action}[job["what"]]
-    told = work(plan, job, link)
-    if link.rank == 0:
-        link.report({"event": "told", "told": told})
+    told = work(plan, job, context)
+    if context.rank == 0:
+        context.report({"event": "told", "told": told})
 
 
 def told_by(plan: Plan, job: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from pipeplan.runtime.capture import replay
 from pipeplan.runtime.estimator import estimate_model
 from pipeplan.runtime.hugging_face import load
 from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.measure import Whole, WholeBench
+from pipeplan.runtime.measure.whole import WholeBench, WholeModelTimes
 from pipeplan.runtime.profiler import profile_model
 
 MODELS = {
@@ -70,7 +70,7 @@ def sums(profile: Profile, size: int) -> dict[str, int]:
     return {field: getattr(costs, field) for field in (*TIMES, "activation_bytes")}
 
 
-def against_whole(name: str, profile: Profile, found: Sequence[Whole]) -> list[list[str]]:
+def against_whole(name: str, profile: Profile, found: Sequence[WholeModelTimes]) -> list[list[str]]:
     """A row for each size: milliseconds, megabytes and the blocks' share of them."""
     rows = []
     for size, whole in zip(SIZES, found, strict=True):

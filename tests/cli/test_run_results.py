@@ -41,7 +41,7 @@ def test_gradients_that_are_not_finite_are_told(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == "pipeplan: warning: step 2: the norm of gradients is inf\n"
 
 
-def test_a_rehearsal_has_no_loss(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_emulation_has_no_loss(capsys: pytest.CaptureFixture[str]) -> None:
     Steps(RunOptions(), quiet=False).show(StepResult(0, math.nan, 2_000_000, 0))
     assert capsys.readouterr() == ("step 0  iteration 2ms\n", "")
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from pipeplan.errors import UsageError
 from pipeplan.model import Plan, parse
 from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.options import Link
+from pipeplan.runtime.options import RankContext
 from pipeplan.runtime.start import main
 from pipeplan.runtime.train_options import TrainOptions
 from pipeplan.runtime.training import Trainer
@@ -23,23 +23,23 @@ from runtime_support.executor_rank import _distance, _held
 from runtime_support.plans import Unsplit
 
 
-def work(job: Mapping[str, Any], link: Link) -> None:
+def work(job: Mapping[str, Any], context: RankContext) -> None:
     torch.set_num_threads(1)
     if job["dies"]:
-        _die_while_writing(link.rank)
+        _die_while_writing(context.rank)
     for name, legs in job["cases"].items():
         unsplit = Unsplit(load_model(legs[0]["options"]["model"]), TrainOptions(**legs[0]["options"]))
         if "Counting" in legs[0]["options"]["optimizer"]:
             unsplit.optimizer = Counting(unsplit.unique, lr=1.0, weight_decay=0.0)
-        told = [run_leg(leg, unsplit, link) for leg in legs]
-        link.report({"event": "case", "name": name, "legs": told})
+        told = [run_leg(leg, unsplit, context) for leg in legs]
+        context.report({"event": "case", "name": name, "legs": told})
 
 
-def run_leg(leg: Mapping[str, Any], unsplit: Unsplit, link: Link) -> dict[str, Any]:
+def run_leg(leg: Mapping[str, Any], unsplit: Unsplit, context: RankContext) -> dict[str, Any]:
     """Train up to a step, write a checkpoint, and forget everything; or be refused."""
     plan, options = parse(leg["plan"], Plan), TrainOptions(**leg["options"])
-    link.progress.program = plan.programs[link.rank]
-    trainer = Trainer(plan, load_model(options.model), options, link.progress)
+    context.progress.program = plan.programs[context.rank]
+    trainer = Trainer(plan, load_model(options.model), options, context.progress)
     try:
         first = trainer.resume()
     except UsageError as error:

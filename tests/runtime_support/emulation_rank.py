@@ -10,19 +10,19 @@ import torch.distributed as dist
 
 from pipeplan.model import Plan, parse
 from pipeplan.runtime.emulation import emulate
-from pipeplan.runtime.options import Link, RunOptions
+from pipeplan.runtime.options import RankContext, RunOptions
 from pipeplan.runtime.start import main
 
 
-def emulate_all(job: Mapping[str, Any], link: Link) -> None:
+def emulate_all(job: Mapping[str, Any], context: RankContext) -> None:
     """Report, per case, when everything ran."""
     torch.set_num_threads(1)
     for name, case in job["cases"].items():
         plan = parse(case["plan"], Plan)
-        link.progress.program = plan.programs[link.rank]
-        result = emulate(plan, RunOptions(**case["options"]), link.progress, lambda step: None)
-        if link.rank == 0:
-            link.report({"event": "case", "name": name, "result": result.as_json()})
+        context.progress.program = plan.programs[context.rank]
+        result = emulate(plan, RunOptions(**case["options"]), context.progress, lambda step: None)
+        if context.rank == 0:
+            context.report({"event": "case", "name": name, "result": result.as_json()})
         dist.barrier()
 
 

@@ -13,7 +13,7 @@ from pipeplan.errors import UsageError
 from pipeplan.model import Plan, parse
 from pipeplan.runtime.emulation import emulate
 from pipeplan.runtime.model import Model
-from pipeplan.runtime.options import Link, RunOptions
+from pipeplan.runtime.options import RankContext, RunOptions
 from pipeplan.runtime.share import Share
 from pipeplan.runtime.start import main
 from pipeplan.runtime.train_options import TrainOptions
@@ -22,33 +22,33 @@ from runtime_support import models as runtime_models
 from runtime_support.plans import Unsplit
 
 
-def compare(job: Mapping[str, Any], link: Link) -> None:
+def compare(job: Mapping[str, Any], context: RankContext) -> None:
     """Report, per case, how far losses, gradients and parameters of every step are from unsplit training."""
     torch.set_num_threads(1)
     for name, case in job["cases"].items():
         kind = TrainOptions if "model" in case["options"] else RunOptions
         options = kind(**case["options"])
         plan = parse(case["plan"], Plan)
-        link.progress.program = plan.programs[link.rank]
-        link.report({"event": "case", "name": name, **run_case(name, plan, options, link)})
+        context.progress.program = plan.programs[context.rank]
+        context.report({"event": "case", "name": name, **run_case(name, plan, options, context)})
         dist.barrier()
 
 
-def run_case(name: str, plan: Plan, options: RunOptions, link: Link) -> dict[str, Any]:
+def run_case(name: str, plan: Plan, options: RunOptions, context: RankContext) -> dict[str, Any]:
     """What a case is for: ranks that do not agree must all refuse alike; others emulate, or train."""
     if not isinstance(options, TrainOptions):
-        emulated = emulate(plan, options, link.progress, lambda step: None)
+        emulated = emulate(plan, options, context.progress, lambda step: None)
         return {"iterations_ns": [step.iteration_ns for step in emulated.steps]}
     if name.startswith("refused"):
-        seed = options.seed + (link.rank == 2 and "options" in name)
-        model = refused_model(name, link.rank)
+        seed = options.seed + (context.rank == 2 and "options" in name)
+        model = refused_model(name, context.rank)
         try:
-            Trainer(plan, model, replace(options, seed=seed), link.progress)
+            Trainer(plan, model, replace(options, seed=seed), context.progress)
         except UsageError as error:
             return {"refused": str(error)}
         return {"refused": None}
     model = runtime_models.branches() if options.model == "branches" else model_of(options)
-    return train_both(plan, model, options, link)
+    return train_both(plan, model, options, context)
 
 
 def refused_model(name: str, rank: int) -> Model:
@@ -60,9 +60,9 @@ def refused_model(name: str, rank: int) -> Model:
     return runtime_models.breaking(lambda: None)
 
 
-def train_both(plan: Plan, model: Model, options: TrainOptions, link: Link) -> dict[str, Any]:
+def train_both(plan: Plan, model: Model, options: TrainOptions, context: RankContext) -> dict[str, Any]:
     """Largest distances over steps; what is compared on this rank is its own part of the model."""
-    trainer = Trainer(plan, model, options, link.progress)
+    trainer = Trainer(plan, model, options, context.progress)
     unsplit = Unsplit(model, options)
     losses, norms, distances = [], [], {"loss": 0.0, "norm": 0.0, "gradient": 0.0, "parameter": 0.0}
     for step in range(options.num_steps):

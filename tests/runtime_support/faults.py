@@ -23,7 +23,7 @@ from typing import Any
 from pipeplan.errors import PipeplanError
 from pipeplan.model import Plan
 from pipeplan.runtime import launch
-from pipeplan.runtime.options import Link, Report
+from pipeplan.runtime.options import RankContext, Report
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.start import take_identity
 from pipeplan.runtime.train_options import TrainOptions
@@ -241,15 +241,15 @@ def fault_here() -> tuple[Fault, str]:
     return Fault(**wanted), told
 
 
-def train_otherwise(job: Report, link: Link) -> None:
+def train_otherwise(job: Report, context: RankContext) -> None:
     """The job of a rank: trains, one of them maybe with something else than the others."""
     from pipeplan.runtime.training import train_job
 
     fault, told = fault_here()
-    if link.rank == fault.rank and fault.kind in DIFFERENCES:
+    if context.rank == fault.rank and fault.kind in DIFFERENCES:
         Path(told).write_text(json.dumps({"where": "", "at": time.monotonic()}))
         job = other(job, fault.kind)
-    train_job(job, link)
+    train_job(job, context)
 
 
 def main() -> None:

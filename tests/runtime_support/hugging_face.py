@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeplan.runtime.hugging_face import Whole, load, load_configuration
+from pipeplan.runtime.hugging_face import LoadedModel, load, load_configuration
 from pipeplan.runtime.hugging_face.families import FAMILIES
 from pipeplan.runtime.model import Grain, Model
 
@@ -70,13 +70,13 @@ def text(name: str, **changes: Any) -> str:
 
 
 @cache
-def whole(name: str) -> Whole:
+def whole(name: str) -> LoadedModel:
     found = load(text(name), sequence=SEQUENCE)
     found.module.double()
     return found
 
 
-def batch_for(found: Whole, samples: int) -> dict[str, Tensor]:
+def batch_for(found: LoadedModel, samples: int) -> dict[str, Tensor]:
     made = found.batch(samples, 0, 0)
     return {key: each.double() if each.is_floating_point() else each for key, each in made.items()}
 
@@ -95,7 +95,7 @@ def captured(name: str, grain: Grain, num_devices: int = 1) -> Model:
 
 
 @contextmanager
-def eager_experts(found: Whole) -> Iterator[None]:
+def eager_experts(found: LoadedModel) -> Iterator[None]:
     """transformers' own loop over experts for a while, which cannot be exported."""
     config: Any = found.module.model.config
     before = config._experts_implementation

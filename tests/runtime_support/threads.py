@@ -19,7 +19,7 @@ from pipeplan.model import Plan
 from pipeplan.runtime.clock import Clock
 from pipeplan.runtime.executor import Executor
 from pipeplan.runtime.failures import Cause
-from pipeplan.runtime.layouts import Layouts
+from pipeplan.runtime.layouts import StageLayouts
 from pipeplan.runtime.messages import TransferError
 from pipeplan.runtime.model import Model, placed
 from pipeplan.runtime.modules import WeightGradQueue
@@ -28,7 +28,7 @@ from pipeplan.runtime.progress import Board, Progress
 from pipeplan.runtime.rows import TensorSpec
 from pipeplan.runtime.shards import Cut, Shards
 from pipeplan.runtime.share import Share
-from pipeplan.runtime.stages import Samples, StageRunner
+from pipeplan.runtime.stages import MiniBatch, StageRunner
 from pipeplan.runtime.train_options import TrainOptions
 from pipeplan.runtime.training import travelling
 from runtime_support.plans import Unsplit
@@ -108,7 +108,7 @@ class Outcome:
     gradients: dict[str, Tensor | None]
 
 
-class Meeting:
+class ThreadGroup:
     """Collectives of threads, one of which runs at a time; ``members`` of them meet under one ``name``."""
 
     def __init__(self, mail: Mail, name: object, members: int, index: int) -> None:
@@ -149,7 +149,7 @@ def together(count: int, work: Callable[[Shards], Result]) -> list[Result]:
     def one(index: int) -> Result:
         with mail.turn:
             try:
-                return work(Shards(count, index, Meeting(mail, "all", count, index)))
+                return work(Shards(count, index, ThreadGroup(mail, "all", count, index)))
             except BaseException as error:
                 mail.failure = mail.failure or error
                 mail.turn.notify_all()
@@ -164,7 +164,7 @@ def run_in_threads(plan: Plan, model: Model, seed: int) -> Outcome:
     programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
     specs = travelling(programs[0], model, torch.float64)
     batch = model.mini_batch(plan.mini_batch, 0, seed, dtype=torch.float64)
-    samples, mail = Samples(batch, model.predictions(batch)), Mail()
+    samples, mail = MiniBatch(batch, model.predictions(batch)), Mail()
     ranks = [_Rank(program, model, specs, mail, seed) for program in programs]
     with ThreadPoolExecutor(len(ranks)) as pool:
         for rank in ranks:
@@ -194,7 +194,7 @@ class _Rank:
         @functools.cache
         def along(line: tuple[int, ...]) -> Shards:
             index = line.index(program.rank)
-            return Shards(len(line), index, Meeting(mail, line, len(line), index))
+            return Shards(len(line), index, ThreadGroup(mail, line, len(line), index))
 
         held = dict.fromkeys(share for part in program.stages.values() for share in part.shares)
         self.modules = {
@@ -205,7 +205,7 @@ class _Rank:
                 part,
                 {share.block: self.modules[share] for share in part.shares},
                 {b: model.block(b) for b in part.blocks},
-                layouts=Layouts.of(part, model, along),
+                layouts=StageLayouts.of(part, model, along),
             )
             for index, part in program.stages.items()
         }
@@ -214,7 +214,7 @@ class _Rank:
         self._mail = mail
         self._executor = Executor(program, stages, channels, specs, progress, Clock(CPU))
 
-    def run(self, samples: Samples) -> None:
+    def run(self, samples: MiniBatch) -> None:
         """One mini-batch; gradients are left in the parameters."""
         with self._mail.turn:
             try:

@@ -21,7 +21,7 @@ VERBS = {
     "compare": "Compare every known schedule, ours beside them.",
     "frontier": "Show what more memory and more devices bring.",
     "simulate": "Simulate a plan: bubbles, memory, critical path, timeline.",
-    "run": "Run a plan on torch.distributed, or rehearse it.",
+    "run": "Run a plan on torch.distributed, or emulate it.",
     "profile": "Measure a model block by block and write the profile.",
     "check": "Verify a plan independently of what made it.",
     "example": "Write a ready input: a literature shape or a paper's model.",

@@ -33,7 +33,7 @@ def print_comparison(
 
 def _headline(simulation: Simulation, comparison: Comparison) -> RenderableType:
     steps = len(comparison.iterations_ns)
-    how = "rehearsed" if comparison.emulated else "measured"
+    how = "emulated" if comparison.emulated else "measured"
     left = "; the first one, which warms up, is left out" if comparison.num_left_out else ""
     text = f": {how} in {steps} step{'' if steps == 1 else 's'}{left}"
     return Text.assemble((simulation.plan.name, "bold"), text)

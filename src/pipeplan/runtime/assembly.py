@@ -11,9 +11,9 @@ from pipeplan.costs.collectives import Exchange, Prices
 from pipeplan.costs.state import state_recipe
 from pipeplan.errors import UsageError
 from pipeplan.model import Block, Cluster, CostRow, Profile, Source
-from pipeplan.runtime.measure.rounds import Kind, Split
+from pipeplan.runtime.measure.rounds import Kind, SharedModel
 from pipeplan.runtime.model import Collective, Model
-from pipeplan.runtime.survey import Survey, SurveyedBlock, survey
+from pipeplan.runtime.survey import BlockGraph, BlockNode, block_graph_of
 
 __all__ = ["Price", "costs_of", "priced_by", "profile_of", "splits_of", "unsplit_of"]
 
@@ -26,7 +26,9 @@ Price = Callable[[Collective, int, int], int]
 """Time in ns of a collective for so many samples among so many devices."""
 
 
-def splits_of(model: Model, shards: Sequence[int], dtype: torch.dtype, cluster: Cluster | None) -> tuple[Split, ...]:
+def splits_of(
+    model: Model, shards: Sequence[int], dtype: torch.dtype, cluster: Cluster | None
+) -> tuple[SharedModel, ...]:
     """The model of one device for each number of devices. Raises UsageError."""
     counts = sorted(set(shards))
     if not counts or counts[0] < 1:
@@ -36,7 +38,7 @@ def splits_of(model: Model, shards: Sequence[int], dtype: torch.dtype, cluster: 
     if cluster is not None and counts[-1] > cluster.num_devices:
         raise UsageError(f"--shards {counts[-1]}: the cluster has {cluster.num_devices} devices")
     models = {count: _share_of(model, count) for count in counts}
-    return tuple(Split(count, each, survey(each, dtype)) for count, each in models.items())
+    return tuple(SharedModel(count, each, block_graph_of(each, dtype)) for count, each in models.items())
 
 
 def _share_of(model: Model, count: int) -> Model:
@@ -49,13 +51,13 @@ def _share_of(model: Model, count: int) -> Model:
         raise UsageError(f"--shards {count}: model {model.name!r} cannot be split so: {error}") from None
 
 
-def unsplit_of(splits: Sequence[Split], model: Model, dtype: torch.dtype) -> Survey:
+def unsplit_of(splits: Sequence[SharedModel], model: Model, dtype: torch.dtype) -> BlockGraph:
     """The unsplit model, whose sizes are those in a profile."""
-    return splits[0].survey if splits[0].shards == 1 else survey(model, dtype)
+    return splits[0].survey if splits[0].shards == 1 else block_graph_of(model, dtype)
 
 
 def costs_of(
-    splits: Sequence[Split], kinds: Mapping[Hashable, Kind], rows: Mapping[Kind, Sequence[CostRow]], price: Price
+    splits: Sequence[SharedModel], kinds: Mapping[Hashable, Kind], rows: Mapping[Kind, Sequence[CostRow]], price: Price
 ) -> dict[str, list[CostRow]]:
     """Rows of every block by micro-batch size, shards and recomputation, from the ``rows`` of its kind."""
     found: dict[str, list[CostRow]] = {}
@@ -93,7 +95,7 @@ def _with_collectives(row: CostRow, collectives: Sequence[Collective], price: Pr
     return row.model_copy(update=times)
 
 
-def profile_of(model: Model, surveyed: Survey, costs: Mapping[str, Sequence[CostRow]], source: Source) -> Profile:
+def profile_of(model: Model, surveyed: BlockGraph, costs: Mapping[str, Sequence[CostRow]], source: Source) -> Profile:
     """The model's profile. Raises UsageError where its names do not fit one."""
     try:
         return Profile(
@@ -108,7 +110,7 @@ def profile_of(model: Model, surveyed: Survey, costs: Mapping[str, Sequence[Cost
         raise UsageError(f"model {model.name!r} does not fit a profile: {place}: {first['msg']}") from error
 
 
-def _block(block: SurveyedBlock, costs: Sequence[CostRow]) -> Block:
+def _block(block: BlockNode, costs: Sequence[CostRow]) -> Block:
     return Block(
         id=block.spec.id,
         operator=block.spec.operator,

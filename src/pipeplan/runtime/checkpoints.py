@@ -30,24 +30,24 @@ from pipeplan.runtime.damage import metadata_of, rest_of, undamaged
 from pipeplan.runtime.failures import Cause, RankError, lost_others
 from pipeplan.runtime.identity import require_identity
 from pipeplan.runtime.optimizing import Updater
-from pipeplan.runtime.pieces import LoadPieces, Owned, Piece, SavePieces, whole_piece
+from pipeplan.runtime.pieces import ChunkLoadPlanner, ChunkSavePlanner, OwnedParameter, ParameterChunk, whole_chunk
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.together import AllRanks
 
-__all__ = ["Checkpoints", "Held"]
+__all__ = ["Checkpoints", "TrainingState"]
 
 _REST = "rest.pt"
 _PARAMETERS, _OPTIMIZER, _BUFFERS = "parameters/", "optimizer/", "buffers/"
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class TrainingState:
     """What one rank trains; ``buffers`` are by ``BLOCK.NAME``.
 
     ``identity`` is what the training is, see :mod:`pipeplan.runtime.identity`: only the same goes on from a checkpoint.
     """
 
-    parameters: Sequence[Owned]
+    parameters: Sequence[OwnedParameter]
     buffers: Mapping[str, Tensor]
     updater: Updater
     identity: Mapping[str, object]
@@ -63,7 +63,7 @@ class Checkpoints:
         progress: this rank's record.
     """
 
-    def __init__(self, folder: CheckpointFolder, held: Held, all_ranks: AllRanks, progress: Progress) -> None:
+    def __init__(self, folder: CheckpointFolder, held: TrainingState, all_ranks: AllRanks, progress: Progress) -> None:
         self._folder, self._held, self._all_ranks, self._progress = folder, held, all_ranks, progress
 
     def begin(self, resume: bool) -> int:
@@ -97,7 +97,7 @@ class Checkpoints:
             told = self._all_ranks.gather((self._schedule(), numbers))
             with lost_others(self._progress):
                 writer = FileSystemWriter(self._folder.part(step))
-                save(_first_of(pieces), storage_writer=writer, planner=SavePieces(pieces))
+                save(_first_of(pieces), storage_writer=writer, planner=ChunkSavePlanner(pieces))
             if self._progress.rank == 0:
                 self._write_rest(step, told)
                 self._folder.publish(step)
@@ -116,9 +116,9 @@ class Checkpoints:
         except OSError as error:
             raise RankError(Cause.RAISED, f"rank {self._progress.rank} {where}: {error}") from error
 
-    def _state(self) -> tuple[dict[str, list[Piece]], dict[str, dict[str, Any]]]:
+    def _state(self) -> tuple[dict[str, list[ParameterChunk]], dict[str, dict[str, Any]]]:
         """What this rank stores of tensors, and what optimizers keep of its parameters beside tensors."""
-        pieces = {_BUFFERS + name: [whole_piece(buffer)] for name, buffer in self._held.buffers.items()}
+        pieces = {_BUFFERS + name: [whole_chunk(buffer)] for name, buffer in self._held.buffers.items()}
         numbers: dict[str, dict[str, Any]] = {}
         for owned, state in zip(self._held.parameters, self._optimizer_states(), strict=True):
             if owned.stored:
@@ -167,7 +167,7 @@ class Checkpoints:
         states = [self._room(owned, kept) for owned in self._held.parameters]
         pieces = self._targets(states)
         with undamaged(self._folder, step), lost_others(self._progress):
-            load(_first_of(pieces), storage_reader=FileSystemReader(path), planner=LoadPieces(pieces))
+            load(_first_of(pieces), storage_reader=FileSystemReader(path), planner=ChunkLoadPlanner(pieces))
         self._restore(path, rest, states)
         return int(rest["step"])
 
@@ -185,7 +185,7 @@ class Checkpoints:
                     f"{model.get(name, 'not there')}; resume with the model it was trained with"
                 )
 
-    def _room(self, owned: Owned, kept: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+    def _room(self, owned: OwnedParameter, kept: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
         """Tensors for what the optimizer kept of a parameter."""
         prefix = f"{_OPTIMIZER}{owned.name}/"
         return {
@@ -194,9 +194,9 @@ class Checkpoints:
             if name.startswith(prefix)
         }
 
-    def _targets(self, states: Sequence[Mapping[str, Tensor]]) -> dict[str, list[Piece]]:
+    def _targets(self, states: Sequence[Mapping[str, Tensor]]) -> dict[str, list[ParameterChunk]]:
         """Where tensors go: parameters and buffers as they stand, and the room for what the optimizer kept."""
-        pieces = {_BUFFERS + name: [whole_piece(buffer)] for name, buffer in self._held.buffers.items()}
+        pieces = {_BUFFERS + name: [whole_chunk(buffer)] for name, buffer in self._held.buffers.items()}
         for owned, state in zip(self._held.parameters, states, strict=True):
             pieces.setdefault(_PARAMETERS + owned.name, []).extend(owned.pieces(owned.parameter.detach()))
             for key, value in state.items():
@@ -226,7 +226,7 @@ class Checkpoints:
         schedule.load_state_dict(of_schedule)
 
 
-def _first_of(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, Any]:
+def _first_of(pieces: Mapping[str, Sequence[ParameterChunk]]) -> dict[str, Any]:
     """What torch takes for a state; the planners know that names stand for pieces."""
     return {name: found[0].tensor for name, found in pieces.items()}
 

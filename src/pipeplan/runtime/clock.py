@@ -59,11 +59,11 @@ def offset_ns(rank: int, world_size: int) -> int:
     for _ in range(_ROUNDS):
         dist.barrier()
         stamps.append(time.monotonic_ns())
-    told: list[tuple[str, list[int]]] = [("", [])] * world_size
-    dist.all_gather_object(told, (_machine(), stamps))
-    if told[rank][0] == told[0][0]:
+    found: list[tuple[str, list[int]]] = [("", [])] * world_size
+    dist.all_gather_object(found, (_machine(), stamps))
+    if found[rank][0] == found[0][0]:
         return 0
-    return round(statistics.median(own - first for own, first in zip(stamps, told[0][1], strict=True)))
+    return round(statistics.median(own - first for own, first in zip(stamps, found[0][1], strict=True)))
 
 
 def _machine() -> str:

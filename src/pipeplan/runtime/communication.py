@@ -29,11 +29,11 @@ from pipeplan.runtime.clock import Clock
 from pipeplan.runtime.device import rank_device
 from pipeplan.runtime.failures import lost_others
 from pipeplan.runtime.launch import RANK, watch_local
-from pipeplan.runtime.options import Link, RunOptions
+from pipeplan.runtime.options import RankContext, RunOptions
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.worker import Started, under_torchrun
 
-__all__ = ["LinkOptions", "Point", "Task", "measure_job", "measure_links", "measure_local", "tasks_of"]
+__all__ = ["LinkOptions", "LinkPoint", "Task", "measure_job", "measure_links", "measure_local", "tasks_of"]
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 """What can be measured, in the order it is: ``send`` first, since latency and bandwidth come from it."""
@@ -120,7 +120,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class LinkPoint:
     """A measured point: median time in ns, and its spread, interquartile range over median."""
 
     operation: Operation
@@ -131,7 +131,7 @@ class Point:
     spread: float
 
 
-OnPoint = Callable[[Point], None]
+OnPoint = Callable[[LinkPoint], None]
 Keep = Callable[[Cluster], None]
 
 
@@ -183,7 +183,7 @@ def measure_local(
 
     def listen(_: int, report: Mapping[str, Any]) -> None:
         if report["event"] == "point":
-            on_point(Point(**report["point"]))
+            on_point(LinkPoint(**report["point"]))
         else:
             kept.append(parse(report["cluster"], Cluster))
             keep(kept[-1])
@@ -194,16 +194,16 @@ def measure_local(
     return kept[-1]
 
 
-def measure_job(job: Mapping[str, Any], link: Link) -> None:
+def measure_job(job: Mapping[str, Any], context: RankContext) -> None:
     """The job of a local rank; rank 0 reports."""
     options = LinkOptions(**{**job["options"], "operations": tuple(job["options"]["operations"])})
     _Measuring(
         options,
         None if job["cluster"] is None else parse(job["cluster"], Cluster),
-        link.progress,
-        lambda point: link.report({"event": "point", "point": asdict(point)}),
-        lambda cluster: link.report({"event": "cluster", "cluster": to_json(cluster)}),
-    ).run([()] * link.world_size)
+        context.progress,
+        lambda point: context.report({"event": "point", "point": asdict(point)}),
+        lambda cluster: context.report({"event": "cluster", "cluster": to_json(cluster)}),
+    ).run([()] * context.world_size)
 
 
 # What to measure --------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ class _Measuring:
     progress: Progress
     on_point: OnPoint
     keep: Keep
-    points: list[Point] = field(default_factory=list)
+    points: list[LinkPoint] = field(default_factory=list)
     missing: list[Operation] = field(default_factory=list)
 
     def run(self, programs: list[tuple[str, ...]]) -> Cluster | None:
@@ -376,7 +376,7 @@ class _Measuring:
         """Take a point; of several pairs the slowest counts."""
         ns = max(1, round(statistics.median(times)))
         low, _, high = statistics.quantiles(times, n=4, method="inclusive")
-        self.points.append(Point(*task.key, task.size, ns, (high - low) / ns))
+        self.points.append(LinkPoint(*task.key, task.size, ns, (high - low) / ns))
         self.on_point(self.points[-1])
 
     def _so_far(self, base: Cluster, num_hosts: int) -> Cluster:
@@ -410,7 +410,7 @@ def _gathered(value: Any) -> list[Any]:
     return told
 
 
-def _curves(points: Sequence[Point]) -> dict[Key, MeasuredCurve]:
+def _curves(points: Sequence[LinkPoint]) -> dict[Key, MeasuredCurve]:
     found: dict[Key, dict[int, int]] = {}
     for point in points:
         times = found.setdefault((point.operation, point.level, point.num_devices), {})

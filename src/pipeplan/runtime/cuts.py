@@ -14,7 +14,7 @@ __all__ = ["Cut", "Part", "Slice", "range_of"]
 
 
 def range_of(total: int, count: int, index: int) -> tuple[int, int]:
-    """Of so many rows one device's among ``count``: first, and the one after the last. Shares differ by one at most."""
+    """One of ``count`` shares of ``total`` rows: first, and the one after the last. Shares differ by one at most."""
     each, more = divmod(total, count)
     begin = index * each + min(index, more)
     return begin, begin + each + (index < more)

@@ -24,12 +24,12 @@ from pipeplan.runtime.executor import Executor
 from pipeplan.runtime.failures import lost_others
 from pipeplan.runtime.flow import Hops, hops_of
 from pipeplan.runtime.messages import Channels
-from pipeplan.runtime.options import Link, OnStep, Report, RunOptions, RunResult, StepResult, run_job
+from pipeplan.runtime.options import OnStep, RankContext, Report, RunOptions, RunResult, StepResult, run_job
 from pipeplan.runtime.partners import ProcessGroups, RankGroup
 from pipeplan.runtime.program import Message, Numbers, Program, ProgramStep, planned_programs
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.rows import Produced, Received, TensorSpec
-from pipeplan.runtime.stages import Samples
+from pipeplan.runtime.stages import MiniBatch
 from pipeplan.runtime.together import AllRanks, TimedAction, extent, iteration_of, require_alike
 
 __all__ = [
@@ -47,12 +47,12 @@ _LEAST_BYTES = 1024
 """Of a message whose bytes the plan does not know."""
 
 _PR_SET_TIMERSLACK = 29
-_NO_SAMPLES = Samples({}, 1)
+_NO_SAMPLES = MiniBatch({}, 1)
 
 
-def emulate_job(job: Report, link: Link) -> None:
+def emulate_job(job: Report, context: RankContext) -> None:
     """The job of a rank that emulates."""
-    run_job(emulate, RunOptions(**job["options"]), job, link)
+    run_job(emulate, RunOptions(**job["options"]), job, context)
 
 
 def emulate(plan: Plan, options: RunOptions, progress: Progress, on_step: OnStep) -> RunResult:
@@ -70,7 +70,7 @@ def emulate(plan: Plan, options: RunOptions, progress: Progress, on_step: OnStep
         iteration_ns, actions = emulation.step(step)
         steps.append(StepResult(step, math.nan, iteration_ns, 0))
         if options.trace:
-            timeline.append(tuple(tuple(told) for told in emulation.all_ranks.gather(actions)))
+            timeline.append(tuple(tuple(own) for own in emulation.all_ranks.gather(actions)))
         on_step(steps[-1])
     emulation.close()
     progress.begin(Phase.DONE)
@@ -188,7 +188,7 @@ class EmulatedRunner:
     ) -> None:
         self._plan, self._tensors, self._specs, self._pace, self._group = plan, tensors, specs, pace, group
 
-    def run(self, step: ProgramStep, inputs: Received, samples: Samples) -> Produced:
+    def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
         """Rows, made at the end; what can be done before an action ends is done by then.
 
         Agreeing with the other devices on its start is part of an action's time, as collectives are.

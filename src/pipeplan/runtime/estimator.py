@@ -30,10 +30,10 @@ from pipeplan.model import Cluster, CostRow, Profile, Source
 from pipeplan.runtime.assembly import costs_of, priced_by, profile_of, splits_of, unsplit_of
 from pipeplan.runtime.footprint import Meter, Usage
 from pipeplan.runtime.measure.bench import Bench
-from pipeplan.runtime.measure.rounds import Benches, Kind, Progress, Rounds, Split, kinds_of
+from pipeplan.runtime.measure.rounds import Benches, Kind, Progress, RunCounter, SharedModel, kinds_of
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.modules import defer_weight_gradients
-from pipeplan.runtime.partial import Partial
+from pipeplan.runtime.partial import UnfinishedProfile
 
 __all__ = ["estimate_model", "work_of_blocks"]
 
@@ -163,7 +163,7 @@ def _told(measured: Profile, fitted: Calibration, estimated: Profile) -> str:
 
 
 def _counted(
-    splits: Sequence[Split], sizes: Sequence[int], dtype: torch.dtype, recompute: bool, progress: Progress | None
+    splits: Sequence[SharedModel], sizes: Sequence[int], dtype: torch.dtype, recompute: bool, progress: Progress | None
 ) -> Iterator[tuple[Bench, Work]]:
     """Every kind of block at every size, with its bytes, and its kernels in F, I and W."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -175,8 +175,8 @@ def _counted(
         return tallies[-1]
 
     kinds, choices = kinds_of(splits), (False, True) if recompute else (False,)
-    benches = Benches(fake, kinds, choices, dtype, _CPU, 0, Partial(), (), tally)
-    rounds = Rounds(progress, len(set(kinds.values())) * len(choices) * len(sizes))
+    benches = Benches(fake, kinds, choices, dtype, _CPU, 0, UnfinishedProfile(), (), tally)
+    rounds = RunCounter(progress, len(set(kinds.values())) * len(choices) * len(sizes))
     with mode:
         benches.fill(sizes, rounds)
     for bench, found in zip(benches.all, tallies, strict=True):

@@ -20,7 +20,7 @@ from pipeplan.runtime.messages import Channels, TransferError
 from pipeplan.runtime.program import Numbers, Program, ProgramStep
 from pipeplan.runtime.progress import Phase, Progress
 from pipeplan.runtime.rows import Made, Produced, Received, Taking, TensorSlots, TensorSpec
-from pipeplan.runtime.stages import Samples, StageError
+from pipeplan.runtime.stages import MiniBatch, StageError
 
 __all__ = ["Executor", "Runner", "Span"]
 
@@ -41,7 +41,7 @@ class Runner(Protocol):
     def idle(self) -> bool:
         """Whether nothing waits for an action that has still to come."""
 
-    def run(self, step: ProgramStep, inputs: Received, samples: Samples) -> Produced:
+    def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
         """Run an action."""
 
 
@@ -67,7 +67,7 @@ class Executor:
     progress: Progress
     clock: Clock
     blocking: bool = False
-    _actions: list[Callable[[Samples], None]] = field(init=False)
+    _actions: list[Callable[[MiniBatch], None]] = field(init=False)
     _slots: list[Made | None] = field(init=False)
     _taken: frozenset[int] = field(init=False)
     _posted: dict[int, ProgramStep] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Executor:
         assert self._taken.issuperset(self._posted), "every message is used in the program"
         self._slots = [None] * slots.count
 
-    def run(self, samples: Samples) -> list[Span]:
+    def run(self, samples: MiniBatch) -> list[Span]:
         """Run the program on one mini-batch; gradients add up in the parameters. Returns when actions ran.
 
         Raises:
@@ -99,7 +99,7 @@ class Executor:
         assert all(runner.idle for runner in self.runners.values()), "every F has its B, or I and W, in the program"
         return self._spans
 
-    def _action(self, step: ProgramStep, slots: TensorSlots) -> Callable[[Samples], None]:
+    def _action(self, step: ProgramStep, slots: TensorSlots) -> Callable[[MiniBatch], None]:
         """What a step does, put together before anything runs."""
         tensors = self.program.tensors
         takes = [(own, tensors[message], slots.take(message, own)) for message, own in step.takes]
@@ -112,7 +112,7 @@ class Executor:
         self._posted[slot] = step
         return lambda _: self._receive(step, slot)
 
-    def _compute(self, step: ProgramStep, takes: Sequence[_Taken], gives: Sequence[_Given], samples: Samples) -> None:
+    def _compute(self, step: ProgramStep, takes: Sequence[_Taken], gives: Sequence[_Given], samples: MiniBatch) -> None:
         self.progress.begin(Phase.RUNNING, step.counter)
         inputs: dict[Numbers, list[tuple[str, Tensor]]] = defaultdict(list)
         for own, names, taking in takes:

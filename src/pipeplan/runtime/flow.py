@@ -1,7 +1,7 @@
-"""Which tensors go from which stage to which, and by way of which instructions.
+"""Which tensors go from which stage to which, and by way of which custom ops.
 
 Blocks give each other outputs along the model's edges. Where the plan leads a stage's forward to another's through
-instructions, these carry what the edges between the two stages do; gradients go straight back.
+custom ops, these carry what the edges between the two stages do; gradients go straight back.
 
 Nothing here needs torch.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pipeplan.errors import UsageError
 from pipeplan.model import Dependency, Hop, Plan, is_instruction
 
-__all__ = ["Flow", "Hops", "Message", "hops_of", "model_flow", "planned_flow"]
+__all__ = ["Hops", "Message", "MessageGraph", "hops_of", "model_messages", "planned_messages"]
 
 _Pair = tuple[int, int]
 _Names = tuple[str, ...]
@@ -28,7 +28,7 @@ _Following = Mapping[str, Sequence[Dependency]]
 class Message:
     """What goes from one stage to another, micro-batch by micro-batch.
 
-    Outputs (``F``), their gradients (``B``), or what an instruction made (its kind).
+    Outputs (``F``), their gradients (``B``), or what a custom op made (its kind).
     """
 
     payload: str
@@ -55,7 +55,7 @@ def hops_of(plan: Plan) -> Hops:
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class MessageGraph:
     """The names of the tensors of every message.
 
     ``crossings`` names, for each pair of stages, the blocks of the first whose outputs the second takes, whichever way
@@ -75,11 +75,11 @@ class Flow:
         return tuple(each for each in self.tensors if each.source == stage and (each.payload == "B") == backward)
 
 
-def model_flow(plan: Plan, edges: Sequence[tuple[str, str]], model: str) -> Flow:
+def model_messages(plan: Plan, edges: Sequence[tuple[str, str]], model: str) -> MessageGraph:
     """The flow of a model's tensors under a plan that has its blocks.
 
     Raises:
-        UsageError: plan and model differ, or instructions leave open what they carry.
+        UsageError: plan and model differ, or custom ops leave open what they carry.
     """
     crossings = _crossings(plan, edges, model)
     gradients = _gradients(plan, crossings)
@@ -93,7 +93,7 @@ def model_flow(plan: Plan, edges: Sequence[tuple[str, str]], model: str) -> Flow
     return _whole_flow(plan, crossings, gradients, tensors)
 
 
-def planned_flow(plan: Plan) -> Flow:
+def planned_messages(plan: Plan) -> MessageGraph:
     """The flow where no model is known: each message has one tensor, named by its ends, as ``0>1``.
 
     Raises:
@@ -119,7 +119,7 @@ def planned_flow(plan: Plan) -> Flow:
 
 def _whole_flow(
     plan: Plan, crossings: Mapping[_Pair, _Names], gradients: Collection[_Pair], tensors: Mapping[Message, _Names]
-) -> Flow:
+) -> MessageGraph:
     """With the gradients' messages; every hop must have something to carry."""
     found = {**tensors, **{Message("B", target, source): crossings[source, target] for source, target in gradients}}
     for number, dependency in enumerate(plan.dependencies):
@@ -129,7 +129,7 @@ def _whole_flow(
                 f"dependencies[{number}] of the plan sends something from {dependency.source} to {dependency.target}, "
                 "but instructions are sent, and send, outputs of forwards alone; leave out its hops"
             )
-    return Flow(crossings, gradients, dict(sorted(found.items())))
+    return MessageGraph(crossings, gradients, dict(sorted(found.items())))
 
 
 def _crossings(plan: Plan, edges: Sequence[tuple[str, str]], model: str) -> dict[_Pair, _Names]:
@@ -161,7 +161,7 @@ def _gradients(plan: Plan, crossings: Collection[_Pair]) -> set[_Pair]:
 
 
 def _forward_messages(plan: Plan, crossings: Mapping[_Pair, _Names], model: str) -> dict[Message, _Names]:
-    """What carries each crossing: one message, or the chain of them through instructions."""
+    """What carries each crossing: one message, or the chain of them through custom ops."""
     following = _following_of(plan)
     found: dict[Message, dict[str, None]] = defaultdict(dict)
     for (source, target), names in crossings.items():
@@ -183,7 +183,7 @@ def _forward_messages(plan: Plan, crossings: Mapping[_Pair, _Names], model: str)
 
 
 def _ways(following: _Following, source: int, target: int) -> Iterator[tuple[Dependency, ...]]:
-    """The chains of dependencies from a stage's forward to another's: the direct one, else those of instructions."""
+    """The chains of dependencies from a stage's forward to another's: the direct one, else those of custom ops."""
     ends = f"{target}F"
     left: list[tuple[Dependency, ...]] = [(each,) for each in following.get(f"{source}F", ())]
     direct = next((way for way in left if way[0].target == ends), None)
@@ -207,13 +207,13 @@ def _following_of(plan: Plan) -> _Following:
 
 
 def _carries_forward(dependency: Dependency) -> bool:
-    """Whether outputs go along a dependency: from a forward or an instruction to a forward or an instruction."""
+    """Whether outputs go along a dependency: from a forward or a custom op to a forward or a custom op."""
     kinds = dependency.source_kind, dependency.target_kind
     return all(kind == "F" or is_instruction(kind) for kind in kinds)
 
 
 def _watched(plan: Plan, tensors: Collection[Message]) -> list[Dependency]:
-    """Dependencies of instructions on stages of which they carry nothing on: they see all that leaves the stage."""
+    """Dependencies of custom ops on stages of which they carry nothing on: they see all that leaves the stage."""
     return [
         each
         for each in plan.dependencies

@@ -23,13 +23,13 @@ from pipeplan.model.elements import Attribute
 from pipeplan.runtime.partners import RankGroup
 from pipeplan.runtime.program import CustomOpPart, Numbers, Program, ProgramStep
 from pipeplan.runtime.rows import Produced, Received, TensorSpec
-from pipeplan.runtime.stages import Samples, StageError, stage_errors
+from pipeplan.runtime.stages import MiniBatch, StageError, stage_errors
 
-__all__ = ["Context", "CustomOp", "CustomOpRunner", "Part", "custom_ops_of", "register"]
+__all__ = ["Context", "CustomOp", "CustomOpRunner", "HeldOutput", "custom_ops_of", "register"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class HeldOutput:
     """Output of a block that a rank has: its rows of these samples."""
 
     block: str
@@ -37,7 +37,7 @@ class Part:
     samples: Numbers
 
 
-class Inputs(dict[str, Tensor]):
+class HeldInputs(dict[str, Tensor]):
     """Outputs that a rank has, by block; of another block, it says where that is.
 
     Args:
@@ -46,7 +46,7 @@ class Inputs(dict[str, Tensor]):
         parts: which rank has which.
     """
 
-    def __init__(self, found: Mapping[str, Tensor], place: str, parts: Iterable[Part]) -> None:
+    def __init__(self, found: Mapping[str, Tensor], place: str, parts: Iterable[HeldOutput]) -> None:
         super().__init__(found)
         self._place, self._parts = place, tuple(parts)
 
@@ -77,7 +77,7 @@ class Context:
     ranks: tuple[int, ...]
     samples: Numbers
     inputs: Mapping[str, Tensor]
-    parts: tuple[Part, ...]
+    parts: tuple[HeldOutput, ...]
     takers: Mapping[str, tuple[int, ...]]
     attributes: Mapping[str, Attribute]
     rank_group: RankGroup
@@ -95,7 +95,7 @@ class Context:
         return tuple(block for block, ranks in self.takers.items() if self.rank in ranks)
 
     def brought(self) -> dict[str, Tensor]:
-        """The wanted outputs, whole, moved from where they are: for all ranks of the instruction to call at once."""
+        """The wanted outputs, whole, moved from where they are: for all ranks of the custom op to call at once."""
         made = {}
         for block, takers in self.takers.items():
             for taker in takers:
@@ -108,11 +108,11 @@ class Context:
                     made[block] = self.joined(block, found)
         return made
 
-    def own(self, part: Part) -> Tensor:
+    def own(self, part: HeldOutput) -> Tensor:
         """This rank's part, or room for another's."""
         return self.inputs[part.block] if part.rank == self.rank else self.empty(part)
 
-    def sources(self, block: str, rank: int) -> list[Part]:
+    def sources(self, block: str, rank: int) -> list[HeldOutput]:
         """Parts that make up a block's output for a rank, which has its own: the same list on every rank."""
         needed, found = set(self.samples), []
         for part in sorted((part for part in self.parts if part.block == block), key=lambda part: part.rank != rank):
@@ -121,12 +121,12 @@ class Context:
                 found.append(part)
         return found
 
-    def empty(self, part: Part) -> Tensor:
+    def empty(self, part: HeldOutput) -> Tensor:
         """Room for a part."""
         spec = self.specs[part.block]
         return torch.empty(spec.of(len(part.samples)), dtype=spec.dtype, device=self.device)
 
-    def joined(self, block: str, found: Iterable[tuple[Part, Tensor]]) -> Tensor:
+    def joined(self, block: str, found: Iterable[tuple[HeldOutput, Tensor]]) -> Tensor:
         """A block's output of all samples, in their order, out of parts of it."""
         spec, pairs = self.specs[block], list(found)
         if (len(pairs) == 1 and pairs[0][0].samples == self.samples) or spec.axis is None:
@@ -140,13 +140,13 @@ class Context:
 
 
 CustomOp = Callable[[Context], Mapping[str, Tensor]]
-"""What an instruction does: returns, on every rank, at least the :attr:`Context.wanted` outputs of all samples."""
+"""What a custom op does: returns, on every rank, at least the :attr:`Context.wanted` outputs of all samples."""
 
 _CUSTOM_OPS: dict[str, CustomOp] = {}
 
 
 def register(kind: str, function: CustomOp) -> CustomOp:
-    """Say what instructions of a kind do. Returns the function.
+    """Say what custom ops of a kind do. Returns the function.
 
     Raises:
         UsageError: the kind is not a word of 3 to 24 capital letters, or has another function.
@@ -196,7 +196,7 @@ class CustomOpRunner:
     device: torch.device
     idle: ClassVar[bool] = True
 
-    def run(self, step: ProgramStep, inputs: Received, samples: Samples) -> Produced:
+    def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
         """What later actions take of it here, out of what this rank has of what it takes.
 
         Raises:
@@ -221,7 +221,7 @@ class CustomOpRunner:
             for block in tensors[message]:
                 takers.setdefault(block, set()).update(ranks)
         held = {
-            (block, rank): Part(block, rank, samples)
+            (block, rank): HeldOutput(block, rank, samples)
             for message, rank, samples in step.held
             for block in tensors[message]
         }
@@ -230,7 +230,7 @@ class CustomOpRunner:
             rank=self.program.rank,
             ranks=part.devices,
             samples=step.samples[0],
-            inputs=Inputs(inputs, f"instruction {part.kind}", held.values()),
+            inputs=HeldInputs(inputs, f"instruction {part.kind}", held.values()),
             parts=tuple(held.values()),
             takers={block: tuple(rank for rank in part.devices if rank in ranks) for block, ranks in takers.items()},
             attributes=part.attributes,
@@ -246,7 +246,7 @@ def _all_gather(context: Context) -> dict[str, Tensor]:
     return {block: context.joined(block, _broadcast(context, block)) for block in blocks}
 
 
-def _broadcast(context: Context, block: str) -> Iterable[tuple[Part, Tensor]]:
+def _broadcast(context: Context, block: str) -> Iterable[tuple[HeldOutput, Tensor]]:
     for part in context.sources(block, rank=-1):
         yield part, context.rank_group.broadcast(context.own(part), part.rank)
 

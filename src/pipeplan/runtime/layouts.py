@@ -18,13 +18,13 @@ from pipeplan.runtime.model import Model
 from pipeplan.runtime.program import Numbers, StagePart
 from pipeplan.runtime.shards import Shards
 
-__all__ = ["WHOLE", "Layout", "Layouts"]
+__all__ = ["WHOLE", "StageLayouts", "TensorLayout"]
 
 _ALONE = Axis(1, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TensorLayout:
     """The devices among which a tensor's dimensions are cut: the first is samples, the last features.
 
     The second is places, where a tensor has three.
@@ -40,7 +40,7 @@ class Layout:
         return (0, self.samples), (1, self.places), (-1, self.features)
 
 
-WHOLE = Layout()
+WHOLE = TensorLayout()
 """On every device."""
 
 
@@ -50,7 +50,7 @@ def _nobody(axis: Axis) -> Shards:
 
 
 @dataclass(frozen=True, slots=True)
-class Layouts:
+class StageLayouts:
     """How the blocks of a stage take and give tensors on one rank; those that are not named, whole.
 
     Args:
@@ -59,18 +59,18 @@ class Layouts:
         place: of this rank among those that stand along an axis, with which it can exchange.
     """
 
-    taken: Mapping[str, Layout] = field(default_factory=dict)
-    given: Mapping[str, Layout] = field(default_factory=dict)
+    taken: Mapping[str, TensorLayout] = field(default_factory=dict)
+    given: Mapping[str, TensorLayout] = field(default_factory=dict)
     place: Callable[[Axis], Shards] = _nobody
 
     @classmethod
-    def of(cls, part: StagePart, model: Model, along: Callable[[tuple[int, ...]], Shards]) -> Layouts:
+    def of(cls, part: StagePart, model: Model, along: Callable[[tuple[int, ...]], Shards]) -> StageLayouts:
         """As the meshes of the stage's blocks say; ``along`` is the place of this rank in a line of ranks."""
         taken, given = {}, {}
         for block, share, mesh in zip(part.blocks, part.shares, part.meshes, strict=True):
             samples, places = mesh.axis(SAMPLES), mesh.axis(PLACES)
             takes, gives = (_ALONE if name is None else mesh.axis(name) for name in model.slices_of(share))
-            taken[block], given[block] = Layout(samples, takes, places), Layout(samples, gives, places)
+            taken[block], given[block] = TensorLayout(samples, takes, places), TensorLayout(samples, gives, places)
         return cls(taken, given, lambda axis: along(part.line(axis)))
 
     def rows(self, block: str, own: Numbers) -> Numbers:
@@ -89,7 +89,7 @@ class Layouts:
         layout = self.given.get(block, WHOLE)
         return self.place(layout.places).summed(self.place(layout.samples).summed(loss))
 
-    def converted(self, tensor: Tensor, source: Layout, target: Layout, num_samples: int) -> Tensor:
+    def converted(self, tensor: Tensor, source: TensorLayout, target: TensorLayout, num_samples: int) -> Tensor:
         """A tensor in another layout: of what differs, slices are exchanged for others, or gathered, and cut.
 
         ``num_samples`` are those of all the replica. What is of one size for any number of samples is not cut among

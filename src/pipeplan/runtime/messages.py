@@ -44,7 +44,7 @@ class TransferError(RuntimeError):
 
 
 @dataclass(slots=True)
-class _Transfer:
+class _InFlight:
     """A message under way: its works, and the tensors that must live as long or that are filled."""
 
     works: list[dist.Work]
@@ -77,8 +77,8 @@ class Channels:
         self._nccl = transport == "nccl"
         self._staged = device.type == "cuda" and not self._nccl
         self._groups = _groups(program.edges, transport, timeout)
-        self._sent: dict[int, deque[_Transfer]] = {}
-        self._awaited: dict[int, _Transfer] = {}
+        self._sent: dict[int, deque[_InFlight]] = {}
+        self._awaited: dict[int, _InFlight] = {}
         self.buffers = Buffers()
         self._index = {message: index for index, message in enumerate(sorted(program.tensors))}
         self._width = max((len(names) for names in program.tensors.values()), default=1)
@@ -159,7 +159,7 @@ class Channels:
         self._awaited.clear()
         self._groups.clear()
 
-    def _reap(self, queue: deque[_Transfer], peer: int) -> None:
+    def _reap(self, queue: deque[_InFlight], peer: int) -> None:
         """Let go of sends that have ended, so that their tensors are freed."""
         if self._nccl:
             while queue and all(work.is_completed() for work in queue[0].works):
@@ -167,7 +167,7 @@ class Channels:
         while not self._nccl and len(queue) >= _MAX_UNFINISHED_SENDS:
             self._finish(queue.popleft(), peer)
 
-    def _finish(self, transfer: _Transfer, peer: int) -> None:
+    def _finish(self, transfer: _InFlight, peer: int) -> None:
         for work in transfer.works:
             self._wait(work, peer)
 
@@ -207,9 +207,9 @@ class Channels:
             buffer.record_stream(torch.cuda.current_stream(self._device))
         return buffer
 
-    def _begun(self, step: ProgramStep, tensors: list[Tensor]) -> _Transfer:
+    def _begun(self, step: ProgramStep, tensors: list[Tensor]) -> _InFlight:
         pairs = zip(tensors, self._tags(step), strict=False)
-        return _Transfer([self._start(step.action.sends, step.peer, *pair) for pair in pairs], tensors)
+        return _InFlight([self._start(step.action.sends, step.peer, *pair) for pair in pairs], tensors)
 
     def _start(self, sends: bool, peer: int, tensor: Tensor, tag: int) -> dist.Work:
         rank = self._program.rank

@@ -194,7 +194,7 @@ def is_plain_embedding(embedding: nn.Embedding) -> bool:
     return embedding.max_norm is None and not embedding.sparse and not embedding.scale_grad_by_freq
 
 
-class _Linear(torch.autograd.Function):
+class _LinearFunction(torch.autograd.Function):
     """y = x W^T + b, or x W + b if ``transposed``; saves x only for the gradient of W, and W only for that of x."""
 
     @staticmethod
@@ -242,7 +242,7 @@ class _Linear(torch.autograd.Function):
         return input_grad, None, None, None
 
 
-class _Embedding(torch.autograd.Function):
+class _EmbeddingFunction(torch.autograd.Function):
     """Rows of a weight by index; the gradient of the weight is the sum of the rows' gradients."""
 
     @staticmethod
@@ -271,8 +271,8 @@ class _Embedding(torch.autograd.Function):
         return None, None, None
 
 
-_linear: Callable[..., Tensor] = _Linear.apply
-_embedding: Callable[..., Tensor] = _Embedding.apply
+_linear: Callable[..., Tensor] = _LinearFunction.apply
+_embedding: Callable[..., Tensor] = _EmbeddingFunction.apply
 
 
 def _weight_grad(input: Tensor, gradient: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 from pipeplan.model import Plan, parse
 from pipeplan.runtime.progress import Progress
 
-__all__ = ["Link", "OnStep", "Report", "RunOptions", "RunResult", "StepResult", "run_job"]
+__all__ = ["OnStep", "RankContext", "Report", "RunOptions", "RunResult", "StepResult", "run_job"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ Options = TypeVar("Options", bound=RunOptions)
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class RankContext:
     """What a rank has while it does its job: its number, its record, and a way to report to who listens."""
 
     rank: int
@@ -127,16 +127,16 @@ class Link:
 
 
 def run_job(
-    run: Callable[[Plan, Options, Progress, OnStep], RunResult], options: Options, job: Report, link: Link
+    run: Callable[[Plan, Options, Progress, OnStep], RunResult], options: Options, job: Report, context: RankContext
 ) -> None:
     """Run the plan of a job, and let rank 0 report its steps and result, as ``Listener`` reads them."""
     plan = parse(job["plan"], Plan)
-    link.progress.program = plan.programs[link.rank]
+    context.progress.program = plan.programs[context.rank]
 
     def on_step(step: StepResult) -> None:
-        if link.rank == 0:
-            link.report({"event": "step", "step": step.as_json()})
+        if context.rank == 0:
+            context.report({"event": "step", "step": step.as_json()})
 
-    result = run(plan, options, link.progress, on_step)
-    if link.rank == 0:
-        link.report({"event": "result", "result": result.as_json()})
+    result = run(plan, options, context.progress, on_step)
+    if context.rank == 0:
+        context.report({"event": "result", "result": result.as_json()})

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
-
-from pipeplan.errors import FileError, UsageError
-from pipeplan.model import File, FileModel, parse, write_text
+from pipeplan.errors import FileError
+from pipeplan.errors import UsageError
+from pipeplan.model import File
+from pipeplan.model import FileModel
+from pipeplan.model import parse
+from pipeplan.model import write_text
 from pipeplan.model.base import CurrentVersion
-from pipeplan.model.fields import Bytes, Count, Items, Name, Nanoseconds
+from pipeplan.model.fields import Bytes
+from pipeplan.model.fields import Count
+from pipeplan.model.fields import Items
+from pipeplan.model.fields import Name
+from pipeplan.model.fields import Nanoseconds
 from pipeplan.model.files import read_bytes
 from pipeplan.model.migrations import current_version
+from typing import Annotated
+from typing import Literal
+import contextlib
+import time
 
-__all__ = ["KeptRow", "Partial", "RowKey"]
+__all__ = ["KeptRow", "RowKey", "UnfinishedProfile"]
 
 _SAVE_EVERY_S = 5.0
 """A crash loses no more than this; writing more often would disturb what is measured."""
@@ -59,7 +67,11 @@ class KeptRow(FileModel):
         return RowKey(self.block, self.microbatch_size, self.shards, self.recompute)
 
 
+<<<<<<< /tmp/tmpsaamwi52.py
 class _PartialFile(File):
+=======
+class _UnfinishedFile(FileModel):
+>>>>>>> /tmp/tmpt2yi4thy.py
     """The file: what was asked for, and the rows so far."""
 
     schema_version: Annotated[int, CurrentVersion("partial-profile")] = current_version("partial-profile")
@@ -68,7 +80,7 @@ class _PartialFile(File):
     rows: Items[KeptRow] = ()
 
 
-class Partial:
+class UnfinishedProfile:
     """The rows so far, by what was measured; without a path they are in no file."""
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -98,10 +110,18 @@ class Partial:
         self._rows = {row.key: row for row in found.rows}
 
     @staticmethod
+<<<<<<< /tmp/tmpsaamwi52.py
     def _read(path: Path) -> _PartialFile:
         content = read_bytes(str(path))
         try:
             return parse(content, _PartialFile, str(path))
+=======
+    def _read(path: Path) -> _UnfinishedFile:
+        try:
+            return parse(path.read_bytes(), _UnfinishedFile, str(path))
+        except OSError as error:
+            raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
+>>>>>>> /tmp/tmpt2yi4thy.py
         except FileError as error:
             raise FileError(f"{path}: not what an interrupted measurement keeps; delete it", error.problems) from None
 
@@ -121,7 +141,7 @@ class Partial:
     def save(self) -> None:
         """Write the file atomically, if there is something to keep. Raises FileError."""
         if self.path is not None and self._rows:
-            file = _PartialFile(question=self._question, rows=tuple(self._rows.values()))
+            file = _UnfinishedFile(question=self._question, rows=tuple(self._rows.values()))
             write_text(file.model_dump_json() + "\n", str(self.path))
         self._saved_s = time.monotonic()
 

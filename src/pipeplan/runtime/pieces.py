@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from pipeplan.runtime.shards import Part
 
-__all__ = ["LoadPieces", "Owned", "Piece", "SavePieces", "whole_piece"]
+__all__ = ["ChunkLoadPlanner", "ChunkSavePlanner", "OwnedParameter", "ParameterChunk", "whole_chunk"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParameterChunk:
     """A part of a tensor of shape ``size``, from ``offsets`` on; ``tensor`` may be a view."""
 
     size: torch.Size
@@ -36,13 +36,13 @@ class Piece:
         return ChunkStorageMetadata(self.offsets, self.tensor.size())
 
 
-def whole_piece(tensor: Tensor) -> Piece:
+def whole_chunk(tensor: Tensor) -> ParameterChunk:
     """All of a tensor."""
-    return Piece(tensor.size(), torch.Size([0] * tensor.dim()), tensor)
+    return ParameterChunk(tensor.size(), torch.Size([0] * tensor.dim()), tensor)
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
+class OwnedParameter:
     """A parameter of one rank, which is a part of the whole of this shape.
 
     ``stored`` is whether this rank is the one to store its part.
@@ -54,23 +54,23 @@ class Owned:
     part: Part
     stored: bool
 
-    def pieces(self, tensor: Tensor) -> list[Piece]:
+    def pieces(self, tensor: Tensor) -> list[ParameterChunk]:
         """Where the parameter, or what an optimizer keeps of each of its numbers, lies; anything else is whole."""
         if tensor.shape != self.parameter.shape:
-            return [whole_piece(tensor)]
+            return [whole_chunk(tensor)]
         places = self.part.places(tensor, self.whole)
-        return [Piece(self.whole, torch.Size(offsets), each) for offsets, each in places]
+        return [ParameterChunk(self.whole, torch.Size(offsets), each) for offsets, each in places]
 
     def room(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """A tensor for this rank's part of what an optimizer kept of the parameter."""
         return torch.empty(self.parameter.shape if size == self.whole else size, dtype=dtype)
 
 
-Pieces = Mapping[str, Sequence[Piece]]
+Pieces = Mapping[str, Sequence[ParameterChunk]]
 """What one rank has, by name."""
 
 
-class SavePieces(DefaultSavePlanner):
+class ChunkSavePlanner(DefaultSavePlanner):
     """Writes the pieces that the ranks have; of those that several have, one."""
 
     def __init__(self, pieces: Pieces) -> None:
@@ -88,7 +88,7 @@ class SavePieces(DefaultSavePlanner):
         return self._at[index.fqn, index.offset].tensor
 
 
-class LoadPieces(DefaultLoadPlanner):
+class ChunkLoadPlanner(DefaultLoadPlanner):
     """Reads into the pieces that a rank has, whatever pieces were written."""
 
     def __init__(self, pieces: Pieces) -> None:
@@ -111,7 +111,7 @@ class LoadPieces(DefaultLoadPlanner):
         return self._pieces[index.fqn][index.index].tensor
 
 
-def _written(name: str, piece: Piece) -> WriteItem:
+def _written(name: str, piece: ParameterChunk) -> WriteItem:
     properties = TensorProperties.create_from_tensor(piece.tensor)
     return WriteItem(
         index=MetadataIndex(name, piece.offsets),

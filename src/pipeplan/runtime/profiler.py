@@ -20,12 +20,12 @@ from pipeplan.errors import UsageError
 from pipeplan.model import Cluster, CostRow, Profile, Source
 from pipeplan.runtime.assembly import costs_of, priced_by, profile_of, splits_of, unsplit_of
 from pipeplan.runtime.measure.bench import TIMES, Bench
-from pipeplan.runtime.measure.rounds import Benches, Kind, Progress, Rounds, Runs, Split, kinds_of
+from pipeplan.runtime.measure.rounds import Benches, Kind, Progress, RunCounter, RunCounts, SharedModel, kinds_of
 from pipeplan.runtime.measure.timing import drift_of, num_outliers, steady
 from pipeplan.runtime.measure.whole import WholeBench
 from pipeplan.runtime.model import Model
-from pipeplan.runtime.partial import Partial
-from pipeplan.runtime.survey import Survey
+from pipeplan.runtime.partial import UnfinishedProfile
+from pipeplan.runtime.survey import BlockGraph
 
 __all__ = ["Progress", "profile_model"]
 
@@ -47,7 +47,7 @@ def profile_model(
     device: torch.device | str = "cpu",
     seed: int = 0,
     progress: Progress | None = None,
-    partial: Partial | None = None,
+    partial: UnfinishedProfile | None = None,
     beside: Sequence[WholeBench] = (),
 ) -> Profile:
     """Measure every block of a model for each micro-batch size.
@@ -81,16 +81,16 @@ def profile_model(
         ExecutionError: a block failed; the text names it and the size.
         InfeasibleError: memory ran out at the smallest size.
     """
-    sizes, runs = sorted(set(microbatch_sizes)), Runs(repeats, warmup, max_spread)
+    sizes, runs = sorted(set(microbatch_sizes)), RunCounts(repeats, warmup, max_spread)
     where = _require_usable(sizes, runs, device)
     splits = splits_of(model, shards, dtype, cluster)
     unsplit = unsplit_of(splits, model, dtype)
     _require_fitting(model, unsplit, dtype, where)
     kinds, choices = kinds_of(splits), (False, True) if recompute else (False,)
-    partial = Partial() if partial is None else partial
+    partial = UnfinishedProfile() if partial is None else partial
     partial.open(_question(splits, runs, dtype, where, recompute=recompute, seed=seed))
     benches = Benches(splits, kinds, choices, dtype, where, seed, partial, beside)
-    rounds = Rounds(progress, len(set(kinds.values())) * len(choices) * len(sizes) * (1 + warmup + repeats))
+    rounds = RunCounter(progress, len(set(kinds.values())) * len(choices) * len(sizes) * (1 + warmup + repeats))
     try:
         with steady(where):
             missing = benches.fill(sizes, rounds)
@@ -107,7 +107,7 @@ def profile_model(
     return profile_of(model, unsplit, costs, _source(dtype, where, notes))
 
 
-def _require_usable(sizes: Sequence[int], runs: Runs, device: torch.device | str) -> torch.device:
+def _require_usable(sizes: Sequence[int], runs: RunCounts, device: torch.device | str) -> torch.device:
     if not sizes or sizes[0] < 1:
         raise UsageError(f"micro-batch sizes {list(sizes)}: give at least one, each 1 or more, with --microbatch")
     if runs.repeats < 1 or runs.warmup < 0:
@@ -123,15 +123,15 @@ def _require_usable(sizes: Sequence[int], runs: Runs, device: torch.device | str
     return found
 
 
-def _require_fitting(model: Model, surveyed: Survey, dtype: torch.dtype, device: torch.device) -> None:
+def _require_fitting(model: Model, surveyed: BlockGraph, dtype: torch.dtype, device: torch.device) -> None:
     """Check before anything runs that names and edges are those of a profile. Raises UsageError."""
     nothing = (CostRow(microbatch_size=1, forward_ns=0, backward_ns=0),)
     profile_of(model, surveyed, {block.spec.id: nothing for block in surveyed.blocks}, _source(dtype, device, ""))
 
 
 def _question(
-    splits: Sequence[Split],
-    runs: Runs,
+    splits: Sequence[SharedModel],
+    runs: RunCounts,
     dtype: torch.dtype,
     device: torch.device,
     *,
@@ -181,9 +181,9 @@ def _processor() -> str:
 
 
 def _notes(
-    splits: Sequence[Split],
+    splits: Sequence[SharedModel],
     kinds: Mapping[Hashable, Kind],
-    runs: Runs,
+    runs: RunCounts,
     cluster: Cluster | None,
     *,
     recompute: bool,
@@ -202,7 +202,7 @@ def _notes(
         yield "With recomputation F keeps a block's inputs alone, and B and I run its forward again first."
 
 
-def _groups(splits: Sequence[Split], kinds: Mapping[Hashable, Kind]) -> list[str]:
+def _groups(splits: Sequence[SharedModel], kinds: Mapping[Hashable, Kind]) -> list[str]:
     """Kinds that stand for several blocks of one split."""
     found = []
     for split in splits:

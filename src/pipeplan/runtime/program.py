@@ -7,14 +7,29 @@ model's edges say is refused before anything starts.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-
 from pipeplan.errors import UsageError
-from pipeplan.model import COPIES, PLACES, SAMPLES, SHARDS, Action, Axis, Mesh, Plan, Stage, is_instruction
+from pipeplan.model import Action
+from pipeplan.model import Axis
+from pipeplan.model import COPIES
+from pipeplan.model import Mesh
+from pipeplan.model import PLACES
+from pipeplan.model import Plan
+from pipeplan.model import SAMPLES
+from pipeplan.model import SHARDS
+from pipeplan.model import Stage
+from pipeplan.model import is_instruction
 from pipeplan.model.elements import Attribute
-from pipeplan.runtime.flow import Flow, Message, hops_of, model_flow, planned_flow
-from pipeplan.runtime.holdings import Numbers, SampleOwnership
+from pipeplan.runtime.flow import Message
+from pipeplan.runtime.flow import MessageGraph
+from pipeplan.runtime.flow import hops_of
+from pipeplan.runtime.flow import model_messages
+from pipeplan.runtime.flow import planned_messages
+from pipeplan.runtime.holdings import Numbers
+from pipeplan.runtime.holdings import SampleOwnership
 from pipeplan.runtime.share import Share
 
 __all__ = [
@@ -147,7 +162,7 @@ def programs_of(plan: Plan, blocks: Sequence[str], edges: Sequence[tuple[str, st
         UsageError: blocks or edges of plan and model differ; the text names the first that does.
     """
     _require_same_blocks(plan, blocks, model)
-    return _programs(plan, model_flow(plan, edges, model))
+    return _programs(plan, model_messages(plan, edges, model))
 
 
 def planned_programs(plan: Plan) -> tuple[Program, ...]:
@@ -159,10 +174,10 @@ def planned_programs(plan: Plan) -> tuple[Program, ...]:
     Raises:
         UsageError: gradients come from a stage to which no outputs go.
     """
-    return _programs(plan, planned_flow(plan))
+    return _programs(plan, planned_messages(plan))
 
 
-def _programs(plan: Plan, flow: Flow) -> tuple[Program, ...]:
+def _programs(plan: Plan, flow: MessageGraph) -> tuple[Program, ...]:
     ownership, holders, lines = SampleOwnership(plan), _holders(plan), _lines(plan)
     return tuple(_Lowering(plan, rank, flow, ownership).program(holders, lines) for rank in range(len(plan.devices)))
 
@@ -183,7 +198,7 @@ def _require_same_blocks(plan: Plan, blocks: Sequence[str], model: str) -> None:
 class _Lowering:
     """What a plan means to one rank."""
 
-    def __init__(self, plan: Plan, rank: int, flow: Flow, ownership: SampleOwnership) -> None:
+    def __init__(self, plan: Plan, rank: int, flow: MessageGraph, ownership: SampleOwnership) -> None:
         self._plan, self._rank, self._flow, self._ownership, self._hops = plan, rank, flow, ownership, hops_of(plan)
         self._sent: dict[tuple[int, str], list[tuple[Message, int]]] = defaultdict(list)
         self._received: dict[tuple[int, str], list[tuple[Message, int]]] = defaultdict(list)

@@ -59,7 +59,7 @@ class TensorSpec:
         return cls((*once[:axis], once[axis] // num_samples, *once[axis + 1 :]), dtype, axis)
 
     def of(self, num_samples: int) -> Shape:
-        """The shape for so many samples."""
+        """The shape for a number of samples."""
         if self.axis is None:
             return self.shape
         return (*self.shape[: self.axis], num_samples * self.shape[self.axis], *self.shape[self.axis + 1 :])
@@ -71,7 +71,7 @@ class TensorSpec:
         return tensor.narrow(self.axis, begin * each, (end - begin) * each)
 
     def text(self, num_samples: int) -> str:
-        """Format and shape for so many samples, for errors."""
+        """Format and shape for a number of samples, for errors."""
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.of(num_samples))}"
 
 
@@ -84,7 +84,7 @@ class Made:
 
 
 _Run = tuple[int, int, int]
-"""A slot, the place of its first row that is taken, and that behind the last."""
+"""A slot, the place of the first row taken from it, and the one after the last."""
 
 
 @dataclass(slots=True)

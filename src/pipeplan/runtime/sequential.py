@@ -69,7 +69,7 @@ def sequential_model(
     ]
     examples = {"input": input} if targets is None else {"input": input, "targets": targets}
     if targets is not None:
-        compare = partial(_Comparison, _summed(loss or _usual(targets), name))
+        compare = partial(_LossBlock, _summed(loss or _usual(targets), name))
         blocks.append(BlockSpec("loss", "loss", compare, (blocks[-1].id,), ("targets",), loss=True))
     model = Model(
         name,
@@ -151,7 +151,7 @@ def _ending_in_loss(model: Model) -> Model:
     return replace(model, blocks=(*model.blocks[:-1], replace(model.blocks[-1], loss=ends)))
 
 
-class _Comparison(nn.Module):
+class _LossBlock(nn.Module):
     """The sum of the losses of a micro-batch."""
 
     def __init__(self, loss: Loss) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from pipeplan.runtime.layouts import WHOLE, Layout, Layouts
+from pipeplan.runtime.layouts import WHOLE, StageLayouts, TensorLayout
 from pipeplan.runtime.messages import TransferError
 from pipeplan.runtime.model import BlockSpec
 from pipeplan.runtime.modules import WeightGradQueue, warn_if_nothing_waits
@@ -27,7 +27,7 @@ from pipeplan.runtime.precision import Autocast, precise
 from pipeplan.runtime.program import Numbers, ProgramStep, StagePart
 from pipeplan.runtime.rows import Produced, Received
 
-__all__ = ["Samples", "StageError", "StageRunner", "stage_errors"]
+__all__ = ["MiniBatch", "StageError", "StageRunner", "stage_errors"]
 
 
 _ANYWHERE = torch.empty(0)  # where a block is that takes nothing and has no parameters
@@ -56,7 +56,7 @@ def stage_errors(what: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class MiniBatch:
     """A mini-batch, of which blocks take the rows of some samples.
 
     ``tensors`` [name] has samples in its first dimension. ``num_predictions`` is that of the whole mini-batch:
@@ -84,7 +84,7 @@ class Samples:
 
 
 @dataclass(slots=True)
-class _Held:
+class _ForwardGraph:
     """What a forward keeps for B, or for I.
 
     Of an output that needs a gradient only its place in the graph: the tensor itself is the receiver's.
@@ -104,7 +104,7 @@ class _Values:
         received: whole, by block.
     """
 
-    def __init__(self, layouts: Layouts, num_samples: int, received: Mapping[str, Tensor]) -> None:
+    def __init__(self, layouts: StageLayouts, num_samples: int, received: Mapping[str, Tensor]) -> None:
         self._layouts, self._num_samples = layouts, num_samples
         self._found = {(name, WHOLE): tensor for name, tensor in received.items()}
         self._given = dict.fromkeys(received, WHOLE)
@@ -122,7 +122,7 @@ class _Values:
         """A block's output, whole on every device."""
         return self._in(block, WHOLE)
 
-    def _in(self, block: str, layout: Layout) -> Tensor:
+    def _in(self, block: str, layout: TensorLayout) -> Tensor:
         if (block, layout) not in self._found:
             given = self._given[block]
             tensor = self._found[block, given]
@@ -146,12 +146,12 @@ class StageRunner:
     modules: Mapping[str, nn.Module]
     specs: Mapping[str, BlockSpec]
     autocast: Autocast | None = None
-    layouts: Layouts = field(default_factory=Layouts)
+    layouts: StageLayouts = field(default_factory=StageLayouts)
     loss: Tensor | None = None
-    _held: dict[Numbers, _Held] = field(default_factory=dict)
+    _held: dict[Numbers, _ForwardGraph] = field(default_factory=dict)
     _queues: dict[int, WeightGradQueue] = field(default_factory=dict)
 
-    def run(self, step: ProgramStep, inputs: Received, samples: Samples) -> Produced:
+    def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
         """Run F, B, I or W; what each takes and gives is as below."""
         if step.action.kind == "F":
             (own,) = step.samples
@@ -162,7 +162,7 @@ class StageRunner:
             return {}
         return self.backward(step.action.microbatch, {own: inputs.get(own, ()) for own in step.samples})
 
-    def forward(self, own: Numbers, received: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
+    def forward(self, own: Numbers, received: Mapping[str, Tensor], samples: MiniBatch) -> dict[str, Tensor]:
         """Run the blocks on this rank's samples of a micro-batch or part; what leaves is returned detached, by block.
 
         Raises:
@@ -182,7 +182,7 @@ class StageRunner:
         if self.part.counts_loss:
             self._add_loss(loss)
         ends = {name: get_gradient_edge(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
-        self._held[own] = _Held(leaves, ends, loss)
+        self._held[own] = _ForwardGraph(leaves, ends, loss)
         return {name: tensor.detach() for name, tensor in outputs.items()}
 
     def backward(self, microbatch: int, gradients: Received) -> Produced:
@@ -229,7 +229,7 @@ class StageRunner:
         """Blocks to whose stages the plan brings gradients back."""
         return {name for source in self.part.returns for name in self.part.inputs[source]}
 
-    def _call(self, block: str, values: _Values, own: Numbers, samples: Samples) -> Tensor:
+    def _call(self, block: str, values: _Values, own: Numbers, samples: MiniBatch) -> Tensor:
         spec, module, rows = self.specs[block], self.modules[block], self.layouts.rows(block, own)
         with stage_errors(f"block {block!r}"):
             arguments = [values.taken(source, block) for source, _ in spec.inputs]
@@ -290,7 +290,7 @@ def _leaf(tensor: Tensor, with_gradient: bool) -> Tensor:
     return leaf.requires_grad_() if with_gradient and leaf.is_floating_point() else leaf
 
 
-def _roots(held: _Held, gradients: Sequence[tuple[str, Tensor]]) -> list[_Root]:
+def _roots(held: _ForwardGraph, gradients: Sequence[tuple[str, Tensor]]) -> list[_Root]:
     """Where a forward's backward begins: at its outputs and its loss."""
     roots: list[_Root] = [(held.outputs[name], given) for name, given in gradients if name in held.outputs]
     if held.loss is not None and held.loss.requires_grad:

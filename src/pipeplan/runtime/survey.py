@@ -14,13 +14,13 @@ from pipeplan.model import Edge
 from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.shapes import ShapedBlock, shaped_blocks
 
-__all__ = ["Survey", "SurveyedBlock", "survey"]
+__all__ = ["BlockGraph", "BlockNode", "block_graph_of"]
 
 _NUM_SAMPLES, _MORE_SAMPLES = 3, 5  # what grows between them is of samples, the rest is shared by all
 
 
 @dataclass(frozen=True, slots=True)
-class SurveyedBlock:
+class BlockNode:
     """What is known of a block before it runs.
 
     ``kind`` is the id of the first block like it, and ``likeness`` equal for all of them, those of other models
@@ -41,10 +41,10 @@ class SurveyedBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class BlockGraph:
     """The blocks of a model in topological order, and its edges."""
 
-    blocks: tuple[SurveyedBlock, ...]
+    blocks: tuple[BlockNode, ...]
     edges: tuple[Edge, ...]
 
     @property
@@ -74,7 +74,7 @@ class Survey:
         return hashlib.sha256(repr((blocks, edges)).encode()).hexdigest()[:16]
 
 
-def survey(model: Model, dtype: torch.dtype) -> Survey:
+def block_graph_of(model: Model, dtype: torch.dtype) -> BlockGraph:
     """Look a model over.
 
     Blocks are alike that have the same operator, dimensions, modules, parameters and inputs. A block that shares
@@ -87,14 +87,14 @@ def survey(model: Model, dtype: torch.dtype) -> Survey:
     read = {each for block in model.blocks for each in block.inputs}
     steps = tuple(shaped_blocks(model, _NUM_SAMPLES, dtype))
     kinds: dict[Hashable, str] = {}
-    blocks: list[SurveyedBlock] = []
+    blocks: list[BlockNode] = []
     for step in steps:
         id_, parameters = step.spec.id, list(step.module.parameters())
         trained = [tensor for tensor in parameters if tensor.requires_grad]
         roots = _roots(step, read)
         likeness = _likeness(step, roots)
         blocks.append(
-            SurveyedBlock(
+            BlockNode(
                 step.spec,
                 kinds.setdefault(likeness, id_),
                 likeness,
@@ -108,7 +108,7 @@ def survey(model: Model, dtype: torch.dtype) -> Survey:
         )
     pairs = zip(steps, shaped_blocks(model, _MORE_SAMPLES, dtype), strict=True)
     readers = Counter(each for block in model.blocks for each in set(block.inputs))
-    return Survey(tuple(blocks), tuple(edge for few, more in pairs for edge in _edges(few, more, readers)))
+    return BlockGraph(tuple(blocks), tuple(edge for few, more in pairs for edge in _edges(few, more, readers)))
 
 
 def _roots(step: ShapedBlock, read: Collection[tuple[str, int]]) -> tuple[int, ...]:

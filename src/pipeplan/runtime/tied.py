@@ -6,7 +6,7 @@ gradients are summed, each rank's once, and all make the same update.
 
 Of split blocks, those who have the same share of the same number are copies of each other: a share's gradient is
 summed over them, and so is that of a parameter that is whole on every device. Where a parameter is split in one stage
-and whole, or split otherwise, in another, gradients are put together to whole ones, summed over all ranks, and each
+and whole, or split otherwise, in another, gradients are assembled into whole ones, summed over all ranks, and each
 takes its part.
 """
 
@@ -39,7 +39,7 @@ Copy = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class _Family:
+class _SharedParameter:
     """All there is of one parameter: blocks that have it, its whole shape, and who has which part of it."""
 
     holders: tuple[Holder, ...]
@@ -75,7 +75,7 @@ class _Family:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sum:
+class _GradientSum:
     """A parameter whose gradients are summed: what this rank has of it; the whole's shape where parts are unlike."""
 
     name: str
@@ -131,7 +131,7 @@ class SharedParameters:
         families = _families(model, holders)
         sets = {ranks for family in families for ranks in family.groups.values() if len(ranks) > 1}
         self._groups = groups_of(sets, transport, timeout)
-        self._sums: dict[Ranks, list[_Sum]] = defaultdict(list)
+        self._sums: dict[Ranks, list[_GradientSum]] = defaultdict(list)
         self._elsewhere: set[int] = set()
         for family in families:
             held = _made_one(family, model, modules)
@@ -139,7 +139,7 @@ class SharedParameters:
             for number, ranks in family.groups.items() if held else ():
                 own = {part: each for part, each in held.items() if family.number(part) == number}
                 if own and len(ranks) > 1:
-                    self._sums[ranks].append(_Sum(family.name, own, None if family.alike else family.shape))
+                    self._sums[ranks].append(_GradientSum(family.name, own, None if family.alike else family.shape))
 
     @property
     def across_ranks(self) -> bool:
@@ -169,18 +169,20 @@ class SharedParameters:
         self._groups.clear()
 
 
-def require_equal_copies(told: Sequence[Mapping[Ranks, Sequence[Copy]]]) -> None:
+def require_equal_copies(copies_of: Sequence[Mapping[Ranks, Sequence[Copy]]]) -> None:
     """Refuse models that are not the same on all ranks: their copies would stay different, or not fit each other.
 
     Args:
-        told: [rank] what its copies are like.
+        copies_of: [rank] what its copies are like.
 
     Raises:
         UsageError: two copies differ; the same error on every rank.
     """
-    for rank, copies in enumerate(told):
+    for rank, copies in enumerate(copies_of):
         for ranks, own in copies.items():
-            for (name, found), (first, expected) in zip_longest(own, told[ranks[0]][ranks], fillvalue=("", "nothing")):
+            for (name, found), (first, expected) in zip_longest(
+                own, copies_of[ranks[0]][ranks], fillvalue=("", "nothing")
+            ):
                 if found != expected:
                     raise UsageError(
                         f"ranks {ranks[0]} and {rank} do not start with the same parameters: {first or 'beyond them'} "
@@ -197,7 +199,7 @@ def _fingerprint(parameter: nn.Parameter) -> str:
     )
 
 
-def _families(model: Model, holders: Iterable[tuple[Share, int]]) -> list[_Family]:
+def _families(model: Model, holders: Iterable[tuple[Share, int]]) -> list[_SharedParameter]:
     """All parameters of the model, each once, in the same order on every rank."""
     ranks_of: dict[str, dict[Share, set[int]]] = defaultdict(lambda: defaultdict(set))
     for share, rank in holders:
@@ -212,11 +214,13 @@ def _families(model: Model, holders: Iterable[tuple[Share, int]]) -> list[_Famil
         for block, name in group:
             for share, ranks in ranks_of[block].items():
                 parts[model.part_of(share, name)] |= ranks
-        found.append(_Family(group, shapes[group[0]], {part: tuple(sorted(each)) for part, each in parts.items()}))
+        found.append(
+            _SharedParameter(group, shapes[group[0]], {part: tuple(sorted(each)) for part, each in parts.items()})
+        )
     return found
 
 
-def _made_one(family: _Family, model: Model, modules: Mapping[Share, nn.Module]) -> dict[Part, nn.Parameter]:
+def _made_one(family: _SharedParameter, model: Model, modules: Mapping[Share, nn.Module]) -> dict[Part, nn.Parameter]:
     """What this rank has of a parameter; holders of equal parts use the first one's."""
     held: dict[Part, nn.Parameter] = {}
     for block, name in family.holders:
@@ -228,8 +232,8 @@ def _made_one(family: _Family, model: Model, modules: Mapping[Share, nn.Module])
     return held
 
 
-def _sum(sums: Sequence[_Sum], group: dist.ProcessGroup) -> None:
-    """Where one rank has a gradient all have to sum it, so they first tell each other."""
+def _sum(sums: Sequence[_GradientSum], group: dist.ProcessGroup) -> None:
+    """Where one rank has a gradient all have to sum it, so they first exchange which have one."""
     if not sums:
         return
     present = [any(each.grad is not None for each in one.held.values()) for one in sums]

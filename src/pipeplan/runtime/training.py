@@ -15,7 +15,7 @@ from pipeplan._version import __version__
 from pipeplan.errors import UsageError
 from pipeplan.model import Plan, Stage, sha256_of
 from pipeplan.runtime.checkpoint_files import CheckpointFolder
-from pipeplan.runtime.checkpoints import Checkpoints, Held
+from pipeplan.runtime.checkpoints import Checkpoints, TrainingState
 from pipeplan.runtime.data import with_data
 from pipeplan.runtime.device import rank_device
 from pipeplan.runtime.executor import Executor
@@ -23,15 +23,15 @@ from pipeplan.runtime.failures import lost_others
 from pipeplan.runtime.identity import identity_of
 from pipeplan.runtime.importing import imported_module
 from pipeplan.runtime.instructions import CustomOpRunner, custom_ops_of
-from pipeplan.runtime.layouts import Layouts
+from pipeplan.runtime.layouts import StageLayouts
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.messages import Channels
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.modules import warn_if_few_can_wait
 from pipeplan.runtime.optimizing import Updater, clip_gradients
-from pipeplan.runtime.options import Link, OnStep, Report, RunResult, StepResult, run_job
+from pipeplan.runtime.options import OnStep, RankContext, Report, RunResult, StepResult, run_job
 from pipeplan.runtime.partners import ProcessGroups
-from pipeplan.runtime.pieces import Owned
+from pipeplan.runtime.pieces import OwnedParameter
 from pipeplan.runtime.precision import Autocast
 from pipeplan.runtime.program import Program, programs_of
 from pipeplan.runtime.progress import Phase, Progress
@@ -39,7 +39,7 @@ from pipeplan.runtime.rows import TensorSpec
 from pipeplan.runtime.shapes import output_shapes
 from pipeplan.runtime.share import Share
 from pipeplan.runtime.sizes import warn_of_other_sizes
-from pipeplan.runtime.stages import Samples, StageRunner
+from pipeplan.runtime.stages import MiniBatch, StageRunner
 from pipeplan.runtime.tied import SharedParameters, require_equal_copies
 from pipeplan.runtime.together import AllRanks, TimedAction, extent, iteration_of, require_alike
 from pipeplan.runtime.train_options import TrainOptions
@@ -47,9 +47,9 @@ from pipeplan.runtime.train_options import TrainOptions
 __all__ = ["Trainer", "autocast_of", "require_splittable", "train", "train_job", "travelling"]
 
 
-def train_job(job: Report, link: Link) -> None:
+def train_job(job: Report, context: RankContext) -> None:
     """The job of a rank that trains."""
-    run_job(train, TrainOptions(**job["options"]), job, link)
+    run_job(train, TrainOptions(**job["options"]), job, context)
 
 
 def train(plan: Plan, options: TrainOptions, progress: Progress, on_step: OnStep) -> RunResult:
@@ -67,7 +67,7 @@ def train(plan: Plan, options: TrainOptions, progress: Progress, on_step: OnStep
         result, actions = trainer.step(step)
         steps.append(result)
         if options.trace:
-            timeline.append(tuple(tuple(told) for told in trainer.all_ranks.gather(actions)))
+            timeline.append(tuple(tuple(own) for own in trainer.all_ranks.gather(actions)))
         on_step(result)
         if options.saves_after(step) and result.finite:  # what is lost must not push good checkpoints out
             trainer.save()
@@ -242,21 +242,21 @@ class Trainer:
         if options.checkpoint is None:
             return None
         identity = identity_of(self.model, options, self.program.mini_batch)
-        held = Held(self._owned(), self._buffers(), self.updater, identity)
+        held = TrainingState(self._owned(), self._buffers(), self.updater, identity)
         folder = CheckpointFolder(options.checkpoint, options.keep_checkpoints)
         return Checkpoints(folder, held, self.all_ranks, self.progress)
 
-    def _owned(self) -> list[Owned]:
+    def _owned(self) -> list[OwnedParameter]:
         """This rank's parameters, each once, tied ones by the first of the names they have in the model."""
         first = {holder: group[0] for group in self.model.tied for holder in group}
         shapes = self.model.parameter_shapes()
         stored = {id(each) for each in self.shared.counted(self.unique_parameters())}
-        found: dict[int, Owned] = {}
+        found: dict[int, OwnedParameter] = {}
         for share, module in self.modules.items():
             for name, parameter in module.named_parameters():
                 holder = first.get((share.block, name), (share.block, name))
                 part, kept = self.model.part_of(share, name), id(parameter) in stored
-                owned = Owned(".".join(holder), parameter, torch.Size(shapes[holder]), part, kept)
+                owned = OwnedParameter(".".join(holder), parameter, torch.Size(shapes[holder]), part, kept)
                 found.setdefault(id(parameter), owned)
         return list(found.values())
 
@@ -277,23 +277,23 @@ class Trainer:
         part = self.program.stages[index]
         specs = {block: self.model.block(block) for block in part.blocks}
         modules = {share.block: self.modules[share] for share in part.shares}
-        layouts = Layouts.of(part, self.model, self.groups.along)
+        layouts = StageLayouts.of(part, self.model, self.groups.along)
         stage = StageRunner(part, modules, specs, self.autocast, layouts=layouts)
         if part.split:
             warn_if_few_can_wait(nn.ModuleList(modules.values()), stage.name)
         return stage
 
-    def _samples(self, step: int) -> Samples:
+    def _samples(self, step: int) -> MiniBatch:
         """The mini-batch, if a block of this rank takes samples or computes the loss."""
         specs = [spec for stage in self.stages.values() for spec in stage.specs.values()]
         wanted = {name for spec in specs for name in spec.samples}
         draw = (self.options.seed, step)
         if not wanted and not any(spec.loss for spec in specs):
-            return Samples({}, 1, draw)
+            return MiniBatch({}, 1, draw)
         dtype: torch.dtype = getattr(torch, self.options.dtype)
         batch = self.model.mini_batch(self.program.mini_batch, step, self.options.seed, dtype=dtype, device=self.device)
         tensors = {name: tensor for name, tensor in batch.items() if name in wanted}
-        return Samples(tensors, self.model.predictions(batch), draw)
+        return MiniBatch(tensors, self.model.predictions(batch), draw)
 
     def _reduce(self) -> None:
         if self.shared.across_ranks:
@@ -320,10 +320,10 @@ class Trainer:
         computed = [each for each in actions if self.program.steps[each[0]].action.is_compute]
         worked = extent(computed, summed_ns if self.shared.across_ranks else 0)
         self.progress.begin(Phase.REPORTING)
-        told = self.all_ranks.gather((loss, worked, updated_ns))
-        updates = [end - (each[1] if each is not None else end) for _, each, end in told]
-        iteration_ns = iteration_of(each for _, each, _ in told)
-        return StepResult(step, sum(entry[0] for entry in told), iteration_ns, max(updates), norm)
+        found = self.all_ranks.gather((loss, worked, updated_ns))
+        updates = [end - (each[1] if each is not None else end) for _, each, end in found]
+        iteration_ns = iteration_of(each for _, each, _ in found)
+        return StepResult(step, sum(entry[0] for entry in found), iteration_ns, max(updates), norm)
 
 
 def travelling(
@@ -401,16 +401,16 @@ def _require_agreement(
         for message, _, _ in program.remote
     }
     own = {"plan": sha256_of(plan), **options.as_json(), "model": model.name}
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (own, carried))
-    require_alike([said for said, _ in told])
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (own, carried))
+    require_alike([said for said, _ in found])
     ends: dict[str, tuple[int, list[str]]] = {}
-    for other, (_, messages) in enumerate(told):
+    for other, (_, messages) in enumerate(found):
         for message, tensors in messages.items():
             first, expected = ends.setdefault(message, (other, tensors))
             if tensors != expected:
                 payload, source, target = message.split()
-                what = {"F": "outputs", "B": "gradients"}.get(payload, f"outputs behind {payload}")
+                what = {"F": "outputs", "B": "gradients"}.get(payload, f"outputs after {payload}")
                 raise UsageError(
                     f"ranks {first} and {other} expect different {what} between stages {source} and {target}: "
                     f"{', '.join(expected)} and {', '.join(tensors)}; the model must be the same on all ranks"

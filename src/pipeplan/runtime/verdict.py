@@ -32,9 +32,9 @@ def verdict(
         programs: the plan's programs.
         timeout_ns: the longest wait allowed.
     """
-    told = telling(failures)
-    if told is not None:
-        return UsageError(told.text) if told.exit_code == UsageError.exit_code else ExecutionError(told.text)
+    cause = telling(failures)
+    if cause is not None:
+        return UsageError(cause.text) if cause.exit_code == UsageError.exit_code else ExecutionError(cause.text)
     if deaths:
         return ExecutionError("; ".join(death(rank, deaths[rank], board, programs) for rank in sorted(deaths)))
     first = min(failures, key=lambda failure: (failure.cause is Cause.LOST, not failure.text))
@@ -45,8 +45,8 @@ def verdict(
 
 def telling(failures: Sequence[Failure]) -> Failure | None:
     """The failure that explains the others by itself, if one does: a refusal, or else an exception."""
-    told = [failure for failure in failures if failure.cause in (Cause.REFUSED, Cause.RAISED)]
-    return min(told, key=lambda failure: failure.cause is Cause.RAISED, default=None)
+    found = [failure for failure in failures if failure.cause in (Cause.REFUSED, Cause.RAISED)]
+    return min(found, key=lambda failure: failure.cause is Cause.RAISED, default=None)
 
 
 def death(rank: int, status: int, board: Board, programs: Sequence[Sequence[str]]) -> str:

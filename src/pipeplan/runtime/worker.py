@@ -26,7 +26,7 @@ from pipeplan.errors import PipeplanError, UsageError
 from pipeplan.model import Plan
 from pipeplan.runtime.failures import Cause, Failure, RankError, lost_others
 from pipeplan.runtime.launch import Listener, start_timeout_ns
-from pipeplan.runtime.options import Link, OnStep, Report, RunOptions, RunResult
+from pipeplan.runtime.options import OnStep, RankContext, Report, RunOptions, RunResult
 from pipeplan.runtime.progress import Board, Phase, Progress
 from pipeplan.runtime.verdict import verdict
 
@@ -61,7 +61,7 @@ def be_rank(identity: Mapping[str, Any]) -> None:
         work, job = _work_of(identity["work"]), json.loads(_content(identity["job"]))
         timeout = _start_timeout(identity["timeout_ns"])
         with _process_group(_local_store(identity, timeout), progress, world_size, timeout):
-            work(job, Link(rank, world_size, progress, report))
+            work(job, RankContext(rank, world_size, progress, report))
     except BaseException as error:
         failure = failure_of(error, progress)
     report({"event": "done"} if failure is None else {"event": "failure", "failure": failure.as_json()})
@@ -93,9 +93,9 @@ def run_under_torchrun(
         started.programs[:] = plan.programs
         progress.program = plan.programs[progress.rank]
         job = {"plan": plan.model_dump_json(), "options": options.as_json()}
-        link = Link(progress.rank, started.world_size, progress, lambda report: listener(progress.rank, report))
+        rank, run = progress.rank, _work_of(work)
         with started.group():
-            _work_of(work)(job, link)
+            run(job, RankContext(rank, started.world_size, progress, lambda report: listener(rank, report)))
 
     under_torchrun(be, options.timeout_ns)
     return listener.result
@@ -131,10 +131,10 @@ def failure_of(error: BaseException, progress: Progress) -> Failure:
     return Failure(rank, Cause.RAISED, text, details=_trace(error))
 
 
-def _work_of(name: str) -> Callable[[Report, Link], None]:
+def _work_of(name: str) -> Callable[[Report, RankContext], None]:
     """What ``module:function`` names."""
     module, _, function = name.partition(":")
-    work: Callable[[Report, Link], None] = getattr(importlib.import_module(module), function)
+    work: Callable[[Report, RankContext], None] = getattr(importlib.import_module(module), function)
     return work
 
 

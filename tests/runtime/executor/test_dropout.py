@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-
-import pytest
-import torch
-from torch import nn
-
-from pipeplan.runtime.model import BlockSpec, Model
-from pipeplan.runtime.stages import Samples
+from pipeplan.runtime.model import BlockSpec
+from pipeplan.runtime.model import Model
+from pipeplan.runtime.stages import MiniBatch
 from runtime_support import models as runtime_models
 from runtime_support.models import Mix
 from runtime_support.plans import model_plan
 from runtime_support.threads import run_in_threads
-
+from torch import nn
+import pytest
+import torch
 
 class Dropping(nn.Module):
     """A layer behind dropout."""
@@ -51,7 +49,7 @@ def test_losses_and_gradients_do_not_depend_on_the_plan(split: bool) -> None:
 
 def test_seeds_differ_by_mini_batch_block_and_samples() -> None:
     seeds = [
-        Samples({}, 1, draw).seed_of(block, samples)
+        MiniBatch({}, 1, draw).seed_of(block, samples)
         for draw in ((0, 0), (0, 1), (1, 0), (2**31, 7))
         for block in ("b0", "b1", "layer10.ffn")
         for samples in ((0, 1), (2, 3), (1,))

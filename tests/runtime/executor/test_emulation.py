@@ -1,4 +1,4 @@
-"""Rehearsals on real processes: programs in order, nothing before the plan allows it, blocking transfers, too."""
+"""Emulated runs on real processes: programs in order, nothing before the plan allows it, blocking transfers, too."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from pipeplan.costs import build_workload, stage_costs
 from pipeplan.errors import UsageError
 from pipeplan.frontier.configurations.building import CostOptions, cost_model
 from pipeplan.model import COPIES, SAMPLES, SHARDS, Axis, Mesh, PlacedStage, Plan
-from pipeplan.runtime.layouts import Layout, Layouts
+from pipeplan.runtime.layouts import StageLayouts, TensorLayout
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.sequential import sequential_model
@@ -163,10 +163,10 @@ def test_tensors_become_what_the_next_block_takes(devices: int, data: st.DataObj
     """From any layout to any other every device gets its part of the same tensor, and its gradient comes back."""
     axes = [Axis(size, stride) for size in (1, 2, 4, 8) for stride in (1, 2, 4) if size * stride <= devices]
     fitting = [each for each in product(axes, repeat=3) if all(apart(a, b) for a, b in combinations(each, 2))]
-    source, target = (Layout(*data.draw(st.sampled_from(fitting))) for _ in range(2))
+    source, target = (TensorLayout(*data.draw(st.sampled_from(fitting))) for _ in range(2))
     whole = torch.arange(512.0).reshape(8, 8, 8)
 
-    def part(layout: Layout, tensor: torch.Tensor, device: int) -> torch.Tensor:
+    def part(layout: TensorLayout, tensor: torch.Tensor, device: int) -> torch.Tensor:
         for dimension, axis in layout.dimensions:
             tensor = tensor.chunk(axis.size, dimension)[axis.place(device)]
         return tensor
@@ -196,7 +196,7 @@ def test_tensors_become_what_the_next_block_takes(devices: int, data: st.DataObj
             return Shards(axis.size, axis.place(shards.index), Line(axis.of(shards.index)))
 
         own = part(source, whole, shards.index).clone().requires_grad_()
-        made = Layouts(place=place).converted(own * 1, source, target, len(whole))
+        made = StageLayouts(place=place).converted(own * 1, source, target, len(whole))
         made.backward(part(target, torch.cos(whole), shards.index))
         assert own.grad is not None
         return made.detach(), own.grad

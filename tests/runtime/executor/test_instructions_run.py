@@ -20,7 +20,7 @@ from pipeplan.runtime.partners import ProcessGroups
 from pipeplan.runtime.program import Message, planned_programs, programs_of
 from pipeplan.runtime.progress import Board, Progress
 from pipeplan.runtime.rows import TensorSlots, TensorSpec
-from pipeplan.runtime.stages import Samples, StageError
+from pipeplan.runtime.stages import MiniBatch, StageError
 from pipeplan.schedule.rules import Instruction, Rules
 from pipeplan.simulate.bounds import makespan_bound
 from pipeplan.simulate.simulation import simulate
@@ -181,7 +181,7 @@ def test_functions_that_fail(function: CustomOp, text: str) -> None:
     end = runner(function)
     (first,) = [i for i in end.program.steps if str(i.action) == "5GATHER0"]
     with pytest.raises(StageError, match=text):
-        end.run(first, {first.samples[0]: [("image.1", torch.ones(4))]}, Samples({}, 1))
+        end.run(first, {first.samples[0]: [("image.1", torch.ones(4))]}, MiniBatch({}, 1))
 
 
 def test_a_new_instruction_takes_few_lines(reports: Reports) -> None:

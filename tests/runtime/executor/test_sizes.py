@@ -22,7 +22,7 @@ from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.program import programs_of
 from pipeplan.runtime.sizes import other_sizes, warn_of_other_sizes
-from pipeplan.runtime.survey import survey
+from pipeplan.runtime.survey import block_graph_of
 from pipeplan.runtime.training import travelling
 from pipeplan.units import format_bytes
 
@@ -33,7 +33,7 @@ def plan_for(model: Model, dtype: torch.dtype = torch.float32, replicas: int = 1
     """Two stages, the second with several devices, from a profile with the model's true sizes."""
     rows = [CostRow(microbatch_size=n, shards=s, forward_ns=1, backward_ns=2) for n in (1, 2, 4) for s in (1, 2)]
     names = [block.id for block in model.blocks]
-    profile = profile_of(model, survey(model, dtype), dict.fromkeys(names, rows), Source(method="estimated"))
+    profile = profile_of(model, block_graph_of(model, dtype), dict.fromkeys(names, rows), Source(method="estimated"))
     devices = tuple(range(1, 1 + replicas * shards))
     half = len(names) // 2
     stages = (

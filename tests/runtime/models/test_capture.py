@@ -20,7 +20,7 @@ from pipeplan.runtime.footprint import SavedTensors, storages
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.modules import WeightGradQueue
 from pipeplan.runtime.profiler import profile_model
-from pipeplan.runtime.survey import survey
+from pipeplan.runtime.survey import block_graph_of
 
 WIDTH, HEADS, SEQUENCE, VOCABULARY = 8, 2, 4, 11
 GRAINS: tuple[Literal["layer", "half", "operator"], ...] = ("layer", "half", "operator")
@@ -565,7 +565,7 @@ def test_operators_and_dimensions() -> None:
 
 def test_identical_layers_are_alike() -> None:
     _, model = captured("pre-norm", "half")
-    kinds = survey(model, torch.float32).kinds
+    kinds = block_graph_of(model, torch.float32).kinds
     assert {len(each) for each in kinds.values()} == {1, 3}
     assert len(kinds) == 4
 
@@ -574,7 +574,7 @@ def test_masks_and_positions_do_not_cross_and_a_shared_bias_is_broadcast() -> No
     _, model = captured("pre-norm", "half")
     assert model.edges == tuple(zip(ids("pre-norm", "half"), ids("pre-norm", "half")[1:], strict=False))
     _, model = captured("encoder-decoder", "half")
-    shared = [edge for edge in survey(model, torch.float32).edges if edge.broadcast]
+    shared = [edge for edge in block_graph_of(model, torch.float32).edges if edge.broadcast]
     assert {"encoder.0.attention", "decoder.0.attention", "decoder.1.attention"} & {edge.target for edge in shared}
     assert {edge.source.partition("-")[0] for edge in shared} == {"embedding"}
     assert all(edge.gradient for edge in shared)
@@ -786,4 +786,4 @@ def test_random_graphs(wires: list[tuple[str, int, int]], grain: Any, num_sample
     module = Wired([("linear", 0, 0), *wires])
     model = capture(module, {"x": torch.randn(2, SEQUENCE, WIDTH)}, name="random", grain=grain)
     require_same(module, model, num_samples)
-    assert len(survey(model, torch.float32).blocks) == len(model.blocks)
+    assert len(block_graph_of(model, torch.float32).blocks) == len(model.blocks)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
+from pipeplan.errors import UsageError
+from pipeplan.runtime.hugging_face import load
+from pipeplan.runtime.hugging_face import load_configuration
+from pipeplan.runtime.hugging_face.families import FAMILIES
+from pipeplan.runtime.survey import block_graph_of
+from runtime_support.hugging_face import ARGUMENTS
+from runtime_support.hugging_face import NAMES
+from runtime_support.hugging_face import SEQUENCE
+from runtime_support.hugging_face import batch_for
+from runtime_support.hugging_face import eager_experts
+from runtime_support.hugging_face import size
+from runtime_support.hugging_face import text
+from runtime_support.hugging_face import whole
+from torch import Tensor
 from typing import Any
-
+import json
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import Tensor
-
-from pipeplan.errors import UsageError
-from pipeplan.runtime.hugging_face import load, load_configuration
-from pipeplan.runtime.hugging_face.families import FAMILIES
-from pipeplan.runtime.survey import survey
-from runtime_support.hugging_face import ARGUMENTS, NAMES, SEQUENCE, batch_for, eager_experts, size, text, whole
-
 
 def test_every_family_is_tested() -> None:
     assert set(NAMES) == set(FAMILIES)
@@ -122,10 +127,10 @@ def test_large_models_need_no_memory_and_have_the_published_parameters(said: str
     assert size(found.module) == PUBLISHED[said]
 
 
-def test_a_model_without_data_is_cut_and_rehearsed() -> None:
+def test_a_model_without_data_is_cut_and_run_on_meta() -> None:
     model = load_configuration("LlamaConfig(num_hidden_layers=3)", sequence=64, meta=True)
     assert all(torch.isfinite(parameter).all() for parameter in model.block("head").build().parameters())
-    found = survey(model, torch.bfloat16)
+    found = block_graph_of(model, torch.bfloat16)
     assert len(found.kinds) == 4
     assert model.batch(1, 0, 0)["tokens"].shape == (1, 64)
 

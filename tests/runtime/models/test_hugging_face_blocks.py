@@ -4,30 +4,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-
+from pipeplan.runtime.capture import parameters_of
+from pipeplan.runtime.capture import replay
+from pipeplan.runtime.hugging_face import LoadedModel
+from pipeplan.runtime.hugging_face import load_configuration
+from pipeplan.runtime.model import Grain
+from pipeplan.runtime.model import Model
+from pipeplan.runtime.shapes import shaped_blocks
+from pipeplan.runtime.survey import block_graph_of
+from runtime_support.hugging_face import ARGUMENTS
+from runtime_support.hugging_face import LAYERS
+from runtime_support.hugging_face import NAMES
+from runtime_support.hugging_face import SEQUENCE
+from runtime_support.hugging_face import TOWERS
+from runtime_support.hugging_face import batch_for
+from runtime_support.hugging_face import captured
+from runtime_support.hugging_face import eager_experts
+from runtime_support.hugging_face import text
+from runtime_support.hugging_face import whole
+from torch import Tensor
+from torch import nn
 import networkx as nx
 import pytest
 import torch
-from torch import Tensor, nn
-
-from pipeplan.runtime.capture import parameters_of, replay
-from pipeplan.runtime.hugging_face import Whole, load_configuration
-from pipeplan.runtime.model import Grain, Model
-from pipeplan.runtime.shapes import shaped_blocks
-from pipeplan.runtime.survey import survey
-from runtime_support.hugging_face import (
-    ARGUMENTS,
-    LAYERS,
-    NAMES,
-    SEQUENCE,
-    TOWERS,
-    batch_for,
-    captured,
-    eager_experts,
-    text,
-    whole,
-)
-
 
 @pytest.mark.parametrize("grain", ["layer", "half", "operator"])
 @pytest.mark.parametrize("name", NAMES)
@@ -52,7 +51,7 @@ def test_blocks_run_in_one_piece_are_the_model(name: str, grain: Grain) -> None:
     assert not own
 
 
-def summed_gradients(found: Whole, model: Model, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+def summed_gradients(found: LoadedModel, model: Model, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """By the first name that each parameter has in the whole model, summed over the blocks that have it."""
     first = {id(parameter): key for key, parameter in found.module.named_parameters()}
     summed: dict[str, Tensor] = {}
@@ -96,8 +95,8 @@ def test_identical_layers_are_alike(name: str) -> None:
         if key in deeper:
             deeper[key] = {**deeper[key], "num_hidden_layers": LAYERS + 1}
     model = load_configuration(text(name, **deeper), sequence=SEQUENCE, meta=True)
-    kinds = survey(captured(name, "half"), torch.float32).kinds
-    assert len(survey(model, torch.float32).kinds) == len(kinds)
+    kinds = block_graph_of(captured(name, "half"), torch.float32).kinds
+    assert len(block_graph_of(model, torch.float32).kinds) == len(kinds)
     assert len(model.blocks) > len(captured(name, "half").blocks) > len(kinds)
 
 

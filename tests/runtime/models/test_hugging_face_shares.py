@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
-
-import pytest
-import torch
-from torch import Tensor, nn
-
 from pipeplan.errors import UsageError
-from pipeplan.runtime.hugging_face import Whole, load
+from pipeplan.runtime.hugging_face import LoadedModel
+from pipeplan.runtime.hugging_face import load
 from pipeplan.runtime.hugging_face.sharding import share_of
-from runtime_support.hugging_face import (
-    HIDDEN,
-    NAMES,
-    SEQUENCE,
-    TOWERS,
-    WORDS,
-    batch_for,
-    captured,
-    eager_experts,
-    size,
-    text,
-    whole,
-)
-
+from runtime_support.hugging_face import HIDDEN
+from runtime_support.hugging_face import NAMES
+from runtime_support.hugging_face import SEQUENCE
+from runtime_support.hugging_face import TOWERS
+from runtime_support.hugging_face import WORDS
+from runtime_support.hugging_face import batch_for
+from runtime_support.hugging_face import captured
+from runtime_support.hugging_face import eager_experts
+from runtime_support.hugging_face import size
+from runtime_support.hugging_face import text
+from runtime_support.hugging_face import whole
+from torch import Tensor
+from torch import nn
+from typing import Any
+import pytest
+import threading
+import torch
 
 @pytest.mark.parametrize("name", NAMES)
 def test_shares_together_have_all_parameters(name: str) -> None:
@@ -50,7 +48,7 @@ def test_shares_together_compute_the_same(name: str) -> None:
     with eager_experts(found), torch.no_grad():
         expected = answer(name, found.module, batch)
         shares = [share_of(found.module, found.ways, 2, rank) for rank in range(2)]
-        parts = Together(found, shares).run(lambda share: answer(name, share, batch))
+        parts = AllShares(found, shares).run(lambda share: answer(name, share, batch))
     made = torch.cat(parts, -1) if expected.shape != parts[0].shape else parts[0]
     assert torch.allclose(made, expected, rtol=1e-9, atol=1e-9)
 
@@ -68,10 +66,10 @@ def answer(name: str, module: Any, batch: Mapping[str, Tensor]) -> Tensor:
     return module.head(made.multimodal_embeddings) if name == "flava" else made.logits
 
 
-class Together:
+class AllShares:
     """Shares of a model in threads of their own that add up their parts as devices would."""
 
-    def __init__(self, found: Whole, shares: list[nn.Module]) -> None:
+    def __init__(self, found: LoadedModel, shares: list[nn.Module]) -> None:
         self.shares = shares
         self.slots: list[Any] = [None] * len(shares)
         self.barrier = threading.Barrier(len(shares), timeout=60)

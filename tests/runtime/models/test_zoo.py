@@ -417,7 +417,7 @@ def test_batches_that_cannot_be_made() -> None:
         model.mini_batch(4, 0, 0)
 
 
-def test_rehearsal_tells_who_needs_gradients() -> None:
+def test_shapes_say_who_needs_gradients() -> None:
     """A frozen first block needs none, so nothing flows back to it."""
     frozen = BlockSpec("a", "frozen", lambda: nn.Linear(2, 2).requires_grad_(False), samples=("x",))
     steps = list(shaped_blocks(model_of(frozen, block("b", "a"), block("c", "b")), 2))

@@ -23,7 +23,7 @@ from pipeplan.runtime.modules import (
     warn_if_nothing_waits,
 )
 from pipeplan.runtime.program import StagePart
-from pipeplan.runtime.stages import Samples, StageRunner
+from pipeplan.runtime.stages import MiniBatch, StageRunner
 
 WIDTH = 6
 
@@ -356,7 +356,7 @@ def test_a_stage_compiled_unknowingly_says_so() -> None:
     specs = {"a": BlockSpec("a", "linear", nn.Identity, samples=("x",)), "b": BlockSpec("b", "x", nn.Tanh, ("a",))}
     stage = StageRunner(part, {"a": torch.compile(module, backend="eager"), "b": nn.Tanh()}, specs)
     x = torch.randn(3, WIDTH)
-    made = stage.forward((0, 1, 2), {}, Samples({"x": x}, 1))
+    made = stage.forward((0, 1, 2), {}, MiniBatch({"x": x}, 1))
     with pytest.warns(UserWarning, match=r"stage 0 \(blocks 'a' to 'b'\) has deferred no weight gradient"):
         stage.backward(0, {(0, 1, 2): [("b", torch.ones_like(made["b"]))]})
     stage.weight_gradients(0)

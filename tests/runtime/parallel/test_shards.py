@@ -176,5 +176,5 @@ def test_a_share_has_parts_of_the_seeds_parameters() -> None:
     shares = [model.build_share(Share("a", index, (0, 1, 2)), 3, Shards(3, index)).state_dict() for index in range(3)]
     for name, value in whole.items():
         found = [share[name] for share in shares]
-        assert all(torch.equal(each, value) for each in ([cuts[name].join(found)] if name in cuts else found))
+        assert all(torch.equal(each, value) for each in ([joined(cuts[name], found)] if name in cuts else found))
     assert torch.equal(model.build_share(Share("a"), 3, Shards()).state_dict()["expand.weight"], whole["expand.weight"])

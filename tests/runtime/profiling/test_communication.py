@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-
-import pytest
-
 from pipeplan.costs.links import transfer_time
 from pipeplan.costs.testbeds import cluster_of_paper as cluster_of
-from pipeplan.errors import ExecutionError, UsageError
-from pipeplan.model import (
-    Cluster,
-    DeviceKind,
-    LinkLevel,
-    MeasuredCurve,
-    Source,
-    parse,
-    read_cluster,
-    to_json,
-    write_file,
-)
-from pipeplan.runtime.communication import OPERATIONS, LinkOptions, Point, measure_local, tasks_of
+from pipeplan.errors import ExecutionError
+from pipeplan.errors import UsageError
+from pipeplan.model import Cluster
+from pipeplan.model import DeviceKind
+from pipeplan.model import LinkLevel
+from pipeplan.model import MeasuredCurve
+from pipeplan.model import Source
+from pipeplan.model import parse
+from pipeplan.model import read_cluster
+from pipeplan.model import to_json
+from pipeplan.model import write_file
+from pipeplan.runtime.communication import LinkOptions
+from pipeplan.runtime.communication import LinkPoint
+from pipeplan.runtime.communication import OPERATIONS
+from pipeplan.runtime.communication import measure_local
+from pipeplan.runtime.communication import tasks_of
 from runtime_support import link_rank
+import os
+import pytest
+import subprocess
+import sys
 
 FEW = LinkOptions(largest_bytes=1 << 14, repeats=3, warmup=1, timeout_ns=20 * 10**9)
 RANK = (sys.executable, "-m", "runtime_support.link_rank")
@@ -46,8 +47,8 @@ def children() -> list[str]:
 
 def measured(
     num_processes: int, options: LinkOptions = FEW, cluster: Cluster | None = None
-) -> tuple[Cluster, list[Point], list[Cluster]]:
-    points: list[Point] = []
+) -> tuple[Cluster, list[LinkPoint], list[Cluster]]:
+    points: list[LinkPoint] = []
     kept: list[Cluster] = []
     found = measure_local(num_processes, options, cluster, on_point=points.append, keep=kept.append, command=RANK)
     return found, points, kept
@@ -202,7 +203,7 @@ def test_a_rank_that_breaks_is_named_with_its_operation(
 def test_an_interruption_keeps_whole_curves() -> None:
     kept: list[Cluster] = []
 
-    def interrupt(point: Point) -> None:
+    def interrupt(point: LinkPoint) -> None:
         if point.operation == "all_reduce" and point.num_devices == 3:
             raise KeyboardInterrupt
 

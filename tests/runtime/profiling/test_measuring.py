@@ -18,19 +18,19 @@ from pipeplan.model import Block, Cluster, CostRow, Profile, Source
 from pipeplan.model.cluster import DeviceKind, LinkLevel
 from pipeplan.runtime.footprint import meter_for
 from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.measure import in_one_piece, measure_whole
 from pipeplan.runtime.measure.bench import Bench
 from pipeplan.runtime.measure.timing import drift_of, num_outliers
+from pipeplan.runtime.measure.whole import in_one_piece, measure_whole
 from pipeplan.runtime.model import BlockSpec, Collective, Model
 from pipeplan.runtime.modules import WeightGradQueue, defer_weight_gradients
-from pipeplan.runtime.partial import Partial, RowKey
+from pipeplan.runtime.partial import RowKey, UnfinishedProfile
 from pipeplan.runtime.profiler import profile_model
 from pipeplan.runtime.shapes import shaped_blocks
 from pipeplan.runtime.shards import Shards
-from pipeplan.runtime.survey import survey
+from pipeplan.runtime.survey import block_graph_of
 from pipeplan.runtime.zoo import ZOO
 from pipeplan.runtime.zoo.gpt import GPTSize, gpt
-from pipeplan.runtime.zoo.layers import Attention, FeedForward
+from pipeplan.runtime.zoo.layers import FeedForward, SelfAttention
 
 WIDTH = 8
 FLOAT = 4
@@ -116,7 +116,7 @@ def parts(*sources: tuple[str, int] | str) -> Model:
 def test_an_edge_for_each_tensor(
     sources: tuple[tuple[str, int] | str, ...], expected: list[tuple[str | None, int, bool, bool]]
 ) -> None:
-    edges = survey(parts(*sources), torch.float32).edges
+    edges = block_graph_of(parts(*sources), torch.float32).edges
     assert {(edge.source, edge.target) for edge in edges} == {("parts", "join")}
     assert [(edge.tensor, edge.bytes_per_sample, edge.gradient, edge.broadcast) for edge in edges] == expected
 
@@ -126,7 +126,7 @@ def test_blocks_with_several_outputs_are_measured() -> None:
     row = row_of(found, "join")
     assert row.activation_bytes == 4 * (WIDTH + 2) * FLOAT  # the inputs that get a gradient
     assert row_of(found, "join", recompute=True).activation_bytes == row.activation_bytes + 4 * WIDTH
-    read = survey(parts(("parts", 0), ("parts", 1)), torch.float32).blocks[0]
+    read = block_graph_of(parts(("parts", 0), ("parts", 1)), torch.float32).blocks[0]
     assert read.roots == (0, 1)  # backward of the exponential would ask for its gradient
 
 
@@ -147,7 +147,7 @@ def test_inputs_from_like_blocks_are_two_tensors() -> None:
     twins = [BlockSpec(id_, "layer", linear, samples=("x",)) for id_ in "ab"]
     apart = of_blocks(*twins, BlockSpec("c", "multiply", Multiply, sources=("a", "b")))
     same = of_blocks(*twins, BlockSpec("c", "multiply", Multiply, sources=("a", "a")))
-    assert survey(apart, torch.float32).kinds["a"] == ["a", "b"]
+    assert block_graph_of(apart, torch.float32).kinds["a"] == ["a", "b"]
     assert row_of(measure(apart), "c").activation_bytes == 2 * WIDTH * FLOAT
     assert row_of(measure(same), "c").activation_bytes == WIDTH * FLOAT
 
@@ -290,7 +290,13 @@ def test_collectives_take_the_time_of_links(dtype: torch.dtype, scale: int, tmp_
     """Times are kept from the first measurement, so that the difference is that of the links alone."""
     plain, priced = (
         measure(
-            shares(1), (3,), shards=(1, 2), recompute=True, dtype=dtype, cluster=links, partial=Partial(tmp_path / "p")
+            shares(1),
+            (3,),
+            shards=(1, 2),
+            recompute=True,
+            dtype=dtype,
+            cluster=links,
+            partial=UnfinishedProfile(tmp_path / "p"),
         )
         for links in (None, cluster(2))
     )
@@ -363,11 +369,11 @@ def test_shares_add_up_to_the_work() -> None:
 
 def test_edges_of_a_share_are_those_of_the_whole() -> None:
     model = load_model("gpt2-tiny")
-    assert survey(split(model, 2), torch.float32).edges == survey(model, torch.float32).edges
+    assert block_graph_of(split(model, 2), torch.float32).edges == block_graph_of(model, torch.float32).edges
     assert [block.id for block in split(model, 2).blocks] == [block.id for block in model.blocks]
 
 
-@pytest.mark.parametrize("half", [Attention, FeedForward])
+@pytest.mark.parametrize("half", [SelfAttention, FeedForward])
 def test_outputs_of_shares_add_up(half: Callable[..., nn.Module]) -> None:
     whole, x = half(TINY.stack).double(), torch.randn(2, 16, 32, dtype=torch.float64)
     made = [half(TINY.stack, Shards(2, rank)).double() for rank in range(2)]

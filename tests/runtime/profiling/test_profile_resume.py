@@ -20,7 +20,7 @@ from pipeplan.errors import ExecutionError, FileError, InfeasibleError, UsageErr
 from pipeplan.model import Profile, read_profile
 from pipeplan.runtime import partial as partial_module
 from pipeplan.runtime.model import BlockSpec, Model
-from pipeplan.runtime.partial import Partial, RowKey
+from pipeplan.runtime.partial import RowKey, UnfinishedProfile
 from pipeplan.runtime.profiler import profile_model
 
 RUNS = {"repeats": 4, "warmup": 1}
@@ -56,12 +56,12 @@ def model(calls: list[int], error: BaseException | None = None, at: int = 0, fro
 
 
 def measure(path: Path, made: Model, **options: Any) -> Profile:
-    return profile_model(made, (1, 2), **{**RUNS, **options}, partial=Partial(path))
+    return profile_model(made, (1, 2), **{**RUNS, **options}, partial=UnfinishedProfile(path))
 
 
 def kept(path: Path) -> dict[RowKey, int]:
     """Timed runs of each row in a file."""
-    return {row.key: len(row.times) for row in Partial._read(path).rows}
+    return {row.key: len(row.times) for row in UnfinishedProfile._read(path).rows}
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_times_are_taken_over(path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         measure(path, model([], KeyboardInterrupt(), at=forwards_of_all()))
     text = path.read_text()
-    rows = {row.key: row for row in Partial._read(path).rows}
+    rows = {row.key: row for row in UnfinishedProfile._read(path).rows}
     found = measure(path, model([]))
     (a, _) = found.blocks
     for row in a.costs:
@@ -170,14 +170,14 @@ def test_going_on_with_other_sizes(path: Path) -> None:
     """After a size that fails: rows of sizes that are still wanted are taken over, and those of others stay."""
     with pytest.raises(ExecutionError, match="block 'b' at micro-batch size 2"):
         measure(path, model([], ValueError("boom"), from_size=2))
-    before = {row.key: row for row in Partial._read(path).rows}
-    found = profile_model(model([]), (1, 3), **RUNS, partial=Partial(path))
+    before = {row.key: row for row in UnfinishedProfile._read(path).rows}
+    found = profile_model(model([]), (1, 3), **RUNS, partial=UnfinishedProfile(path))
     assert found.microbatch_sizes == (1, 3)
-    after = {row.key: row for row in Partial._read(path).rows}
+    after = {row.key: row for row in UnfinishedProfile._read(path).rows}
     assert set(after) == {*before, RowKey("b", 1), RowKey("a", 3), RowKey("b", 3)}
     assert after[RowKey("a", 2)] == before[RowKey("a", 2)]
     calls: list[int] = []
-    assert profile_model(model(calls), (1,), **RUNS, partial=Partial(path)).microbatch_sizes == (1,)
+    assert profile_model(model(calls), (1,), **RUNS, partial=UnfinishedProfile(path)).microbatch_sizes == (1,)
     assert calls == [1]  # what the next block would take: nothing is measured again
 
 

@@ -17,7 +17,7 @@ from pipeplan.runtime.optimizing import Updater, factor_at
 from pipeplan.runtime.precision import Autocast
 from pipeplan.runtime.program import StagePart
 from pipeplan.runtime.shapes import output_shapes
-from pipeplan.runtime.stages import Samples, StageRunner
+from pipeplan.runtime.stages import MiniBatch, StageRunner
 from pipeplan.runtime.train_options import TrainOptions
 from pipeplan.runtime.training import autocast_of
 from runtime_support import models as runtime_models
@@ -118,7 +118,7 @@ def test_autocast_is_for_float32() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", "mmt-tiny", "branches"])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_what_autocast_makes_is_as_rehearsed(name: str, recompute: bool) -> None:
+def test_what_autocast_makes_is_known_before(name: str, recompute: bool) -> None:
     """Stages run one block each; gradients come in the format of what was sent, those of parameters in float32."""
     model = runtime_models.branches() if name == "branches" else load_model(name)
     autocast = Autocast("cpu", torch.bfloat16)
@@ -142,7 +142,7 @@ def test_what_autocast_makes_is_as_rehearsed(name: str, recompute: bool) -> None
             frozenset(ends),
         )
         stage = StageRunner(part, {block.id: module}, {block.id: block}, autocast)
-        made = stage.forward((0, 1), {source: values[source] for source in sources}, Samples(batch, 1))
+        made = stage.forward((0, 1), {source: values[source] for source in sources}, MiniBatch(batch, 1))
         for output in made.values():
             assert (tuple(output.shape), output.dtype) == specs[block.id]
         given = [(block.id, torch.ones_like(output)) for output in made.values()]

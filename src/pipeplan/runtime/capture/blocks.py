@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from pipeplan.runtime.capture.grouping import Group, name_of, needed_by, taken_by
-from pipeplan.runtime.capture.operations import DTYPE, LEAST, WIDER, Marker, Operation, Samples
+from pipeplan.runtime.capture.grouping import OpGroup, name_of, needed_by, taken_by
+from pipeplan.runtime.capture.operations import DTYPE, LEAST, WIDER, Marker, OpNode, SampleCount
 from pipeplan.runtime.modules import addmm, embedding, linear
 
 __all__ = ["CapturedBlock", "Recipe", "recipe_of"]
@@ -32,9 +32,9 @@ class Recipe:
 
     code: str
     globals: Mapping[str, Any]
-    crossing: tuple[Operation, ...]
-    inputs: tuple[Operation, ...]
-    outputs: tuple[Operation, ...]
+    crossing: tuple[OpNode, ...]
+    inputs: tuple[OpNode, ...]
+    outputs: tuple[OpNode, ...]
     parameters: Mapping[str, str]
     buffers: Mapping[str, str]
     counted: tuple[int, int] | None
@@ -122,21 +122,19 @@ def _made_up(tensor: Tensor, name: str) -> Tensor:
 # From operations to code ------------------------------------------------------------------------------------------
 
 
-def recipe_of(group: Group, outputs: Sequence[Operation], free: set[Operation], fallback: Operation | None) -> Recipe:
+def recipe_of(group: OpGroup, outputs: Sequence[OpNode], free: set[OpNode], fallback: OpNode | None) -> Recipe:
     """The recipe of a group that hands on these results.
 
     ``fallback`` is an input of the batch that tells how many samples there are, for a block that takes nothing else
     with samples in it.
     """
-    return _Writer(group, tuple(outputs), free, fallback).recipe()
+    return _BlockWriter(group, tuple(outputs), free, fallback).recipe()
 
 
-class _Writer:
+class _BlockWriter:
     """Writes a group as two functions: one for constants, one for the rest."""
 
-    def __init__(
-        self, group: Group, outputs: tuple[Operation, ...], free: set[Operation], fallback: Operation | None
-    ) -> None:
+    def __init__(self, group: OpGroup, outputs: tuple[OpNode, ...], free: set[OpNode], fallback: OpNode | None) -> None:
         self.group, self.outputs, self.free, self.fallback = group, outputs, free, fallback
         self.own = set(group.operations)
         self.wanted = needed_by(group, free)
@@ -147,7 +145,7 @@ class _Writer:
             source.name for op in self.wanted if _deferring(op) for source in op.sources if source.kind == "parameter"
         }
 
-    def _depending_on_inputs(self) -> set[Operation]:
+    def _depending_on_inputs(self) -> set[OpNode]:
         known = set(self.wanted)
         found = {op for op in self.wanted if op.kind == "input" or op in self.own}
         for op in self.wanted:
@@ -156,7 +154,7 @@ class _Writer:
         return found
 
     @staticmethod
-    def _is_changing(source: Operation, known: set[Operation]) -> bool:
+    def _is_changing(source: OpNode, known: set[OpNode]) -> bool:
         """Whether it is trained, or comes from another block."""
         return source.kind == "parameter" or (source.kind == "call" and source not in known)
 
@@ -190,19 +188,17 @@ class _Writer:
         return any(_has_samples((op.arguments, op.keywords)) for op in self.wanted)
 
     @staticmethod
-    def _counter(arguments: Sequence[Operation]) -> tuple[int, int] | None:
+    def _counter(arguments: Sequence[OpNode]) -> tuple[int, int] | None:
         return next(((index, op.per_sample) for index, op in enumerate(arguments) if op.per_sample), None)
 
-    def _constants(self) -> list[Operation]:
+    def _constants(self) -> list[OpNode]:
         """Results that do not depend on inputs, and that something that does, takes."""
         last = [source for op in self.wanted if op in self.of_inputs for source in op.sources]
         known = set(self.wanted)
         return [op for op in dict.fromkeys(last) if op in known and op not in self.of_inputs and op.kind == "call"]
 
-    def _write(
-        self, name: str, arguments: Sequence[Operation], constants: Sequence[Operation]
-    ) -> tuple[str, dict[str, Any]]:
-        writer = _Graph(self, arguments)
+    def _write(self, name: str, arguments: Sequence[OpNode], constants: Sequence[OpNode]) -> tuple[str, dict[str, Any]]:
+        writer = _BlockModuleGraph(self, arguments)
         for index, op in enumerate(constants):
             writer.known[op] = writer.graph.get_attr(f"constant{index}")
         for op in self.wanted:
@@ -211,14 +207,14 @@ class _Writer:
         results = tuple(writer.known[op] for op in self.outputs)
         return writer.finish(name, results[0] if len(results) == 1 else results)
 
-    def _write_constants(self, constants: Sequence[Operation]) -> tuple[str, dict[str, Any]]:
-        writer = _Graph(self, ())
+    def _write_constants(self, constants: Sequence[OpNode]) -> tuple[str, dict[str, Any]]:
+        writer = _BlockModuleGraph(self, ())
         for op in self.wanted:
             if op not in self.of_inputs and op.kind == "call":
                 writer.add(op)
         return writer.finish("constants", tuple(writer.known[op] for op in constants))
 
-    def attribute(self, op: Operation) -> str:
+    def attribute(self, op: OpNode) -> str:
         """The name that a parameter or buffer has in the block: relative to its layer."""
         prefix = f"{self.group.path}."
         own = op.name.removeprefix(prefix).replace(".", "_")
@@ -229,19 +225,19 @@ class _Writer:
         return own
 
 
-class _Graph:
+class _BlockModuleGraph:
     """Collects calls; torch.fx writes them down."""
 
-    def __init__(self, writer: _Writer, arguments: Sequence[Operation]) -> None:
+    def __init__(self, writer: _BlockWriter, arguments: Sequence[OpNode]) -> None:
         self.writer, self.graph = writer, fx.Graph()
         self.samples, self.dtype, self.device = (
             self.graph.placeholder(name) for name in ("num_samples", "dtype", "device")
         )
-        self.known: dict[Operation, fx.Node] = {}
+        self.known: dict[OpNode, fx.Node] = {}
         for index, op in enumerate(arguments):
             self.known[op] = self.graph.placeholder(f"given{index}")
 
-    def add(self, op: Operation) -> None:
+    def add(self, op: OpNode) -> None:
         """Append a call."""
         for source in op.sources:
             if source not in self.known:
@@ -250,13 +246,13 @@ class _Graph:
         self.known[op] = self.graph.call_function(_deferring(op) or op.target, tuple(arguments), keywords)
 
     def _value(self, value: Any) -> Any:
-        if isinstance(value, Operation):
+        if isinstance(value, OpNode):
             return self.known[value]
         if isinstance(value, tuple | list):
             return [self._value(each) for each in value]
         if isinstance(value, dict):
             return {key: self._value(each) for key, each in value.items()}
-        if isinstance(value, Samples):
+        if isinstance(value, SampleCount):
             return self.samples if value.factor == 1 else self.graph.call_function(_times, (self.samples, value.factor))
         if isinstance(value, Marker):
             return self._marked(value)
@@ -289,10 +285,10 @@ def _has_samples(value: Any) -> bool:
         return any(_has_samples(each) for each in value)
     if isinstance(value, dict):
         return any(_has_samples(each) for each in value.values())
-    return isinstance(value, Samples)
+    return isinstance(value, SampleCount)
 
 
-def _deferring(op: Operation) -> Callable[..., Tensor] | None:
+def _deferring(op: OpNode) -> Callable[..., Tensor] | None:
     """The function that can put off the weight gradient of a call, if there is one for it."""
     name, arguments = name_of(op), op.arguments
     if name == "linear" and _is_parameter(arguments[1]):
@@ -306,7 +302,7 @@ def _deferring(op: Operation) -> Callable[..., Tensor] | None:
 
 
 def _is_parameter(value: object) -> bool:
-    return isinstance(value, Operation) and value.kind == "parameter"
+    return isinstance(value, OpNode) and value.kind == "parameter"
 
 
 def _matmul(input: Tensor, weight: Tensor) -> Tensor:

@@ -14,10 +14,10 @@ from itertools import groupby, pairwise
 import networkx as nx
 from torch import Tensor, nn
 
-from pipeplan.runtime.capture.operations import Operation, Trace
+from pipeplan.runtime.capture.operations import CapturedGraph, OpNode
 from pipeplan.runtime.model import Grain
 
-__all__ = ["HEAVY", "Group", "group_operations", "name_of", "needed_by", "taken_by"]
+__all__ = ["HEAVY", "OpGroup", "group_operations", "name_of", "needed_by", "taken_by"]
 
 HEAVY = {
     "linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "scaled_dot_product_attention", "embedding",
@@ -37,7 +37,7 @@ _SHOWN = {"view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "sli
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class OpGroup:
     """The operators of a block in order, and the layer or module they are of; ``in_layer`` if it is a layer.
 
     ``turn`` tells apart the times that a layer is called.
@@ -45,7 +45,7 @@ class Group:
 
     path: str
     in_layer: bool
-    operations: tuple[Operation, ...]
+    operations: tuple[OpNode, ...]
     turn: str = ""
 
     @property
@@ -58,25 +58,25 @@ class Group:
         """Whether it takes a parameter of the module."""
         return any(source.kind == "parameter" for op in self.operations for source in op.sources)
 
-    def feeds(self, other: Group) -> bool:
+    def feeds(self, other: OpGroup) -> bool:
         """Whether the other group takes something of this one."""
         own = set(self.operations)
         return any(source in own for op in other.operations for source in op.sources)
 
-    def with_(self, other: Group) -> Group:
+    def with_(self, other: OpGroup) -> OpGroup:
         """The two as one, of this one's module."""
         return replace(self, operations=(*self.operations, *other.operations))
 
 
-def name_of(op: Operation) -> str:
+def name_of(op: OpNode) -> str:
     """``linear`` of ``aten.linear.default``."""
     return str(getattr(op.target, "__name__", op.target)).split(".")[0]
 
 
-def _free_operations(trace: Trace) -> set[Operation]:
+def _free_operations(trace: CapturedGraph) -> set[OpNode]:
     """Those that depend on sizes, buffers and inputs alone, and do no work on floating-point inputs."""
-    free: set[Operation] = set()
-    numbers: set[Operation] = set()  # free, and of floating-point inputs
+    free: set[OpNode] = set()
+    numbers: set[OpNode] = set()  # free, and of floating-point inputs
     for op in trace.operations:
         if op.kind != "call":
             if op.kind != "parameter":
@@ -94,7 +94,7 @@ def _free_operations(trace: Trace) -> set[Operation]:
     return free
 
 
-def group_operations(trace: Trace, module: nn.Module, grain: Grain) -> tuple[list[Group], set[Operation]]:
+def group_operations(trace: CapturedGraph, module: nn.Module, grain: Grain) -> tuple[list[OpGroup], set[OpNode]]:
     """Cut the operators that are not free, and that the output needs, into groups in the order they run.
 
     Returns the groups, and the free operations; with single operators those that only show a tensor are free, too.
@@ -106,18 +106,18 @@ def group_operations(trace: Trace, module: nn.Module, grain: Grain) -> tuple[lis
     kept = [op for op in trace.operations if op.kind == "call" and op in needed and op not in free]
     if grain == "operator":
         return _single(kept), free
-    found: list[Group] = []
+    found: list[OpGroup] = []
     for (path, in_layer, turn), run in groupby(_placed(kept, _layers(module)), key=lambda each: each[0]):
-        group = Group(path, in_layer, tuple(op for _, op in run), turn)
+        group = OpGroup(path, in_layer, tuple(op for _, op in run), turn)
         found += [group] if in_layer else _apart(group, free)
     if grain == "half":
         found = [half for group in found for half in (_halves(group, free) if group.in_layer else [group])]
     return _without_commons(_joined(found), free), free
 
 
-def needed_by(group: Group, free: set[Operation]) -> list[Operation]:
+def needed_by(group: OpGroup, free: set[OpNode]) -> list[OpNode]:
     """The group's operations and the free ones that they need, sources first."""
-    own, found = set(group.operations), dict[Operation, None]()
+    own, found = set(group.operations), dict[OpNode, None]()
     for op in group.operations:
         waiting = [op]
         while waiting:
@@ -129,14 +129,14 @@ def needed_by(group: Group, free: set[Operation]) -> list[Operation]:
     return list(found)
 
 
-def taken_by(group: Group, free: set[Operation]) -> list[Operation]:
+def taken_by(group: OpGroup, free: set[OpNode]) -> list[OpNode]:
     """The results of other groups that it takes, each once."""
     wanted = needed_by(group, free)
     known = set(wanted)
     return list(dict.fromkeys(s for op in wanted for s in op.sources if s.kind == "call" and s not in known))
 
 
-def _needed(output: Operation) -> set[Operation]:
+def _needed(output: OpNode) -> set[OpNode]:
     found, waiting = {output}, [output]
     while waiting:
         for source in waiting.pop().sources:
@@ -184,10 +184,10 @@ _Place = tuple[str, bool, str]
 """Path, whether it is a layer, and which of its turns."""
 
 
-def _placed(operations: Sequence[Operation], layers: Collection[str]) -> Iterator[tuple[_Place, Operation]]:
+def _placed(operations: Sequence[OpNode], layers: Collection[str]) -> Iterator[tuple[_Place, OpNode]]:
     """Every operator with its layer, or else the module around lists of layers that it is in."""
     around = {each.rpartition(".")[0].rpartition(".")[0] for each in layers}
-    places: dict[Operation, _Place] = {}
+    places: dict[OpNode, _Place] = {}
     for op in operations:
         place = _place(op, layers, around)
         if name_of(op) == "getitem":  # what an operator with several results gave stays with it
@@ -196,7 +196,7 @@ def _placed(operations: Sequence[Operation], layers: Collection[str]) -> Iterato
         yield place, op
 
 
-def _place(op: Operation, layers: Collection[str], around: Collection[str]) -> _Place:
+def _place(op: OpNode, layers: Collection[str], around: Collection[str]) -> _Place:
     parts = op.path.split(".")
     for length in range(1, len(parts) + 1):
         path = ".".join(parts[:length])
@@ -207,14 +207,14 @@ def _place(op: Operation, layers: Collection[str], around: Collection[str]) -> _
     return max(parents, key=len, default=""), False, ""
 
 
-def _apart(group: Group, free: set[Operation]) -> list[Group]:
+def _apart(group: OpGroup, free: set[OpNode]) -> list[OpGroup]:
     """Its parts that take nothing of one another, such as the end of one tower and the beginning of the next.
 
     Those that begin everything, such as several embeddings, stay together.
     """
     graph = nx.Graph([(op, source) for op in group.operations for source in (op, *op.sources)])
     graph.remove_nodes_from(set(graph) - set(group.operations))
-    found: list[Group] = []
+    found: list[OpGroup] = []
     for part in sorted(map(set, nx.connected_components(graph)), key=_first_of(group)):
         piece = replace(group, operations=tuple(op for op in group.operations if op in part))
         are_heavy = found and piece.is_heavy and found[-1].is_heavy
@@ -225,13 +225,13 @@ def _apart(group: Group, free: set[Operation]) -> list[Group]:
     return found
 
 
-def _first_of(group: Group) -> Callable[[set[Operation]], int]:
+def _first_of(group: OpGroup) -> Callable[[set[OpNode]], int]:
     """When the first of some of a group's operations runs."""
     turns = {op: turn for turn, op in enumerate(group.operations)}
     return lambda part: min(turns[op] for op in part)
 
 
-def _halves(group: Group, free: set[Operation]) -> list[Group]:
+def _halves(group: OpGroup, free: set[OpNode]) -> list[OpGroup]:
     """Cut a layer where one tensor alone goes on: after its residual additions."""
     cuts = _narrow_places(group.operations, free)
     pieces = [
@@ -247,10 +247,10 @@ def _halves(group: Group, free: set[Operation]) -> list[Group]:
     return joined
 
 
-def _narrow_places(operations: Sequence[Operation], free: set[Operation]) -> list[int]:
+def _narrow_places(operations: Sequence[OpNode], free: set[OpNode]) -> list[int]:
     """Where exactly one tensor, of those that both sides know, is needed later."""
-    last: dict[Operation, int] = {}
-    first: dict[Operation, int] = {op: index for index, op in enumerate(operations)}
+    last: dict[OpNode, int] = {}
+    first: dict[OpNode, int] = {op: index for index, op in enumerate(operations)}
     for index, op in enumerate(operations):
         for source in op.sources:
             if source not in free and source.kind == "call":
@@ -264,13 +264,13 @@ def _narrow_places(operations: Sequence[Operation], free: set[Operation]) -> lis
     return places
 
 
-def _joined(groups: Sequence[Group]) -> list[Group]:
+def _joined(groups: Sequence[OpGroup]) -> list[OpGroup]:
     """Join groups without work of their own: to the one before if that is what they go on with, else to the next.
 
     A normalisation between layers, or between the last one and something else, stays by itself, so that all layers
     are alike.
     """
-    found: list[Group] = []
+    found: list[OpGroup] = []
     for group in groups:
         before = found[-1] if found else None
         if before is None:
@@ -284,29 +284,29 @@ def _joined(groups: Sequence[Group]) -> list[Group]:
     return found
 
 
-def _goes_on(before: Group, group: Group) -> bool:
+def _goes_on(before: OpGroup, group: OpGroup) -> bool:
     """Whether a group without work belongs to the one before."""
     if group.is_heavy or not before.feeds(group):
         return False
     return (group.in_layer and before.in_layer) or not group.has_parameters
 
 
-def _leads_to(before: Group, group: Group) -> bool:
+def _leads_to(before: OpGroup, group: OpGroup) -> bool:
     """Whether what came before does no work and belongs to this group."""
     alone = not before.in_layer and not (group.in_layer and before.has_parameters)
     return not before.is_heavy and alone and before.feeds(group)
 
 
-def _without_commons(groups: Sequence[Group], free: set[Operation]) -> list[Group]:
+def _without_commons(groups: Sequence[OpGroup], free: set[OpNode]) -> list[OpGroup]:
     """Put what is one for all samples, and that several groups take, into groups of its own.
 
     Such as a position bias that the first layer makes for all: a layer then gives one tensor.
     """
     taken = [{source for op in group.operations for source in op.sources} for group in groups]
     takers = Counter(op for sources in taken for op in sources)
-    found: list[Group] = []
+    found: list[OpGroup] = []
     for group, inside in zip(groups, taken, strict=True):
-        common: dict[Operation, None] = {}
+        common: dict[OpNode, None] = {}
         for op in group.operations:
             known = all(s in common or s in free or s.kind == "parameter" for s in op.sources)
             if known and not op.per_sample and not op.misplaced:
@@ -321,16 +321,16 @@ def _without_commons(groups: Sequence[Group], free: set[Operation]) -> list[Grou
     return found
 
 
-def _made_from(wanted: Sequence[Operation], among: Collection[Operation]) -> tuple[Operation, ...]:
+def _made_from(wanted: Sequence[OpNode], among: Collection[OpNode]) -> tuple[OpNode, ...]:
     """Some operations and all before them that they need."""
     needed = {each for op in wanted for each in _needed(op)}
     return tuple(op for op in among if op in needed)
 
 
-def _single(operations: Sequence[Operation]) -> list[Group]:
+def _single(operations: Sequence[OpNode]) -> list[OpGroup]:
     """A group for each operator, with the views of what it made and the parts of its results."""
-    owner: dict[Operation, int] = {}
-    found: list[list[Operation]] = []
+    owner: dict[OpNode, int] = {}
+    found: list[list[OpNode]] = []
     for op in operations:
         owners = {owner[made] for made in (_maker(source, owner) for source in op.sources) if made is not None}
         if name_of(op) in VIEWS and len(owners) == 1:
@@ -340,10 +340,10 @@ def _single(operations: Sequence[Operation]) -> list[Group]:
             found.append([])
         owner[op] = index
         found[index].append(op)
-    return [Group(each[0].path, False, tuple(each)) for each in found]
+    return [OpGroup(each[0].path, False, tuple(each)) for each in found]
 
 
-def _maker(op: Operation, owner: Mapping[Operation, int]) -> Operation | None:
+def _maker(op: OpNode, owner: Mapping[OpNode, int]) -> OpNode | None:
     """The operation whose result is shown, past views that every block has for itself."""
     while op not in owner:
         if op.kind != "call" or not op.sources:

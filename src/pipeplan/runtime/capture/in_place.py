@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.capture.operations import Operation, name_of_target
+from pipeplan.runtime.capture.operations import OpNode, name_of_target
 
 __all__ = ["Append", "Changes", "is_in_place"]
 
@@ -22,7 +22,7 @@ _aten = torch.ops.aten
 class Append(Protocol):
     """Appends a call whose result is like another operation's."""
 
-    def __call__(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], like: Operation) -> Operation:
+    def __call__(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], like: OpNode) -> OpNode:
         """Returns the new operation."""
 
 
@@ -52,11 +52,11 @@ class Changes:
 
     def __init__(self, where: str, append: Append) -> None:
         self.where, self.append = where, append
-        self._newer: dict[Operation, Operation] = {}
-        self._base: dict[Operation, Operation] = {}
-        self._stale: set[Operation] = set()
+        self._newer: dict[OpNode, OpNode] = {}
+        self._base: dict[OpNode, OpNode] = {}
+        self._stale: set[OpNode] = set()
 
-    def newest(self, op: Operation) -> Operation:
+    def newest(self, op: OpNode) -> OpNode:
         """What the tensor is by now.
 
         Raises:
@@ -68,7 +68,7 @@ class Changes:
             op = self._newer[op]
         return op
 
-    def note_view(self, op: Operation) -> None:
+    def note_view(self, op: OpNode) -> None:
         """Remember what a new operation is a view of, if it is."""
         schema = getattr(op.target, "_schema", None)
         aliases = schema is not None and any(argument.alias_info is not None for argument in schema.arguments)
@@ -76,13 +76,13 @@ class Changes:
         if source is not None and (aliases or (name_of_target(op.target) == "getitem" and source in self._base)):
             self._base[op] = source
 
-    def change(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], like: Operation) -> Operation:
+    def change(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], like: OpNode) -> OpNode:
         """Append what an operator in place computes, and let it stand for what it changes.
 
         Raises:
             UsageError: it changes what the module holds or was given, or through a view that cannot be put back.
         """
-        changed: Operation = arguments[0]
+        changed: OpNode = arguments[0]
         if name_of_target(target) == "copy_":
             made = self._copied(arguments[1], changed, like)
         else:
@@ -95,7 +95,7 @@ class Changes:
         self._replace(changed, made)
         return made
 
-    def _copied(self, source: Operation, changed: Operation, like: Operation) -> Operation:
+    def _copied(self, source: OpNode, changed: OpNode, like: OpNode) -> OpNode:
         expanded = self.append(_aten.expand_as.default, (source, changed), {}, like)
         return self.append(_aten.type_as.default, (expanded, changed), {}, like)
 
@@ -107,7 +107,7 @@ class Changes:
         found: Callable[..., Any] | None = getattr(packet, target._overloadname, None)
         return found
 
-    def _replace(self, changed: Operation, made: Operation) -> None:
+    def _replace(self, changed: OpNode, made: OpNode) -> None:
         """Let ``made`` stand for ``changed``, and for its part of every tensor that this is a view of."""
         old, chain = changed, {changed}
         while old in self._base:
@@ -124,14 +124,14 @@ class Changes:
         self._newer[old] = made
         self._stale |= self._views_of(old) - chain
 
-    def _views_of(self, op: Operation) -> set[Operation]:
+    def _views_of(self, op: OpNode) -> set[OpNode]:
         found = {op}
         for view, base in self._base.items():  # in the order they were made
             if base in found:
                 found.add(view)
         return found
 
-    def _refused(self, op: Operation) -> UsageError:
+    def _refused(self, op: OpNode) -> UsageError:
         what = f"{op.kind} {op.name!r}" if op.kind != "call" else f"a result of {op.target} in module {op.path!r}"
         return UsageError(
             f"{self.where} cannot be captured: it changes {what} in place, or a tensor that shares its memory; "

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from pipeplan.errors import UsageError
 from pipeplan.runtime.batches import batch_like
 from pipeplan.runtime.capture.blocks import Recipe, recipe_of
-from pipeplan.runtime.capture.grouping import Group, group_operations, taken_by
+from pipeplan.runtime.capture.grouping import OpGroup, group_operations, taken_by
 from pipeplan.runtime.capture.naming import block_ids, dimensions_of, operator_of
-from pipeplan.runtime.capture.operations import Operation, Trace
+from pipeplan.runtime.capture.operations import CapturedGraph, OpNode
 from pipeplan.runtime.capture.tracing import trace
 from pipeplan.runtime.model import Batch, BlockSpec, Grain, Model, Output
 from pipeplan.runtime.shapes import outputs_of
@@ -61,9 +61,9 @@ def capture(
     )
 
 
-def _recipes(traced: Trace, groups: Sequence[Group], free: set[Operation], name: str) -> list[Recipe]:
+def _recipes(traced: CapturedGraph, groups: Sequence[OpGroup], free: set[OpNode], name: str) -> list[Recipe]:
     owner = {op: index for index, group in enumerate(groups) for op in group.operations}
-    given: list[dict[Operation, None]] = [{} for _ in groups]
+    given: list[dict[OpNode, None]] = [{} for _ in groups]
     for group in groups:
         for source in taken_by(group, free):
             _require_travelling(source, name)
@@ -75,7 +75,7 @@ def _recipes(traced: Trace, groups: Sequence[Group], free: set[Operation], name:
     return [recipe_of(group, list(out), free, counting) for group, out in zip(groups, given, strict=True)]
 
 
-def _require_travelling(op: Operation, name: str) -> None:
+def _require_travelling(op: OpNode, name: str) -> None:
     if op.misplaced:
         raise UsageError(
             f"model {name!r}: a tensor of shape {list(op.shape)} for 2 samples, made in module {op.path!r}, goes from "
@@ -87,10 +87,12 @@ def _require_travelling(op: Operation, name: str) -> None:
         )
 
 
-def _blocks(groups: Sequence[Group], recipes: Sequence[Recipe], traced: Trace, grain: Grain) -> tuple[BlockSpec, ...]:
+def _blocks(
+    groups: Sequence[OpGroup], recipes: Sequence[Recipe], traced: CapturedGraph, grain: Grain
+) -> tuple[BlockSpec, ...]:
     operators = [operator_of(group, recipe.crossing, grain) for group, recipe in zip(groups, recipes, strict=True)]
     ids = block_ids(groups, operators, grain)
-    places: dict[Operation, Output] = {}
+    places: dict[OpNode, Output] = {}
     for id_, recipe in zip(ids, recipes, strict=True):
         single = len(recipe.outputs) == 1
         places.update({op: id_ if single else (id_, index) for index, op in enumerate(recipe.outputs)})
@@ -109,7 +111,7 @@ def _blocks(groups: Sequence[Group], recipes: Sequence[Recipe], traced: Trace, g
 
 
 def _tied(
-    blocks: Sequence[BlockSpec], recipes: Sequence[Recipe], traced: Trace
+    blocks: Sequence[BlockSpec], recipes: Sequence[Recipe], traced: CapturedGraph
 ) -> tuple[tuple[tuple[str, str], ...], ...]:
     """Parameters that several blocks have, or that the module has by several names."""
     holders: dict[int, list[tuple[str, str]]] = {}

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pipeplan.runtime.capture.grouping import HEAVY, VIEWS, Group, name_of
-from pipeplan.runtime.capture.operations import Operation
+from pipeplan.runtime.capture.grouping import HEAVY, VIEWS, OpGroup, name_of
+from pipeplan.runtime.capture.operations import OpNode
 from pipeplan.runtime.model import Grain
 
 __all__ = ["block_ids", "dimensions_of", "operator_of"]
@@ -16,13 +16,13 @@ _LOSSES = {"cross_entropy_loss", "nll_loss", "nll_loss_nd", "mse_loss", "binary_
 _PRODUCTS = {"linear", "addmm", "mm", "matmul", "bmm", "baddbmm", "einsum"}
 
 
-def operator_of(group: Group, crossing: Sequence[Operation], grain: Grain) -> str:
+def operator_of(group: OpGroup, crossing: Sequence[OpNode], grain: Grain) -> str:
     """The kind of operator: attention, ffn, embedding, head and so on."""
     found = _operator_of(group, crossing)
     return "layer" if grain == "layer" and group.in_layer and found.endswith("attention") else found
 
 
-def _operator_of(group: Group, crossing: Sequence[Operation]) -> str:
+def _operator_of(group: OpGroup, crossing: Sequence[OpNode]) -> str:
     names = [name_of(op) for op in group.operations]
     if _LOSSES & set(names):
         return "head" if _PRODUCTS & set(names) else "loss"
@@ -43,7 +43,7 @@ def _attends(names: Sequence[str]) -> bool:
     return "scaled_dot_product_attention" in names or ("softmax" in names and sum(n in _PRODUCTS for n in names) > 2)
 
 
-def _attends_to_another(group: Group, crossing: Sequence[Operation]) -> bool:
+def _attends_to_another(group: OpGroup, crossing: Sequence[OpNode]) -> bool:
     """Whether queries and keys are made in the block of different tensors."""
     own = set(group.operations)
     for op in group.operations:
@@ -57,9 +57,9 @@ _SCORES = {"scaled_dot_product_attention", "matmul", "bmm", "baddbmm", "einsum"}
 """What multiplies queries and keys."""
 
 
-def _origins(op: Operation, own: set[Operation], crossing: set[Operation]) -> set[Operation]:
+def _origins(op: OpNode, own: set[OpNode], crossing: set[OpNode]) -> set[OpNode]:
     """What of other blocks, or of the batch, it is made of."""
-    found, seen, waiting = set[Operation](), {op}, [op]
+    found, seen, waiting = set[OpNode](), {op}, [op]
     while waiting:
         for source in waiting.pop().sources:
             if source in crossing or source.kind == "input":
@@ -84,7 +84,7 @@ _WIDTHS = {"head": "vocabulary", "ffn": "ffn", "moe": "experts", "layer": "ffn",
 """What the widest linear layer of a block is called."""
 
 
-def dimensions_of(group: Group, operator: str) -> dict[str, int]:
+def dimensions_of(group: OpGroup, operator: str) -> dict[str, int]:
     """Sizes that a configuration can split, where the operators show them."""
     found: dict[str, int] = _sequence(group)
     for op in group.operations:
@@ -93,7 +93,7 @@ def dimensions_of(group: Group, operator: str) -> dict[str, int]:
     return found
 
 
-def _shown_by(op: Operation, operator: str) -> dict[str, int]:
+def _shown_by(op: OpNode, operator: str) -> dict[str, int]:
     name = name_of(op)
     weight = next((source for source in op.sources if source.kind == "parameter" and len(source.shape) == 2), None)
     if name == "scaled_dot_product_attention":
@@ -111,7 +111,7 @@ def _shown_by(op: Operation, operator: str) -> dict[str, int]:
     return {}
 
 
-def _sequence(group: Group) -> dict[str, int]:
+def _sequence(group: OpGroup) -> dict[str, int]:
     """The second of three dimensions, where tensors of a block have three."""
     for op in group.operations:
         if isinstance(op.value, Tensor) and op.per_sample == 1 and len(op.shape) == 3 and name_of(op) in HEAVY:
@@ -122,7 +122,7 @@ def _sequence(group: Group) -> dict[str, int]:
     return {}
 
 
-def block_ids(groups: Sequence[Group], operators: Sequence[str], grain: Grain) -> list[str]:
+def block_ids(groups: Sequence[OpGroup], operators: Sequence[str], grain: Grain) -> list[str]:
     """Names by module and operator, each once."""
     bases = _modules_and_operators(groups) if grain == "operator" else _layers_and_parts(groups, operators, grain)
     counts: dict[str, int] = {}
@@ -133,14 +133,14 @@ def block_ids(groups: Sequence[Group], operators: Sequence[str], grain: Grain) -
     return ids
 
 
-def _layers_and_parts(groups: Sequence[Group], operators: Sequence[str], grain: Grain) -> list[str]:
+def _layers_and_parts(groups: Sequence[OpGroup], operators: Sequence[str], grain: Grain) -> list[str]:
     return [
         _shortened(group.path) if group.in_layer and grain == "layer" else _joined(_shortened(group.path), operator)
         for group, operator in zip(groups, operators, strict=True)
     ]
 
 
-def _modules_and_operators(groups: Sequence[Group]) -> list[str]:
+def _modules_and_operators(groups: Sequence[OpGroup]) -> list[str]:
     """The module where it runs a single operator, or else module and operator."""
     paths = [group.path for group in groups]
     shared = {path for path in paths if any(each.startswith(f"{path}.") for each in paths)} | {""}
@@ -152,7 +152,7 @@ def _modules_and_operators(groups: Sequence[Group]) -> list[str]:
     ]
 
 
-def _work_of(group: Group) -> str:
+def _work_of(group: OpGroup) -> str:
     """Name of the operator that computes, or else of the first."""
     names = [name_of(op) for op in group.operations]
     return next((name for name in names if name not in VIEWS), names[0])

@@ -8,11 +8,21 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["DEVICE", "DTYPE", "LEAST", "WIDER", "Marker", "Operation", "Samples", "Trace", "name_of_target"]
+__all__ = [
+    "DEVICE",
+    "DTYPE",
+    "LEAST",
+    "WIDER",
+    "CapturedGraph",
+    "Marker",
+    "OpNode",
+    "SampleCount",
+    "name_of_target",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class SampleCount:
     """Stands in arguments for ``factor`` times the number of samples."""
 
     factor: int
@@ -31,7 +41,7 @@ least number of its format."""
 
 
 @dataclass(eq=False, slots=True)
-class Operation:
+class OpNode:
     """One call, or something that is given: ``kind`` is call, parameter, buffer, constant or input.
 
     ``name`` is the parameter's or buffer's in the module, or the input's. ``arguments`` have operations, literals and
@@ -62,22 +72,22 @@ class Operation:
         return tuple(self.value.shape) if isinstance(self.value, Tensor) else ()
 
     @property
-    def sources(self) -> list[Operation]:
+    def sources(self) -> list[OpNode]:
         """The operations whose results it takes, in order, each once."""
-        found: list[Operation] = []
+        found: list[OpNode] = []
         _visit((self.arguments, self.keywords), found.append)
         return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class CapturedGraph:
     """The operations of a module in the order they ran, and the one whose result it returns.
 
     ``tensors`` has parameters, buffers and constants by name.
     """
 
-    operations: tuple[Operation, ...]
-    output: Operation
+    operations: tuple[OpNode, ...]
+    output: OpNode
     tensors: Mapping[str, Tensor]
 
 
@@ -86,8 +96,8 @@ def name_of_target(target: Any) -> str:
     return str(getattr(target, "__name__", target)).split(".")[0]
 
 
-def _visit(value: Any, see: Callable[[Operation], None]) -> None:
-    if isinstance(value, Operation):
+def _visit(value: Any, see: Callable[[OpNode], None]) -> None:
+    if isinstance(value, OpNode):
         see(value)
     elif isinstance(value, tuple | list):
         for each in value:

@@ -27,9 +27,9 @@ from pipeplan.runtime.capture.operations import (
     DTYPE,
     LEAST,
     WIDER,
-    Operation,
-    Samples,
-    Trace,
+    CapturedGraph,
+    OpNode,
+    SampleCount,
     name_of_target,
 )
 
@@ -42,7 +42,7 @@ _FORMATS = (torch.bfloat16, torch.float64)
 """Formats of the two exports; neither is float32, which models ask for by name."""
 
 
-def trace(module: nn.Module, inputs: Mapping[str, Tensor], name: str) -> Trace:
+def trace(module: nn.Module, inputs: Mapping[str, Tensor], name: str) -> CapturedGraph:
     """Export a module twice and merge the two.
 
     Args:
@@ -61,7 +61,7 @@ def trace(module: nn.Module, inputs: Mapping[str, Tensor], name: str) -> Trace:
             "at least one example input, each a tensor with samples in its first dimension"
         )
     exports = zip(_SAMPLES, _FORMATS, strict=True)
-    graphs = [_Reader(_export(module, inputs, count, dtype, name), name).read() for count, dtype in exports]
+    graphs = [_ExportReader(_export(module, inputs, count, dtype, name), name).read() for count, dtype in exports]
     (first, output), (second, _) = graphs
     pairs = _paired(first, second)
     if pairs is None:
@@ -73,7 +73,7 @@ def trace(module: nn.Module, inputs: Mapping[str, Tensor], name: str) -> Trace:
     for one, other in pairs:
         merge(one, other)
     constants = {op.name: op.value for op in second if op.kind == "constant"}  # the first has fewer digits of some
-    return Trace(tuple(first), output, {**dict(_named_tensors(module)), **constants})
+    return CapturedGraph(tuple(first), output, {**dict(_named_tensors(module)), **constants})
 
 
 _REMEDY = "write a function that returns a pipeplan.runtime.model.Model with its blocks (docs/profiling.md)"
@@ -159,15 +159,15 @@ _KINDS = {
 _Turns = tuple[tuple[str, str], ...]
 
 
-class _Reader:
+class _ExportReader:
     """Turns an exported program into operations: regions inlined, dropout left out, changes in place renamed."""
 
     def __init__(self, program: ExportedProgram, name: str) -> None:
         self.program, self.name = program, name
-        self.operations: list[Operation] = []
+        self.operations: list[OpNode] = []
         self.changes = Changes(f"model {name!r}", self._like)
 
-    def read(self) -> tuple[list[Operation], Operation]:
+    def read(self) -> tuple[list[OpNode], OpNode]:
         """The operations, and the one whose result the module returns."""
         given = {}
         for spec in self.program.graph_signature.input_specs:
@@ -184,10 +184,10 @@ class _Reader:
                 self._take(node, found, self.program.graph_module)
         raise AssertionError("a graph ends with its output")
 
-    def _given(self, node: fx.Node, spec: Any) -> Operation:
+    def _given(self, node: fx.Node, spec: Any) -> OpNode:
         kind = _KINDS[spec.kind]
         value = node.meta["val"]
-        op = Operation(kind, spec.target or node.name, value=value, needs_grad=kind == "parameter")
+        op = OpNode(kind, spec.target or node.name, value=value, needs_grad=kind == "parameter")
         if kind == "parameter":
             op.needs_grad = bool(self.program.state_dict[spec.target].requires_grad)
         if kind == "constant":
@@ -195,12 +195,12 @@ class _Reader:
         self.operations.append(op)
         return op
 
-    def _returned(self, node: fx.Node, found: dict[fx.Node, Any]) -> Operation:
+    def _returned(self, node: fx.Node, found: dict[fx.Node, Any]) -> OpNode:
         mutated = len(self.program.graph_signature.buffers_to_mutate)
         (returned,) = node.args
         assert isinstance(returned, (list, tuple)), "a graph returns a sequence"
         outputs = [self.changes.newest(found[each]) for each in returned[mutated:] if isinstance(each, fx.Node)]
-        tensors = [each for each in outputs if isinstance(each, Operation) and isinstance(each.value, Tensor)]
+        tensors = [each for each in outputs if isinstance(each, OpNode) and isinstance(each.value, Tensor)]
         if len(tensors) != 1:
             raise UsageError(
                 f"model {self.name!r} returns {len(tensors)} tensors; wrap it in a module that returns one, as its loss"
@@ -222,15 +222,15 @@ class _Reader:
         else:
             found[node] = self._call(node, found, turns)
 
-    def _call(self, node: fx.Node, found: dict[fx.Node, Any], turns: _Turns) -> Operation:
+    def _call(self, node: fx.Node, found: dict[fx.Node, Any], turns: _Turns) -> OpNode:
         def newest(each: fx.Node) -> Any:
-            return self.changes.newest(found[each]) if isinstance(found[each], Operation) else found[each]
+            return self.changes.newest(found[each]) if isinstance(found[each], OpNode) else found[each]
 
         arguments = tuple(fx.node.map_arg(node.args, newest))
         keywords = dict(fx.node.map_arg(dict(node.kwargs), newest))
         if name_of_target(node.target) == "scaled_dot_product_attention":
             arguments, keywords = _without_dropout(arguments, keywords)
-        like = Operation("call", "", node.target, turns=_turns_of(node) or turns, value=node.meta.get("val"))
+        like = OpNode("call", "", node.target, turns=_turns_of(node) or turns, value=node.meta.get("val"))
         if not _is_of_known_size(like.value):
             raise UsageError(
                 f"model {self.name!r} cannot be captured: sizes or numbers depend on the values of tensors in "
@@ -240,9 +240,9 @@ class _Reader:
             return self.changes.change(node.target, arguments, keywords, like)
         return self._like(node.target, arguments, keywords, like)
 
-    def _like(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], like: Operation) -> Operation:
+    def _like(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], like: OpNode) -> OpNode:
         """Append a call that gives what ``like`` does."""
-        op = Operation("call", "", target, arguments, keywords, like.turns, like.value)
+        op = OpNode("call", "", target, arguments, keywords, like.turns, like.value)
         op.needs_grad = any(source.needs_grad for source in op.sources) and _is_differentiable(op.value)
         self.operations.append(op)
         self.changes.note_view(op)
@@ -265,7 +265,7 @@ class _Reader:
             else:
                 self._take(each, known, inner, _turns_of(node))
 
-    def _cut(self, op: Operation) -> Operation:
+    def _cut(self, op: OpNode) -> OpNode:
         return self._like(torch.ops.aten.detach.default, (op,), {}, op) if op.needs_grad else op
 
 
@@ -296,12 +296,12 @@ def _without_dropout(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tu
 # Two exports ------------------------------------------------------------------------------------------------------
 
 
-def _paired(first: list[Operation], second: list[Operation]) -> list[tuple[Operation, Operation | None]] | None:
+def _paired(first: list[OpNode], second: list[OpNode]) -> list[tuple[OpNode, OpNode | None]] | None:
     """Every operation of the first export with that of the second; None if they do not match.
 
     Conversions to a narrow format may be missing in the second: some models convert only where it is one.
     """
-    rest, pairs = iter([*second, None]), list[tuple[Operation, Operation | None]]()
+    rest, pairs = iter([*second, None]), list[tuple[OpNode, OpNode | None]]()
     other = next(rest)
     for one in first:
         if other is not None and (one.kind, one.name, str(one.target)) == (other.kind, other.name, str(other.target)):
@@ -317,11 +317,11 @@ def _paired(first: list[Operation], second: list[Operation]) -> list[tuple[Opera
 class _Merge:
     """Puts markers into the first export where the second differs."""
 
-    def __init__(self, twins: dict[Operation, Operation], name: str) -> None:
+    def __init__(self, twins: dict[OpNode, OpNode], name: str) -> None:
         self.twins, self.name = twins, name
         self.known = set(twins.values())
 
-    def __call__(self, one: Operation, other: Operation | None) -> None:
+    def __call__(self, one: OpNode, other: OpNode | None) -> None:
         """Merge an operation with its twin; a conversion without one is to the model's format."""
         if other is None:
             source = one.arguments[0]
@@ -338,8 +338,8 @@ class _Merge:
             one.per_sample = pairs[0][0] // _SAMPLES[0]
         one.misplaced = bool(grows) and not one.per_sample
 
-    def _literal(self, one: Any, other: Any, op: Operation) -> Any:
-        if isinstance(one, Operation) and isinstance(other, Operation):
+    def _literal(self, one: Any, other: Any, op: OpNode) -> Any:
+        if isinstance(one, OpNode) and isinstance(other, OpNode):
             return self._matching(one, self.twins[other], op)
         if isinstance(one, tuple | list):
             return [self._literal(*each, op) for each in zip(one, other, strict=True)]
@@ -353,7 +353,7 @@ class _Merge:
             return self._differing(one, other, op)
         return one
 
-    def _matching(self, one: Operation, twin: Operation, op: Operation) -> Operation:
+    def _matching(self, one: OpNode, twin: OpNode, op: OpNode) -> OpNode:
         """The operation, if the twin is the same but for conversions that only this export has."""
         source = one
         while source is not twin:
@@ -363,9 +363,9 @@ class _Merge:
                 self._differing(one.target, twin.target, op)
         return one
 
-    def _differing(self, one: Any, other: Any, op: Operation) -> Any:
+    def _differing(self, one: Any, other: Any, op: OpNode) -> Any:
         if isinstance(one, int) and isinstance(other, int) and one * _SAMPLES[1] == other * _SAMPLES[0]:
-            return Samples(one // _SAMPLES[0])
+            return SampleCount(one // _SAMPLES[0])
         if isinstance(one, float) and (one, other) == tuple(torch.finfo(each).min for each in _FORMATS):
             return LEAST
         raise UsageError(

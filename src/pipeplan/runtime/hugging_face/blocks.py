@@ -9,7 +9,7 @@ from functools import partial
 from torch import nn
 
 from pipeplan.runtime.capture import capture, parameters_of
-from pipeplan.runtime.hugging_face.loading import Whole, load
+from pipeplan.runtime.hugging_face.loading import LoadedModel, load
 from pipeplan.runtime.hugging_face.sharding import COLUMNS, ROWS, WORDS, widths_of
 from pipeplan.runtime.model import BlockSpec, Collective, Grain, Model
 
@@ -31,19 +31,19 @@ def load_configuration(
     return replace(model, sharded=sharded, texts=whole.texts, settings=whole.settings)
 
 
-def _captured(whole: Whole, grain: Grain) -> Model:
+def _captured(whole: LoadedModel, grain: Grain) -> Model:
     return capture(
         whole.module, whole.inputs, name=whole.name, grain=grain, batch=whole.batch, predictions=whole.predictions
     )
 
 
-def _share(whole: Whole, grain: Grain, num_devices: int) -> Model:
+def _share(whole: LoadedModel, grain: Grain, num_devices: int) -> Model:
     share = whole.sharded(num_devices)
     model = _captured(share, grain)
     return model if num_devices == 1 else collectives_of(model, share)
 
 
-def collectives_of(model: Model, share: Whole) -> Model:
+def collectives_of(model: Model, share: LoadedModel) -> Model:
     """The model with what each of its blocks needs of the other devices, as Megatron-LM does it.
 
     Sums over devices follow every layer that is split by its inputs, and the lookup in a table of words, in F; and the
@@ -58,7 +58,7 @@ def collectives_of(model: Model, share: Whole) -> Model:
     return replace(model, blocks=tuple(_with_collectives(block, share, seen) for block in model.blocks))
 
 
-def _with_collectives(block: BlockSpec, share: Whole, seen: set[str]) -> BlockSpec:
+def _with_collectives(block: BlockSpec, share: LoadedModel, seen: set[str]) -> BlockSpec:
     found: list[Collective] = []
     for name in parameters_of(block).values():
         way = share.ways.get(name)
@@ -67,7 +67,7 @@ def _with_collectives(block: BlockSpec, share: Whole, seen: set[str]) -> BlockSp
     return replace(block, collectives=tuple(found))
 
 
-def _of_weight(name: str, way: str, block: BlockSpec, share: Whole, seen: set[str]) -> Iterator[Collective]:
+def _of_weight(name: str, way: str, block: BlockSpec, share: LoadedModel, seen: set[str]) -> Iterator[Collective]:
     tokens = _tokens(name, share.tokens)
     inputs, outputs = widths_of(share.module, name)
     hidden = share.module.get_parameter(name).shape[-1]  # of a table, whichever of two tied ones it is named after

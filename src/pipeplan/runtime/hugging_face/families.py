@@ -11,9 +11,9 @@ from torch import nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.hugging_face.batches import Contents
-from pipeplan.runtime.hugging_face.wrappers import Captions, Pairs, Translation, Words
+from pipeplan.runtime.hugging_face.wrappers import Captions, Pairs, Translation, WordsModel
 
-__all__ = ["FAMILIES", "Family", "family_of"]
+__all__ = ["FAMILIES", "ModelFamily", "family_of"]
 
 _LONGEST = 1024
 _MASKED_LONGEST = 512
@@ -21,7 +21,7 @@ _CAPTION_LONGEST = 77  # words of CLIP's and Flava's texts
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ModelFamily:
     """One ``model_type``.
 
     ``config`` and ``model`` are classes of transformers by name, ``module(model, config)`` wraps a model so that it
@@ -152,10 +152,10 @@ def _fused_tokens(config: Any, sequence: int) -> dict[str, int]:
 # The families ------------------------------------------------------------------------------------------------------
 
 
-def _decoder(config: str, model: str, **changes: Any) -> Family:
+def _decoder(config: str, model: str, **changes: Any) -> ModelFamily:
     """A causal language model with Llama's names."""
     usual: dict[str, Any] = {
-        "module": lambda made, _: Words(made),
+        "module": lambda made, _: WordsModel(made),
         "longest": _LONGEST,
         "maximum": _of("max_position_embeddings"),
         "contents": partial(_simple, "causal"),
@@ -164,14 +164,14 @@ def _decoder(config: str, model: str, **changes: Any) -> Family:
         "vocabulary": ("model.model.embed_tokens", "model.lm_head"),
         "tokens": lambda _, sequence: {"": sequence},
     }
-    return Family(config, model, **{**usual, **changes})
+    return ModelFamily(config, model, **{**usual, **changes})
 
 
 def _simple(kind: str, config: Any, vocabulary: int, sequence: int) -> Contents:
     return Contents(kind, vocabulary, sequence, _MASK_TOKEN)
 
 
-def _t5(config: str, model: str) -> Family:
+def _t5(config: str, model: str) -> ModelFamily:
     return _decoder(
         config,
         model,
@@ -184,7 +184,7 @@ def _t5(config: str, model: str) -> Family:
     )
 
 
-FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, ModelFamily] = {
     "gpt2": _decoder(
         "GPT2Config", "GPT2LMHeadModel", plan=_GPT2, vocabulary=("model.transformer.wte", "model.lm_head")
     ),
@@ -231,7 +231,7 @@ FAMILIES: dict[str, Family] = {
 """By ``model_type``."""
 
 
-def family_of(name: str) -> Family:
+def family_of(name: str) -> ModelFamily:
     """The family of a ``model_type``, or of the name of its configuration's class.
 
     Raises:

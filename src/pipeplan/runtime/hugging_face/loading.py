@@ -14,15 +14,15 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.hugging_face import functions
 from pipeplan.runtime.hugging_face.batches import batch_of, texts_of
 from pipeplan.runtime.hugging_face.configuration import configuration, describe
-from pipeplan.runtime.hugging_face.families import Family, family_of
+from pipeplan.runtime.hugging_face.families import ModelFamily, family_of
 from pipeplan.runtime.hugging_face.sharding import WORDS, require_divisible, share_of, split_weights
 from pipeplan.runtime.model import Batch, Texts
 
-__all__ = ["Whole", "load"]
+__all__ = ["LoadedModel", "load"]
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class LoadedModel:
     """A module and all that capturing it needs.
 
     Attributes:
@@ -44,7 +44,7 @@ class Whole:
     inputs: Mapping[str, Tensor]
     batch: Callable[[int, int, int], dict[str, Tensor]]
     predictions: Callable[[Batch], int]
-    sharded: Callable[[int], Whole]
+    sharded: Callable[[int], LoadedModel]
     ways: Mapping[str, str]
     tokens: Mapping[str, int]
     loss: bool = True
@@ -52,7 +52,7 @@ class Whole:
     settings: Mapping[str, object] = field(default_factory=dict)
 
 
-def load(text_or_path: str, *, sequence: int | None = None, meta: bool = False, seed: int = 0) -> Whole:
+def load(text_or_path: str, *, sequence: int | None = None, meta: bool = False, seed: int = 0) -> LoadedModel:
     """The model of a Hugging Face configuration. Nothing is downloaded; parameters are random.
 
     Args:
@@ -78,18 +78,24 @@ def load(text_or_path: str, *, sequence: int | None = None, meta: bool = False, 
 
 
 def _whole(
-    name: str, family: Family, config: Any, module: nn.Module, sequence: int, ways: Mapping[str, str], devices: int = 1
-) -> Whole:
+    name: str,
+    family: ModelFamily,
+    config: Any,
+    module: nn.Module,
+    sequence: int,
+    ways: Mapping[str, str],
+    devices: int = 1,
+) -> LoadedModel:
     words = -(-family.words(config) // devices)
     contents = family.contents(config, words, sequence)
     batch = batch_of(contents)
     device = next(module.parameters()).device
 
-    def sharded(num_devices: int) -> Whole:
+    def sharded(num_devices: int) -> LoadedModel:
         require_divisible(_counts(config), num_devices, name)
         return _whole(name, family, config, share_of(module, ways, num_devices), sequence, ways, num_devices)
 
-    return Whole(
+    return LoadedModel(
         name=name,
         module=module,
         inputs={key: tensor.to(device) for key, tensor in batch(2, 0, 0).items()},
@@ -103,7 +109,7 @@ def _whole(
     )
 
 
-def _configuration(family: Family, keywords: Mapping[str, Any], strict: bool, where: str) -> Any:
+def _configuration(family: ModelFamily, keywords: Mapping[str, Any], strict: bool, where: str) -> Any:
     cls = getattr(_transformers(), family.config)
     config = configuration(cls, keywords, strict, where)
     config._attn_implementation = functions.NAME
@@ -121,7 +127,7 @@ def _transformers() -> Any:
     return transformers
 
 
-def _sequence(family: Family, config: Any, asked: int | None, where: str) -> int:
+def _sequence(family: ModelFamily, config: Any, asked: int | None, where: str) -> int:
     maximum = family.maximum(config)
     if asked is None:
         return family.longest if maximum is None else min(family.longest, maximum)
@@ -130,7 +136,7 @@ def _sequence(family: Family, config: Any, asked: int | None, where: str) -> int
     return asked
 
 
-def _module(family: Family, config: Any, where: str, meta: bool, seed: int) -> nn.Module:
+def _module(family: ModelFamily, config: Any, where: str, meta: bool, seed: int) -> nn.Module:
     """The wrapped model with the same random numbers for a seed, in evaluation mode, where dropout does nothing."""
     functions.register()
     try:
@@ -144,7 +150,7 @@ def _module(family: Family, config: Any, where: str, meta: bool, seed: int) -> n
         ) from error
 
 
-def _plan(family: Family, config: Any) -> dict[str, str]:
+def _plan(family: ModelFamily, config: Any) -> dict[str, str]:
     """Patterns of names inside the wrapper and the way each is split."""
     plan = family.plan
     if plan is None:  # of the model without its output layer
@@ -185,7 +191,7 @@ def _signature(module: nn.Module) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' remarks about token ids and the like,."""
+    """Without transformers' remarks about token ids and the like."""
     logging = _transformers().utils.logging
     before = logging.get_verbosity()
     logging.set_verbosity_error()

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Captions", "Pairs", "Translation", "Words"]
+__all__ = ["Captions", "Pairs", "Translation", "WordsModel"]
 
 
-class Words(nn.Module):
+class WordsModel(nn.Module):
     """A language model, causal or masked, and the loss of the words it predicts."""
 
     def __init__(self, model: nn.Module) -> None:

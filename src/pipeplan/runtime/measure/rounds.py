@@ -15,11 +15,11 @@ from pipeplan.runtime.measure.bench import Bench
 from pipeplan.runtime.measure.timing import blamed
 from pipeplan.runtime.measure.whole import WholeBench
 from pipeplan.runtime.model import Model
-from pipeplan.runtime.partial import Partial, RowKey
+from pipeplan.runtime.partial import RowKey, UnfinishedProfile
 from pipeplan.runtime.shapes import outputs_of
-from pipeplan.runtime.survey import Survey, SurveyedBlock
+from pipeplan.runtime.survey import BlockGraph, BlockNode
 
-__all__ = ["Benches", "Kind", "Progress", "Rounds", "Runs", "Split", "kinds_of"]
+__all__ = ["Benches", "Kind", "Progress", "RunCounter", "RunCounts", "SharedModel", "kinds_of"]
 
 Progress = Callable[[int, int, str], None]
 """Called before each run with the runs done, all runs, and what runs now."""
@@ -32,15 +32,15 @@ _ADAPTIVE = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class SharedModel:
     """A model of which each block is one device's share among ``shards``, and what is known of it."""
 
     shards: int
     model: Model
-    survey: Survey
+    survey: BlockGraph
 
 
-def kinds_of(splits: Sequence[Split]) -> dict[Hashable, Kind]:
+def kinds_of(splits: Sequence[SharedModel]) -> dict[Hashable, Kind]:
     """Which block is measured for those of a likeness: the first, with the fewest devices."""
     found: dict[Hashable, Kind] = {}
     for split in splits:
@@ -50,7 +50,7 @@ def kinds_of(splits: Sequence[Split]) -> dict[Hashable, Kind]:
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class RunCounts:
     """Timed runs of each bench, runs to warm up before, and the spread above which more are made, if any."""
 
     repeats: int
@@ -59,7 +59,7 @@ class Runs:
 
 
 @dataclass(slots=True)
-class Rounds:
+class RunCounter:
     """Counts the runs for whoever wants to see progress."""
 
     progress: Progress | None
@@ -80,19 +80,19 @@ class Benches:
     ``beside`` are models in one piece that take their turn in each round, too.
     """
 
-    splits: Sequence[Split]
+    splits: Sequence[SharedModel]
     kinds: Mapping[Hashable, Kind]
     recompute: tuple[bool, ...]
     dtype: torch.dtype
     device: torch.device
     seed: int
-    partial: Partial
+    partial: UnfinishedProfile
     beside: Sequence[WholeBench] = ()
     meter: Callable[[torch.device], Meter] = meter_for
     all: list[Bench] = field(default_factory=list)
     _modules: dict[Kind, nn.Module] = field(default_factory=dict)
 
-    def fill(self, sizes: Sequence[int], rounds: Rounds) -> str | None:
+    def fill(self, sizes: Sequence[int], rounds: RunCounter) -> str | None:
         """Build a bench for every kind and size and measure its memory.
 
         Returns why sizes are missing, if memory did not suffice for all.
@@ -120,7 +120,7 @@ class Benches:
         else:
             bench.take_up(kept)
 
-    def time(self, runs: Runs, rounds: Rounds) -> str | None:
+    def time(self, runs: RunCounts, rounds: RunCounter) -> str | None:
         """Run all benches in turns until each has its times.
 
         Returns why sizes are missing, if memory ran out now at one that fitted before.
@@ -137,7 +137,7 @@ class Benches:
             missing = self._round(turn, rounds, keep=True) or missing
         return missing
 
-    def _round(self, turn: Sequence[Bench], rounds: Rounds, *, keep: bool) -> str | None:
+    def _round(self, turn: Sequence[Bench], rounds: RunCounter, *, keep: bool) -> str | None:
         missing = None
         gc.collect()
         for whole in self.beside:
@@ -188,7 +188,7 @@ class Benches:
                     needs = block.input_needs_grad
                     yield Bench(key, self._modules[kind], inputs, needs, samples, gradients, self.device, self.meter)
 
-    def _outputs(self, split: Split, block: SurveyedBlock, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _outputs(self, split: SharedModel, block: BlockNode, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
         kind, id_ = (split.shards, block.spec.id), block.spec.id
         if kind not in self._modules:
             self._modules[kind] = split.model.build(id_, self.seed, dtype=self.dtype, device=self.device)
@@ -198,7 +198,7 @@ class Benches:
             raise TypeError("it returned neither a tensor nor a tuple of tensors, unlike on the meta device")
         return made
 
-    def _gradients(self, block: SurveyedBlock, outputs: Sequence[Tensor]) -> tuple[tuple[int, Tensor], ...]:
+    def _gradients(self, block: BlockNode, outputs: Sequence[Tensor]) -> tuple[tuple[int, Tensor], ...]:
         """What backward starts from: ones for a loss, or noise, since numbers close to zero can be slow."""
         return tuple(
             (index, torch.ones_like(outputs[index]) if block.spec.loss else self._noise(outputs[index]))
@@ -212,7 +212,7 @@ class Benches:
 
 
 def _inputs(
-    block: SurveyedBlock, outputs: Mapping[Kind, Sequence[Tensor]], kind_of: Mapping[str, Kind]
+    block: BlockNode, outputs: Mapping[Kind, Sequence[Tensor]], kind_of: Mapping[str, Kind]
 ) -> tuple[Tensor, ...]:
     """What the block takes of its sources: tensors of their own, though blocks that are alike are run once."""
     found: dict[tuple[str, int], Tensor] = {}

@@ -16,11 +16,11 @@ from pipeplan.runtime.measure.timing import blamed, spread_of, steady, timed
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.shapes import outputs_of
 
-__all__ = ["Whole", "WholeBench", "in_one_piece", "measure_whole"]
+__all__ = ["WholeBench", "WholeModelTimes", "in_one_piece", "measure_whole"]
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class WholeModelTimes:
     """Times of a model's forward and backward in ns, medians with their spread, and what it holds in between.
 
     ``retained_bytes`` are the storages that autograd saved and the output's, each once, less parameters and buffers.
@@ -60,12 +60,12 @@ class WholeBench:
             self.forward_ns.append(forward_ns)
             self.backward_ns.append(backward_ns)
 
-    def result(self) -> Whole:
+    def result(self) -> WholeModelTimes:
         """Medians of the times so far; the memory is measured now. It needs one timed run at least."""
         with blamed("the model in one piece"):
             retained, given = self._retained()
             allocated = given + self._allocated()
-        return Whole(
+        return WholeModelTimes(
             int(statistics.median(self.forward_ns)),
             int(statistics.median(self.backward_ns)),
             spread_of(self.forward_ns),
@@ -103,7 +103,7 @@ def measure_whole(
     device: torch.device | str = "cpu",
     repeats: int = 10,
     warmup: int = 3,
-) -> Whole:
+) -> WholeModelTimes:
     """Measure a model in one piece.
 
     To take turns with its blocks, which evens out what disturbs a machine, hand a :class:`WholeBench` to

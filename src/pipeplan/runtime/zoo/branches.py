@@ -17,7 +17,7 @@ from pipeplan.runtime.batches import stacked
 from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.shards import WHOLE, Shards, Split
 from pipeplan.runtime.split_layers import WordEmbedding
-from pipeplan.runtime.zoo.layers import Stack, layers
+from pipeplan.runtime.zoo.layers import LayerStack, layers
 from pipeplan.runtime.zoo.parts import concatenation, num_targets, patches, perceptron, value_head
 from pipeplan.runtime.zoo.splitting import WORDS, exchanged, with_shares
 
@@ -41,9 +41,9 @@ class MultiModalSize:
         return self.sequence
 
     @property
-    def stack(self) -> Stack:
+    def stack(self) -> LayerStack:
         """The layers of a branch."""
-        return Stack(self.layers, self.hidden, self.heads, self.sequence)
+        return LayerStack(self.layers, self.hidden, self.heads, self.sequence)
 
     def model(self, name: str) -> Model:
         """Branches, their outputs concatenated for every token, and a number per token with its loss."""
@@ -110,11 +110,11 @@ class RecommendationSize:
         return BlockSpec(
             f"sparse{index}.embedding",
             "embedding",
-            partial(Rows, self.vocabulary, self.width, shards),
+            partial(EmbeddingRows, self.vocabulary, self.width, shards),
             samples=(f"sparse{index}",),
             dimensions={"lookups": self.lookups, "hidden": self.width, "vocabulary": end - begin},
             collectives=exchanged(shards, ("all_reduce", "F", self.lookups * self.width)),
-            split=Split(partial(Rows, self.vocabulary, self.width), {"table.weight": WORDS}),
+            split=Split(partial(EmbeddingRows, self.vocabulary, self.width), {"table.weight": WORDS}),
         )
 
     def _sample(self, generator: Generator) -> dict[str, Tensor]:
@@ -126,7 +126,7 @@ class RecommendationSize:
         return {**named, "targets": dense[:, 0].sum() / math.sqrt(self.branches)}
 
 
-class Rows(nn.Module):
+class EmbeddingRows(nn.Module):
     """Rows of a table side by side: indices [samples, lookups] to [samples, lookups x width]."""
 
     def __init__(self, vocabulary: int, width: int, shards: Shards = WHOLE) -> None:

@@ -12,7 +12,7 @@ from pipeplan.runtime.batches import stacked
 from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.shards import WHOLE, Shards, Split
 from pipeplan.runtime.zoo.gpt import GPTSize, words
-from pipeplan.runtime.zoo.layers import Attention, Stack, layers, linear
+from pipeplan.runtime.zoo.layers import LayerStack, SelfAttention, layers, linear
 from pipeplan.runtime.zoo.parts import num_targets, patches
 from pipeplan.runtime.zoo.splitting import WORDS, exchanged, summed_loss, with_shares, words_told
 
@@ -46,12 +46,12 @@ class CaptionsSize:
         return GPTSize(self.layers, self.hidden, self.heads, self.vocabulary, self.positions, self.sequence)
 
     @property
-    def image(self) -> Stack:
+    def image(self) -> LayerStack:
         """The tower for images."""
-        return Stack(self.layers, self.hidden, self.heads, self.tokens)
+        return LayerStack(self.layers, self.hidden, self.heads, self.tokens)
 
     @property
-    def cross(self) -> Stack:
+    def cross(self) -> LayerStack:
         """The cross-encoder."""
         return replace(self.image, sequence=self.sequence + self.tokens)
 
@@ -65,7 +65,7 @@ class CaptionsSize:
         second = patches("image.embedding", self.image, self.patch, "patches", shards)
         image = [second, *layers("image.layer", self.image, (second.id,), shards=shards)]
         ends = (text[-1].id, image[-1].id)
-        cross = layers("cross.layer", self.cross, ends, shards=shards, shared=True, first=Meeting)
+        cross = layers("cross.layer", self.cross, ends, shards=shards, shared=True, first=FusedAttention)
         blocks = (*text, *image, *cross, self._pool(cross[-1].id, shards))
         return Model(name, blocks, partial(stacked, self._sample), num_targets)
 
@@ -91,7 +91,7 @@ class CaptionsSize:
         return {"tokens": text, "patches": noise, "targets": text[0] % self.hidden}
 
 
-class Meeting(Attention):
+class FusedAttention(SelfAttention):
     """Attention over the tokens of several towers, one after another."""
 
     def forward(self, *towers: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class Meeting(Attention):
 class Pool(nn.Module):
     """Final norm, the first token by a linear layer to as many classes, and the sum of the samples' cross-entropies."""
 
-    def __init__(self, stack: Stack, shards: Shards = WHOLE) -> None:
+    def __init__(self, stack: LayerStack, shards: Shards = WHOLE) -> None:
         super().__init__()
         begin, end = shards.range(stack.hidden)
         self.classes, self.shards = stack.hidden, shards

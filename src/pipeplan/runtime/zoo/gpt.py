@@ -15,12 +15,12 @@ from pipeplan.runtime.batches import next_tokens, token_batch
 from pipeplan.runtime.model import BlockSpec, Model, Texts
 from pipeplan.runtime.shards import WHOLE, Cut, Shards, Split
 from pipeplan.runtime.split_layers import HIDDEN, WordEmbedding, hidden_of
-from pipeplan.runtime.zoo.layers import Stack, layers, linear
+from pipeplan.runtime.zoo.layers import LayerStack, layers, linear
 from pipeplan.runtime.zoo.operators import operators_of_head, operators_of_layers
 from pipeplan.runtime.zoo.parts import num_targets
 from pipeplan.runtime.zoo.splitting import WORDS, exchanged, summed_loss, with_shares, words_told
 
-__all__ = ["Embedding", "GPTSize", "Head", "gpt", "words"]
+__all__ = ["GPTSize", "Head", "TokenEmbedding", "gpt", "words"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +48,16 @@ class GPTSize:
         return self.positions
 
     @property
-    def stack(self) -> Stack:
+    def stack(self) -> LayerStack:
         """Its layers."""
-        return Stack(self.layers, self.hidden, self.heads, self.sequence, causal=True)
+        return LayerStack(self.layers, self.hidden, self.heads, self.sequence, causal=True)
 
     def model(self, name: str) -> Model:
         """The model of this size."""
         return _by_operator(name, self) if self.by_operator else gpt(name, self)
 
 
-class Embedding(nn.Module):
+class TokenEmbedding(nn.Module):
     """Token and position embedding: tokens [samples, sequence] to [samples, sequence, hidden]."""
 
     def __init__(self, size: GPTSize, shards: Shards = WHOLE) -> None:
@@ -125,12 +125,12 @@ def _by_operator(name: str, size: GPTSize) -> Model:
 def words(size: GPTSize, id_: str, shards: Shards) -> BlockSpec:
     """The embedding of the batch's ``tokens``."""
     begin, end = shards.range(size.vocabulary)
-    build = partial(Embedding, size)
+    build = partial(TokenEmbedding, size)
     by_width = {"token.weight": Cut(1), "position.weight": Cut(1)}
     return BlockSpec(
         id_,
         "embedding",
-        partial(Embedding, size, shards),
+        partial(TokenEmbedding, size, shards),
         samples=("tokens",),
         dimensions=size.stack.sizes | {"vocabulary": end - begin},
         shared=size.shared,

@@ -21,13 +21,13 @@ from pipeplan.runtime.shards import WHOLE, Cut, Shards, Split
 from pipeplan.runtime.split_layers import RowLinear
 from pipeplan.runtime.zoo.splitting import columns, exchanged
 
-__all__ = ["Attention", "FeedForward", "Stack", "halves", "layers", "linear", "positions_of", "row_linear"]
+__all__ = ["FeedForward", "LayerStack", "SelfAttention", "halves", "layers", "linear", "positions_of", "row_linear"]
 
 _LONGEST_WAVE = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class LayerStack:
     """Equal transformer layers on ``sequence`` tokens. ``biased``: norms and linear layers with biases, else none."""
 
     layers: int
@@ -58,13 +58,13 @@ class Stack:
         return self.heads // shards.count
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Self-attention, causal or not, with its LayerNorm and residual: [samples, sequence, hidden] to the same.
 
     One device among several has a share of the heads.
     """
 
-    def __init__(self, stack: Stack, shards: Shards = WHOLE) -> None:
+    def __init__(self, stack: LayerStack, shards: Shards = WHOLE) -> None:
         super().__init__()
         self.causal, self.shards = stack.causal, shards
         self.heads = stack.heads_of(shards)
@@ -82,7 +82,7 @@ class Attention(nn.Module):
         return result
 
     @staticmethod
-    def cuts(stack: Stack) -> dict[str, Cut]:
+    def cuts(stack: LayerStack) -> dict[str, Cut]:
         """How parameters are split."""
         return {**columns("qkv", parts=3, biased=stack.biased), "project.weight": Cut(1)}
 
@@ -90,7 +90,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Two-layer perceptron of width 4 x hidden, or one device's share of that, with its LayerNorm and residual."""
 
-    def __init__(self, stack: Stack, shards: Shards = WHOLE) -> None:
+    def __init__(self, stack: LayerStack, shards: Shards = WHOLE) -> None:
         super().__init__()
         begin, end = shards.range(4 * stack.hidden)
         self.shards = shards
@@ -105,12 +105,12 @@ class FeedForward(nn.Module):
         return result
 
     @staticmethod
-    def cuts(stack: Stack) -> dict[str, Cut]:
+    def cuts(stack: LayerStack) -> dict[str, Cut]:
         """How parameters are split."""
         return {**columns("expand", biased=stack.biased), "project.weight": Cut(1)}
 
 
-def halves(stack: Stack, shards: Shards) -> dict[str, dict[str, int]]:
+def halves(stack: LayerStack, shards: Shards) -> dict[str, dict[str, int]]:
     """The operators of a layer's halves, and the dimensions each can be split along, or one device's share of them."""
     begin, end = shards.range(4 * stack.hidden)
     return {"attention": {"heads": stack.heads_of(shards)}, "ffn": {"ffn": end - begin}}
@@ -118,12 +118,12 @@ def halves(stack: Stack, shards: Shards) -> dict[str, dict[str, int]]:
 
 def layers(
     prefix: str,
-    stack: Stack,
+    stack: LayerStack,
     sources: Sequence[str],
     *,
     shards: Shards = WHOLE,
     shared: bool = False,
-    first: type[Attention] = Attention,
+    first: type[SelfAttention] = SelfAttention,
 ) -> list[BlockSpec]:
     """The halves of all layers, one after another, or one device's shares of them.
 
@@ -132,7 +132,7 @@ def layers(
     blocks: list[BlockSpec] = []
     for layer in range(stack.layers):
         for operator, split in halves(stack, shards).items():
-            attention = Attention if blocks else first
+            attention = SelfAttention if blocks else first
             half = attention if operator == "attention" else FeedForward
             block = BlockSpec(
                 f"{prefix}{layer}.{operator}",
@@ -164,7 +164,7 @@ def positions_of(sequence: int, hidden: int) -> Tensor:
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :hidden]
 
 
-def row_linear(inputs: int, stack: Stack, shards: Shards) -> RowLinear:
+def row_linear(inputs: int, stack: LayerStack, shards: Shards) -> RowLinear:
     """The last layer of a half, split by its inputs; its weights are the smaller, the more halves the residual adds."""
     layer = RowLinear(inputs, stack.hidden, shards, bias=stack.biased)
     nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * stack.layers))

@@ -19,7 +19,7 @@ from pipeplan.model import PLACES
 from pipeplan.runtime.model import BlockSpec
 from pipeplan.runtime.shards import WHOLE, Cut, Shards, Split
 from pipeplan.runtime.split_layers import FEATURES, Tile
-from pipeplan.runtime.zoo.layers import Stack
+from pipeplan.runtime.zoo.layers import LayerStack
 from pipeplan.runtime.zoo.splitting import summed_loss
 
 __all__ = ["norm_by_operator", "operators_of_head", "operators_of_layers"]
@@ -29,7 +29,7 @@ Module = TypeVar("Module", bound=nn.Module)
 _EPSILON = 1e-5
 
 
-class Norm(nn.Module):
+class NormOperator(nn.Module):
     """LayerNorm, of which devices may have slices of the features."""
 
     bias: nn.Parameter | None
@@ -57,7 +57,7 @@ class Norm(nn.Module):
 class AttentionCore(nn.Module):
     """Attention of [samples, places, heads * 3 sizes]: heads are split, or places, of which all keys are gathered."""
 
-    def __init__(self, stack: Stack, shards: Shards = WHOLE) -> None:
+    def __init__(self, stack: LayerStack, shards: Shards = WHOLE) -> None:
         super().__init__()
         stack.heads_of(_features(shards))  # refuses slices of heads
         self.size, self.causal = stack.hidden // stack.heads, stack.causal
@@ -81,7 +81,7 @@ class AttentionCore(nn.Module):
         return own[:, None] >= torch.arange(num_keys, device=x.device)[None, :]
 
 
-class Activation(nn.Module):
+class ActivationOperator(nn.Module):
     """GELU with the tanh approximation."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class Activation(nn.Module):
         return F.gelu(x, approximate="tanh")
 
 
-class Add(nn.Module):
+class AddOperator(nn.Module):
     """The sum of two tensors."""
 
     def forward(self, x: Tensor, more: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class Add(nn.Module):
         return x + more
 
 
-class Loss(nn.Module):
+class LossOperator(nn.Module):
     """The sum of the tokens' cross-entropies, of which devices may have slices of the words."""
 
     def __init__(self, words: int, shards: Shards = WHOLE) -> None:
@@ -109,7 +109,7 @@ class Loss(nn.Module):
         return summed_loss(logits, targets, self.words, self.features)
 
 
-def operators_of_layers(stack: Stack, source: str) -> list[BlockSpec]:
+def operators_of_layers(stack: LayerStack, source: str) -> list[BlockSpec]:
     """The operators of all layers, one after another, with their residuals."""
     found: list[BlockSpec] = []
     for layer in range(stack.layers):
@@ -118,11 +118,11 @@ def operators_of_layers(stack: Stack, source: str) -> list[BlockSpec]:
     return found
 
 
-def operators_of_head(stack: Stack, words: int, source: str) -> list[BlockSpec]:
+def operators_of_head(stack: LayerStack, words: int, source: str) -> list[BlockSpec]:
     """Final norm, output layer and loss."""
     norm = norm_by_operator("head.norm", stack, source)
     output = _product("head.output", stack, norm.id, stack.hidden, words, std=0.02, biased=False)
-    build = partial(Loss, words)
+    build = partial(LossOperator, words)
     loss = BlockSpec(
         "head.loss",
         "loss",
@@ -136,7 +136,7 @@ def operators_of_head(stack: Stack, words: int, source: str) -> list[BlockSpec]:
     return [norm, output, loss]
 
 
-def _attention(layer: str, stack: Stack, source: str) -> list[BlockSpec]:
+def _attention(layer: str, stack: LayerStack, source: str) -> list[BlockSpec]:
     prefix, hidden = f"{layer}.attention", stack.hidden
     norm = norm_by_operator(f"{prefix}.norm", stack, source)
     made = _product(f"{prefix}.made", stack, norm.id, hidden, 3 * hidden, std=0.02)
@@ -150,28 +150,28 @@ def _attention(layer: str, stack: Stack, source: str) -> list[BlockSpec]:
         splits=_slices(build),
     )
     last = _product(f"{prefix}.projection", stack, core.id, hidden, hidden, std=_last(stack))
-    return [norm, made, core, last, _each(f"{prefix}.sum", "add", Add, stack, (source, last.id))]
+    return [norm, made, core, last, _each(f"{prefix}.sum", "add", AddOperator, stack, (source, last.id))]
 
 
-def _feed_forward(layer: str, stack: Stack, source: str) -> list[BlockSpec]:
+def _feed_forward(layer: str, stack: LayerStack, source: str) -> list[BlockSpec]:
     prefix, hidden = f"{layer}.ffn", stack.hidden
     norm = norm_by_operator(f"{prefix}.norm", stack, source)
     wide = _product(f"{prefix}.expand", stack, norm.id, hidden, 4 * hidden, std=0.02)
-    bent = _each(f"{prefix}.activation", "activation", Activation, stack, (wide.id,), 4 * hidden)
+    bent = _each(f"{prefix}.activation", "activation", ActivationOperator, stack, (wide.id,), 4 * hidden)
     last = _product(f"{prefix}.projection", stack, bent.id, 4 * hidden, hidden, std=_last(stack))
-    return [norm, wide, bent, last, _each(f"{prefix}.sum", "add", Add, stack, (source, last.id))]
+    return [norm, wide, bent, last, _each(f"{prefix}.sum", "add", AddOperator, stack, (source, last.id))]
 
 
-def norm_by_operator(id_: str, stack: Stack, source: str) -> BlockSpec:
+def norm_by_operator(id_: str, stack: LayerStack, source: str) -> BlockSpec:
     """A norm by itself, split as any operator."""
-    build = partial(Norm, stack.hidden, stack.biased)
+    build = partial(NormOperator, stack.hidden, stack.biased)
     names = ("weight", "bias") if stack.biased else ("weight",)
     cuts = {name: Cut() for name in names}
     return BlockSpec(id_, "norm", build, (source,), dimensions=stack.sizes, splits=_slices(build, cuts))
 
 
 def _product(
-    id_: str, stack: Stack, source: str, inputs: int, outputs: int, *, std: float, biased: bool | None = None
+    id_: str, stack: LayerStack, source: str, inputs: int, outputs: int, *, std: float, biased: bool | None = None
 ) -> BlockSpec:
     bias = stack.biased if biased is None else biased
     build = partial(_tile, inputs, outputs, std, bias)
@@ -194,7 +194,12 @@ def _tile(inputs: int, outputs: int, std: float, biased: bool, shards: Shards = 
 
 
 def _each(
-    id_: str, operator: str, module: type[nn.Module], stack: Stack, sources: tuple[str, ...], width: int | None = None
+    id_: str,
+    operator: str,
+    module: type[nn.Module],
+    stack: LayerStack,
+    sources: tuple[str, ...],
+    width: int | None = None,
 ) -> BlockSpec:
     """A function of each number."""
     build = partial(_anywhere, module)
@@ -212,7 +217,7 @@ def _slices(build: Callable[[Shards], nn.Module], cuts: dict[str, Cut] | None = 
     return {FEATURES: Split(build, cuts or {}, takes=True, gives=True), PLACES: Split(build)}
 
 
-def _last(stack: Stack) -> float:
+def _last(stack: LayerStack) -> float:
     """The deviation of the last weights of a half: the smaller, the more halves the residual adds."""
     return 0.02 / math.sqrt(2 * stack.layers)
 

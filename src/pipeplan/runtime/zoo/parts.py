@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeplan.runtime.model import Batch, BlockSpec
 from pipeplan.runtime.shards import WHOLE, Shards, Split
 from pipeplan.runtime.split_layers import HIDDEN, Tile, hidden_of
-from pipeplan.runtime.zoo.layers import Stack, linear, positions_of
+from pipeplan.runtime.zoo.layers import LayerStack, linear, positions_of
 from pipeplan.runtime.zoo.splitting import columns, exchanged, replicated
 
 __all__ = ["concatenation", "num_targets", "patches", "perceptron", "value_head"]
@@ -23,7 +23,7 @@ class Patches(nn.Module):
 
     positions: Tensor
 
-    def __init__(self, stack: Stack, patch: int, shards: Shards = WHOLE) -> None:
+    def __init__(self, stack: LayerStack, patch: int, shards: Shards = WHOLE) -> None:
         super().__init__()
         self.shards, own = shards, hidden_of(shards)
         self.embed = linear(patch, stack.hidden // shards.count // own.count)
@@ -60,7 +60,7 @@ class DenseTile(nn.Module):
         return F.relu(self.layer(x))
 
 
-class Concatenation(nn.Module):
+class ConcatenationBlock(nn.Module):
     """What several blocks give, side by side in the last dimension."""
 
     def forward(self, *outputs: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class ValueHead(nn.Module):
         return F.mse_loss(found.to(wide), targets.to(wide), reduction="sum")
 
 
-def patches(id_: str, stack: Stack, patch: int, sample: str, shards: Shards) -> BlockSpec:
+def patches(id_: str, stack: LayerStack, patch: int, sample: str, shards: Shards) -> BlockSpec:
     """The embedding of a batch's patches."""
     return BlockSpec(
         id_,
@@ -130,8 +130,8 @@ def perceptron(
 def concatenation(id_: str, numbers: Mapping[str, int]) -> BlockSpec:
     """Joins blocks that give so many numbers per sample."""
     sizes = {"outputs": sum(numbers.values())}
-    split = replicated(Concatenation)
-    return BlockSpec(id_, "concatenation", Concatenation, tuple(numbers), dimensions=sizes, split=split)
+    split = replicated(ConcatenationBlock)
+    return BlockSpec(id_, "concatenation", ConcatenationBlock, tuple(numbers), dimensions=sizes, split=split)
 
 
 def value_head(source: str, width: int) -> BlockSpec:

@@ -19,7 +19,16 @@ from pipeplan.runtime.batches import token_batch
 from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.shards import WHOLE, Cut, Shards, Split
 from pipeplan.runtime.split_layers import HIDDEN, WordEmbedding, hidden_of
-from pipeplan.runtime.zoo.layers import Attention, FeedForward, Stack, halves, layers, linear, positions_of, row_linear
+from pipeplan.runtime.zoo.layers import (
+    FeedForward,
+    LayerStack,
+    SelfAttention,
+    halves,
+    layers,
+    linear,
+    positions_of,
+    row_linear,
+)
 from pipeplan.runtime.zoo.operators import norm_by_operator
 from pipeplan.runtime.zoo.parts import num_targets
 from pipeplan.runtime.zoo.splitting import (
@@ -59,9 +68,9 @@ class TranslationSize:
         return self.sequence
 
     @property
-    def stack(self) -> Stack:
+    def stack(self) -> LayerStack:
         """The layers of the encoder."""
-        return Stack(self.layers, self.hidden, self.heads, self.sequence, biased=self.biased)
+        return LayerStack(self.layers, self.hidden, self.heads, self.sequence, biased=self.biased)
 
     def model(self, name: str) -> Model:
         """Encoder, then decoder, then head with loss."""
@@ -79,11 +88,11 @@ class TranslationSize:
         return Model(name, blocks, self._batch, num_targets, tied=(tuple(table),))
 
     def _words(self, id_: str, sample: str, shards: Shards) -> BlockSpec:
-        build = partial(Words, self.stack, self.vocabulary)
+        build = partial(WordLookup, self.stack, self.vocabulary)
         return BlockSpec(
             id_,
             "embedding",
-            partial(Words, self.stack, self.vocabulary, shards),
+            partial(WordLookup, self.stack, self.vocabulary, shards),
             samples=(sample,),
             dimensions=self._sizes(shards),
             shared=self.shared,
@@ -116,12 +125,12 @@ class TranslationSize:
         return {**text, "decoder_tokens": F.pad(text["targets"][:, :-1], (1, 0), value=_START)}
 
 
-class Words(nn.Module):
+class WordLookup(nn.Module):
     """Token embedding times the root of its width, plus positions (Vaswani et al. 2017, 3.4, 3.5)."""
 
     positions: Tensor
 
-    def __init__(self, stack: Stack, vocabulary: int, shards: Shards = WHOLE) -> None:
+    def __init__(self, stack: LayerStack, vocabulary: int, shards: Shards = WHOLE) -> None:
         super().__init__()
         self.scale = math.sqrt(stack.hidden)
         self.token = WordEmbedding(vocabulary, stack.hidden, shards, std=1 / self.scale)
@@ -134,10 +143,10 @@ class Words(nn.Module):
         return result
 
 
-class CrossAttention(nn.Module):
+class EncoderDecoderAttention(nn.Module):
     """Attention to what was encoded, with its norm and residual."""
 
-    def __init__(self, stack: Stack, shards: Shards = WHOLE) -> None:
+    def __init__(self, stack: LayerStack, shards: Shards = WHOLE) -> None:
         super().__init__()
         own = stack.hidden // shards.count
         self.heads, self.shards = stack.heads_of(shards), shards
@@ -156,7 +165,7 @@ class CrossAttention(nn.Module):
         return result
 
     @staticmethod
-    def cuts(stack: Stack) -> dict[str, Cut]:
+    def cuts(stack: LayerStack) -> dict[str, Cut]:
         """How parameters are split."""
         both = columns("query", biased=stack.biased) | columns("memory", parts=2, biased=stack.biased)
         return {**both, "project.weight": Cut(1)}
@@ -165,7 +174,7 @@ class CrossAttention(nn.Module):
 class Prediction(nn.Module):
     """Final norm, output layer (shares the table of words) and the sum of the words' cross-entropies."""
 
-    def __init__(self, stack: Stack, vocabulary: int, shards: Shards = WHOLE) -> None:
+    def __init__(self, stack: LayerStack, vocabulary: int, shards: Shards = WHOLE) -> None:
         super().__init__()
         begin, end = shards.range(vocabulary)
         self.vocabulary, self.shards = vocabulary, shards
@@ -178,8 +187,8 @@ class Prediction(nn.Module):
         return summed_loss(logits, targets, self.vocabulary, self.shards)
 
 
-_Part = type[Attention] | type[CrossAttention] | type[FeedForward]
-_PARTS: dict[str, _Part] = {"attention": Attention, "cross-attention": CrossAttention, "ffn": FeedForward}
+_Part = type[SelfAttention] | type[EncoderDecoderAttention] | type[FeedForward]
+_PARTS: dict[str, _Part] = {"attention": SelfAttention, "cross-attention": EncoderDecoderAttention, "ffn": FeedForward}
 
 
 class Beside(nn.Module):
@@ -189,10 +198,10 @@ class Beside(nn.Module):
     sends its output once, to the decoder's first block. ``last`` hands on the decoder's words alone.
     """
 
-    def __init__(self, part: _Part, stack: Stack, last: bool, shards: Shards = WHOLE) -> None:
+    def __init__(self, part: _Part, stack: LayerStack, last: bool, shards: Shards = WHOLE) -> None:
         super().__init__()
         self.part, self.words, self.last = part(stack, shards), stack.sequence, last
-        self.takes_memory = part is CrossAttention
+        self.takes_memory = part is EncoderDecoderAttention
 
     def forward(self, *given: Tensor) -> Tensor:
         """The decoder's words and the encoder's, in two tensors or in one."""
@@ -201,7 +210,7 @@ class Beside(nn.Module):
         return made if self.last else torch.cat([made, memory], dim=1)
 
 
-def _decoder(stack: Stack, sources: Sequence[str], shards: Shards) -> list[BlockSpec]:
+def _decoder(stack: LayerStack, sources: Sequence[str], shards: Shards) -> list[BlockSpec]:
     """Layers of three parts. From the last attention to the encoder's words on, these travel no further."""
     blocks: list[BlockSpec] = []
     own = halves(stack, shards)
@@ -224,7 +233,7 @@ def _decoder(stack: Stack, sources: Sequence[str], shards: Shards) -> list[Block
     return blocks
 
 
-def _part(operator: str, stack: Stack, layer: int) -> tuple[Callable[[Shards], nn.Module], dict[str, Cut]]:
+def _part(operator: str, stack: LayerStack, layer: int) -> tuple[Callable[[Shards], nn.Module], dict[str, Cut]]:
     """What makes a part of a layer, and how its parameters are split."""
     part = _PARTS[operator]
     last = layer == stack.layers - 1
@@ -234,5 +243,5 @@ def _part(operator: str, stack: Stack, layer: int) -> tuple[Callable[[Shards], n
     return build, {f"part.{name}": cut for name, cut in part.cuts(stack).items()}
 
 
-def _norm(stack: Stack) -> nn.LayerNorm:
+def _norm(stack: LayerStack) -> nn.LayerNorm:
     return nn.LayerNorm(stack.hidden, bias=stack.biased)

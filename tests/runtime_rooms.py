@@ -1,0 +1,99 @@
+"""Which room of runtime/ each of its modules is in, and what modules import, read from their source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pipeplan
+
+SOURCE = Path(pipeplan.__file__).parents[1]
+RUNTIME = "pipeplan.runtime"
+
+ROOMS = {
+    "training": "builtin_text checkpoint_files checkpoints damage data identity optimizing pieces train_options "
+    "training",
+    "executor": "buffers emulation executor flow holdings instructions layouts messages partners program rows sizes "
+    "stages tied together",
+    "profiling": "assembly communication estimator footprint measure partial profiler survey",
+    "models": "batches capture hugging_face importing loading model sequential shapes zoo",
+    "launch": "failures launch options progress start verdict worker",
+    "parallel": "clock cuts device modules precision share shards split_layers",
+}
+"""The modules of each room; a package stands for all that is in it."""
+
+ALLOWED = {
+    "training": {"profiling", "executor", "models", "launch", "parallel"},
+    "executor": {"models", "launch", "parallel"},
+    "profiling": {"models", "launch", "parallel"},
+    "models": {"launch", "parallel"},
+    "launch": {"parallel"},
+    "parallel": set[str](),
+}
+"""What a room may import of the others."""
+
+SPEC = f"{RUNTIME}.model"
+"""All that the executor may import of models/."""
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the package by its name."""
+    found = {}
+    for path in (SOURCE / "pipeplan").rglob("*.py"):
+        *names, last = path.relative_to(SOURCE).with_suffix("").parts
+        found[".".join(names if last == "__init__" else (*names, last))] = path
+    return found
+
+
+def runtime_modules() -> list[str]:
+    """Those of runtime/ that are in a room."""
+    return sorted(name for name in modules() if name.startswith(f"{RUNTIME}."))
+
+
+@cache
+def room_of(module: str) -> str | None:
+    """The room of a module of runtime/."""
+    first = module.removeprefix(f"{RUNTIME}.").partition(".")[0]
+    return next((room for room, names in ROOMS.items() if first in names.split()), None)
+
+
+def in_room(room: str) -> list[str]:
+    """The modules of a room."""
+    return [module for module in runtime_modules() if room_of(module) == room]
+
+
+@cache
+def imports_of(module: str) -> frozenset[str]:
+    """All that a module imports, also inside functions and under TYPE_CHECKING: modules of ours, names of others."""
+    tree = ast.parse(modules()[module].read_text(encoding="utf-8"))
+    return frozenset(name for node in ast.walk(tree) for name in _imported(node)) - {module}
+
+
+def _imported(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.module is not None
+        assert node.level == 0, "imports are absolute"
+        for alias in node.names:
+            inner = f"{node.module}.{alias.name}"
+            yield inner if inner in modules() else node.module
+
+
+def closure_of(start: Iterable[str], *, within: str = "pipeplan") -> set[str]:
+    """Modules and all that they import of ours, directly or not, in a package."""
+    found, left = set[str](), list(start)
+    while left:
+        module = left.pop()
+        if module not in found:
+            found.add(module)
+            left += (name for name in imports_of(module) if name in modules() and name.startswith(f"{within}."))
+    return found
+
+
+def num_lines(names: Iterable[str]) -> int:
+    """Lines of all these modules, as an editor counts them."""
+    return sum(len(modules()[name].read_text(encoding="utf-8").splitlines()) for name in names)
