@@ -120,15 +120,15 @@ def compare(request: Request, *, progress: Progress | None = None) -> Comparison
 
 
 def frontier(request: Request, *, mode: Mode = "all", point: int | None = None) -> FrontierResult:
-    """Time against memory against devices; see :func:`pipeplan.planner.frontier.frontier`.
+    """Time against memory against devices; see :func:`pipeplan.planner.frontier.search_frontier`.
 
     Raises:
         InfeasibleError: nothing fits.
         UsageError: there is no such point.
     """
-    from pipeplan.planner import frontier
+    from pipeplan.planner import search_frontier
 
-    return frontier(request, mode=mode, point=point)
+    return search_frontier(request, mode=mode, point=point)
 
 
 # Plans ------------------------------------------------------------------------------------------------------------

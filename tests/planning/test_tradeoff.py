@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -84,6 +85,15 @@ def test_without_time_there_is_something() -> None:
     assert hurried.rough == (4,)
     assert hurried.points
     assert all(check(point.plan, request.profile).valid for point in hurried.points)
+
+
+def test_time_is_up_on_other_threads_too() -> None:
+    request, _ = frontier_of("gpt2-124m")
+    with ThreadPoolExecutor(1) as others:
+        hurried = others.submit(plan_frontier, replace(request, time_limit=1e-3, device_counts=(4,))).result()
+    assert hurried.interrupted
+    assert hurried.rough == (4,)
+    assert hurried.points
 
 
 def test_what_promises_least_time_comes_first() -> None:
