@@ -7,26 +7,9 @@ from dataclasses import replace
 
 from builders.orders import gpipe_orders, one_f_one_b, one_f_one_b_repetend
 from builders.plans import plan_of
-from pipeplan.costs import build_workload
-from pipeplan.examples import ShapeCosts, shape
-from pipeplan.model import (
-    Block,
-    CostRow,
-    Dependency,
-    Device,
-    Edge,
-    Hop,
-    Operation,
-    PlacedStage,
-    Placement,
-    Plan,
-    Profile,
-    Provenance,
-    Source,
-    Stage,
-)
+from builders.profiles import joined, stage_per_block
+from pipeplan.model import Block, CostRow, Dependency, Device, Hop, Operation, Plan, Profile, Provenance, Stage
 from pipeplan.model.workload import Workload
-from pipeplan.schedule.problem import Problem
 
 
 def chain_workload(
@@ -200,41 +183,11 @@ def chain_profile(
         )
         for index in range(num_blocks)
     )
-    edges = tuple(
-        Edge(source=f"block{index}", target=f"block{index + 1}", bytes_per_sample=64, transfer_ns=lag)
-        for index in range(num_blocks - 1)
-    )
-    placement = Placement(
-        strategy="one-to-one",
-        num_devices=num_blocks,
-        stages=tuple(PlacedStage(blocks=(block.id,), devices=(index,)) for index, block in enumerate(blocks)),
-    )
-    return Profile(
-        name="chain",
-        source=Source(method="literature", reference="a chain of equal blocks"),
-        blocks=blocks,
-        edges=edges,
-        placement=placement if placed else None,
-    )
+    profile = joined(blocks, bytes_per_sample=64, transfer_ns=lag)
+    placement = stage_per_block(profile).model_copy(update={"strategy": "one-to-one"})
+    return profile.model_copy(update={"name": "chain", "placement": placement if placed else None})
 
 
 def with_devices_memory(workload: Workload, memory_bytes: int | None) -> Workload:
     """The same workload on devices with this memory."""
     return replace(workload, devices=tuple(Device(memory_bytes=memory_bytes) for _ in workload.devices))
-
-
-def zero_bubble(name: str, num_devices: int, num_microbatches: int, memory: float) -> Problem:
-    """Forward, input and weight gradient 100 each per device, communication 10, ``memory`` in multiples of p."""
-    costs = ShapeCosts(100, None, 100, 100, comm_ns=10, activation_bytes=2 * 10**9, weight_grad_bytes=10**9)
-    profile = shape(name, num_devices, costs=costs)
-    assert profile.placement is not None
-    return Problem.of(
-        build_workload(
-            profile,
-            profile.placement,
-            num_microbatches=num_microbatches,
-            microbatch_size=1,
-            split_backward=True,
-            memory_bytes=[int(memory * 2 * num_devices * 10**9)] * num_devices,
-        )
-    )

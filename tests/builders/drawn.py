@@ -1,4 +1,4 @@
-"""Placements of all kinds, drawn: groups, replicas, routes, sizes, parts, slow links."""
+"""Placements and workloads of all kinds, drawn: groups, replicas, routes, sizes, parts, slow links."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from builders.chains import hops
 from pipeplan.costs import build_workload
 from pipeplan.model import (
     Block,
     Cluster,
     CostRow,
+    Dependency,
+    Device,
     DeviceKind,
     Edge,
     LinkLevel,
+    Operation,
     PlacedStage,
     Placement,
     Profile,
     Source,
+    Stage,
 )
 from pipeplan.model.workload import Workload
 
@@ -145,4 +150,65 @@ def _drawn_cluster(draw: st.DrawFn) -> Cluster:
         source=Source(method="estimated"),
         devices=(DeviceKind(name="device", count=4),),
         levels=(LinkLevel(name="node", group_size=2, latency_ns=1, bandwidth_bytes_per_s=10 * 10**9), outer),
+    )
+
+
+@st.composite
+def workloads(draw: st.DrawFn, unequal: bool = True) -> Workload:
+    """Up to four stages on up to three devices (some on several), any forward edges, lags, memory effects."""
+    num_devices, num_stages = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    num_microbatches = draw(st.sampled_from([2, 4]))
+    groups = [
+        tuple(sorted(draw(st.sets(st.integers(0, num_devices - 1), min_size=1, max_size=2)))) for _ in range(num_stages)
+    ]
+    sizes = [draw(st.sampled_from([1, 2])) if unequal else 1 for _ in groups]
+    time, size = st.integers(1, 5), st.integers(0, 9)
+    operations, dependencies, back = [], [], {}
+    for s in range(num_stages):
+        held, workspace = draw(size), draw(size)
+        forward = Operation(kind="F", stage=s, duration_ns=draw(time), acquire_bytes=held, workspace_bytes=workspace)
+        operations.append(forward)
+    for s in reversed(range(num_stages)):
+        held = operations[s].acquire_bytes
+        kept = draw(st.integers(0, held)) if draw(st.booleans()) else None
+        back[s] = "B" if kept is None else "I"
+        operations.append(
+            Operation(
+                kind="B" if kept is None else "I",
+                stage=s,
+                duration_ns=draw(time),
+                release_bytes=held - (kept or 0),
+                workspace_bytes=draw(size),
+            )
+        )
+        dependencies.append(Dependency(source=f"{s}F", target=f"{s}{back[s]}"))
+        if kept is not None:
+            operations.append(Operation(kind="W", stage=s, duration_ns=draw(time), release_bytes=kept))
+            dependencies.append(Dependency(source=f"{s}I", target=f"{s}W"))
+    for a in range(num_stages):
+        for b in range(a + 1, num_stages):
+            if b == a + 1 or draw(st.booleans()):
+                lag = draw(st.integers(0, 4))
+                down, up = hops(groups[a], groups[b], lag), hops(groups[b], groups[a], lag)
+                dependencies.append(Dependency(source=f"{a}F", target=f"{b}F", hops=down))
+                dependencies.append(Dependency(source=f"{b}{back[b]}", target=f"{a}{back[a]}", hops=up))
+    return Workload(
+        name="random",
+        placement="random",
+        num_microbatches=num_microbatches,
+        microbatch_size=1,
+        devices=tuple(Device() for _ in range(num_devices)),
+        stages=tuple(
+            Stage(
+                blocks=(f"block{s}",),
+                devices=group,
+                shards=len(group),
+                microbatch_size=sizes[s],
+                parameter_bytes=draw(size),
+                optimizer_bytes=draw(size),
+            )
+            for s, group in enumerate(groups)
+        ),
+        operations=tuple(operations),
+        dependencies=tuple(dependencies),
     )

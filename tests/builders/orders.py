@@ -8,12 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from random import Random
 
-from pipeplan.model import (
-    Dependency,
-    Hop,
-    Stage,
-    operation_of,
-)
+from pipeplan.model import Dependency, Hop, Stage, operation_of
 from pipeplan.model.workload import Workload
 from pipeplan.simulate.timing import TaskGraph
 

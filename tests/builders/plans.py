@@ -6,14 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from builders.orders import Entry, Orders, actions_of, holders_of, messages_of, num_parted
-from pipeplan.model import (
-    DeviceMemory,
-    Plan,
-    Predicted,
-    Provenance,
-    Repetend,
-    operation_of,
-)
+from pipeplan.model import DeviceMemory, Plan, Predicted, Provenance, Repetend, operation_of
 from pipeplan.model.workload import Workload
 from references.replay import Span, durations_of, period_of, replay
 

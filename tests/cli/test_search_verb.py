@@ -13,19 +13,14 @@ import pytest
 from pipeplan.check import check
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.model import Cluster, DeviceKind, LinkLevel, Placement, Source, read_plan, read_profile, write_file
-from support.interruption import interrupted
+from support.commands import interrupted, pipeplan
 
+QUICK = ("--deterministic", "--time-limit", "1s")
 KEYS = {
     *("status", "scheduler", "makespan_ns", "lower_bound_ns", "gap", "period_ns", "period_lower_bound_ns", "unroll"),
     *("span", "bubble_rate", "bubble_rate_span", "bubble_rate_steady", "peak_memory_bytes", "num_microbatches"),
     *("search_seconds", "repetend_seconds", "partition_seconds"),
 }
-
-
-def pipeplan(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pipeplan", *map(str, arguments)], capture_output=True, text=True, timeout=120, cwd=cwd
-    )
 
 
 @pytest.fixture
@@ -72,9 +67,7 @@ def test_report_is_for_people_and_the_plan_goes_to_stdout_if_asked(v: Path) -> N
 )
 def test_strategies_on_a_chain(chain: Path, tmp_path: Path, strategy: str, num_stages: int) -> None:
     plan = tmp_path / "plan.json"
-    done = pipeplan(
-        "search", chain, "--devices", 3, "--placement", strategy, "--time-limit", "3s", "--json", "-o", plan
-    )
+    done = pipeplan("search", chain, "--devices", 3, "--placement", strategy, *QUICK, "--json", "-o", plan)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["partition_seconds"] is not None
     assert len(read_plan(str(plan)).stages) == num_stages
@@ -96,7 +89,7 @@ def test_cluster_gives_devices_memory_and_links(chain: Path, tmp_path: Path) -> 
     write_file(profile.model_copy(update={"edges": edges}), str(chain))
     write_file(cluster, str(tmp_path / "cluster.json"))
     done = pipeplan(
-        *("search", chain, "--cluster", "cluster.json", "--placement", "one-to-one", "--time-limit", "3s"),
+        *("search", chain, "--cluster", "cluster.json", "--placement", "one-to-one", *QUICK),
         *("-o", "plan.json", "--json"),
         cwd=tmp_path,
     )
@@ -105,7 +98,7 @@ def test_cluster_gives_devices_memory_and_links(chain: Path, tmp_path: Path) -> 
     assert [device.memory_bytes for device in plan.devices] == [8 * 10**9] * 2 + [6 * 10**9] * 2
     assert {hop.duration_ns for each in plan.dependencies for hop in each.hops} == {6000}
     assert check(plan, read_profile(str(chain)), cluster).valid
-    more = pipeplan("search", chain, "--cluster", "cluster.json", "--memory", "9GB", "--time-limit", "2s", cwd=tmp_path)
+    more = pipeplan("search", chain, "--cluster", "cluster.json", "--memory", "9GB", *QUICK, cwd=tmp_path)
     assert more.returncode == 0, more.stderr
 
 
@@ -120,9 +113,7 @@ def test_placement_file(chain: Path, tmp_path: Path) -> None:
         ),
     )
     write_file(placement, str(tmp_path / "placement.json"))
-    done = pipeplan(
-        "search", chain, "--placement", tmp_path / "placement.json", "--time-limit", "2s", "-o", tmp_path / "plan.json"
-    )
+    done = pipeplan("search", chain, "--placement", tmp_path / "placement.json", *QUICK, "-o", tmp_path / "plan.json")
     assert done.returncode == 0, done.stderr
     assert read_plan(str(tmp_path / "plan.json")).stages[0].devices == (1,)
 
@@ -201,8 +192,7 @@ def test_interruption_writes_the_best_plan(tmp_path: Path, number: signal.Signal
     profile = tmp_path / "profile.json"
     write_file(shape("v", 8, costs=costs), str(profile))
     plan = tmp_path / "plan.json"
-    command = [sys.executable, "-m", "pipeplan", "search", str(profile), "-o", str(plan), "--json"]
-    command += ["--memory", "8GB", "--time-limit", "600s"]
+    command = ["search", profile, "-o", plan, "--json", "--memory", "8GB", "--time-limit", "600s"]
     code, out, err = interrupted(command, number)
     assert code == 0, err
     assert json.loads(out)["interrupted"]
@@ -231,9 +221,7 @@ def test_a_plan_states_the_overhead_of_splitting(tmp_path: Path) -> None:
     """And check knows it: durations are the profile's and the overhead, in I and W alone."""
     profile, plan = tmp_path / "p.json", tmp_path / "plan.json"
     write_file(shape("v", 4, costs=ShapeCosts(100, None, 100, 100)), str(profile))
-    done = pipeplan(
-        *("search", profile, "-o", plan, "--split-backward", "yes", "--split-overhead", "7ns", "--time-limit", "2s")
-    )
+    done = pipeplan(*("search", profile, "-o", plan, "--split-backward", "yes", "--split-overhead", "7ns", *QUICK))
     assert done.returncode == 0, done.stderr
     written = read_plan(str(plan))
     assert written.split_overhead_ns == 7
@@ -247,7 +235,7 @@ def test_a_plan_states_the_overhead_of_splitting(tmp_path: Path) -> None:
 
 
 def test_stages_can_be_edited_by_hand(chain: Path, tmp_path: Path) -> None:
-    first = ("search", chain, "--devices", 3, "--replicas", 1, "--mini-batch", 12, "--time-limit", "2s", "--json")
+    first = ("search", chain, "--devices", 3, "--replicas", 1, "--mini-batch", 12, *QUICK, "--json")
     done = pipeplan(*first, "--placement-output", tmp_path / "stages.json", "-o", tmp_path / "first.json")
     assert done.returncode == 0, done.stderr
     stages = json.loads((tmp_path / "stages.json").read_text())
@@ -256,7 +244,7 @@ def test_stages_can_be_edited_by_hand(chain: Path, tmp_path: Path) -> None:
     moved = stages["stages"][-2]["blocks"].pop()
     last["blocks"].insert(0, moved)
     (tmp_path / "stages.json").write_text(json.dumps(stages))
-    edited = ("--placement", tmp_path / "stages.json", "--mini-batch", 12, "--time-limit", "2s", "--json")
+    edited = ("--placement", tmp_path / "stages.json", "--mini-batch", 12, *QUICK, "--json")
     done = pipeplan("search", chain, *edited, "-o", tmp_path / "second.json")
     assert done.returncode == 0, done.stderr
     plans = [read_plan(str(tmp_path / name)) for name in ("first.json", "second.json")]

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from builders.chains import chain_plan, chain_profile
+from builders.clusters import cluster_of
 from pipeplan.cli.main import main
-from pipeplan.model import Cluster, DeviceKind, LinkLevel, Source, sha256_of, write_file
+from pipeplan.model import sha256_of, write_file
 from support.paths import GOLDEN
 
 KEYS = [
@@ -149,12 +150,7 @@ def test_another_profile(run: Command, plan: Path, tmp_path: Path) -> None:
 def test_another_cluster_and_too_little_memory(run: Command, plan: Path, tmp_path: Path) -> None:
     cluster = tmp_path / "cluster.json"
     write_file(
-        Cluster(
-            name="tiny",
-            source=Source(method="estimated"),
-            devices=(DeviceKind(name="tiny", count=4, memory_bytes=3500),),
-            levels=(LinkLevel(name="wire", group_size=4, latency_ns=100, bandwidth_bytes_per_s=10**9),),
-        ),
+        cluster_of(4, memory_bytes=3500, latency_ns=100, name="tiny"),
         str(cluster),
     )
     result = run(plan, "--cluster", cluster, "--json")

@@ -11,12 +11,14 @@ from fractions import Fraction
 import pytest
 
 from builders.chains import chain_workload
+from builders.clusters import cluster_of
 from builders.orders import gpipe_orders, one_f_one_b
+from builders.shapes import shape_workload
+from builders.timed import numbered
 from pipeplan.check import check
-from pipeplan.costs import build_workload
 from pipeplan.errors import InvalidPlanError
-from pipeplan.examples import ShapeCosts, shape
-from pipeplan.model import Cluster, Dependency, DeviceKind, Hop, LinkLevel, Operation, Plan, Source, Stage
+from pipeplan.examples import ShapeCosts
+from pipeplan.model import Dependency, Hop, Operation, Plan, Stage
 from pipeplan.model.workload import Workload
 from pipeplan.planner import assemble
 from pipeplan.report.terminal import print_simulation
@@ -43,11 +45,6 @@ def over_links(workload: Workload, occupancy: int, latency: int = 0) -> Workload
         return dependency.model_copy(update={"hops": tuple(hop.model_copy(update=update) for hop in dependency.hops)})
 
     return replace(workload, dependencies=tuple(map(slow, workload.dependencies)))
-
-
-def numbered(graph: TaskGraph, orders: list[list[tuple[str, int]]]) -> list[list[int]]:
-    position = {operation.id: index for index, operation in enumerate(graph.workload.operations)}
-    return [[graph.offsets[position[id_]] + m for id_, m in order] for order in orders]
 
 
 def plan_of(graph: TaskGraph, orders: Orders) -> Plan:
@@ -164,7 +161,7 @@ def test_a_links_work_bounds_period_and_makespan() -> None:
     problem = Problem.of(workload)
     assert period_bound(problem) == 50
     assert makespan_bound(problem) >= replay_bound(workload) == 10 + 6 * 50 + 10 + 20 + 50 + 20
-    least = least_period(problem, Budget(10), 10)
+    least = least_period(problem, Budget(10, deterministic=True), 10)
     assert least.pattern is not None
     assert least.pattern.period == least.bound_ns == 50
 
@@ -197,12 +194,8 @@ def test_a_wrong_time_of_a_repetend_over_links_is_refused() -> None:
 def slow_shape(name: str, num_devices: int, num_microbatches: int, occupancy: int, **more: int) -> Workload:
     """Forward, input and weight gradient 100 each per device, over links that take ``occupancy`` for a message."""
     costs = ShapeCosts(100, None, 100, 100, shared_forward_ns=20, shared_backward_ns=20, activation_bytes=10**9)
-    profile = shape(name, num_devices, costs=costs, **more)
-    assert profile.placement is not None
     split = name in ("v", "circular", "zbv")
-    workload = build_workload(
-        profile, profile.placement, num_microbatches=num_microbatches, microbatch_size=1, split_backward=split
-    )
+    workload = shape_workload(name, num_devices, num_microbatches, costs=costs, split=split, **more)
     return over_links(workload, occupancy, latency=3)
 
 
@@ -256,20 +249,11 @@ def test_patterns_over_busy_links_repeat(name: str) -> None:
 # Other links, reports ------------------------------------------------------------------------------------------
 
 
-def wires(bandwidth: int) -> Cluster:
-    return Cluster(
-        name="wires",
-        source=Source(method="estimated"),
-        devices=(DeviceKind(name="x", count=4),),
-        levels=(LinkLevel(name="wire", group_size=4, latency_ns=2, bandwidth_bytes_per_s=bandwidth),),
-    )
-
-
 def test_a_plan_on_slower_links_waits_for_them() -> None:
     workload = over_links(chain_workload(4, 12), occupancy=8, latency=2)
     graph = task_graph(workload)
     plan = plan_of(graph, numbered(graph, one_f_one_b(workload)))
-    again = simulate(plan, cluster=wires(2 * 10**9))  # 64 bytes: 32 ns
+    again = simulate(plan, cluster=cluster_of(4, latency_ns=2, bandwidth=2 * 10**9))  # 64 bytes: 32 ns
     slow = over_links(workload, occupancy=32, latency=2)
     slow_graph = task_graph(slow)
     expected = plan_of(slow_graph, numbered(slow_graph, one_f_one_b(slow)))

@@ -172,9 +172,10 @@ def sharing(first: Devices, second: Devices) -> list[tuple[int, int]]:
     ]
 
 
-def test_is_nearly_always_as_good_as_every_assignment() -> None:
+@pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.slow)])  # 300 take 25 s
+def test_is_nearly_always_as_good_as_every_assignment(count: int) -> None:
     losses, solved, improved = [], 0, 0
-    for seed in range(300):
+    for seed in range(count):
         question = random_question(seed)
         least = Reference(question).least()
         if least is None:
@@ -186,13 +187,13 @@ def test_is_nearly_always_as_good_as_every_assignment() -> None:
         solved, improved = solved + 1, improved + (least < question.told(question.in_order()))
         if found > least:
             losses.append(found.total_ns / least.total_ns - 1)
-    assert solved > 250
+    assert solved > 0.8 * count
     assert improved > solved / 3  # the questions are not trivial
-    assert len(losses) <= 0.01 * solved
+    assert len(losses) <= max(1, 0.01 * solved)
     assert max(losses, default=0) <= 0.25
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.integers(1_000, 10**9), st.integers(8, 24))
 def test_what_holds_for_all(seed: int, most_devices: int) -> None:
     question = random_question(seed, most_devices=most_devices)

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from builders import profiles
 from pipeplan.costs import StageCosts
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.model import Block, CostRow, Edge, Placement, Profile, Source
+from pipeplan.model import Block, CostRow, Placement, Profile, Source
 from pipeplan.partition import STRATEGIES, balanced_split, place
 from pipeplan.partition import balance as balance_module
 from pipeplan.partition import exact as exact_module
@@ -37,32 +38,11 @@ def profile_of(
 ) -> Profile:
     """Blocks b0, b1, ... with these forward times; a chain unless edges are given."""
     zeros = [0] * len(times)
-    blocks = tuple(
-        Block(
-            id=f"b{index}",
-            operator="layer",
-            parameter_bytes=parameter,
-            costs=(
-                CostRow(
-                    microbatch_size=1,
-                    forward_ns=time,
-                    backward_ns=0,
-                    activation_bytes=activation,
-                    workspace_bytes=workspace,
-                ),
-            ),
-        )
-        for index, (time, parameter, activation, workspace) in enumerate(
-            zip(times, parameters or zeros, activations or zeros, workspaces or zeros, strict=True)
-        )
-    )
-    pairs = [(index, index + 1) for index in range(len(times) - 1)] if edges is None else edges
-    return Profile(
-        name="test",
-        source=Source(method="estimated"),
-        blocks=blocks,
-        edges=tuple(Edge(source=f"b{source}", target=f"b{target}") for source, target in pairs),
-    )
+    rows = [
+        CostRow(microbatch_size=1, forward_ns=time, backward_ns=0, activation_bytes=held, workspace_bytes=workspace)
+        for time, held, workspace in zip(times, activations or zeros, workspaces or zeros, strict=True)
+    ]
+    return profiles.profile_of(rows, edges, parameters=parameters)
 
 
 def chain_of(

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from builders import profiles
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.model import Block, CostRow, Edge, Profile, Source
+from pipeplan.model import CostRow, Profile
 from pipeplan.partition.autopipe import StageLoads, timeline
 from pipeplan.partition.published import Option, PublishedPlan, Question, dapple, pipedream, piper, stage_loads
 from pipeplan.partition.published.dapple import latency
@@ -41,31 +42,21 @@ COSTS = st.builds(
 
 def profile_of(costs: Sequence[Costs], edges: Sequence[tuple[int, int]] | None = None) -> Profile:
     """Blocks whose costs grow with the samples, but for a launch; a chain unless edges are given."""
-    blocks = tuple(
-        Block(
-            id=f"b{index}",
-            operator="layer",
-            parameter_bytes=each.parameters,
-            costs=tuple(
-                CostRow(
-                    microbatch_size=samples,
-                    forward_ns=3 + samples * each.forward,
-                    backward_ns=5 + samples * each.backward,
-                    activation_bytes=samples * each.activation,
-                    workspace_bytes=each.workspace,
-                )
-                for samples in (1, 2, 4)
-            ),
-        )
-        for index, each in enumerate(costs)
-    )
-    pairs = list(pairwise(range(len(costs)))) if edges is None else edges
-    return Profile(
-        name="test",
-        source=Source(method="estimated"),
-        blocks=blocks,
-        edges=tuple(Edge(source=f"b{source}", target=f"b{target}", bytes_per_sample=1) for source, target in pairs),
-    )
+    rows = [
+        [
+            CostRow(
+                microbatch_size=samples,
+                forward_ns=3 + samples * each.forward,
+                backward_ns=5 + samples * each.backward,
+                activation_bytes=samples * each.activation,
+                workspace_bytes=each.workspace,
+            )
+            for samples in (1, 2, 4)
+        ]
+        for each in costs
+    ]
+    parameters = [each.parameters for each in costs]
+    return profiles.profile_of(rows, edges, parameters=parameters, bytes_per_sample=1)
 
 
 def all_reduce(size: int, replicas: int) -> int:

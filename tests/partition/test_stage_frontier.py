@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from builders.profiles import joined
 from pipeplan.costs import stage_costs
 from pipeplan.errors import UsageError
-from pipeplan.model import Block, CostRow, Edge, Profile, Source
+from pipeplan.model import Block, CostRow, Profile
 from pipeplan.partition.stage_frontier import StageFrontiers
 from pipeplan.partition.uniform_ways import Way
 
@@ -37,9 +38,7 @@ def chain_profile(seed: int, num_blocks: int) -> Profile:
         parameters = random.randrange(40) * 2
         state = {"parameter_bytes": parameters, "optimizer_bytes": parameters}
         blocks.append(Block(id=f"b{index}", operator="linear", costs=rows, **state))
-    edges = [Edge(source=f"b{i}", target=f"b{i + 1}", bytes_per_sample=1) for i in range(num_blocks - 1)]
-    source = Source(method="literature", reference="made up")
-    return Profile(name="chain", source=source, blocks=tuple(blocks), edges=tuple(edges))
+    return joined(blocks, bytes_per_sample=1)
 
 
 def every_partition(profile: Profile, num_devices: int, num_stages: int) -> Iterator[list[tuple[tuple[str, ...], Way]]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from random import Random
 
 import numpy as np
@@ -13,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from builders import clusters
 from pipeplan.costs import stage_costs
 from pipeplan.costs.collectives import all_reduce_time
 from pipeplan.frontier.configurations.building import CostModel, CostOptions, cost_model
 from pipeplan.frontier.configurations.layouts import Layout
 from pipeplan.frontier.configurations.pricing import Configuration
 from pipeplan.frontier.configurations.stages import StageModels
-from pipeplan.model import Block, Cluster, CostRow, DeviceKind, Edge, LinkLevel, Profile, Source
+from pipeplan.model import Block, Cluster, CostRow, Edge, Profile, Source
 from pipeplan.partition.block_splits import GroupSplits
 from pipeplan.partition.stage_frontier import Cut, StageFrontiers
 from pipeplan.partition.uniform_ways import Way
@@ -60,11 +60,8 @@ def profile_of(seed: int, num_blocks: int, *, chain: bool = True) -> Profile:
     return Profile(name="small", source=source, blocks=tuple(blocks), edges=tuple(edges))
 
 
-@cache
 def cluster_of(num_devices: int) -> Cluster:
-    level = LinkLevel(name="link", group_size=num_devices, bandwidth_bytes_per_s=10**10, latency_ns=1000)
-    kind = DeviceKind(name="v100-16gb", count=num_devices)
-    return Cluster(name="small", source=Source(method="literature"), devices=(kind,), levels=(level,))
+    return clusters.cluster_of(num_devices, latency_ns=1000, bandwidth=10**10, name="v100-16gb")
 
 
 def every_cut(profile: Profile, num_devices: int) -> Iterator[list[tuple[tuple[str, ...], int]]]:

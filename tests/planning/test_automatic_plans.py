@@ -8,19 +8,7 @@ from hypothesis import strategies as st
 from builders.requests import request_of
 from pipeplan.check import check
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.model import (
-    Block,
-    Cluster,
-    CostRow,
-    DeviceKind,
-    Edge,
-    LinkLevel,
-    Plan,
-    Profile,
-    Source,
-    parse,
-    to_json,
-)
+from pipeplan.model import Block, Cluster, CostRow, DeviceKind, Edge, LinkLevel, Plan, Profile, Source, parse, to_json
 from pipeplan.partition import STRATEGIES
 from pipeplan.planner import Batch, search_plan
 from pipeplan.simulate.simulation import simulate
@@ -91,6 +79,7 @@ def test_they_pass_the_check(
                 memory_bytes=memory,
                 sizes=(1, 2, 4),
                 time_limit=0.3,
+                deterministic=True,
             )
         )
     except (InfeasibleError, UsageError):

@@ -19,7 +19,7 @@ from pipeplan.report.stages import bottleneck, print_stages
 from pipeplan.schedule.classic import CLASSIC, Classic
 
 KB = 1000
-QUICK = {"time_limit": 1.0}
+QUICK = {"time_limit": 0.3, "deterministic": True}
 
 
 def chain(num_blocks: int, *, placed: bool = False) -> Profile:

@@ -58,7 +58,7 @@ def test_heavy_edges_are_put_inside_nodes() -> None:
 def test_the_search_uses_it() -> None:
     joined = towers()  # without the join every stage is a block, and only heavy edges are left
     profile = joined.model_copy(update={"blocks": joined.blocks[:-1], "edges": joined.edges[:2]})
-    options = {"time_limit": 2.0, "replicas": 1}
+    options = {"time_limit": 1.0, "deterministic": True, "replicas": 1}
     plan = search_plan(
         request_of(profile, "one-to-one", Batch(8, 1), num_devices=4, cluster=cluster(2, 2), **options)
     ).plan

@@ -20,7 +20,7 @@ from support.paths import ROOT
 
 PROFILES = ROOT / "profiles"
 GB = 10**9
-QUICK = {"time_limit": 1.0, "deterministic": True}
+QUICK = {"time_limit": 0.3, "deterministic": True}
 
 
 def profile(name: str) -> Profile:
@@ -57,7 +57,7 @@ def test_never_worse_than_a_strategy_forced_by_flags(name: str, memory: int) -> 
         for replicas in (1, 2)
         for sizes in ((2,), model.microbatch_sizes)
     ]
-    found = searched("auto", QUICK | {"time_limit": 8.0}, model.microbatch_sizes)
+    found = searched("auto", QUICK | {"time_limit": 3.0}, model.microbatch_sizes)
     assert found is not None
     assert found <= min(value for value in forced if value is not None)
     assert sum(value is not None for value in forced) >= 6

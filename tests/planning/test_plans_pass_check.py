@@ -90,7 +90,13 @@ def test_random_graphs(
     assert profile.placement is not None
     if split and not any(row.input_grad_ns is not None for block in profile.blocks for row in block.costs):
         split = None
-    options = {"scheduler": scheduler, "split_backward": split, "recompute": False, "time_limit": 0.5}
+    options = {
+        "scheduler": scheduler,
+        "split_backward": split,
+        "recompute": False,
+        "time_limit": 0.3,
+        "deterministic": True,
+    }
     try:
         result = search_plan(
             request_of(profile, profile.placement, Batch(num_microbatches, 1), memory_bytes=memory, **options)
@@ -106,5 +112,5 @@ def test_shapes(name: str, split: bool) -> None:
     costs = ShapeCosts(3, None, 2, 2, comm_ns=1, activation_bytes=4, weight_grad_bytes=2) if split else ShapeCosts(3, 5)
     profile = shape(name, 4, costs=costs)
     assert profile.placement is not None
-    options = {"split_backward": split, "time_limit": 2}
+    options = {"split_backward": split, "time_limit": 0.5, "deterministic": True}
     require_good(search_plan(request_of(profile, profile.placement, Batch(12, 1), **options)).plan, profile)

@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders.chains import chain_workload
+from builders.profiles import profile_of
 from builders.requests import request_of
+from builders.shapes import shape_workload
 from builders.towers import towers
 from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.model import Block, CostRow, Edge, Profile, Source
+from pipeplan.model import CostRow, Profile
 from pipeplan.model.workload import Workload
 from pipeplan.partition import place
 from pipeplan.planner import Batch, choose_placement, search_plan
@@ -48,12 +50,7 @@ def model(num_blocks: int, forward: int = 1, backward: int = 2, *, split: bool =
         weight_grad_bytes=2 if split else 0,
         **times,
     )
-    return Profile(
-        name="chain",
-        source=Source(method="estimated"),
-        blocks=tuple(Block(id=f"b{index}", operator="layer", costs=(row,)) for index in range(num_blocks)),
-        edges=tuple(Edge(source=f"b{index}", target=f"b{index + 1}") for index in range(num_blocks - 1)),
-    )
+    return profile_of([row] * num_blocks)
 
 
 def placed(name: str, num_devices: int, count: int, *, forward: int = 1, backward: int = 2) -> Workload:
@@ -176,12 +173,8 @@ def test_chains_run_what_the_papers_say_whatever_the_costs(
 def test_chimera_is_direct_concatenation_whatever_the_costs(
     num_devices: int, count: int, split: bool, seed: int
 ) -> None:
-    profile = shape("x", num_devices, costs=ShapeCosts(1, None, 1, 1) if split else ShapeCosts(1, 2))
-    assert profile.placement is not None
-    workload = build_workload(
-        profile, profile.placement, num_microbatches=count, microbatch_size=1, split_backward=split
-    )
-    workload = with_random_times(workload, Random(seed))
+    costs = ShapeCosts(1, None, 1, 1) if split else ShapeCosts(1, 2)
+    workload = with_random_times(shape_workload("x", num_devices, count, costs=costs, split=split), Random(seed))
     stages = [[device, 2 * num_devices - 1 - device] for device in range(num_devices)]
     assert texts(workload, ordered(workload, "chimera")) == known_orders("chimera", stages, count, split=split)
 
@@ -204,10 +197,7 @@ def test_hanayo_is_a_list_schedule_with_as_many_open_as_devices(
 def test_shared_stages_are_inserted_into_1f1b_whatever_the_costs(
     kind: str, num_devices: int, count: int, seed: int
 ) -> None:
-    profile = shape(kind, num_devices)
-    assert profile.placement is not None
-    workload = build_workload(profile, profile.placement, num_microbatches=count, microbatch_size=1)
-    workload = with_random_times(workload, Random(seed))
+    workload = with_random_times(shape_workload(kind, num_devices, count), Random(seed))
     assert ordered(workload, "1f1b+") == SharedInsertion(Problem.of(workload)).run()
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from builders.chains import zero_bubble
 from builders.problems import problems
+from builders.shapes import zero_bubble
 from pipeplan.schedule.insertion import insert_microbatches
 from pipeplan.schedule.problem import Problem
 from pipeplan.simulate.memory import overflow

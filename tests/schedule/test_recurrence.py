@@ -92,6 +92,6 @@ def test_room_for_very_many_micro_batches_and_long_times_do_not_overflow() -> No
     costs = ShapeCosts(forward_ns=10**13 + 1, backward_ns=3 * 10**13 + 7, activation_bytes=10)
     profile = shape("v", 4, costs=costs)
     assert profile.placement is not None
-    options = {"scheduler": "repetend", "time_limit": 3.0}
+    options = {"scheduler": "repetend", "time_limit": 3.0, "deterministic": True}
     found = search_plan(request_of(profile, profile.placement, Batch(16, 1), memory_bytes=20 * 10**9, **options))
     assert found.plan.predicted.makespan_ns == (16 + 3) * (4 * 10**13 + 8)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from builders import profiles
 from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
-from pipeplan.model import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
+from pipeplan.model import CostRow, PlacedStage, Placement, Profile
 from pipeplan.model.workload import Workload
 from pipeplan.schedule.bounds import makespan_bound
 from pipeplan.schedule.problem import Problem
@@ -25,27 +26,21 @@ SIZES = (1, 2, 4)
 
 def profile_of(times: Sequence[int], edges: Sequence[tuple[int, int]]) -> Profile:
     """Blocks whose forward takes ``times`` [block] per sample, backward 3 and 2 more, split."""
-    blocks = tuple(
-        Block(
-            id=f"b{index}",
-            operator="x",
-            parameter_bytes=100,
-            costs=tuple(
-                CostRow(
-                    microbatch_size=size,
-                    forward_ns=time * size,
-                    input_grad_ns=(time + 1) * size,
-                    weight_grad_ns=(time + 2) * size,
-                    activation_bytes=10 * size,
-                    weight_grad_bytes=12 * size,
-                )
-                for size in SIZES
-            ),
-        )
-        for index, time in enumerate(times)
-    )
-    joined = tuple(Edge(source=f"b{a}", target=f"b{b}", transfer_ns=3) for a, b in edges)
-    return Profile(name="p", source=Source(method="estimated"), blocks=blocks, edges=joined)
+    rows = [
+        [
+            CostRow(
+                microbatch_size=size,
+                forward_ns=time * size,
+                input_grad_ns=(time + 1) * size,
+                weight_grad_ns=(time + 2) * size,
+                activation_bytes=10 * size,
+                weight_grad_bytes=12 * size,
+            )
+            for size in SIZES
+        ]
+        for time in times
+    ]
+    return profiles.profile_of(rows, edges, parameters=[100] * len(times), transfer_ns=3)
 
 
 @st.composite
@@ -103,7 +98,7 @@ def test_orders_mean_the_same_in_both(workload: Workload) -> None:
 @given(workloads())
 @settings(max_examples=40)
 def test_bounds_are_below_every_schedule(workload: Workload) -> None:
-    found = search_schedule(workload, Budget(0.05))
+    found = search_schedule(workload, Budget(0.05, deterministic=True))
     assert makespan_bound(Problem.of(workload)) <= found.bound_ns <= found.makespan_ns
 
 
@@ -153,7 +148,7 @@ def test_the_search_finds_the_shortest_of_all_orders(
     )
     placement = Placement(strategy="drawn", num_devices=max(devices) + 1, stages=stages)
     workload = build_workload(profile_of(times, [(0, 1)]), placement, num_microbatches=2, microbatch_size=1)
-    found = search_schedule(workload, Budget(5.0))
+    found = search_schedule(workload, Budget(5.0, deterministic=True))
     assert found.optimal
     assert found.makespan_ns == shortest(workload)
 

@@ -11,38 +11,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from builders.problems import problems
+from builders.profiles import profile_of, stage_per_block
+from builders.shapes import unit_problem
 from pipeplan.costs import build_workload
-from pipeplan.examples import ShapeCosts, shape
-from pipeplan.model import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
+from pipeplan.model import CostRow, Profile
 from pipeplan.schedule.bounds import period_bound, work_bound
 from pipeplan.schedule.completion import compose, middle_repetition
 from pipeplan.schedule.problem import Problem
-from pipeplan.schedule.repetend import (
-    Pattern,
-    least_period,
-    sequential_time,
-    shortest_way_through,
-    solve_pattern,
-)
+from pipeplan.schedule.repetend import Pattern, least_period, sequential_time, shortest_way_through, solve_pattern
 from pipeplan.schedule.solver import Budget
 from pipeplan.simulate.memory import overflow
 from pipeplan.simulate.timing import earliest_starts, task_graph
-
-
-def problem_of(name: str, num_devices: int = 4, num_microbatches: int = 8, memory: int | None = None) -> Problem:
-    """A shape with forward 1, backward 3, shared 1 and 1 (ns), each chain forward holding one byte."""
-    costs = ShapeCosts(1, 3, shared_forward_ns=1, shared_backward_ns=1, activation_bytes=1)
-    profile = shape(name, num_devices, costs=costs)
-    assert profile.placement is not None
-    return Problem.of(
-        build_workload(
-            profile,
-            profile.placement,
-            num_microbatches=num_microbatches,
-            microbatch_size=1,
-            memory_bytes=[memory] * num_devices,
-        )
-    )
 
 
 def there_and_back(forward: int, lag: int, backward: int, memory: int) -> Problem:
@@ -51,32 +30,21 @@ def there_and_back(forward: int, lag: int, backward: int, memory: int) -> Proble
         CostRow(microbatch_size=1, forward_ns=forward, backward_ns=backward, activation_bytes=1),
         CostRow(microbatch_size=1, forward_ns=1, backward_ns=1),
     )
-    blocks = tuple(Block(id=f"b{index}", operator="x", costs=(row,)) for index, row in enumerate(rows))
-    profile = Profile(
-        name="there-and-back",
-        source=Source(method="literature"),
-        blocks=blocks,
-        edges=(Edge(source="b0", target="b1", transfer_ns=lag),),
-    )
-    stages = tuple(PlacedStage(blocks=(f"b{index}",), devices=(index,)) for index in range(2))
-    placement = Placement(strategy="chain", num_devices=2, stages=stages)
+    return problem_of(profile_of(rows, transfer_ns=lag), [0, 1], [memory, None])
+
+
+def problem_of(profile: Profile, devices: list[int], memory: list[int | None], count: int = 8) -> Problem:
+    """A stage for each block, on these devices, which have this memory."""
+    placement = stage_per_block(profile, devices)
     return Problem.of(
-        build_workload(profile, placement, num_microbatches=8, microbatch_size=1, memory_bytes=[memory, None])
+        build_workload(profile, placement, num_microbatches=count, microbatch_size=1, memory_bytes=memory)
     )
 
 
 def branches_in_turn() -> Problem:
     """Two blocks on one device, not joined, with room for the activation of one."""
     row = CostRow(microbatch_size=1, forward_ns=1, backward_ns=1, activation_bytes=1)
-    profile = Profile(
-        name="branches",
-        source=Source(method="literature"),
-        blocks=tuple(Block(id=name, operator="x", costs=(row,)) for name in ("a", "b")),
-        edges=(),
-    )
-    stages = tuple(PlacedStage(blocks=(name,), devices=(0,)) for name in ("a", "b"))
-    placement = Placement(strategy="branches", num_devices=1, stages=stages)
-    return Problem.of(build_workload(profile, placement, num_microbatches=8, microbatch_size=1, memory_bytes=[1]))
+    return problem_of(profile_of([row, row], pairs=()), [0, 0], [1])
 
 
 def replay_faults(problem: Problem, pattern: Pattern, repetitions: int) -> list[str]:
@@ -132,7 +100,7 @@ def test_patterns_are_valid_and_compose(problem: Problem, unroll: int) -> None:
 
 
 def test_the_replay_finds_faults() -> None:
-    problem = problem_of("v", 2, memory=2)
+    problem = unit_problem("v", 2, memory=2)
     good = Pattern(1, 4, ((0,), (1,), (2,), (5,)))
     assert replay_faults(problem, good, 6) == []
     assert any("input" in fault for fault in replay_faults(problem, Pattern(1, 4, ((0,), (0,), (2,), (5,))), 6))
@@ -146,7 +114,7 @@ class TestPattern:
     pattern = Pattern(1, 4, ((0,), (1,), (2,), (5,)))
 
     def test_latency(self) -> None:
-        assert self.pattern.latency(problem_of("v", 2)) == 8
+        assert self.pattern.latency(unit_problem("v", 2)) == 8
 
     def test_span(self) -> None:
         assert self.pattern.span == 2
@@ -162,8 +130,8 @@ class TestPattern:
 class TestLeastPeriod:
     @pytest.mark.parametrize("name", ["v", "x", "m", "mllm", "nn", "k", "circular", "zbv"])
     def test_work_alone_decides_without_a_cap(self, name: str) -> None:
-        problem = problem_of(name)
-        found = least_period(problem, Budget(60), 60)
+        problem = unit_problem(name)
+        found = least_period(problem, Budget(60, deterministic=True), 60)
         assert found.proved
         assert found.bound_ns == work_bound(problem)
         assert found.pattern is not None
@@ -173,7 +141,7 @@ class TestLeastPeriod:
         """Lifetime 2 + 2 + 2 + 2 + 2, every number even, two at once: 5 ns, which no sum of them is."""
         problem = there_and_back(2, 2, 2, memory=2)
         scaled = [problem.time_unit, work_bound(problem)]
-        found = least_period(problem, Budget(60), 60)
+        found = least_period(problem, Budget(60, deterministic=True), 60)
         assert found.proved
         assert found.pattern is not None
         assert (scaled, found.pattern.repetend_ns) == ([1, 4], 5)
@@ -192,7 +160,7 @@ class TestLeastPeriod:
             problem.capacity,
         )
         assert larger.time_unit == 1000
-        found = least_period(larger, Budget(60), 60)
+        found = least_period(larger, Budget(60, deterministic=True), 60)
         assert found.proved
         assert found.pattern is not None
         assert found.pattern.repetend_ns == 5000
@@ -201,16 +169,16 @@ class TestLeastPeriod:
     def test_a_period_that_is_a_fraction_of_a_nanosecond_is_rounded_up(self) -> None:
         problem = there_and_back(1, 2, 1, memory=3)  # a lifetime of 8, three at once
         assert period_bound(problem) == Fraction(8, 3)
-        found = least_period(problem, Budget(60), 60)
+        found = least_period(problem, Budget(60, deterministic=True), 60)
         assert found.proved
         assert found.bound_ns == 3
-        unrolled = least_period(problem, Budget(60), 60, unroll=3)
+        unrolled = least_period(problem, Budget(60, deterministic=True), 60, unroll=3)
         assert unrolled.proved
         assert unrolled.bound_ns == 8
 
     def test_improvements_are_heard(self) -> None:
         heard: list[Pattern] = []
-        found = least_period(problem_of("m", memory=2), Budget(60), 60, on_pattern=heard.append)
+        found = least_period(unit_problem("m", memory=2), Budget(60, deterministic=True), 60, on_pattern=heard.append)
         assert heard
         assert heard[-1] == found.pattern
         times = [pattern.repetend_ns for pattern in heard]
@@ -219,8 +187,8 @@ class TestLeastPeriod:
     def test_without_time_micro_batches_run_one_after_another(self) -> None:
         """And only the lower bound is proved."""
         for name in ("v", "x", "m", "k", "zbv"):
-            problem = problem_of(name, memory=3)
-            found = least_period(problem, Budget(60), 0.0, unroll=2)
+            problem = unit_problem(name, memory=3)
+            found = least_period(problem, Budget(60, deterministic=True), 0.0, unroll=2)
             assert found.pattern is not None
             assert (found.pattern.unroll, found.pattern.repetend_ns) == (2, 2 * sequential_time(problem))
             assert replay_faults(problem, found.pattern, 5) == []
@@ -230,47 +198,36 @@ class TestLeastPeriod:
     def test_without_time_and_without_room_there_is_none(self) -> None:
         """Two branches: a's backward must run before b's forward, which the operations' own order does not do."""
         problem = branches_in_turn()
-        assert least_period(problem, Budget(60), 0.0).pattern is None
-        found = least_period(problem, Budget(60), 60)
+        assert least_period(problem, Budget(60, deterministic=True), 0.0).pattern is None
+        found = least_period(problem, Budget(60, deterministic=True), 60)
         assert found.proved
         assert found.pattern is not None
         assert replay_faults(problem, found.pattern, 5) == []
 
     def test_an_interrupted_budget_ends_the_search(self) -> None:
-        problem, budget = problem_of("nn"), Budget(60, interrupted=True)
+        problem, budget = unit_problem("nn"), Budget(60, interrupted=True)
         found = least_period(problem, budget, budget.remaining)
         assert found.pattern is not None
         assert found.pattern.repetend_ns == sequential_time(problem)
 
     def test_same_seed_same_pattern(self) -> None:
-        problem = problem_of("nn", memory=4)
+        problem = unit_problem("nn", memory=4)
         first, second = (least_period(problem, Budget(20, seed=7, deterministic=True), 20) for _ in range(2))
         assert first.pattern is not None
         assert first.pattern == second.pattern
 
 
 def two_losses(lag: int, memory: int) -> Problem:
-    """Blocks a and b feed y, b alone feeds z: two last forwards, each block on a device of its own."""
+    """Blocks 0 and 1 feed 2, 1 alone feeds 3: two last forwards, each block on a device of its own."""
     row = CostRow(microbatch_size=1, forward_ns=1, backward_ns=1, activation_bytes=1)
-    names = ("a", "b", "y", "z")
-    profile = Profile(
-        name="two-losses",
-        source=Source(method="literature"),
-        blocks=tuple(Block(id=name, operator="x", costs=(row,)) for name in names),
-        edges=tuple(Edge(source=s, target=t, transfer_ns=lag) for s, t in (("a", "y"), ("b", "y"), ("b", "z"))),
-    )
-    stages = tuple(PlacedStage(blocks=(name,), devices=(index,)) for index, name in enumerate(names))
-    placement = Placement(strategy="losses", num_devices=4, stages=stages)
-    workload = build_workload(
-        profile, placement, num_microbatches=8, microbatch_size=1, memory_bytes=[memory, memory, None, None]
-    )
-    return Problem.of(workload)
+    profile = profile_of([row] * 4, [(0, 2), (1, 2), (1, 3)], transfer_ns=lag)
+    return problem_of(profile, [0, 1, 2, 3], [memory, memory, None, None])
 
 
 class TestHowFarAMicrobatchCanReach:
     @pytest.mark.parametrize("name", ["v", "x", "m", "mllm", "nn", "k", "circular", "zbv"])
     def test_shapes_have_one_last_forward_per_part(self, name: str) -> None:
-        assert problem_of(name).one_last_forward
+        assert unit_problem(name).one_last_forward
 
     def test_two_losses(self) -> None:
         assert not two_losses(0, 1).one_last_forward
@@ -279,7 +236,7 @@ class TestHowFarAMicrobatchCanReach:
     def test_two_losses_are_searched_all_the_same(self, lag: int, memory: int) -> None:
         """An activation of a or b lives for 1 + lag + 1 + 1 + lag + 1, and ``memory`` of them fit."""
         problem = two_losses(lag, memory)
-        found = least_period(problem, Budget(60), 60)
+        found = least_period(problem, Budget(60, deterministic=True), 60)
         assert found.proved
         assert found.pattern is not None
         assert found.pattern.repetend_ns == max(2, -(-(4 + 2 * lag) // memory))
@@ -288,60 +245,67 @@ class TestHowFarAMicrobatchCanReach:
 
 class TestSolvePattern:
     def test_below_the_work_bound_is_infeasible(self) -> None:
-        problem = problem_of("v")
-        assert solve_pattern(problem, work_bound(problem) - 1, Budget(10), 10) == (False, None, None)
+        problem = unit_problem("v")
+        assert solve_pattern(problem, work_bound(problem) - 1, Budget(10, deterministic=True), 10) == (
+            False,
+            None,
+            None,
+        )
 
     def test_out_of_time_is_not_infeasible(self) -> None:
-        problem = problem_of("v")
-        assert solve_pattern(problem, work_bound(problem), Budget(10), 0.0) == (None, None, None)
+        problem = unit_problem("v")
+        assert solve_pattern(problem, work_bound(problem), Budget(10, deterministic=True), 0.0) == (None, None, None)
 
     def test_fewer_microbatches_than_unroll_cannot_be(self) -> None:
-        problem = problem_of("v")
-        assert solve_pattern(problem, 100, Budget(10), 10, unroll=3, max_span=2)[0] is False
+        problem = unit_problem("v")
+        assert solve_pattern(problem, 100, Budget(10, deterministic=True), 10, unroll=3, max_span=2)[0] is False
 
     @pytest.mark.parametrize("name", ["v", "m", "k", "zbv"])
     def test_the_sequential_time_always_works(self, name: str) -> None:
-        problem = problem_of(name)
-        feasible, pattern, _ = solve_pattern(problem, sequential_time(problem), Budget(10), 10)
+        problem = unit_problem(name)
+        feasible, pattern, _ = solve_pattern(problem, sequential_time(problem), Budget(10, deterministic=True), 10)
         assert feasible
         assert pattern is not None
         assert replay_faults(problem, pattern, 4) == []
 
     def test_a_fractional_repetend_is_rounded_up(self) -> None:
-        feasible, pattern, _ = solve_pattern(problem_of("v"), Fraction(9, 2), Budget(10), 10)
+        feasible, pattern, _ = solve_pattern(unit_problem("v"), Fraction(9, 2), Budget(10, deterministic=True), 10)
         assert feasible
         assert pattern is not None
         assert pattern.repetend_ns == 5
-        assert replay_faults(problem_of("v"), pattern, 10) == []
+        assert replay_faults(unit_problem("v"), pattern, 10) == []
 
 
 class TestShortestWayThrough:
     def test_v_needs_no_waiting(self) -> None:
         """A zero-bubble V on 4 devices lets every micro-batch through as if it were alone: 4 * (1 + 3)."""
-        problem = problem_of("v")
-        found = least_period(problem, Budget(60), 60)
+        problem = unit_problem("v")
+        found = least_period(problem, Budget(60, deterministic=True), 60)
         assert found.pattern is not None
-        pattern, proved = shortest_way_through(problem, found.pattern, Budget(60), 60)
+        pattern, proved = shortest_way_through(problem, found.pattern, Budget(60, deterministic=True), 60)
         assert proved
         assert pattern.latency(problem) == 16
         assert pattern.repetend_ns == found.pattern.repetend_ns
         assert replay_faults(problem, pattern, 10) == []
 
     def test_without_time_the_pattern_stays(self) -> None:
-        problem = problem_of("m")
-        found = least_period(problem, Budget(60), 60)
+        problem = unit_problem("m")
+        found = least_period(problem, Budget(60, deterministic=True), 60)
         assert found.pattern is not None
-        assert shortest_way_through(problem, found.pattern, Budget(60), 0.0) == (found.pattern, False)
+        assert shortest_way_through(problem, found.pattern, Budget(60, deterministic=True), 0.0) == (
+            found.pattern,
+            False,
+        )
 
 
 class TestCompose:
     @pytest.mark.parametrize("name", ["v", "x", "m", "nn", "k", "zbv"])
     def test_the_repetend_is_instantiated_as_often_as_there_are_microbatches(self, name: str) -> None:
         """Tessel III-C: N micro-batches take no longer than one way through and N - 1 periods."""
-        found = least_period(problem_of(name), Budget(60), 60)
+        found = least_period(unit_problem(name), Budget(60, deterministic=True), 60)
         assert found.pattern is not None
         for num_microbatches in (1, 2, 5, 20, 100):
-            problem = problem_of(name, num_microbatches=num_microbatches)
+            problem = unit_problem(name, num_microbatches=num_microbatches)
             graph = task_graph(problem.workload)
             starts = earliest_starts(graph, compose(problem, found.pattern))
             end = max(start + duration for start, duration in zip(starts, graph.durations, strict=True))
@@ -349,14 +313,14 @@ class TestCompose:
             assert num_microbatches * work_bound(problem) <= end <= most
 
     def test_the_middle_repetition_has_every_operation_once_per_unroll(self) -> None:
-        problem = problem_of("v", memory=3, num_microbatches=20)
-        found = least_period(problem, Budget(60), 60, unroll=3)
+        problem = unit_problem("v", memory=3, num_microbatches=20)
+        found = least_period(problem, Budget(60, deterministic=True), 60, unroll=3)
         assert found.pattern is not None
         middle = middle_repetition(problem, found.pattern)
         assert sorted(task // 20 for task in middle) == [x for x in range(problem.num_operations) for _ in range(3)]
         assert len(set(middle)) == len(middle)
 
     def test_too_few_microbatches_for_a_repetition(self) -> None:
-        found = least_period(problem_of("v", num_microbatches=2), Budget(60), 60)
+        found = least_period(unit_problem("v", num_microbatches=2), Budget(60, deterministic=True), 60)
         assert found.pattern is not None
-        assert middle_repetition(problem_of("v", num_microbatches=2), found.pattern) == []
+        assert middle_repetition(unit_problem("v", num_microbatches=2), found.pattern) == []

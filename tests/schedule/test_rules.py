@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from builders.chains import chain_workload, shared_workload
-from pipeplan.costs import build_workload
+from builders.shapes import shape_workload
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.examples import shape
 from pipeplan.model.workload import Workload
 from pipeplan.schedule.bounds import makespan_bound
 from pipeplan.schedule.classic import CLASSIC
@@ -123,9 +122,7 @@ def test_nothing_is_said_twice() -> None:
 
 def test_the_bound_is_the_one_of_other_searches() -> None:
     """Shared stages make the first and last micro-batches wait, which work and dependencies alone do not say."""
-    profile = shape("mllm", 4)
-    assert profile.placement is not None
-    workload = build_workload(profile, profile.placement, num_microbatches=8, microbatch_size=1)
+    workload = shape_workload("mllm")
     found = schedule_of_rules(workload, named_rules("1f1b+"), Budget(1.0, 0, deterministic=True))
     assert found.bound_ns == makespan_bound(Problem.of(workload)) == 76_000_000
 
@@ -281,11 +278,9 @@ def test_a_stage_order_that_chooses_something_else_is_refused() -> None:
 @pytest.mark.parametrize("name", ["m", "mllm", "nn", "k"])
 def test_shared_stages_neither_stop_nor_drift(name: str) -> None:
     """No built-in rules get stuck; the best ones' period is 1F1B+'s or less, however many micro-batches there are."""
-    profile = shape(name, 4)
-    assert profile.placement is not None
     spans, plus = [], []
     for count in (16, 24):
-        workload = build_workload(profile, profile.placement, num_microbatches=count, microbatch_size=1)
+        workload = shape_workload(name, 4, count)
         graph, problem = task_graph(workload), Problem.of(workload)
         spans.append(min(run_rules(graph, rules).makespan_ns for rules in built_in_rules(workload)))
         if CLASSIC["1f1b+"].applies(problem) is None:

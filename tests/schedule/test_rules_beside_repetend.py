@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeplan.costs import build_workload
-from pipeplan.examples import ShapeCosts, shape
+from builders.shapes import shape_workload
+from pipeplan.examples import ShapeCosts
 from pipeplan.model.workload import Workload
 from pipeplan.schedule.rules.sweep import built_in_rules, sweep
 from pipeplan.schedule.search import search_schedule
@@ -19,16 +19,7 @@ MS = 1_000_000
 def workload_of(name: str, count: int, *, split: bool) -> Workload:
     """Forward 1, backward 3 in two parts, shared blocks 1 and 1; room for 8 micro-batches and their W."""
     costs = ShapeCosts(MS, None, 2 * MS, MS, activation_bytes=10, weight_grad_bytes=10)
-    profile = shape(name, 4, costs=costs)
-    assert profile.placement is not None
-    return build_workload(
-        profile,
-        profile.placement,
-        num_microbatches=count,
-        microbatch_size=1,
-        split_backward=split,
-        memory_bytes=[80] * 4,
-    )
+    return shape_workload(name, 4, count, costs=costs, split=split, memory=80)
 
 
 @pytest.mark.parametrize("split", [False, True])

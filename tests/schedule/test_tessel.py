@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import pytest
 
-from pipeplan.costs import build_workload
-from pipeplan.examples import ShapeCosts, shape
+from builders.shapes import shape_workload
+from pipeplan.examples import ShapeCosts
 from pipeplan.schedule.bounds import makespan_bound, work_bound
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.completion import compose, microbatch_by_microbatch, middle_repetition
@@ -23,16 +23,8 @@ MS = 1_000_000
 
 def problem_of(name: str, num_devices: int = 4, num_microbatches: int = 16, memory: int | None = None) -> Problem:
     """A shape with forward 1, backward 3, shared 1 and 1 (ms), each chain forward holding one byte."""
-    profile = shape(name, num_devices, costs=ShapeCosts(activation_bytes=1))
-    assert profile.placement is not None
-    workload = build_workload(
-        profile,
-        profile.placement,
-        num_microbatches=num_microbatches,
-        microbatch_size=1,
-        memory_bytes=[memory] * num_devices,
-    )
-    return Problem.of(workload)
+    costs = ShapeCosts(activation_bytes=1)
+    return Problem.of(shape_workload(name, num_devices, num_microbatches, costs=costs, memory=memory))
 
 
 def steady_bubble_rate(problem: Problem, period: Fraction) -> float:
@@ -40,7 +32,7 @@ def steady_bubble_rate(problem: Problem, period: Fraction) -> float:
 
 
 def searched(problem: Problem, max_span: int | None = None) -> Pattern:
-    found = least_period(problem, Budget(240), 240, max_span=max_span)
+    found = least_period(problem, Budget(240, deterministic=True), 240, max_span=max_span)
     assert found.pattern is not None
     assert found.proved
     return found.pattern
@@ -60,7 +52,7 @@ class TestFig11BubbleRateAgainstSpan:
     @pytest.mark.parametrize(("name", "span"), [("v", 4), ("m", 6), ("nn", 6)])
     def test_the_shortest_way_through_has_that_span(self, name: str, span: int) -> None:
         problem = problem_of(name)
-        pattern, proved = shortest_way_through(problem, searched(problem), Budget(60), 60)
+        pattern, proved = shortest_way_through(problem, searched(problem), Budget(60, deterministic=True), 60)
         assert proved
         assert pattern.span == span
 
@@ -92,7 +84,7 @@ class TestFig9ComposedAgainstTimeOptimal:
         problem = problem_of(name, num_microbatches=num_microbatches)
         graph = task_graph(problem.workload)
         orders = microbatch_by_microbatch(problem)
-        found = reschedule(problem, graph, orders, earliest_starts(graph, orders), Budget(120), 120)
+        found = reschedule(problem, graph, orders, earliest_starts(graph, orders), Budget(120, deterministic=True), 120)
         assert found.exhausted
         assert found.bound_ns == composed_makespan(problem)
 
@@ -100,14 +92,16 @@ class TestFig9ComposedAgainstTimeOptimal:
 def composed_makespan(problem: Problem) -> int:
     """Tessel's composition (IV-C): the repetend kept, warmup and cooldown time-optimal around it."""
     graph = task_graph(problem.workload)
-    pattern, _ = shortest_way_through(problem, searched(problem), Budget(60), 60)
+    pattern, _ = shortest_way_through(problem, searched(problem), Budget(60, deterministic=True), 60)
     orders, middle = compose(problem, pattern), middle_repetition(problem, pattern)
     assert middle
     for warmup in (True, False):
         starts = earliest_starts(graph, orders)
         first, last = min(starts[task] for task in middle), max(starts[task] for task in middle)
         begin, end = (0, first) if warmup else (last + 1, None)
-        found = reschedule(problem, graph, orders, starts, Budget(60), 60, begin_ns=begin, end_ns=end)
+        found = reschedule(
+            problem, graph, orders, starts, Budget(60, deterministic=True), 60, begin_ns=begin, end_ns=end
+        )
         orders = found.orders or orders
     starts = earliest_starts(graph, orders)
     return max(start + duration for start, duration in zip(starts, graph.durations, strict=True))
@@ -154,12 +148,11 @@ def test_zero_bubble_repetends_are_proved(name: str, num_devices: int) -> None:
 @pytest.mark.parametrize("num_devices", range(2, 17))
 def test_v_shape_makespan(num_devices: int) -> None:
     """Fig. 3 and 4's setting, forward 1 and backward 2: (N + D - 1) * 3, which is also the bound."""
-    profile = shape("v", num_devices, costs=ShapeCosts(backward_ns=2 * MS))
-    assert profile.placement is not None
+    costs = ShapeCosts(backward_ns=2 * MS)
     for num_microbatches in (1, 2, num_devices, 3 * num_devices + 1):
-        workload = build_workload(profile, profile.placement, num_microbatches=num_microbatches, microbatch_size=1)
+        workload = shape_workload("v", num_devices, num_microbatches, costs=costs)
         expected = (num_microbatches + num_devices - 1) * 3 * MS
-        found = search_schedule(workload, Budget(10))
+        found = search_schedule(workload, Budget(10, deterministic=True))
         assert makespan_bound(Problem.of(workload)) == expected
         assert found.makespan_ns == expected
         assert found.optimal

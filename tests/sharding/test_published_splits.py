@@ -9,13 +9,7 @@ import pytest
 from pipeplan.costs.testbeds import cluster_of_paper
 from pipeplan.examples.models import model
 from pipeplan.frontier.configurations.building import CostModel, CostOptions, cost_model
-from pipeplan.frontier.configurations.published import (
-    Point,
-    data_parallel,
-    fastest,
-    one_mesh_for_all,
-    split_everything,
-)
+from pipeplan.frontier.configurations.published import Point, data_parallel, fastest, one_mesh_for_all, split_everything
 from pipeplan.frontier.tracking import Tracked, track
 
 

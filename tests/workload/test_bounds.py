@@ -7,10 +7,8 @@ import itertools
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from builders.chains import zero_bubble
 from builders.problems import problems
-from pipeplan.costs import build_workload
-from pipeplan.examples import ShapeCosts, shape
+from builders.shapes import unit_problem, zero_bubble
 from pipeplan.schedule.bounds import makespan_bound, period_bound
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.repetend import least_period
@@ -36,13 +34,10 @@ def test_two_chunks_with_little_memory(num_devices: int, num_microbatches: int, 
 
 def test_littles_law() -> None:
     """V on 4 devices, forward 1, backward 3, room for 3 micro-batches: 16/3 per micro-batch at the best."""
-    profile = shape("v", 4, costs=ShapeCosts(forward_ns=1, backward_ns=3, activation_bytes=1))
-    assert profile.placement is not None
-    workload = build_workload(profile, profile.placement, num_microbatches=9, microbatch_size=1, memory_bytes=[3] * 4)
-    problem = Problem.of(workload)
+    problem = unit_problem("v", 4, 9, memory=3)
     assert period_bound(problem) * 3 == 16
     for unroll, repetend in ((1, 8), (2, 12), (3, 16)):
-        found = least_period(problem, Budget(60), 60, unroll=unroll)
+        found = least_period(problem, Budget(60, deterministic=True), 60, unroll=unroll)
         assert found.proved
         assert found.pattern is not None
         assert found.pattern.repetend_ns == repetend
@@ -52,13 +47,10 @@ def test_littles_law() -> None:
 @pytest.mark.parametrize("num_devices", [4, 8])
 def test_stages_on_all_devices(name: str, num_devices: int) -> None:
     """While the first micro-batch goes down the chain nothing shared can run: the bound is what search reaches."""
-    costs = ShapeCosts(1, 3, shared_forward_ns=1, shared_backward_ns=1)
-    profile = shape(name, num_devices, costs=costs)
-    assert profile.placement is not None
-    workload = build_workload(profile, profile.placement, num_microbatches=16, microbatch_size=1)
-    found = search_schedule(workload, Budget(30))
-    assert makespan_bound(Problem.of(workload)) == found.bound_ns == found.makespan_ns
-    assert found.bound_ns > 16 * max(Problem.of(workload).work)
+    problem = unit_problem(name, num_devices, 16)
+    found = search_schedule(problem.workload, Budget(30, deterministic=True))
+    assert makespan_bound(problem) == found.bound_ns == found.makespan_ns
+    assert found.bound_ns > 16 * max(problem.work)
 
 
 @pytest.mark.parametrize(("memory", "bound"), [(0.5, 14_720), (0.75, 10_740)])
@@ -108,7 +100,7 @@ def _too_much(problem: Problem, device: int, operation: int, held: int) -> bool:
 @given(problems(max_stages=2, num_microbatches=2))
 def test_bounds_and_search_against_every_schedule(problem: Problem) -> None:
     best = best_makespan(problem)
-    found = search_schedule(problem.workload, Budget(20))
+    found = search_schedule(problem.workload, Budget(10, deterministic=True))
     assert makespan_bound(problem) <= best
     assert found.bound_ns <= best
     assert found.makespan_ns == best

@@ -11,10 +11,10 @@ import pytest
 
 from builders.chains import chain_workload
 from builders.plans import plan_of
+from builders.shapes import shape_workload
 from pipeplan.check import check
-from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
-from pipeplan.examples import ShapeCosts, shape
+from pipeplan.examples import ShapeCosts
 from pipeplan.model import Dependency, Hop, PlacedStage, Plan
 from pipeplan.runtime import emulation
 from pipeplan.runtime.loading import load_model
@@ -50,9 +50,7 @@ def plans() -> dict[str, Plan]:
 
 def shape_plan(name: str, costs: ShapeCosts) -> Plan:
     """The shape on 4 devices, 4 micro-batches in a greedy order."""
-    profile = shape(name, 4, costs=costs)
-    assert profile.placement is not None
-    workload = build_workload(profile, profile.placement, num_microbatches=4, microbatch_size=1)
+    workload = shape_workload(name, 4, 4, costs=costs)
     return plan_of(workload, greedy_orders(workload))
 
 

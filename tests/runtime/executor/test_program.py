@@ -7,9 +7,10 @@ import pytest
 from builders.chains import chain_workload
 from builders.orders import gpipe_orders
 from builders.plans import plan_of
+from builders.profiles import joined
 from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
-from pipeplan.model import Block, CostRow, Dependency, Edge, PlacedStage, Placement, Plan, Profile, Source
+from pipeplan.model import Block, CostRow, Dependency, PlacedStage, Placement, Plan
 from pipeplan.runtime.program import Message, Numbers, Program, Share, programs_of
 
 BLOCKS = ["block0", "block1", "block2"]
@@ -102,12 +103,7 @@ def placed(*stages: PlacedStage, size: int = 4) -> tuple[Program, ...]:
         for n in (1, 2, 4)
         for shards in (1, 2, 4)
     )
-    profile = Profile(
-        name="pair",
-        source=Source(method="literature"),
-        blocks=tuple(Block(id=block, operator="linear", costs=rows) for block in BLOCKS[:2]),
-        edges=(Edge(source="block0", target="block1", bytes_per_sample=8),),
-    )
+    profile = joined([Block(id=block, operator="linear", costs=rows) for block in BLOCKS[:2]], bytes_per_sample=8)
     devices = 1 + max(device for stage in stages for device in stage.devices)
     routes = 1 + max(stage.route for stage in stages)
     placement = Placement(strategy="by-hand", num_devices=devices, num_routes=routes, stages=stages)

@@ -27,6 +27,7 @@ from runtime_support.faults import MARK, left_over
 from runtime_support.plans import model_plan, placed_plan
 
 SECOND = 10**9
+NO_END = 3600.0
 MODELS = "runtime_support.models"
 
 
@@ -53,8 +54,8 @@ def split_plan() -> Plan:
     return placed_plan(model, stages, num_microbatches=4, microbatch_size=1)
 
 
-def failure_of(model: str, num_devices: int, timeout_s: float, plan: Plan | None = None) -> tuple[PipeplanError, float]:
-    """How a run ends, and the seconds from its first step on that it took."""
+def failure_of(model: str, num_devices: int, timeout_s: float = NO_END, plan: Plan | None = None) -> PipeplanError:
+    """How a run ends; without a timeout it ends by itself, or the test does not."""
     options = RunOptions(
         f"{MODELS}:{model}",
         num_steps=3,
@@ -62,10 +63,9 @@ def failure_of(model: str, num_devices: int, timeout_s: float, plan: Plan | None
         timeout_ns=round(timeout_s * SECOND),
         num_threads=1,
     )
-    steps: list[float] = []
     with pytest.raises(PipeplanError) as caught:
-        run_local(plan or plan_on(num_devices), options, lambda _: steps.append(time.monotonic()))
-    return caught.value, time.monotonic() - steps[0]
+        run_local(plan or plan_on(num_devices), options, lambda _: None)
+    return caught.value
 
 
 WHERE = r"in 1F1 \(step 1, program counter \d+ of \d+\)"
@@ -82,10 +82,9 @@ WHERE = r"in 1F1 \(step 1, program counter \d+ of \d+\)"
 def test_death_and_exceptions(
     model: str, num_devices: int, told: str, mark: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    error, seconds = failure_of(model, num_devices, timeout_s=60)
+    error = failure_of(model, num_devices)
     assert isinstance(error, ExecutionError)
     assert re.match(told, str(error)), str(error)
-    assert seconds < 30, "the run should end at once, not after the timeout"
     output = capfd.readouterr()
     assert output.out == ""
     assert ("ValueError: boom" in output.err) == (model == "raising"), "a block's traceback is shown, and no other"
@@ -93,26 +92,28 @@ def test_death_and_exceptions(
 
 
 def test_a_stopped_rank(mark: str) -> None:
-    error, seconds = failure_of("stopped", 3, timeout_s=2)
+    error = failure_of("stopped", 3, timeout_s=2)
     assert isinstance(error, ExecutionError)
     assert re.match(rf"^rank 1 hangs {WHERE}; ", str(error)), str(error)
     assert "raise --timeout (now 2s)" in str(error)
-    assert 1.5 < seconds < 30
 
 
 @pytest.mark.parametrize(
     ("model", "timeout_s", "told"),
     [
-        ("share_killed", 60, r"^rank 1 was killed \(SIGKILL\) in 0F1 \(step 1, .*\); often because memory ran out$"),
-        ("share_raising", 60, r"^rank 1 failed in 0F1 \(step 1, .*\): block 'b0': ValueError: boom$"),
+        (
+            "share_killed",
+            NO_END,
+            r"^rank 1 was killed \(SIGKILL\) in 0F1 \(step 1, .*\); often because memory ran out$",
+        ),
+        ("share_raising", NO_END, r"^rank 1 failed in 0F1 \(step 1, .*\): block 'b0': ValueError: boom$"),
         ("share_stopped", 2, r"^rank 1 hangs in 0F1 \(step 1, .*raise --timeout \(now 2s\)$"),
     ],
 )
 def test_a_rank_that_others_wait_for_inside_a_split_block(model: str, timeout_s: float, told: str, mark: str) -> None:
-    error, seconds = failure_of(model, 3, timeout_s, split_plan())
+    error = failure_of(model, 3, timeout_s, split_plan())
     assert isinstance(error, ExecutionError)
     assert re.match(told, str(error)), str(error)
-    assert seconds < 30
 
 
 def test_a_tensor_unlike_the_declared_one(mark: str) -> None:

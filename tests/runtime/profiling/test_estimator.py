@@ -86,16 +86,22 @@ def bytes_of(profile: Profile, field: str) -> dict[tuple[str, tuple[int, int, st
     return {(block.id, row.key): getattr(row, field) for block in profile.blocks for row in block.costs}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+MODELS = (
+    chain("linear", "norm", "relu", "gelu"),
+    chain("attention", "images"),
+    load_model("gpt2-tiny"),
+    load_model("MT5Config(d_model=32, num_layers=2, num_heads=2, d_kv=16, d_ff=64, vocab_size=64)", sequence=8),
+)
+
+
 @pytest.mark.parametrize(
-    "model",
+    ("model", "dtype"),
     [
-        chain("linear", "norm", "relu", "gelu"),
-        chain("attention", "images"),
-        load_model("gpt2-tiny"),
-        load_model("MT5Config(d_model=32, num_layers=2, num_heads=2, d_kv=16, d_ff=64, vocab_size=64)", sequence=8),
+        *((model, torch.float32) for model in MODELS),
+        *((model, torch.bfloat16) for model in MODELS[:-1]),
+        pytest.param(MODELS[-1], torch.bfloat16, marks=pytest.mark.slow),  # 30 s, as in float32
     ],
-    ids=lambda model: model.name,
+    ids=lambda value: getattr(value, "name", None) or str(value).removeprefix("torch."),
 )
 def test_bytes_are_those_that_measuring_finds(model: Model, dtype: torch.dtype) -> None:
     choices: dict[str, object] = {"recompute": True, "shards": (1, 2) if model.sharded else (1,), "dtype": dtype}
@@ -190,7 +196,7 @@ def total(profile: Profile, size: int) -> int:
     return sum(row.forward_ns + (row.backward_ns or 0) for row in rows)
 
 
-@pytest.mark.parametrize("name", ["gpt2-124m", "gpt2-345m"])
+@pytest.mark.parametrize("name", ["gpt2-124m", pytest.param("gpt2-345m", marks=pytest.mark.slow)])  # 12 s
 def test_one_measured_size_tells_the_others(name: str) -> None:
     """The shipped profiles are measured: nothing here depends on this machine."""
     measured = read_profile(str(ROOT / "profiles" / f"{name}-cpu.json"))
@@ -255,7 +261,9 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     profile = read_profile(path)
     assert (profile.source.method, profile.source.dtype) == ("estimated", "float16")
     assert "written to" in capsys.readouterr().err
-    plan = search_plan(request_of(profile, "one-to-one", Batch(4, 4), num_devices=2, time_limit=1)).plan
+    plan = search_plan(
+        request_of(profile, "one-to-one", Batch(4, 4), num_devices=2, time_limit=1, deterministic=True)
+    ).plan
     assert len(plan.stages) == 2
 
 

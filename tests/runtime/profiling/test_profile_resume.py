@@ -210,12 +210,13 @@ def test_the_command_says_what_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A block that fails: which it is, once, what to change, and what goes on with the rest."""
-    fails = MODULE.replace("time.sleep(", 'os.environ["FAIL"] and len(x) == 2 and fail() or time.sleep(')
+    asked = 'os.environ["FAIL"] and len(x) == 2 and fail()'
+    fails = MODULE.replace("            if os.path", f"            {asked}\n            if os.path")
     (tmp_path / "failing_models.py").write_text(fails + "\ndef fail():\n    raise ValueError('boom')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(partial_module, "_SAVE_EVERY_S", 5.0)  # the module sets it
-    monkeypatch.setenv("PAUSE", "0")
+    monkeypatch.setenv("STOP_AT", "1000")
     options = ["--microbatch", "1,2", "--repeats", "1", "--warmup", "0", "--threads", "1", "-o", "p.json"]
     monkeypatch.setattr(sys, "argv", ["pipeplan", "profile", "failing_models:model", *options])
     for fail, code in (("yes", 1), ("", 0)):
@@ -250,7 +251,8 @@ class Slow(nn.Linear):
         if x.device.type != "meta":
             with open("calls", "a") as file:
                 file.write("x")
-            time.sleep(float(os.environ["PAUSE"]))
+            if os.path.getsize("calls") >= int(os.environ["STOP_AT"]):
+                time.sleep(3600)
         return super().forward(x)
 
 def batch(num_samples, step, seed):
@@ -261,11 +263,11 @@ def model():
 """
 
 
-def start(folder: Path, pause: float) -> subprocess.Popen[str]:
-    """The command in a process of its own, in which each forward takes a while."""
+def start(folder: Path, stop_at: int) -> subprocess.Popen[str]:
+    """The command in a process of its own, whose forward number ``stop_at`` takes an hour."""
     command = [sys.executable, "-c", "from pipeplan.cli.main import main; main()", "profile", "slow_models:model"]
     options = ["--microbatch", "1", "--repeats", "8", "--warmup", "0", "--threads", "1", "-o", "p.json"]
-    environment = {**os.environ, "PAUSE": str(pause)}
+    environment = {**os.environ, "STOP_AT": str(stop_at)}
     return subprocess.Popen(command + options, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
 
 
@@ -286,14 +288,14 @@ def stop(process: subprocess.Popen[str], folder: Path, number: signal.Signals) -
 def test_a_process_that_is_ended(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "slow_models.py").write_text(MODULE)
     (tmp_path / "p.json").write_text("what was there")
-    code, err = stop(start(tmp_path, 0.3), tmp_path, number)
+    code, err = stop(start(tmp_path, 7), tmp_path, number)
     if number == signal.SIGINT:
         assert code == 130
         assert "interrupted while measuring block 'slow' at micro-batch size 1; what was measured is kept in" in err
     assert (tmp_path / "p.json").read_text() == "what was there"
     before = sum(kept(tmp_path / "p.json.partial").values())
     (tmp_path / "calls").unlink()
-    process = start(tmp_path, 0.0)
+    process = start(tmp_path, 1000)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "going on from p.json.partial" in err

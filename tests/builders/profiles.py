@@ -1,0 +1,51 @@
+"""Profiles of a few blocks, and placements with a stage for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pipeplan.model import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
+
+SOURCE = Source(method="literature", reference="made up for tests")
+
+
+def profile_of(
+    costs: Sequence[CostRow | Sequence[CostRow]],
+    pairs: Iterable[tuple[int, int]] | None = None,
+    *,
+    parameters: Sequence[int] | None = None,
+    **edge: Any,
+) -> Profile:
+    """Blocks b0, b1, ... with these rows; a chain unless ``pairs`` of numbers are given. Edges are all as ``edge``."""
+    blocks = [
+        Block(
+            id=f"b{index}",
+            operator="layer",
+            parameter_bytes=parameters[index] if parameters else 0,
+            costs=(rows,) if isinstance(rows, CostRow) else tuple(rows),
+        )
+        for index, rows in enumerate(costs)
+    ]
+    return joined(blocks, pairs, **edge)
+
+
+def joined(blocks: Sequence[Block], pairs: Iterable[tuple[int, int]] | None = None, **edge: Any) -> Profile:
+    """The profile of these blocks, joined by ``pairs`` of their numbers: a chain unless any are given."""
+    if pairs is None:
+        pairs = zip(range(len(blocks) - 1), range(1, len(blocks)), strict=True)
+    edges = tuple(Edge(source=blocks[source].id, target=blocks[target].id, **edge) for source, target in pairs)
+    return Profile(name="made-up", source=SOURCE, blocks=tuple(blocks), edges=edges)
+
+
+def stage_per_block(profile: Profile, devices: Sequence[int | Sequence[int]] | None = None) -> Placement:
+    """A stage for each block, block i on device i, or on ``devices[i]``, of which there may be several."""
+    groups = [(on,) if isinstance(on, int) else tuple(on) for on in devices or range(len(profile.blocks))]
+    return Placement(
+        strategy="by-hand",
+        num_devices=1 + max(device for group in groups for device in group),
+        stages=tuple(
+            PlacedStage(blocks=(block.id,), devices=group, shards=len(group))
+            for block, group in zip(profile.blocks, groups, strict=True)
+        ),
+    )

@@ -1,0 +1,198 @@
+"""When actions start and what devices hold, by naive recomputation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from builders.chains import chain_plan, chain_workload
+from builders.drawn import Placed, placed, workloads
+from builders.orders import Entry, actions_of, gpipe_orders, one_f_one_b, random_orders
+from builders.timed import entry_of, named, numbered, timed
+from pipeplan.errors import InvalidPlanError
+from pipeplan.model import Hop
+from pipeplan.model.workload import Workload
+from pipeplan.simulate.bounds import makespan_bound
+from pipeplan.simulate.memory import fits, overflow, peak_memory
+from pipeplan.simulate.metrics import in_flight, rates
+from pipeplan.simulate.orders import orders_of
+from pipeplan.simulate.timing import earliest_starts, task_graph, with_links
+from references.replay import replay
+
+SEEDS = st.integers(0, 2**20)
+ALL_KINDS = workloads() | placed().map(lambda drawn: drawn.workload)
+
+
+@given(ALL_KINDS, SEEDS)
+@settings(max_examples=120)
+def test_starts_are_those_of_a_naive_replay(workload: Workload, seed: int) -> None:
+    graph = task_graph(workload)
+    orders = random_orders(graph, Random(seed))
+    starts = earliest_starts(graph, orders)
+    done = replay(workload, named(graph, orders))
+    assert {entry_of(graph, task): start for task, start in enumerate(starts)} == {
+        entry: span[0] for entry, span in done.items()
+    }
+
+
+@pytest.mark.parametrize("num_devices", range(2, 17))
+@pytest.mark.parametrize("num_microbatches", [1, 3, 16, 40])
+def test_one_f_one_b_takes_n_plus_d_minus_one_rounds(num_devices: int, num_microbatches: int) -> None:
+    workload = chain_workload(num_devices, num_microbatches, forward=1, backward=2)
+    graph, orders, starts = timed(workload, one_f_one_b(workload))
+    assert rates(graph, orders, starts).makespan_ns == (num_microbatches + num_devices - 1) * 3
+    assert makespan_bound(workload) == (num_microbatches + num_devices - 1) * 3
+
+
+def test_orders_that_wait_for_each_other_are_refused_with_actions() -> None:
+    workload = chain_workload(2, 2)
+    graph = task_graph(workload)
+    orders = numbered(graph, [[("0B", 0), ("0F", 0), ("0F", 1), ("0B", 1)], one_f_one_b(workload)[1]])
+    with pytest.raises(InvalidPlanError, match="wait for each other and can never start, among them 0F0"):
+        earliest_starts(graph, orders)
+
+
+def test_orders_of_a_plan_are_its_compute_actions() -> None:
+    plan = chain_plan(3, 4, split=(10, 10), lag=3)
+    graph = task_graph(Workload.of(plan))
+    assert named(graph, orders_of(plan, graph)) == one_f_one_b(Workload.of(plan))
+
+
+# Memory ------------------------------------------------------------------------------------------------------
+
+
+def taken_by(workload: Workload, entry: Entry) -> int:
+    """What an action takes at its start: two parts take in turn what the whole would, the first more."""
+    operation = next(operation for operation in workload.operations if operation.id == entry[0])
+    name, _ = actions_of(workload, entry[0])[entry[1]]
+    larger = (operation.acquire_bytes + 1) // 2
+    return {"0": larger, "1": operation.acquire_bytes - larger}.get(name.partition(".")[2], operation.acquire_bytes)
+
+
+def naive_levels(workload: Workload, device: int, order: list[Entry], done: dict[Entry, tuple[int, int]]) -> list[int]:
+    """Bytes a device holds at the start of each of its actions, read off the timeline."""
+    operations = {operation.id: operation for operation in workload.operations}
+    levels = []
+    for id_, m in order:
+        now = done[id_, m][0]
+        begun = [entry for entry in order if done[entry][0] <= now]
+        ended = [entry for entry in order if done[entry][1] <= now]
+        levels.append(
+            workload.static_bytes(device)
+            + sum(taken_by(workload, entry) for entry in begun)
+            - sum(operations[entry[0]].release_bytes for entry in ended)
+            + operations[id_].workspace_bytes
+        )
+    return levels
+
+
+@given(ALL_KINDS, SEEDS)
+@settings(max_examples=80)
+def test_peak_memory_is_the_highest_moment_of_the_timeline(workload: Workload, seed: int) -> None:
+    graph = task_graph(workload)
+    orders = random_orders(graph, Random(seed))
+    order_names = named(graph, orders)
+    done = replay(workload, order_names)
+    for device, memory in enumerate(peak_memory(graph, orders)):
+        levels = naive_levels(workload, device, order_names[device], done)
+        static = workload.static_bytes(device)
+        assert memory.peak_bytes == max(levels, default=static)
+        assert memory.parameter_bytes + memory.gradient_bytes + memory.optimizer_bytes == static
+        assert memory.peak_bytes == static + memory.activation_bytes + memory.workspace_bytes
+
+
+def test_the_five_parts_are_those_of_the_first_moment_of_the_peak() -> None:
+    workload = chain_workload(1, 2, activation_bytes=5, workspace_bytes=3, parameter_bytes=100)
+    graph, orders, _ = timed(workload, [[("0F", 0), ("0B", 0), ("0F", 1), ("0B", 1)]])
+    (memory,) = peak_memory(graph, orders)
+    assert (memory.parameter_bytes, memory.gradient_bytes, memory.optimizer_bytes) == (100, 100, 200)
+    assert (memory.activation_bytes, memory.workspace_bytes, memory.peak_bytes) == (5, 3, 408)
+
+
+def test_weight_gradients_keep_what_input_gradients_leave() -> None:
+    """F holds 6, I takes 4 more at its start (10 deferred for W), so W of both micro-batches at the end holds 20."""
+    workload = chain_workload(1, 2, split=(10, 10), activation_bytes=6, weight_grad_bytes=10)
+    graph, orders, _ = timed(workload, [[("0F", 0), ("0I", 0), ("0F", 1), ("0I", 1), ("0W", 0), ("0W", 1)]])
+    assert peak_memory(graph, orders)[0].activation_bytes == 20
+
+
+def test_a_device_without_actions_holds_nothing_and_is_not_busy() -> None:
+    workload = chain_workload(3, 2, devices=[(0,), (2,)])
+    graph, orders, starts = timed(workload, gpipe_orders(workload))
+    assert peak_memory(graph, orders)[1].peak_bytes == 0
+    figures = rates(graph, orders, starts)
+    assert (figures.busy_ns[1], figures.span_ns[1], figures.idle_ns[1]) == (0, 0, figures.makespan_ns)
+    assert in_flight(graph, orders)[1] == 0
+
+
+def test_overflow_names_the_device_most_short_of_memory_and_the_first_action_of_its_peak() -> None:
+    workload = chain_workload(3, 6, activation_bytes=1000, memory_bytes=1500)
+    graph, orders, _ = timed(workload, one_f_one_b(workload))
+    found = overflow(graph, orders)
+    assert found is not None
+    assert (found.device, found.action, found.over_bytes) == (0, "0F2", 1500)
+    assert str(found) == "device 0 needs 3kB at 0F2, 1.5kB more than its 1.5kB"
+    assert not fits(graph, orders)
+
+
+@pytest.mark.parametrize(("memory_bytes", "enough"), [(2999, False), (3000, True), (None, True)])
+def test_fits_is_exact(memory_bytes: int | None, enough: bool) -> None:
+    workload = chain_workload(3, 6, activation_bytes=1000, memory_bytes=memory_bytes)
+    graph, orders, _ = timed(workload, one_f_one_b(workload))
+    assert fits(graph, orders) is enough
+
+
+# Links with parts and patterns -------------------------------------------------------------------------------
+
+
+@given(placed(links=True), SEEDS)
+@settings(max_examples=60)
+def test_messages_wait_for_what_they_carry_and_for_their_link(drawn: Placed, seed: int) -> None:
+    """Each message once, in the order in which all that it carries is made; one at a time; actions wait for it."""
+    workload, graph = drawn.workload, task_graph(drawn.workload)
+    orders = with_links(graph, graph.on_devices(random_orders(graph, Random(seed))))
+    starts = earliest_starts(graph, orders)
+    assert len(graph.durations) == len(starts) == graph.num_tasks
+    samples = [
+        range(*workload.slots[item].samples(task - graph.offsets[item])) for task, item in enumerate(graph.operation_of)
+    ]
+    for order in orders[len(workload.devices) :]:
+        made = []
+        for task in order:
+            transfer = workload.transfers[graph.operation_of[task] - len(workload.operations)]
+            ends = [*range(*graph.offsets[transfer.source : transfer.source + 2])]
+            made.append(max(starts[n] + graph.durations[n] for n in ends if set(samples[n]) & set(samples[task])))
+            assert starts[task] >= made[-1]
+            parts = len(samples[task]) < workload.stages[workload.operations[transfer.source].stage].microbatch_size
+            assert graph.durations[task] == (transfer.hop.part if parts else transfer.hop).occupancy_ns
+            for n in range(*graph.offsets[transfer.target : transfer.target + 2]):
+                if set(samples[n]) & set(samples[task]):
+                    assert starts[n] >= starts[task] + graph.durations[task] + transfer.hop.latency_ns
+        assert made == sorted(made)
+        for one, other in zip(order, order[1:], strict=False):
+            assert starts[other] >= starts[one] + graph.durations[one]
+
+
+def test_an_action_waits_for_what_comes_to_it_over_no_message() -> None:
+    """Device 0 makes for itself what its replica of stage 1 works on; only the other replica's half is sent."""
+    workload = chain_workload(2, 4, devices=[(0,), (0, 1)], sizes=[2, 4])
+    sent = Hop(source_device=0, target_device=1, every=2, run=1, first=1, latency_ns=3, occupancy_ns=50)
+    replicas = workload.stages[1].model_copy(update={"shards": 1, "replicas": 2})
+    dependencies = tuple(
+        each.model_copy(update={"hops": (sent,)}) if (each.source, each.target) == ("0F", "1F") else each
+        for each in workload.dependencies
+    )
+    workload = replace(workload, stages=(workload.stages[0], replicas), dependencies=dependencies)
+    assert workload.links == ((0, 1),)
+    graph = task_graph(workload)
+    number = {graph.label(task): task for task in range(graph.num_tasks)}
+    orders = [[number[text] for text in order.split()] for order in ("0F1 1F0 0F0 1B0 0B0 0B1", "1F0 1B0")]
+    with pytest.raises(InvalidPlanError, match="wait for each other"):
+        with_links(graph, orders)
+    orders[0][:3] = [number[text] for text in ("0F1", "0F0", "1F0")]
+    starts = earliest_starts(graph, with_links(graph, orders))
+    assert starts[number["1F0"]] == 20 + 53  # as long after every micro-batch as the slowest hop takes
