@@ -164,6 +164,6 @@ def test_profiles_with_a_placement_have_plans_on_it(name: str) -> None:
 
 def test_blocks_without_common_shards_are_named() -> None:
     profile = shape("m", 4).model_copy(update={"placement": None})
-    request = Request(profile, 4, Batch(8, 1), sizes=(1,), time_limit=NO_END)
+    request = request_of(profile, (4,), Batch(8, 1))
     with pytest.raises(UsageError, match=r"has costs for shards 4, '.*' for 1"):
         plan_frontier(request)

@@ -13,7 +13,7 @@ from pipeplan.costs.testbeds import cluster_of_paper
 from pipeplan.model import Plan
 from pipeplan.partition.block_splits import GroupSplits
 from pipeplan.planner import Batch, Request
-from pipeplan.planner.candidates import PlacementPlacementCandidate
+from pipeplan.planner.candidates import PlacementCandidate
 from pipeplan.planner.finishing import planned
 from pipeplan.planner.frontier_partitions import chains
 from pipeplan.planner.trials import Trial
@@ -33,7 +33,7 @@ def pipelines(model: Model, num_devices: int) -> Iterator[Plan]:
     batch, options = Batch(4, 4), {}
     request = Request(profile, num_devices, batch, sizes=(4,), cluster=cluster, **options)
     for asked in chains(request, GroupSplits(profile, cluster)):
-        assert isinstance(asked.candidate, PlacementPlacementCandidate)
+        assert isinstance(asked.candidate, PlacementCandidate)
         stages = asked.candidate.placement.stages
         if len(stages) > 1 and any(len(set(stage.configurations)) > 1 for stage in stages):
             trial = Trial.of(asked.request, asked.candidate)
