@@ -11,10 +11,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-import runtime_rooms
 import torch
 from torch import Tensor, nn
 
+import runtime_rooms
 from pipeplan.model import Plan, parse
 
 COMMAND = (sys.executable, __file__)

@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from pipeplan.planner.frontier_notes import request_notes as request_notes
     from pipeplan.runtime.communication import Keep, OnPoint
     from pipeplan.runtime.communication import LinkOptions as LinkOptions
-    from pipeplan.runtime.communication import Point as Point
+    from pipeplan.runtime.communication import LinkPoint as LinkPoint
     from pipeplan.runtime.loading import load_model as load_model
     from pipeplan.runtime.model import Model as Model
     from pipeplan.runtime.options import RunOptions as RunOptions
     from pipeplan.runtime.options import StepResult as StepResult
     from pipeplan.runtime.outcome import RunOutcome as RunOutcome
-    from pipeplan.runtime.partial import Partial as Partial
+    from pipeplan.runtime.partial import UnfinishedProfile as UnfinishedProfile
     from pipeplan.runtime.train_options import TrainOptions as TrainOptions
     from pipeplan.schedule.rules import Rules as Rules
     from pipeplan.schedule.rules.files import read_rules as read_rules
@@ -62,7 +62,7 @@ _PARTS = {
     "pipeplan.runtime.communication": ("LinkOptions",),
     "pipeplan.runtime.loading": ("load_model",),
     "pipeplan.runtime.options": ("RunOptions",),
-    "pipeplan.runtime.partial": ("Partial",),
+    "pipeplan.runtime.partial": ("UnfinishedProfile",),
     "pipeplan.runtime.train_options": ("TrainOptions",),
     "pipeplan.schedule.rules.files": ("read_rules", "to_toml"),
 }
@@ -122,15 +122,15 @@ def compare(request: Request, *, progress: Progress | None = None) -> Comparison
 
 
 def frontier(request: Request, *, mode: Mode = "all", point: int | None = None) -> FrontierResult:
-    """Time against memory against devices; see :func:`pipeplan.planner.frontier.frontier`.
+    """Time against memory against devices; see :func:`pipeplan.planner.frontier.search_frontier`.
 
     Raises:
         InfeasibleError: nothing fits.
         UsageError: there is no such point.
     """
-    from pipeplan.planner import frontier
+    from pipeplan.planner import search_frontier
 
-    return frontier(request, mode=mode, point=point)
+    return search_frontier(request, mode=mode, point=point)
 
 
 # Plans ------------------------------------------------------------------------------------------------------------

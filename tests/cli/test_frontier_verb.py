@@ -267,7 +267,7 @@ def test_near_points_are_as_near_in_peak_memory_as_they_say(
     """Workspace counts where there was time for it; where there was none, that is said beside what was proved."""
     asked = (profile_path, "--devices", 2, "--mini-batch", 4, "--json")
     every = json.loads(run(*asked).stdout)["points"]
-    monkeypatch.setattr("pipeplan.cli.frontiers._SETTLING", 3600.0)
+    monkeypatch.setattr("pipeplan.planner.frontier._SETTLING", 3600.0)
     near = json.loads(run(*asked, "--within", 0.1).stdout)
     assert 1 <= near["factor"] <= 1.1
     assert near["factor_without"] == []

@@ -113,7 +113,8 @@ def fans(draw: st.DrawFn) -> tuple[Profile, Placement]:
 @given(fans())
 def test_check_counts_as_the_costs_do(case: tuple[Profile, Placement]) -> None:
     profile, placement = case
-    options = {"scheduler": "gpipe", "time_limit": 0.5, "deterministic": True}
-    plan = search_plan(request_of(profile, placement, Batch(3, SIZE), **options)).plan
+    plan = search_plan(
+        request_of(profile, placement, Batch(3, SIZE), scheduler="gpipe", time_limit=0.5, deterministic=True)
+    ).plan
     report = check(plan, profile)
     assert report.valid, report.problems

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -86,6 +87,15 @@ def test_without_time_there_is_something() -> None:
     assert all(check(point.plan, request.profile).valid for point in hurried.points)
 
 
+def test_time_is_up_on_other_threads_too() -> None:
+    request, _ = frontier_of("gpt2-124m")
+    with ThreadPoolExecutor(1) as others:
+        hurried = others.submit(plan_frontier, replace(request, time_limit=1e-3, device_counts=(4,))).result()
+    assert hurried.interrupted
+    assert hurried.rough == (4,)
+    assert hurried.points
+
+
 def test_what_promises_least_time_comes_first() -> None:
     request, _ = frontier_of("gpt2-124m")
     request = replace(request, sizes=(1, 2), batch=Batch(8, 1))
@@ -154,6 +164,6 @@ def test_profiles_with_a_placement_have_plans_on_it(name: str) -> None:
 
 def test_blocks_without_common_shards_are_named() -> None:
     profile = shape("m", 4).model_copy(update={"placement": None})
-    request = request_of(profile, (4,), Batch(8, 1), time_limit=NO_END)
+    request = request_of(profile, (4,), Batch(8, 1))
     with pytest.raises(UsageError, match=r"has costs for shards 4, '.*' for 1"):
         plan_frontier(request)

@@ -133,7 +133,7 @@ def test_ctrl_c_leaves_the_best_so_far_and_what_is_known(tmp_path: Path) -> None
         raise KeyboardInterrupt
 
     path = str(tmp_path / "cache.jsonl")
-    first = tune(replace(asked, progress=press), cache=path)
+    first = tune(asked, cache=path, progress=press)
     assert first.result.interrupted
     assert [first.rows[0].iteration_ns] == heard
     assert check(first.result.plan, asked.profile).valid

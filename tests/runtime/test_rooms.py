@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import networkx as nx
 import pytest
-import replay_rank
 from runtime_plans import placed_plan
+
+import replay_rank
+from pipeplan.model import PlacedStage
+from pipeplan.runtime.launch import watch_local
 from runtime_rooms import (
     ALLOWED,
     RUNTIME,
@@ -17,9 +20,6 @@ from runtime_rooms import (
     room_of,
     runtime_modules,
 )
-
-from pipeplan.model import PlacedStage
-from pipeplan.runtime.launch import watch_local
 
 OUTSIDE = {"check", "costs", "model", "units", "errors"}
 """What runtime/ may import of the rest of the package, beside its version."""

@@ -240,6 +240,6 @@ def test_recomputation_is_chosen_only_where_memory_asks_for_it() -> None:
     options = {"time_limit": 1, "deterministic": True}
     roomy = search_plan(request_of(profile, profile.placement, Batch(8, 1), memory_bytes=4 * GB, **options))
     assert not any(stage.recompute for stage in roomy.plan.stages)
-    forced = search_plan(request_of(profile, profile.placement, Batch(8, 1), recompute=True, **options))
+    forced = search_plan(request_of(profile, profile.placement, Batch(8, 1), **(options | {"recompute": True})))
     assert all(stage.recompute for stage in forced.plan.stages)
     assert forced.plan.predicted.makespan_ns > roomy.plan.predicted.makespan_ns

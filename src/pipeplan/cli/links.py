@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from pipeplan import _api
-from pipeplan.errors import FileError
-from pipeplan.errors import UsageError
-from pipeplan.units import format_bytes
-from typing import Any
-from typing import TYPE_CHECKING
-import click
 import json
 import os
 import signal
 import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeplan import _api
+from pipeplan.errors import FileError, UsageError
+from pipeplan.units import format_bytes
 
 if TYPE_CHECKING:
-    from pipeplan._api import Cluster
-    from pipeplan._api import LinkResult
-    from pipeplan._api import Point
+    from pipeplan._api import Cluster, LinkPoint, LinkResult
 
 __all__ = ["INTERRUPTED", "add_communication", "measure_communication"]
 
@@ -33,21 +31,10 @@ def measure_communication(ctx: click.Context) -> None:
     """
     given = ctx.params
     output: str = given["output"]
-<<<<<<< /tmp/tmpsk6v_o9a.py
     options = _api.LinkOptions(
         smallest_bytes=given["min_bytes"],
         largest_bytes=given["max_bytes"],
         **{name: given[name] for name in ("repeats", "warmup", "device")},
-=======
-    require_stdout_once(output, given["as_json"])
-    require_torch()
-    require_writable(output)
-    from pipeplan.model import read_cluster, write_file
-    from pipeplan.runtime.communication import LinkOptions, LinkPoint, measure_links, measure_local
-
-    options = LinkOptions(
-        given["min_bytes"], given["max_bytes"], 4, given["repeats"], given["warmup"], device=given["device"]
->>>>>>> /tmp/tmpof_l5220.py
     )
     base = _api.read_cluster(given["cluster"]) if given["cluster"] else None
     written: list[Cluster] = []
@@ -57,13 +44,6 @@ def measure_communication(ctx: click.Context) -> None:
             _api.write_file(cluster, output)
         written.append(cluster)
 
-<<<<<<< /tmp/tmpsk6v_o9a.py
-=======
-    def tell(point: LinkPoint) -> None:
-        if sys.stderr.isatty():
-            click.echo(f"{point.operation} of {point.size} bytes: {point.ns / 1000:.1f} us", err=True)
-
->>>>>>> /tmp/tmpof_l5220.py
     try:
         if given["processes"]:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -81,7 +61,7 @@ def measure_communication(ctx: click.Context) -> None:
     _print_curves(found, output, as_json=given["as_json"])
 
 
-def _tell(point: Point) -> None:
+def _tell(point: LinkPoint) -> None:
     if sys.stderr.isatty():
         click.echo(f"{point.operation} of {point.size} bytes: {point.ns / 1000:.1f} us", err=True)
 

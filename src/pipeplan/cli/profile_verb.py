@@ -19,7 +19,7 @@ from pipeplan.cli.types import BYTES, COUNTS
 from pipeplan.errors import ExecutionError, InfeasibleError
 
 if TYPE_CHECKING:
-    from pipeplan._api import Cluster, Model, Partial, Profile
+    from pipeplan._api import Cluster, Model, Profile, UnfinishedProfile
 
 __all__ = ["command"]
 
@@ -146,7 +146,7 @@ def _measure(ctx: click.Context) -> None:
     """Measure a model, or go on where an earlier measurement was interrupted, and write the profile."""
     given = ctx.params
     begin = time.monotonic()
-    partial = _api.Partial(_partial_path(given["output"]))
+    partial = _api.UnfinishedProfile(_partial_path(given["output"]))
     if partial.path is not None and partial.path.exists():
         click.echo(f"pipeplan: going on from {partial.path}", err=True)
     shown = Shown("measuring")
@@ -230,7 +230,7 @@ def _partial_path(output: str) -> Path | None:
     return None if output == "-" or (path.exists() and not path.is_file()) else path.with_name(f"{path.name}.partial")
 
 
-def _kept(partial: Partial, what: str = "the same command") -> str:
+def _kept(partial: UnfinishedProfile, what: str = "the same command") -> str:
     """Where measurements are, and what goes on with them."""
     if partial.path is None or not partial.path.exists():
         return "nothing is written"

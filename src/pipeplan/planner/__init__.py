@@ -7,7 +7,7 @@ from pipeplan.planner.assembly import assemble
 from pipeplan.planner.batch import Batch, resolve_batch
 from pipeplan.planner.candidates import PlacementCandidate
 from pipeplan.planner.comparison import Comparison, compare
-from pipeplan.planner.frontier import frontier, frontier_request
+from pipeplan.planner.frontier import frontier_request, search_frontier
 from pipeplan.planner.frontier_result import FrontierResult, Mode
 from pipeplan.planner.request import Request, Splitting, choose_placement
 from pipeplan.planner.result import Result
@@ -28,9 +28,9 @@ __all__ = [
     "assemble",
     "choose_placement",
     "compare",
-    "frontier",
     "frontier_request",
     "resolve_batch",
+    "search_frontier",
     "search_plan",
     "tune",
     "workloads",

@@ -28,7 +28,7 @@ from pipeplan.planner.tradeoff import PlanFrontier, StrategyPlan, plan_frontier
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import format_bytes, named_devices
 
-__all__ = ["frontier", "frontier_request"]
+__all__ = ["frontier_request", "search_frontier"]
 
 
 def frontier_request(
@@ -94,7 +94,7 @@ def _counts(
     return (most,)
 
 
-def frontier(request: Request, *, mode: Mode = "all", point: int | None = None) -> FrontierResult:
+def search_frontier(request: Request, *, mode: Mode = "all", point: int | None = None) -> FrontierResult:
     """All strategies that no other one found beats in memory, time and devices, and the one that ``mode`` chooses.
 
     ``point`` chooses the so-many-th of those that the mode shows instead. When time runs out, or at Ctrl-C, what was

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from pipeplan.errors import FileError
-from pipeplan.errors import UsageError
-from pipeplan.model import File
-from pipeplan.model import FileModel
-from pipeplan.model import parse
-from pipeplan.model import write_text
+from typing import Annotated, Literal
+
+from pipeplan.errors import FileError, UsageError
+from pipeplan.model import File, FileModel, parse, write_text
 from pipeplan.model.base import CurrentVersion
-from pipeplan.model.fields import Bytes
-from pipeplan.model.fields import Count
-from pipeplan.model.fields import Items
-from pipeplan.model.fields import Name
-from pipeplan.model.fields import Nanoseconds
+from pipeplan.model.fields import Bytes, Count, Items, Name, Nanoseconds
 from pipeplan.model.files import read_bytes
 from pipeplan.model.migrations import current_version
-from typing import Annotated
-from typing import Literal
-import contextlib
-import time
 
 __all__ = ["KeptRow", "RowKey", "UnfinishedProfile"]
 
@@ -67,11 +59,7 @@ class KeptRow(FileModel):
         return RowKey(self.block, self.microbatch_size, self.shards, self.recompute)
 
 
-<<<<<<< /tmp/tmpsaamwi52.py
-class _PartialFile(File):
-=======
-class _UnfinishedFile(FileModel):
->>>>>>> /tmp/tmpt2yi4thy.py
+class _UnfinishedFile(File):
     """The file: what was asked for, and the rows so far."""
 
     schema_version: Annotated[int, CurrentVersion("partial-profile")] = current_version("partial-profile")
@@ -110,18 +98,10 @@ class UnfinishedProfile:
         self._rows = {row.key: row for row in found.rows}
 
     @staticmethod
-<<<<<<< /tmp/tmpsaamwi52.py
-    def _read(path: Path) -> _PartialFile:
+    def _read(path: Path) -> _UnfinishedFile:
         content = read_bytes(str(path))
         try:
-            return parse(content, _PartialFile, str(path))
-=======
-    def _read(path: Path) -> _UnfinishedFile:
-        try:
-            return parse(path.read_bytes(), _UnfinishedFile, str(path))
-        except OSError as error:
-            raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
->>>>>>> /tmp/tmpt2yi4thy.py
+            return parse(content, _UnfinishedFile, str(path))
         except FileError as error:
             raise FileError(f"{path}: not what an interrupted measurement keeps; delete it", error.problems) from None
 

@@ -7,29 +7,14 @@ model's edges say is refused before anything starts.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
 from pipeplan.errors import UsageError
-from pipeplan.model import Action
-from pipeplan.model import Axis
-from pipeplan.model import COPIES
-from pipeplan.model import Mesh
-from pipeplan.model import PLACES
-from pipeplan.model import Plan
-from pipeplan.model import SAMPLES
-from pipeplan.model import SHARDS
-from pipeplan.model import Stage
-from pipeplan.model import is_instruction
+from pipeplan.model import COPIES, PLACES, SAMPLES, SHARDS, Action, Axis, Mesh, Plan, Stage, is_instruction
 from pipeplan.model.elements import Attribute
-from pipeplan.runtime.flow import Message
-from pipeplan.runtime.flow import MessageGraph
-from pipeplan.runtime.flow import hops_of
-from pipeplan.runtime.flow import model_messages
-from pipeplan.runtime.flow import planned_messages
-from pipeplan.runtime.holdings import Numbers
-from pipeplan.runtime.holdings import SampleOwnership
+from pipeplan.runtime.flow import Message, MessageGraph, hops_of, model_messages, planned_messages
+from pipeplan.runtime.holdings import Numbers, SampleOwnership
 from pipeplan.runtime.share import Share
 
 __all__ = [

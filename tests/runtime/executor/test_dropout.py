@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pipeplan.runtime.model import BlockSpec
-from pipeplan.runtime.model import Model
+
+import pytest
+import torch
+from torch import nn
+
+from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.stages import MiniBatch
 from runtime_support import models as runtime_models
 from runtime_support.models import Mix
 from runtime_support.plans import model_plan
 from runtime_support.threads import run_in_threads
-from torch import nn
-import pytest
-import torch
+
 
 class Dropping(nn.Module):
     """A layer behind dropout."""

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
-from pipeplan.errors import UsageError
-from pipeplan.runtime.hugging_face import load
-from pipeplan.runtime.hugging_face import load_configuration
-from pipeplan.runtime.hugging_face.families import FAMILIES
-from pipeplan.runtime.survey import block_graph_of
-from runtime_support.hugging_face import ARGUMENTS
-from runtime_support.hugging_face import NAMES
-from runtime_support.hugging_face import SEQUENCE
-from runtime_support.hugging_face import batch_for
-from runtime_support.hugging_face import eager_experts
-from runtime_support.hugging_face import size
-from runtime_support.hugging_face import text
-from runtime_support.hugging_face import whole
-from torch import Tensor
 from typing import Any
-import json
+
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from torch import Tensor
+
+from pipeplan.errors import UsageError
+from pipeplan.runtime.hugging_face import load, load_configuration
+from pipeplan.runtime.hugging_face.families import FAMILIES
+from pipeplan.runtime.survey import block_graph_of
+from runtime_support.hugging_face import ARGUMENTS, NAMES, SEQUENCE, batch_for, eager_experts, size, text, whole
+
 
 def test_every_family_is_tested() -> None:
     assert set(NAMES) == set(FAMILIES)

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from pipeplan.runtime.capture import parameters_of
-from pipeplan.runtime.capture import replay
-from pipeplan.runtime.hugging_face import LoadedModel
-from pipeplan.runtime.hugging_face import load_configuration
-from pipeplan.runtime.model import Grain
-from pipeplan.runtime.model import Model
-from pipeplan.runtime.shapes import shaped_blocks
-from pipeplan.runtime.survey import block_graph_of
-from runtime_support.hugging_face import ARGUMENTS
-from runtime_support.hugging_face import LAYERS
-from runtime_support.hugging_face import NAMES
-from runtime_support.hugging_face import SEQUENCE
-from runtime_support.hugging_face import TOWERS
-from runtime_support.hugging_face import batch_for
-from runtime_support.hugging_face import captured
-from runtime_support.hugging_face import eager_experts
-from runtime_support.hugging_face import text
-from runtime_support.hugging_face import whole
-from torch import Tensor
-from torch import nn
+
 import networkx as nx
 import pytest
 import torch
+from torch import Tensor, nn
+
+from pipeplan.runtime.capture import parameters_of, replay
+from pipeplan.runtime.hugging_face import LoadedModel, load_configuration
+from pipeplan.runtime.model import Grain, Model
+from pipeplan.runtime.shapes import shaped_blocks
+from pipeplan.runtime.survey import block_graph_of
+from runtime_support.hugging_face import (
+    ARGUMENTS,
+    LAYERS,
+    NAMES,
+    SEQUENCE,
+    TOWERS,
+    batch_for,
+    captured,
+    eager_experts,
+    text,
+    whole,
+)
+
 
 @pytest.mark.parametrize("grain", ["layer", "half", "operator"])
 @pytest.mark.parametrize("name", NAMES)

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pipeplan.errors import UsageError
-from pipeplan.runtime.hugging_face import LoadedModel
-from pipeplan.runtime.hugging_face import load
-from pipeplan.runtime.hugging_face.sharding import share_of
-from runtime_support.hugging_face import HIDDEN
-from runtime_support.hugging_face import NAMES
-from runtime_support.hugging_face import SEQUENCE
-from runtime_support.hugging_face import TOWERS
-from runtime_support.hugging_face import WORDS
-from runtime_support.hugging_face import batch_for
-from runtime_support.hugging_face import captured
-from runtime_support.hugging_face import eager_experts
-from runtime_support.hugging_face import size
-from runtime_support.hugging_face import text
-from runtime_support.hugging_face import whole
-from torch import Tensor
-from torch import nn
 from typing import Any
+
 import pytest
-import threading
 import torch
+from torch import Tensor, nn
+
+from pipeplan.errors import UsageError
+from pipeplan.runtime.hugging_face import LoadedModel, load
+from pipeplan.runtime.hugging_face.sharding import share_of
+from runtime_support.hugging_face import (
+    HIDDEN,
+    NAMES,
+    SEQUENCE,
+    TOWERS,
+    WORDS,
+    batch_for,
+    captured,
+    eager_experts,
+    size,
+    text,
+    whole,
+)
+
 
 @pytest.mark.parametrize("name", NAMES)
 def test_shares_together_have_all_parameters(name: str) -> None:

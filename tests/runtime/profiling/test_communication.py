@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
+
 from pipeplan.costs.links import transfer_time
 from pipeplan.costs.testbeds import cluster_of_paper as cluster_of
-from pipeplan.errors import ExecutionError
-from pipeplan.errors import UsageError
-from pipeplan.model import Cluster
-from pipeplan.model import DeviceKind
-from pipeplan.model import LinkLevel
-from pipeplan.model import MeasuredCurve
-from pipeplan.model import Source
-from pipeplan.model import parse
-from pipeplan.model import read_cluster
-from pipeplan.model import to_json
-from pipeplan.model import write_file
-from pipeplan.runtime.communication import LinkOptions
-from pipeplan.runtime.communication import LinkPoint
-from pipeplan.runtime.communication import OPERATIONS
-from pipeplan.runtime.communication import measure_local
-from pipeplan.runtime.communication import tasks_of
+from pipeplan.errors import ExecutionError, UsageError
+from pipeplan.model import (
+    Cluster,
+    DeviceKind,
+    LinkLevel,
+    MeasuredCurve,
+    Source,
+    parse,
+    read_cluster,
+    to_json,
+    write_file,
+)
+from pipeplan.runtime.communication import OPERATIONS, LinkOptions, LinkPoint, measure_local, tasks_of
 from runtime_support import link_rank
-import os
-import pytest
-import subprocess
-import sys
 
 FEW = LinkOptions(largest_bytes=1 << 14, repeats=3, warmup=1, timeout_ns=20 * 10**9)
 RANK = (sys.executable, "-m", "runtime_support.link_rank")

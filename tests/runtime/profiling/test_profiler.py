@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterator
+import json
+import sys
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
 from pipeplan.cli.main import main
-from pipeplan.costs.stages import can_split
-from pipeplan.costs.stages import stage_costs
-from pipeplan.errors import ExecutionError
-from pipeplan.errors import InfeasibleError
-from pipeplan.errors import UsageError
-from pipeplan.model import CostRow
-from pipeplan.model import Profile
-from pipeplan.model import parse
-from pipeplan.model import read_profile
-from pipeplan.model import to_json
-from pipeplan.runtime.footprint import SavedTensors
-from pipeplan.runtime.footprint import meter_for
-from pipeplan.runtime.footprint import storages
+from pipeplan.costs.stages import can_split, stage_costs
+from pipeplan.errors import ExecutionError, InfeasibleError, UsageError
+from pipeplan.model import CostRow, Profile, parse, read_profile, to_json
+from pipeplan.runtime.footprint import SavedTensors, meter_for, storages
 from pipeplan.runtime.loading import load_model
 from pipeplan.runtime.measure import timing
-from pipeplan.runtime.model import BlockSpec
-from pipeplan.runtime.model import Model
+from pipeplan.runtime.model import BlockSpec, Model
 from pipeplan.runtime.modules import WeightGradQueue
 from pipeplan.runtime.profiler import profile_model
 from pipeplan.runtime.survey import block_graph_of
 from support.paths import ROOT
-from torch import Tensor
-from torch import nn
-from types import SimpleNamespace
-from typing import Any
-import json
-import pytest
-import sys
-import torch
-import weakref
 
 WIDTH = 8
 FLOAT = 4
