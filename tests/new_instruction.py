@@ -7,13 +7,13 @@ from runtime_plans import Reports
 
 from pipeplan.model import Plan
 from pipeplan.runtime.instructions import register
-from pipeplan.schedule.rules import Instruction, Rules
+from pipeplan.schedule.rules import CustomOp, Rules
 
 register("DIM", lambda context: {block: context.attributes["by"] * each for block, each in context.inputs.items()})
 
 
 def plan() -> Plan:
-    dim = Instruction("DIM", after=("ALLGATHER",), before=("*_loss",), every=2, attributes={"by": 0.0})
+    dim = CustomOp("DIM", after=("ALLGATHER",), before=("*_loss",), every=2, attributes={"by": 0.0})
     return plan_by_rules(two_losses(), Rules(in_flight=3, instructions=(GATHERED, dim)))
 
 

@@ -22,7 +22,7 @@ from pipeplan.model.workload import Workload
 from pipeplan.runtime.launch import watch_local
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.options import RunOptions
-from pipeplan.schedule.rules import Instruction, with_instructions
+from pipeplan.schedule.rules import CustomOp, with_instructions
 
 RANK = (sys.executable, str(Path(__file__).parent / "runtime_rank.py"))
 TOLERANCE = 1e-9
@@ -110,7 +110,7 @@ def placed_plan(
     recompute: bool = False,
     full_names: bool = False,
     orders: Callable[[Workload], Orders] | None = None,
-    instructions: Sequence[Instruction] = (),
+    instructions: Sequence[CustomOp] = (),
 ) -> Plan:
     """A plan with these stages; they may have micro-batch sizes, replicas, routes and parts of their own."""
     placement = Placement(
