@@ -45,7 +45,7 @@ from pipeplan.report.svg import timeline_svg
 from pipeplan.report.terminal import print_simulation
 from pipeplan.report.trace import predicted_trace
 from pipeplan.schedule.rules import (
-    Instruction,
+    CustomOp,
     Rules,
     TypeTraversal,
     schedule_by_rules,
@@ -59,7 +59,7 @@ from pipeplan.simulate.bounds import makespan_bound
 from pipeplan.simulate.simulation import simulate
 from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph, with_links
 
-GATHER = Instruction("GATHER", after=("image.*", "text.*"), before=("loss",), every=2, duration_ns=7)
+GATHER = CustomOp("GATHER", after=("image.*", "text.*"), before=("loss",), every=2, duration_ns=7)
 
 
 def named(graph: TaskGraph, orders: list[list[int]]) -> Orders:
@@ -131,7 +131,7 @@ def test_instructions_stand_between_forward_and_backward(backward: str) -> None:
     if backward == "I":
         place = placement_of(base)
         base = build_workload(split_towers(), place, num_microbatches=8, microbatch_size=1, split_backward=True)
-    workload = with_instruction(base, Instruction("SYNC", after=("1F", "3F"), before=("1B", "3B"), every=2))
+    workload = with_instruction(base, CustomOp("SYNC", after=("1F", "3F"), before=("1B", "3B"), every=2))
     ends = {("1F", "5SYNC"), ("3F", "5SYNC"), ("5SYNC", f"1{backward}"), ("5SYNC", f"3{backward}")}
     assert pairs(workload) == pairs(base) | ends
     assert check(any_plan(workload)).problems == ()
@@ -158,7 +158,7 @@ def placement_of(workload: Workload) -> Placement:
 
 
 def test_instructions_follow_each_other() -> None:
-    norm = Instruction("NORM", after=("GATHER",), before=("loss",), every=2, attributes={"scale": 0.5, "ranks": (1, 3)})
+    norm = CustomOp("NORM", after=("GATHER",), before=("loss",), every=2, attributes={"scale": 0.5, "ranks": (1, 3)})
     workload = with_instructions(towers(every=2), [GATHER, norm])
     assert {("5GATHER", "6NORM"), ("6NORM", "4F")} <= pairs(workload)
     assert ("5GATHER", "4F") not in pairs(workload)
@@ -198,7 +198,7 @@ def test_random_workloads_with_random_instructions(data: st.DataObject) -> None:
     assert parse(plan.model_dump_json(), Plan) == plan
 
 
-def _drawn_instruction(data: st.DataObject, workload: Workload, kind: str) -> Instruction:
+def _drawn_instruction(data: st.DataObject, workload: Workload, kind: str) -> CustomOp:
     """Behind one or two forwards, before a later one or none, with counts of its own or without."""
     count = len([stage for stage in workload.stages if stage.blocks])
     last = data.draw(st.integers(0, count - 1))
@@ -215,7 +215,7 @@ def _drawn_instruction(data: st.DataObject, workload: Workload, kind: str) -> In
         total = workload.mini_batch // sizes[stage]
         return done >= min(total, -(-(microbatch + 1) * unit * workload.microbatch_size // sizes[stage]) + ahead)
 
-    return Instruction(
+    return CustomOp(
         kind,
         after=after,
         before=before,
@@ -245,7 +245,7 @@ def test_the_papers_checks_say_what_samples_say() -> None:
     assert all(each.needs is None for each in workload.dependencies)
 
 
-def late(ahead: int) -> Instruction:
+def late(ahead: int) -> CustomOp:
     """Two micro-batches are gathered when ``ahead`` more have run, as far as there are."""
     return replace(GATHER, check_prev=lambda s, done, c, m, unit: done >= min(8, (m + 1) * unit + ahead))
 
@@ -351,7 +351,7 @@ def test_bad_instructions_are_refused(changes: dict[str, object], text: str) -> 
 )
 def test_instructions_name_earlier_ones_only(ends: list[tuple[int | str, str | tuple[()]]], text: str) -> None:
     both = [
-        Instruction(kind, after=(after,), before=(before,) if before else (), duration_ns=1)
+        CustomOp(kind, after=(after,), before=(before,) if before else (), duration_ns=1)
         for kind, (after, before) in zip(("AAA", "BBB"), ends, strict=True)
     ]
     with pytest.raises(UsageError, match=text):
@@ -360,7 +360,7 @@ def test_instructions_name_earlier_ones_only(ends: list[tuple[int | str, str | t
 
 def test_instructions_must_say_what_they_follow() -> None:
     with pytest.raises(UsageError, match="after is empty"):
-        Instruction("NORM")
+        CustomOp("NORM")
     with pytest.raises(UsageError, match="every is 0; it must be at least 1"):
         replace(GATHER, every=0)
 
@@ -431,7 +431,7 @@ last = true
 def test_rules_files_say_what_python_says() -> None:
     found = parse_rules(RULES, "rules").instructions
     gather = replace(GATHER, attributes={"to": (1, 3), "scale": 0.5})
-    norm = Instruction("NORM", True, ("GATHER",), (4,), (1, 3), 2, None, 2000)
+    norm = CustomOp("NORM", True, ("GATHER",), (4,), (1, 3), 2, None, 2000)
     assert found == (gather, norm)
     assert with_instructions(towers(every=2), found) == with_instructions(towers(every=2), [gather, norm])
 
@@ -439,15 +439,15 @@ def test_rules_files_say_what_python_says() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "text"),
     [
-        ('kind = "NORM"', 'kind = "norm"', r"instruction\[1\].*'norm': a kind is a word"),
+        ('kind = "NORM"', 'kind = "norm"', r"instruction\[1\].kind is 'norm'; a kind is a word"),
         ("every = 2\nduration", "every = 0\nduration", r"instruction\[0\].*every is 0; it must be at least 1"),
-        ('"7ns"', '"soon"', r"instruction\[0\].duration: 'soon' is not a duration"),
+        ('"7ns"', '"soon"', r"instruction\[0\].duration is 'soon'; 'soon' is not a duration"),
         ('"7ns"', "7", r"instruction\[0\].duration is 7; write a text"),
-        ('"2KB"', '"much"', r"instruction\[1\].bytes_per_sample: 'much' is not a size"),
+        ('"2KB"', '"much"', r"instruction\[1\].bytes_per_sample is 'much'; 'much' is not a size"),
         ("before = [4]", "before = [4.5]", r"instruction\[1\].before\[0\] is 4.5; write a stage's number or the name"),
         ("last = true", "code = 'x'", r"instruction\[1\].code is not known; choose from kind, last, after"),
         ('after = ["GATHER"]', "", r"instruction\[1\].*after is empty"),
-        ('"7ns"', '"7ns"\nbytes_per_sample = "1KB"', r"instruction\[0\].*GATHER: duration and bytes_per_sample both"),
+        ('"7ns"', '"7ns"\nbytes_per_sample = "1KB"', r"instruction\[0\].duration and bytes_per_sample both.*GATHER"),
     ],
 )
 def test_what_rules_files_may_not_say(old: str, new: str, text: str) -> None:

@@ -13,7 +13,7 @@ from pipeplan.model import PlacedStage, Plan
 from pipeplan.model.workload import Workload
 from pipeplan.runtime.instructions import Context, register
 from pipeplan.runtime.model import BlockSpec, Model
-from pipeplan.schedule.rules import Instruction, Rules
+from pipeplan.schedule.rules import CustomOp, Rules
 from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.simulate.timing import task_graph
 from runtime_support.models import WIDTH, Mix, loss_block, mix_block, vectors
@@ -23,7 +23,7 @@ GROUP = 4
 """Samples that are compared with each other: two micro-batches."""
 
 
-GATHERED = Instruction("ALLGATHER", after=("image.*", "text.*"), before=("image_loss", "text_loss"), every=2)
+GATHERED = CustomOp("ALLGATHER", after=("image.*", "text.*"), before=("image_loss", "text_loss"), every=2)
 """What both towers made of two micro-batches, on the devices of both losses."""
 
 
@@ -102,7 +102,7 @@ def plan_by_rules(model: Model, rules: Rules) -> Plan:
 
 def towers_plan(
     model: Model,
-    instructions: Sequence[Instruction],
+    instructions: Sequence[CustomOp],
     *,
     split: bool = False,
     replicas: int = 1,

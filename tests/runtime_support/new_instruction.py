@@ -4,7 +4,7 @@ import math
 
 from pipeplan.model import Plan
 from pipeplan.runtime.instructions import register
-from pipeplan.schedule.rules import Instruction, Rules
+from pipeplan.schedule.rules import CustomOp, Rules
 from runtime_support.instruction_models import GATHERED, plan_by_rules, two_losses
 from runtime_support.plans import Reports
 
@@ -12,7 +12,7 @@ register("DIM", lambda context: {block: context.attributes["by"] * each for bloc
 
 
 def plan() -> Plan:
-    dim = Instruction("DIM", after=("ALLGATHER",), before=("*_loss",), every=2, attributes={"by": 0.0})
+    dim = CustomOp("DIM", after=("ALLGATHER",), before=("*_loss",), every=2, attributes={"by": 0.0})
     return plan_by_rules(two_losses(), Rules(in_flight=3, instructions=(GATHERED, dim)))
 
 

@@ -23,7 +23,7 @@ from pipeplan.runtime.launch import watch_local
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.train_options import TrainOptions
-from pipeplan.schedule.rules import Instruction, with_instructions
+from pipeplan.schedule.rules import CustomOp, with_instructions
 from references.replay import durations_of, waits_of
 
 RANK = (sys.executable, "-m", "runtime_support.executor_rank")
@@ -112,7 +112,7 @@ def placed_plan(
     recompute: bool = False,
     full_names: bool = False,
     orders: Callable[[Workload], Orders] | None = None,
-    instructions: Sequence[Instruction] = (),
+    instructions: Sequence[CustomOp] = (),
 ) -> Plan:
     """A plan with these stages; they may have micro-batch sizes, replicas, routes and parts of their own."""
     placement = Placement(

@@ -21,14 +21,14 @@ from pipeplan.runtime.program import Message, planned_programs, programs_of
 from pipeplan.runtime.progress import Board, Progress
 from pipeplan.runtime.rows import TensorSlots, TensorSpec
 from pipeplan.runtime.stages import MiniBatch, StageError
-from pipeplan.schedule.rules import Instruction, Rules
+from pipeplan.schedule.rules import CustomOp, Rules
 from pipeplan.simulate.bounds import makespan_bound
 from pipeplan.simulate.simulation import simulate
 from runtime_support import new_instruction
 from runtime_support.instruction_models import GATHERED, one_loss, plan_by_rules, shared_loss, towers_plan, two_losses
 from runtime_support.plans import TRAINING, Reports, assert_as_unsplit, four_devices, reports_of
 
-GATHER = Instruction("GATHER", after=("image.*", "text.*"), before=("loss",), every=2, duration_ns=500)
+GATHER = CustomOp("GATHER", after=("image.*", "text.*"), before=("loss",), every=2, duration_ns=500)
 ALLGATHER = replace(GATHERED, duration_ns=500)
 TURN = replace(ALLGATHER, kind="TURN", attributes={"times": 1.0})
 
@@ -121,7 +121,7 @@ def test_programs_lead_tensors_through_instructions() -> None:
 
 
 def test_what_only_watches_sees_what_leaves_a_stage() -> None:
-    watch = Instruction("WATCH", after=("image.0",), duration_ns=1)
+    watch = CustomOp("WATCH", after=("image.0",), duration_ns=1)
     plan = towers_plan(ONE, [watch])
     programs = programs_of(plan, [block.id for block in ONE.blocks], ONE.edges, ONE.name)
     assert programs[0].tensors[Message("F", 0, 5)] == ("image.0",)

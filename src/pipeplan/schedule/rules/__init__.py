@@ -4,10 +4,10 @@ from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.files import read_rules
 from pipeplan.schedule.rules.instructions import with_instruction, with_instructions
 from pipeplan.schedule.rules.language import (
-    Candidate,
     Check,
+    CustomOp,
     DeviceRules,
-    Instruction,
+    ReadyAction,
     Rules,
     StageTraversal,
     State,
@@ -17,10 +17,10 @@ from pipeplan.schedule.rules.language import (
 from pipeplan.schedule.rules.sweep import built_in_rules, sweep
 
 __all__ = [
-    "Candidate",
     "Check",
+    "CustomOp",
     "DeviceRules",
-    "Instruction",
+    "ReadyAction",
     "Rules",
     "StageTraversal",
     "State",

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from pipeplan.errors import UsageError
-from pipeplan.schedule.rules.language import Candidate, Rules, State
+from pipeplan.schedule.rules.language import ReadyAction, Rules, State
 from pipeplan.schedule.rules.settings import DeviceSettings, Resolved, Traversal
 from pipeplan.schedule.rules.stuck import Obstacle
 from pipeplan.simulate.timing import TaskGraph
@@ -152,15 +152,15 @@ class Chooser:
         """The devices that may choose an operation's actions."""
         return self._callers[x]
 
-    def ready(self, device: int, kind: str) -> list[Candidate]:
+    def ready(self, device: int, kind: str) -> list[ReadyAction]:
         """The next ready action of each of a device's stages for one kind."""
         heads = (self._queues[x][0] for x in sorted(self._operations(device, kind)) if self._queues[x])
         return [self.candidate(device, task) for task in heads]
 
-    def candidate(self, device: int, task: int) -> Candidate:
+    def candidate(self, device: int, task: int) -> ReadyAction:
         """An action as user functions see it."""
         x = self._graph.operation_of[task]
-        return Candidate(device, self._kind[x], self._stage[x], task - self._graph.offsets[x], task)
+        return ReadyAction(device, self._kind[x], self._stage[x], task - self._graph.offsets[x], task)
 
     def add(self, task: int) -> Sequence[int]:
         """Put an action into its ready queue; the devices that may choose it."""

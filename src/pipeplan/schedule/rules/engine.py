@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from pipeplan.schedule.rules.choosing import Chooser
 from pipeplan.schedule.rules.joining import Joined
-from pipeplan.schedule.rules.language import Candidate, Rules, naming
+from pipeplan.schedule.rules.language import ReadyAction, Rules, naming
 from pipeplan.schedule.rules.memory import Memory
 from pipeplan.schedule.rules.separation import separate
 from pipeplan.schedule.rules.settings import Resolved
@@ -119,7 +119,7 @@ class Run:
     def stages_on(self, device: int) -> Sequence[int]:
         return [number for number, stage in enumerate(self.graph.workload.stages) if device in stage.devices]
 
-    def ready(self, device: int, kind: str) -> Sequence[Candidate]:
+    def ready(self, device: int, kind: str) -> Sequence[ReadyAction]:
         return self._chooser.ready(device, kind)
 
     # the run

@@ -20,14 +20,12 @@ from pipeplan.model import Cluster, Dependency, Hop, Operation, Stage, is_instru
 from pipeplan.model.elements import slots_of
 from pipeplan.model.samples import Slots
 from pipeplan.model.workload import Workload
-from pipeplan.schedule.rules.language import Instruction, Ready
+from pipeplan.schedule.rules.language import CustomOp, Ready
 
 __all__ = ["with_instruction", "with_instructions"]
 
 
-def with_instructions(
-    workload: Workload, instructions: Iterable[Instruction], cluster: Cluster | None = None
-) -> Workload:
+def with_instructions(workload: Workload, instructions: Iterable[CustomOp], cluster: Cluster | None = None) -> Workload:
     """The workload with these instructions, one after the other; later ones may stand after or before earlier ones.
 
     Raises:
@@ -40,7 +38,7 @@ def with_instructions(
     return workload
 
 
-def with_instruction(workload: Workload, instruction: Instruction, cluster: Cluster | None = None) -> Workload:
+def with_instruction(workload: Workload, instruction: CustomOp, cluster: Cluster | None = None) -> Workload:
     """The workload with an instruction between what it stands after and what it stands before.
 
     A dependency from the one to the other then goes through it: its messages end at the instruction where it does not
@@ -67,7 +65,7 @@ def with_instruction(workload: Workload, instruction: Instruction, cluster: Clus
     return replace(grown, operations=_sorted(grown.operations, dependencies, place), dependencies=dependencies)
 
 
-def _require_earlier(workload: Workload, instructions: Sequence[Instruction]) -> None:
+def _require_earlier(workload: Workload, instructions: Sequence[CustomOp]) -> None:
     """The first of these, which the workload has not yet, names none of them."""
     first, kinds = instructions[0], {each.kind for each in instructions}
     for key, names in (("after", first.after), ("before", first.before)):
@@ -79,7 +77,7 @@ def _require_earlier(workload: Workload, instructions: Sequence[Instruction]) ->
                 )
 
 
-def _circle(instructions: Sequence[Instruction]) -> str:
+def _circle(instructions: Sequence[CustomOp]) -> str:
     """Which of the instructions would wait for each other; empty if none would."""
     sorter: TopologicalSorter[int | str] = TopologicalSorter()
     for each in instructions:
@@ -94,11 +92,11 @@ def _circle(instructions: Sequence[Instruction]) -> str:
     return ""
 
 
-def _ends(instruction: Instruction) -> tuple[tuple[Sequence[int | str], bool], tuple[Sequence[int | str], bool]]:
+def _ends(instruction: CustomOp) -> tuple[tuple[Sequence[int | str], bool], tuple[Sequence[int | str], bool]]:
     return (instruction.after, True), (instruction.before, False)
 
 
-def _stage(workload: Workload, instruction: Instruction, ends: Sequence[str]) -> Stage:
+def _stage(workload: Workload, instruction: CustomOp, ends: Sequence[str]) -> Stage:
     """A stage without blocks, on the devices of its ends unless others are given."""
     own = {device for id_ in ends for device in workload.stages[operation_of(id_)[0]].devices}
     given = () if instruction.devices == "before" else instruction.devices
@@ -112,7 +110,7 @@ def _stage(workload: Workload, instruction: Instruction, ends: Sequence[str]) ->
     return Stage(blocks=(), devices=devices, shards=len(devices), microbatch_size=size)
 
 
-def _operation(workload: Workload, instruction: Instruction, stage: Stage, cluster: Cluster | None) -> Operation:
+def _operation(workload: Workload, instruction: CustomOp, stage: Stage, cluster: Cluster | None) -> Operation:
     duration_ns = instruction.duration_ns
     if duration_ns is None:
         duration_ns = all_gather_time(cluster, stage.devices, instruction.bytes_per_sample * stage.microbatch_size)
@@ -179,7 +177,7 @@ class _Joined:
     """Ties an instruction's operation into a workload that has its stage."""
 
     workload: Workload
-    instruction: Instruction
+    instruction: CustomOp
     operation: Operation
 
     def dependencies(self, sources: Sequence[str], targets: Sequence[str]) -> tuple[Dependency, ...]:

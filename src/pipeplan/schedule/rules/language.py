@@ -7,25 +7,30 @@ file.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
-from typing import Literal, Protocol, Self, get_args
+from dataclasses import field, fields, replace
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
-from pipeplan.errors import PipeplanError, UsageError
+from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, StrictInt, StrictStr
+from pydantic.dataclasses import dataclass
+
+from pipeplan.errors import PipeplanError
 from pipeplan.model.action import is_instruction_word
 from pipeplan.model.elements import Attribute
-from pipeplan.schedule.rules.numbers import Number, check_number, shown
+from pipeplan.schedule.rules.numbers import CountFromOne, CountFromZero, Limit, shown
+from pipeplan.schedule.rules.stated import BY_NAME, Stated, TableError, in_units, says, usage_errors
+from pipeplan.units import parse_bytes, parse_ns
 
 __all__ = [
-    "Candidate",
     "Check",
+    "CustomOp",
     "DeviceRules",
     "Direction",
     "First",
-    "Instruction",
-    "Limit",
     "Ready",
+    "ReadyAction",
     "Rules",
     "Settings",
     "StageOrder",
@@ -38,8 +43,8 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReadyAction:
     """An action that a device could start: all that it depends on has been scheduled (and, in time, has arrived).
 
     ``microbatch`` is the number of the action among those of its stage and kind; ``task`` its number in the graph.
@@ -71,31 +76,35 @@ class State(Protocol):
     def stages_on(self, device: int) -> Sequence[int]:
         """The stages of a device, in order."""
 
-    def ready(self, device: int, kind: str) -> Sequence[Candidate]:
+    def ready(self, device: int, kind: str) -> Sequence[ReadyAction]:
         """The next ready action of each of the device's stages for one kind, in the order of the stages."""
 
 
-Check = Callable[[State, Candidate], bool]
+Check = Callable[[State, ReadyAction], bool]
 """Whether a device may start an action now (FlexPipe's ``cfunc``, Fig. 7 (i) and (ii))."""
 
 TypeOrder = Callable[[State, int], Sequence[str]]
 """The kinds in the order in which a device tries them now (Fig. 7 (iii), for the first priority)."""
 
-StageOrder = Callable[[State, Sequence[Candidate]], "Candidate | None"]
+StageOrder = Callable[[State, Sequence[ReadyAction]], "ReadyAction | None"]
 """Which of the ready actions of one kind, one per stage, a device takes; None for none (Fig. 7 (iii), the second)."""
 
 Ready = Callable[[int, int, int, int, int], bool]
-"""Whether an action may run when so many of another operation are done: see :class:`Instruction`."""
+"""Whether an action may run when so many of another operation are done: see :class:`CustomOp`."""
 
 First = Literal["bwd-first", "fwd-first", "interleaved"]
 Direction = Literal["breadth-first", "depth-first"]
 
-Limit = Number | tuple[Number, ...]
-"""One number for all, or one for each stage (or device) of the submodule in order."""
+DeviceNumbers = Annotated[tuple[StrictInt, ...], says("write a list of device numbers")]
+Range = Annotated[
+    tuple[CountFromZero, CountFromZero], says("write the first device and the one after the last: [0, 'D']")
+]
+Chunks = Annotated[StrictInt | None, Field(ge=1)]
 
 
-@dataclass(frozen=True, slots=True)
-class TypeTraversal:
+@usage_errors
+@dataclass(config=BY_NAME, frozen=True)
+class TypeTraversal(Stated):
     """Computation-type traversal priority: which kind a device tries first (Table 2).
 
     ``interleaved`` takes the other kind when ``forward_unit`` forwards (``backward_unit`` backwards) in a row have run.
@@ -103,19 +112,17 @@ class TypeTraversal:
     gives way to the next kind; what is not ready, too, unless the device is to ``wait`` for what goes first.
     """
 
+    text_key: ClassVar[str] = "first"
+
     first: First | TypeOrder = "bwd-first"
-    forward_unit: Number = 1
-    backward_unit: Number = 1
-    wait: bool = False
-
-    def __post_init__(self) -> None:
-        _require("first", self.first, get_args(First))
-        check_number("forward_unit", self.forward_unit, 1)
-        check_number("backward_unit", self.backward_unit, 1)
+    forward_unit: CountFromOne = 1
+    backward_unit: CountFromOne = 1
+    wait: StrictBool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StageTraversal:
+@usage_errors
+@dataclass(config=BY_NAME, frozen=True)
+class StageTraversal(Stated):
     """Stage traversal priority: which stage of a device goes first among the ready actions of one kind (Table 2).
 
     ``breadth-first`` prefers the stage at the front of the model, ``depth-first`` the one at its end. With an
@@ -124,19 +131,16 @@ class StageTraversal:
     On unit steps a stage starts at most one action in ``every`` steps.
     """
 
+    text_key: ClassVar[str] = "direction"
+
     direction: Direction | StageOrder = "breadth-first"
-    interval: Number | None = None
-    every: Number | None = None
-
-    def __post_init__(self) -> None:
-        _require("direction", self.direction, get_args(Direction))
-        for key in ("interval", "every"):
-            if getattr(self, key) is not None:
-                check_number(key, getattr(self, key), 1)
+    interval: CountFromOne | None = None
+    every: CountFromOne | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+@usage_errors
+@dataclass(config=BY_NAME, frozen=True)
+class Settings(Stated):
     """Rules that may differ from device to device and from submodule to submodule; None leaves them as they are.
 
     ``in_flight`` bounds, per stage, the micro-batches between their forward and their backward (B or I);
@@ -152,40 +156,39 @@ class Settings:
     in_flight: Limit | None = None
     in_flight_device: Limit | None = None
     in_flight_shared: Limit | None = None
-    weights_late: Number | None = None
-    weights_fill: bool | None = None
-
-    def __post_init__(self) -> None:
-        for key in ("in_flight", "in_flight_device", "in_flight_shared"):
-            _check_limit(key, getattr(self, key))
-        if self.weights_late is not None:
-            check_number("weights_late", self.weights_late, 0)
+    weights_late: Annotated[CountFromZero | None, Field(alias="weights.late")] = None
+    weights_fill: Annotated[StrictBool | None, Field(alias="weights.fill")] = None
 
     @property
     def places_weights(self) -> bool:
         """Whether these settings say when weight gradients run."""
         return self.weights_late is not None or self.weights_fill is not None
 
+    @property
+    def paces(self) -> bool:
+        """Whether some stages' actions are to start so many steps apart."""
+        return any(each is not None and each.every is not None for each in (self.forward, self.backward))
+
     def under(self, other: Settings) -> Settings:
         """These settings, and wherever ``other`` says something, that."""
-        names = [each.name for each in fields(Settings)]
-        said = {name: getattr(other, name) for name in names if getattr(other, name) is not None}
-        return replace(Settings(**{name: getattr(self, name) for name in names}), **said)
+        both = {each.name: (getattr(self, each.name), getattr(other, each.name)) for each in fields(Settings)}
+        return Settings(**{name: own if said is None else said for name, (own, said) in both.items()})
 
 
-@dataclass(frozen=True, slots=True)
+@usage_errors
+@dataclass(config=BY_NAME, frozen=True)
 class DeviceRules(Settings):
     """Settings of some devices (FlexPipe's ``set_cttp_for_actor``, ``set_stp_for_actor``)."""
 
-    devices: tuple[int, ...] = ()
+    devices: DeviceNumbers = ()
 
     def __post_init__(self) -> None:
-        Settings.__post_init__(self)
         if not self.devices:
-            raise UsageError("devices is empty; name the devices the rules are for")
+            raise TableError("devices is empty; name the devices the rules are for")
 
 
-@dataclass(frozen=True, slots=True)
+@usage_errors
+@dataclass(config=BY_NAME, frozen=True)
 class SubmoduleRules(Settings):
     """Settings of the stages whose first block's name matches a pattern such as ``image.*`` (FlexPipe's modalities).
 
@@ -193,22 +196,46 @@ class SubmoduleRules(Settings):
     rules place the model.
     """
 
-    blocks: str = "*"
-    placement: str | None = None
-    chunks: int | None = None
-    devices: tuple[Number, Number] | None = None
+    text_key: ClassVar[str] = "blocks"
+
+    blocks: StrictStr = "*"
+    placement: StrictStr | None = None
+    chunks: Chunks = None
+    devices: Range | None = None
 
     def __post_init__(self) -> None:
-        Settings.__post_init__(self)
-        _check_chunks(self.chunks, self.placement)
+        _require_placement(self.chunks, self.placement)
         if self.devices is not None and self.placement is None:
-            raise UsageError("devices is for the placement of the submodule; give it one, or leave out devices")
-        for number in self.devices or ():
-            check_number("devices", number, 0)
+            raise TableError("devices is for the placement of the submodule; give it one, or leave out devices")
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
+def _require_placement(chunks: int | None, placement: str | None) -> None:
+    if chunks is not None and placement is None:
+        raise TableError(f"chunks = {chunks} is for a placement; add placement = 'circular', say, or leave out chunks")
+
+
+def _word(text: str) -> str:
+    if not is_instruction_word(text):
+        raise ValueError("a kind is a word of 3 to 24 capital letters other than SEND and RECV")
+    return text
+
+
+def _listed(value: object) -> object:
+    """What may stand without a list where it is alone."""
+    return value if isinstance(value, list | tuple) else [value]
+
+
+End = Annotated[StrictInt | StrictStr, says("write a stage's number or the name of a block")]
+Ends = Annotated[tuple[End, ...], BeforeValidator(_listed)]
+
+
+def _attributes(table: Mapping[str, Any]) -> Mapping[str, Attribute]:
+    return {key: tuple(each) if isinstance(each, list) else each for key, each in table.items()}
+
+
+@usage_errors
+@dataclass(config=BY_NAME, frozen=True)
+class CustomOp(Stated):
     """An operation of a new kind (section 4.2). Ready ones go before forwards and backwards, or if ``last``, after.
 
     It runs once for ``every`` micro-batches (FlexPipe's ``sched_unit``) on all ``devices``, behind the operations
@@ -225,35 +252,29 @@ class Instruction:
     stands before it are done, ``check_next(own stage, done, stage, micro-batch, every)`` the same for what follows.
     """
 
-    kind: str
-    last: bool = False
-    after: tuple[int | str, ...] = ()
-    before: tuple[int | str, ...] = ()
-    devices: tuple[int, ...] | Literal["before"] = ()
-    every: int = 1
-    duration_ns: int | None = None
-    bytes_per_sample: int = 0
-    attributes: Mapping[str, Attribute] = field(default_factory=dict, hash=False)
-    check_prev: Ready | None = None
-    check_next: Ready | None = None
+    text_key: ClassVar[str] = "kind"
+
+    kind: Annotated[StrictStr, AfterValidator(_word)]
+    last: StrictBool = False
+    after: Ends = ()
+    before: Ends = ()
+    devices: DeviceNumbers | Literal["before"] = ()
+    every: Annotated[StrictInt, Field(ge=1)] = 1
+    duration_ns: Annotated[StrictInt | None, Field(alias="duration"), in_units(parse_ns)] = None
+    bytes_per_sample: Annotated[StrictInt, Field(ge=0), in_units(parse_bytes)] = 0
+    attributes: Annotated[Mapping[str, Any], AfterValidator(_attributes)] = field(default_factory=dict, hash=False)
+    check_prev: Annotated[Ready | None, Field(exclude=True)] = None
+    check_next: Annotated[Ready | None, Field(exclude=True)] = None
 
     def __post_init__(self) -> None:
-        if not is_instruction_word(self.kind):
-            raise UsageError(
-                f"instruction {shown(self.kind)}: a kind is a word of 3 to 24 capital letters other than SEND and RECV"
-            )
         if not self.after:
-            raise UsageError(f"instruction {self.kind}: after is empty; name the stages or blocks it waits for")
-        for key, value, least in (("every", self.every, 1), ("bytes_per_sample", self.bytes_per_sample, 0)):
-            if value < least:
-                raise UsageError(f"instruction {self.kind}: {key} is {value}; it must be at least {least}")
+            raise TableError(f"after is empty; name the stages or blocks that {self.kind} waits for")
         if self.duration_ns is not None and self.bytes_per_sample:
-            raise UsageError(
-                f"instruction {self.kind}: duration and bytes_per_sample both say how long it takes; leave out one"
-            )
+            raise TableError(f"duration and bytes_per_sample both say how long {self.kind} takes; leave out one")
 
 
-@dataclass(frozen=True, slots=True)
+@usage_errors
+@dataclass(config=BY_NAME, frozen=True)
 class Rules(Settings):
     """A schedule in a few words.
 
@@ -265,27 +286,25 @@ class Rules(Settings):
     otherwise. ``checks`` must all agree before an action starts.
     """
 
-    name: str = "rules"
+    name: StrictStr = "rules"
     time: Literal["unit", "true"] = "unit"
-    separate: bool = False
-    fit_memory: bool = False
-    shared_first: bool = False
-    placement: str | None = None
-    chunks: int | None = None
-    devices: tuple[DeviceRules, ...] = ()
-    submodules: tuple[SubmoduleRules, ...] = ()
-    instructions: tuple[Instruction, ...] = ()
-    checks: tuple[Check, ...] = ()
+    separate: StrictBool = False
+    fit_memory: StrictBool = False
+    shared_first: StrictBool = False
+    placement: StrictStr | None = None
+    chunks: Chunks = None
+    devices: Annotated[tuple[DeviceRules, ...], Field(alias="device")] = ()
+    submodules: Annotated[tuple[SubmoduleRules, ...], Field(alias="submodule")] = ()
+    instructions: Annotated[tuple[CustomOp, ...], Field(alias="instruction")] = ()
+    checks: Annotated[tuple[Check, ...], Field(exclude=True)] = ()
 
     def __post_init__(self) -> None:
-        Settings.__post_init__(self)
-        _require("time", self.time, ("unit", "true"))
-        if self.time == "true" and any(_paces(each) for each in (self, *self.devices, *self.submodules)):
-            raise UsageError("every counts steps, and with time = 'true' there are none; leave out one of them")
-        late = next((each for each in (self, *self.devices, *self.submodules) if each.places_weights), None)
-        if self.separate and late is not None:
-            raise UsageError("weights are placed by separate = true; leave out that, or late and fill")
-        _check_chunks(self.chunks, self.placement)
+        everywhere = (self, *self.devices, *self.submodules)
+        if self.time == "true" and any(each.paces for each in everywhere):
+            raise TableError("every counts steps, and with time = 'true' there are none; leave out one of them")
+        if self.separate and any(each.places_weights for each in everywhere):
+            raise TableError("weights are placed by separate = true; leave out that, or late and fill")
+        _require_placement(self.chunks, self.placement)
         _require_different("device", [device for each in self.devices for device in each.devices])
         _require_different("submodule", [each.blocks for each in self.submodules])
 
@@ -306,35 +325,8 @@ def naming(rules: Rules) -> Iterator[None]:
         raise type(error)(f"rules {shown(rules.name)}: {error}") from None
 
 
-def _paces(settings: Settings) -> bool:
-    """Whether some stages' actions are to start so many steps apart."""
-    return any(each is not None and each.every is not None for each in (settings.forward, settings.backward))
-
-
-def _require(key: str, value: object, choices: Sequence[str]) -> None:
-    if not callable(value) and value not in choices:
-        raise UsageError(f"{key} is {shown(value)}; choose from {', '.join(choices)}")
-
-
-def _check_chunks(chunks: int | None, placement: str | None) -> None:
-    if chunks is None:
-        return
-    check_number("chunks", chunks, 1)
-    if placement is None:
-        raise UsageError(f"chunks = {chunks} is for a placement; add placement = 'circular', say, or leave out chunks")
-
-
 def _require_different(key: str, named: Sequence[object]) -> None:
     """Nothing is named twice, so that its settings are said in one place."""
     for index, each in enumerate(named):
         if each in named[:index]:
-            raise UsageError(f"{key}: there are rules for {shown(each)} twice; put them into one table [[{key}]]")
-
-
-def _check_limit(key: str, limit: Limit | None) -> None:
-    """Limits are 0 or more here; one below 1 is refused where the actions that it stops are known."""
-    if isinstance(limit, tuple):
-        for index, number in enumerate(limit):
-            check_number(f"{key}[{index}]", number, 0)
-    elif limit is not None:
-        check_number(key, limit, 0)
+            raise TableError(f"{key}: there are rules for {shown(each)} twice; put them into one table [[{key}]]")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from reprlib import Repr
+from typing import Annotated
+
+from pydantic import PlainValidator
 
 from pipeplan.errors import UsageError
 
-__all__ = ["NAMES", "Number", "check_number", "evaluate", "shown"]
+__all__ = ["NAMES", "CountFromOne", "CountFromZero", "Limit", "Number", "evaluate", "shown"]
 
 Number = int | str
 """An integer, or a text such as ``"D - d"``."""
@@ -48,18 +51,27 @@ _LONGEST = 200
 _LARGEST = 10**12
 
 
-def check_number(key: str, value: Number, least: int) -> None:
-    """Require an integer that is large enough, or a text that can be evaluated.
+def _checked(value: object, least: int) -> Number:
+    """An integer that is large enough, or a text that can be evaluated.
 
     Raises:
-        UsageError: it is neither; the text names the key.
+        ValueError: it is neither.
     """
     if isinstance(value, str):
-        evaluate(key, value, dict.fromkeys(NAMES, 1), least=-_LARGEST)
+        _evaluated(value, dict.fromkeys(NAMES, 1))
     elif isinstance(value, bool) or not isinstance(value, int):
-        raise UsageError(f"{key} is {shown(value)}; write an integer, or a text such as 'D - d'")
+        raise ValueError("write an integer, or a text such as 'D - d'")
     elif value < least:
-        raise UsageError(f"{key} is {shown(value)}; it must be at least {least}")
+        raise ValueError(f"it must be at least {least}")
+    return value
+
+
+CountFromOne = Annotated[Number, PlainValidator(partial(_checked, least=1))]
+CountFromZero = Annotated[Number, PlainValidator(partial(_checked, least=0))]
+
+Limit = CountFromZero | tuple[CountFromZero, ...]
+"""One number for all, or one for each stage (or device) of the submodule in order. One that is too small where it
+applies is refused only there, as then the actions that it stops are known."""
 
 
 def evaluate(key: str, value: Number, sizes: Mapping[str, int], least: int = 1) -> int:
@@ -68,19 +80,23 @@ def evaluate(key: str, value: Number, sizes: Mapping[str, int], least: int = 1) 
     Raises:
         UsageError: the text is no such arithmetic, or gives less than ``least``; with the key and the sizes.
     """
-    if isinstance(value, int):
-        check_number(key, value, least)
-        return value
     try:
-        result = _value(_parsed(value), sizes)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError) as error:
-        raise UsageError(f"{key} = {shown(value)} cannot be evaluated: {_reason(error)}") from None
+        result = value if isinstance(value, int) else _evaluated(value, sizes)
+    except ValueError as error:
+        raise UsageError(f"{key} is {shown(value)}; {error}") from None
     if result < least:
-        used = ", ".join(f"{name} = {size}" for name, size in sizes.items() if name in value)
-        raise UsageError(
-            f"{key} = {value!r} is {result}{f' where {used}' if used else ''}; it must be at least {least}"
-        )
+        used = [f"{name} = {size}" for name, size in sizes.items() if isinstance(value, str) and name in value]
+        where = f" where {', '.join(used)}" if used else ""
+        what = key if isinstance(value, int) else f"{key} = {value!r}"
+        raise UsageError(f"{what} is {result}{where}; it must be at least {least}")
     return result
+
+
+def _evaluated(text: str, sizes: Mapping[str, int]) -> int:
+    try:
+        return _value(_parsed(text), sizes)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError) as error:
+        raise ValueError(f"it cannot be evaluated: {_reason(error)}") from None
 
 
 @lru_cache(maxsize=256)

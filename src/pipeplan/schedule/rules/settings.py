@@ -10,8 +10,8 @@ from functools import cached_property
 from pipeplan.errors import UsageError
 from pipeplan.model.elements import Stage
 from pipeplan.model.workload import Workload
-from pipeplan.schedule.rules.language import Limit, Rules, Settings, StageTraversal, TypeTraversal
-from pipeplan.schedule.rules.numbers import evaluate
+from pipeplan.schedule.rules.language import Rules, Settings, StageTraversal, TypeTraversal
+from pipeplan.schedule.rules.numbers import Limit, evaluate
 
 __all__ = ["DeviceSettings", "Resolved", "Traversal"]
 

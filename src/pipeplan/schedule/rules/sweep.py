@@ -13,7 +13,8 @@ from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model.workload import Workload
 from pipeplan.schedule.rules.engine import schedule_by_rules, unseparated
 from pipeplan.schedule.rules.joining import Joined
-from pipeplan.schedule.rules.language import First, Limit, Rules, StageTraversal, TypeTraversal
+from pipeplan.schedule.rules.language import First, Rules, StageTraversal, TypeTraversal
+from pipeplan.schedule.rules.numbers import Limit
 from pipeplan.schedule.rules.separation import Timed, separated
 from pipeplan.schedule.rules.settings import Resolved
 from pipeplan.simulate.memory import fits, overflow
