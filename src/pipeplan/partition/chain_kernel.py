@@ -25,11 +25,11 @@ __all__ = [
     "Fits",
     "Layer",
     "Programme",
+    "ShortestStages",
     "balanced_split",
     "first_holding",
     "least_split",
     "shortest_first",
-    "shortest_stages",
 ]
 
 Values = NDArray[Any]
@@ -81,17 +81,18 @@ class Programme:
 
     def start(self, num_devices: Sequence[int] = (0,)) -> Layer:
         """No stage yet, and so many devices of which none has to have one: 0 where all have to."""
-        shape, kind = (self.num_devices + 2, self.num_cuts + 1), np.int64 if isinstance(self.none, int) else np.float64
-        values = np.full(shape, self.none, dtype=object if kind is np.int64 and self.none >= 2**61 else kind)
-        values[list(num_devices), 0] = 0
-        return Layer(values, np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64))
+        layer = self._impossible()
+        layer.values[list(num_devices), 0] = 0
+        return layer
 
     def extended(self, before: Layer, price: Price, candidates: Array) -> Layer:
         """One stage more after ``before``."""
-        after, ends = self.start(()), np.arange(1, self.num_cuts)
-        each = (self.num_devices + 1) * len(self.devices) * candidates.shape[1]
-        for part in np.array_split(ends, 1 + len(ends) * each // MOST_RANGES):
-            self._fill(after, before.values, price, candidates, part)
+        after, count = self._impossible(), self.num_cuts - 1
+        parts = 1 + count * candidates.shape[1] * len(self.devices) * (self.num_devices + 1) // MOST_RANGES
+        for part in range(parts):
+            ends = np.arange(1 + count * part // parts, 1 + count * (part + 1) // parts)
+            if len(ends):
+                self._fill(after, before.values, price, candidates, ends)
         return after
 
     def repeated(self, start: Layer, price: Price, candidates: Array) -> Layer:
@@ -100,21 +101,27 @@ class Programme:
             self._fill(start, start.values, price, candidates, np.array([end]))
         return start
 
+    def _impossible(self) -> Layer:
+        shape, kind = (self.num_devices + 2, self.num_cuts + 1), np.int64 if isinstance(self.none, int) else np.float64
+        values = np.full(shape, self.none, dtype=object if kind is np.int64 and self.none >= 2**61 else kind)
+        return Layer(values, np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64))
+
     def _fill(self, layer: Layer, before: Values, price: Price, candidates: Array, ends: Array) -> None:
         """The values of some cuts in a layer, after those ``before``."""
         begins = candidates[ends]
-        begins = begins[:, : max(1, int((begins >= 0).sum(axis=1).max()))]
+        if len(ends) < self.num_cuts - 1:
+            begins = begins[:, : max(1, int((begins >= 0).sum(axis=1).max()))]
         left = np.maximum(-1, np.arange(self.num_devices + 1)[:, None] - np.array(self.devices))
         prices = price(np.maximum(begins, 0), ends[:, None]).astype(before.dtype, copy=False)
         joined = self.join(before[left].take(begins, axis=2), prices)  # [devices, way, end, candidate]
-        flat = np.moveaxis(joined, 1, 2 if self.by_way else 3).reshape(len(left), len(ends), -1)
+        joined = joined.transpose((0, 2, 1, 3) if self.by_way else (0, 2, 3, 1))
+        flat = joined.reshape(len(left), len(ends), -1)
         best = flat.argmin(axis=2)
-        found = np.take_along_axis(flat, best[:, :, None], 2)[:, :, 0]
         if self.by_way:
             ways, chosen = np.divmod(best, begins.shape[1])
         else:
             chosen, ways = np.divmod(best, len(self.devices))
-        layer.values[:-1, ends] = np.minimum(found, self.none)
+        layer.values[:-1, ends] = np.minimum(flat.min(axis=2), self.none)
         layer.begins[:-1, ends], layer.ways[:-1, ends] = begins[np.arange(len(ends)), chosen], ways
 
     def traced(self, layers: Sequence[Layer], end: int) -> Iterator[tuple[int, int, int]]:
@@ -135,14 +142,11 @@ def shortest_first(firsts: Array) -> Array:
     return np.where(begins >= firsts[:, None], begins, -1)
 
 
-def balanced_split(
-    times: Sequence[int], num_stages: int, fits: Callable[[int, int, int], bool] | None = None
-) -> tuple[int, ...] | None:
+def balanced_split(times: Sequence[int], num_stages: int) -> tuple[int, ...] | None:
     """First block of each stage, for the split of a chain that minimises the longest stage.
 
-    ``times`` [block] in ns; ``fits`` (stage, begin, end) says whether blocks begin..end-1 do as that stage. Among the
-    splits with the least longest stage, one with the least sum of squares of the stages' times is taken. None if no
-    split fits.
+    ``times`` [block] in ns. Among the splits with the least longest stage, one with the least sum of squares of the
+    stages' times is taken. None if there are fewer blocks than stages.
     """
     sums = np.array([0, *accumulate(times)])
 
@@ -150,10 +154,7 @@ def balanced_split(
         times_of: Array = sums[ends] - sums[begins]
         return times_of
 
-    if fits is None:
-        return least_split(cost, len(times), [0] * num_stages)
-    one_by_one = np.vectorize(fits, otypes=[bool])
-    return least_split(cost, len(times), range(num_stages), one_by_one)
+    return least_split(cost, len(times), [0] * num_stages)
 
 
 def least_split(cost: Cost, num_blocks: int, kinds: Sequence[int], fits: Fits | None = None) -> tuple[int, ...] | None:
@@ -225,33 +226,54 @@ def _best(
     return int(layers[-1].values[0, num_cuts - 1]), tuple(reversed(begins))
 
 
-def shortest_stages(sums: Array, num_stages: int) -> tuple[list[Array], list[Array]]:
-    """[stages][cut] the least longest stage of all blocks before a cut, and where the last of these stages begins.
+@dataclass(frozen=True, slots=True)
+class ShortestStages:
+    """[stages - 1][cut] the least longest stage of all blocks before a cut, and where the last of these begins.
 
-    ``sums`` [cut] are running sums of the blocks' times. Of equal splits the one whose later stages are longest is
-    taken. Where the last stage begins later it is shorter and the rest longer, so where they meet is found by
-    bisection, for all cuts at once.
+    A cut with at least as many blocks before it as stages, that is. Of equal splits the one whose later stages are
+    longest is taken.
     """
+
+    longest: list[Array]
+    lasts: list[Array]
+
+    @classmethod
+    def of(cls, sums: Array, num_stages: int) -> ShortestStages:
+        """For blocks with running ``sums`` [cut] of their times, and any number of stages up to that.
+
+        Where the last stage begins later it is shorter and the rest longer, so where they meet is found by bisection,
+        for all cuts at once.
+        """
+        longest: list[Array] = [sums]
+        lasts: list[Array] = [np.zeros(len(sums), dtype=np.int64)]
+        for stages in range(2, num_stages + 1):
+            lasts.append(_meeting(sums, longest[-1], stages - 1))
+            longest.append(np.maximum(longest[-1][lasts[-1]], sums - sums[lasts[-1]]))
+        return cls(longest, lasts)
+
+    def begins_of(self, num_blocks: int, num_stages: int) -> tuple[int, ...]:
+        """The split of the first ``num_blocks`` blocks, at least as many as stages."""
+        begins: list[int] = []
+        end = num_blocks
+        for lasts in reversed(self.lasts[:num_stages]):
+            end = int(lasts[end])
+            begins.append(end)
+        return tuple(reversed(begins))
+
+
+def _meeting(sums: Array, before: Array, least: int) -> Array:
+    """[cut] where the last stage begins, from block ``least`` on, with ``before`` [cut] what the others take."""
     ends = np.arange(len(sums))
-    values: list[Array] = [sums]
-    begins: list[Array] = [np.zeros_like(ends)]
-    for stages in range(2, num_stages + 1):
-        rest, least = values[-1], np.minimum(ends, stages - 1)
+    known = np.minimum(ends, least)
 
-        def meets(begin: Array, end: Array, rest: Array = rest) -> NDArray[np.bool_]:
-            """Whether the last stage is no longer than those before it."""
-            return sums[end] - sums[begin] <= rest[begin]
+    def meets(begins: Array, ends: Array) -> NDArray[np.bool_]:
+        """Whether the last stage is no longer than those before it."""
+        return sums[ends] - sums[begins] <= before[begins]
 
-        met = np.clip(first_holding(meets, least), 0, np.maximum(ends - 1, 0))
-        near = np.stack((met, np.maximum(met - 1, np.minimum(least, met))))
-        most = np.maximum(rest[near], sums - sums[near]).min(axis=0)
-
-        def shorter(begin: Array, end: Array, most: Array = most) -> NDArray[np.bool_]:
-            return sums[end] - sums[begin] <= most[end]
-
-        begins.append(first_holding(shorter, least))
-        values.append(np.maximum(rest[begins[-1]], sums - sums[begins[-1]]))
-    return values, begins
+    met = np.clip(first_holding(meets, known), 0, np.maximum(ends - 1, 0))
+    near = np.stack((met, np.maximum(met - 1, np.minimum(known, met))))
+    most = np.maximum(before[near], sums - sums[near]).min(axis=0)
+    return first_holding(lambda begins, ends: sums[ends] - sums[begins] <= most[ends], known)
 
 
 def _alone(cost: Callable[[Array, Array], Array]) -> Price:

@@ -6,10 +6,10 @@ backwards that are left. How many samples it holds at most follows from those of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["KFKB", "Flow", "best_k", "samples_in_flight"]
+__all__ = ["KFKB", "Flow", "best_k", "flows", "kfkb_word", "samples_in_flight"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +57,27 @@ def best_k(microbatch_size: int, successors: Sequence[Flow], choices: Sequence[i
 
     chosen = min(choices, key=held)
     return KFKB(chosen, microbatch_size), held(chosen)
+
+
+def flows(sizes: Sequence[int], edges: Iterable[tuple[int, int]], mini_batch: int) -> list[int]:
+    """[stage] samples in flight with 1F1B, for stages in topological order with these micro-batch sizes."""
+    held = list(sizes)
+    for source, target in sorted(edges, reverse=True):
+        needed = samples_in_flight(KFKB(1, sizes[source]), KFKB(1, sizes[target]), held[target])
+        held[source] = min(mini_batch, max(held[source], needed))
+    return held
+
+
+def kfkb_word(stage: KFKB, in_flight: int, mini_batch: int) -> Iterator[str]:
+    """``"F"`` and ``"B"`` in the order of a stage's schedule; each kind goes through the micro-batches in order."""
+    count = mini_batch // stage.microbatch_size
+    forwards = min(count, -(-in_flight // stage.microbatch_size))
+    backwards = 0
+    yield from "F" * forwards
+    while backwards < count:
+        some = min(stage.k, count - backwards)
+        yield from "B" * some
+        backwards += some
+        more = min(stage.k, count - forwards)
+        yield from "F" * more
+        forwards += more

@@ -11,13 +11,14 @@ from itertools import accumulate, chain, islice, product
 from pipeplan.costs import StageCost
 from pipeplan.costs.collectives import all_reduce_time
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
-from pipeplan.model import Block, PlacedStage, Placement, Profile
+from pipeplan.model import Block, Placement, Profile
 from pipeplan.partition import STRATEGIES, can_spread, place
-from pipeplan.partition.autopipe import Fitting, Loads, plan_chain
+from pipeplan.partition.autopipe import autopipe
 from pipeplan.partition.chain import Chain
-from pipeplan.partition.graphpipe import Problem, StageGraph, partition
+from pipeplan.partition.graphpipe import graphpipe
 from pipeplan.partition.level import roomiest
-from pipeplan.partition.published import PublishedPlan, Question, dapple, pipedream, piper
+from pipeplan.partition.problem import Partition, PartitionProblem, free
+from pipeplan.partition.published import dapple, pipedream, piper
 from pipeplan.planner.batch import Batch
 from pipeplan.planner.by_rules import SUBMODULES, place_by_rules
 from pipeplan.planner.request import Request
@@ -291,14 +292,30 @@ def _cuts(request: Request, choice: Choice) -> Iterator[tuple[str, Callable[[Cha
     stages = request.num_devices // choice.replicas
     if not 1 < stages <= len(request.profile.blocks):
         return
-    samples, memory = choice.batch.microbatch_size // choice.replicas, request.least_memory
-    count, profile, recompute = choice.batch.num_microbatches, request.profile, choice.recompute
     try:
-        fits = None if memory is None else Fitting.of_profile(profile, samples, memory, count, recompute=recompute)
-        planned = plan_chain(Loads.of_profile(profile, samples, recompute=recompute), stages, count, fits)
+        problem = _problem(request, [choice.batch.microbatch_size], (choice.recompute,), replicas=choice.replicas)
+        placement = next(autopipe(replace(problem, all_reduce=free))).placement
     except (InfeasibleError, UsageError):
         return
-    yield "AutoPipe", lambda chain: planned.begins
+    begins = tuple(accumulate((len(stage.blocks) for stage in placement.stages[:-1]), initial=0))
+    yield "AutoPipe", lambda chain: begins
+
+
+def _problem(
+    request: Request, sizes: Sequence[int], recompute: Sequence[bool], *, chunks: int = 1, replicas: int | None = None
+) -> PartitionProblem:
+    """The question for partitioners that give every stage devices of its own, or one of the ``chunks`` of them."""
+    memory = request.least_memory
+    return PartitionProblem.of(
+        request.profile,
+        request.num_devices * chunks,
+        request.batch.mini_batch,
+        microbatch_sizes=sizes,
+        memory_bytes=None if memory is None else memory // chunks,
+        recompute=recompute,
+        replicas=replicas,
+        all_reduce=lambda size, count: all_reduce_time(request.cluster, range(count), size),
+    )
 
 
 def graphs(request: Request) -> Iterator[Found]:
@@ -326,40 +343,26 @@ def _branches(profile: Profile) -> bool:
 
 def _graph(request: Request, sizes: Sequence[int], chunks: int = 1) -> Candidate:
     """Stages as a graph; with several chunks each device runs as many stages, in turn."""
-    memory = request.least_memory
-    problem = Problem.of(
-        request.profile,
-        request.num_devices * chunks,
-        request.batch.mini_batch,
-        microbatch_sizes=sizes,
-        memory_bytes=None if memory is None else memory // chunks,
-        recompute=False if memory is None and request.options.recompute is None else request.options.recompute,
-        all_reduce=lambda size, count: all_reduce_time(request.cluster, range(count), size),
-    )
+    problem = _problem(request, sizes, request.recomputes, chunks=chunks)
     if not request.options.deterministic:
         problem = replace(problem, deadline=time.monotonic() + max(1.0, PARTITIONING * request.options.time_limit))
-    found = partition(problem, tolerance=TOLERANCE).graph
-    if max(stage.replicas for stage in found.stages) > request.num_devices:
+    placement = next(graphpipe(problem, tolerance=TOLERANCE)).placement
+    if max(stage.replicas for stage in placement.stages) > request.num_devices:
         raise UsageError(f"a stage with more replicas than the {request.num_devices} devices cannot go round them")
-    size = max(stage.microbatch_size for stage in found.stages)
+    size = max(stage.microbatch_size or 0 for stage in placement.stages)
     batch = Batch(request.batch.mini_batch // size, size)
-    return Candidate(_placed_graph(found, request.num_devices), batch, False, "GraphPipe")
+    return Candidate(_around(placement, request.num_devices), batch, False, "GraphPipe")
 
 
-def _placed_graph(graph: StageGraph, num_devices: int) -> Placement:
-    """Stages in order on the devices in order, round and round."""
+def _around(placement: Placement, num_devices: int) -> Placement:
+    """Stages on so many devices in order, round and round where they have more."""
+    taken = [tuple(sorted(device % num_devices for device in stage.devices)) for stage in placement.stages]
     return Placement(
-        strategy="stage graph" if graph.num_devices <= num_devices else "stage graph, circular",
+        strategy="stage graph" if sum(map(len, taken)) <= num_devices else "stage graph, circular",
         num_devices=num_devices,
         stages=tuple(
-            PlacedStage(
-                blocks=stage.blocks,
-                devices=tuple(sorted(device % num_devices for device in stage.devices)),
-                replicas=stage.replicas,
-                microbatch_size=stage.microbatch_size,
-                recompute=stage.recompute,
-            )
-            for stage in graph.stages
+            stage.model_copy(update={"devices": devices})
+            for stage, devices in zip(placement.stages, taken, strict=True)
         ),
     )
 
@@ -377,38 +380,21 @@ def _published(request: Request) -> Iterator[Found]:
     """PipeDream's, DAPPLE's and Piper's stages, for every size."""
     if request.options.replicas is not None:
         return
-    planners = {"PipeDream": pipedream, "DAPPLE": dapple, "Piper": lambda question: piper(question, MOST_DOWNSETS)}
+    planners: dict[str, Callable[[PartitionProblem], Iterator[Partition]]] = {
+        "PipeDream": pipedream,
+        "DAPPLE": dapple,
+        "Piper": lambda problem: piper(problem, MOST_DOWNSETS),
+    }
     for name, planner in planners.items():
         if request.num_devices * len(request.profile.blocks) <= MOST_PUBLISHED[name]:
             for size in open_sizes(request):
                 yield _tried(_one_published, request, name, planner, size)
 
 
-def _one_published(request: Request, name: str, planner: Callable[[Question], PublishedPlan], size: int) -> Candidate:
-    question = Question.of(
-        request.profile,
-        request.num_devices,
-        request.batch.mini_batch,
-        size,
-        memory_bytes=request.least_memory,
-        recompute=request.recomputes,
-        all_reduce=lambda bytes_, count: all_reduce_time(request.cluster, range(count), bytes_),
-    )
-    stages = planner(question).stages
-    firsts = accumulate((stage.option.replicas for stage in stages), initial=0)
-    placement = Placement(
-        strategy="stage graph",
-        num_devices=request.num_devices,
-        stages=tuple(
-            PlacedStage(
-                blocks=stage.blocks,
-                devices=tuple(range(first, first + stage.option.replicas)),
-                replicas=stage.option.replicas,
-                recompute=stage.option.recompute,
-            )
-            for stage, first in zip(stages, firsts, strict=False)
-        ),
-    )
+def _one_published(
+    request: Request, name: str, planner: Callable[[PartitionProblem], Iterator[Partition]], size: int
+) -> Candidate:
+    placement = next(planner(_problem(request, [size], request.recomputes))).placement
     batch = Batch(request.batch.mini_batch // size, size)
     return Candidate(placement, batch, False, name)
 

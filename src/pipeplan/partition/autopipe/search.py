@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+import numpy as np
+
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.partition.autopipe.balance import Balance
-from pipeplan.partition.autopipe.loads import Cuts, Loads
 from pipeplan.partition.autopipe.memory import Fitting
 from pipeplan.partition.autopipe.simulator import Measured, measured
-from pipeplan.partition.balance import balanced_split
+from pipeplan.partition.chain_costs import Array, ChainCosts
+from pipeplan.partition.chain_kernel import ShortestStages, least_split
+from pipeplan.partition.problem import Partition, PartitionProblem, Way
 
-__all__ = ["Fits", "Planned", "plan_chain", "plan_depths"]
+__all__ = ["Cuts", "Planned", "autopipe", "plan_chain"]
 
-Fits = Callable[[int, int, int, int], bool]
-"""(stages, stage, begin, end) -> whether blocks begin..end-1 fit as that of so many stages; fewer fit if all do."""
-
-AllReduce = Callable[[Cuts, int], int]
-"""(cuts, replicas) -> ns at the end of an iteration in which gradients are summed over the replicas."""
+Cuts = tuple[int, ...]
+"""The first block of each stage."""
 
 MAX_SIMULATIONS = 1_000
 """Schemes a search looks at before it ends with the best of them; the papers' models need some dozens."""
@@ -45,19 +43,13 @@ class Planned:
     master_stage: int
     start_ns: int
     num_simulated: int
-    replicas: int = 1
-
-    @property
-    def num_stages(self) -> int:
-        """Stages of the scheme, each on as many devices as there are replicas."""
-        return len(self.begins)
 
 
 @dataclass(slots=True)
 class _Search:
-    loads: Loads
+    costs: ChainCosts
     num_microbatches: int
-    balance: Balance
+    balance: ShortestStages
     seen: dict[Cuts, Measured] = field(default_factory=dict)
     num_steps: int = 0
 
@@ -77,16 +69,11 @@ class _Search:
                 shifted for shifted in self.shifted(current, master) if self.look(shifted).master_stage <= master
             ]
 
-    def fitting(self, fits: Fits | None) -> list[Cuts]:
+    def fitting(self, fits: Fitting | None) -> list[Cuts]:
         """Those of the schemes simulated that fit."""
-        return [begins for begins in self.seen if self.all_fit(begins, fits)]
+        return [begins for begins in self.seen if fits is None or fits.all_fit(begins)]
 
-    def all_fit(self, begins: Cuts, fits: Fits | None) -> bool:
-        """Whether every stage does."""
-        bounds = pairwise((*begins, self.loads.num_blocks))
-        return fits is None or all(fits(len(begins), stage, *each) for stage, each in enumerate(bounds))
-
-    def polished(self, begins: Cuts, fits: Fits | None) -> Cuts:
+    def polished(self, begins: Cuts, fits: Fitting | None) -> Cuts:
         """Move one border by one block at a time as long as that helps, the best first. Not in the paper."""
         most = min(MAX_STEPS, self.num_steps + max(self.num_steps, LEAST_POLISHING))
         while True:
@@ -94,7 +81,7 @@ class _Search:
             for each in self.near(begins):
                 if self.num_steps >= most:
                     break
-                if self.all_fit(each, fits) and self.look(each).iteration_ns < self.look(best).iteration_ns:
+                if (fits is None or fits.all_fit(each)) and self.look(each).iteration_ns < self.look(best).iteration_ns:
                     best = each
             if best == begins:
                 return begins
@@ -102,7 +89,7 @@ class _Search:
 
     def near(self, begins: Cuts) -> Iterator[Cuts]:
         """Schemes with one border moved by one block, those next to the master stage first."""
-        bounds, master = (*begins, self.loads.num_blocks), self.look(begins).master_stage
+        bounds, master = (*begins, self.costs.num_blocks), self.look(begins).master_stage
         for stage in sorted(range(1, len(begins)), key=lambda stage: abs(2 * (stage - master) - 1)):
             for cut in (bounds[stage] + 1, bounds[stage] - 1):
                 if bounds[stage - 1] < cut < bounds[stage + 1]:
@@ -111,7 +98,7 @@ class _Search:
     def look(self, begins: Cuts) -> Measured:
         """What the scheme takes."""
         if begins not in self.seen:
-            self.seen[begins] = measured(self.loads.stages(begins), self.num_microbatches)
+            self.seen[begins] = measured(self.costs.stages(begins), self.num_microbatches)
             self.num_steps += self.seen[begins].num_steps
         return self.seen[begins]
 
@@ -121,7 +108,7 @@ class _Search:
         Formula 1: for every s after the master i, forwards and backwards of stages i+1 .. s together take no longer
         than s - i backwards of i. Stages that take longer end sooner, and what they lose goes to the next ones.
         """
-        pace, sums = self.loads.stages(begins).backwards[master], self.loads.totals
+        pace, sums = self.costs.stages(begins).backwards[master], self.costs.compute
         for stage in range(master + 1, len(begins) - 1):
             most = sums[begins[master + 1]] + (stage - master) * pace
             end = begins[stage + 1]
@@ -137,7 +124,7 @@ class _Search:
 
         Each as it is, and with the stages before the moved block balanced anew by Algorithm 1.
         """
-        bounds = (*begins, self.loads.num_blocks)
+        bounds = (*begins, self.costs.num_blocks)
         if bounds[master + 1] - bounds[master] < 2:
             return
         for stage, cut in ((master, bounds[master] + 1), (master + 1, bounds[master + 1] - 1)):
@@ -147,7 +134,7 @@ class _Search:
                 yield (*self.balance.begins_of(cut, stage), *later)
 
 
-def plan_chain(loads: Loads, num_stages: int, num_microbatches: int, fits: Fits | None = None) -> Planned:
+def plan_chain(costs: ChainCosts, num_stages: int, num_microbatches: int, fits: Fitting | None = None) -> Planned:
     """Cut a chain into stages with a short 1F1B iteration: never longer than Algorithm 1's split, where that fits.
 
     Where nothing fits that is looked at from there, the search starts again from the best balanced split that does.
@@ -156,112 +143,122 @@ def plan_chain(loads: Loads, num_stages: int, num_microbatches: int, fits: Fits 
         UsageError: more stages than blocks, or no micro-batch.
         InfeasibleError: no cut fits.
     """
-    if not 1 <= num_stages <= loads.num_blocks or num_microbatches < 1:
+    if not 1 <= num_stages <= costs.num_blocks or num_microbatches < 1:
         raise UsageError(
-            f"{loads.num_blocks} blocks cannot be cut into {num_stages} stages for {num_microbatches} micro-batches; "
+            f"{costs.num_blocks} blocks cannot be cut into {num_stages} stages for {num_microbatches} micro-batches; "
             "choose 1 to as many stages as blocks, and at least 1 micro-batch"
         )
-    return _planned(loads, num_stages, num_microbatches, fits, Balance.of(loads.totals, num_stages))
+    return _planned(costs, num_stages, num_microbatches, fits, ShortestStages.of(costs.compute, num_stages))
 
 
-def _planned(loads: Loads, num_stages: int, num_microbatches: int, fits: Fits | None, balance: Balance) -> Planned:
+def _planned(
+    costs: ChainCosts, num_stages: int, num_microbatches: int, fits: Fitting | None, balance: ShortestStages
+) -> Planned:
     """The same with Algorithm 1's table at hand."""
-    if isinstance(fits, Fitting) and not fits.any_cut(num_stages):
-        raise _too_big(loads, num_stages, fits)
-    search = _Search(loads, num_microbatches, balance)
-    start = balance.begins_of(loads.num_blocks, num_stages)
+    if fits is not None and not fits.any_cut(num_stages):
+        raise InfeasibleError(
+            f"no cut of {costs.num_blocks} blocks into {num_stages} stages fits into memory: "
+            f"{fits.shortfall(num_stages)}; raise --memory or --devices, or lower --microbatch-size"
+        )
+    search = _Search(costs, num_microbatches, balance)
+    start = balance.begins_of(costs.num_blocks, num_stages)
     search.run(start)
     if fits is not None and not search.fitting(fits):
-        search.run(_roomy_start(loads, num_stages, fits))
+        search.run(_roomy_start(costs, num_stages, fits))
     best = min(search.fitting(fits), key=lambda begins: (search.seen[begins].iteration_ns, begins))
     best = search.polished(best, fits)
     found = search.seen[best]
     return Planned(best, found.iteration_ns, found.master_stage, search.seen[start].iteration_ns, len(search.seen))
 
 
-def _roomy_start(loads: Loads, num_stages: int, fits: Fits) -> Cuts:
+def _roomy_start(costs: ChainCosts, num_stages: int, fits: Fitting) -> Cuts:
     """The split with the least longest stage of those that fit."""
-    times = [after - before for before, after in pairwise(loads.totals)]
-    begins = balanced_split(times, num_stages, partial(fits, num_stages))
-    if begins is None:
-        raise _too_big(loads, num_stages, fits)
+
+    def cost(stage: int, begins: Array, ends: Array) -> Array:
+        return costs.time(begins, ends)
+
+    def fit(stage: int, begins: Array, ends: Array) -> np.ndarray:
+        return fits.fits(num_stages, stage, begins, ends)
+
+    begins = least_split(cost, costs.num_blocks, range(num_stages), fit)
+    assert begins is not None  # some cut fits
     return begins
 
 
-def _too_big(loads: Loads, num_stages: int, fits: Fits) -> InfeasibleError:
-    return InfeasibleError(
-        f"no cut of {loads.num_blocks} blocks into {num_stages} stages fits into memory{_shortfall(fits, num_stages)}; "
-        "raise --memory or --devices, or lower --microbatch-size"
-    )
+@dataclass(frozen=True, slots=True)
+class _Depth:
+    """So many stages, with as many replicas of the whole pipeline as the ``way`` has."""
+
+    way: Way
+    num_stages: int
+    num_microbatches: int
+    costs: ChainCosts
+    fits: Fitting | None
+
+    def summed(self, planned: Planned, problem: PartitionProblem) -> Planned:
+        """With the all-reduce of the stage that has most gradients at the end."""
+        bounds = np.array((*planned.begins, self.costs.num_blocks))
+        sizes = np.diff(self.costs.parameters[bounds]).tolist()
+        waiting = max(problem.waiting(size, self.way) for size in sizes)
+        return replace(planned, iteration_ns=planned.iteration_ns + waiting, start_ns=planned.start_ns + waiting)
 
 
-def _shortfall(fits: Fits | None, num_stages: int) -> str:
-    """What is missing, where that is known."""
-    return f": {fits.shortfall(num_stages)}" if isinstance(fits, Fitting) else ""
+def autopipe(problem: PartitionProblem) -> Iterator[Partition]:
+    """The best depth: stages of a chain, with as many replicas of the whole pipeline as there are devices for.
 
-
-def plan_depths(
-    loads: Loads,
-    num_devices: int,
-    num_microbatches: int,
-    fits: Fits | None = None,
-    all_reduce: AllReduce | None = None,
-) -> Planned:
-    """Choose the number of stages, too: with as many replicas of the whole pipeline as devices and micro-batches allow.
-
-    AutoPipe's data-parallel size is the same for all stages (IV-D): devices divided by stages. Each replica runs its
-    share of the ``num_microbatches``; ``all_reduce`` is added to every iteration with several replicas.
+    AutoPipe's data-parallel size is the same for all stages (IV-D): devices divided by stages. Each replica takes its
+    share of every micro-batch, so in the paper's terms, where it takes whole ones in turn, micro-batches are larger by
+    the number of replicas. What is found is no optimum.
 
     Raises:
         InfeasibleError: no depth fits.
     """
-    best: Planned | None = None
-    depths = _depths(num_devices, loads.num_blocks, num_microbatches)
-    balance = Balance.of(loads.totals, max(depths, default=1))
-    for stages in depths:
-        replicas = num_devices // stages
-        share = num_microbatches // replicas
-        if best is not None and share * balance.longest[stages - 1][loads.num_blocks] >= best.iteration_ns:
+    order = problem.order
+    depths = _depths(problem, order)
+    deepest = {depth.way.row: depth for depth in depths}  # few stages come first
+    balances = {row: ShortestStages.of(depth.costs.compute, depth.num_stages) for row, depth in deepest.items()}
+    best: tuple[_Depth, Planned] | None = None
+    for depth in depths:
+        balance = balances[depth.way.row]
+        least = depth.num_microbatches * int(balance.longest[depth.num_stages - 1][len(order)])
+        if best is not None and least >= best[1].iteration_ns:
             continue  # its longest stage alone takes as long
-        if isinstance(fits, Fitting) and not fits.any_cut(stages):
-            continue
-        try:
-            found = _summed(_planned(loads, stages, share, fits, balance), replicas, all_reduce)
-        except InfeasibleError:
-            continue
-        best = found if best is None else min(best, found, key=lambda each: each.iteration_ns)
+        if depth.fits is None or depth.fits.any_cut(depth.num_stages):
+            planned = _planned(depth.costs, depth.num_stages, depth.num_microbatches, depth.fits, balance)
+            found = depth.summed(planned, problem)
+            if best is None or found.iteration_ns < best[1].iteration_ns:
+                best = depth, found
     if best is None:
         raise InfeasibleError(
-            f"no pipeline depth that divides {num_devices} devices fits into memory and shares out {num_microbatches} "
-            f"micro-batches{_nearest(fits, depths)}; raise --memory or --devices, or lower --microbatch-size"
+            f"no pipeline depth that divides {problem.num_devices} devices fits into memory and shares out a "
+            f"mini-batch of {problem.mini_batch} samples{_nearest(depths)}; raise --memory or --devices, or lower "
+            "--microbatch-size"
         )
-    return best
+    depth, planned = best
+    stages = [(order[begin:end], depth.way) for begin, end in pairwise((*planned.begins, len(order)))]
+    yield Partition(problem.placed(stages), planned.iteration_ns)
 
 
-def _summed(planned: Planned, replicas: int, all_reduce: AllReduce | None) -> Planned:
-    """The same with the gradients' all-reduce."""
-    waiting = all_reduce(planned.begins, replicas) if all_reduce is not None and replicas > 1 else 0
-    return Planned(
-        planned.begins,
-        planned.iteration_ns + waiting,
-        planned.master_stage,
-        planned.start_ns + waiting,
-        planned.num_simulated,
-        replicas,
-    )
+def _depths(problem: PartitionProblem, order: Sequence[str]) -> list[_Depth]:
+    """Depths that leave every way's replicas devices of their own and a block for each stage, few stages first."""
+    lines: dict[int, ChainCosts] = {}
+    found = []
+    for way in sorted(problem.ways, key=lambda way: -way.replicas):
+        stages, count = problem.num_devices // way.replicas, problem.mini_batch // way.microbatch_size
+        if problem.num_devices % way.replicas == 0 and stages <= len(order):
+            if way.row not in lines:
+                repeats = problem.repeats[way.row] if problem.repeats else ()
+                lines[way.row] = ChainCosts.of([problem.costs[block][way.row] for block in order], repeats)
+            costs, limit = lines[way.row], problem.memory_bytes
+            fits = None if limit is None else Fitting(costs, limit, count)
+            found.append(_Depth(way, stages, count, costs, fits))
+    return found
 
 
-def _depths(num_devices: int, num_blocks: int, num_microbatches: int) -> list[int]:
-    """Numbers of stages that divide the devices into replicas with equal shares of the micro-batches."""
-    return [
-        stages
-        for stages in range(1, min(num_devices, num_blocks) + 1)
-        if num_devices % stages == 0 and num_microbatches % (num_devices // stages) == 0
-    ]
-
-
-def _nearest(fits: Fits | None, depths: Sequence[int]) -> str:
+def _nearest(depths: Sequence[_Depth]) -> str:
     """What is missing at the depth that needs least, where that is known."""
-    if not isinstance(fits, Fitting) or not depths:
+    known = [(depth.fits, depth.num_stages) for depth in depths if depth.fits is not None]
+    if not known:
         return ""
-    return _shortfall(fits, min(depths, key=lambda stages: fits.least_bytes(stages)[0]))
+    fits, stages = min(known, key=lambda each: each[0].least_bytes(each[1])[0])
+    return f": {fits.shortfall(stages)}"

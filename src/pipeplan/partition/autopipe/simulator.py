@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeplan.partition.autopipe.loads import StageLoads
+from pipeplan.partition.chain_costs import StageTimes
 
 __all__ = ["Measured", "Step", "Timeline", "measured", "steps_in_order", "timeline"]
 
@@ -31,7 +31,7 @@ class Timeline:
     ``ending`` and ``causes`` have a cell for each wave and stage, wave by wave; a cause is a cell, or -1 at time 0.
     """
 
-    stages: StageLoads
+    stages: StageTimes
     num_microbatches: int
     ending: list[int]
     causes: list[int]
@@ -106,7 +106,7 @@ class Timeline:
         return index >= started if kind == "F" else index < self.num_microbatches - started
 
 
-def timeline(stages: StageLoads, num_microbatches: int) -> Timeline:
+def timeline(stages: StageTimes, num_microbatches: int) -> Timeline:
     """Run 1F1B: every action as soon as its stage is free and its input is there."""
     count, transfer = stages.num_stages, stages.transfer_ns
     last = count - 1
@@ -141,7 +141,7 @@ class Measured:
     num_steps: int
 
 
-def measured(stages: StageLoads, num_microbatches: int) -> Measured:
+def measured(stages: StageTimes, num_microbatches: int) -> Measured:
     """Iteration and master stage of the timeline, whose steady phase is not run to its end once it repeats itself."""
     fewer, steps = 4 * stages.num_stages, 0
     while fewer < num_microbatches:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from pipeplan.partition.autopipe.loads import StageLoads
 from pipeplan.partition.autopipe.simulator import Step, steps_in_order
+from pipeplan.partition.chain_costs import StageTimes
 
 __all__ = ["Sliced", "num_to_split", "sliced"]
 
@@ -30,7 +30,7 @@ class Sliced:
     ends: dict[Step, int]
 
 
-def num_to_split(stages: StageLoads) -> int:
+def num_to_split(stages: StageTimes) -> int:
     """Algorithm 2: the fewest leading micro-batches whose splitting is enough; 0 for a single stage.
 
     Once the first micro-batch runs in halves, the last stage ends its forward earlier, and so the gradient comes to
@@ -52,7 +52,7 @@ def num_to_split(stages: StageLoads) -> int:
     return count if count > 1 else 0
 
 
-def sliced(stages: StageLoads, num_microbatches: int, num_split: int) -> Sliced:
+def sliced(stages: StageTimes, num_microbatches: int, num_split: int) -> Sliced:
     """Run 1F1B with the first micro-batches in halves; a half's transfer takes half as long."""
     count = stages.num_stages
     free = [0] * count
@@ -79,7 +79,7 @@ def _pieces(time: int, halved: bool) -> list[int]:
     return [time - time // 2, time // 2] if halved else [time]
 
 
-def _arrivals(stages: StageLoads, sent: list[int], halved: bool) -> list[int]:
+def _arrivals(stages: StageTimes, sent: list[int], halved: bool) -> list[int]:
     """When the parts of an input are there: halves apart where both stages run halves, else all together."""
     if not sent:
         return [0, 0] if halved else [0]
@@ -95,7 +95,7 @@ def _run(free: int, arrivals: list[int], pieces: list[int]) -> list[int]:
     return ends
 
 
-def _halves(stages: StageLoads) -> list[list[int]]:
+def _halves(stages: StageTimes) -> list[list[int]]:
     """[micro-batch][stage] ends of forwards in halves, when all the warmup runs so and nothing else."""
     count = stages.num_stages
     free, found = [0] * count, []

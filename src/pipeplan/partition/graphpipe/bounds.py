@@ -16,8 +16,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from pipeplan.partition.graphpipe.needs import Integers
-from pipeplan.partition.graphpipe.problem import Load
 from pipeplan.partition.graphpipe.shapes import Group, Left, Run, Shape, Shapes
+from pipeplan.partition.problem import Costs
 
 __all__ = ["NEVER", "Bounds"]
 
@@ -163,7 +163,7 @@ class Bounds:
             self._groups[group] = self._together(self.shapes.load(group), quick) if quick else None
         return self._groups[group]
 
-    def _together(self, load: Load, quick: list[int]) -> Integers:
+    def _together(self, load: Costs, quick: list[int]) -> Integers:
         """[state] devices for a stage with this load under one of some choices."""
         devices = self._needs.replicas[quick]
         fits = self.fitting(load, quick)
@@ -172,30 +172,31 @@ class Bounds:
         least: Integers = np.where(self._needs.microbatches[:, quick] <= fits, devices, NEVER).min(axis=1)
         return least
 
-    def fitting(self, load: Load, choices: list[int]) -> Integers | None:
+    def fitting(self, load: Costs, choices: list[int]) -> Integers | None:
         """[choice] micro-batches for which a stage with this load has room; None for no limit."""
         limit = self._problem.memory_bytes
         if limit is None:
             return None
         rows = [self.shapes.choices[choice].row for choice in choices]
-        return np.array([load.room(row, limit) for row in rows], dtype=np.int64)
+        return np.array([load[row].room(limit) for row in rows], dtype=np.int64)
 
     def _reached(self, shape: Shape, index: int) -> Iterator[int]:
         choice, time, begin = self.shapes.choices[index], self._problem.time, 0
         times, sizes = shape.times[choice.row], shape.parameters
         yield 0
-        for end in range(1, len(times)):
+        for end in range(1, len(shape.children) + 1):
             while begin < end and time(times[end] - times[begin], sizes[end] - sizes[begin], choice) > self.most_ns:
                 begin += 1
             yield begin
 
-    def _quick_of(self, load: Load) -> list[int]:
-        known = self._needs.repeats * np.array(load.times, dtype=np.int64)[self._needs.rows] <= self.most_ns
+    def _quick_of(self, load: Costs) -> list[int]:
+        times = np.array([cost.compute_ns for cost in load], dtype=np.int64)[self._needs.rows]
+        known = self._needs.repeats * times <= self.most_ns
         choices = self.shapes.choices
         return [
             index
             for index in np.flatnonzero(known).tolist()
-            if self._problem.time_of(load, choices[index]) <= self.most_ns
+            if self._problem.time(int(times[index]), load[0].parameter_bytes, choices[index]) <= self.most_ns
         ]
 
     def _is_good(self, run: Run, choice: int, microbatches: int) -> bool:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeplan.partition.graphpipe.needs import Integers, Need
-from pipeplan.partition.graphpipe.problem import Choice
 from pipeplan.partition.graphpipe.shapes import Group
+from pipeplan.partition.problem import Way
 
 __all__ = ["Candidates", "Entry", "Front", "Trace"]
 
@@ -27,7 +27,7 @@ class Entry(NamedTuple):
     begin: int
     end: int
     group: Group
-    choice: Choice | None
+    choice: Way | None
     inside: Trace | None
     kept: int = 0
 

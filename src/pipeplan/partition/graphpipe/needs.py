@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeplan.partition.graphpipe.problem import Choice
+from pipeplan.partition.problem import Way
 
 __all__ = ["GRID", "Integers", "Need", "Needs"]
 
@@ -40,7 +40,7 @@ class Need(NamedTuple):
 class Needs:
     """Needs under these choices; without ``limited`` memory all needs are one state."""
 
-    choices: Sequence[Choice]
+    choices: Sequence[Way]
     mini_batch: int
     limited: bool
 

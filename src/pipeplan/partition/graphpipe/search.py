@@ -4,55 +4,57 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
-from operator import add
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.partition.graphpipe.bounds import Bounds
 from pipeplan.partition.graphpipe.fronts import Entry, Trace
 from pipeplan.partition.graphpipe.grouping import grouped
-from pipeplan.partition.graphpipe.problem import Load, Problem
 from pipeplan.partition.graphpipe.question import Question, Solution
-from pipeplan.partition.graphpipe.result import Staged, StageGraph
 from pipeplan.partition.graphpipe.shapes import Shapes
+from pipeplan.partition.in_flight import flows
+from pipeplan.partition.problem import Costs, Partition, PartitionProblem, Way, together
 from pipeplan.partition.series_parallel import Part, SeriesParallel, decompose, in_line, topological_order
 from pipeplan.units import format_bytes, named_devices
 
-__all__ = ["Partition", "partition"]
+__all__ = ["GraphPartition", "graphpipe"]
 
 _SLACK = 4
 """Devices more than the bound that are tried first; then eight times as many, until all are."""
 
 
+Staged = tuple[tuple[str, ...], Way]
+"""Blocks of a stage and how it runs."""
+
+
 @dataclass(frozen=True, slots=True)
-class Partition:
+class GraphPartition(Partition):
     """The stages with the least bottleneck, the decomposition they come from, and which candidate had them.
 
-    ``series_parallel_ns`` is the bottleneck of the graph as it is, None if nothing fits.
+    ``value_ns`` is the time of the busiest device for the mini-batch, and ``series_parallel_ns`` that of the graph as
+    it is, None if nothing fits.
     """
 
-    graph: StageGraph
-    decomposition: SeriesParallel
-    candidate: Literal["series-parallel", "line"]
-    series_parallel_ns: int | None
+    decomposition: SeriesParallel = field(kw_only=True)
+    candidate: Literal["series-parallel", "line"] = field(kw_only=True)
+    series_parallel_ns: int | None = field(kw_only=True)
 
 
-def partition(problem: Problem, *, grain: int = 0, tolerance: float = 0.0) -> Partition:
+def graphpipe(problem: PartitionProblem, *, grain: int = 0, tolerance: float = 0.0) -> Iterator[GraphPartition]:
     """Stages with the least time of the busiest device, of all that the decomposition and the lines can reach.
 
     The lines are the blocks in the order they were given in (as far as edges let them) and in the order of the
     decomposition. Of equal partitions those of the decomposition are taken, with few samples in flight, then few
     devices. With a ``grain`` blocks in series are taken together as long as they make at most so many ns for the
     mini-batch (GraphPipe 3.5): quicker, and the optimum may be missed. With a ``tolerance`` the result is at most so
-    much above the optimum, as a share of it.
+    much above the optimum, as a share of it. There is one such partition.
 
     Raises:
         InfeasibleError: nothing fits; the text says on how many devices or with how much memory something would.
     """
-    weights = {block: problem.work(load) for block, load in problem.loads.items()}
-    found = decompose(tuple(problem.loads), problem.edges, weights)
+    weights = {block: problem.work(costs) for block, costs in problem.costs.items()}
+    found = decompose(tuple(problem.costs), problem.edges, weights)
     best: tuple[int, list[Staged]] | None = None
     series_parallel: int | None = None
     for tree in _candidates(problem, found.tree):
@@ -63,15 +65,21 @@ def partition(problem: Problem, *, grain: int = 0, tolerance: float = 0.0) -> Pa
         best = better or best
     if best is None:
         raise InfeasibleError(_told(problem, found.tree))
-    graph = StageGraph.of(best[1], problem.edges, problem.mini_batch, best[0])
-    return Partition(graph, found, "series-parallel" if best[0] == series_parallel else "line", series_parallel)
+    yield GraphPartition(
+        problem.placed(best[1], sized=True),
+        best[0],
+        optimal=not grain and not tolerance,
+        decomposition=found,
+        candidate="series-parallel" if best[0] == series_parallel else "line",
+        series_parallel_ns=series_parallel,
+    )
 
 
-def _candidates(problem: Problem, tree: Part) -> list[Part]:
+def _candidates(problem: PartitionProblem, tree: Part) -> list[Part]:
     """The decomposition and the lines, each once."""
     if all(part.kind == "block" for part in tree.parts) and tree.kind != "parallel":
         return [tree]
-    orders = dict.fromkeys((tree.blocks, topological_order(tuple(problem.loads), problem.edges)))
+    orders = dict.fromkeys((tree.blocks, topological_order(tuple(problem.costs), problem.edges)))
     return [tree, *map(in_line, orders)]
 
 
@@ -138,7 +146,7 @@ def _budgets(fewest: int, most: int) -> Iterator[int]:
 def _longest(shapes: Shapes) -> int:
     """More than any stage can take."""
     load = shapes[shapes.root].load
-    return max(shapes.problem.time_of(load, choice) for choice in shapes.problem.choices)
+    return max(shapes.problem.time_of(load, choice) for choice in shapes.problem.ways)
 
 
 def _read(shapes: Shapes, solution: Solution) -> tuple[int, list[Staged]]:
@@ -149,8 +157,8 @@ def _read(shapes: Shapes, solution: Solution) -> tuple[int, list[Staged]]:
     return max(times), stages
 
 
-def _load(problem: Problem, blocks: Sequence[str]) -> Load:
-    return reduce(add, (problem.loads[name] for name in blocks))
+def _load(problem: PartitionProblem, blocks: Sequence[str]) -> Costs:
+    return together(problem.costs[name] for name in blocks)
 
 
 def _stages(shapes: Shapes, part: Part, trace: Trace | None) -> Iterator[Staged]:
@@ -198,7 +206,7 @@ def _entries(trace: Trace | None) -> Iterator[Entry]:
         trace = trace.rest
 
 
-def _told(problem: Problem, tree: Part) -> str:
+def _told(problem: PartitionProblem, tree: Part) -> str:
     """Why nothing fits, as far as there is time to find out."""
     assert problem.memory_bytes is not None  # without a limit one block per stage, or all in one, is a solution
     try:
@@ -210,11 +218,11 @@ def _told(problem: Problem, tree: Part) -> str:
         )
 
 
-def _why(problem: Problem, tree: Part) -> str:
+def _why(problem: PartitionProblem, tree: Part) -> str:
     """What would have to be different for anything to fit."""
     assert problem.memory_bytes is not None  # without a limit one block per stage, or all in one, is a solution
     limit, needed = problem.memory_bytes, _enough(problem, tree)
-    many = replace(problem, num_devices=problem.num_devices * len(problem.loads))
+    many = replace(problem, num_devices=problem.num_devices * len(problem.costs))
     shapes = Shapes(many, tree)
     solution = _answer(shapes, _longest(shapes))
     enough = f"{named_devices(problem.num_devices)} of {format_bytes(needed)} would do"
@@ -229,19 +237,25 @@ def _why(problem: Problem, tree: Part) -> str:
     )
 
 
-def _tightest(problem: Problem, tree: Part, limit: int) -> str:
+def _tightest(problem: PartitionProblem, tree: Part, limit: int) -> str:
     """Which stage misses how much of ``limit`` in the partition that needs least."""
     shapes = Shapes(problem, tree)
     solution = _answer(shapes, _longest(shapes))
     assert solution is not None
-    graph = StageGraph.of(_read(shapes, solution)[1], problem.edges, problem.mini_batch, 0)
-    stages = [(graph.memory_of(problem, stage), stage.blocks) for stage in graph.stages]
-    needed, blocks = max(stages, key=lambda stage: stage[0])
+    stages = _read(shapes, solution)[1]
+    stage_of = {block: index for index, (blocks, _) in enumerate(stages) for block in blocks}
+    crossing = {(stage_of[a], stage_of[b]) for a, b in problem.edges if stage_of[a] != stage_of[b]}
+    in_flight = flows([way.microbatch_size for _, way in stages], crossing, problem.mini_batch)
+    each = [
+        (problem.memory_of(_load(problem, blocks), way, held), blocks)
+        for (blocks, way), held in zip(stages, in_flight, strict=True)
+    ]
+    needed, blocks = max(each, key=lambda stage: stage[0])
     names = blocks[0] if len(blocks) == 1 else f"{blocks[0]} .. {blocks[-1]} ({len(blocks)} blocks)"
     return f"at best the stage of {names} needs {format_bytes(needed)}, {format_bytes(needed - limit)} too much"
 
 
-def _enough(problem: Problem, tree: Part) -> int:
+def _enough(problem: PartitionProblem, tree: Part) -> int:
     """Bytes per device that let something fit; with a hundredth less nothing does."""
     low, high = problem.memory_bytes or 1, 2 * (problem.memory_bytes or 1)
     while not _fits(replace(problem, memory_bytes=high), tree):
@@ -252,6 +266,6 @@ def _enough(problem: Problem, tree: Part) -> int:
     return high
 
 
-def _fits(problem: Problem, tree: Part) -> bool:
+def _fits(problem: PartitionProblem, tree: Part) -> bool:
     shapes = Shapes(problem, tree)
     return _answer(shapes, _longest(shapes)) is not None

@@ -9,14 +9,15 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from itertools import accumulate, product
-from operator import add
+from itertools import product
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from pipeplan.costs import UNLIMITED
+from pipeplan.partition.chain_costs import ChainCosts
 from pipeplan.partition.graphpipe.needs import Integers, Needs
-from pipeplan.partition.graphpipe.problem import UNLIMITED, Load, Problem
+from pipeplan.partition.problem import Costs, PartitionProblem, together
 from pipeplan.partition.series_parallel import Part
 
 __all__ = ["MAX_GROUPS", "Group", "Run", "Shape", "Shapes", "Split"]
@@ -34,7 +35,7 @@ Split = tuple[Left, tuple[tuple[Left, Group], ...]]
 
 
 class Run(NamedTuple):
-    """What blocks that run one after another cost on a device, for one number of samples: as in :class:`Load`."""
+    """What blocks that run one after another cost on a device, for one number of samples: in total."""
 
     time: int
     activations: int
@@ -58,7 +59,7 @@ class Shape:
     """A kind of part.
 
     ``children`` are shapes by number: in order for a series, sorted for parallel parts, itself for a block. Running
-    sums over the children of a series or block: ``times`` and ``activations`` [samples][child + 1],
+    sums over at least the children of a series or block: ``times`` and ``activations`` [samples][child + 1],
     ``parameters`` and ``statics`` [child + 1]; ``workspaces`` [power][samples][child] is the largest of 2 ** power
     children from there on. ``work`` is the least ns of all devices for the mini-batch.
     """
@@ -66,13 +67,13 @@ class Shape:
     number: int
     kind: Literal["block", "series", "parallel"]
     children: tuple[int, ...]
-    load: Load
+    load: Costs
     work: int
-    times: tuple[list[int], ...] = ()
-    activations: tuple[list[int], ...] = ()
+    times: Sequence[list[int]] = ()
+    activations: Sequence[list[int]] = ()
     parameters: Sequence[int] = ()
     statics: Sequence[int] = ()
-    workspaces: tuple[tuple[list[int], ...], ...] = ()
+    workspaces: Sequence[Sequence[list[int]]] = ()
 
     def run(self, begin: int, end: int, row: int) -> Run:
         """Sums over a run, for so many samples."""
@@ -93,7 +94,7 @@ class Shapes:
     ``choices`` are those of the problem with which some block fits; ``needs`` are under these.
     """
 
-    def __init__(self, problem: Problem, tree: Part) -> None:
+    def __init__(self, problem: PartitionProblem, tree: Part) -> None:
         self.problem, self.tree = problem, tree
         self.shapes: list[Shape] = []
         self.of: dict[Part, int] = {}
@@ -101,7 +102,7 @@ class Shapes:
         self._beginnings: dict[int, tuple[int, int]] = {}
         self._capacities: dict[int, list[list[Integers]]] = {}
         self._longest: dict[tuple[int, int], Integers] = {}
-        self._loads: dict[Group, Load] = {}
+        self._loads: dict[Group, Costs] = {}
         for part in tree.post_order():
             self.of[part] = self._number(part)
         if tree.kind == "parallel":
@@ -110,7 +111,7 @@ class Shapes:
             self.root = self.of[tree]
         self._splits: dict[int, tuple[Split, ...]] = {}
         blocks = [shape.load for shape in self.shapes if shape.kind == "block"]
-        self.choices = tuple(each for each in problem.choices if any(problem.fits(block, each) for block in blocks))
+        self.choices = tuple(each for each in problem.ways if any(problem.fits(block, each) for block in blocks))
         self.needs = Needs(self.choices, problem.mini_batch, problem.memory_bytes is not None)
 
     def unlimited(self) -> Shapes:
@@ -139,8 +140,9 @@ class Shapes:
 
     def beginning(self, number: int, count: int) -> int:
         """A series' first children."""
-        children = self.shapes[number].children[:count]
-        found = self._add(("series", children), "series", children)
+        whole = self.shapes[number]
+        children = whole.children[:count]
+        found = self._add(("series", children), "series", children, whole=whole)
         self._beginnings.setdefault(found, (number, count))
         return found
 
@@ -176,10 +178,10 @@ class Shapes:
         """(row, choices that have it)."""
         return [(int(row), np.flatnonzero(self.needs.rows == row)) for row in np.unique(self.needs.rows)]
 
-    def load(self, group: Group) -> Load:
+    def load(self, group: Group) -> Costs:
         """The load of branches in one stage."""
         if group not in self._loads:
-            self._loads[group] = reduce(add, (self.shapes[branch].load for branch in group))
+            self._loads[group] = together(self.shapes[branch].load for branch in group)
         return self._loads[group]
 
     def work(self, group: Group) -> int:
@@ -188,7 +190,7 @@ class Shapes:
 
     def _number(self, part: Part) -> int:
         if part.kind == "block":
-            load = reduce(add, (self.problem.loads[name] for name in part.names))
+            load = together(self.problem.costs[name] for name in part.names)
             return self._add(("block", load), "block", (), load)
         children = tuple(self.of[each] for each in part.parts)
         if part.kind == "parallel":
@@ -200,16 +202,20 @@ class Shapes:
         key: Hashable,
         kind: Literal["block", "series", "parallel"],
         children: tuple[int, ...],
-        load: Load | None = None,
+        load: Costs | None = None,
+        whole: Shape | None = None,
     ) -> int:
+        """The shape with a key; the beginning of a ``whole`` shares its sums."""
         if key in self._known:
             return self._known[key]
         number = self._known[key] = len(self.shapes)
         parts = [self.shapes[child] for child in children]
-        total = load or reduce(add, (part.load for part in parts))
+        total = load or together(part.load for part in parts)
         work = sum(part.work for part in parts) if parts else self.problem.work(total)
         shape = Shape(number, kind, children or (number,), total, work)
-        if kind != "parallel":
+        if whole is not None:
+            shape = replace(whole, number=number, kind=kind, children=children, load=total, work=work)
+        elif kind != "parallel":
             shape = _with_sums(shape, parts or [shape])
         self.shapes.append(shape)
         return number
@@ -245,14 +251,15 @@ class Shapes:
 
 
 def _with_sums(shape: Shape, parts: Sequence[Shape]) -> Shape:
-    rows = range(len(shape.load.times))
+    """As lists, of which single numbers are quicker to get than of arrays."""
+    sums = ChainCosts.of_rows(list(zip(*(part.load for part in parts), strict=True)))
     return replace(
         shape,
-        times=tuple([0, *accumulate(part.load.times[row] for part in parts)] for row in rows),
-        activations=tuple([0, *accumulate(part.load.activations[row] for part in parts)] for row in rows),
-        parameters=[0, *accumulate(part.load.parameter_bytes for part in parts)],
-        statics=[0, *accumulate(part.load.static_bytes for part in parts)],
-        workspaces=_range_maxima([[part.load.workspaces[row] for part in parts] for row in rows]),
+        times=sums.compute.tolist(),
+        activations=sums.activations.tolist(),
+        parameters=sums.parameters[0].tolist(),
+        statics=sums.static[0].tolist(),
+        workspaces=np.moveaxis(sums.widest, 1, 0).tolist(),
     )
 
 
@@ -265,13 +272,3 @@ def _capacities(shape: Shape, end: int, limit: int) -> list[Integers]:
         held = times[end] - np.array(times[:end])
         found.append(np.where(left < 0, -1, np.where(held > 0, left // np.maximum(held, 1), UNLIMITED)))
     return found
-
-
-def _range_maxima(values: Sequence[list[int]]) -> tuple[tuple[list[int], ...], ...]:
-    """[power][row][at] the largest of 2 ** power values from ``at`` on."""
-    levels = [tuple(values)]
-    width = 1
-    while 2 * width <= len(values[0]):
-        levels.append(tuple([max(pair) for pair in zip(row, row[width:], strict=False)] for row in levels[-1]))
-        width *= 2
-    return tuple(levels)

@@ -13,14 +13,15 @@ alike, and sending is left out.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 
-from pipeplan.errors import InfeasibleError
-from pipeplan.partition.published.costs import FOREVER, Question
-from pipeplan.partition.published.stages import PublishedPlan, PublishedStage
+from pipeplan.costs import UNLIMITED
+from pipeplan.partition.problem import Partition, PartitionProblem, Way
+from pipeplan.partition.published.stages import Stages, for_each_size
 
 __all__ = ["Load", "dapple", "latency"]
 
@@ -57,61 +58,85 @@ def pivot_of(stages: tuple[Load, ...], num_microbatches: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A stage: blocks begin .. end-1 and an option."""
+    """A stage: blocks begin .. end-1 and a way, by number."""
 
     begin: int
     end: int
-    option: int
+    way: int
 
 
-@dataclass(slots=True)
+Suffix = tuple[_Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Search:
-    """What every range of blocks costs: [begin][end - begin - 1, option]."""
+    """Plans for one micro-batch size; ``loads`` and ``room`` [begin][end][way] of every range of blocks.
 
-    question: Question
+    ``kept`` is, by (first block of what was cut off, devices it takes), the best of it with its latency.
+    """
+
+    num_blocks: int
+    num_devices: int
+    num_microbatches: int
+    ways: tuple[Way, ...]
     loads: list[list[list[Load]]]
-    most_later: list[list[list[int]]]
+    room: list[list[list[int]]]
+    kept: dict[tuple[int, int], tuple[int, Suffix]]
 
     @classmethod
-    def of(cls, question: Question) -> _Search:
-        count = len(question.names)
-        loads, most_later = [], []
-        for begin in range(count):
-            members = np.tri(count, count, 0, dtype=np.bool_)[begin:] & (np.arange(count) >= begin)
-            chosen = members.astype(np.int64)
-            each = (chosen @ question.forwards, chosen @ question.backwards, question.waits(members))
-            loads.append(
-                [
-                    [(int(f), int(b), int(w)) for f, b, w in zip(*row, strict=True)]
-                    for row in zip(*(table.tolist() for table in each), strict=True)
-                ]
-            )
-            most_later.append(question.price(members).most_later.tolist())
-        return cls(question, loads, most_later)
+    def of(cls, problem: PartitionProblem, ways: Sequence[Way], order: Sequence[str]) -> _Search:
+        sums, rows, count = problem.chain(order), [way.row for way in ways], len(order)
+        stages = Stages.of_chain(problem, ways, order)
+        forward = (sums.forward[:, stages.ends] - sums.forward[:, stages.begins])[rows]
+        each = (forward, sums.time(stages.begins, stages.ends)[rows] - forward, stages.waits, stages.room)
+        table = np.zeros((count + 1, count + 1, len(ways), len(each)), dtype=np.int64)
+        table[stages.begins, stages.ends] = np.stack(each).T
+        loads = [[[(f, b, w) for f, b, w, _ in of] for of in row] for row in table.tolist()]
+        number = problem.mini_batch // ways[0].microbatch_size
+        kept: dict[tuple[int, int], tuple[int, Suffix]] = {(count, 0): (0, ())}
+        return cls(count, problem.num_devices, number, tuple(ways), loads, table[..., 3].tolist(), kept)
 
-    def load(self, part: _Part) -> Load:
-        return self.loads[part.begin][part.end - part.begin - 1][part.option]
+    def best(self) -> tuple[int, Suffix]:
+        """The least latency of the plans looked at that fit, and its stages."""
+        best: tuple[int, Suffix] = (UNLIMITED, ())
+        for end in range(self.num_blocks, 0, -1):
+            for used in range(self.num_devices):
+                if (end, used) in self.kept:
+                    suffix = self.kept[end, used][1]
+                    value, way = self._whole(end, self.num_devices - used, suffix, must_fit=True)
+                    best = min(best, (value, (_Part(0, end, way), *suffix)), key=lambda plan: plan[0])
+                    self._extend(end, used, suffix)
+        return best
 
-    def fits(self, part: _Part, later: int) -> bool:
-        return self.most_later[part.begin][part.end - part.begin - 1][part.option] >= later
+    def _extend(self, end: int, used: int, suffix: Suffix) -> None:
+        """Cut one more stage off before ``end``, in every way that leaves a block and a device for the first."""
+        for begin in range(1, end):
+            for index, way in enumerate(self.ways):
+                state, part = (begin, used + way.replicas), _Part(begin, end, index)
+                if state[1] >= self.num_devices or not self._fits(part, len(suffix)):
+                    continue
+                value, _ = self._whole(begin, self.num_devices - state[1], (part, *suffix), must_fit=False)
+                if state not in self.kept or value < self.kept[state][0]:
+                    self.kept[state] = (value, (part, *suffix))
 
-    def value(self, parts: tuple[_Part, ...]) -> int:
-        return latency(tuple(self.load(part) for part in parts), self.question.num_microbatches)
-
-    def whole(self, end: int, devices: int, suffix: tuple[_Part, ...], *, must_fit: bool) -> tuple[int, int]:
-        """(latency, option) of the best first stage of all blocks before ``end`` on at most ``devices``."""
+    def _whole(self, end: int, devices: int, suffix: Suffix, *, must_fit: bool) -> tuple[int, int]:
+        """(latency, way) of the best first stage of all blocks before ``end`` on at most ``devices``."""
+        later = tuple(self.loads[part.begin][part.end][part.way] for part in suffix)
         return min(
             (
-                (self.value((_Part(0, end, index), *suffix)), index)
-                for index, option in enumerate(self.question.options)
-                if option.replicas <= devices and (not must_fit or self.fits(_Part(0, end, index), len(suffix)))
+                (latency((self.loads[0][end][index], *later), self.num_microbatches), index)
+                for index, way in enumerate(self.ways)
+                if way.replicas <= devices and (not must_fit or self._fits(_Part(0, end, index), len(suffix)))
             ),
-            default=(FOREVER, 0),
+            default=(UNLIMITED, 0),
         )
 
+    def _fits(self, part: _Part, later: int) -> bool:
+        return self.room[part.begin][part.end][part.way] >= min(self.num_microbatches, later + 1)
 
-def dapple(question: Question) -> PublishedPlan:
-    """Cut stages off the end, one after another, each time judged with all blocks before as one stage.
+
+def dapple(problem: PartitionProblem) -> Iterator[Partition]:
+    """Cut stages off the end, one after another, each time judged with all blocks before as one stage; for each size.
 
     As published: per (first block of what is cut off, devices it takes) only the best is kept, so the result is not
     always the least latency of all plans; for at most two stages it is.
@@ -119,41 +144,13 @@ def dapple(question: Question) -> PublishedPlan:
     Raises:
         InfeasibleError: no plan that was looked at fits into memory.
     """
-    search, count, devices = _Search.of(question), len(question.names), question.num_devices
-    kept: dict[tuple[int, int], tuple[int, tuple[_Part, ...]]] = {(count, 0): (0, ())}
-    best: tuple[int, tuple[_Part, ...]] = (FOREVER, ())
-    for end in range(count, 0, -1):
-        for used in range(devices):
-            if (end, used) not in kept:
-                continue
-            suffix = kept[end, used][1]
-            value, option = search.whole(end, devices - used, suffix, must_fit=True)
-            if value < best[0]:
-                best = (value, (_Part(0, end, option), *suffix))
-            _extend(search, kept, end, used, suffix)
-    if best[0] >= FOREVER:
-        raise InfeasibleError(
-            f"no plan that DAPPLE's planner looks at fits {devices} devices of {question.memory_bytes} bytes; raise "
-            "--memory or --devices, or lower --microbatch-size"
-        )
-    stages = tuple(PublishedStage(question.names[p.begin : p.end], question.options[p.option]) for p in best[1])
-    return PublishedPlan(stages, best[0])
+    order = problem.order
 
+    def planned(ways: Sequence[Way]) -> Partition | None:
+        value, parts = _Search.of(problem, ways, order).best()
+        if value >= UNLIMITED:
+            return None
+        stages = [(order[part.begin : part.end], ways[part.way]) for part in parts]
+        return Partition(problem.placed(stages), value)
 
-def _extend(
-    search: _Search,
-    kept: dict[tuple[int, int], tuple[int, tuple[_Part, ...]]],
-    end: int,
-    used: int,
-    suffix: tuple[_Part, ...],
-) -> None:
-    """Cut one more stage off before ``end``, in every way that leaves a block and a device for the first."""
-    question = search.question
-    for begin in range(1, end):
-        for index, option in enumerate(question.options):
-            state, part = (begin, used + option.replicas), _Part(begin, end, index)
-            if state[1] >= question.num_devices or not search.fits(part, len(suffix)):
-                continue
-            value, _ = search.whole(begin, question.num_devices - state[1], (part, *suffix), must_fit=False)
-            if state not in kept or value < kept[state][0]:
-                kept[state] = (value, (part, *suffix))
+    return for_each_size(problem, planned, "no plan that DAPPLE's planner looks at fits")

@@ -7,26 +7,27 @@ where the graph has branches.
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Iterator, Sequence
 
-from pipeplan.errors import InfeasibleError
-from pipeplan.partition.published.costs import Question
-from pipeplan.partition.published.stages import PublishedPlan, least_bottleneck
+from pipeplan.partition.problem import Partition, PartitionProblem, Way
+from pipeplan.partition.published.stages import Stages, for_each_size, least_bottleneck
 
 __all__ = ["pipedream"]
 
 
-def pipedream(question: Question) -> PublishedPlan:
-    """The contiguous partition with the least slowest stage, on at most the devices there are.
+def pipedream(problem: PartitionProblem) -> Iterator[Partition]:
+    """The contiguous partition with the least slowest stage, on at most the devices there are, for each size.
 
     Raises:
         InfeasibleError: no partition fits into memory.
     """
-    count = len(question.names)
-    plan = least_bottleneck(question, np.tri(count + 1, count, -1, dtype=np.bool_))
-    if plan is None:
-        raise InfeasibleError(
-            f"no split of {count} blocks into stages in a line fits {question.num_devices} devices of "
-            f"{question.memory_bytes} bytes; raise --memory or --devices, or lower --microbatch-size"
-        )
-    return plan
+    order = problem.order
+
+    def planned(ways: Sequence[Way]) -> Partition | None:
+        found = least_bottleneck(problem, Stages.of_chain(problem, ways, order))
+        if found is None:
+            return None
+        placed = problem.placed([(order[begin:end], way) for begin, end, way in found[1]])
+        return Partition(placed, found[0], optimal=True)
+
+    return for_each_size(problem, planned, f"no split of {len(order)} blocks into stages in a line fits")

@@ -1,136 +1,129 @@
-"""The dynamic programme that PipeDream's and Piper's planners share: the least slowest stage over chains of cuts."""
+"""What PipeDream's, Piper's and DAPPLE's planners share: every possible stage, and the least slowest stage.
+
+All three have one micro-batch size b for all stages, so a problem with several sizes has an answer for each. Memory is
+that of 1F1B: a stage with s stages after it holds the activations of s + 1 micro-batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pipeplan.partition.published.costs import FOREVER, Integers, Mask, Option, Question
+from pipeplan.costs import UNLIMITED
+from pipeplan.errors import InfeasibleError
+from pipeplan.partition.chain_costs import Array, ChainCosts
+from pipeplan.partition.chain_kernel import Programme
+from pipeplan.partition.problem import Partition, PartitionProblem, Way
 
-__all__ = ["PublishedPlan", "PublishedStage", "least_bottleneck"]
+__all__ = ["Mask", "Stages", "for_each_size", "least_bottleneck"]
+
+Mask = NDArray[np.bool_]
+
+
+def for_each_size(
+    problem: PartitionProblem, planner: Callable[[Sequence[Way]], Partition | None], nothing: str
+) -> Iterator[Partition]:
+    """What a planner finds for the ways of each micro-batch size.
+
+    Raises:
+        InfeasibleError: ``nothing``, for all sizes.
+    """
+    sized = groupby(sorted(problem.ways, key=lambda way: way.microbatch_size), key=lambda way: way.microbatch_size)
+    found = [partition for _, ways in sized if (partition := planner(list(ways))) is not None]
+    if not found:
+        raise InfeasibleError(
+            f"{nothing} {problem.num_devices} devices of {problem.memory_bytes} bytes; raise --memory or --devices, "
+            "or lower --microbatch-size"
+        )
+    yield from found
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedStage:
-    """Blocks in topological order, and how they run."""
+class Stages:
+    """Every possible stage between two cuts, in every way: [way, stage] ns for the mini-batch, and room.
 
-    blocks: tuple[str, ...]
-    option: Option
-
-
-@dataclass(frozen=True, slots=True)
-class PublishedPlan:
-    """Stages one after another, and what the planner minimises, in ns for the mini-batch.
-
-    For PipeDream and Piper that is the slowest stage, for DAPPLE the latency of the pipeline.
+    ``waits`` is the part of ``times`` that is the gradients' all-reduce, ``room`` the micro-batches a stage has memory
+    for. ``number`` [begin, end] is a stage's place, -1 where there is none.
     """
 
-    stages: tuple[PublishedStage, ...]
-    value_ns: int
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of all stages."""
-        return sum(stage.option.replicas for stage in self.stages)
-
-
-def least_bottleneck(question: Question, cuts: Mask) -> PublishedPlan | None:
-    """The partition along a chain of ``cuts`` whose slowest stage is least slow; None if none fits.
-
-    ``cuts`` [cut, block] are sets of blocks that may lie before a border between stages, by size, the empty set first
-    and all blocks last. The programme goes over (stages after the cut, the cut, devices left), because the memory of
-    a stage depends on how many come after it; without a memory limit one table does for any number of them.
-    """
-    return _unlimited(question, cuts) if question.memory_bytes is None else _layered(question, cuts)
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Of one cut: all next cuts with all options, flat."""
-
-    targets: Integers
-    options: Integers
-    times: Integers
-    most_later: Integers
-
-
-def _rows(question: Question, cuts: Mask, source: int) -> _Rows:
-    later = np.flatnonzero((cuts | ~cuts[source]).all(axis=1))
-    later = later[later > source]
-    priced = question.price(cuts[later] & ~cuts[source])
-    width = len(question.options)
-    return _Rows(
-        np.repeat(later, width),
-        np.tile(np.arange(width), len(later)),
-        priced.times.ravel(),
-        priced.most_later.ravel(),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """[cut, devices] the least slowest stage of what is after a cut, and how it starts: next cut and option."""
-
-    values: Integers
-    nexts: Integers
-    options: Integers
+    ways: tuple[Way, ...]
+    begins: Array
+    ends: Array
+    times: Array
+    waits: Array
+    room: Array
+    number: Array
 
     @classmethod
-    def empty(cls, cuts: int, devices: int) -> _Table:
-        """Nothing after the last cut; all else is impossible."""
-        shape = (cuts, devices + 1)
-        table = cls(np.full(shape, FOREVER), np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64))
-        table.values[-1] = 0
-        return table
+    def of(cls, problem: PartitionProblem, ways: Sequence[Way], sums: ChainCosts, begins: Array, ends: Array) -> Stages:
+        """Those between these cuts, with ``sums`` [row, cut]."""
+        rows = [way.row for way in ways]
+        waits = _waits(problem, ways, sums.parameters[0, ends] - sums.parameters[0, begins])
+        times = problem.mini_batch // ways[0].microbatch_size * sums.time(begins, ends)[rows] + waits
+        limit = problem.memory_bytes
+        room = np.full_like(times, UNLIMITED) if limit is None else sums.room(begins, ends, limit)[rows]
+        number = np.full((sums.num_blocks + 1, sums.num_blocks + 1), -1)
+        number[begins, ends] = np.arange(len(begins))
+        return cls(tuple(ways), begins, ends, times, waits, room, number)
 
-    def fill(self, question: Question, source: int, rows: _Rows, after: _Table) -> None:
-        """The best stage from ``source`` on, before what ``after`` says of the rest."""
-        left = np.arange(self.values.shape[1])[None, :] - question.replicas[rows.options][:, None]
-        rest = np.where(left >= 0, after.values[rows.targets[:, None], np.maximum(left, 0)], FOREVER)
-        values = np.maximum(rows.times[:, None], rest)
-        best = values.argmin(axis=0)
-        self.values[source] = values[best, np.arange(values.shape[1])]
-        self.nexts[source], self.options[source] = rows.targets[best], rows.options[best]
+    @classmethod
+    def of_chain(cls, problem: PartitionProblem, ways: Sequence[Way], order: Sequence[str]) -> Stages:
+        """Those of blocks in this order."""
+        return cls.of(problem, ways, problem.chain(order), *np.triu_indices(len(order) + 1, 1))
 
-
-def _unlimited(question: Question, cuts: Mask) -> PublishedPlan | None:
-    table = _Table.empty(len(cuts), question.num_devices)
-    for source in range(len(cuts) - 2, -1, -1):
-        table.fill(question, source, _rows(question, cuts, source), table)
-    return _traced(question, cuts, [table] * (len(question.names) + 1))
-
-
-def _layered(question: Question, cuts: Mask) -> PublishedPlan | None:
-    """One table per number of stages after the cut; stages that do not fit with so many after them are left out."""
-    rows = [_rows(question, cuts, source) for source in range(len(cuts) - 1)]
-    tables = [_Table.empty(len(cuts), question.num_devices)]
-    most = min(question.num_devices, len(question.names))
-    for later in range(most):
-        table = _Table.empty(len(cuts), question.num_devices)
-        table.values[-1] = FOREVER  # exactly so many stages
-        for source, each in enumerate(rows):
-            fits = each.most_later >= later
-            kept = _Rows(each.targets[fits], each.options[fits], each.times[fits], each.most_later[fits])
-            if fits.any():
-                table.fill(question, source, kept, tables[-1])
-        tables.append(table)
-    best = min(range(1, most + 1), key=lambda count: int(tables[count].values[0, -1]))
-    return _traced(question, cuts, tables[: best + 1][::-1])
+    def fitting(self, num_microbatches: int, later: int) -> Mask:
+        """[way, stage] whether there is room with so many stages after it; no more than all micro-batches are ever in
+        flight."""
+        fits: Mask = self.room >= min(num_microbatches, later + 1)
+        return fits
 
 
-def _traced(question: Question, cuts: Mask, tables: Sequence[_Table]) -> PublishedPlan | None:
-    """The stages on the way from the first cut, ``tables`` in the order of stages."""
-    value = int(tables[0].values[0, -1])
-    if value >= FOREVER:
+def _waits(problem: PartitionProblem, ways: Sequence[Way], sizes: Array) -> Array:
+    """[way, stage] ns of the all-reduce of so many bytes."""
+    distinct, places = np.unique(sizes, return_inverse=True)
+    each = [[problem.waiting(size, way) for size in distinct.tolist()] for way in ways]
+    return np.array(each, dtype=np.int64)[:, places]
+
+
+def least_bottleneck(problem: PartitionProblem, stages: Stages) -> tuple[int, list[tuple[int, int, Way]]] | None:
+    """The slowest stage's ns, and (begin, end, way) of each stage, of the partition whose slowest stage is least slow.
+
+    The programme goes over (stages after a cut, cut, devices left), because the memory of a stage depends on how many
+    come after it; without a memory limit one layer does for any number of them. None if nothing fits.
+    """
+    last, devices = len(stages.number) - 1, problem.num_devices
+    programme = Programme(last + 1, UNLIMITED, devices=[way.replicas for way in stages.ways], num_devices=devices)
+    candidates, start = _from_the_end(stages.number), programme.start(range(devices + 1))
+    if problem.memory_bytes is None:
+        layers = [programme.repeated(start, _price(stages, stages.times), candidates)] * last
+    else:
+        count, layers = problem.mini_batch // stages.ways[0].microbatch_size, [start]
+        for later in range(min(devices, last)):
+            times = np.where(stages.fitting(count, later), stages.times, UNLIMITED)
+            layers.append(programme.extended(layers[-1], _price(stages, times), candidates))
+        best = min(range(1, len(layers)), key=lambda number: int(layers[number].values[devices, last]))
+        layers = layers[1 : best + 1]
+    value = int(layers[-1].values[devices, last])
+    if value >= UNLIMITED:
         return None
-    stages, cut, devices = [], 0, question.num_devices
-    for table in tables:
-        if cut == len(cuts) - 1:
-            break
-        following, chosen = int(table.nexts[cut, devices]), question.options[int(table.options[cut, devices])]
-        blocks = np.flatnonzero(cuts[following] & ~cuts[cut])
-        stages.append(PublishedStage(tuple(question.names[block] for block in blocks), chosen))
-        cut, devices = following, devices - chosen.replicas
-    return PublishedPlan(tuple(stages), value)
+    traced = programme.traced(layers, last)
+    return value, [(last - end, last - begin, stages.ways[way]) for begin, end, way in traced]
+
+
+def _price(stages: Stages, times: Array) -> Callable[[Array, Array], Array]:
+    """What stages take, for cuts that are numbered from the end."""
+    last = len(stages.number) - 1
+    return lambda begins, ends: times[:, stages.number[last - ends, last - begins]]
+
+
+def _from_the_end(number: Array) -> Array:
+    """[cut, candidate] where stages may begin, the nearest first; cuts are numbered from the end."""
+    possible = (number >= 0)[::-1, ::-1]
+    order = np.argsort(~possible[:, ::-1], axis=1, kind="stable")
+    nearest = np.take_along_axis(possible[:, ::-1], order, axis=1)
+    found: Array = np.where(nearest, len(number) - 1 - order, -1)[:, : max(1, int(possible.sum(axis=1).max()))]
+    return found

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from pipeplan.errors import UsageError
 from pipeplan.model.workload import Workload
-from pipeplan.partition.graphpipe import GraphStage
-from pipeplan.partition.in_flight import KFKB, samples_in_flight
+from pipeplan.partition.in_flight import KFKB, kfkb_word, samples_in_flight
 from pipeplan.schedule.stage_graph.stages import Stages
 from pipeplan.simulate.memory import fits
 from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts, with_links
@@ -100,8 +99,7 @@ def _words(stages: Stages, ks: Sequence[int]) -> list[list[str]]:
         size, samples = stages.sizes[stage], stages.totals[stage]
         needed = [size * _least_start(stages, stage, ks[stage], other, words[other]) for other in stages.after[stage]]
         held[stage] = min(samples, max([stages.needed(stage, ks[stage], ks, held), *needed]))
-        own = GraphStage((), (), size, held[stage], ks[stage])
-        words[stage] = list(own.schedule(samples))
+        words[stage] = list(kfkb_word(KFKB(ks[stage], size), held[stage], samples))
     return words
 
 

@@ -1,0 +1,266 @@
+"""What a partitioner is asked, and what it answers: blocks with their costs on one side, placements on the other.
+
+A stage chooses a *way* to run: a micro-batch size b, a number of replicas r that divides it, and whether it recomputes;
+each replica works on b / r samples of every micro-batch. The time of a stage is that of one of its devices for the
+whole mini-batch of B samples, an integer number of ns; divided by B it is GraphPipe's time per sample:
+
+    time = (B / b) * sum of (forward + backward) of b / r samples + all-reduce of the gradients over r devices
+
+Its memory is parameters, gradients and optimizer state, the activations of the micro-batches in flight and the
+largest workspace. Sending between stages takes no device's time, as everywhere in pipeplan, and is left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, reduce
+from itertools import accumulate, pairwise
+from operator import add
+from typing import NamedTuple
+
+from pipeplan.costs import StageCost, group_costs
+from pipeplan.errors import SearchTimeoutError, UsageError
+from pipeplan.model import Edge, PlacedStage, Placement, Profile
+from pipeplan.partition.chain_costs import ChainCosts, Repeat
+from pipeplan.partition.series_parallel import topological_order
+
+__all__ = ["AllReduce", "Costs", "Partition", "PartitionProblem", "Pricing", "Way", "free", "together"]
+
+AllReduce = Callable[[int, int], int]
+"""(bytes, replicas) -> ns; not less for more bytes."""
+
+
+def free(size: int, replicas: int) -> int:
+    """An all-reduce that takes no time."""
+    return 0
+
+
+class Pricing(NamedTuple):
+    """What costs are for: samples on one replica, and whether activations are computed again."""
+
+    samples: int
+    recompute: bool = False
+
+
+class Way(NamedTuple):
+    """How a stage runs; ``row`` is the place of (``samples_each``, ``recompute``) among the problem's rows."""
+
+    microbatch_size: int
+    replicas: int
+    row: int
+    recompute: bool = False
+
+    @property
+    def samples_each(self) -> int:
+        """Samples of a micro-batch that one replica works on."""
+        return self.microbatch_size // self.replicas
+
+
+Costs = tuple[StageCost, ...]
+"""[row] what blocks that run one after another cost on a device."""
+
+
+def together(costs: Iterable[Costs]) -> Costs:
+    """What blocks cost that run one after another."""
+    return reduce(lambda one, other: tuple(map(add, one, other)), costs)
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Stages, and what their partitioner minimises: ``value_ns`` for the mini-batch.
+
+    For PipeDream, Piper and GraphPipe that is the slowest stage, for DAPPLE the latency of the pipeline, for AutoPipe
+    the simulated iteration. ``optimal`` says that no other partition of those the partitioner is for has less.
+    """
+
+    placement: Placement
+    value_ns: int
+    optimal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionProblem:
+    """Blocks with their costs [row] and edges, and what they may be put on.
+
+    ``rows`` are the numbers of samples that a replica can have, each of which divides ``mini_batch``, without and with
+    recomputation as far as stages may choose. ``memory_bytes`` of every device; None is no limit. ``repeats`` [row] are
+    tensors that several blocks count as held, for the blocks in topological ``order``.
+    """
+
+    costs: Mapping[str, Costs]
+    edges: tuple[tuple[str, str], ...]
+    num_devices: int
+    mini_batch: int
+    rows: tuple[Pricing, ...]
+    ways: tuple[Way, ...]
+    memory_bytes: int | None = None
+    all_reduce: AllReduce = free
+    deadline: float | None = None
+    repeats: tuple[tuple[Repeat, ...], ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        profile: Profile,
+        num_devices: int,
+        mini_batch: int,
+        *,
+        microbatch_sizes: Sequence[int] | None = None,
+        memory_bytes: int | None = None,
+        recompute: Sequence[bool] = (False,),
+        replicas: int | None = None,
+        all_reduce: AllReduce = free,
+    ) -> PartitionProblem:
+        """The question about a profile; by default micro-batch sizes are the powers of two that divide the mini-batch.
+
+        ``recompute`` lists the choices that every stage has; with ``replicas`` all have so many.
+
+        Raises:
+            UsageError: sizes of which one does not divide the next, or the mini-batch; or none that the profile has
+                costs for on any number of these devices.
+        """
+        pairs = _pairs(profile, num_devices, _checked_sizes(microbatch_sizes, mini_batch), replicas)
+        samples = sorted({size // count for size, count in pairs})
+        rows = tuple(Pricing(each, again) for again in recompute for each in samples)
+        ways = tuple(
+            Way(size, count, rows.index(Pricing(size // count, again)), again)
+            for again in recompute
+            for size, count in pairs
+        )
+        alone = [(block.id,) for block in profile.blocks]
+        columns = [group_costs(profile, alone, row.samples, recompute=row.recompute) for row in rows]
+        return cls(
+            dict(zip((name for (name,) in alone), zip(*columns, strict=True), strict=True)),
+            tuple((edge.source, edge.target) for edge in profile.edges),
+            num_devices,
+            mini_batch,
+            rows,
+            ways,
+            memory_bytes,
+            free if all_reduce is free else cache(all_reduce),
+            repeats=_repeats_of(profile, rows),
+        )
+
+    def require_time(self) -> None:
+        """Go on only before the ``deadline``, in seconds of the monotonic clock. Raises SearchTimeoutError."""
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            raise SearchTimeoutError("partitioning took all the time it had; raise --time-limit")
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Blocks in topological order, as near to the given one as edges allow."""
+        return topological_order(tuple(self.costs), self.edges)
+
+    def chain(self, blocks: Sequence[str]) -> ChainCosts:
+        """The running sums of blocks in this order, [row] first."""
+        return ChainCosts.of_rows(list(zip(*(self.costs[block] for block in blocks), strict=True)))
+
+    def waiting(self, parameter_bytes: int, way: Way) -> int:
+        """Ns of the all-reduce of a stage's gradients."""
+        return 0 if way.replicas == 1 or self.all_reduce is free else self.all_reduce(parameter_bytes, way.replicas)
+
+    def time(self, compute_ns: int, parameter_bytes: int, way: Way) -> int:
+        """Ns for the mini-batch of a stage that takes ``compute_ns`` for one micro-batch."""
+        computing = self.mini_batch // way.microbatch_size * compute_ns
+        if way.replicas == 1 or self.all_reduce is free:  # as in `waiting`, which this is asked for too often to call
+            return computing
+        return computing + self.all_reduce(parameter_bytes, way.replicas)
+
+    def time_of(self, costs: Costs, way: Way) -> int:
+        """Ns for the mini-batch of a stage with these costs."""
+        cost = costs[way.row]
+        return self.time(cost.compute_ns, cost.parameter_bytes, way)
+
+    def memory_of(self, costs: Costs, way: Way, in_flight: int) -> int:
+        """Bytes on each device of a stage that has so many samples in flight."""
+        return costs[way.row].memory_bytes(-(-in_flight // way.microbatch_size))
+
+    def fits(self, costs: Costs, way: Way) -> bool:
+        """Whether a stage with these costs has room for one micro-batch."""
+        return self.memory_bytes is None or costs[way.row].memory_bytes(1) <= self.memory_bytes
+
+    def work(self, costs: Costs) -> int:
+        """Least ns of all devices together for the mini-batch."""
+        return min(self.mini_batch // row.samples * cost.compute_ns for row, cost in zip(self.rows, costs, strict=True))
+
+    def placed(self, stages: Sequence[tuple[Sequence[str], Way]], *, sized: bool = False) -> Placement:
+        """Stages on the devices in order, each with its way; ``sized`` stages say their micro-batch size."""
+        firsts = accumulate((way.replicas for _, way in stages), initial=0)
+        return Placement(
+            strategy="stage graph",
+            num_devices=self.num_devices,
+            stages=tuple(
+                PlacedStage(
+                    blocks=tuple(blocks),
+                    devices=tuple(range(first, first + way.replicas)),
+                    replicas=way.replicas,
+                    microbatch_size=way.microbatch_size if sized else None,
+                    recompute=way.recompute,
+                )
+                for (blocks, way), first in zip(stages, firsts, strict=False)
+            ),
+        )
+
+
+def _pairs(profile: Profile, num_devices: int, sizes: Sequence[int], replicas: int | None) -> list[tuple[int, int]]:
+    """(micro-batch size, replicas) for which every block has costs."""
+    known = [{row.microbatch_size for row in block.costs if row.shards == 1} for block in profile.blocks]
+    missing = next((block.id for block, each in zip(profile.blocks, known, strict=True) if not each), None)
+    if missing is not None:
+        raise UsageError(
+            f"block {missing!r} of {profile.name!r} has no costs on one device alone (shards 1), which stages that "
+            "split samples need; add such rows, or give a placement with shards"
+        )
+    low, high = max(map(min, known)), min(map(max, known))
+    pairs = [
+        (size, count)
+        for size in sizes
+        for count in ((replicas,) if replicas else range(1, min(size, num_devices) + 1))
+        if size % count == 0 and low <= size // count <= high
+    ]
+    if num_devices < 1 or not pairs:
+        raise UsageError(
+            f"no stage of {profile.name!r} can run micro-batches of {', '.join(map(str, sizes))} samples on up to "
+            f"{num_devices} devices: the profile has costs for {low} to {high} samples per device; choose a "
+            f"--microbatch-size or --mini-batch of at least {low}, or more --devices"
+        )
+    return pairs
+
+
+def _checked_sizes(sizes: Sequence[int] | None, mini_batch: int) -> list[int]:
+    if mini_batch < 1:
+        raise UsageError(f"--mini-batch must be at least 1, not {mini_batch}")
+    if sizes is None:
+        return [1 << power for power in range(mini_batch.bit_length()) if mini_batch % (1 << power) == 0]
+    ordered = sorted(set(sizes))
+    for size, larger in zip(ordered, [*ordered[1:], mini_batch], strict=True):
+        if size < 1 or larger % size:
+            raise UsageError(
+                f"micro-batches of {size} samples do not divide {larger}; choose sizes of which each divides the next "
+                f"and the mini-batch of {mini_batch}"
+            )
+    return ordered
+
+
+def _repeats_of(profile: Profile, rows: Sequence[Pricing]) -> tuple[tuple[Repeat, ...], ...]:
+    """[row] each block that takes a tensor and gives a gradient for it, with the next one that does.
+
+    What one block counts for a tensor is its own, so a range that has n of them counts it n - 1 times too often.
+    """
+    takers: dict[tuple[str, str], list[Edge]] = defaultdict(list)
+    for edge in profile.edges:
+        if edge.tensor is not None and edge.gradient:
+            takers[edge.source, edge.tensor].append(edge)
+    several = [edges for edges in takers.values() if len(edges) > 1]
+    place = {block: index for index, block in enumerate(profile.topological_order() if several else ())}
+    pairs = [(*pair, edges[0]) for edges in several for pair in pairwise(sorted(place[edge.target] for edge in edges))]
+    return tuple(
+        tuple(
+            (first, second, edge.bytes_per_sample * (1 if edge.broadcast else row.samples))
+            for first, second, edge in pairs
+        )
+        for row in rows
+    )
