@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from itertools import accumulate, combinations
 
 import numpy as np
 import pytest
@@ -14,11 +14,10 @@ from slow_split import slow_split
 from pipeplan.costs import StageCost
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model import Block, CostRow, Edge, Placement, Profile, Source
-from pipeplan.partition import STRATEGIES, balanced_split, place
-from pipeplan.partition import balance as balance_module
+from pipeplan.partition import STRATEGIES, balanced_split, chain_kernel, place
 from pipeplan.partition import exact as exact_module
-from pipeplan.partition.balance import least_split
 from pipeplan.partition.chain import Chain, Held
+from pipeplan.partition.chain_kernel import least_split
 from pipeplan.partition.exact import shortest_run
 from pipeplan.partition.level import levelled, roomiest
 
@@ -128,7 +127,13 @@ def test_split_is_exact(times: list[int], num_stages: int) -> None:
 def test_split_under_memory_is_exact(blocks: list[tuple[int, int]], limits: list[int]) -> None:
     assume(len(limits) <= len(blocks))
     times, sizes = [time for time, _ in blocks], [size for _, size in blocks]
-    begins = balanced_split(times, len(limits), lambda stage, begin, end: sum(sizes[begin:end]) <= limits[stage])
+    sums, held = (np.array([0, *accumulate(values)]) for values in (times, sizes))
+    begins = least_split(
+        lambda stage, begins, ends: sums[ends] - sums[begins],
+        len(blocks),
+        range(len(limits)),
+        lambda stage, begins, ends: held[ends] - held[begins] <= limits[stage],
+    )
     fitting = [
         [sum(part) for part in pieces(times, each)]
         for each in cuts(len(times), len(limits))
@@ -185,10 +190,10 @@ def test_split_is_that_of_the_plain_programme(
         return chain.bytes_of([(begin, end)]) <= devices[stage][1]
 
     found = least_split(
-        lambda kind, begins, ends: np.maximum(least, kinds[kind][0] + chain.sums.time(begins, ends)),
+        lambda kind, begins, ends: np.maximum(least, kinds[kind][0] + chain.costs.time(begins, ends)),
         len(blocks),
         [kinds.index(device) for device in devices],
-        lambda kind, begins, ends: chain.sums.bytes_of(Held(), begins, ends, Held()) <= kinds[kind][1],
+        lambda kind, begins, ends: chain.bytes_between(Held(), begins, ends, Held()) <= kinds[kind][1],
     )
     assert found == slow_split(cost, len(blocks), len(devices), fits)
 
@@ -196,7 +201,7 @@ def test_split_is_that_of_the_plain_programme(
 def test_ranges_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     times = [100 + 37 * index % 61 for index in range(50)]
     whole = balanced_split(times, 6)
-    monkeypatch.setattr(balance_module, "MOST_RANGES", 100)
+    monkeypatch.setattr(chain_kernel, "MOST_RANGES", 100)
     assert balanced_split(times, 6) == whole
 
 
@@ -211,7 +216,7 @@ def test_bytes_of_many_ranges_are_those_of_each(blocks: list[tuple[int, int, int
     before, own, after = zip(bounds[::2], bounds[1::2], strict=True)
     assume(own[0] < own[1])
     others = [[each] if each[0] < each[1] else [] for each in (before, after)]
-    many = chain.sums.bytes_of(chain.held(others[0]), np.array(own[:1]), np.array(own[1:]), chain.held(others[1]))
+    many = chain.bytes_between(chain.held(others[0]), np.array(own[:1]), np.array(own[1:]), chain.held(others[1]))
     assert many.tolist() == [chain.bytes_of([*others[0], own, *others[1]])]
 
 

@@ -1,6 +1,6 @@
 """Which blocks form a stage, and on which devices."""
 
-from pipeplan.partition.balance import balanced_split
+from pipeplan.partition.chain_kernel import balanced_split
 from pipeplan.partition.strategies import STRATEGIES, can_spread, place
 from pipeplan.partition.submodules import Submodule, place_submodules
 

@@ -22,7 +22,7 @@ from pipeplan.frontier.graph import CostGraph, Strategy
 from pipeplan.frontier.table import IntArray
 from pipeplan.frontier.tracking import Tracked, track
 from pipeplan.model import Cluster, Profile
-from pipeplan.partition.runs import FloatArray, largest, none_empty, sums
+from pipeplan.partition.chain_costs import FloatArray
 
 __all__ = ["BlockSplits", "GroupSplits", "RunFrontiers", "RunPoint"]
 
@@ -148,11 +148,12 @@ class RunFrontiers:
 
         What blocks hold adds up. Of workspace a run has at least the most that one of its blocks cannot do without.
         """
-        room = limit - largest([sizes.min() for sizes in self.workspaces.values()])
-        possible = none_empty(len(self.order)) & (sums([memory.min() for memory, _ in self.costs]) <= room)
-        found = sums([time.min() for _, time in self.costs])
+        room = limit - _largest([sizes.min() for sizes in self.workspaces.values()])
+        runs = np.tri(len(self.order) + 1, k=-1, dtype=np.bool_).T
+        possible = runs & (_sums([memory.min() for memory, _ in self.costs]) <= room)
+        found = _sums([time.min() for _, time in self.costs])
         for weight in self._weightings() if np.isfinite(limit) else ():
-            best = sums([(time + weight * memory).min() for memory, time in self.costs])
+            best = _sums([(time + weight * memory).min() for memory, time in self.costs])
             np.maximum(found, best - weight * room, out=found)
         return np.where(possible, np.floor(found * (1 - _ROUNDING)), np.inf)
 
@@ -189,6 +190,22 @@ class RunFrontiers:
         links = self.models.links(place)
         ends = [(place.get(link.source), place.get(link.target), id(self.models.edges[link].costs)) for link in links]
         return tuple(id(self.models.nodes[name].costs) for name in blocks), tuple(ends)
+
+
+def _sums(values: Sequence[float]) -> FloatArray:
+    """[begin, end] the sum over every run of one value per block."""
+    until = np.concatenate(([0.0], np.cumsum(np.asarray(values, dtype=np.float64))))
+    found: FloatArray = until[None, :] - until[:, None]
+    return found
+
+
+def _largest(values: Sequence[float]) -> FloatArray:
+    """[begin, end] the largest of every run of one value per block."""
+    each = np.asarray(values, dtype=np.float64)
+    found = np.zeros((len(each) + 1, len(each) + 1))
+    for begin in range(len(each)):
+        found[begin, begin + 1 :] = np.maximum.accumulate(each[begin:])
+    return found
 
 
 def _slopes(memory: IntArray, time: IntArray) -> Iterator[float]:

@@ -9,63 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipeplan.costs import StageCost
+from pipeplan.partition.chain_costs import Array, ChainCosts
 
-__all__ = ["Array", "Chain", "Held", "Range", "Sums"]
-
-Array = NDArray[np.int64]
+__all__ = ["Chain", "Held", "Range"]
 
 Range = tuple[int, int]
 """Blocks begin..end-1 of the chain."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """A chain's running sums, in ns and bytes, for many ranges begin..end-1 of its blocks at once.
-
-    ``widest`` [power, begin] is the largest workspace of the 2^power blocks from ``begin`` on.
-    """
-
-    times: Array
-    statics: Array
-    activations: Array
-    widest: Array
-
-    @classmethod
-    def of(
-        cls, times: Sequence[int], statics: Sequence[int], activations: Sequence[int], workspaces: Sequence[int]
-    ) -> Self:
-        """Those of running sums [block + 1] and workspaces [block]."""
-        rows = [np.array(workspaces, dtype=np.int64)]
-        for power in range(len(workspaces).bit_length() - 1):
-            ahead = np.concatenate((rows[-1][2**power :], np.zeros(2**power, dtype=np.int64)))
-            rows.append(np.maximum(rows[-1], ahead))
-        return cls(np.array(times), np.array(statics), np.array(activations), np.array(rows))
-
-    def time(self, begins: Array, ends: Array) -> Array:
-        """Forward and backward of these blocks, in ns."""
-        times: Array = self.times[ends] - self.times[begins]
-        return times
-
-    def workspace(self, begins: Array, ends: Array) -> Array:
-        """The largest workspace among these blocks, in bytes; no range is empty. Two powers cover each."""
-        power = np.frexp(ends - begins)[1] - 1
-        largest: Array = np.maximum(self.widest[power, begins], self.widest[power, ends - 2**power])
-        return largest
-
-    def bytes_of(self, before: Held, begins: Array, ends: Array, after: Held) -> Array:
-        """:meth:`Chain.bytes_of` a device that runs these blocks between others."""
-        held = before.activations + self.activations[ends] - self.activations[begins]
-        running = held + np.maximum(self.workspace(begins, ends), after.peak)
-        statics = before.statics + after.statics + self.statics[ends] - self.statics[begins]
-        needed: Array = statics + np.maximum(before.peak, running)
-        return needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +35,8 @@ class Chain:
     """Blocks in a line, the device of each stage, and the memory of each device.
 
     ``times``, ``statics`` and ``activations`` [block + 1] are running sums over the blocks, in ns and bytes;
-    ``workspaces`` [block] and ``memory`` [device] are bytes, None is no limit; ``devices`` [stage]. ``sums`` are the
-    same once more, for many ranges at once.
+    ``workspaces`` [block] and ``memory`` [device] are bytes, None is no limit; ``devices`` [stage]. ``costs`` are the
+    same for many ranges at once.
     """
 
     times: Sequence[int]
@@ -92,17 +45,14 @@ class Chain:
     workspaces: Sequence[int]
     devices: Sequence[int]
     memory: Sequence[int | None]
-    sums: Sums
+    costs: ChainCosts
 
     @classmethod
     def of(cls, costs: Sequence[StageCost], devices: Sequence[int], memory: Sequence[int | None]) -> Chain:
         """The chain of blocks with these ``costs`` [block]."""
-        times = [0, *accumulate(cost.forward_ns + cost.backward_ns for cost in costs)]
-        statics = [0, *accumulate(2 * cost.parameter_bytes + cost.optimizer_bytes for cost in costs)]
-        activations = [0, *accumulate(cost.activation_bytes for cost in costs)]
-        workspaces = [cost.workspace_bytes for cost in costs]
-        sums = Sums.of(times, statics, activations, workspaces)
-        return cls(times, statics, activations, workspaces, devices, memory, sums)
+        sums = ChainCosts.of(costs)
+        lists = sums.compute.tolist(), sums.static.tolist(), sums.activations.tolist(), sums.widest[0].tolist()
+        return cls(*lists, devices, memory, sums)
 
     @property
     def num_blocks(self) -> int:
@@ -152,6 +102,13 @@ class Chain:
             held += self.activations[end] - self.activations[begin]
             peak = max(peak, held + max(self.workspaces[begin:end]))
         return Held(held, peak, sum(self.statics[end] - self.statics[begin] for begin, end in ranges))
+
+    def bytes_between(self, before: Held, begins: Array, ends: Array, after: Held) -> Array:
+        """:meth:`bytes_of` a device that runs these blocks between others, for many ranges of blocks."""
+        running = np.maximum(self.costs.workspace(begins, ends), after.peak)
+        running += before.activations + self.costs.activation(begins, ends)
+        needed: Array = np.maximum(before.peak, running) + self.costs.statics(begins, ends)
+        return needed + before.statics + after.statics
 
     def fits(self, device: int, ranges: Sequence[Range]) -> bool:
         """Whether a device holds stages of these blocks."""

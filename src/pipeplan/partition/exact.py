@@ -20,8 +20,8 @@ from itertools import combinations
 
 import numpy as np
 
-from pipeplan.partition.balance import balanced_split
 from pipeplan.partition.chain import Chain, Range
+from pipeplan.partition.chain_kernel import balanced_split
 
 __all__ = ["MAX_STEPS", "PER_DEVICE", "least_busiest", "run_time", "shortest_run"]
 
@@ -68,7 +68,7 @@ def _lengths(chain: Chain, below: int) -> list[int]:
     even = balanced_split(np.diff(chain.times).tolist(), chain.num_stages)
     assert even is not None  # there are as many blocks as stages
     most = below - PER_DEVICE * -(-chain.times[-1] // len(chain.memory))
-    times = np.unique(chain.sums.times[None, :] - chain.sums.times[:, None])
+    times = np.unique(chain.costs.compute[None, :] - chain.costs.compute[:, None])
     times = times[(times >= chain.longest(even)) & (times < most)]
     some = np.unique(np.linspace(0, max(0, len(times) - 1), _MOST_LENGTHS).astype(int))
     lengths: list[int] = times[some[: len(times)]].tolist()

@@ -5,7 +5,7 @@ The busiest device bounds the period, and the longest stage the time that a pipe
 stages' times; none of this where memory is missing, which goes before all.
 
 Cuts are improved one window at a time: a run of stages on different devices is cut anew with everything outside
-left as it is, exactly (:func:`~pipeplan.partition.balance.least_split` with what each device does outside the
+left as it is, exactly (:func:`~pipeplan.partition.chain_kernel.least_split` with what each device does outside the
 window added), with no stage longer than the longest is, and then with stages of any length. It ends where no window
 improves: a local optimum. Then better cuts are looked for exactly
 (:func:`~pipeplan.partition.exact.shortest_run`), unless that would take too long; in practice it takes a moment for the
@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeplan.partition.balance import Cost, Fits, least_split
-from pipeplan.partition.chain import Array, Chain, Held, Range
+from pipeplan.partition.chain import Chain, Held, Range
+from pipeplan.partition.chain_costs import Array
+from pipeplan.partition.chain_kernel import Cost, Fits, least_split
 from pipeplan.partition.exact import PER_DEVICE, run_time, shortest_run
 
 __all__ = ["Allowed", "evenest", "levelled", "roomiest"]
@@ -106,7 +107,7 @@ def _recut(chain: Chain, begins: Cuts, first: int, last: int, longest: int, *, f
     window = _Window.of(chain, begins, first, last)
 
     def fits(kind: int, begins: Array, ends: Array) -> NDArray[np.bool_]:
-        short: NDArray[np.bool_] = chain.sums.time(begins, ends) <= longest
+        short: NDArray[np.bool_] = chain.costs.time(begins, ends) <= longest
         return short & window.fits(kind, begins, ends)
 
     inner = window.cut(window.shortage) if for_memory else window.cut(window.load, fits)
@@ -170,12 +171,12 @@ class _Window:
 
     def load(self, kind: int, begins: Array, ends: Array) -> Array:
         """What a stage's device then does in all, in ns."""
-        return self.outside[kind].time + self.chain.sums.time(begins, ends)
+        return self.outside[kind].time + self.chain.costs.time(begins, ends)
 
     def needed(self, kind: int, begins: Array, ends: Array) -> Array:
         """Bytes its device then takes."""
         outside = self.outside[kind]
-        return self.chain.sums.bytes_of(outside.before, begins, ends, outside.after)
+        return self.chain.bytes_between(outside.before, begins, ends, outside.after)
 
     def shortage(self, kind: int, begins: Array, ends: Array) -> Array:
         """Bytes its device then takes, shifted so that equal costs are equal shortages; 0 where there is no limit."""

@@ -17,8 +17,9 @@ What the program leaves out (transfers, ramps) the simulation of each partition 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +27,9 @@ import numpy.typing as npt
 from pipeplan.errors import UsageError
 from pipeplan.model import Cluster, PlacedStage, Placement, Profile
 from pipeplan.partition.block_splits import BlockSplits, GroupSplits, RunFrontiers, RunPoint
-from pipeplan.partition.runs import FloatArray
-from pipeplan.partition.uniform_ways import UniformRuns, UniformWays, Way
+from pipeplan.partition.chain_costs import Array, FloatArray, over_all
+from pipeplan.partition.chain_kernel import Programme, shortest_first
+from pipeplan.partition.uniform_ways import UniformRuns, UniformWay, UniformWays
 
 __all__ = ["Cut", "StageFrontiers"]
 
@@ -104,10 +106,6 @@ class StageFrontiers:
                 return [search.cut(draft) for draft in drafts]
 
 
-Rest = dict[int, FloatArray]
-"""[devices] the ns of the slowest stage from each block on, [n + 1]."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Draft:
     """Runs of blocks with their groups, in order; of some, times may be bounds. ``stages``: (begin, end, devices)."""
@@ -151,29 +149,20 @@ class _Cuts:
         }
 
     def drafts(self) -> Iterator[_Draft]:
-        """The best of every number of stages, by what is known."""
-        num_blocks = len(self.frontiers.order)
-        rest: list[Rest] = [{0: np.where(np.arange(num_blocks + 1) == num_blocks, 0.0, np.inf)}]
-        for groups in self.groups[1:]:
-            rest.append(_joined(groups, rest[-1], self.num_devices))
-            slowest = float(rest[-1][self.num_devices][0]) if self.num_devices in rest[-1] else np.inf
-            if np.isfinite(slowest):
-                yield _Draft(int(slowest), tuple(self._stages(rest)))
+        """The best of every number of stages, by what is known.
 
-    def _stages(self, rest: list[Rest]) -> Iterator[tuple[int, int, int]]:
-        """The stages behind the last entry of ``rest``."""
-        begin, left = 0, self.num_devices
-        for place in range(len(rest) - 1, 0, -1):
-            after = rest[place - 1]
-            options = [
-                (np.maximum(group.times[begin], after[left - size]), size)
-                for size, group in self.groups[place].items()
-                if left - size in after
-            ]
-            slowest, size = min(options, key=lambda option: float(option[0].min()))
-            end = int(np.argmin(slowest))
-            yield begin, end, size
-            begin, left = end, left - size
+        The programme adds stages in front of the last ones, so its cuts are numbered from the end.
+        """
+        last, sizes = len(self.frontiers.order), sorted(self.groups[1])
+        programme = Programme(last + 1, np.inf, devices=sizes, num_devices=self.num_devices, by_way=True)
+        candidates = shortest_first(np.zeros(last + 1, dtype=np.int64))
+        layers = [programme.start()]
+        for groups in self.groups[1:]:
+            layers.append(programme.extended(layers[-1], _price(groups, sizes, last), candidates))
+            slowest = float(layers[-1].values[self.num_devices, last])
+            if np.isfinite(slowest):
+                traced = programme.traced(layers[1:], last)
+                yield _Draft(int(slowest), tuple((last - end, last - begin, sizes[way]) for begin, end, way in traced))
 
     def settle(self, drafts: Sequence[_Draft]) -> bool:
         """Have the frontiers tracked of runs of which only bounds are known; whether there were any."""
@@ -249,7 +238,7 @@ class _Group:
     ``uniform`` is all blocks in one way, the fastest that fits; ``own`` each in its own.
     """
 
-    ways: tuple[Way, ...]
+    ways: tuple[UniformWay, ...]
     memory: FloatArray  # bytes of the chosen way
     uniform: FloatArray
     chosen: npt.NDArray[np.intp]
@@ -273,15 +262,16 @@ class _Group:
         num_blocks: int,
     ) -> _Group:
         """Of the ways of a group, and of the frontiers of its runs."""
-        none = np.full((1, num_blocks + 1, num_blocks + 1), np.inf)  # argmin needs one
-        memory = np.concatenate([*(each.memory(in_flight)[None] for each in runs), none])
-        times = np.where(memory <= limit, np.concatenate([*(each.time[None] for each in runs), none]), np.inf)
+        none = np.full((num_blocks + 1, num_blocks + 1), np.inf)  # argmin needs one
+        needed = [over_all(num_blocks, partial(each.costs.memory, in_flight=in_flight), np.inf) for each in runs]
+        memory = np.stack([*needed, none])
+        times = np.where(memory <= limit, np.stack([*(each.time for each in runs), none]), np.inf)
         own = tuple(_Own(each, limit, each.least_times(limit)) for each in frontiers)
         chosen = times.argmin(axis=0)
         taken, fastest = (np.take_along_axis(each, chosen[None], axis=0)[0] for each in (memory, times))
         return cls(tuple(each.way for each in runs), taken, fastest, chosen, own)
 
-    def way(self, begin: int, end: int) -> tuple[Way, float]:
+    def way(self, begin: int, end: int) -> tuple[UniformWay, float]:
         """The fastest for all blocks of a run, and its bytes."""
         return self.ways[int(self.chosen[begin, end])], float(self.memory[begin, end])
 
@@ -305,15 +295,11 @@ class _Group:
         return True
 
 
-def _joined(groups: dict[int, _Group], after: Rest, num_devices: int) -> Rest:
-    """One stage more in front: for every number of devices, the best group and the best cut."""
-    joined: Rest = {}
-    for size, group in groups.items():
-        for left, times in after.items():
-            if left + size <= num_devices:
-                found = np.maximum(group.times, times[None, :]).min(axis=1)
-                joined[left + size] = np.minimum(joined.get(left + size, np.inf), found)
-    return joined
+def _price(groups: Mapping[int, _Group], sizes: Sequence[int], last: int) -> Callable[[Array, Array], FloatArray]:
+    """What stages take on groups of each size, some of which may be too large, for cuts numbered from the end."""
+    none = np.full((last + 1, last + 1), np.inf)
+    times = np.stack([groups[size].times if size in groups else none for size in sizes])
+    return lambda begins, ends: times[:, last - ends, last - begins]
 
 
 def _no_way(profile: Profile, microbatch_size: int) -> str:

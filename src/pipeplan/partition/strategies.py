@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from pipeplan.costs import StageCost, group_costs
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model import PlacedStage, Placement, Profile
-from pipeplan.partition.chain import Array, Chain
+from pipeplan.partition.chain import Chain
+from pipeplan.partition.chain_costs import Array
 from pipeplan.partition.level import Allowed, evenest, levelled, roomiest
 from pipeplan.units import format_bytes
 
