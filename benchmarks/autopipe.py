@@ -29,13 +29,18 @@ from autopipe_plans import (
     autopipe_as_stated,
     dapple_as_stated,
     piper_as_stated,
-    question,
+    problem_of,
+    whole_pipelines,
 )
 from tables import machine, markdown, note
 
+from pipeplan.costs import StageCost
 from pipeplan.errors import InfeasibleError
-from pipeplan.partition.autopipe import Cuts, Loads, num_to_split, plan_chain, plan_depths, sliced, timeline
+from pipeplan.partition.autopipe import Cuts, num_to_split, plan_chain, sliced, timeline
+from pipeplan.partition.autopipe import autopipe as plan_depths
 from pipeplan.partition.autopipe.simulator import Step
+from pipeplan.partition.chain_costs import ChainCosts
+from pipeplan.partition.problem import PartitionProblem, Pricing, Way
 from pipeplan.partition.published import dapple, piper
 
 TABLE_2 = (
@@ -337,10 +342,9 @@ def planned_in(case: Case) -> list[str]:
     every = [(0, *inner) for inner in combinations(range(1, case.loads.num_blocks), 3)]
     one = seconds(lambda: plan_chain(case.loads, 4, 8), 15)
     whole = seconds(lambda: [timeline(case.loads.stages(each), 8) for each in every], 1)
-    fits, questions = case.fits(mini_batch), [question(case, mini_batch, shared=shared) for shared in (False, True)]
-    count = mini_batch // case.microbatch_size
-    plan = partial(plan_depths, case.loads, case.num_devices, count, fits, case.all_reduce)
-    ours, *theirs = seconds_in_turn([plan, partial(piper, questions[0]), partial(dapple, questions[1])], 7)
+    problems = [problem_of(case, mini_batch, shared=shared) for shared in (False, True)]
+    plans = zip((plan_depths, piper, dapple), (whole_pipelines(case, mini_batch), *problems), strict=True)
+    ours, *theirs = seconds_in_turn([lambda plan=plan, of=of: next(plan(of)) for plan, of in plans], 7)
     assert max(one, ours) < 0.1, "planning takes less than a tenth of a second"
     return [
         case.model,
@@ -395,9 +399,14 @@ def startup(head: float | None) -> str:
     return markdown(["stages", "size", *(f"even layers: {each}" for each in header), *header], lines)
 
 
-def random_chain(random: Random, blocks: int) -> Loads:
+def random_blocks(random: Random, blocks: int) -> list[StageCost]:
     """Forwards of 1 to 12 and backwards of 1 to 24."""
-    return Loads.of([random.randint(1, 12) for _ in range(blocks)], [random.randint(1, 24) for _ in range(blocks)])
+    forwards, backwards = ([random.randint(1, most) for _ in range(blocks)] for most in (12, 24))
+    return [StageCost(*times, optimizer_bytes=1) for times in zip(forwards, backwards, strict=True)]
+
+
+def random_chain(random: Random, blocks: int) -> ChainCosts:
+    return ChainCosts.of(random_blocks(random, blocks))
 
 
 def search(head: float | None) -> str:
@@ -422,9 +431,12 @@ def search(head: float | None) -> str:
     return markdown(["stages", *(f"search: {each}" for each in header), *(f"start: {each}" for each in header)], lines)
 
 
-def at_most_20(num_stages: int, stage: int, begin: int, end: int) -> bool:
-    """Memory that has room for 20 blocks."""
-    return end - begin <= 20
+def at_most_20(blocks: Sequence[StageCost], devices: int, count: int) -> PartitionProblem:
+    """Memory that has room for 20 blocks in a stage, and every number of replicas."""
+    names = [str(block) for block in range(len(blocks))]
+    ways = tuple(Way(replicas, replicas, 0) for replicas in range(1, devices + 1) if count % replicas == 0)
+    costs = {name: (cost,) for name, cost in zip(names, blocks, strict=True)}
+    return PartitionProblem(costs, tuple(pairwise(names)), devices, count, (Pricing(1),), ways, memory_bytes=20)
 
 
 def scale(head: float | None) -> str:
@@ -436,11 +448,11 @@ def scale(head: float | None) -> str:
         taken = seconds(partial(plan_chain, loads, depth, count), 3)
         lines.append([f"{blocks}", f"{depth}", f"{count}", f"{found.num_simulated}", f"{taken:.3f}"])
     for blocks, devices, count in ((400, 64, 256), (400, 1024, 4096)):
-        loads = random_chain(random, blocks)
-        plan = partial(plan_depths, loads, devices, count, at_most_20)
-        chosen = plan()
-        name = f"1 to {devices}: {chosen.num_stages} with {chosen.replicas} replicas"
-        lines.append([f"{blocks}", name, f"{count}", f"{chosen.num_simulated}", f"{seconds(plan, 3):.3f}"])
+        problem = at_most_20(random_blocks(random, blocks), devices, count)
+        chosen = next(plan_depths(problem)).placement.stages
+        name = f"1 to {devices}: {len(chosen)} with {chosen[0].replicas} replicas"
+        taken = seconds(lambda problem=problem: next(plan_depths(problem)), 3)
+        lines.append([f"{blocks}", name, f"{count}", "", f"{taken:.3f}"])
     return markdown(["blocks", "stages", "micro-batches", "schemes", "seconds"], lines)
 
 

@@ -8,23 +8,24 @@ its last backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from statistics import pstdev
 
-import numpy as np
-
-from pipeplan.costs import StageCost, transfer_time
+from pipeplan.costs import StageCost, group_costs, transfer_time
 from pipeplan.costs.collectives import Exchange, prices_in
 from pipeplan.costs.presets import device_preset
 from pipeplan.costs.testbeds import cluster_of_paper
 from pipeplan.examples import model
 from pipeplan.model import Cluster
-from pipeplan.partition.autopipe import Cuts, Fitting, Loads, StageLoads, line_costs, plan_chain, plan_depths
+from pipeplan.partition.autopipe import Cuts, plan_chain
+from pipeplan.partition.autopipe import autopipe as plan_depths
 from pipeplan.partition.autopipe.simulator import Step
-from pipeplan.partition.published import Option, PublishedPlan, Question, dapple, piper
+from pipeplan.partition.chain_costs import ChainCosts, StageTimes
+from pipeplan.partition.problem import Partition, PartitionProblem, Pricing, Way, together
+from pipeplan.partition.published import dapple, piper
 from pipeplan.partition.published.dapple import latency
 
 __all__ = [
@@ -37,7 +38,8 @@ __all__ = [
     "autopipe_as_stated",
     "dapple_as_stated",
     "piper_as_stated",
-    "question",
+    "problem_of",
+    "whole_pipelines",
 ]
 
 DEVICE = "rtx3090-24gb"
@@ -49,7 +51,9 @@ LAYERS = {"gpt2-345m": 24, "gpt2-762m": 36, "gpt2-1.3b": 24, "bert-large": 24}
 @cache
 def estimated(name: str, samples: int) -> tuple[StageCost, ...]:
     """[block] embedding, attention and FFN of every layer, head."""
-    return tuple(line_costs(model(name, device=DEVICE, microbatch_sizes=(samples,)), samples, recompute=True))
+    profile = model(name, device=DEVICE, microbatch_sizes=(samples,))
+    alone = [(block,) for block in profile.topological_order()]
+    return tuple(group_costs(profile, alone, samples, recompute=True))
 
 
 @cache
@@ -77,9 +81,9 @@ class Case:
         return costs
 
     @cached_property
-    def loads(self) -> Loads:
+    def loads(self) -> ChainCosts:
         """Of a whole micro-batch."""
-        return Loads.of_costs(self.costs(self.microbatch_size), self.transfer_ns)
+        return ChainCosts.of(self.costs(self.microbatch_size), transfer_ns=self.transfer_ns)
 
     @cached_property
     def layer_begins(self) -> list[int]:
@@ -107,15 +111,6 @@ class Case:
         """[stage] bytes."""
         sums = self.parameter_sums
         return [sums[end] - sums[begin] for begin, end in pairwise((*begins, len(sums) - 1))]
-
-    def all_reduce(self, begins: Cuts, replicas: int) -> int:
-        """Of the stage with most gradients, in ns."""
-        return max(self.sync_ns(size, replicas) for size in self.parameters(begins))
-
-    def fits(self, mini_batch: int) -> Fitting:
-        """Into the device's memory, as AutoPipe runs it."""
-        count = mini_batch // self.microbatch_size
-        return Fitting(self.costs(self.microbatch_size), MEMORY, count, num_devices=self.num_devices)
 
     def head_layers(self) -> float:
         """What the head takes, in layers."""
@@ -149,10 +144,10 @@ class Stages:
         """[stage] samples of a micro-batch that one replica works on."""
         return [-(-case.microbatch_size // count) if self.shared else case.microbatch_size for count in self.replicas]
 
-    def loads(self, case: Case) -> StageLoads:
+    def loads(self, case: Case) -> StageTimes:
         """Of what one replica works on at a time."""
-        each = [Loads.of_costs(case.costs(share)).stages(self.begins) for share in self.shares(case)]
-        return StageLoads(
+        each = [ChainCosts.of(case.costs(share)).stages(self.begins) for share in self.shares(case)]
+        return StageTimes(
             tuple(loads.forwards[stage] for stage, loads in enumerate(each)),
             tuple(loads.backwards[stage] for stage, loads in enumerate(each)),
             case.transfer_ns,
@@ -190,7 +185,7 @@ def in_flight(replicas: Sequence[int], stage: int) -> int:
     return -(-sum(replicas[stage:]) // replicas[stage])
 
 
-def in_turn(loads: StageLoads, replicas: Sequence[int], num_microbatches: int) -> list[int]:
+def in_turn(loads: StageTimes, replicas: Sequence[int], num_microbatches: int) -> list[int]:
     """[stage] the end of its last backward, when replicas take micro-batches in turn, each in the order of 1F1B."""
     ends: dict[Step, int] = {}
     waiting = {
@@ -220,7 +215,7 @@ def one_f_one_b(indices: Sequence[int], held: int) -> list[tuple[str, int]]:
     return order
 
 
-def arrival_of(action: tuple[str, int], stage: int, ends: Mapping[Step, int], loads: StageLoads) -> int | None:
+def arrival_of(action: tuple[str, int], stage: int, ends: Mapping[Step, int], loads: StageTimes) -> int | None:
     """When an action's input is there; None if it is not known yet."""
     kind, index = action
     source = (kind, stage - 1 if kind == "F" else stage + 1, index)
@@ -235,13 +230,34 @@ def arrival_of(action: tuple[str, int], stage: int, ends: Mapping[Step, int], lo
 def autopipe(case: Case, mini_batch: int) -> Stages:
     """AutoPipe's planner, the depth included."""
     count = mini_batch // case.microbatch_size
-    found = plan_depths(case.loads, case.num_devices, count, case.fits(mini_batch), case.all_reduce)
-    plan = Stages(found.begins, (found.replicas,) * found.num_stages)
-    assert plan.iteration_ns(case, count) <= found.iteration_ns, "it waits for the largest stage's gradients at the end"
+    found = next(plan_depths(whole_pipelines(case, mini_batch)))
+    stages = found.placement.stages
+    plan = Stages(tuple(int(stage.blocks[0]) for stage in stages), tuple(stage.replicas for stage in stages))
+    assert plan.iteration_ns(case, count) <= found.value_ns, "it waits for the largest stage's gradients at the end"
     return plan
 
 
-def question(case: Case, mini_batch: int, *, shared: bool) -> Question:
+def whole_pipelines(case: Case, mini_batch: int) -> PartitionProblem:
+    """What AutoPipe's planner is asked: every number of replicas, each of which takes whole micro-batches in turn.
+
+    That is the same as shares of micro-batches that are larger by the number of replicas.
+    """
+    size, costs = case.microbatch_size, case.costs(case.microbatch_size)
+    names = [str(block) for block in range(len(costs))]
+    ways = (Way(size * count, count, 0, True) for count in range(1, case.num_devices + 1))
+    return PartitionProblem(
+        {name: (cost,) for name, cost in zip(names, costs, strict=True)},
+        tuple(pairwise(names)),
+        case.num_devices,
+        mini_batch,
+        (Pricing(size, True),),
+        tuple(way for way in ways if mini_batch % way.microbatch_size == 0),
+        MEMORY,
+        case.sync_ns,
+    )
+
+
+def problem_of(case: Case, mini_batch: int, *, shared: bool) -> PartitionProblem:
     """What DAPPLE's and Piper's planners are asked: layers, and every number of replicas.
 
     In turn a replica takes one of so many micro-batches, so a stage takes that part of the time per micro-batch, but
@@ -249,38 +265,38 @@ def question(case: Case, mini_batch: int, *, shared: bool) -> Question:
     """
     size, devices = case.microbatch_size, case.num_devices
     counts = range(1, (min(size, devices) if shared else devices) + 1)
-    costs = [case.costs(-(-size // count) if shared else size) for count in counts]
-    turns = np.array([1 if shared else count for count in counts])
-
-    def table(of: Callable[[StageCost], int], join: np.ufunc) -> np.ndarray:
-        return join.reduceat(np.array([[of(each) for each in column] for column in costs]).T, case.layer_begins)
-
-    names = tuple(str(begin) for begin in case.layer_begins)
-    return Question(
-        names=names,
-        edges=tuple(pairwise(range(len(names)))),
-        num_devices=devices,
-        num_microbatches=mini_batch // size,
-        options=tuple(Option(count, recompute=True) for count in counts),
-        forwards=-(-table(lambda each: each.forward_ns, np.add) // turns),
-        backwards=-(-table(lambda each: each.backward_ns, np.add) // turns),
-        activations=table(lambda each: each.activation_bytes, np.add),
-        workspaces=table(lambda each: each.workspace_bytes, np.maximum),
-        parameters=table(lambda each: each.parameter_bytes, np.add)[:, 0],
-        statics=table(lambda each: 2 * each.parameter_bytes + each.optimizer_bytes, np.add)[:, 0],
-        memory_bytes=MEMORY,
-        all_reduce=case.sync_ns,
+    bounds = [*case.layer_begins, case.loads.num_blocks]
+    each = [case.costs(-(-size // count) if shared else size) for count in counts]
+    turns = [1 if shared else count for count in counts]
+    layers = {
+        str(begin): tuple(
+            replace(cost, forward_ns=-(-cost.forward_ns // turn), backward_ns=-(-cost.backward_ns // turn))
+            for cost, turn in zip(together(zip(*(row[begin:end] for row in each), strict=True)), turns, strict=True)
+        )
+        for begin, end in pairwise(bounds)
+    }
+    return PartitionProblem(
+        layers,
+        tuple(pairwise(layers)),
+        devices,
+        mini_batch,
+        tuple(Pricing(-(-size // count), True) for count in counts),
+        tuple(Way(size, count, row, True) for row, count in enumerate(counts)),
+        MEMORY,
+        case.sync_ns,
     )
 
 
-def published(planner: Callable[[Question], PublishedPlan], *, shared: bool) -> Callable[[Case, int], Stages]:
+def published(
+    planner: Callable[[PartitionProblem], Iterator[Partition]], *, shared: bool
+) -> Callable[[Case, int], Stages]:
     """A published planner in the form of ours."""
 
     def plan(case: Case, mini_batch: int) -> Stages:
-        found = planner(question(case, mini_batch, shared=shared))
+        stages = next(planner(problem_of(case, mini_batch, shared=shared))).placement.stages
         return Stages(
-            tuple(int(stage.blocks[0]) for stage in found.stages),
-            tuple(stage.option.replicas for stage in found.stages),
+            tuple(int(stage.blocks[0]) for stage in stages),
+            tuple(stage.replicas for stage in stages),
             shared,
         )
 
@@ -320,7 +336,7 @@ def dapple_as_stated(case: Case, mini_batch: int) -> Stages:
 def piper_as_stated(case: Case, num_stages: int) -> Stages:
     """So many stages (IV-D) with the least slowest one; the text says nothing about layers and replicas."""
     bounds = [*case.layer_begins, case.loads.num_blocks]
-    sums = case.loads.totals
+    sums = case.loads.compute.tolist()
 
     @cache
     def best(first: int, stages: int, devices: int) -> tuple[float, tuple[tuple[int, int], ...]]:

@@ -20,9 +20,10 @@ from pipeplan.costs import build_workload
 from pipeplan.costs.collectives import all_reduce_time
 from pipeplan.costs.testbeds import cluster_of_paper
 from pipeplan.examples import model
-from pipeplan.model import Block, Cluster, CostRow, Edge, PlacedStage, Placement, Profile, Source
+from pipeplan.model import Block, Cluster, CostRow, Edge, Profile, Source
 from pipeplan.model.workload import Workload
-from pipeplan.partition.graphpipe import Problem, StageGraph, partition
+from pipeplan.partition.graphpipe import graphpipe
+from pipeplan.partition.problem import PartitionProblem
 from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders, kfkb_orders, samples_held
 from pipeplan.simulate.memory import peak_memory
 from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts, task_graph, with_links
@@ -55,17 +56,6 @@ def in_a_line(profile: Profile) -> tuple[tuple[str, str], ...]:
     return tuple(zip(order, order[1:], strict=False))
 
 
-def placed(graph: StageGraph, num_devices: int) -> Placement:
-    """The stages as a placement."""
-    stages = tuple(
-        PlacedStage(
-            blocks=each.blocks, devices=each.devices, replicas=each.replicas, microbatch_size=each.microbatch_size
-        )
-        for each in graph.stages
-    )
-    return Placement(strategy="stage graph", num_devices=num_devices, stages=stages)
-
-
 def planned(
     profile: Profile,
     num_devices: int,
@@ -73,9 +63,9 @@ def planned(
     memory: int,
     cluster: Cluster | None,
     sizes: Sequence[int] | None,
-) -> tuple[StageGraph, Workload]:
+) -> Workload:
     """GraphPipe's stages, and what they run."""
-    problem = Problem.of(
+    problem = PartitionProblem.of(
         profile,
         num_devices,
         mini_batch,
@@ -84,21 +74,20 @@ def planned(
         all_reduce=lambda size, replicas: all_reduce_time(cluster, range(replicas), size),
     )
     if cluster is None:  # the case study has no replicas
-        problem = replace(problem, choices=tuple(choice for choice in problem.choices if choice.replicas == 1))
-    graph = partition(problem, tolerance=0.01).graph
-    size = max(stage.microbatch_size for stage in graph.stages)
-    workload = build_workload(
+        problem = replace(problem, ways=tuple(way for way in problem.ways if way.replicas == 1))
+    placement = next(graphpipe(problem, tolerance=0.01)).placement
+    size = max(stage.microbatch_size or 0 for stage in placement.stages)
+    return build_workload(
         profile,
-        placed(graph, num_devices),
+        placement,
         num_microbatches=mini_batch // size,
         microbatch_size=size,
         memory_bytes=[memory] * num_devices,
         cluster=cluster,
     )
-    return graph, workload
 
 
-def row(name: str, graph: StageGraph, workload: Workload) -> list[str]:
+def row(name: str, workload: Workload) -> list[str]:
     """One line of the table; each schedule's time, the most of one device's memory and samples of all stages."""
     tasks = task_graph(workload)
     ones, best = kfkb_orders(workload, tasks), best_kfkb_orders(workload, tasks)
@@ -106,15 +95,25 @@ def row(name: str, graph: StageGraph, workload: Workload) -> list[str]:
     greedy = greedy_orders(workload, tasks)
     seconds = time.perf_counter() - begin
     base = makespan(tasks, ones)
-    sizes = sorted({stage.microbatch_size for stage in graph.stages})
+    sizes = sorted({stage.microbatch_size for stage in workload.stages})
     return [
         name,
-        str(len(graph.stages)),
-        str(graph.depth),
+        str(len(workload.stages)),
+        str(depth(workload)),
         ", ".join(map(str, sizes)),
         *(cell(tasks, orders, base) for orders in (ones, best, greedy)),
         f"{seconds:.2f} s",
     ]
+
+
+def depth(workload: Workload) -> int:
+    """Stages on the longest path."""
+    depths = [1] * len(workload.stages)
+    stages = [each.stage for each in workload.operations]
+    pairs = {(stages[each.source], stages[each.target]) for each in workload.dependencies}
+    for source, target in sorted(pair for pair in pairs if pair[0] < pair[1]):
+        depths[target] = max(depths[target], depths[source] + 1)
+    return max(depths)
 
 
 def cell(graph: TaskGraph, orders: Orders, base: int) -> str:
@@ -135,13 +134,13 @@ def rows(devices: Sequence[int]) -> Iterator[list[str]]:
     memory = 3 * 5 * 4 << 20
     for name, edges in (("case study", None), ("case study in a line", in_a_line(study))):
         kept = tuple(Edge(source=a, target=b, bytes_per_sample=1) for a, b in edges) if edges else study.edges
-        yield row(name, *planned(study.model_copy(update={"edges": kept}), 8, 32, memory, None, (1, 2, 4)))
+        yield row(name, planned(study.model_copy(update={"edges": kept}), 8, 32, memory, None, (1, 2, 4)))
     for name, each in MINI_BATCHES.items():
         profile = model(name, device="v100-16gb")
         for count in devices:
             note(f"{name} on {count} devices")
             cluster = cluster_of_paper("graphpipe", count)
-            yield row(f"{name} on {count}", *planned(profile, count, each * count, 16 << 30, cluster, None))
+            yield row(f"{name} on {count}", planned(profile, count, each * count, 16 << 30, cluster, None))
 
 
 def main() -> None:

@@ -21,10 +21,9 @@ from random import Random
 from time import process_time
 from typing import TypeVar
 
-import numpy as np
 from tables import machine, markdown, note
 
-from pipeplan.costs import build_workload
+from pipeplan.costs import StageCost, build_workload
 from pipeplan.costs.collectives import all_reduce_time
 from pipeplan.costs.presets import device_preset
 from pipeplan.costs.testbeds import cluster_of_paper
@@ -34,9 +33,10 @@ from pipeplan.examples.layout import Layout
 from pipeplan.examples.models import family_of
 from pipeplan.examples.parts import Stack
 from pipeplan.model import Cluster, Edge, PlacedStage, Placement, Profile, Source
-from pipeplan.partition.graphpipe import Choice, Load, Problem, Row, partition
+from pipeplan.partition.graphpipe import graphpipe
 from pipeplan.partition.graphpipe.grouping import grouped
-from pipeplan.partition.published import Question, pipedream, piper
+from pipeplan.partition.problem import Costs, Partition, PartitionProblem, Pricing, Way, together
+from pipeplan.partition.published import pipedream, piper
 from pipeplan.partition.series_parallel import decompose
 from pipeplan.schedule.stage_graph import kfkb_orders
 from pipeplan.simulate.timing import earliest_starts, task_graph, with_links
@@ -86,33 +86,24 @@ class Task:
     memory_bytes: int | None = MEMORY
 
     def ours(self, sizes: Sequence[int] | None = None) -> Stages:
-        problem = Problem.of(
-            self.profile,
-            self.num_devices,
-            self.mini_batch,
-            microbatch_sizes=self.sizes if sizes is None else sizes,
-            memory_bytes=self.memory_bytes,
-            all_reduce=all_reduce,
-        )
-        graph = partition(problem).graph
-        return Stages(tuple((s.blocks, s.replicas, s.microbatch_size) for s in graph.stages), graph.bottleneck_ns)
+        return read(next(graphpipe(self.problem(self.sizes if sizes is None else sizes))))
 
-    def question(self, size: int) -> Question:
-        return Question.of(
+    def problem(self, sizes: Sequence[int]) -> PartitionProblem:
+        return PartitionProblem.of(
             self.profile,
             self.num_devices,
             self.mini_batch,
-            size,
+            microbatch_sizes=sizes,
             memory_bytes=self.memory_bytes,
             all_reduce=all_reduce,
         )
 
-    def published(self, planner: Callable[[Question, int], Stages]) -> list[Stages]:
+    def published(self, planner: Callable[[PartitionProblem, int], Stages]) -> list[Stages]:
         """A plan for each size that all stages can have."""
         found = []
         for size in self.sizes:
             with suppress(InfeasibleError, UsageError):
-                found.append(planner(self.question(size), size))
+                found.append(planner(self.problem([size]), size))
         return found
 
     def samples_per_second(self, plan: Stages, in_line: bool, links: bool = True) -> float:
@@ -129,25 +120,27 @@ def task_of(name: str, num_devices: int, mini_batch: int | None = None, profile:
     return Task(found, num_devices, batch, tuple(sizes))
 
 
-def by_pipedream(question: Question, size: int) -> Stages:
-    plan = pipedream(question)
-    return Stages(tuple((s.blocks, s.option.replicas, size) for s in plan.stages), plan.value_ns)
+def read(found: Partition, size: int = 0) -> Stages:
+    stages = found.placement.stages
+    return Stages(tuple((s.blocks, s.replicas, s.microbatch_size or size) for s in stages), found.value_ns)
 
 
-def by_piper(question: Question, size: int, max_downsets: int = 1 << 40) -> Stages:
-    plan = piper(question, max_downsets)
-    return Stages(tuple((s.blocks, s.option.replicas, size) for s in plan.stages), plan.value_ns)
+def by_pipedream(problem: PartitionProblem, size: int) -> Stages:
+    return read(next(pipedream(problem)), size)
 
 
-def coarse_piper(question: Question, size: int) -> Stages:
+def by_piper(problem: PartitionProblem, size: int, max_downsets: int = 1 << 40) -> Stages:
+    return read(next(piper(problem, max_downsets)), size)
+
+
+def coarse_piper(problem: PartitionProblem, size: int) -> Stages:
     """Piper with neighbours taken together until it has at most 1,500 downsets."""
-    work = dict(zip(question.names, (question.forwards + question.backwards)[:, 0].tolist(), strict=True))
-    edges = [(question.names[a], question.names[b]) for a, b in question.edges]
-    tree, total = decompose(question.names, edges, work).tree, sum(work.values())
+    work = {name: costs[problem.ways[0].row].compute_ns for name, costs in problem.costs.items()}
+    tree, total = decompose(problem.order, problem.edges, work).tree, sum(work.values())
     for share in (64, 48, 32, 24, 16, 12, 8):
         groups = [part.names for part in grouped(tree, work, total // share).post_order() if part.kind == "block"]
         try:
-            plan = by_piper(_joined(question, groups), size, 1_500)
+            plan = by_piper(_joined(problem, groups), size, 1_500)
         except UsageError:
             continue
         members = {group[0]: group for group in groups}
@@ -159,27 +152,13 @@ def coarse_piper(question: Question, size: int) -> Stages:
     raise UsageError("even large groups have too many downsets")
 
 
-def _joined(question: Question, groups: Sequence[tuple[str, ...]]) -> Question:
-    place = {name: index for index, name in enumerate(question.names)}
+def _joined(problem: PartitionProblem, groups: Sequence[tuple[str, ...]]) -> PartitionProblem:
+    place = {name: index for index, name in enumerate(problem.order)}
     order = sorted(groups, key=lambda group: min(place[name] for name in group))
-    rows = [[place[name] for name in group] for group in order]
-    of = {index: number for number, row in enumerate(rows) for index in row}
-    edges = {(of[a], of[b]) for a, b in question.edges if of[a] != of[b]}
-
-    def summed(table: np.ndarray) -> np.ndarray:
-        return np.array([table[row].sum(axis=0) for row in rows])
-
-    return replace(
-        question,
-        names=tuple(group[0] for group in order),
-        edges=tuple(sorted(edges)),
-        forwards=summed(question.forwards),
-        backwards=summed(question.backwards),
-        activations=summed(question.activations),
-        workspaces=np.array([question.workspaces[row].max(axis=0) for row in rows]),
-        parameters=summed(question.parameters),
-        statics=summed(question.statics),
-    )
+    of = {name: group[0] for group in order for name in group}
+    edges = {(of[a], of[b]) for a, b in problem.edges if of[a] != of[b]}
+    costs = {group[0]: together(problem.costs[name] for name in group) for group in order}
+    return replace(problem, costs=costs, edges=tuple(sorted(edges)))
 
 
 # Simulation ----------------------------------------------------------------------------------------------------
@@ -332,19 +311,23 @@ def _search_row(task: Task, printed: tuple[float | None, float, float], limit: f
 # Cost against size -----------------------------------------------------------------------------------------------
 
 
-def sized(blocks: int, branches: int, num_devices: int, memory: int | None) -> Problem:
+def sized(blocks: int, branches: int, num_devices: int, memory: int | None) -> PartitionProblem:
     """A chain, or branches and a block that joins them; all blocks differ."""
     draw = Random(blocks)
-    rows = tuple(Row(1 << power) for power in range(6))
+    rows = tuple(Pricing(1 << power) for power in range(6))
 
-    def load() -> Load:
+    def costs() -> Costs:
         time, held, size = draw.randint(50, 200), draw.randint(5, 20), draw.randint(10, 40)
-        return Load(
-            tuple(200 + time * row.samples for row in rows),
-            tuple(held * row.samples for row in rows),
-            tuple(held * row.samples // 2 for row in rows),
-            10 * size,
-            60 * size,
+        return tuple(
+            StageCost(
+                200 + time * row.samples,
+                0,
+                activation_bytes=held * row.samples,
+                workspace_bytes=held * row.samples // 2,
+                parameter_bytes=10 * size,
+                optimizer_bytes=40 * size,
+            )
+            for row in rows
         )
 
     if branches == 1:
@@ -355,19 +338,19 @@ def sized(blocks: int, branches: int, num_devices: int, memory: int | None) -> P
         edges = [pair for line in lines for pair in (*pairwise(line), (line[-1], "join"))]
         lines.append(["join"])
     mini_batch = 4 * num_devices
-    choices = [
-        Choice(size, replicas, row)
+    ways = [
+        Way(size, replicas, row)
         for row, (samples, _) in enumerate(rows)
         for replicas in (1 << power for power in range(num_devices.bit_length()))
         if (size := samples * replicas) <= mini_batch
     ]
-    return Problem(
-        {block: load() for line in lines for block in line},
+    return PartitionProblem(
+        {block: costs() for line in lines for block in line},
         tuple(edges),
         num_devices,
         mini_batch,
         rows,
-        tuple(choices),
+        tuple(ways),
         memory,
         lambda size, replicas: 2 * (replicas - 1) * size // replicas,
     )
@@ -378,7 +361,7 @@ def sizes() -> None:
     for branches in (1, 8):
         for blocks, devices in ((50, 1024), (100, 1024), (200, 1024), (400, 32), (400, 128), (400, 512), (400, 1024)):
             free = sized(blocks, branches, devices, None)
-            static = sum(load.static_bytes for load in free.loads.values())
+            static = sum(costs[0].static_bytes for costs in free.costs.values())
             memory = max(20_000, 2 * static // devices)
             cells = [_sized_cell(free, 0.0), _sized_cell(replace(free, memory_bytes=memory), 0.0)]
             cells.append(_sized_cell(replace(free, memory_bytes=memory), 0.01))
@@ -396,8 +379,8 @@ def sizes() -> None:
     print(markdown((*header, "tolerance 1 %, s", "above the optimum"), rows))
 
 
-def _sized_cell(problem: Problem, tolerance: float) -> tuple[float, int]:
-    return timed(lambda: partition(problem, tolerance=tolerance).graph.bottleneck_ns)
+def _sized_cell(problem: PartitionProblem, tolerance: float) -> tuple[float, int]:
+    return timed(lambda: next(graphpipe(problem, tolerance=tolerance)).value_ns)
 
 
 # Throughput --------------------------------------------------------------------------------------------------------

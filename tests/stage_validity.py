@@ -1,4 +1,4 @@
-"""Whether stages form a valid graph (GraphPipe 3.3, C1 to C5), for the tests of its partitioner."""
+"""For the tests of GraphPipe's partitioner: costs row by row, and whether stages form a valid graph (3.3, C1 to C5)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,29 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pipeplan.costs import StageCost
 from pipeplan.model import PlacedStage, Placement
 from pipeplan.partition.in_flight import KFKB, flows, kfkb_word
+from pipeplan.partition.problem import Costs
 
 Edges = Sequence[tuple[str, str]]
+
+
+def costs_of(
+    times: Sequence[int], activations: Sequence[int], workspaces: Sequence[int], parameters: int = 0, static: int = 0
+) -> Costs:
+    """A block's costs [row], with so many bytes held all the time."""
+    return tuple(
+        StageCost(
+            time,
+            0,
+            activation_bytes=held,
+            workspace_bytes=workspace,
+            parameter_bytes=parameters,
+            optimizer_bytes=static - 2 * parameters,
+        )
+        for time, held, workspace in zip(times, activations, workspaces, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -18,18 +18,18 @@ from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model import Block, CostRow, Edge, Profile, Source
 from pipeplan.model.workload import Workload
 from pipeplan.partition.autopipe import (
-    Balance,
     Cuts,
     Fitting,
-    Loads,
-    StageLoads,
+    autopipe,
     num_to_split,
     plan_chain,
-    plan_depths,
     sliced,
     timeline,
 )
 from pipeplan.partition.autopipe.simulator import measured
+from pipeplan.partition.chain_costs import Array, ChainCosts, StageTimes
+from pipeplan.partition.chain_kernel import ShortestStages
+from pipeplan.partition.problem import PartitionProblem, Pricing, Way, free
 from pipeplan.simulate.simulation import simulate
 from references.replay import replay
 
@@ -39,12 +39,34 @@ STAGES = st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=5)
 TRANSFER = st.sampled_from([0, 0, 1, 3])
 
 
-def loads_of(blocks: Sequence[tuple[int, int]], transfer: int = 0) -> Loads:
-    return Loads.of([forward for forward, _ in blocks], [backward for _, backward in blocks], transfer)
+def chain_of(blocks: Sequence[tuple[int, int]], transfer: int = 0) -> ChainCosts:
+    """Blocks of a byte each."""
+    costs = [StageCost(forward, backward, optimizer_bytes=1) for forward, backward in blocks]
+    return ChainCosts.of(costs, transfer_ns=transfer)
 
 
-def stages_of(times: Sequence[tuple[int, int]], transfer: int = 0) -> StageLoads:
-    return StageLoads(tuple(f for f, _ in times), tuple(b for _, b in times), transfer)
+def at_most(blocks: int, chain: ChainCosts) -> Fitting:
+    """Room for so many blocks in a stage."""
+    return Fitting(chain, blocks, 1)
+
+
+def problem_of(
+    costs: Sequence[StageCost],
+    num_devices: int,
+    num_microbatches: int,
+    memory: int | None = None,
+    all_reduce: Callable[[int, int], int] = free,
+) -> PartitionProblem:
+    """A chain with every number of replicas; each takes one of the micro-batches in turn, of a sample each."""
+    names = [f"b{index}" for index in range(len(costs))]
+    ways = [Way(count, count, 0) for count in range(1, num_devices + 1) if num_microbatches % count == 0]
+    rows = {name: (cost,) for name, cost in zip(names, costs, strict=True)}
+    edges = tuple(pairwise(names))
+    return PartitionProblem(rows, edges, num_devices, num_microbatches, (Pricing(1),), tuple(ways), memory, all_reduce)
+
+
+def stages_of(times: Sequence[tuple[int, int]], transfer: int = 0) -> StageTimes:
+    return StageTimes(tuple(f for f, _ in times), tuple(b for _, b in times), transfer)
 
 
 def cuts(num_blocks: int, num_stages: int) -> Iterator[Cuts]:
@@ -52,11 +74,11 @@ def cuts(num_blocks: int, num_stages: int) -> Iterator[Cuts]:
         yield (0, *inner)
 
 
-def longest(sums: Sequence[int], begins: Cuts, num_blocks: int) -> int:
+def longest(sums: Array, begins: Cuts, num_blocks: int) -> int:
     return max(sums[end] - sums[begin] for begin, end in pairwise((*begins, num_blocks)))
 
 
-def workload_of(stages: StageLoads, num_microbatches: int) -> Workload:
+def workload_of(stages: StageTimes, num_microbatches: int) -> Workload:
     """A chain with one stage per device and these times."""
     workload = chain_workload(stages.num_stages, num_microbatches, lag=stages.transfer_ns)
     times = {"F": stages.forwards, "B": stages.backwards}
@@ -69,8 +91,8 @@ def workload_of(stages: StageLoads, num_microbatches: int) -> Workload:
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 5))
 def test_balance_is_exact_for_every_prefix(times: list[int], num_stages: int) -> None:
-    sums = Loads.of(times, [0] * len(times)).totals
-    balance = Balance.of(sums, num_stages)
+    sums = chain_of([(time, 0) for time in times]).compute
+    balance = ShortestStages.of(sums, num_stages)
     for blocks in range(1, len(times) + 1):
         for stages in range(1, min(num_stages, blocks) + 1):
             begins = balance.begins_of(blocks, stages)
@@ -83,7 +105,7 @@ def test_balance_is_exact_for_every_prefix(times: list[int], num_stages: int) ->
 def test_balance_takes_the_split_that_the_printed_loop_takes(times: list[int], num_stages: int) -> None:
     """Lines 8 to 14, with ``k`` going up and only what is better replacing what is there."""
     assume(num_stages <= len(times))
-    sums, far = Loads.of(times, [0] * len(times)).totals, 10**9
+    sums, far = chain_of([(time, 0) for time in times]).compute, 10**9
     table = [[0] + [far] * num_stages, *([far] * (num_stages + 1) for _ in times)]
     chosen: dict[tuple[int, int], int] = {}
     for i in range(1, len(times) + 1):
@@ -96,7 +118,7 @@ def test_balance_takes_the_split_that_the_printed_loop_takes(times: list[int], n
     for stages in range(num_stages, 0, -1):
         end = chosen[end, stages]
         begins.append(end)
-    assert Balance.of(sums, num_stages).begins_of(len(times), num_stages) == tuple(reversed(begins))
+    assert ShortestStages.of(sums, num_stages).begins_of(len(times), num_stages) == tuple(reversed(begins))
 
 
 # The simulator -----------------------------------------------------------------------------------------------------
@@ -171,9 +193,9 @@ def test_search_lies_between_the_best_cut_and_its_start(
     blocks: list[tuple[int, int]], num_stages: int, num_microbatches: int, transfer: int
 ) -> None:
     assume(num_stages <= len(blocks))
-    loads = loads_of(blocks, transfer)
+    loads = chain_of(blocks, transfer)
     times = {each: timeline(loads.stages(each), num_microbatches) for each in cuts(len(blocks), num_stages)}
-    start = Balance.of(loads.totals, num_stages).begins_of(len(blocks), num_stages)
+    start = ShortestStages.of(loads.compute, num_stages).begins_of(len(blocks), num_stages)
     found = plan_chain(loads, num_stages, num_microbatches)
     assert found.start_ns == times[start].iteration_ns
     assert min(each.iteration_ns for each in times.values()) <= found.iteration_ns <= found.start_ns
@@ -187,12 +209,8 @@ def test_no_single_border_can_be_moved_for_the_better(
 ) -> None:
     """What the paper's search leaves is polished away, as far as it fits."""
     assume(num_stages <= len(blocks) <= num_stages * most)
-    loads, count = loads_of(blocks), len(blocks)
-
-    def fits(stages: int, stage: int, begin: int, end: int) -> bool:
-        return end - begin <= most
-
-    found = plan_chain(loads, num_stages, num_microbatches, fits)
+    loads, count = chain_of(blocks), len(blocks)
+    found = plan_chain(loads, num_stages, num_microbatches, at_most(most, loads))
     for each in cuts(count, num_stages):
         moved = sum(abs(there - here) for there, here in zip(each, found.begins, strict=True))
         if moved == 1 and max(end - begin for begin, end in pairwise((*each, count))) <= most:
@@ -204,21 +222,19 @@ def test_search_keeps_to_what_fits(
     blocks: list[tuple[int, int]], num_stages: int, num_microbatches: int, most: int
 ) -> None:
     assume(num_stages <= len(blocks))
-
-    def fits(stages: int, stage: int, begin: int, end: int) -> bool:
-        return end - begin <= most
-
+    loads = chain_of(blocks)
+    fits = at_most(most, loads)
     if num_stages * most < len(blocks):
         with pytest.raises(InfeasibleError, match="no cut of"):
-            plan_chain(loads_of(blocks), num_stages, num_microbatches, fits)
+            plan_chain(loads, num_stages, num_microbatches, fits)
     else:
-        found = plan_chain(loads_of(blocks), num_stages, num_microbatches, fits)
+        found = plan_chain(loads, num_stages, num_microbatches, fits)
         assert all(end - begin <= most for begin, end in pairwise((*found.begins, len(blocks))))
 
 
 def test_search_moves_load_forward() -> None:
     """The balanced split leaves the heavy stage last; a cut with an earlier master ends sooner."""
-    loads = loads_of([(2, 4)] * 9)
+    loads = chain_of([(2, 4)] * 9)
     found = plan_chain(loads, 4, 8)
     sizes = [end - begin for begin, end in pairwise((*found.begins, 9))]
     assert found.iteration_ns < found.start_ns
@@ -227,41 +243,42 @@ def test_search_moves_load_forward() -> None:
 
 def test_depth_with_little_work_to_share_is_one() -> None:
     """With many micro-batches and room for everything, replicas have no bubbles: the paper's Table III."""
-    loads = loads_of([(2, 4)] * 8)
-    found = plan_depths(loads, 4, 16)
-    assert (found.num_stages, found.replicas, found.iteration_ns) == (1, 4, 4 * 48)
-    small = plan_depths(loads, 4, 16, lambda stages, stage, begin, end: stages >= 2)
-    assert (small.num_stages, small.replicas) == (2, 2)
-    dear = plan_depths(loads, 4, 16, all_reduce=lambda begins, replicas: 10_000)
-    assert (dear.num_stages, dear.replicas) == (4, 1)
+    costs = [StageCost(2, 4, parameter_bytes=1)] * 8
+
+    def depth(memory: int | None = None, all_reduce: Callable[[int, int], int] = free) -> tuple[int, int, int]:
+        found = next(autopipe(problem_of(costs, 4, 16, memory, all_reduce)))
+        return len(found.placement.stages), found.placement.stages[0].replicas, found.value_ns
+
+    assert depth() == (1, 4, 4 * 48)
+    assert depth(memory=8)[:2] == (2, 2)
+    assert depth(all_reduce=lambda size, replicas: 10_000)[:2] == (4, 1)
     with pytest.raises(InfeasibleError, match="pipeline depth"):
-        plan_depths(loads, 4, 16, lambda stages, stage, begin, end: False)
+        depth(memory=0)
 
 
 @given(BLOCKS, st.sampled_from([1, 2, 3, 4, 6, 8]), st.sampled_from([4, 12, 24, 48]), st.integers(1, 9))
 def test_depths_left_out_are_no_better(
     blocks: list[tuple[int, int]], num_devices: int, num_microbatches: int, most: int
 ) -> None:
-    loads, found = loads_of(blocks), []
-
-    def fits(stages: int, stage: int, begin: int, end: int) -> bool:
-        return end - begin <= most
-
+    costs = [StageCost(forward, backward, optimizer_bytes=1) for forward, backward in blocks]
+    loads, found = ChainCosts.of(costs), []
     for stages in range(1, min(num_devices, len(blocks)) + 1):
         replicas = num_devices // stages
         if num_devices % stages or num_microbatches % replicas or stages * most < len(blocks):
             continue
-        each = plan_chain(loads, stages, num_microbatches // replicas, fits)
+        each = plan_chain(loads, stages, num_microbatches // replicas, at_most(most, loads))
         found.append((each.iteration_ns + 5 * (replicas - 1), stages, each.begins))
     if found:
-        planned = plan_depths(loads, num_devices, num_microbatches, fits, lambda begins, replicas: 5 * (replicas - 1))
-        assert (planned.iteration_ns, planned.num_stages, planned.begins) == min(found)
+        problem = problem_of(costs, num_devices, num_microbatches, most, lambda size, replicas: 5 * (replicas - 1))
+        planned = next(autopipe(problem))
+        begins = tuple(int(stage.blocks[0][1:]) for stage in planned.placement.stages)
+        assert (planned.value_ns, len(begins), begins) == min(found)
 
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(0, 1), (3, 1), (1, 0)])
 def test_questions_that_make_no_sense_are_refused(num_stages: int, num_microbatches: int) -> None:
     with pytest.raises(UsageError, match="cannot be cut"):
-        plan_chain(loads_of([(1, 1)] * 2), num_stages, num_microbatches)
+        plan_chain(chain_of([(1, 1)] * 2), num_stages, num_microbatches)
 
 
 # The slicer --------------------------------------------------------------------------------------------------------
@@ -284,7 +301,7 @@ def test_startup_is_that_of_micro_batches_of_half_the_size(
     """Until the last stage starts, a sliced pipeline is one of half micro-batches; so it starts in half the time."""
     stages = stages_of(times, transfer)
     found = sliced(stages, num_microbatches, num_to_split(stages))
-    half = StageLoads(tuple(forward // 2 for forward in stages.forwards), stages.backwards, transfer // 2)
+    half = StageTimes(tuple(forward // 2 for forward in stages.forwards), stages.backwards, transfer // 2)
     workload = workload_of(half, 2 * num_microbatches)
     spans = replay(workload, one_f_one_b(workload))
     assert found.startup_ns == spans[f"{stages.num_stages - 1}F", 0][0]
@@ -340,11 +357,12 @@ def test_algorithm_2_is_near_the_best_on_nearly_balanced_stages(
 def test_first_stages_hold_more_micro_batches() -> None:
     """Of four equal stages the first holds four micro-batches and the last one, but never more than there are."""
     costs = [StageCost(1, 1, None, None, 10, 0, 3, 7, 14)] * 4
-    needs = Fitting(costs, 71, 8).needs
+    chain = ChainCosts.of(costs)
+    needs = Fitting(chain, 71, 8).needs
     assert [needs(4, stage, stage, stage + 1) for stage in range(4)] == [71, 61, 51, 41]
-    assert Fitting(costs, 71, 2).needs(4, 0, 0, 1) == 51
-    assert Fitting(costs, 71, 8)(4, 0, 0, 1)
-    assert not Fitting(costs, 70, 8)(4, 0, 0, 1)
+    assert Fitting(chain, 71, 2).needs(4, 0, 0, 1) == 51
+    assert Fitting(chain, 71, 8).fits(4, 0, 0, 1)
+    assert not Fitting(chain, 70, 8).fits(4, 0, 0, 1)
 
 
 def branching(sizes: Sequence[tuple[int, int]]) -> Profile:
@@ -376,6 +394,12 @@ def branching(sizes: Sequence[tuple[int, int]]) -> Profile:
     return Profile(name="p", source=Source(method="literature"), blocks=blocks, edges=(*chain, *fan))
 
 
+def chain_of_profile(profile: Profile, recompute: bool = False) -> ChainCosts:
+    """In micro-batches of two samples."""
+    problem = PartitionProblem.of(profile, 1, 2, microbatch_sizes=[2], recompute=[recompute])
+    return ChainCosts.of([problem.costs[block][0] for block in problem.order], problem.repeats[0])
+
+
 SIZES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 30)), min_size=2, max_size=8)
 
 
@@ -383,7 +407,7 @@ SIZES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 30)), min_size=2, 
 def test_what_several_blocks_of_a_stage_take_counts_once(sizes: list[tuple[int, int]], recompute: bool) -> None:
     profile = branching(sizes)
     order = profile.topological_order()
-    needs = Fitting.of_profile(profile, 2, 0, 8, recompute=recompute).needs
+    needs = Fitting(chain_of_profile(profile, recompute), 0, 8).needs
     for begin in range(len(order)):
         for end in range(begin + 1, len(order) + 1):
             cost = stage_costs(profile, order[begin:end], 2, recompute=recompute)
@@ -399,27 +423,20 @@ def test_least_memory_is_that_of_the_roomiest_cut(
 ) -> None:
     assume(num_stages <= len(sizes))
     profile, count = branching(sizes), len(sizes)
-    needs = Fitting.of_profile(profile, 2, 0, num_microbatches).needs
+    loads = chain_of_profile(profile)
+    needs = Fitting(loads, 0, num_microbatches).needs
     least = min(
         max(needs(num_stages, stage, *each) for stage, each in enumerate(pairwise((*begins, count))))
         for begins in cuts(count, num_stages)
     )
-    assert Fitting.of_profile(profile, 2, 0, num_microbatches).least_bytes(num_stages)[0] == least
-    loads = Loads.of_profile(profile, 2)
-    assert plan_chain(loads, num_stages, 4, Fitting.of_profile(profile, 2, least, num_microbatches)).begins
+    assert Fitting(loads, 0, num_microbatches).least_bytes(num_stages)[0] == least
+    assert plan_chain(loads, num_stages, 4, Fitting(loads, least, num_microbatches)).begins
     with pytest.raises(InfeasibleError, match=r"stage \d needs .* at least, 1B more than the"):
-        plan_chain(loads, num_stages, 4, Fitting.of_profile(profile, 2, least - 1, num_microbatches))
-
-
-def test_replicas_share_the_micro_batches_that_are_in_flight() -> None:
-    """Eight devices, eight micro-batches: two of four replicas' stages hold two each, not more than a replica has."""
-    costs = [StageCost(1, 1, None, None, 10, 0, 0, 0, 0)] * 4
-    shared, alone = Fitting(costs, 0, 4, num_devices=8), Fitting(costs, 0, 4)
-    assert [shared.needs(4, stage, stage, stage + 1) for stage in range(4)] == [20, 20, 20, 10]
-    assert [alone.needs(4, stage, stage, stage + 1) for stage in range(4)] == [40, 30, 20, 10]
+        plan_chain(loads, num_stages, 4, Fitting(loads, least - 1, num_microbatches))
 
 
 def test_where_no_depth_fits_the_nearest_one_is_named() -> None:
+    """Eight micro-batches on four devices: of one stage each replica has two, of two it has four."""
     costs = [StageCost(1, 1, None, None, 10, 0, 0, 7, 14)] * 4
     with pytest.raises(InfeasibleError, match=r"a depth of 4 stage 0 needs 68B at least, 8B more than the 60B"):
-        plan_depths(Loads.of_costs(costs), 4, 8, Fitting(costs, 60, 8, num_devices=4))
+        next(autopipe(problem_of(costs, 4, 8, 60)))

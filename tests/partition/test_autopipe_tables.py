@@ -13,23 +13,23 @@ from statistics import pstdev
 
 import pytest
 
-from pipeplan.costs import StageCost
+from pipeplan.costs import StageCost, group_costs
 from pipeplan.costs.presets import device_preset
 from pipeplan.examples import model
+from pipeplan.model import PlacedStage
 from pipeplan.partition.autopipe import (
     Cuts,
     Fitting,
-    Loads,
-    StageLoads,
-    line_costs,
+    autopipe,
     num_to_split,
     plan_chain,
-    plan_depths,
     sliced,
     timeline,
 )
 from pipeplan.partition.autopipe.simulator import Step
-from pipeplan.partition.published import Question, dapple
+from pipeplan.partition.chain_costs import ChainCosts, StageTimes
+from pipeplan.partition.problem import PartitionProblem
+from pipeplan.partition.published import dapple
 
 DEVICE = "rtx3090-24gb"
 LAYERS = 24
@@ -50,16 +50,17 @@ TABLE_2 = {
 def costs_of(microbatch_size: int, name: str = "gpt2-345m") -> list[StageCost]:
     """[block] embedding, 24 times attention and FFN, head."""
     profile = model(name, device=DEVICE, microbatch_sizes=(microbatch_size,))
-    return line_costs(profile, microbatch_size, recompute=True)
+    order = [(block,) for block in profile.topological_order()]
+    return group_costs(profile, order, microbatch_size, recompute=True)
 
 
-def loads_of(microbatch_size: int, head: float | None = None) -> Loads:
+def loads_of(microbatch_size: int, head: float | None = None) -> ChainCosts:
     """With ``head`` the last block takes as long as so many layers, else as estimated."""
     costs = costs_of(microbatch_size)
     forwards, backwards = [each.forward_ns for each in costs], [each.backward_ns for each in costs]
     if head is not None:
         forwards[-1], backwards[-1] = int(head * sum(forwards[1:3])), int(head * sum(backwards[1:3]))
-    return Loads.of(forwards, backwards)
+    return ChainCosts.of([StageCost(*times) for times in zip(forwards, backwards, strict=True)])
 
 
 def cut_into(layers: tuple[float, ...]) -> Cuts:
@@ -201,14 +202,25 @@ def most_held(ends: dict[Step, int], num_stages: int) -> list[int]:
 # Tables III, IV ----------------------------------------------------------------------------------------------------
 
 
+def best_depth(
+    name: str, num_devices: int, mini_batch: int, microbatch_size: int, memory: int
+) -> tuple[PlacedStage, ...]:
+    """Each replica takes whole micro-batches in turn, which is the same as shares of larger ones."""
+    profile = model(name, device=DEVICE, microbatch_sizes=(microbatch_size,))
+    sizes = [microbatch_size << power for power in range(num_devices.bit_length())]
+    problem = PartitionProblem.of(
+        profile, num_devices, mini_batch, microbatch_sizes=sizes, memory_bytes=memory, recompute=(True,)
+    )
+    return next(autopipe(problem)).placement.stages
+
+
 @pytest.mark.parametrize("num_devices", [4, 16])
 @pytest.mark.parametrize("mini_batch", [128, 256, 512])
 def test_with_little_memory_in_use_all_devices_are_replicas(num_devices: int, mini_batch: int) -> None:
     """Table III: AutoPipe's planner uses data parallelism alone."""
     memory = device_preset(DEVICE).memory_bytes
-    fits = Fitting(costs_of(4), memory, mini_batch // 4)
-    found = plan_depths(loads_of(4), num_devices, mini_batch // 4, fits)
-    assert (found.num_stages, found.replicas) == (1, num_devices)
+    stages = best_depth("gpt2-345m", num_devices, mini_batch, 4, memory)
+    assert [stage.replicas for stage in stages] == [num_devices]
 
 
 @pytest.mark.parametrize(("mini_batch", "stated"), [(512, 1.017), (1024, 1.050), (2048, 1.066)])
@@ -220,7 +232,7 @@ def test_advantage_over_dapples_partition_grows_with_the_mini_batch_as_in_table_
     """
     loads = loads_of(32, PAPER_HEAD)
     theirs = loads.stages(cut_into((7, 17)))
-    shared = StageLoads((theirs.forwards[0], theirs.forwards[1] // 3), (theirs.backwards[0], theirs.backwards[1] // 3))
+    shared = StageTimes((theirs.forwards[0], theirs.forwards[1] // 3), (theirs.backwards[0], theirs.backwards[1] // 3))
     ours = plan_chain(loads, 2, mini_batch // 64)
     ratio = timeline(shared, mini_batch // 32).iteration_ns / ours.iteration_ns
     assert ratio == pytest.approx(stated, abs=0.015)
@@ -239,16 +251,18 @@ def test_advantage_over_four_stages_shrinks_with_the_mini_batch_as_in_table_4(mi
 def test_with_much_memory_in_use_the_whole_model_fits_no_device(name: str, microbatch_size: int) -> None:
     """Table IV: all planners use pipelines; the smallest number of devices is two."""
     costs, memory = costs_of(microbatch_size, name), device_preset(DEVICE).memory_bytes
-    fits = Fitting(costs, memory, 32, num_devices=8)
-    assert fits.least_bytes(1)[0] > memory >= fits.least_bytes(2)[0]
-    assert plan_depths(Loads.of_costs(costs), 8, 32, fits).num_stages > 1
+    chain = ChainCosts.of(costs)
+    assert (
+        Fitting(chain, memory, 32 // 8).least_bytes(1)[0] > memory >= Fitting(chain, memory, 32 // 4).least_bytes(2)[0]
+    )
+    assert len(best_depth(name, 8, 32 * microbatch_size, microbatch_size, memory)) > 1
 
 
 def test_dapple_gives_no_stage_more_replicas_than_samples() -> None:
     """Table III's runtime error on 16 devices: 15 replicas for micro-batches of 4 (IV-D)."""
     profile = model("gpt2-345m", device=DEVICE, microbatch_sizes=(1, 2, 4))
-    plan = dapple(Question.of(profile, 16, 128, 4, recompute=(True,)))
-    assert max(stage.option.replicas for stage in plan.stages) <= 4
+    plan = next(dapple(PartitionProblem.of(profile, 16, 128, microbatch_sizes=[4], recompute=(True,))))
+    assert max(stage.replicas for stage in plan.placement.stages) <= 4
 
 
 @pytest.mark.parametrize("num_devices", [4, 8])
@@ -256,5 +270,7 @@ def test_dapple_plans_two_stages(num_devices: int) -> None:
     """Table IV: its planner tends to two stages, whatever the number of devices."""
     profile = model("gpt2-345m", device=DEVICE, microbatch_sizes=(4, 8, 16, 32))
     memory = device_preset(DEVICE).memory_bytes
-    plan = dapple(Question.of(profile, num_devices, 512, 32, memory_bytes=memory, recompute=(True,)))
-    assert len(plan.stages) == 2
+    problem = PartitionProblem.of(
+        profile, num_devices, 512, microbatch_sizes=[32], memory_bytes=memory, recompute=(True,)
+    )
+    assert len(next(dapple(problem)).placement.stages) == 2

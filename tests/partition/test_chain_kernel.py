@@ -1,4 +1,4 @@
-"""The chain kernel against every cut, and the programmes it takes the place of; running sums against single blocks."""
+"""The chain kernel against every cut; running sums against single blocks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeplan.costs import UNLIMITED, StageCost
-from pipeplan.partition import balance
-from pipeplan.partition.autopipe import Balance
-from pipeplan.partition.chain_costs import Array, ChainCosts
-from pipeplan.partition.chain_kernel import Programme, least_split, shortest_first, shortest_stages
+from pipeplan.partition.chain_costs import ChainCosts
+from pipeplan.partition.chain_kernel import Programme, ShortestStages, shortest_first
 
 TIMES = st.sampled_from([0, 1, 1, 2, 3, 5, 8, 30, 10**15])
 SIZES = st.integers(0, 9)
@@ -65,52 +63,20 @@ def test_what_several_blocks_take_is_held_once(costs: list[StageCost], drawn: Se
         assert int(chain.activation(begin, end)) == max(0, held)
 
 
-@settings(max_examples=300)
-@given(
-    st.lists(TIMES, min_size=1, max_size=12),
-    st.lists(st.integers(0, 1), min_size=1, max_size=6),
-    st.lists(TIMES, min_size=2, max_size=2),
-    st.one_of(st.none(), st.lists(TIMES, min_size=2, max_size=2)),
-)
-def test_the_least_split_is_that_of_the_programme_before(
-    times: list[int], kinds: list[int], more: list[int], limits: list[int] | None
-) -> None:
-    """Also which of equal splits."""
-    kinds = [kind if kinds[0] == 0 else 1 - kind for kind in kinds]
-    sums = np.array([0, *accumulate(times)])
-
-    def cost(kind: int, begins: Array, ends: Array) -> Array:
-        return more[kind] + sums[ends] - sums[begins]
-
-    fits = None if limits is None else lambda kind, begins, ends: sums[ends] - sums[begins] <= limits[kind]
-    assert least_split(cost, len(times), kinds, fits) == balance.least_split(cost, len(times), kinds, fits)
-
-
-@settings(max_examples=200)
-@given(st.lists(TIMES, min_size=1, max_size=12), st.integers(1, 6))
-def test_autopipes_table_is_that_of_the_programme_before(times: list[int], num_stages: int) -> None:
-    sums = [0, *accumulate(times)]
-    before = Balance.of(sums, num_stages)
-    values, begins = shortest_stages(np.array(sums), num_stages)
-    for stages in range(1, num_stages + 1):
-        assert values[stages - 1].tolist()[stages:] == list(before.longest[stages - 1][stages:])
-        assert begins[stages - 1].tolist()[stages:] == list(before.lasts[stages - 1][stages:])
-
-
 @settings(max_examples=200)
 @given(st.lists(TIMES, min_size=1, max_size=7), st.integers(1, 7))
 def test_autopipes_table_has_the_least_longest_stage_and_of_equal_splits_long_later_stages(
     times: list[int], num_stages: int
 ) -> None:
     assume(num_stages <= len(times))
-    values, begins = shortest_stages(np.array([0, *accumulate(times)]), num_stages)
+    table = ShortestStages.of(np.array([0, *accumulate(times)]), num_stages)
     for end in range(num_stages, len(times) + 1):
         longest = {
             bounds: max(sum(times[low:high]) for low, high in pairwise(bounds)) for bounds in cuts(end, num_stages)
         }
-        assert values[num_stages - 1][end] == min(longest.values())
+        assert table.longest[num_stages - 1][end] == min(longest.values())
         best = min(bounds[-2] for bounds, value in longest.items() if value == min(longest.values()))
-        assert begins[num_stages - 1][end] == best
+        assert table.lasts[num_stages - 1][end] == best
 
 
 @settings(max_examples=150)

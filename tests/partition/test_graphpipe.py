@@ -10,16 +10,25 @@ import pytest
 from pipeplan.costs import build_workload
 from pipeplan.errors import InfeasibleError
 from pipeplan.examples import model
-from pipeplan.model import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
-from pipeplan.partition.graphpipe import Choice, Load, Problem, Row, partition, problems_of
-from pipeplan.partition.graphpipe.result import GraphStage, StageGraph
+from pipeplan.model import Block, CostRow, Edge, Placement, Profile, Source
+from pipeplan.partition.graphpipe import GraphPartition, graphpipe
 from pipeplan.partition.in_flight import KFKB, best_k, samples_in_flight
-from pipeplan.partition.published import Question, pipedream, piper
+from pipeplan.partition.problem import Costs, Partition, PartitionProblem, Pricing, Way
+from pipeplan.partition.published import pipedream, piper
 from pipeplan.partition.series_parallel import topological_order
 from pipeplan.schedule.stage_graph import kfkb_orders
 from pipeplan.simulate.timing import earliest_starts, task_graph
+from stage_validity import StageGraph, costs_of, problems_of
 
 SIZES = (1, 2, 4, 8)
+
+
+def partition(problem: PartitionProblem) -> GraphPartition:
+    return next(graphpipe(problem))
+
+
+def graph_of(problem: PartitionProblem, found: Partition) -> StageGraph:
+    return StageGraph.of(found.placement, problem.edges, problem.mini_batch)
 
 
 def rows(kx: int, bx: int, ky: int, by: int, iy: int) -> list[int]:
@@ -75,15 +84,15 @@ def test_two_forwards_and_two_backwards_in_turn_save_the_stage_before_a_micro_ba
     assert best_k(4, [], (1, 2)) == (KFKB(1, 4), 4)
 
 
-def case_study() -> tuple[dict[str, Load], list[tuple[str, str]]]:
+def case_study() -> tuple[dict[str, Costs], list[tuple[str, str]]]:
     """Fig. 3.8: two branches of four times attention and two linear layers, then a concatenation; larger is better."""
-    loads: dict[str, Load] = {}
+    loads: dict[str, Costs] = {}
     edges: list[tuple[str, str]] = []
     for branch in "ab":
         names = [f"{branch}{index}.{layer}" for index in range(4) for layer in ("attention", "linear0", "linear1")]
-        loads |= dict.fromkeys(names, Load((30, 40, 60), (1, 2, 4), (0, 0, 0)))
+        loads |= dict.fromkeys(names, costs_of((30, 40, 60), (1, 2, 4), (0, 0, 0)))
         edges += [*zip(names, names[1:], strict=False), (names[-1], "concatenation")]
-    return loads | {"concatenation": Load((0, 0, 0), (0, 0, 0), (0, 0, 0))}, edges
+    return loads | {"concatenation": costs_of((0, 0, 0), (0, 0, 0), (0, 0, 0))}, edges
 
 
 def test_the_case_study_less_depth_and_twice_the_micro_batch() -> None:
@@ -93,18 +102,23 @@ def test_the_case_study_less_depth_and_twice_the_micro_batch() -> None:
     stage, which makes it 5 and needs room for 5 micro-batches in that branch.
     """
     loads, edges = case_study()
-    choices = tuple(Choice(size, 1, row) for row, size in enumerate((1, 2, 4)))
-    problem = Problem(loads, tuple(edges), 8, 32, (Row(1), Row(2), Row(4)), choices, memory_bytes=3 * 5 * 4)
-    graph = partition(problem).graph
+    choices = tuple(Way(size, 1, row) for row, size in enumerate((1, 2, 4)))
+    problem = PartitionProblem(
+        loads, tuple(edges), 8, 32, (Pricing(1), Pricing(2), Pricing(4)), choices, memory_bytes=3 * 5 * 4
+    )
+    found = partition(problem)
+    graph = graph_of(problem, found)
     assert (len(graph.stages), graph.depth) == (8, 5)
     assert {stage.microbatch_size for stage in graph.stages} == {4}
-    assert max(stage.in_flight for stage in graph.stages) == 5 * 4
+    assert max(graph.in_flight) == 5 * 4
     order = topological_order(tuple(loads), edges)
-    line = partition(replace(problem, edges=tuple(zip(order, order[1:], strict=False)))).graph
+    in_line = replace(problem, edges=tuple(zip(order, order[1:], strict=False)))
+    slower = partition(in_line)
+    line = graph_of(in_line, slower)
     assert (len(line.stages), line.depth) == (8, 8)
-    assert min(stage.microbatch_size for stage in line.stages) == 2
+    assert min(line.size(index) for index in range(8)) == 2
     assert {stage.blocks[:3] for stage in line.stages} == {stage.blocks[:3] for stage in graph.stages}
-    assert (graph.bottleneck_ns, line.bottleneck_ns) == (32 // 4 * 180, 32 // 2 * 120)
+    assert (found.value_ns, slower.value_ns) == (32 // 4 * 180, 32 // 2 * 120)
 
 
 def case_study_profile(in_line: bool) -> Profile:
@@ -125,22 +139,9 @@ def case_study_profile(in_line: bool) -> Profile:
     )
 
 
-def simulated_ns(profile: Profile, graph: StageGraph) -> int:
+def simulated_ns(profile: Profile, placement: Placement, mini_batch: int) -> int:
     """An iteration with 1F1B and without time for messages."""
-    placement = Placement(
-        strategy="stage graph",
-        num_devices=graph.num_devices,
-        stages=tuple(
-            PlacedStage(
-                blocks=stage.blocks,
-                devices=stage.devices,
-                replicas=stage.replicas,
-                microbatch_size=stage.microbatch_size,
-            )
-            for stage in graph.stages
-        ),
-    )
-    workload = build_workload(profile, placement, num_microbatches=graph.mini_batch, microbatch_size=1)
+    workload = build_workload(profile, placement, num_microbatches=mini_batch, microbatch_size=1)
     tasks = task_graph(workload)
     starts = earliest_starts(tasks, kfkb_orders(workload, tasks))
     return max(map(sum, zip(starts, tasks.durations, strict=True)))
@@ -151,14 +152,17 @@ def test_the_case_study_gains_by_parallel_branches_and_by_larger_micro_batches()
     profile, chain = case_study_profile(in_line=False), case_study_profile(in_line=True)
     room = 3 * 5 * 4  # for 5 micro-batches of 4 samples of a stage's three layers
 
-    def stages(of: Profile, *sizes: int) -> StageGraph:
-        return partition(Problem.of(of, 8, 64, microbatch_sizes=sizes, memory_bytes=room)).graph
+    def stages(of: Profile, *sizes: int) -> Placement:
+        return partition(PartitionProblem.of(of, 8, 64, microbatch_sizes=sizes, memory_bytes=room)).placement
+
+    def depth(of: Profile, placement: Placement) -> int:
+        return StageGraph.of(placement, [(edge.source, edge.target) for edge in of.edges], 64).depth
 
     line, same, graph = stages(chain, 2), stages(profile, 2), stages(profile, 1, 2, 4)
-    assert [each.depth for each in (line, same, graph)] == [8, 5, 5]
+    assert [depth(chain, line), depth(profile, same), depth(profile, graph)] == [8, 5, 5]
     assert {stage.microbatch_size for stage in graph.stages} == {4}
     assert {stage.replicas for stage in stages(chain, 4).stages} == {2}  # in a line only halves of 4 samples fit
-    times = [simulated_ns(of, each) for of, each in ((chain, line), (profile, same), (profile, graph))]
+    times = [simulated_ns(of, each, 64) for of, each in ((chain, line), (profile, same), (profile, graph))]
     parallel, larger = (before / after - 1 for before, after in zip(times, times[1:], strict=False))
     assert 0.05 < parallel < 0.15
     assert 0.02 < larger < 0.15
@@ -170,13 +174,13 @@ def test_no_stage_is_slower_than_the_slowest_of_pipedream_and_piper(name: str, d
     """With any size of theirs; Piper on the model with two branches, on the others it does not finish (3.7.2)."""
     mini_batch = devices // 4 * {"mmt-2": 64, "dlrm-8": 256, "candle-uno-8": 4096}[name]
     profile, memory = model(name, device="v100-16gb"), 16 * 10**9
-    problem = Problem.of(profile, devices, mini_batch, memory_bytes=memory, all_reduce=reduced_ns)
-    ours = partition(problem).graph.bottleneck_ns
-    for size in sorted({choice.microbatch_size for choice in problem.choices}):
-        question = Question.of(profile, devices, mini_batch, size, memory_bytes=memory, all_reduce=reduced_ns)
+    problem = PartitionProblem.of(profile, devices, mini_batch, memory_bytes=memory, all_reduce=reduced_ns)
+    ours = partition(problem).value_ns
+    for size in sorted({way.microbatch_size for way in problem.ways}):
+        sized = replace(problem, ways=tuple(way for way in problem.ways if way.microbatch_size == size))
         for planner in (pipedream, piper)[: 2 if name == "mmt-2" and size == devices else 1]:
             try:
-                assert ours <= planner(question).value_ns
+                assert ours <= next(planner(sized)).value_ns
             except InfeasibleError:
                 continue
 
@@ -188,14 +192,14 @@ def reduced_ns(size: int, replicas: int) -> int:
 
 def test_each_stage_chooses_whether_it_recomputes() -> None:
     """Only the first of two stages holds two micro-batches, so with room for one and a half only it recomputes."""
-    loads = {name: Load((10, 14), (100, 10), (0, 0)) for name in "ab"}
-    rows, choices = (Row(1), Row(1, True)), (Choice(1, 1, 0), Choice(1, 1, 1, True))
-    problem = Problem(loads, (("a", "b"),), 2, 4, rows, choices, memory_bytes=150)
-    graph = partition(problem).graph
-    assert [stage.recompute for stage in graph.stages] == [True, False]
-    assert graph.bottleneck_ns == 4 * 14
+    loads = {name: costs_of((10, 14), (100, 10), (0, 0)) for name in "ab"}
+    rows, choices = (Pricing(1), Pricing(1, True)), (Way(1, 1, 0), Way(1, 1, 1, True))
+    problem = PartitionProblem(loads, (("a", "b"),), 2, 4, rows, choices, memory_bytes=150)
+    found = partition(problem)
+    assert [stage.recompute for stage in found.placement.stages] == [True, False]
+    assert found.value_ns == 4 * 14
     with pytest.raises(InfeasibleError, match=r"needs 200B, 50B too much; 2 devices of 200B would do"):
-        partition(replace(problem, choices=choices[:1]))
+        partition(replace(problem, ways=choices[:1]))
 
 
 @pytest.mark.parametrize("name", ["mmt-2", "dlrm-8", "candle-uno-8"])
@@ -204,7 +208,7 @@ def test_models_with_their_mini_batches_are_never_worse_than_in_a_line(name: str
     """3.10.3, with gradients reduced over 12.5 GB/s. Lines only help by stages over several branches."""
     mini_batch = times * {"mmt-2": 64, "dlrm-8": 256, "candle-uno-8": 4096}[name]
     profile = model(name, device="v100-16gb")
-    problem = Problem.of(
+    problem = PartitionProblem.of(
         profile,
         devices,
         mini_batch,
@@ -212,32 +216,37 @@ def test_models_with_their_mini_batches_are_never_worse_than_in_a_line(name: str
         all_reduce=reduced_ns,
     )
     found = partition(problem)
-    assert problems_of(found.graph, problem.edges) == ()
+    assert problems_of(graph_of(problem, found), problem.edges) == ()
     assert found.decomposition.added_orders == 0
     order = profile.topological_order()
-    line = partition(replace(problem, edges=tuple(zip(order, order[1:], strict=False))))
-    assert found.graph.bottleneck_ns <= line.graph.bottleneck_ns
-    assert found.graph.depth <= line.graph.depth
+    in_line = replace(problem, edges=tuple(zip(order, order[1:], strict=False)))
+    line = partition(in_line)
+    assert found.value_ns <= line.value_ns
+    assert graph_of(problem, found).depth <= graph_of(in_line, line).depth
     assert found.series_parallel_ns is not None
-    assert found.series_parallel_ns <= 1.5 * found.graph.bottleneck_ns
+    assert found.series_parallel_ns <= 1.5 * found.value_ns
 
 
 def test_what_is_wrong_with_stages_is_said() -> None:
     """C1 to C5, each broken once."""
-    edges = [("a", "b"), ("b", "c")]
-    chosen = [(("a",), Choice(2, 1, 1)), (("b",), Choice(1, 1, 0)), (("c",), Choice(2, 2, 0))]
-    good = StageGraph.of(chosen, edges, 8, 1)
+    edges = (("a", "b"), ("b", "c"))
+    ways = (Way(2, 1, 1), Way(1, 1, 0), Way(2, 2, 0))
+    problem = PartitionProblem({}, edges, 4, 8, (Pricing(1), Pricing(2)), ways)
+    placement = problem.placed([((block,), way) for block, way in zip("abc", ways, strict=True)], sized=True)
+    good = StageGraph.of(placement, edges, 8)
     assert problems_of(good, edges) == ()
 
-    def broken(at: int, stage: GraphStage) -> tuple[str, ...]:
+    def broken(at: int, **changes: object) -> tuple[str, ...]:
+        stage = good.stages[at].model_copy(update=changes)
         return problems_of(replace(good, stages=(*good.stages[:at], stage, *good.stages[at + 1 :])), edges)
 
-    first, middle, last = good.stages
-    assert broken(1, replace(middle, blocks=("a", "b")))[0].startswith("C1: block 'a' is in 2")
-    assert broken(1, replace(middle, blocks=()))[0].startswith("C1: block 'b' is in no stage")
-    backwards = StageGraph(good.stages[::-1], ((0, 1), (1, 2)), 8, 1)
+    assert broken(1, blocks=("a", "b"))[0].startswith("C1: block 'a' is in 2")
+    assert broken(1, blocks=())[0].startswith("C1: block 'b' is in no stage")
+    backwards = StageGraph(good.stages[::-1], ((0, 1), (1, 2)), 8, good.in_flight[::-1])
     assert problems_of(backwards, edges)[0].startswith("C1: stages are not convex or not in order")
     assert problems_of(replace(good, edges=((0, 1),)), edges)[0].startswith("C2: 'b' -> 'c'")
-    assert broken(2, replace(last, devices=(0, 3)))[0].startswith("C3: device 0")
-    assert broken(0, replace(first, microbatch_size=3))[0].startswith("C4: stage 0 cannot split")
-    assert broken(0, replace(first, in_flight=2))[0].startswith("C5: stage 0 waits for B")
+    assert broken(2, devices=(0, 3))[0].startswith("C3: device 0")
+    assert broken(0, microbatch_size=3)[0].startswith("C4: stage 0 cannot split")
+    assert problems_of(replace(good, in_flight=(2, *good.in_flight[1:])), edges)[0].startswith(
+        "C5: stage 0 waits for B"
+    )

@@ -12,20 +12,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeplan.errors import InfeasibleError
-from pipeplan.partition.graphpipe import Choice, Load, Problem, Row, partition, problems_of
+from pipeplan.partition.graphpipe import GraphPartition, graphpipe
 from pipeplan.partition.graphpipe import needs as needs_module
 from pipeplan.partition.graphpipe import shapes as shapes_module
 from pipeplan.partition.in_flight import KFKB, samples_in_flight
+from pipeplan.partition.problem import Costs, PartitionProblem, Pricing, Way, together
 from pipeplan.partition.series_parallel import Part, decompose, in_line, topological_order
+from stage_validity import StageGraph, costs_of, problems_of
 
 MINI_BATCH = 16
 PAIRS = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
-ROWS = tuple(Row(samples, again) for again in (False, True) for samples in (1, 2, 4))
+ROWS = tuple(Pricing(samples, again) for again in (False, True) for samples in (1, 2, 4))
 CHOICES = tuple(
-    Choice(size, replicas, ROWS.index(Row(size // replicas, again)), again)
+    Way(size, replicas, ROWS.index(Pricing(size // replicas, again)), again)
     for again in (False, True)
     for size, replicas in PAIRS
 )
+
+
+def partition(problem: PartitionProblem, *, grain: int = 0, tolerance: float = 0.0) -> GraphPartition:
+    return next(graphpipe(problem, grain=grain, tolerance=tolerance))
+
 
 Flow = tuple[tuple[int, int], ...]  # (micro-batch size, samples in flight) of the stages that come first
 
@@ -109,7 +116,7 @@ def set_partitions(items: list[Part]) -> Iterator[list[list[Part]]]:
             yield [*rest[:at], [items[0], *rest[at]], *rest[at + 1 :]]
 
 
-def bottleneck(problem: Problem, cover: Cover, choices: list[Choice]) -> int | None:
+def bottleneck(problem: PartitionProblem, cover: Cover, choices: list[Way]) -> int | None:
     """Time of the busiest device; None if some stage does not fit. Choices are taken from the end."""
 
     worst = 0
@@ -118,9 +125,7 @@ def bottleneck(problem: Problem, cover: Cover, choices: list[Choice]) -> int | N
         nonlocal worst
         if part.kind == "stage":
             choice = choices.pop()
-            load = problem.loads[part.blocks[0]]
-            for block in part.blocks[1:]:
-                load = load + problem.loads[block]
+            load = together(problem.costs[block] for block in part.blocks)
             own = KFKB(1, choice.microbatch_size)
             needs = [samples_in_flight(own, KFKB(1, size), held) for size, held in after]
             held = min(problem.mini_batch, max([own.samples, *needs]))
@@ -140,12 +145,12 @@ def bottleneck(problem: Problem, cover: Cover, choices: list[Choice]) -> int | N
     return worst if flow(cover, ()) is not None else None
 
 
-def brute_force(problem: Problem, tree: Part) -> int | None:
+def brute_force(problem: PartitionProblem, tree: Part) -> int | None:
     found = [
         bottleneck(problem, cover, list(choices))
         for cover in covers(tree)
         if cover.count() <= problem.num_devices
-        for choices in product(problem.choices, repeat=cover.count())
+        for choices in product(problem.ways, repeat=cover.count())
         if sum(choice.replicas for choice in choices) <= problem.num_devices
     ]
     return min((each for each in found if each is not None), default=None)
@@ -155,7 +160,7 @@ def brute_force(problem: Problem, tree: Part) -> int | None:
 
 
 @st.composite
-def loads(draw: st.DrawFn) -> Load:
+def loads(draw: st.DrawFn) -> Costs:
     times = draw(st.lists(st.integers(0, 6), min_size=3, max_size=3))
     samples = draw(st.integers(0, 3))
     workspace = draw(st.integers(0, 2))
@@ -163,7 +168,7 @@ def loads(draw: st.DrawFn) -> Load:
     forward = draw(st.integers(0, 3))
     own, kept = (workspace, workspace, 2 * workspace), (samples, 2 * samples, 4 * samples)
     plain = (times[0] + 1, times[0] + times[1] + 2, sum(times) + 3)
-    return Load(
+    return costs_of(
         (*plain, *(time + forward for time in plain)),
         (*kept, 0, 0, 0),
         (*own, *(size + held for size, held in zip(own, kept, strict=True))),
@@ -173,13 +178,13 @@ def loads(draw: st.DrawFn) -> Load:
 
 
 @st.composite
-def problems(draw: st.DrawFn, most: int = 6) -> Problem:
+def problems(draw: st.DrawFn, most: int = 6) -> PartitionProblem:
     """Few kinds of blocks, so that branches are often alike."""
     kinds = draw(st.lists(loads(), min_size=1, max_size=3))
     names = [f"b{index}" for index in range(draw(st.integers(1, most)))]
     pairs = list(combinations(names, 2))
     edges = draw(st.lists(st.sampled_from(pairs), unique=True, max_size=6)) if pairs else []
-    return Problem(
+    return PartitionProblem(
         {name: draw(st.sampled_from(kinds)) for name in names},
         tuple(edges),
         draw(st.integers(1, 4)),
@@ -201,16 +206,16 @@ def grid(number: int) -> Iterator[None]:
 
 @settings(max_examples=70)
 @given(problems(), st.sampled_from((1, 16)))
-def test_the_bottleneck_is_that_of_brute_force(problem: Problem, rounding: int) -> None:
+def test_the_bottleneck_is_that_of_brute_force(problem: PartitionProblem, rounding: int) -> None:
     with grid(rounding):
         check_against_brute_force(problem)
 
 
-def check_against_brute_force(problem: Problem) -> None:
+def check_against_brute_force(problem: PartitionProblem) -> None:
     tree = decompose(
-        tuple(problem.loads), problem.edges, {name: problem.work(load) for name, load in problem.loads.items()}
+        tuple(problem.costs), problem.edges, {name: problem.work(load) for name, load in problem.costs.items()}
     ).tree
-    line = topological_order(tuple(problem.loads), problem.edges)
+    line = topological_order(tuple(problem.costs), problem.edges)
     expected = brute_force(problem, tree)
     lines = [brute_force(problem, in_line(order)) for order in {line, tree.blocks}]
     reachable = [each for each in (expected, *lines) if each is not None]
@@ -220,49 +225,48 @@ def check_against_brute_force(problem: Problem) -> None:
         return
     found = partition(problem)
     assert found.series_parallel_ns == expected or found.candidate == "line"
-    assert found.graph.bottleneck_ns == min(reachable)
-    assert found.graph.num_devices <= problem.num_devices
-    assert problems_of(found.graph, problem.edges) == ()
-    for stage in found.graph.stages:  # samples in flight of the real graph, not of the line
-        load = problem.loads[stage.blocks[0]]
-        for block in stage.blocks[1:]:
-            load = load + problem.loads[block]
-        choice = found.graph.choice_of(problem, stage)
-        assert problem.time_of(load, choice) <= found.graph.bottleneck_ns
+    graph = StageGraph.of(found.placement, problem.edges, problem.mini_batch)
+    assert found.value_ns == min(reachable)
+    assert found.optimal
+    assert sum(stage.replicas for stage in graph.stages) <= problem.num_devices
+    assert problems_of(graph, problem.edges) == ()
+    for index, stage in enumerate(graph.stages):  # samples in flight of the real graph, not of the line
+        load = together(problem.costs[block] for block in stage.blocks)
+        asked = graph.size(index), stage.replicas, stage.recompute
+        way = next(way for way in problem.ways if (way.microbatch_size, way.replicas, way.recompute) == asked)
+        assert problem.time_of(load, way) <= found.value_ns
         limit = problem.memory_bytes
-        assert limit is None or problem.memory_of(load, choice, stage.in_flight) <= limit
+        assert limit is None or problem.memory_of(load, way, graph.in_flight[index]) <= limit
 
 
 @settings(max_examples=30)
 @given(problems(most=7))
-def test_more_devices_and_memory_never_hurt_and_nothing_is_below_the_bound(problem: Problem) -> None:
+def test_more_devices_and_memory_never_hurt_and_nothing_is_below_the_bound(problem: PartitionProblem) -> None:
     problem = replace(problem, memory_bytes=problem.memory_bytes and 3 * problem.memory_bytes)
     try:
         found = partition(problem)
     except InfeasibleError:
         return
-    work = sum(problem.work(load) for load in problem.loads.values())
-    assert found.graph.bottleneck_ns * problem.num_devices >= work
+    work = sum(problem.work(load) for load in problem.costs.values())
+    assert found.value_ns * problem.num_devices >= work
     more = partition(replace(problem, num_devices=problem.num_devices + 1))
-    assert more.graph.bottleneck_ns <= found.graph.bottleneck_ns
+    assert more.value_ns <= found.value_ns
     free = partition(replace(problem, memory_bytes=None))
-    assert free.graph.bottleneck_ns <= found.graph.bottleneck_ns
+    assert free.value_ns <= found.value_ns
     coarse = partition(replace(problem, memory_bytes=None), grain=work // 3)
-    assert coarse.graph.bottleneck_ns >= free.graph.bottleneck_ns
-    assert problems_of(coarse.graph, problem.edges) == ()
+    assert coarse.value_ns >= free.value_ns
+    assert problems_of(StageGraph.of(coarse.placement, problem.edges, problem.mini_batch), problem.edges) == ()
 
 
-def least_of_all_chains(problem: Problem) -> int | None:
+def least_of_all_chains(problem: PartitionProblem) -> int | None:
     """The least bottleneck of a chain: every cut with every choice, keeping all that stages before have to know."""
-    blocks = list(problem.loads.values())
+    blocks = list(problem.costs.values())
     known: list[dict[tuple[int, int, int], int]] = [{} for _ in range(len(blocks) + 1)]  # devices, size, held: time
     known[-1] = {(0, 0, 0): 0}
     for end in range(len(blocks), 0, -1):
         for (devices, size, held), time in known[end].items():
-            for begin, choice in product(range(end), problem.choices):
-                own, load = KFKB(1, choice.microbatch_size), blocks[begin]
-                for block in blocks[begin + 1 : end]:
-                    load = load + block
+            for begin, choice in product(range(end), problem.ways):
+                own, load = KFKB(1, choice.microbatch_size), together(blocks[begin:end])
                 flow = max(own.samples, samples_in_flight(own, KFKB(1, size), held)) if size else own.samples
                 now = min(problem.mini_batch, flow)
                 key = (devices + choice.replicas, choice.microbatch_size, now)
@@ -275,27 +279,29 @@ def least_of_all_chains(problem: Problem) -> int | None:
 
 @settings(max_examples=40)
 @given(st.lists(loads(), min_size=4, max_size=5), st.integers(6, 9), st.integers(15, 60), st.sampled_from((1, 2, 16)))
-def test_deep_chains_with_little_memory(each: list[Load], devices: int, memory: int, rounding: int) -> None:
+def test_deep_chains_with_little_memory(each: list[Costs], devices: int, memory: int, rounding: int) -> None:
     """Many stages with micro-batches of several sizes, where samples in flight add up."""
     names = [f"b{index}" for index in range(len(each))]
     edges = tuple(zip(names, names[1:], strict=False))
     blocks = dict(zip(names, each, strict=True))
-    problem = Problem(blocks, edges, devices, 2 * MINI_BATCH, ROWS, CHOICES, memory, lambda size, replicas: size)
+    problem = PartitionProblem(
+        blocks, edges, devices, 2 * MINI_BATCH, ROWS, CHOICES, memory, lambda size, replicas: size
+    )
     expected = least_of_all_chains(problem)
     if expected is None:
         with pytest.raises(InfeasibleError, match="too much"):
             partition(problem)
         return
     with grid(rounding):
-        assert partition(problem).graph.bottleneck_ns == expected
-    assert expected <= partition(problem, tolerance=0.1).graph.bottleneck_ns <= 1.1 * expected
+        assert partition(problem).value_ns == expected
+    assert expected <= partition(problem, tolerance=0.1).value_ns <= 1.1 * expected
 
 
 def test_groups_of_neighbours_where_there_are_too_many_branches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven branches of two kinds on two devices: neighbours in order of work can be levelled here too."""
-    heavy, light = Load((6,), (0,), (0,)), Load((2,), (0,), (0,))
+    heavy, light = costs_of((6,), (0,), (0,)), costs_of((2,), (0,), (0,))
     blocks = {f"b{index}": heavy if index % 2 else light for index in range(7)}
-    problem = Problem(blocks, (), 2, 1, (Row(1),), (Choice(1, 1, 0),))
-    exact = partition(problem).graph.bottleneck_ns
+    problem = PartitionProblem(blocks, (), 2, 1, (Pricing(1),), (Way(1, 1, 0),))
+    exact = partition(problem).value_ns
     monkeypatch.setattr(shapes_module, "MAX_GROUPS", 0)
-    assert exact == 14 <= partition(problem).graph.bottleneck_ns <= 18
+    assert exact == 14 <= partition(problem).value_ns <= 18

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from itertools import accumulate, combinations
 
 import numpy as np
 import pytest
@@ -107,7 +107,13 @@ def test_split_is_exact(times: list[int], num_stages: int) -> None:
 def test_split_under_memory_is_exact(blocks: list[tuple[int, int]], limits: list[int]) -> None:
     assume(len(limits) <= len(blocks))
     times, sizes = [time for time, _ in blocks], [size for _, size in blocks]
-    begins = balanced_split(times, len(limits), lambda stage, begin, end: sum(sizes[begin:end]) <= limits[stage])
+    sums, held = (np.array([0, *accumulate(values)]) for values in (times, sizes))
+    begins = least_split(
+        lambda stage, begins, ends: sums[ends] - sums[begins],
+        len(blocks),
+        range(len(limits)),
+        lambda stage, begins, ends: held[ends] - held[begins] <= limits[stage],
+    )
     fitting = [
         [sum(part) for part in pieces(times, each)]
         for each in cuts(len(times), len(limits))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, pairwise, product
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 
 from builders import profiles
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.model import CostRow, Profile
-from pipeplan.partition.autopipe import StageLoads, timeline
-from pipeplan.partition.published import Option, PublishedPlan, Question, dapple, pipedream, piper, stage_loads
+from pipeplan.model import CostRow, PlacedStage, Profile
+from pipeplan.partition.autopipe import timeline
+from pipeplan.partition.chain_costs import StageTimes
+from pipeplan.partition.problem import Partition, PartitionProblem, Way
+from pipeplan.partition.published import dapple, pipedream, piper
 from pipeplan.partition.published.dapple import latency
 from pipeplan.partition.published.piper import downsets
 
@@ -63,19 +66,23 @@ def all_reduce(size: int, replicas: int) -> int:
     return 7 * size * (replicas - 1)
 
 
-def question_of(profile: Profile, memory: int | None = None) -> Question:
-    return Question.of(
+def problem_of(profile: Profile, memory: int | None = None) -> PartitionProblem:
+    return PartitionProblem.of(
         profile,
         DEVICES,
         MINI_BATCH,
-        MICRO_BATCH,
+        microbatch_sizes=[MICRO_BATCH],
         memory_bytes=memory,
         recompute=RECOMPUTE,
         all_reduce=all_reduce,
     )
 
 
-def stage_value(profile: Profile, blocks: Sequence[str], option: Option, later: int, memory: int | None) -> int | None:
+def way_of(stage: PlacedStage) -> Way:
+    return Way(MICRO_BATCH, stage.replicas, 0, bool(stage.recompute))
+
+
+def stage_value(profile: Profile, blocks: Sequence[str], option: Way, later: int, memory: int | None) -> int | None:
     """Ns of a stage for the mini-batch from the profile's rows, one by one; None if it does not fit."""
     samples = MICRO_BATCH // option.replicas
     number = MINI_BATCH // MICRO_BATCH
@@ -95,9 +102,9 @@ def stage_value(profile: Profile, blocks: Sequence[str], option: Option, later: 
 
 
 @cache
-def ways(count: int) -> list[tuple[Option, ...]]:
+def ways(count: int) -> list[tuple[Way, ...]]:
     """How ``count`` stages can run on the devices."""
-    options = [Option(replicas, again) for again in RECOMPUTE for replicas in (1, 2, 4)]
+    options = [Way(MICRO_BATCH, replicas, 0, again) for again in RECOMPUTE for replicas in (1, 2, 4)]
     found = product(options, repeat=count)
     return [chosen for chosen in found if sum(option.replicas for option in chosen) <= DEVICES]
 
@@ -106,7 +113,7 @@ def best_of(profile: Profile, partitions: Iterator[list[list[str]]], memory: int
     """Least slowest stage of all partitions with all options."""
 
     @cache
-    def value_of(blocks: tuple[str, ...], option: Option, later: int) -> int | None:
+    def value_of(blocks: tuple[str, ...], option: Way, later: int) -> int | None:
         return stage_value(profile, blocks, option, later, memory)
 
     best: int | None = None
@@ -139,13 +146,14 @@ def convex(profile: Profile) -> Iterator[list[list[str]]]:
             yield [[id_ for id_ in order if stage_of[id_] == number] for number in range(max(numbers) + 1)]
 
 
-def assert_is_worth(profile: Profile, plan: PublishedPlan, memory: int | None) -> None:
+def assert_is_worth(profile: Profile, plan: Partition, memory: int | None) -> None:
     """The plan has every block once, no more devices than there are, and the value it says."""
-    assert sorted(id_ for stage in plan.stages for id_ in stage.blocks) == sorted(b.id for b in profile.blocks)
-    assert plan.num_devices <= DEVICES
+    stages = plan.placement.stages
+    assert sorted(id_ for stage in stages for id_ in stage.blocks) == sorted(b.id for b in profile.blocks)
+    assert sum(stage.replicas for stage in stages) <= DEVICES
     values = [
-        stage_value(profile, stage.blocks, stage.option, len(plan.stages) - 1 - index, memory)
-        for index, stage in enumerate(plan.stages)
+        stage_value(profile, stage.blocks, way_of(stage), len(stages) - 1 - index, memory)
+        for index, stage in enumerate(stages)
     ]
     assert None not in values
     assert max(value or 0 for value in values) == plan.value_ns
@@ -165,9 +173,9 @@ def test_pipedream_is_exact(costs: list[Costs], memory: int | None) -> None:
     best = best_of(profile, contiguous(profile), memory)
     if best is None:
         with pytest.raises(InfeasibleError, match="raise --memory"):
-            pipedream(question_of(profile, memory))
+            next(pipedream(problem_of(profile, memory)))
     else:
-        plan = pipedream(question_of(profile, memory))
+        plan = next(pipedream(problem_of(profile, memory)))
         assert plan.value_ns == best
         assert_is_worth(profile, plan, memory)
 
@@ -179,31 +187,31 @@ def test_piper_is_exact_on_graphs(costs: list[Costs], edges: list[tuple[int, int
     best = best_of(profile, convex(profile), memory)
     if best is None:
         with pytest.raises(InfeasibleError, match="raise --memory"):
-            piper(question_of(profile, memory))
+            next(piper(problem_of(profile, memory)))
     else:
-        plan = piper(question_of(profile, memory))
+        plan = next(piper(problem_of(profile, memory)))
         assert plan.value_ns == best
         assert_is_worth(profile, plan, memory)
-        stage_of = {id_: index for index, stage in enumerate(plan.stages) for id_ in stage.blocks}
+        stage_of = {id_: index for index, stage in enumerate(plan.placement.stages) for id_ in stage.blocks}
         assert all(stage_of[edge.source] <= stage_of[edge.target] for edge in profile.edges)
 
 
 @given(st.lists(COSTS, min_size=1, max_size=6), MEMORY)
 def test_piper_finds_the_same_as_pipedream_on_chains(costs: list[Costs], memory: int | None) -> None:
-    question = question_of(profile_of(costs), memory)
+    problem = problem_of(profile_of(costs), memory)
     try:
-        assert piper(question).value_ns == pipedream(question).value_ns
+        assert next(piper(problem)).value_ns == next(pipedream(problem)).value_ns
     except InfeasibleError:
         with pytest.raises(InfeasibleError):
-            piper(question)
+            next(piper(problem))
 
 
 def test_memory_makes_stages_recompute_or_shrink() -> None:
     """Blocks whose activations are too much for a pipeline of 1F1B run again instead of being kept."""
     profile = profile_of([Costs(10, 20, KILOBYTE, 0, 0)] * 4)
-    roomy, tight = pipedream(question_of(profile)), pipedream(question_of(profile, 3 * KILOBYTE))
-    assert not any(stage.option.recompute for stage in roomy.stages)
-    assert any(stage.option.recompute for stage in tight.stages)
+    roomy, tight = next(pipedream(problem_of(profile))), next(pipedream(problem_of(profile, 3 * KILOBYTE)))
+    assert not any(stage.recompute for stage in roomy.placement.stages)
+    assert any(stage.recompute for stage in tight.placement.stages)
     assert tight.value_ns > roomy.value_ns
 
 
@@ -211,17 +219,17 @@ def test_downsets_of_parallel_chains_multiply() -> None:
     """Two chains of three have 4 x 4 downsets; with too many Piper says that it does not finish."""
     costs = [Costs(1, 1, 0, 0, 0)] * 6
     profile = profile_of(costs, [(0, 1), (1, 2), (3, 4), (4, 5)])
-    found = downsets(question_of(profile))
+    found = downsets(problem_of(profile))
     assert len(found) == 16
     assert [int(each.sum()) for each in found] == sorted(int(each.sum()) for each in found)
     with pytest.raises(UsageError, match="more than 10 downsets"):
-        piper(question_of(profile), max_downsets=10)
+        next(piper(problem_of(profile), max_downsets=10))
 
 
 # DAPPLE ------------------------------------------------------------------------------------------------------------
 
 
-def load_of(profile: Profile, blocks: Sequence[str], option: Option) -> tuple[int, int, int]:
+def load_of(profile: Profile, blocks: Sequence[str], option: Way) -> tuple[int, int, int]:
     samples = MICRO_BATCH // option.replicas
     chosen = [block for block in profile.blocks if block.id in blocks]
     rows = [next(row for row in block.costs if row.microbatch_size == samples) for block in chosen]
@@ -256,15 +264,15 @@ def test_dapple_lies_between_the_best_plan_and_the_best_of_two_stages(costs: lis
     best, best_of_two = best_latency(profile, memory, DEVICES), best_latency(profile, memory, 2)
     if best is None:
         with pytest.raises(InfeasibleError, match="DAPPLE"):
-            dapple(question_of(profile, memory))
+            next(dapple(problem_of(profile, memory)))
         return
     if best_of_two is None:
         return
-    plan = dapple(question_of(profile, memory))
+    plan = next(dapple(problem_of(profile, memory)))
     assert best <= plan.value_ns <= best_of_two
-    loads = tuple(load_of(profile, stage.blocks, stage.option) for stage in plan.stages)
+    loads = tuple(load_of(profile, stage.blocks, way_of(stage)) for stage in plan.placement.stages)
     assert plan.value_ns == latency(loads, MINI_BATCH // MICRO_BATCH)
-    assert plan.num_devices <= DEVICES
+    assert sum(stage.replicas for stage in plan.placement.stages) <= DEVICES
 
 
 TIMES = st.integers(1, 30)
@@ -272,13 +280,13 @@ TIMES = st.integers(1, 30)
 
 @given(st.lists(st.tuples(TIMES, TIMES, st.just(0)), min_size=1, max_size=6), st.integers(1, 12))
 def test_dapples_latency_is_a_lower_bound_of_1f1b(stages: list[tuple[int, int, int]], number: int) -> None:
-    loads = StageLoads(tuple(f for f, _, _ in stages), tuple(b for _, b, _ in stages))
+    loads = StageTimes(tuple(f for f, _, _ in stages), tuple(b for _, b, _ in stages))
     assert latency(tuple(stages), number) <= timeline(loads, number).iteration_ns
 
 
 @given(st.integers(1, 30), st.integers(1, 30), st.integers(1, 8), st.integers(1, 12))
 def test_dapples_latency_of_equal_stages_is_that_of_1f1b(forward: int, backward: int, count: int, number: int) -> None:
-    loads = StageLoads((forward,) * count, (backward,) * count)
+    loads = StageTimes((forward,) * count, (backward,) * count)
     assert latency(((forward, backward, 0),) * count, number) == timeline(loads, number).iteration_ns
 
 
@@ -294,16 +302,26 @@ def test_all_reduce_counts_where_it_ends_last() -> None:
 def test_questions_that_make_no_sense_are_refused() -> None:
     profile = profile_of([Costs(1, 1, 0, 0, 0)] * 2)
     with pytest.raises(UsageError, match="do not divide"):
-        Question.of(profile, 2, 8, 3)
-    with pytest.raises(UsageError, match="at least 1 device"):
-        Question.of(profile, 0, 8, 4)
-    with pytest.raises(UsageError, match="no costs for shares"):
-        Question.of(profile, 1, 8, 8)
+        PartitionProblem.of(profile, 2, 8, microbatch_sizes=[3])
+    with pytest.raises(UsageError, match="more --devices"):
+        PartitionProblem.of(profile, 0, 8, microbatch_sizes=[4])
+    with pytest.raises(UsageError, match="has costs for 1 to 4 samples"):
+        PartitionProblem.of(profile, 1, 8, microbatch_sizes=[8])
 
 
-@given(st.lists(COSTS, min_size=1, max_size=6))
-def test_loads_of_a_plan_are_those_it_was_judged_by(costs: list[Costs]) -> None:
+@given(st.lists(COSTS, min_size=1, max_size=6), MEMORY)
+def test_every_size_has_its_own_plan(costs: list[Costs], memory: int | None) -> None:
+    """Those for one size after another, without the sizes for which nothing fits."""
     profile = profile_of(costs)
-    question = replace(question_of(profile), all_reduce=None)
-    plan = pipedream(question)
-    assert max(stage_loads(question, plan).totals) * question.num_microbatches == plan.value_ns
+    problem = PartitionProblem.of(profile, DEVICES, MINI_BATCH, memory_bytes=memory, all_reduce=all_reduce)
+    for planner in (pipedream, dapple, piper):
+        each = []
+        for size in (1, 2, 4, 8):
+            sized = replace(problem, ways=tuple(way for way in problem.ways if way.microbatch_size == size))
+            with suppress(InfeasibleError):
+                each.append(next(planner(sized)))
+        if each:
+            assert list(planner(problem)) == each
+        else:
+            with pytest.raises(InfeasibleError):
+                next(planner(problem))

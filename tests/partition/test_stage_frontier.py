@@ -15,7 +15,7 @@ from pipeplan.costs import stage_costs
 from pipeplan.errors import UsageError
 from pipeplan.model import Block, CostRow, Profile
 from pipeplan.partition.stage_frontier import StageFrontiers
-from pipeplan.partition.uniform_ways import Way
+from pipeplan.partition.uniform_ways import UniformWay
 
 
 def chain_profile(seed: int, num_blocks: int) -> Profile:
@@ -41,11 +41,13 @@ def chain_profile(seed: int, num_blocks: int) -> Profile:
     return joined(blocks, bytes_per_sample=1)
 
 
-def every_partition(profile: Profile, num_devices: int, num_stages: int) -> Iterator[list[tuple[tuple[str, ...], Way]]]:
+def every_partition(
+    profile: Profile, num_devices: int, num_stages: int
+) -> Iterator[list[tuple[tuple[str, ...], UniformWay]]]:
     """All cuts of the chain with all ways for all groups of one, two or all devices."""
     names = [block.id for block in profile.blocks]
     ways = [
-        Way(replicas, shards, recompute)
+        UniformWay(replicas, shards, recompute)
         for replicas in (1, 2, 3, 4)
         for shards in (1, 2)
         for recompute in (False, True)
@@ -59,7 +61,9 @@ def every_partition(profile: Profile, num_devices: int, num_stages: int) -> Iter
                 yield list(zip(runs, chosen, strict=True))
 
 
-def takes(profile: Profile, partition: list[tuple[tuple[str, ...], Way]], num_microbatches: int) -> tuple[int, int]:
+def takes(
+    profile: Profile, partition: list[tuple[tuple[str, ...], UniformWay]], num_microbatches: int
+) -> tuple[int, int]:
     """Bytes of the device that needs most, ns of the slowest stage."""
     memory = slowest = 0
     for place, (blocks, way) in enumerate(partition):
@@ -92,7 +96,9 @@ def test_the_slowest_stage_is_as_quick_as_memory_allows(
             if fitting:
                 cut = cuts[stages]
                 assert cut.slowest_ns == min(fitting)
-                ways = [Way(stage.replicas, stage.shards, bool(stage.recompute)) for stage in cut.placement.stages]
+                ways = [
+                    UniformWay(stage.replicas, stage.shards, bool(stage.recompute)) for stage in cut.placement.stages
+                ]
                 stated = [(stage.blocks, way) for stage, way in zip(cut.placement.stages, ways, strict=True)]
                 assert takes(profile, stated, num_microbatches) == (cut.memory_bytes, cut.slowest_ns)
 

@@ -22,7 +22,7 @@ from pipeplan.frontier.configurations.stages import StageModels
 from pipeplan.model import Block, Cluster, CostRow, Edge, Profile, Source
 from pipeplan.partition.block_splits import GroupSplits
 from pipeplan.partition.stage_frontier import Cut, StageFrontiers
-from pipeplan.partition.uniform_ways import Way
+from pipeplan.partition.uniform_ways import UniformWay
 
 SIZE = 4
 Taken = tuple[int, int]
@@ -79,7 +79,7 @@ def all_alike(profile: Profile, blocks: Sequence[str], devices: int, in_flight: 
     """(Bytes, ns) of a stage for every way to run all its blocks."""
     for shards in (1, 2):
         for recompute in (False, True):
-            way = Way(devices // shards, shards, recompute)
+            way = UniformWay(devices // shards, shards, recompute)
             if devices % shards or SIZE % way.replicas:
                 continue
             costs = [stage_costs(profile, [b], SIZE // way.replicas, shards, recompute=recompute) for b in blocks]

@@ -13,7 +13,7 @@ largest workspace. Sending between stages takes no device's time, as everywhere 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from itertools import accumulate, pairwise
@@ -26,7 +26,7 @@ from pipeplan.model import Edge, PlacedStage, Placement, Profile
 from pipeplan.partition.chain_costs import ChainCosts, Repeat
 from pipeplan.partition.series_parallel import topological_order
 
-__all__ = ["AllReduce", "Costs", "Partition", "PartitionProblem", "Row", "Way", "free", "together"]
+__all__ = ["AllReduce", "Costs", "Partition", "PartitionProblem", "Pricing", "Way", "free", "together"]
 
 AllReduce = Callable[[int, int], int]
 """(bytes, replicas) -> ns; not less for more bytes."""
@@ -37,7 +37,7 @@ def free(size: int, replicas: int) -> int:
     return 0
 
 
-class Row(NamedTuple):
+class Pricing(NamedTuple):
     """What costs are for: samples on one replica, and whether activations are computed again."""
 
     samples: int
@@ -93,7 +93,7 @@ class PartitionProblem:
     edges: tuple[tuple[str, str], ...]
     num_devices: int
     mini_batch: int
-    rows: tuple[Row, ...]
+    rows: tuple[Pricing, ...]
     ways: tuple[Way, ...]
     memory_bytes: int | None = None
     all_reduce: AllReduce = free
@@ -122,9 +122,9 @@ class PartitionProblem:
         """
         pairs = _pairs(profile, num_devices, _checked_sizes(microbatch_sizes, mini_batch), replicas)
         samples = sorted({size // count for size, count in pairs})
-        rows = tuple(Row(each, again) for again in recompute for each in samples)
+        rows = tuple(Pricing(each, again) for again in recompute for each in samples)
         ways = tuple(
-            Way(size, count, rows.index(Row(size // count, again)), again)
+            Way(size, count, rows.index(Pricing(size // count, again)), again)
             for again in recompute
             for size, count in pairs
         )
@@ -139,7 +139,7 @@ class PartitionProblem:
             ways,
             memory_bytes,
             free if all_reduce is free else cache(all_reduce),
-            repeats=tuple(tuple(_repeats_of(profile, row.samples)) for row in rows),
+            repeats=_repeats_of(profile, rows),
         )
 
     @property
@@ -151,17 +151,16 @@ class PartitionProblem:
         """The running sums of blocks in this order, [row] first."""
         return ChainCosts.of_rows(list(zip(*(self.costs[block] for block in blocks), strict=True)))
 
-    def all_reduce_is_free(self, way: Way) -> bool:
-        """Whether no stage waits for gradients that runs in this way."""
-        return way.replicas == 1 or self.all_reduce is free
-
     def waiting(self, parameter_bytes: int, way: Way) -> int:
         """Ns of the all-reduce of a stage's gradients."""
-        return 0 if self.all_reduce_is_free(way) else self.all_reduce(parameter_bytes, way.replicas)
+        return 0 if way.replicas == 1 or self.all_reduce is free else self.all_reduce(parameter_bytes, way.replicas)
 
     def time(self, compute_ns: int, parameter_bytes: int, way: Way) -> int:
         """Ns for the mini-batch of a stage that takes ``compute_ns`` for one micro-batch."""
-        return self.mini_batch // way.microbatch_size * compute_ns + self.waiting(parameter_bytes, way)
+        computing = self.mini_batch // way.microbatch_size * compute_ns
+        if way.replicas == 1 or self.all_reduce is free:  # as in `waiting`, which this is asked for too often to call
+            return computing
+        return computing + self.all_reduce(parameter_bytes, way.replicas)
 
     def time_of(self, costs: Costs, way: Way) -> int:
         """Ns for the mini-batch of a stage with these costs."""
@@ -239,17 +238,22 @@ def _checked_sizes(sizes: Sequence[int] | None, mini_batch: int) -> list[int]:
     return ordered
 
 
-def _repeats_of(profile: Profile, samples: int) -> Iterator[Repeat]:
-    """Each block that takes a tensor and gives a gradient for it, with the next one that does.
+def _repeats_of(profile: Profile, rows: Sequence[Pricing]) -> tuple[tuple[Repeat, ...], ...]:
+    """[row] each block that takes a tensor and gives a gradient for it, with the next one that does.
 
     What one block counts for a tensor is its own, so a range that has n of them counts it n - 1 times too often.
     """
-    place = {block: index for index, block in enumerate(profile.topological_order())}
     takers: dict[tuple[str, str], list[Edge]] = defaultdict(list)
     for edge in profile.edges:
         if edge.tensor is not None and edge.gradient:
             takers[edge.source, edge.tensor].append(edge)
-    for edges in takers.values():
-        size = edges[0].bytes_per_sample * (1 if edges[0].broadcast else samples)
-        for first, second in pairwise(sorted(place[edge.target] for edge in edges)):
-            yield first, second, size
+    several = [edges for edges in takers.values() if len(edges) > 1]
+    place = {block: index for index, block in enumerate(profile.topological_order() if several else ())}
+    pairs = [(*pair, edges[0]) for edges in several for pair in pairwise(sorted(place[edge.target] for edge in edges))]
+    return tuple(
+        tuple(
+            (first, second, edge.bytes_per_sample * (1 if edge.broadcast else row.samples))
+            for first, second, edge in pairs
+        )
+        for row in rows
+    )

@@ -29,7 +29,7 @@ from pipeplan.model import Cluster, PlacedStage, Placement, Profile
 from pipeplan.partition.block_splits import BlockSplits, GroupSplits, RunFrontiers, RunPoint
 from pipeplan.partition.chain_costs import Array, FloatArray, over_all
 from pipeplan.partition.chain_kernel import Programme, shortest_first
-from pipeplan.partition.uniform_ways import UniformRuns, UniformWays, Way
+from pipeplan.partition.uniform_ways import UniformRuns, UniformWay, UniformWays
 from pipeplan.time_limit import checkpoint
 
 __all__ = ["Cut", "StageFrontiers"]
@@ -241,7 +241,7 @@ class _Group:
     ``uniform`` is all blocks in one way, the fastest that fits; ``own`` each in its own.
     """
 
-    ways: tuple[Way, ...]
+    ways: tuple[UniformWay, ...]
     memory: FloatArray  # bytes of the chosen way
     uniform: FloatArray
     chosen: npt.NDArray[np.intp]
@@ -268,14 +268,13 @@ class _Group:
         none = np.full((num_blocks + 1, num_blocks + 1), np.inf)  # argmin needs one
         needed = [over_all(num_blocks, partial(each.costs.memory, in_flight=in_flight), np.inf) for each in runs]
         memory = np.stack([*needed, none])
-        taking = np.stack([*(over_all(num_blocks, each.costs.time, np.inf) for each in runs), none])
-        times = np.where(memory <= limit, taking, np.inf)
+        times = np.where(memory <= limit, np.stack([*(each.time for each in runs), none]), np.inf)
         own = tuple(_Own(each, limit, each.least_times(limit)) for each in frontiers)
         chosen = times.argmin(axis=0)
         taken, fastest = (np.take_along_axis(each, chosen[None], axis=0)[0] for each in (memory, times))
         return cls(tuple(each.way for each in runs), taken, fastest, chosen, own)
 
-    def way(self, begin: int, end: int) -> tuple[Way, float]:
+    def way(self, begin: int, end: int) -> tuple[UniformWay, float]:
         """The fastest for all blocks of a run, and its bytes."""
         return self.ways[int(self.chosen[begin, end])], float(self.memory[begin, end])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,13 +10,13 @@ from pipeplan.costs import group_costs
 from pipeplan.costs.collectives import all_reduce_time
 from pipeplan.errors import UsageError
 from pipeplan.model import Cluster, Profile
-from pipeplan.partition.chain_costs import ChainCosts
+from pipeplan.partition.chain_costs import ChainCosts, FloatArray, over_all
 
-__all__ = ["UniformRuns", "UniformWays", "Way"]
+__all__ = ["UniformRuns", "UniformWay", "UniformWays"]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class UniformWay:
     """How a device group runs all of its blocks."""
 
     replicas: int
@@ -30,10 +31,14 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class UniformRuns:
-    """What a way costs for every run of blocks, with a share of the gradients' all-reduce in each micro-batch."""
+    """What a way costs for every run of blocks, with a share of the gradients' all-reduce in each micro-batch.
 
-    way: Way
+    ``time`` [begin, end] in ns is infinite where there is no run.
+    """
+
+    way: UniformWay
     costs: ChainCosts
+    time: FloatArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +57,11 @@ class UniformWays:
             if group % split == 0 and self.microbatch_size % (group // split) == 0:
                 for again in recompute:
                     try:
-                        yield self._runs(Way(group // split, split, again))
+                        yield self._runs(UniformWay(group // split, split, again))
                     except UsageError:  # this size was not profiled with so many shards
                         continue
 
-    def _runs(self, way: Way) -> UniformRuns:
+    def _runs(self, way: UniformWay) -> UniformRuns:
         size = self.microbatch_size // way.replicas
         alone = [[block] for block in self.order]
         given = group_costs(self.profile, alone, size, way.shards, recompute=way.recompute)
@@ -64,5 +69,5 @@ class UniformWays:
         added_up = [all_reduce_time(self.cluster, peers, cost.parameter_bytes) for cost in given]
         shares = [-(-each // self.num_microbatches) for each in added_up]
         each = zip(given, shares, strict=True)
-        costs = [replace(cost, backward_ns=cost.backward_ns + share) for cost, share in each]
-        return UniformRuns(way, ChainCosts.of(costs))
+        costs = ChainCosts.of([replace(cost, backward_ns=cost.backward_ns + share) for cost, share in each])
+        return UniformRuns(way, costs, over_all(len(given), costs.time, math.inf))

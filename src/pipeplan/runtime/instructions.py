@@ -25,7 +25,7 @@ from pipeplan.runtime.program import CustomOpPart, Numbers, Program, ProgramStep
 from pipeplan.runtime.rows import Produced, Received, TensorSpec
 from pipeplan.runtime.stages import MiniBatch, StageError, stage_errors
 
-__all__ = ["Context", "CustomOp", "CustomOpRunner", "HeldOutput", "custom_ops_of", "register"]
+__all__ = ["Context", "CustomFunction", "CustomOpRunner", "HeldOutput", "custom_ops_of", "register"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +139,13 @@ class Context:
         return torch.cat([rows[sample] for sample in self.samples], spec.axis)
 
 
-CustomOp = Callable[[Context], Mapping[str, Tensor]]
+CustomFunction = Callable[[Context], Mapping[str, Tensor]]
 """What a custom op does: returns, on every rank, at least the :attr:`Context.wanted` outputs of all samples."""
 
-_CUSTOM_OPS: dict[str, CustomOp] = {}
+_CUSTOM_OPS: dict[str, CustomFunction] = {}
 
 
-def register(kind: str, function: CustomOp) -> CustomOp:
+def register(kind: str, function: CustomFunction) -> CustomFunction:
     """Say what custom ops of a kind do. Returns the function.
 
     Raises:
@@ -159,7 +159,7 @@ def register(kind: str, function: CustomOp) -> CustomOp:
     return function
 
 
-def custom_ops_of(plan: Plan) -> Mapping[str, CustomOp]:
+def custom_ops_of(plan: Plan) -> Mapping[str, CustomFunction]:
     """[kind] what the plan's custom ops do.
 
     Raises:
@@ -190,7 +190,7 @@ class CustomOpRunner:
 
     part: CustomOpPart
     program: Program
-    function: CustomOp
+    function: CustomFunction
     group: RankGroup
     specs: Mapping[str, TensorSpec]
     device: torch.device

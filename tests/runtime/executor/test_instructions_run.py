@@ -13,7 +13,7 @@ from pipeplan.check import check
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.model import Plan
 from pipeplan.runtime.importing import imported_module
-from pipeplan.runtime.instructions import Context, CustomOp, CustomOpRunner, custom_ops_of, register
+from pipeplan.runtime.instructions import Context, CustomFunction, CustomOpRunner, custom_ops_of, register
 from pipeplan.runtime.model import Model
 from pipeplan.runtime.options import RunOptions
 from pipeplan.runtime.partners import ProcessGroups
@@ -143,7 +143,7 @@ def test_kinds_that_nobody_knows_are_refused_before_anything_starts() -> None:
         imported_module("no_such_module", "--instructions")
 
 
-def runner(function: CustomOp) -> CustomOpRunner:
+def runner(function: CustomFunction) -> CustomOpRunner:
     """Rank 1's end of the gathering instruction, with another function."""
     model, plan = PLANS["gather"]
     program = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)[1]

@@ -184,7 +184,7 @@ class Bounds:
         choice, time, begin = self.shapes.choices[index], self._problem.time, 0
         times, sizes = shape.times[choice.row], shape.parameters
         yield 0
-        for end in range(1, len(times)):
+        for end in range(1, len(shape.children) + 1):
             while begin < end and time(times[end] - times[begin], sizes[end] - sizes[begin], choice) > self.most_ns:
                 begin += 1
             yield begin
@@ -196,7 +196,7 @@ class Bounds:
         return [
             index
             for index in np.flatnonzero(known).tolist()
-            if self._problem.time_of(load, choices[index]) <= self.most_ns
+            if self._problem.time(int(times[index]), load[0].parameter_bytes, choices[index]) <= self.most_ns
         ]
 
     def _is_good(self, run: Run, choice: int, microbatches: int) -> bool:

@@ -59,7 +59,7 @@ class Shape:
     """A kind of part.
 
     ``children`` are shapes by number: in order for a series, sorted for parallel parts, itself for a block. Running
-    sums over the children of a series or block: ``times`` and ``activations`` [samples][child + 1],
+    sums over at least the children of a series or block: ``times`` and ``activations`` [samples][child + 1],
     ``parameters`` and ``statics`` [child + 1]; ``workspaces`` [power][samples][child] is the largest of 2 ** power
     children from there on. ``work`` is the least ns of all devices for the mini-batch.
     """
@@ -140,8 +140,9 @@ class Shapes:
 
     def beginning(self, number: int, count: int) -> int:
         """A series' first children."""
-        children = self.shapes[number].children[:count]
-        found = self._add(("series", children), "series", children)
+        whole = self.shapes[number]
+        children = whole.children[:count]
+        found = self._add(("series", children), "series", children, whole=whole)
         self._beginnings.setdefault(found, (number, count))
         return found
 
@@ -202,7 +203,9 @@ class Shapes:
         kind: Literal["block", "series", "parallel"],
         children: tuple[int, ...],
         load: Costs | None = None,
+        whole: Shape | None = None,
     ) -> int:
+        """The shape with a key; the beginning of a ``whole`` shares its sums."""
         if key in self._known:
             return self._known[key]
         number = self._known[key] = len(self.shapes)
@@ -210,7 +213,9 @@ class Shapes:
         total = load or together(part.load for part in parts)
         work = sum(part.work for part in parts) if parts else self.problem.work(total)
         shape = Shape(number, kind, children or (number,), total, work)
-        if kind != "parallel":
+        if whole is not None:
+            shape = replace(whole, number=number, kind=kind, children=children, load=total, work=work)
+        elif kind != "parallel":
             shape = _with_sums(shape, parts or [shape])
         self.shapes.append(shape)
         return number
