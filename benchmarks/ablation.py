@@ -45,7 +45,6 @@ STEPS = {
     "built-in rules": "offer_built_in",
     "list scheduling": "offer_rules",
     "adopted repetitions": "adopt_repetitions",
-    "unrolled repetends": "search_unrolled",
     "ramps": "improve_ramps",
     "windows": "improve_windows",
     "whole horizon": "solve_whole",

@@ -164,6 +164,7 @@ def _improve(state: State, scheduler: str, unroll: int | None) -> Schedule:
         offer_rules(state)
     if unroll is None:
         adopt_repetitions(state)
+    if unroll is None and scheduler == "repetend":
         search_unrolled(state)
     for step in (improve_ramps, solve_whole, improve_windows, solve_whole):
         if not state.finished:
