@@ -147,9 +147,8 @@ def test_two_messages_of_one_action_meet_however_quick_they_are() -> None:
 
 def test_numbers_are_as_without_links_where_none_is_busy() -> None:
     workload = chain_workload(3, 4, lag=7)
-    problem = Problem.of(workload)
     assert not workload.links
-    assert problem.without_links == problem
+    assert Problem.of(workload).edges == workload.edges
     assert workload.edges == workload.lags
 
 

@@ -60,12 +60,10 @@ def reschedule(
     *,
     begin_ns: int = 0,
     end_ns: int | None = None,
-    free: Callable[[int], bool] | None = None,
     on_solution: Callable[[int, int], None] | None = None,
 ) -> Rescheduled:
     """Find the best order of the actions that start from ``begin_ns`` on and before ``end_ns``.
 
-    With ``free`` (of a task number) only those tasks change places; the others keep their order among themselves.
     Only a shorter schedule counts; ``exhausted`` says that the best order of this window is known. The bound is
     for all schedules that keep the rest as it is: for every schedule, if the window is everything. ``on_solution``
     hears (makespan, bound) in ns.
@@ -73,26 +71,23 @@ def reschedule(
     makespan = max(start + duration for start, duration in zip(starts, graph.durations, strict=True))
     window = _cut(problem, graph, orders, starts, begin_ns, makespan if end_ns is None else end_ns)
     if not window.tasks or window.passing >= makespan:
-        return Rescheduled(None, None, free is None)
-    kept = [
-        [task for task in order if task in window.release and free is not None and not free(task)] for order in orders
-    ]
-    model = _Model(problem, graph, window, makespan, kept)
+        return Rescheduled(None, None, True)
+    model = _Model(problem, graph, window, makespan)
     unit = problem.time_unit
     heard = None if on_solution is None else lambda value, bound: on_solution(value * unit, bound * unit)
     answer = solve(model.model, budget, limit, on_solution=heard)
     bound = answer.bound * unit if answer.bound is not None else None
     if answer.feasible is False:
-        return Rescheduled(None, makespan if free is None else None, True)
+        return Rescheduled(None, makespan, True)
     if not answer.feasible:
-        return Rescheduled(None, bound if free is None else None, False)
+        return Rescheduled(None, bound, False)
     new = {task: answer.value(model.start[task]) for task in window.tasks}
     inside = [[task for task in order if task in new] for order in orders]
     joined = [
         [*before, *sorted(tasks, key=new.__getitem__), *after]
         for before, tasks, after in zip(window.before, inside, window.after, strict=True)
     ]
-    return Rescheduled(joined, bound if free is None else None, answer.optimal)
+    return Rescheduled(joined, bound, answer.optimal)
 
 
 def _cut(problem: Problem, graph: TaskGraph, orders: Orders, starts: Sequence[int], begin: int, end: int) -> _Window:
@@ -158,14 +153,7 @@ def _paths_after(graph: TaskGraph, after: Orders) -> dict[int, int]:
 class _Model:
     """Variables, constraints and objective of one window, in units of the problem's time unit."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        graph: TaskGraph,
-        window: _Window,
-        makespan: int,
-        kept: Orders,
-    ) -> None:
+    def __init__(self, problem: Problem, graph: TaskGraph, window: _Window, makespan: int) -> None:
         from ortools.sat.python import cp_model
 
         self._problem, self._graph, self._window = problem, graph, window
@@ -193,7 +181,6 @@ class _Model:
         self._dependencies()
         self._microbatch_order()
         self._recurrences()
-        self._kept_order(kept)
         self._exclusive_devices()
         self._memory(makespan)
         self._objective()
@@ -221,11 +208,6 @@ class _Model:
                 if before in self.start and after in self.start:
                     duration = self._graph.durations[before] // self._unit
                     self.model.add(self.start[after] >= self.start[before] + duration)
-
-    def _kept_order(self, kept: Orders) -> None:
-        for order in kept:
-            for before, after in zip(order, order[1:], strict=False):
-                self.model.add(self.start[after] >= self.start[before] + self._graph.durations[before] // self._unit)
 
     def _exclusive_devices(self) -> None:
         for tasks in self._on_device:

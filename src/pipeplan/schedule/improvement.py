@@ -1,21 +1,22 @@
-"""Making schedules better by rescheduling parts of them: ramps, windows, the whole, neighbourhoods at random."""
+"""Making schedules better by rescheduling parts of them: ramps, windows, the whole."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from random import Random
 
 from pipeplan.schedule.horizon import reschedule
-from pipeplan.schedule.neighbourhoods import WINDOW_TASKS, Neighbourhood, random_neighbourhood
 from pipeplan.schedule.state import Candidate, State
 
-__all__ = ["improve_ramps", "improve_windows", "solve_whole", "wander"]
+__all__ = ["improve_ramps", "improve_windows", "solve_whole"]
+
+_WINDOW_TASKS = (40, 80, 160, 320)
+"""Sizes of windows in which everything may change: what CP-SAT decides in about a second, and less."""
 
 
 def improve_ramps(state: State) -> None:
     """Reschedule what runs before and after the frozen repetition: warmup and cooldown, as Tessel's IV-C."""
     limit = state.budget.used + state.budget.seconds / _RAMP_SHARE
-    for size in WINDOW_TASKS:
+    for size in _WINDOW_TASKS:
         improved = True
         while improved and not _steady_is_done(state, limit):
             assert state.steady is not None
@@ -52,7 +53,6 @@ def solve_whole(state: State) -> None:
     if found.orders is not None:
         state.offer(state.candidate(found.orders, f"{_origin(state.best.scheduler)}+horizon"))
     state.raise_bound(found.bound_ns)
-    state.whole_known = found.exhausted
 
 
 _WHOLE_HORIZON_TASKS = 600
@@ -65,7 +65,7 @@ _SMALL_TASKS, _SMALL_SHARE = 200, 0.85
 
 def improve_windows(state: State) -> None:
     """Reschedule windows that slide over the whole schedule, from its two ends first, growing while nothing helps."""
-    for size in WINDOW_TASKS:
+    for size in _WINDOW_TASKS:
         improved = True
         while improved and not state.finished:
             assert state.best is not None
@@ -75,25 +75,6 @@ def improve_windows(state: State) -> None:
                     improved = _try_window(state, replace(state.best, frozen=frozenset()), begin, end) or improved
         if size >= state.graph.num_tasks:
             return
-
-
-def wander(state: State) -> None:
-    """Neighbourhoods of random kind, place and size until the time is up, in the best schedule and some others."""
-    random = Random(state.budget.seed)
-    pool = state.others[1:]
-    while not state.finished and not state.whole_known:
-        assert state.best is not None
-        index = random.randrange(len(pool)) if pool and random.random() < _ELSEWHERE else None
-        candidate = state.best if index is None else pool[index]
-        chosen = random_neighbourhood(state.problem, candidate.starts, random)
-        better = _reschedule(state, replace(candidate, frozen=frozenset()), chosen)
-        state.offer(better)
-        if index is not None and better is not None:
-            pool[index] = better
-
-
-_ELSEWHERE = 0.4
-"""... and this part of the tries goes to them."""
 
 
 def _windows(candidate: Candidate, size: int) -> list[tuple[int, int]]:
@@ -118,11 +99,7 @@ def _windows(candidate: Candidate, size: int) -> list[tuple[int, int]]:
 
 
 def _try_window(state: State, candidate: Candidate, begin: int, end: int) -> bool:
-    return state.offer(_reschedule(state, candidate, Neighbourhood(begin, end)))
-
-
-def _reschedule(state: State, candidate: Candidate, chosen: Neighbourhood) -> Candidate | None:
-    """The candidate with a better order of a neighbourhood; None if none was found."""
+    """Offer the candidate with a better order of a window, if there is one; whether it was better."""
     found = reschedule(
         state.problem,
         state.graph,
@@ -130,13 +107,12 @@ def _reschedule(state: State, candidate: Candidate, chosen: Neighbourhood) -> Ca
         candidate.starts,
         state.budget,
         _WINDOW_SECONDS,
-        begin_ns=chosen.begin_ns,
-        end_ns=chosen.end_ns,
-        free=chosen.free,
+        begin_ns=begin,
+        end_ns=end,
     )
     if found.orders is None:
-        return None
-    return state.candidate(found.orders, f"{_origin(candidate.scheduler)}+windows", candidate.frozen)
+        return False
+    return state.offer(state.candidate(found.orders, f"{_origin(candidate.scheduler)}+windows", candidate.frozen))
 
 
 _WINDOW_SECONDS = 1.0

@@ -11,7 +11,7 @@ of kind SEND, behind the others (the items of :mod:`pipeplan.model.workload`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from pipeplan.errors import InfeasibleError
@@ -83,21 +83,6 @@ class Problem:
         if require_room:
             problem._require_room()
         return problem
-
-    @cached_property
-    def without_links(self) -> Problem:
-        """The same where links carry any number of messages at once: its operations and devices alone."""
-        count = len(self.workload.operations)
-        return replace(
-            self,
-            durations=self.durations[:count],
-            devices=self.devices[:count],
-            acquire=self.acquire[:count],
-            release=self.release[:count],
-            workspace=self.workspace[:count],
-            edges=self.workload.lags,
-            capacity=self.capacity[: self.num_devices],
-        )
 
     @property
     def microbatches_per_round(self) -> int:

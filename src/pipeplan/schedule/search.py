@@ -14,19 +14,12 @@ from pipeplan.errors import InfeasibleError, InvalidPlanError, UsageError
 from pipeplan.model.workload import Workload
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.completion import microbatch_by_microbatch
-from pipeplan.schedule.improvement import improve_ramps, improve_windows, solve_whole, wander
+from pipeplan.schedule.improvement import improve_ramps, improve_windows, solve_whole
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.language import Rules
 from pipeplan.schedule.rules.schedules import schedule_of_rules
 from pipeplan.schedule.solver import Budget
-from pipeplan.schedule.starts import (
-    CHEAP_TASKS,
-    first_schedule,
-    offer_built_in,
-    offer_classics,
-    offer_insertion,
-    offer_rules,
-)
+from pipeplan.schedule.starts import CHEAP_TASKS, first_schedule, offer_built_in, offer_classics, offer_rules
 from pipeplan.schedule.state import Candidate, Progress, Schedule, State
 from pipeplan.schedule.steady import MOST_ADOPTED, adopt_repetitions, search_repetend, search_unrolled
 from pipeplan.simulate.bounds import makespan_bound
@@ -170,12 +163,12 @@ def _improve(state: State, scheduler: str, unroll: int | None) -> Schedule:
         if not early:
             offer_classics(state, automatic=False)
         offer_built_in(state)
-        offer_insertion(state)
         offer_rules(state)
     if unroll is None:
         adopt_repetitions(state)
+    if unroll is None and scheduler == "repetend":
         search_unrolled(state)
-    for step in (improve_ramps, solve_whole, improve_windows, solve_whole, wander):
+    for step in (improve_ramps, solve_whole, improve_windows, solve_whole):
         if not state.finished:
             step(state)
     if not state.chosen.frozen:

@@ -1,17 +1,16 @@
-"""Where a search starts from: simple schedules, the classic ones, the built-in rules, insertion, rules in time."""
+"""Where a search starts from: simple schedules, the classic ones, the built-in rules, rules in time."""
 
 from __future__ import annotations
 
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.completion import compose, microbatch_by_microbatch
-from pipeplan.schedule.insertion import insert_microbatches
 from pipeplan.schedule.listing import Tuning, list_schedule
 from pipeplan.schedule.repetend import sequential_time, solve_pattern
 from pipeplan.schedule.rules.sweep import built_in_rules, sweeping
 from pipeplan.schedule.state import State
 
-__all__ = ["CHEAP_TASKS", "first_schedule", "offer_built_in", "offer_classics", "offer_insertion", "offer_rules"]
+__all__ = ["CHEAP_TASKS", "first_schedule", "offer_built_in", "offer_classics", "offer_rules"]
 
 
 def first_schedule(state: State) -> None:
@@ -51,14 +50,7 @@ def offer_classics(state: State, *, automatic: bool) -> None:
 
 
 CHEAP_TASKS = 5000
-"""Up to so many actions what takes milliseconds is tried in any case: the classic schedules, insertion."""
-
-
-def offer_insertion(state: State) -> None:
-    """Micro-batches put one by one into the devices' gaps: another start, and for stages on several devices, too."""
-    if not state.finished and state.graph.num_tasks <= CHEAP_TASKS:
-        orders = insert_microbatches(state.problem.without_links)
-        state.offer(None if orders is None else state.candidate(orders, "insertion"))
+"""Up to this many actions the classic schedules take milliseconds and are tried in any case."""
 
 
 def offer_built_in(state: State) -> None:

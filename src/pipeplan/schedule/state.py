@@ -15,7 +15,7 @@ from pipeplan.schedule.solver import Budget
 from pipeplan.simulate.memory import overflow, peak_memory
 from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph, with_links
 
-__all__ = ["POOL", "Candidate", "Progress", "Schedule", "State"]
+__all__ = ["Candidate", "Progress", "Schedule", "State"]
 
 Progress = Callable[[str, int, int, float], None]
 """Called with what is being done, the best makespan and the bound (ns), and seconds since the search began."""
@@ -84,7 +84,6 @@ class State:
     pattern: Pattern | None = None
     period_proved: Fraction = Fraction(0)
     repetend_seconds: float | None = None
-    whole_known: bool = False
 
     @classmethod
     def of(cls, problem: Problem, budget: Budget, progress: Progress | None) -> State:
@@ -113,7 +112,7 @@ class State:
             return False
         better = False
         if not any(candidate.value == other.value for other in self.others):
-            self.others = sorted([*self.others, candidate], key=lambda other: other.value)[: POOL + 1]
+            self.others = sorted([*self.others, candidate], key=lambda other: other.value)[: _OTHERS + 1]
         if candidate.frozen and (self.steady is None or candidate.value < self.steady.value):
             self.steady, better = candidate, True
         if self.best is None or candidate.value < self.best.value:
@@ -153,5 +152,5 @@ class State:
         return self.best.makespan <= self.bound
 
 
-POOL = 4
-"""So many other schedules are improved beside the best ..."""
+_OTHERS = 4
+"""Schedules kept beside the best, for the repetitions in them."""

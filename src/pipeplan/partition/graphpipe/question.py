@@ -152,7 +152,7 @@ class Question:
                     continue
                 if key not in found or devices < found[key][0]:
                     found[key] = (devices, after.traces[row], choice)
-        for (branch, kept, rest, need), (devices, before, choice) in _unbeaten(found):
+        for (branch, kept, rest, need), (devices, before, choice) in found.items():
             entry = Entry(begin, end, (branch,), self._shapes.choices[choice], None, kept)
             yield self._inside(entry, devices, self._parallel(rest, need), before, fewest, most)
 
@@ -228,19 +228,3 @@ class Question:
             return Trace(inside.entry, before)
 
         return Candidates(devices[rows, columns], *self._needs.largest(totals, differences), trace)
-
-
-_Tail = tuple[tuple[int, int, int, Need], tuple[int, Trace | None, int]]
-
-
-def _unbeaten(found: dict[tuple[int, int, int, Need], tuple[int, Trace | None, int]]) -> list[_Tail]:
-    """Runs with the end of a branch without those that leave as much of it and take and need no less."""
-    kept: list[_Tail] = []
-    for each in sorted(found.items(), key=lambda item: (item[0][0], item[0][1], item[1][0], item[0][3])):
-        (branch, left, _, need), (devices, _, _) = each
-        if not any(
-            other == branch and less <= left and fewer <= devices and no_more[0] <= need[0] and no_more[1] <= need[1]
-            for (other, less, _, no_more), (fewer, _, _) in kept
-        ):
-            kept.append(each)
-    return kept

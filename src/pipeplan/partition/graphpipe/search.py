@@ -20,9 +20,6 @@ from pipeplan.units import format_bytes, named_devices
 
 __all__ = ["GraphPartition", "graphpipe"]
 
-_SLACK = 4
-"""Devices more than the bound that are tried first; then eight times as many, until all are."""
-
 
 Staged = tuple[tuple[str, ...], Way]
 """Blocks of a stage and how it runs."""
@@ -128,19 +125,8 @@ def _lowest(shapes: Shapes, low: int, most: int, tolerance: float) -> int:
 
 
 def _answer(shapes: Shapes, most_ns: int) -> Solution | None:
-    """Stages that take at most so long; few devices more than the bound are tried first, for that is quicker."""
-    bounds = Bounds(shapes, most_ns)
-    answers = (Question(bounds, budget).answer() for budget in _budgets(bounds.fewest(), shapes.problem.num_devices))
-    return next((answer for answer in answers if answer is not None), None)
-
-
-def _budgets(fewest: int, most: int) -> Iterator[int]:
-    slack = _SLACK
-    while fewest + slack < most:
-        yield fewest + slack
-        slack *= 8
-    if fewest <= most:
-        yield most
+    """Stages that take at most so long."""
+    return Question(Bounds(shapes, most_ns), shapes.problem.num_devices).answer()
 
 
 def _longest(shapes: Shapes) -> int:

@@ -1,0 +1,255 @@
+"""What each step of the search for a schedule brings: searches with some of the steps switched off.
+
+Cells are those of benchmarks/grid.py; shapes with blocks shared by all devices on 4 to 32 devices, with and without a
+memory cap; and the shipped profiles, searched for a whole plan with the memory of benchmarks/planner.py on 4 and 8
+devices. Seconds are deterministic, so what else runs on the machine changes nothing. A search whose result is known is
+not made: where a step left everything as it was, the search without it finds the same.
+
+Results are JSON lines in the file given by --results; what is there is not searched again.
+
+    python benchmarks/ablation.py --results /tmp/ablation.jsonl [--limit 2] [--off "ramps,windows"] [--cells "grid 4"]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grid
+import planner as planning
+from shared_shapes import COSTS
+from tables import machine, markdown, note
+
+from pipeplan.costs import build_workload
+from pipeplan.costs.testbeds import cluster_of_paper
+from pipeplan.errors import PipeplanError
+from pipeplan.examples import shape
+from pipeplan.model import read_profile
+from pipeplan.model.workload import Workload
+from pipeplan.planner import Batch, Options, search_plan
+from pipeplan.schedule import search as searching
+from pipeplan.schedule.search import search_schedule
+from pipeplan.schedule.solver import Budget, load_solver
+from pipeplan.schedule.state import State
+from pipeplan.schedule.steady import MOST_ADOPTED
+from pipeplan.simulate.repetend import find_repetend
+
+STEPS = {
+    "built-in rules": "offer_built_in",
+    "list scheduling": "offer_rules",
+    "adopted repetitions": "adopt_repetitions",
+    "ramps": "improve_ramps",
+    "windows": "improve_windows",
+    "whole horizon": "solve_whole",
+    "less memory": "_with_less_memory",
+}
+"""The steps that can be switched off, and the function of ``schedule/search.py`` that does nothing then."""
+
+Off = frozenset[str]
+Found = tuple[int, bool]
+"""The makespan or iteration in ns, and whether the schedule can be repeated for more micro-batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Something to search within so many deterministic seconds."""
+
+    name: str
+    search: Callable[[float], Found]
+
+
+def cells() -> list[Cell]:
+    return [*_grid_cells(), *_shared_cells(), *_profile_cells()]
+
+
+def _grid_cells() -> Iterator[Cell]:
+    for devices in (4, 8):
+        for chunks in (1, 2):
+            for variant in grid.VARIANTS:
+                for memory in grid.MEMORY:
+                    name = f"grid {devices} x {chunks}, {variant.name}, {memory:g}p"
+                    cell = (variant, devices, chunks, memory)
+                    yield Cell(name, lambda limit, cell=cell: _scheduled(grid.workload(*cell), limit))
+
+
+def _shared_cells() -> Iterator[Cell]:
+    for devices, microbatches in ((4, 16), (8, 16), (16, 32), (32, 32)):
+        for name in ("m", "mllm", "nn", "k"):
+            for memory in (None, 0.5, 0.75) if devices <= 8 else (None,):
+                cell = (name, devices, microbatches, memory)
+                title = f"shape {name} on {devices}" + ("" if memory is None else f", {memory:g}p")
+                yield Cell(title, lambda limit, cell=cell: _scheduled(_shared(*cell), limit))
+
+
+def _shared(name: str, devices: int, microbatches: int, memory: float | None) -> Workload:
+    """``memory`` is in activations of as many micro-batches as there are devices."""
+    profile = shape(name, devices, costs=COSTS)
+    assert profile.placement is not None
+    rooms = None if memory is None else [int(memory * devices * COSTS.activation_bytes)] * devices
+    return build_workload(
+        profile, profile.placement, num_microbatches=microbatches, microbatch_size=1, memory_bytes=rooms
+    )
+
+
+def _scheduled(workload: Workload, limit: float) -> Found:
+    found = search_schedule(workload, Budget(limit, deterministic=True))
+    return found.makespan_ns, find_repetend(found.graph, found.orders, found.starts, MOST_ADOPTED) is not None
+
+
+def _profile_cells() -> Iterator[Cell]:
+    for devices in (4, 8):
+        for name in planning.MEMORY:
+            cell = (name, devices)
+            yield Cell(f"{name} on {devices}", lambda limit, cell=cell: _planned(*cell, limit))
+
+
+def _planned(name: str, devices: int, limit: float) -> Found:
+    profile = read_profile(str(planning.PROFILES / f"{name}.json"))
+    sizes = profile.microbatch_sizes
+    plan = search_plan(
+        profile,
+        "auto",
+        Batch(8 * devices, sizes[-1]),
+        Options(time_limit=limit, deterministic=True),
+        num_devices=devices,
+        cluster=cluster_of_paper("graphpipe", devices),
+        memory_bytes=planning.MEMORY[name],
+        sizes=sizes,
+    ).plan
+    return plan.predicted.iteration_ns, plan.repetend is not None
+
+
+@contextmanager
+def switched(off: Off) -> Iterator[set[str]]:
+    """With these steps switched off; the set gets the names of the others that change anything, as they do."""
+    telling: set[str] = set()
+    kept = {name: getattr(searching, step) for name, step in STEPS.items()}
+    try:
+        for name, step in STEPS.items():
+            setattr(searching, step, _nothing if name in off else _watched(name, kept[name], telling))
+        yield telling
+    finally:
+        for name, step in STEPS.items():
+            setattr(searching, step, kept[name])
+
+
+def _nothing(state: State) -> None:
+    """Stands for a step that is switched off."""
+
+
+def _watched(name: str, step: Callable[[State], None], telling: set[str]) -> Callable[[State], None]:
+    def watched(state: State) -> None:
+        before = _known(state)
+        step(state)
+        if _known(state) != before:
+            telling.add(name)
+
+    return watched
+
+
+def _known(state: State) -> tuple[Any, ...]:
+    """All of a state that a later step can see."""
+    found = [state.best, state.steady, state.pattern, *state.others]
+    return (*map(id, found), state.bound, state.period_proved, state.budget.spent)
+
+
+@dataclass(slots=True)
+class Results:
+    """What was found so far, by cell and steps switched off."""
+
+    path: Path
+    limit: float
+    found: dict[tuple[str, Off], dict[str, Any]]
+
+    @classmethod
+    def read(cls, path: Path, limit: float) -> Results:
+        """Those in a file that had the same limit."""
+        found = {}
+        for line in path.read_text().splitlines() if path.exists() else ():
+            entry = json.loads(line)
+            if entry["limit"] == limit:
+                found[entry["cell"], frozenset(entry["off"])] = entry
+        return cls(path, limit, found)
+
+    def of(self, cell: Cell, off: Off) -> dict[str, Any]:
+        """A result, searched if it is not known and does not follow from one that is."""
+        key = cell.name, off
+        if key not in self.found:
+            self.found[key] = self._equal(cell, off) or _searched(cell, off, self.limit)
+            with self.path.open("a") as file:
+                file.write(json.dumps(self.found[key]) + "\n")
+        return self.found[key]
+
+    def _equal(self, cell: Cell, off: Off) -> dict[str, Any] | None:
+        """The result with fewer steps off, if the others that are off changed nothing there."""
+        for (name, fewer), entry in self.found.items():
+            if name == cell.name and fewer < off and not (off - fewer) & set(entry["telling"]):
+                return {**entry, "off": sorted(off), "cpu_s": 0.0}
+        return None
+
+
+def _searched(cell: Cell, off: Off, limit: float) -> dict[str, Any]:
+    begun = time.process_time()
+    value, repeats = None, False
+    with switched(off) as telling:
+        try:
+            value, repeats = cell.search(limit)
+        except PipeplanError as error:
+            note(f"{cell.name}: {error}")
+    spent = round(time.process_time() - begun, 2)
+    note(f"{cell.name}, without {', '.join(sorted(off)) or 'nothing'}: {value} in {spent} CPU s")
+    found = {"value": value, "repeats": repeats, "telling": sorted(telling), "cpu_s": spent}
+    return {"cell": cell.name, "off": sorted(off), "limit": limit, **found}
+
+
+def row(results: Results, off: Off, chosen: Sequence[Cell]) -> tuple[str, ...]:
+    """What is lost without these steps."""
+    lost, fewer = {}, 0
+    for cell in chosen:
+        everything, without = results.of(cell, frozenset()), results.of(cell, off)
+        fewer += everything["repeats"] and not without["repeats"]
+        if everything["value"] is not None:
+            lost[cell.name] = float("inf") if without["value"] is None else without["value"] / everything["value"] - 1
+    worst, best = max(lost, key=lambda name: lost[name]), min(lost, key=lambda name: lost[name])
+    return (
+        ", ".join(sorted(off)),
+        str(len(lost)),
+        str(sum(loss > 0.001 for loss in lost.values())),
+        f"{lost[worst]:+.2%} ({worst})" if lost[worst] > 0 else "-",
+        str(sum(loss < -0.001 for loss in lost.values())),
+        f"{lost[best]:+.2%} ({best})" if lost[best] < 0 else "-",
+        f"{sum(lost.values()) / len(lost):+.3%}",
+        str(fewer),
+    )
+
+
+def main() -> int:
+    """Search and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--limit", type=float, default=2.0, help="deterministic seconds per search")
+    parser.add_argument("--off", action="append", help="steps to switch off together; by default each alone")
+    parser.add_argument("--cells", default="", help="only cells with this in their name")
+    asked = parser.parse_args()
+    sets = [frozenset(each.split(",")) for each in asked.off or STEPS]
+    unknown = frozenset[str]().union(*sets) - STEPS.keys()
+    if unknown:
+        parser.error(f"--off {', '.join(sorted(unknown))}: not one of {', '.join(STEPS)}")
+    load_solver()
+    results = Results.read(asked.results, asked.limit)
+    chosen = [cell for cell in cells() if asked.cells in cell.name]
+    header = ("without", "cells", "longer", "most", "shorter", "most", "mean", "no longer repeatable")
+    print(markdown(header, [row(results, off, chosen) for off in sets]))
+    print(f"\n{asked.limit:g} deterministic s per search; {machine()}.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
