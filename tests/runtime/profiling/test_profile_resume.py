@@ -290,7 +290,7 @@ def stop(process: subprocess.Popen[str], folder: Path, number: signal.Signals) -
 def test_a_process_that_is_ended(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "slow_models.py").write_text(MODULE)
     (tmp_path / "p.json").write_text("what was there")
-    code, err = stop(start(tmp_path, 7), tmp_path, number)
+    code, err = stop(start(tmp_path, 10), tmp_path, number)
     if number == signal.SIGINT:
         assert code == 130
         assert "interrupted while measuring block 'slow' at micro-batch size 1; what was measured is kept in" in err
