@@ -120,10 +120,9 @@ def _everything(graph: Any, besides: Any = None) -> dict[str, Any]:
 
 
 FRONTIER = {
-    "first look": Switch("frontier.tracking", "_SMALL", 0),
-    "first round": Switch("frontier.tracking", "_ROUNDS", (24,)),
     "at once": Switch("frontier.tracking", "_AT_ONCE", -1),
     "corridors": Switch("frontier.corridors", "_SHARE", 1.0),
+    "limits of sums": Switch("frontier.bounds", "Bounds.limit", lambda bounds, key: None),
     "dominance": Switch("partition.block_splits", "undominated", _everything),
 }
 

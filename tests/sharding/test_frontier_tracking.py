@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipeplan.frontier import tracking
-from pipeplan.frontier.graph import CostGraph, CostNode
+from pipeplan.frontier.graph import CostEdge, CostGraph, CostNode
+from pipeplan.frontier.table import table
 from pipeplan.frontier.tracking import Tracked, track
 from references import cost_graphs as graphs
 
@@ -55,8 +54,7 @@ def test_the_frontier_is_that_of_full_enumeration(
     seed: int, kind: str, num: int, variants: int, high: int, forbidden: float, linear: bool, pruned: bool
 ) -> None:
     graph = drawn(seed, kind, num, variants, high, forbidden)
-    with patch.object(tracking, "_SMALL", 0):  # so that small graphs are pruned, too
-        tracked = track(graph, linear=linear, pruned=pruned)
+    tracked = track(graph, linear=linear, pruned=pruned)
     assert tracked.exact
     assert points(tracked) == graphs.enumerate_frontier(graph)
     strategies_cost_what_they_say(graph, tracked)
@@ -110,3 +108,13 @@ def test_identical_layers_are_computed_once(linear: bool) -> None:
     strategies_cost_what_they_say(graph, tracked)
     assert tracked.eliminations["node"] >= layers
     assert tracked.num_computed < 4 * layers
+
+
+def test_configurations_that_do_not_fit_together_are_refused() -> None:
+    free = [[0, 0], [0, 0]]
+    nodes = tuple(CostNode(name, ("whole", "split"), table([8, 4], [10, 12])) for name in "abc")
+    first, second = np.array([[True, False], [False, False]]), np.array([[False, False], [True, False]])
+    edges = (CostEdge("a", "b", table(free, free, first)), CostEdge("b", "c", table(free, free, second)))
+    for within in (0.0, 0.01):
+        with pytest.raises(ValueError, match="no strategy"):
+            track(CostGraph(nodes, edges), within=within)

@@ -115,8 +115,14 @@ def corner_of(gap: Gap, ends: tuple[Weighing, Weighing], line: Weighing) -> Corn
 
 
 def weighing(root: Expression, weights: Weights) -> Weighing:
-    """The least cost in these weights, as a whole and of every cell's rest."""
+    """The least cost in these weights, as a whole and of every cell's rest.
+
+    Raises:
+        ValueError: the whole has no strategy.
+    """
     values = inside(root, weights)
+    if np.isinf(values[root.key]).all():
+        raise ValueError("no strategy: configurations allowed for each operator and tensor do not fit together")
     return Weighing(solved(optimum(root, values, weights), weights), outside(root, values))
 
 

@@ -16,11 +16,8 @@ from pipeplan.frontier.table import IntArray, Points, reduce_points, union
 
 __all__ = ["Tracked", "track"]
 
-_ROUNDS = (8, 24)
-"""Weightings by which configurations are dropped, few while there are many configurations."""
-
-_SMALL = 300_000
-"""Sums of points that take less time than finding out which are of no use."""
+_WEIGHTINGS = 24
+"""Weightings by which configurations, and then points, are dropped."""
 
 _AT_ONCE = 2e7
 """Sums of points up to which a frontier is computed as one; beyond, gap by gap of its hull."""
@@ -63,6 +60,9 @@ def track(
 
     ``within`` above 0 asks only for a ``factor`` of 1 + ``within`` and takes far less; the result's own ``factor`` says
     what was reached.
+
+    Raises:
+        ValueError: there is no strategy; not ``pruned``, the frontier is then empty.
     """
     reducing = Reducing(linear) if merged is None else Reducing(linear, merged)
     parts, settled = reducing.parts(graph)
@@ -84,14 +84,10 @@ def _found(reducing: Reducing, part: Part, pruned: bool, within: float) -> list[
         return [everything]
     if within:
         return gap_by_gap(reducing, part, within)
-    small = computed(reducing.whole(part), most_sums=_SMALL)
-    if small:
-        return [small]
-    for weightings in _ROUNDS:
-        whole = reducing.whole(part)
-        part = fewer(whole, bounds_of(whole.expression, weightings))
     whole = reducing.whole(part)
-    at_once = computed(whole, bounds_of(whole.expression, _ROUNDS[-1]), most_sums=_AT_ONCE)
+    part = fewer(whole, bounds_of(whole.expression, _WEIGHTINGS))
+    whole = reducing.whole(part)
+    at_once = computed(whole, bounds_of(whole.expression, _WEIGHTINGS), most_sums=_AT_ONCE)
     return [at_once] if at_once else gap_by_gap(reducing, part, within)
 
 
