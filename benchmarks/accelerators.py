@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 import frontier as frontiers
 import numpy as np
-import partition as partitions
 import stage_frontiers
 from tables import machine, markdown, note
 
+import partition as partitions
 from pipeplan.costs.testbeds import cluster_of_paper
 from pipeplan.errors import PipeplanError
 from pipeplan.examples import model
