@@ -9,7 +9,7 @@ Numbers are integers or, with ``inf`` for what cannot be, floats.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -78,6 +78,13 @@ class Programme:
     devices: Sequence[int] = (0,)
     num_devices: int = 0
     by_way: bool = False
+    left: Array = field(
+        init=False, repr=False
+    )  # [devices, way] those that stages before have; -1 is that of no devices
+
+    def __post_init__(self) -> None:
+        left = np.maximum(-1, np.arange(self.num_devices + 1)[:, None] - np.array(self.devices))
+        object.__setattr__(self, "left", left)
 
     def start(self, num_devices: Sequence[int] = (0,)) -> Layer:
         """No stage yet, and so many devices of which none has to have one: 0 where all have to."""
@@ -111,18 +118,17 @@ class Programme:
         begins = candidates[ends]
         if len(ends) < self.num_cuts - 1:
             begins = begins[:, : max(1, int((begins >= 0).sum(axis=1).max()))]
-        left = np.maximum(-1, np.arange(self.num_devices + 1)[:, None] - np.array(self.devices))
         prices = price(np.maximum(begins, 0), ends[:, None]).astype(before.dtype, copy=False)
-        joined = self.join(before[left].take(begins, axis=2), prices)  # [devices, way, end, candidate]
+        joined = self.join(before[self.left].take(begins, axis=2), prices)  # [devices, way, end, candidate]
         joined = joined.transpose((0, 2, 1, 3) if self.by_way else (0, 2, 3, 1))
-        flat = joined.reshape(len(left), len(ends), -1)
-        best = flat.argmin(axis=2)
+        flat = joined.reshape(len(self.left), len(ends), -1)
+        chosen = flat.argmin(axis=2)
         if self.by_way:
-            ways, chosen = np.divmod(best, begins.shape[1])
-        else:
-            chosen, ways = np.divmod(best, len(self.devices))
+            layer.ways[:-1, ends], chosen = np.divmod(chosen, begins.shape[1])
+        elif len(self.devices) > 1:
+            chosen, layer.ways[:-1, ends] = np.divmod(chosen, len(self.devices))
         layer.values[:-1, ends] = np.minimum(flat.min(axis=2), self.none)
-        layer.begins[:-1, ends], layer.ways[:-1, ends] = begins[np.arange(len(ends)), chosen], ways
+        layer.begins[:-1, ends] = begins[np.arange(len(ends)), chosen]
 
     def traced(self, layers: Sequence[Layer], end: int) -> Iterator[tuple[int, int, int]]:
         """(begin, end, way) of each stage up to a cut on all devices, the last of them first."""
