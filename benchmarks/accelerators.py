@@ -141,14 +141,14 @@ def graphpipe_cells() -> Iterator[tuple[str, Cell]]:
 
 def _task(name: str, devices: int) -> Measured:
     task = partitions.task_of(name, devices)
-    return timed(lambda: task.ours().bottleneck_ns)
+    return timed(lambda: task.ours().value_ns)
 
 
 def _sized(blocks: int, branches: int, devices: int) -> Measured:
     free = partitions.sized(blocks, branches, devices, None)
-    static = sum(load.static_bytes for load in free.loads.values())
+    static = sum(each[0].static_bytes for each in free.costs.values())
     problem = replace(free, memory_bytes=max(20_000, 2 * static // devices))
-    return timed(lambda: graphpipe.partition(problem).graph.bottleneck_ns)
+    return timed(lambda: next(graphpipe.graphpipe(problem)).value_ns)
 
 
 def _distinct(devices: Any, totals: Any, differences: Any) -> Any:
