@@ -28,18 +28,18 @@ from shared_shapes import COSTS
 from tables import machine, markdown, note
 
 from pipeplan.costs import build_workload
-from pipeplan.costs.testbeds import cluster_of_paper
+from pipeplan.costs.presets import cluster_of_paper
 from pipeplan.errors import PipeplanError
 from pipeplan.examples import shape
-from pipeplan.model import read_profile
-from pipeplan.model.workload import Workload
-from pipeplan.planner import Batch, Options, search_plan
+from pipeplan.files import read_profile
+from pipeplan.planning import Batch, Options, search_plan
 from pipeplan.schedule import search as searching
+from pipeplan.schedule.cpsat.solver import Budget, load_solver
 from pipeplan.schedule.search import search_schedule
-from pipeplan.schedule.solver import Budget, load_solver
 from pipeplan.schedule.state import State
 from pipeplan.schedule.steady import MOST_ADOPTED
-from pipeplan.simulate.repetend import find_repetend
+from pipeplan.workload.steady_state.repetend import find_repetend
+from pipeplan.workload.workload import Workload
 
 STEPS = {
     "built-in rules": "offer_built_in",

@@ -36,12 +36,13 @@ from tables import machine, markdown, note
 
 from pipeplan.costs import StageCost
 from pipeplan.errors import InfeasibleError
-from pipeplan.partition.autopipe import Cuts, num_to_split, plan_chain, sliced, timeline
-from pipeplan.partition.autopipe import autopipe as plan_depths
-from pipeplan.partition.autopipe.simulator import Step
-from pipeplan.partition.chain_costs import ChainCosts
+from pipeplan.partition.baselines import dapple, piper
+from pipeplan.partition.baselines.slicer import num_to_split, sliced
+from pipeplan.partition.chain import Cuts, plan_chain, timeline
+from pipeplan.partition.chain import autopipe as plan_depths
+from pipeplan.partition.chain.autopipe_simulator import Step
+from pipeplan.partition.chain.costs import ChainCosts
 from pipeplan.partition.problem import PartitionProblem, Pricing, Way
-from pipeplan.partition.published import dapple, piper
 
 TABLE_2 = (
     (5, 7, 6, 6),

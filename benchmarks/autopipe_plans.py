@@ -15,18 +15,17 @@ from itertools import accumulate, pairwise
 from statistics import pstdev
 
 from pipeplan.costs import StageCost, group_costs, transfer_time
-from pipeplan.costs.collectives import Exchange, prices_in
-from pipeplan.costs.presets import device_preset
-from pipeplan.costs.testbeds import cluster_of_paper
+from pipeplan.costs.communication import Exchange, prices_in
+from pipeplan.costs.presets import cluster_of_paper, device_preset
 from pipeplan.examples import model
-from pipeplan.model import Cluster
-from pipeplan.partition.autopipe import Cuts, plan_chain
-from pipeplan.partition.autopipe import autopipe as plan_depths
-from pipeplan.partition.autopipe.simulator import Step
-from pipeplan.partition.chain_costs import ChainCosts, StageTimes
+from pipeplan.files import Cluster
+from pipeplan.partition.baselines import dapple, piper
+from pipeplan.partition.baselines.dapple import latency
+from pipeplan.partition.chain import Cuts, plan_chain
+from pipeplan.partition.chain import autopipe as plan_depths
+from pipeplan.partition.chain.autopipe_simulator import Step
+from pipeplan.partition.chain.costs import ChainCosts, StageTimes
 from pipeplan.partition.problem import Partition, PartitionProblem, Pricing, Way, together
-from pipeplan.partition.published import dapple, piper
-from pipeplan.partition.published.dapple import latency
 
 __all__ = [
     "LAYERS",

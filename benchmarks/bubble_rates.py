@@ -15,9 +15,9 @@ from tables import machine, markdown, note
 from pipeplan.costs import build_workload
 from pipeplan.errors import InfeasibleError
 from pipeplan.examples import ShapeCosts, shape
+from pipeplan.schedule.cpsat.repetend import least_period
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.problem import Problem
-from pipeplan.schedule.repetend import least_period
-from pipeplan.schedule.solver import Budget
 
 DEVICES = 4
 

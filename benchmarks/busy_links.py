@@ -13,17 +13,17 @@ from dataclasses import replace
 
 from tables import machine, markdown, note
 
-from pipeplan.check import check
+from pipeplan.checker import check
 from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.model.workload import Workload
-from pipeplan.planner import assemble
+from pipeplan.planning import assemble
 from pipeplan.schedule.bounds import period_bound
 from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.cpsat.solver import Budget, load_solver
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.search import search_schedule
-from pipeplan.schedule.solver import Budget, load_solver
-from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.workload import Workload
 
 NAMES = {"v": "one stage per device", "circular": "circular, two chunks", "zbv": "v-shape, two chunks"}
 

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from tables import machine, markdown, note
 
-from pipeplan.model import PlacedStage, Plan
-from pipeplan.runtime.progress import Phase
-from pipeplan.runtime.train_options import TrainOptions
+from pipeplan.files import PlacedStage, Plan
+from pipeplan.runtime.launch.status_board import Phase
+from pipeplan.runtime.training.options import TrainOptions
 from runtime_support import models as runtime_models
 from runtime_support.faults import BEFORE_STEPS, HANGS, KINDS, NUM_STEPS, Ending, Fault, run_with
 from runtime_support.plans import model_plan, placed_plan

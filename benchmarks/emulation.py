@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 from tables import machine, markdown, note
 
-from pipeplan.model import Plan, parse, read_plan
-from pipeplan.runtime.emulation import emulate
-from pipeplan.runtime.launch import watch_local
-from pipeplan.runtime.options import RankContext, RunOptions
-from pipeplan.runtime.start import main as be_rank
+from pipeplan.files import Plan, parse, read_plan
+from pipeplan.runtime.executor.emulate import emulate
+from pipeplan.runtime.launch.__main__ import main as be_rank
+from pipeplan.runtime.launch.job import RankContext, RunOptions
+from pipeplan.runtime.launch.local import watch_local
 from pipeplan.units import format_ns, parse_ns
 
 AS_RANK = "--as-rank"

@@ -24,15 +24,14 @@ from tables import machine, markdown, note
 
 from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.model.workload import Workload
 from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.listing import Policy, list_schedule
+from pipeplan.schedule.list_scheduling import Policy, list_schedule
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import Rules, schedule_by_rules
-from pipeplan.schedule.rules.stashing import refill
-from pipeplan.schedule.stage_graph.run import Rule, Run
-from pipeplan.schedule.stage_graph.stages import Stages
-from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.schedule.rules.refill import refill
+from pipeplan.schedule.stage_graph.stages import Rule, Run, Stages
+from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.workload import Workload
 
 DEVICES = 8
 SIZES = {"small": 24, "large": 192}

@@ -14,9 +14,9 @@ import torch
 from tables import markdown
 
 from pipeplan.costs.presets import device_preset
-from pipeplan.model import Profile, read_profile
-from pipeplan.runtime.estimator import estimate_model
-from pipeplan.runtime.loading import load_model
+from pipeplan.files import Profile, read_profile
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.profiling.estimate import estimate_model
 
 PROFILES = Path(__file__).parents[1] / "profiles"
 CASES = (

@@ -36,24 +36,24 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.model import Plan, parse
-from pipeplan.planner.assembly import assemble
-from pipeplan.runtime.clock import Clock
-from pipeplan.runtime.executor import Executor
-from pipeplan.runtime.launch import watch_local
-from pipeplan.runtime.model import BlockSpec, Model
-from pipeplan.runtime.options import RankContext
-from pipeplan.runtime.program import ProgramStep, programs_of
-from pipeplan.runtime.progress import Board, Phase, Progress
-from pipeplan.runtime.rows import Produced, Received, TensorSpec
-from pipeplan.runtime.stages import MiniBatch
-from pipeplan.runtime.start import main as be_rank
-from pipeplan.runtime.train_options import TrainOptions
-from pipeplan.runtime.training import Trainer, travelling
+from pipeplan.files import Plan, parse
+from pipeplan.planning.build_plan import assemble
+from pipeplan.runtime.executor.interpreter import Executor
+from pipeplan.runtime.executor.rank_program import ProgramStep, programs_of
+from pipeplan.runtime.executor.stage import MiniBatch
+from pipeplan.runtime.executor.tensor_slots import Produced, Received, TensorSpec
+from pipeplan.runtime.launch.__main__ import main as be_rank
+from pipeplan.runtime.launch.job import RankContext
+from pipeplan.runtime.launch.local import watch_local
+from pipeplan.runtime.launch.status_board import Board, Phase, Progress
+from pipeplan.runtime.models.spec import BlockSpec, Model
+from pipeplan.runtime.parallel.device import Clock
+from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.runtime.training.trainer import Trainer, travelling
 from pipeplan.schedule.bounds import makespan_bound, period_bound
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.problem import Problem
-from pipeplan.simulate.timing import task_graph
+from pipeplan.workload.task_graph import task_graph
 
 AS_RANK = "--as-rank"
 NUM_RANKS, NUM_STAGES = 2, 4

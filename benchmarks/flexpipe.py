@@ -19,18 +19,18 @@ from typing import Any
 
 from tables import machine, markdown, note
 
-from pipeplan.costs.testbeds import cluster_of_paper
+from pipeplan.costs.presets import cluster_of_paper
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.examples import model
-from pipeplan.model import Plan, Profile
+from pipeplan.files import Plan, Profile
 from pipeplan.partition import place
-from pipeplan.partition.chain import Chain
-from pipeplan.planner import Batch, PlacementCandidate, Request, tune
-from pipeplan.planner.finishing import planned
-from pipeplan.planner.trials import Trial, iteration_of
-from pipeplan.planner.tuning.cells import Cell, settled_cell
+from pipeplan.partition.chain.costs import Chain
+from pipeplan.planning import Batch, PlacementCandidate, Request, tune
+from pipeplan.planning.build_plan import planned
+from pipeplan.planning.trials import Trial, iteration_of
+from pipeplan.planning.tuning_cells import Cell, settled_cell
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import search_schedule
-from pipeplan.schedule.solver import Budget
 
 GPUS, MINI_BATCH, SIZES = 32, 128, (1, 2, 4)
 VOCABULARIES = {"5b": ("64k", "128k", "256k", "512k", "1m"), "16b": ("256k", "512k", "1m", "1.1m", "1.2m")}

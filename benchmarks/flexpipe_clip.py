@@ -17,18 +17,18 @@ from itertools import product
 from flexpipe import described, speedup
 from tables import markdown, note
 
-from pipeplan.costs.testbeds import cluster_of_paper
+from pipeplan.costs.presets import cluster_of_paper
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import model
-from pipeplan.model import Plan
-from pipeplan.planner import Batch, PlacementCandidate, Request
-from pipeplan.planner.by_rules import SUBMODULES, place_by_rules
-from pipeplan.planner.finishing import planned
-from pipeplan.planner.trials import Trial, iteration_of
+from pipeplan.files import Plan
+from pipeplan.planning import Batch, PlacementCandidate, Request
+from pipeplan.planning.build_plan import planned
+from pipeplan.planning.rule_placements import SUBMODULES, place_by_rules
+from pipeplan.planning.trials import Trial, iteration_of
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.files import named_rules
 from pipeplan.schedule.search import search_schedule
-from pipeplan.schedule.solver import Budget
 
 GPUS, MINI_BATCH, SIZES = 40, 128, (1, 2, 4)
 STATED = {"4.7b": "1.26", "8.2b": "1.29", "9.7b": "1.18"}

@@ -22,23 +22,15 @@ from time import perf_counter, process_time
 import numpy as np
 from tables import machine, markdown, note
 
-from pipeplan.costs.presets import device_preset
-from pipeplan.costs.testbeds import cluster_of_paper
+from pipeplan.costs.presets import cluster_of_paper, device_preset
 from pipeplan.errors import PipeplanError
 from pipeplan.examples.layout import Layout
 from pipeplan.examples.models import family_of, model
-from pipeplan.frontier.configurations.building import CostModel, CostOptions, cost_model
-from pipeplan.frontier.configurations.details import Details, details_of
-from pipeplan.frontier.configurations.published import (
-    Point,
-    data_parallel,
-    fastest,
-    one_mesh_for_all,
-    split_everything,
-)
-from pipeplan.frontier.tracking import Tracked, track
-from pipeplan.frontier.turning import turning_point
-from pipeplan.model import Cluster, Profile
+from pipeplan.files import Cluster, Profile
+from pipeplan.sharding.baselines import Point, data_parallel, fastest, one_mesh_for_all, split_everything
+from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
+from pipeplan.sharding.configurations.details import Details, details_of
+from pipeplan.sharding.tracking import Tracked, track, turning_point
 
 BATCH = 256
 DEVICES = 16

@@ -17,7 +17,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from pipeplan.frontier.tracking import track
+from pipeplan.sharding.tracking import track
 from references import cost_graphs as graphs  # beside the tests, which it serves, too
 
 _GRAPHS = 40

@@ -28,10 +28,10 @@ from torch.distributed.pipelining import schedules
 
 from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.model.workload import Workload
-from pipeplan.schedule.solver import load_solver
-from pipeplan.simulate.memory import peak_memory
-from pipeplan.simulate.timing import TaskGraph, task_graph
+from pipeplan.schedule.cpsat.solver import load_solver
+from pipeplan.workload.memory import peak_memory
+from pipeplan.workload.task_graph import TaskGraph, task_graph
+from pipeplan.workload.workload import Workload
 
 US, GB = 1_000, 10**9
 

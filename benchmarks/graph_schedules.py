@@ -3,7 +3,7 @@
     python benchmarks/graph_schedules.py               # prints the tables of docs/algorithms/graph-schedules.md
     python benchmarks/graph_schedules.py --devices 8
 
-Stages, replicas and micro-batch sizes are GraphPipe's (``pipeplan.partition.graphpipe``), costs and links those of the
+Stages, replicas and micro-batch sizes are GraphPipe's (``pipeplan.partition.graph``), costs and links those of the
 paper's testbed. Times are simulated, messages and the sum of gradients included.
 """
 
@@ -17,16 +17,16 @@ from dataclasses import replace
 from tables import machine, markdown, note
 
 from pipeplan.costs import build_workload
-from pipeplan.costs.collectives import all_reduce_time
-from pipeplan.costs.testbeds import cluster_of_paper
+from pipeplan.costs.communication import all_reduce_time
+from pipeplan.costs.presets import cluster_of_paper
 from pipeplan.examples import model
-from pipeplan.model import Block, Cluster, CostRow, Edge, Profile, Source
-from pipeplan.model.workload import Workload
-from pipeplan.partition.graphpipe import graphpipe
+from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Source
+from pipeplan.partition.graph import graphpipe
 from pipeplan.partition.problem import PartitionProblem
 from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders, kfkb_orders, samples_held
-from pipeplan.simulate.memory import peak_memory
-from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.memory import peak_memory
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.workload import Workload
 
 MINI_BATCHES = {"mmt": 16, "mmt-2": 16, "dlrm-8": 64, "candle-uno-8": 1024}
 """Per device (3.10.3)."""

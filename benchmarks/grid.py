@@ -18,13 +18,13 @@ from tables import machine, markdown, note
 
 from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.model.workload import Workload
 from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.cpsat.solver import Budget, load_solver
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.search import search_schedule
-from pipeplan.schedule.solver import Budget, load_solver
-from pipeplan.simulate.memory import overflow
-from pipeplan.simulate.timing import earliest_starts, task_graph
+from pipeplan.workload.memory import overflow
+from pipeplan.workload.task_graph import earliest_starts, task_graph
+from pipeplan.workload.workload import Workload
 
 ACTIVATION = 2_000_000_000
 MICROBATCHES = {4: 12, 8: 32, 16: 64}

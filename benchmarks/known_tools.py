@@ -15,7 +15,7 @@ from grid import MICROBATCHES, VARIANTS, workload
 from tables import machine, markdown, note
 from timed import timed_search
 
-from pipeplan.schedule.solver import load_solver
+from pipeplan.schedule.cpsat.solver import load_solver
 
 KNOWN = {  # (chunks, memory in p) -> tool, makespan at p = 4, 8, 16
     (1, 2.0): ("ZB2P", (3930, 10_370, 20_850)),

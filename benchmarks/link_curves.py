@@ -11,8 +11,8 @@ import argparse
 
 from tables import machine, markdown, note
 
-from pipeplan.costs.links import leave_one_out_error, time_on_line
-from pipeplan.runtime.communication import LinkOptions, measure_local
+from pipeplan.costs.communication import leave_one_out_error, time_on_line
+from pipeplan.runtime.profiling.links import LinkOptions, measure_local
 
 Points = tuple[tuple[int, int], ...]
 

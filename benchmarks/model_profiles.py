@@ -24,13 +24,13 @@ from tables import machine, markdown, note
 
 from pipeplan.costs.presets import device_preset
 from pipeplan.costs.stages import stage_costs
-from pipeplan.model import Profile, write_file
-from pipeplan.runtime.capture import replay
-from pipeplan.runtime.estimator import estimate_model
-from pipeplan.runtime.hugging_face import load
-from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.measure.whole import WholeBench, WholeModelTimes
-from pipeplan.runtime.profiler import profile_model
+from pipeplan.files import Profile, write_file
+from pipeplan.runtime.models.capture import replay
+from pipeplan.runtime.models.huggingface import load
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.profiling.estimate import estimate_model
+from pipeplan.runtime.profiling.measure import profile_model
+from pipeplan.runtime.profiling.whole_model import WholeBench, WholeModelTimes
 
 MODELS = {
     "gpt2-124m": "gpt2-124m",

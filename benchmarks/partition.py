@@ -24,22 +24,21 @@ from typing import TypeVar
 from tables import machine, markdown, note
 
 from pipeplan.costs import StageCost, build_workload
-from pipeplan.costs.collectives import all_reduce_time
-from pipeplan.costs.presets import device_preset
-from pipeplan.costs.testbeds import cluster_of_paper
+from pipeplan.costs.communication import all_reduce_time
+from pipeplan.costs.presets import cluster_of_paper, device_preset
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import model
 from pipeplan.examples.layout import Layout
 from pipeplan.examples.models import family_of
 from pipeplan.examples.parts import Stack
-from pipeplan.model import Cluster, Edge, PlacedStage, Placement, Profile, Source
-from pipeplan.partition.graphpipe import graphpipe
-from pipeplan.partition.graphpipe.grouping import grouped
+from pipeplan.files import Cluster, Edge, PlacedStage, Placement, Profile, Source
+from pipeplan.partition.baselines import pipedream, piper
+from pipeplan.partition.graph import graphpipe
+from pipeplan.partition.graph.shapes import grouped
 from pipeplan.partition.problem import Costs, Partition, PartitionProblem, Pricing, Way, together
-from pipeplan.partition.published import pipedream, piper
 from pipeplan.partition.series_parallel import decompose
 from pipeplan.schedule.stage_graph import kfkb_orders
-from pipeplan.simulate.timing import earliest_starts, task_graph, with_links
+from pipeplan.workload.task_graph import earliest_starts, task_graph, with_links
 
 DEVICES = (4, 8, 16, 32)
 MEMORY = 16_000_000_000

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys
 
-from pipeplan.check import check
+from pipeplan.checker import check
 from pipeplan.examples import model
-from pipeplan.planner import Batch, Request
-from pipeplan.planner.tradeoff import plan_frontier
-from pipeplan.simulate.simulation import simulate
+from pipeplan.planning import Batch, Request
+from pipeplan.planning.plan_frontier import plan_frontier
+from pipeplan.simulator.simulation import simulate
 from pipeplan.units import format_bytes, format_ns
 
 MODELS = ("tessel-gpt-11b", "tessel-mt5-1.8b", "mmt")

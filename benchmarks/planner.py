@@ -11,11 +11,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from pipeplan.costs.testbeds import cluster_of_paper
+from pipeplan.costs.presets import cluster_of_paper
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.model import read_profile
+from pipeplan.files import read_profile
 from pipeplan.partition import STRATEGIES
-from pipeplan.planner import Batch, Request, Result, search_plan
+from pipeplan.planning import Batch, Request, Result, search_plan
 
 PROFILES = Path(__file__).parents[1] / "profiles"
 GB = 10**9

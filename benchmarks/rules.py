@@ -25,14 +25,15 @@ from tables import machine, markdown, note
 
 from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.model import Edge, Placement, Profile
-from pipeplan.model.workload import Workload
+from pipeplan.files import Edge, Placement, Profile
 from pipeplan.partition import place
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules.sweep import Swept, built_in_rules, sweep
-from pipeplan.schedule.search import Schedule, search_schedule
-from pipeplan.schedule.solver import Budget
-from pipeplan.simulate.metrics import rates
-from pipeplan.simulate.timing import task_graph
+from pipeplan.schedule.search import search_schedule
+from pipeplan.schedule.state import Schedule
+from pipeplan.simulator.metrics import rates
+from pipeplan.workload.task_graph import task_graph
+from pipeplan.workload.workload import Workload
 
 MS = 1_000_000
 COSTS = ShapeCosts(forward_ns=MS, input_grad_ns=2 * MS, weight_grad_ns=MS)

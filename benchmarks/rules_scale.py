@@ -16,7 +16,7 @@ from tables import machine, markdown, note
 from pipeplan.costs import build_workload
 from pipeplan.examples import shape
 from pipeplan.schedule.rules import Rules, StageTraversal, TypeTraversal, schedule_by_rules
-from pipeplan.simulate.timing import TaskGraph, task_graph
+from pipeplan.workload.task_graph import TaskGraph, task_graph
 
 INTERLEAVED = Rules(
     types=TypeTraversal("interleaved"),

@@ -20,7 +20,7 @@ from builders.chains import chain_workload  # a package beside the tests
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.separation import separate
-from pipeplan.simulate.timing import task_graph
+from pipeplan.workload.task_graph import task_graph
 from references.separation import best_of_all, length, num_placings, random_case
 
 MOST_PLACINGS = 4000

@@ -17,10 +17,10 @@ from time_optimal import composed
 from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.cpsat.solver import Budget, load_solver
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.search import search_schedule
-from pipeplan.schedule.solver import Budget, load_solver
-from pipeplan.simulate.timing import earliest_starts, task_graph
+from pipeplan.workload.task_graph import earliest_starts, task_graph
 
 COSTS = ShapeCosts(1, 3, shared_forward_ns=1, shared_backward_ns=1)
 

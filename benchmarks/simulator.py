@@ -17,15 +17,15 @@ from tables import machine, markdown, note
 
 from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.model import Plan
-from pipeplan.model.workload import Workload
-from pipeplan.planner import assemble
+from pipeplan.files import Plan
+from pipeplan.planning import assemble
 from pipeplan.schedule.bounds import period_bound
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.problem import Problem
-from pipeplan.simulate.bounds import makespan_bound
-from pipeplan.simulate.simulation import simulate
-from pipeplan.simulate.timing import task_graph
+from pipeplan.simulator.simulation import simulate
+from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.task_graph import task_graph
+from pipeplan.workload.workload import Workload
 
 
 def workload_of(num_devices: int, num_microbatches: int, occupancy: int) -> Workload:

@@ -23,10 +23,10 @@ from z3_tessel import Found, Planner
 
 from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.model.workload import Workload
+from pipeplan.schedule.cpsat.solver import load_solver
 from pipeplan.schedule.problem import Problem
-from pipeplan.schedule.solver import load_solver
-from pipeplan.simulate.timing import task_graph
+from pipeplan.workload.task_graph import task_graph
+from pipeplan.workload.workload import Workload
 
 DEVICES = 4
 

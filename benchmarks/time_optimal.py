@@ -25,12 +25,12 @@ from timed import timed_search
 
 from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.schedule.completion import compose, microbatch_by_microbatch, middle_repetition
-from pipeplan.schedule.horizon import reschedule
+from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through
+from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.cpsat.window_model import reschedule
 from pipeplan.schedule.problem import Problem
-from pipeplan.schedule.repetend import least_period, shortest_way_through
-from pipeplan.schedule.solver import Budget
-from pipeplan.simulate.timing import earliest_starts, task_graph
+from pipeplan.schedule.steady import compose, microbatch_by_microbatch, middle_repetition
+from pipeplan.workload.task_graph import earliest_starts, task_graph
 
 DEVICES = 4
 SEARCH_SECONDS = 10.0

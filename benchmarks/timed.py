@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeplan.check import check
-from pipeplan.model.workload import Workload
-from pipeplan.planner import assemble
+from pipeplan.checker import check
+from pipeplan.planning import assemble
 from pipeplan.schedule.bounds import makespan_bound, period_bound
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.problem import Problem
-from pipeplan.schedule.search import Schedule, search_schedule
-from pipeplan.schedule.solver import Budget
-from pipeplan.simulate.timing import TaskGraph
+from pipeplan.schedule.search import search_schedule
+from pipeplan.schedule.state import Schedule
+from pipeplan.workload.task_graph import TaskGraph
+from pipeplan.workload.workload import Workload
 
 __all__ = ["Timed", "makespan_of", "timed_search"]
 

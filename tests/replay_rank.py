@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import runtime_rooms
-from pipeplan.model import Plan, parse
+from pipeplan.files import Plan, parse
 
 COMMAND = (sys.executable, __file__)
 WIDTH, SEED = 5, 3
@@ -45,7 +45,7 @@ class End(nn.Module):
 
 def chain() -> Any:
     """Three linear layers, of which the first and the last share their weight, and a loss."""
-    from pipeplan.runtime.model import BlockSpec, Model
+    from pipeplan.runtime.models.spec import BlockSpec, Model
 
     def batch(num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
         values = torch.arange(num_samples * WIDTH, dtype=torch.float64).reshape(num_samples, WIDTH)
@@ -64,15 +64,15 @@ def chain() -> Any:
 
 def replay(job: Mapping[str, Any], context: Any) -> None:
     """Run the plan's program on one mini-batch, and report how far gradients are from those of an unsplit run."""
-    from pipeplan.runtime.executor import Executor
-    from pipeplan.runtime.layouts import StageLayouts
-    from pipeplan.runtime.messages import Channels
-    from pipeplan.runtime.partners import ProcessGroups
-    from pipeplan.runtime.program import programs_of
-    from pipeplan.runtime.rows import TensorSpec
-    from pipeplan.runtime.stages import MiniBatch, StageRunner
-    from pipeplan.runtime.tied import SharedParameters
-    from pipeplan.runtime.together import AllRanks
+    from pipeplan.runtime.executor.channels import Channels
+    from pipeplan.runtime.executor.interpreter import Executor
+    from pipeplan.runtime.executor.layouts import StageLayouts
+    from pipeplan.runtime.executor.process_groups import ProcessGroups
+    from pipeplan.runtime.executor.rank_group import AllRanks
+    from pipeplan.runtime.executor.rank_program import programs_of
+    from pipeplan.runtime.executor.shared_parameters import SharedParameters
+    from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
+    from pipeplan.runtime.executor.tensor_slots import TensorSpec
 
     plan, model, timeout = parse(job["plan"], Plan), chain(), timedelta(seconds=60)
     program = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)[context.rank]
@@ -137,6 +137,6 @@ def unsplit(model: Any, batch: Mapping[str, Tensor]) -> tuple[float, dict[str, T
 
 if __name__ == "__main__":
     sys.meta_path.insert(0, Blocker())
-    from pipeplan.runtime.start import main
+    from pipeplan.runtime.launch.__main__ import main
 
     main()

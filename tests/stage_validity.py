@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipeplan.costs import StageCost
-from pipeplan.model import PlacedStage, Placement
+from pipeplan.files import PlacedStage, Placement
 from pipeplan.partition.in_flight import KFKB, flows, kfkb_word
 from pipeplan.partition.problem import Costs
 

@@ -12,7 +12,7 @@ from threading import Barrier
 
 import pytest
 
-from pipeplan.schedule.solver import Budget
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.time_limit import Limit, TimeUpError, checkpoint
 
 

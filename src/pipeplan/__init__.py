@@ -12,7 +12,7 @@ from pipeplan._api import check, compare, estimate, frontier, profile, run, sear
 from pipeplan._version import __version__
 
 if TYPE_CHECKING:
-    from pipeplan.model import Cluster, Plan, Profile
+    from pipeplan.files import Cluster, Plan, Profile
 
 
 __all__ = [

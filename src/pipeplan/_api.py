@@ -13,57 +13,57 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any, Literal
 
-    from pipeplan.check import Report as Report
+    from pipeplan.checker import Report as Report
+    from pipeplan.costs.communication import LinkResult as LinkResult
     from pipeplan.costs.inspection import Inspection as Inspection
     from pipeplan.costs.inspection import ProfileResult as ProfileResult
-    from pipeplan.costs.links import LinkResult as LinkResult
-    from pipeplan.model import Cluster as Cluster
-    from pipeplan.model import Plan as Plan
-    from pipeplan.model import Profile as Profile
-    from pipeplan.model import read_cluster as read_cluster
-    from pipeplan.model import read_plan as read_plan
-    from pipeplan.model import read_profile as read_profile
-    from pipeplan.model import write_file as write_file
-    from pipeplan.model import write_text as write_text
-    from pipeplan.planner import Comparison as Comparison
-    from pipeplan.planner import FrontierResult as FrontierResult
-    from pipeplan.planner import Mode as Mode
-    from pipeplan.planner import Request as Request
-    from pipeplan.planner import Result as Result
-    from pipeplan.planner import Splitting as Splitting
-    from pipeplan.planner import Tuning as Tuning
-    from pipeplan.planner import frontier_request as frontier_request
-    from pipeplan.planner.frontier_notes import request_notes as request_notes
-    from pipeplan.runtime.communication import Keep, OnPoint
-    from pipeplan.runtime.communication import LinkOptions as LinkOptions
-    from pipeplan.runtime.communication import LinkPoint as LinkPoint
-    from pipeplan.runtime.loading import load_model as load_model
-    from pipeplan.runtime.model import Model as Model
-    from pipeplan.runtime.options import RunOptions as RunOptions
-    from pipeplan.runtime.options import StepResult as StepResult
-    from pipeplan.runtime.outcome import RunOutcome as RunOutcome
-    from pipeplan.runtime.partial import UnfinishedProfile as UnfinishedProfile
-    from pipeplan.runtime.train_options import TrainOptions as TrainOptions
+    from pipeplan.files import Cluster as Cluster
+    from pipeplan.files import Plan as Plan
+    from pipeplan.files import Profile as Profile
+    from pipeplan.files import read_cluster as read_cluster
+    from pipeplan.files import read_plan as read_plan
+    from pipeplan.files import read_profile as read_profile
+    from pipeplan.files import write_file as write_file
+    from pipeplan.files import write_text as write_text
+    from pipeplan.planning import Comparison as Comparison
+    from pipeplan.planning import FrontierResult as FrontierResult
+    from pipeplan.planning import Mode as Mode
+    from pipeplan.planning import Request as Request
+    from pipeplan.planning import Result as Result
+    from pipeplan.planning import Splitting as Splitting
+    from pipeplan.planning import Tuning as Tuning
+    from pipeplan.planning import frontier_request as frontier_request
+    from pipeplan.planning.frontier_result import request_notes as request_notes
+    from pipeplan.runtime.launch.job import RunOptions as RunOptions
+    from pipeplan.runtime.launch.job import StepResult as StepResult
+    from pipeplan.runtime.models.load import load_model as load_model
+    from pipeplan.runtime.models.spec import Model as Model
+    from pipeplan.runtime.profiling.links import Keep, OnPoint
+    from pipeplan.runtime.profiling.links import LinkOptions as LinkOptions
+    from pipeplan.runtime.profiling.links import LinkPoint as LinkPoint
+    from pipeplan.runtime.profiling.resume import UnfinishedProfile as UnfinishedProfile
+    from pipeplan.runtime.training.options import RunOutcome as RunOutcome
+    from pipeplan.runtime.training.options import TrainOptions as TrainOptions
     from pipeplan.schedule.rules import Rules as Rules
     from pipeplan.schedule.rules.files import read_rules as read_rules
     from pipeplan.schedule.rules.files import to_toml as to_toml
-    from pipeplan.schedule.search import Progress as Progress
-    from pipeplan.simulate.measured import Comparison as MeasuredComparison
-    from pipeplan.simulate.simulation import Simulation as Simulation
+    from pipeplan.schedule.state import Progress as Progress
+    from pipeplan.simulator.measured import Comparison as MeasuredComparison
+    from pipeplan.simulator.simulation import Simulation as Simulation
 
 _PARTS = {
     "pipeplan.costs.inspection": ("Inspection", "ProfileResult"),
-    "pipeplan.model": (
+    "pipeplan.files": (
         *("Cluster", "Plan", "Profile"),
         *("read_cluster", "read_plan", "read_profile", "write_file", "write_text"),
     ),
-    "pipeplan.planner": ("Request", "Splitting", "frontier_request"),
-    "pipeplan.planner.frontier_notes": ("request_notes",),
-    "pipeplan.runtime.communication": ("LinkOptions",),
-    "pipeplan.runtime.loading": ("load_model",),
-    "pipeplan.runtime.options": ("RunOptions",),
-    "pipeplan.runtime.partial": ("UnfinishedProfile",),
-    "pipeplan.runtime.train_options": ("TrainOptions",),
+    "pipeplan.planning": ("Request", "Splitting", "frontier_request"),
+    "pipeplan.planning.frontier_result": ("request_notes",),
+    "pipeplan.runtime.profiling.links": ("LinkOptions",),
+    "pipeplan.runtime.models.load": ("load_model",),
+    "pipeplan.runtime.launch.job": ("RunOptions",),
+    "pipeplan.runtime.profiling.resume": ("UnfinishedProfile",),
+    "pipeplan.runtime.training.options": ("TrainOptions",),
     "pipeplan.schedule.rules.files": ("read_rules", "to_toml"),
 }
 """What goes in and out of the functions here, and the modules that have it."""
@@ -81,14 +81,14 @@ def __getattr__(name: str) -> object:
 
 
 def search(request: Request, *, progress: Progress | None = None) -> Result:
-    """The best plan; see :func:`pipeplan.planner.search.search_plan`.
+    """The best plan; see :func:`pipeplan.planning.search.search_plan`.
 
     Raises:
         InfeasibleError: nothing fits.
         SearchTimeoutError: time ran out with nothing found.
         UsageError: the request contradicts the profile.
     """
-    from pipeplan.planner import search_plan
+    from pipeplan.planning import search_plan
 
     return search_plan(request, progress=progress)
 
@@ -96,39 +96,39 @@ def search(request: Request, *, progress: Progress | None = None) -> Result:
 def tune(
     request: Request, *, workers: int | None = None, cache: str | None = None, progress: Progress | None = None
 ) -> Tuning:
-    """All built-in rules on a grid, by one process per core; see :func:`pipeplan.planner.tuning.tuner.tune`.
+    """All built-in rules on a grid, by one process per core; see :func:`pipeplan.planning.tuning.tune`.
 
     Raises:
         InfeasibleError: no cell fits.
         SearchTimeoutError: time ran out with nothing found.
         UsageError: the request contradicts the profile, or the cache is none.
     """
-    from pipeplan.planner import tune
+    from pipeplan.planning import tune
 
     return tune(request, workers=workers or os.cpu_count() or 1, cache=cache, progress=progress)
 
 
 def compare(request: Request, *, progress: Progress | None = None) -> Comparison:
-    """Every known schedule beside the search's; see :func:`pipeplan.planner.comparison.compare`.
+    """Every known schedule beside the search's; see :func:`pipeplan.planning.comparison.compare`.
 
     Raises:
         InfeasibleError: nothing fits.
         SearchTimeoutError: time ran out with nothing found.
         UsageError: no placement is possible.
     """
-    from pipeplan.planner import compare
+    from pipeplan.planning import compare
 
     return compare(request, progress=progress)
 
 
 def frontier(request: Request, *, mode: Mode = "all", point: int | None = None) -> FrontierResult:
-    """Time against memory against devices; see :func:`pipeplan.planner.frontier.search_frontier`.
+    """Time against memory against devices; see :func:`pipeplan.planning.frontier.search_frontier`.
 
     Raises:
         InfeasibleError: nothing fits.
         UsageError: there is no such point.
     """
-    from pipeplan.planner import search_frontier
+    from pipeplan.planning import search_frontier
 
     return search_frontier(request, mode=mode, point=point)
 
@@ -137,8 +137,8 @@ def frontier(request: Request, *, mode: Mode = "all", point: int | None = None) 
 
 
 def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = None) -> Report:
-    """What is wrong with a plan, recomputed independently of what made it; see :func:`pipeplan.check.check`."""
-    from pipeplan.check import check
+    """What is wrong with a plan, recomputed independently of what made it; see :func:`pipeplan.checker.check`."""
+    from pipeplan.checker import check
 
     return check(plan, profile, cluster)
 
@@ -146,21 +146,21 @@ def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = 
 def simulate(
     plan: Plan, num_microbatches: int | None = None, profile: Profile | None = None, cluster: Cluster | None = None
 ) -> Simulation:
-    """When every action runs; see :func:`pipeplan.simulate.simulation.simulate`.
+    """When every action runs; see :func:`pipeplan.simulator.simulation.simulate`.
 
     Raises:
         InvalidPlanError: the plan's programs cannot run.
         UsageError: number of micro-batches, profile or cluster are not for the plan.
     """
-    from pipeplan.simulate.simulation import simulate
+    from pipeplan.simulator.simulation import simulate
 
     return simulate(plan, num_microbatches, profile, cluster)
 
 
 def compare_measured(simulation: Simulation, path: str) -> MeasuredComparison:
     """Predicted beside measured, of a trace that a run of the plan wrote. Raises FileError or UsageError."""
-    from pipeplan.model.measured import read_trace
-    from pipeplan.simulate.measured import compared
+    from pipeplan.files.trace import read_trace
+    from pipeplan.simulator.measured import compared
 
     return compared(simulation, read_trace(path, len(simulation.plan.devices)))
 
@@ -181,10 +181,10 @@ def require_torch(verb: str) -> None:
 def profile(
     model: Model, microbatch_sizes: Sequence[int], *, dtype: str = "float32", threads: int | None = None, **how: Any
 ) -> Profile:
-    """Measure a model block by block; see :func:`pipeplan.runtime.profiler.profile_model`, which has the errors."""
+    """Measure a model block by block; see :func:`pipeplan.runtime.profiling.measure.profile_model`, which has the errors."""
     import torch
 
-    from pipeplan.runtime.profiler import profile_model
+    from pipeplan.runtime.profiling.measure import profile_model
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
@@ -197,12 +197,12 @@ def profile(
 def estimate(
     model: Model, microbatch_sizes: Sequence[int], *, device: str, dtype: str | None = None, **how: Any
 ) -> Profile:
-    """Estimate a model for a preset; see :func:`pipeplan.runtime.estimator.estimate_model`, which has the errors."""
+    """Estimate a model for a preset; see :func:`pipeplan.runtime.profiling.estimate.estimate_model`, which has the errors."""
     import torch
 
     from pipeplan.costs.presets import device_preset
-    from pipeplan.runtime.estimator import estimate_model
-    from pipeplan.runtime.loading import reference_model
+    from pipeplan.runtime.models.load import reference_model
+    from pipeplan.runtime.profiling.estimate import estimate_model
 
     preset = device_preset(device)
     how["reference"] = reference_model(model, how.get("calibration"))
@@ -221,8 +221,8 @@ def measure_links(
         UsageError: the cluster does not fit.
         ExecutionError: a rank failed, died or hung.
     """
-    from pipeplan.costs.links import LinkResult
-    from pipeplan.runtime.communication import measure_links, measure_local
+    from pipeplan.costs.communication import LinkResult
+    from pipeplan.runtime.profiling.links import measure_links, measure_local
 
     if processes is not None:
         return LinkResult(measure_local(processes, options, cluster, on_point=on_point, keep=keep))
@@ -232,7 +232,7 @@ def measure_links(
 
 def add_links(cluster: Cluster, printed: Mapping[str, str], level: str | None = None) -> LinkResult:
     """The cluster with the link times that nccl-tests printed: path -> text. Raises UsageError or FileError."""
-    from pipeplan.costs.links import LinkResult
+    from pipeplan.costs.communication import LinkResult
     from pipeplan.costs.nccl_tests import parse_nccl_tests, with_runs
 
     for path, text in printed.items():
@@ -259,8 +259,8 @@ def run(
     """
     from dataclasses import replace
 
-    from pipeplan.runtime.launch import run_local
-    from pipeplan.runtime.outcome import RunOutcome
+    from pipeplan.runtime.launch.local import run_local
+    from pipeplan.runtime.training.options import RunOutcome
 
     check(plan).require(where)
     if "OMP_NUM_THREADS" not in os.environ:
@@ -275,8 +275,8 @@ def run_as_rank(
 
     A rank that fails says so, and its process ends with the error's exit code.
     """
-    from pipeplan.runtime.outcome import RunOutcome
-    from pipeplan.runtime.worker import run_under_torchrun
+    from pipeplan.runtime.launch.worker import run_under_torchrun
+    from pipeplan.runtime.training.options import RunOutcome
 
     plans: list[Plan] = []
 
@@ -290,7 +290,7 @@ def run_as_rank(
 
 def last_checkpoint(folder: str) -> int | None:
     """The step of the last whole checkpoint in a folder; None if there is none."""
-    from pipeplan.runtime.checkpoint_files import CheckpointFolder
+    from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
 
     return next(reversed(CheckpointFolder(folder).whole()), None)
 
@@ -300,7 +300,7 @@ def last_checkpoint(folder: str) -> int | None:
 
 def example_kind(name: str) -> Literal["shapes", "models", "testbeds"]:
     """What kind of ready input a name is. Raises UsageError."""
-    from pipeplan.costs.testbeds import TESTBEDS
+    from pipeplan.costs.presets import TESTBEDS
     from pipeplan.errors import UsageError
     from pipeplan.examples import MODELS, SHAPES
 
@@ -330,7 +330,7 @@ def make_model(name: str, **how: Any) -> Profile:
 
 
 def make_cluster(name: str, num_devices: int | None = None) -> Cluster:
-    """A paper's testbed, cut or extended; see :func:`pipeplan.costs.testbeds.cluster_of_paper`. Raises UsageError."""
-    from pipeplan.costs.testbeds import cluster_of_paper
+    """A paper's testbed, cut or extended; see :func:`pipeplan.costs.presets.cluster_of_paper`. Raises UsageError."""
+    from pipeplan.costs.presets import cluster_of_paper
 
     return cluster_of_paper(name.removeprefix("testbed-"), num_devices)

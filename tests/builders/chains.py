@@ -8,8 +8,9 @@ from dataclasses import replace
 from builders.orders import gpipe_orders, one_f_one_b, one_f_one_b_repetend
 from builders.plans import plan_of
 from builders.profiles import joined, stage_per_block
-from pipeplan.model import Block, CostRow, Dependency, Device, Hop, Operation, Plan, Profile, Provenance, Stage
-from pipeplan.model.workload import Workload
+from pipeplan.files import Block, CostRow, Plan, Profile, Provenance
+from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage
+from pipeplan.workload.workload import Workload
 
 
 def chain_workload(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeplan.model import Cluster, DeviceKind, LinkLevel, Source
+from pipeplan.files import Cluster, DeviceKind, LinkLevel, Source
 
 
 def cluster_of(

@@ -9,23 +9,9 @@ from hypothesis import strategies as st
 
 from builders.chains import hops
 from pipeplan.costs import build_workload
-from pipeplan.model import (
-    Block,
-    Cluster,
-    CostRow,
-    Dependency,
-    Device,
-    DeviceKind,
-    Edge,
-    LinkLevel,
-    Operation,
-    PlacedStage,
-    Placement,
-    Profile,
-    Source,
-    Stage,
-)
-from pipeplan.model.workload import Workload
+from pipeplan.files import Block, Cluster, CostRow, DeviceKind, Edge, LinkLevel, PlacedStage, Placement, Profile, Source
+from pipeplan.workload.elements import Dependency, Device, Operation, Stage
+from pipeplan.workload.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)

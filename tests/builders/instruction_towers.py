@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pipeplan.costs import build_workload
-from pipeplan.model import Block, Cluster, CostRow, Edge, PlacedStage, Placement, Profile, Source
-from pipeplan.model.workload import Workload
+from pipeplan.files import Block, Cluster, CostRow, Edge, PlacedStage, Placement, Profile, Source
+from pipeplan.workload.workload import Workload
 
 TOWERS = {"image.0": 0, "image.1": 1, "text.0": 2, "text.1": 3, "loss": 1}
 """Device of each block."""

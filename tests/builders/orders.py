@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from random import Random
 
-from pipeplan.model import Dependency, Hop, Stage, operation_of
-from pipeplan.model.workload import Workload
-from pipeplan.simulate.timing import TaskGraph
+from pipeplan.workload.action import operation_of
+from pipeplan.workload.elements import Dependency, Hop, Stage
+from pipeplan.workload.task_graph import TaskGraph
+from pipeplan.workload.workload import Workload
 
 Entry = tuple[str, int]
 Orders = list[list[Entry]]

@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from builders.orders import Entry, Orders, actions_of, holders_of, messages_of, num_parted
-from pipeplan.model import DeviceMemory, Plan, Predicted, Provenance, Repetend, operation_of
-from pipeplan.model.workload import Workload
+from pipeplan.files import Plan, Predicted, Provenance
+from pipeplan.workload.action import operation_of
+from pipeplan.workload.elements import DeviceMemory, Repetend
+from pipeplan.workload.workload import Workload
 from references.replay import Span, durations_of, period_of, replay
 
 

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import strategies as st
 
 from pipeplan.costs import build_workload
-from pipeplan.model import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
+from pipeplan.files import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
 from pipeplan.schedule.problem import Problem
 
 __all__ = ["problems"]

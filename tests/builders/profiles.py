@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pipeplan.model import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
+from pipeplan.files import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
 
 SOURCE = Source(method="literature", reference="made up for tests")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeplan.model import Placement, Profile
-from pipeplan.planner import Batch, Request
+from pipeplan.files import Placement, Profile
+from pipeplan.planning import Batch, Request
 
 
 def request_of(

@@ -6,8 +6,8 @@ from typing import Any
 
 from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.model.workload import Workload
 from pipeplan.schedule.problem import Problem
+from pipeplan.workload.workload import Workload
 
 GB = 10**9
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from builders.chains import chain_workload
 from builders.orders import Entry, Orders
-from pipeplan.model import Repetend
-from pipeplan.model.workload import Workload
-from pipeplan.simulate.repetend import find_repetend
-from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph
+from pipeplan.workload.elements import Repetend
+from pipeplan.workload.steady_state.repetend import find_repetend
+from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
+from pipeplan.workload.workload import Workload
 
 
 def numbered(graph: TaskGraph, orders: Orders) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeplan.model import Block, CostRow, Edge, Profile, Source
+from pipeplan.files import Block, CostRow, Edge, Profile, Source
 
 
 def towers(

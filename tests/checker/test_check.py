@@ -18,13 +18,14 @@ from builders.chains import chain_plan, chain_profile, chain_workload, shared_wo
 from builders.clusters import cluster_of
 from builders.orders import gpipe_orders, one_f_one_b, one_f_one_b_repetend, serial_orders
 from builders.plans import plan_of
-from pipeplan.check import RULES, Report, check
+from pipeplan.checker import RULES, Report, check
 from pipeplan.costs import build_workload
 from pipeplan.errors import InvalidPlanError
-from pipeplan.model import Action, Cluster, PlacedStage, Placement, Plan, Profile, Provenance, parse, sha256_of, to_json
-from pipeplan.model.workload import Workload
-from pipeplan.planner.assembly import assemble
-from pipeplan.simulate.timing import task_graph
+from pipeplan.files import Cluster, PlacedStage, Placement, Plan, Profile, Provenance, parse, sha256_of, to_json
+from pipeplan.planning.build_plan import assemble
+from pipeplan.workload.action import Action
+from pipeplan.workload.task_graph import task_graph
+from pipeplan.workload.workload import Workload
 from support.paths import ROOT
 
 Data = dict[str, Any]

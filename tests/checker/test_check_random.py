@@ -23,11 +23,13 @@ from builders.orders import (
     serial_orders,
 )
 from builders.plans import plan_of
-from pipeplan.check import check
-from pipeplan.model import Action, Plan, Repetend
-from pipeplan.model.workload import Workload
-from pipeplan.planner.assembly import assemble
-from pipeplan.simulate.timing import task_graph
+from pipeplan.checker import check
+from pipeplan.files import Plan
+from pipeplan.planning.build_plan import assemble
+from pipeplan.workload.action import Action
+from pipeplan.workload.elements import Repetend
+from pipeplan.workload.task_graph import task_graph
+from pipeplan.workload.workload import Workload
 from references.replay import extended, replay
 
 SETTINGS = settings(max_examples=60)

@@ -12,7 +12,7 @@ import pytest
 
 from builders.chains import chain_plan, chain_profile
 from pipeplan.cli.main import main
-from pipeplan.model import Cluster, DeviceKind, Plan, Source, to_json, write_file
+from pipeplan.files import Cluster, DeviceKind, Plan, Source, to_json, write_file
 
 Run = tuple[int, str, str]
 """Exit code, stdout, stderr."""

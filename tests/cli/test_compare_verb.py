@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.model import write_file
+from pipeplan.files import write_file
 from pipeplan.schedule.classic import CLASSIC
 from support.commands import interrupted, pipeplan
 

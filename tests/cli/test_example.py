@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from pipeplan.cli.example_verb import command
 from pipeplan.cli.main import main
 from pipeplan.examples import MODELS, SHAPES
-from pipeplan.model import Profile, parse, read_profile
+from pipeplan.files import Profile, parse, read_profile
 from support.paths import ROOT
 
 MS = 1_000_000
@@ -169,8 +169,8 @@ def test_as_a_process() -> None:
 
 
 def test_testbeds_are_clusters() -> None:
-    from pipeplan.costs.testbeds import TESTBEDS
-    from pipeplan.model import Cluster, parse
+    from pipeplan.costs.presets import TESTBEDS
+    from pipeplan.files import Cluster, parse
 
     for name in TESTBEDS:
         result = CliRunner().invoke(command, [f"testbed-{name}"])

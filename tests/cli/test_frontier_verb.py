@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from pipeplan.check import check
+from pipeplan.checker import check
 from pipeplan.cli.main import cli
-from pipeplan.costs.testbeds import cluster_of_paper
+from pipeplan.costs.presets import cluster_of_paper
 from pipeplan.errors import FileError, InfeasibleError, UsageError
 from pipeplan.examples import model, shape
-from pipeplan.model import Profile, read_plan, read_profile, sha256_of, write_file
-from pipeplan.simulate.simulation import simulate
+from pipeplan.files import Profile, read_plan, read_profile, sha256_of, write_file
+from pipeplan.simulator.simulation import simulate
 
 
 def run(*arguments: object, fails: type[Exception] | None = None) -> Result:
@@ -267,7 +267,7 @@ def test_near_points_are_as_near_in_peak_memory_as_they_say(
     """Workspace counts where there was time for it; where there was none, that is said beside what was proved."""
     asked = (profile_path, "--devices", 2, "--mini-batch", 4, "--json")
     every = json.loads(run(*asked).stdout)["points"]
-    monkeypatch.setattr("pipeplan.planner.frontier._SETTLING", 3600.0)
+    monkeypatch.setattr("pipeplan.planning.frontier._SETTLING", 3600.0)
     near = json.loads(run(*asked, "--within", 0.1).stdout)
     assert 1 <= near["factor"] <= 1.1
     assert near["factor_without"] == []
@@ -277,7 +277,7 @@ def test_near_points_are_as_near_in_peak_memory_as_they_say(
             and other["time_ns"] <= near["factor"] * point["time_ns"]
             for other in near["points"]
         )
-    monkeypatch.setattr("pipeplan.planner.frontier._SETTLING", 0.0)
+    monkeypatch.setattr("pipeplan.planning.frontier._SETTLING", 0.0)
     result = run(*asked, "--within", 0.1)
     hasty = json.loads(result.stdout)
     assert (hasty["exact"], hasty["factor_without"]) == (False, ["workspace"])

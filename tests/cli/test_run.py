@@ -19,9 +19,9 @@ from builders.orders import gpipe_orders
 from builders.plans import plan_of
 from pipeplan.cli.run_verb import command
 from pipeplan.errors import FileError, InvalidPlanError, UsageError
-from pipeplan.model import Plan, write_file
-from pipeplan.runtime.options import RunResult, StepResult
-from pipeplan.runtime.train_options import TrainOptions
+from pipeplan.files import Plan, write_file
+from pipeplan.runtime.launch.job import RunResult, StepResult
+from pipeplan.runtime.training.options import TrainOptions
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
@@ -108,7 +108,7 @@ def test_norms_may_be_endless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     asked: list[TrainOptions] = []
     result = RunResult((StepResult(0, 1.0, 10**9, 0),), (1, 1))
     monkeypatch.setattr(
-        "pipeplan.runtime.launch.run_local", lambda _, __, options, ___: asked.append(options) or result
+        "pipeplan.runtime.launch.local.run_local", lambda _, __, options, ___: asked.append(options) or result
     )
     run(written(chain_plan(), tmp_path), "--model", "gpt2-tiny", "--local", "--clip-norm", "inf")
     assert asked[0].clip_norm == math.inf
@@ -132,7 +132,7 @@ def test_trace_is_tried_first_and_takes_no_results_with_it(
         folder.rmdir()
         return RunResult((StepResult(0, math.nan, 10**9, 0),), ())
 
-    monkeypatch.setattr("pipeplan.runtime.launch.run_local", lose_folder)
+    monkeypatch.setattr("pipeplan.runtime.launch.local.run_local", lose_folder)
     with pytest.raises(FileError, match=r"run\.trace: cannot be written: there is no folder"):
         run(*arguments)
     assert capsys.readouterr().out == ""
@@ -146,7 +146,7 @@ def test_trace_is_tried_first_and_takes_no_results_with_it(
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A v-shape plan with split backward for the smallest model."""
-    from pipeplan.runtime.loading import load_model
+    from pipeplan.runtime.models.load import load_model
     from runtime_support.plans import PLACEMENTS, model_plan
 
     plan = model_plan(load_model("gpt2-tiny"), PLACEMENTS["v-shape"], split=True)

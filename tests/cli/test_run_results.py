@@ -9,10 +9,9 @@ import pytest
 
 from builders.chains import chain_plan
 from pipeplan.cli.run_verb import Steps, comparison_line
-from pipeplan.model import Plan
-from pipeplan.runtime.options import RunOptions, RunResult, StepResult
-from pipeplan.runtime.outcome import RunOutcome
-from pipeplan.runtime.train_options import TrainOptions
+from pipeplan.files import Plan
+from pipeplan.runtime.launch.job import RunOptions, RunResult, StepResult
+from pipeplan.runtime.training.options import RunOutcome, TrainOptions
 
 FINE = StepResult(0, 2.5, 3_000_000, 0, 1.0)
 LOST = StepResult(1, math.nan, 2_000_000, 0, 1.0)

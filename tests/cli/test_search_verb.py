@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeplan.check import check
+from pipeplan.checker import check
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.model import Cluster, DeviceKind, LinkLevel, Placement, Source, read_plan, read_profile, write_file
+from pipeplan.files import Cluster, DeviceKind, LinkLevel, Placement, Source, read_plan, read_profile, write_file
 from support.commands import interrupted, pipeplan
 
 QUICK = ("--deterministic", "--time-limit", "1s")
@@ -208,7 +208,7 @@ def test_help_is_quick_to_import() -> None:
 
 
 def test_version_and_verbs() -> None:
-    from pipeplan import __version__
+    from pipeplan._version import __version__
 
     assert __version__ in pipeplan("--version").stdout
     shown = pipeplan("--help").stdout

@@ -13,7 +13,7 @@ import pytest
 from builders.chains import chain_plan, chain_profile
 from builders.clusters import cluster_of
 from pipeplan.cli.main import main
-from pipeplan.model import sha256_of, write_file
+from pipeplan.files import sha256_of, write_file
 from support.paths import GOLDEN
 
 KEYS = [

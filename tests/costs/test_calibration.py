@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeplan.costs.calibration import PHASES, Known, Rates, Work, calibrate, fit_rates, likeness, measured_rows
+from pipeplan.costs.blocks import PHASES, Known, Rates, Work, calibrate, fit_rates, likeness, measured_rows
 from pipeplan.costs.operators import Kernel
 from pipeplan.errors import UsageError
-from pipeplan.model import Block, CostRow, Profile, Source
+from pipeplan.files import Block, CostRow, Profile, Source
 
 TRUE = Rates(flop_ns=0.01, byte_ns=0.1, kernel_ns=2000)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeplan.costs.links import latency_and_bandwidth, leave_one_out_error, time_on_line
+from pipeplan.costs.communication import latency_and_bandwidth, leave_one_out_error, time_on_line
 
 SIZES = [4**power for power in range(5, 14)]
 

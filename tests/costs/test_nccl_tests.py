@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from pipeplan.costs.links import leave_one_out_error, time_on_curve, transfer_time
+from pipeplan.costs.communication import leave_one_out_error, time_on_curve, transfer_time
 from pipeplan.costs.nccl_tests import MeasuredRun, parse_nccl_tests, with_runs
 from pipeplan.errors import FileError, UsageError
-from pipeplan.model import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source
+from pipeplan.files import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source
 
 LATENCY_US, BYTES_PER_US = 11.0, 21_000
 # up to a twentieth off the straight line, as real measurements are

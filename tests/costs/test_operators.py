@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeplan.costs.collectives import Exchange, prices_in, prices_of, ring_ns
+from pipeplan.costs.communication import Exchange, prices_in, prices_of, ring_ns
 from pipeplan.costs.operators import (
     Kernel,
     Operator,
@@ -28,8 +28,8 @@ from pipeplan.costs.operators import (
 )
 from pipeplan.costs.presets import PRESETS, device_preset
 from pipeplan.errors import UsageError
-from pipeplan.model import Cluster, Profile, Source, read_profile
-from pipeplan.model.cluster import DeviceKind, LinkLevel, MeasuredCurve
+from pipeplan.files import Cluster, Profile, Source, read_profile
+from pipeplan.files.cluster import DeviceKind, LinkLevel, MeasuredCurve
 from support.paths import ROOT
 
 SEQUENCE, VOCABULARY = 1024, 50257

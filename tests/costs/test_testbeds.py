@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from builders.requests import request_of
-from pipeplan.costs.links import transfer_time
-from pipeplan.costs.testbeds import TESTBEDS
-from pipeplan.costs.testbeds import cluster_of_paper as cluster_of
+from pipeplan.costs.communication import transfer_time
+from pipeplan.costs.presets import TESTBEDS
+from pipeplan.costs.presets import cluster_of_paper as cluster_of
 from pipeplan.errors import UsageError
 from pipeplan.examples import model
-from pipeplan.model import Cluster, parse, to_json
-from pipeplan.planner import Batch, search_plan
+from pipeplan.files import Cluster, parse, to_json
+from pipeplan.planning import Batch, search_plan
 
 PAPERS = {
     "tessel": (32, 8, 32, "V100"),

@@ -7,7 +7,7 @@ import pytest
 from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
 from pipeplan.examples import SHAPES, ShapeCosts, shape
-from pipeplan.model import Profile, parse, to_json
+from pipeplan.files import Profile, parse, to_json
 from support.paths import ROOT
 
 MS = 1_000_000

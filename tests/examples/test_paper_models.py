@@ -9,14 +9,14 @@ import pytest
 from click.testing import CliRunner
 
 from builders.requests import request_of
-from pipeplan.check import check
+from pipeplan.checker import check
 from pipeplan.cli.example_verb import command
 from pipeplan.costs.presets import PRESETS, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS, model
-from pipeplan.model import Cluster, PlacedStage, Placement, Profile, Source, parse, to_json
-from pipeplan.model.cluster import DeviceKind, LinkLevel
-from pipeplan.planner import Batch, search_plan
+from pipeplan.files import Cluster, PlacedStage, Placement, Profile, Source, parse, to_json
+from pipeplan.files.cluster import DeviceKind, LinkLevel
+from pipeplan.planning import Batch, search_plan
 from support.paths import ROOT
 
 PAGE = ROOT / "docs" / "models.md"

@@ -17,34 +17,25 @@ from typing import Any, get_type_hints
 import pytest
 
 from builders.chains import chain_plan, chain_profile
-from pipeplan.check import check
+from pipeplan.checker import check
 from pipeplan.errors import FileError
-from pipeplan.model import (
+from pipeplan.files import (
     FORMATS,
-    Action,
     Block,
     Cluster,
     CostRow,
-    Dependency,
-    Device,
     DeviceKind,
-    DeviceMemory,
     Edge,
     FileModel,
-    Hop,
     LinkLevel,
     MeasuredCurve,
-    Operation,
     PlacedStage,
     Placement,
     Plan,
     Predicted,
     Profile,
     Provenance,
-    Repetend,
     Source,
-    Stage,
-    files,
     parse,
     read_cluster,
     read_placement,
@@ -55,7 +46,9 @@ from pipeplan.model import (
     to_json,
     write_file,
 )
-from pipeplan.model.elements import Element
+from pipeplan.files import read_write as files
+from pipeplan.workload.action import Action
+from pipeplan.workload.elements import Dependency, Device, DeviceMemory, Element, Hop, Operation, Repetend, Stage
 from support.paths import ROOT
 
 Data = dict[str, Any]
@@ -385,7 +378,7 @@ def test_the_fingerprint_is_of_the_meaning() -> None:
 
 def test_schemas_are_current() -> None:
     stored = {path.name: path.read_text(encoding="utf-8") for path in (DOCS / "schema").iterdir()}
-    assert stored == schema.schema_files(), "run python -m pipeplan.model.schema docs/schema"
+    assert stored == schema.schema_files(), "run python -m pipeplan.files.schema docs/schema"
 
 
 def test_schema_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,9 +21,9 @@ import pytest
 from builders.chains import chain_plan, chain_profile, chain_workload, shared_workload
 from builders.orders import gpipe_orders, serial_orders
 from builders.plans import plan_of
-from pipeplan.check import Report, check
+from pipeplan.checker import Report, check
 from pipeplan.errors import FileError
-from pipeplan.model import Cluster, FileModel, Plan, Profile, parse, sha256_of, to_json
+from pipeplan.files import Cluster, FileModel, Plan, Profile, parse, sha256_of, to_json
 
 Data = Any
 Place = tuple[Data, Any]

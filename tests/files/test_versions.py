@@ -21,7 +21,7 @@ from pydantic import create_model
 from builders.chains import chain_plan, chain_profile
 from pipeplan.cli.main import main
 from pipeplan.errors import FileError
-from pipeplan.model import (
+from pipeplan.files import (
     FORMATS,
     Block,
     File,
@@ -29,7 +29,6 @@ from pipeplan.model import (
     Plan,
     Profile,
     Provenance,
-    files,
     forms,
     parse,
     read_profile,
@@ -38,10 +37,11 @@ from pipeplan.model import (
     to_json,
     write_file,
 )
-from pipeplan.model.base import CurrentVersion
-from pipeplan.model.fields import Items, Name
-from pipeplan.model.forms import canonical_text, completed, form_of_version
-from pipeplan.model.migrations import MIGRATIONS, Content, current_version
+from pipeplan.files import read_write as files
+from pipeplan.files.base import CurrentVersion
+from pipeplan.files.forms import canonical_text, completed, form_of_version
+from pipeplan.files.migrations import MIGRATIONS, Content, current_version
+from pipeplan.workload.elements import Items, Name
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent

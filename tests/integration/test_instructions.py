@@ -20,30 +20,16 @@ from builders.drawn import placed
 from builders.instruction_towers import towers, towers_profile
 from builders.orders import Orders, random_orders
 from builders.plans import plan_of
-from pipeplan.check import check
+from pipeplan.checker import check
 from pipeplan.cli.main import cli
 from pipeplan.costs import build_workload
 from pipeplan.errors import FileError, UsageError
-from pipeplan.model import (
-    Action,
-    Dependency,
-    Operation,
-    PlacedStage,
-    Placement,
-    Plan,
-    Profile,
-    in_order,
-    parse,
-    read_plan,
-    write_file,
-    write_text,
-)
-from pipeplan.model.workload import Workload
-from pipeplan.planner import assemble
-from pipeplan.report.figures import odd_stages
-from pipeplan.report.svg import timeline_svg
-from pipeplan.report.terminal import print_simulation
-from pipeplan.report.trace import predicted_trace
+from pipeplan.files import PlacedStage, Placement, Plan, Profile, parse, read_plan, write_file, write_text
+from pipeplan.planning import assemble
+from pipeplan.reporting.terminal import print_simulation
+from pipeplan.reporting.timeline import odd_stages, timeline_svg
+from pipeplan.reporting.trace import predicted_trace
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import (
     CustomOp,
     Rules,
@@ -54,10 +40,12 @@ from pipeplan.schedule.rules import (
 )
 from pipeplan.schedule.rules.files import parse_rules
 from pipeplan.schedule.search import first_look, search_schedule
-from pipeplan.schedule.solver import Budget
-from pipeplan.simulate.bounds import makespan_bound
-from pipeplan.simulate.simulation import simulate
-from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.simulator.simulation import simulate
+from pipeplan.workload.action import Action, in_order
+from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.elements import Dependency, Operation
+from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.workload import Workload
 
 GATHER = CustomOp("GATHER", after=("image.*", "text.*"), before=("loss",), every=2, duration_ns=7)
 

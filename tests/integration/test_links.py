@@ -15,26 +15,27 @@ from builders.clusters import cluster_of
 from builders.orders import gpipe_orders, one_f_one_b
 from builders.shapes import shape_workload
 from builders.timed import numbered
-from pipeplan.check import check
+from pipeplan.checker import check
 from pipeplan.errors import InvalidPlanError
 from pipeplan.examples import ShapeCosts
-from pipeplan.model import Dependency, Hop, Operation, Plan, Stage
-from pipeplan.model.workload import Workload
-from pipeplan.planner import assemble
-from pipeplan.report.terminal import print_simulation
-from pipeplan.report.trace import predicted_trace
+from pipeplan.files import Plan
+from pipeplan.planning import assemble
+from pipeplan.reporting.terminal import print_simulation
+from pipeplan.reporting.trace import predicted_trace
 from pipeplan.schedule.bounds import makespan_bound, period_bound
 from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.completion import compose, pattern_of, repeated_tasks
+from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.problem import Problem
-from pipeplan.schedule.repetend import least_period, shortest_way_through
 from pipeplan.schedule.search import search_schedule
-from pipeplan.schedule.solver import Budget
-from pipeplan.simulate.bounds import makespan_bound as replay_bound
-from pipeplan.simulate.critical_path import critical_path
-from pipeplan.simulate.repetend import extend, find_repetend
-from pipeplan.simulate.simulation import simulate
-from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.schedule.steady import compose, pattern_of, repeated_tasks
+from pipeplan.simulator.metrics import critical_path
+from pipeplan.simulator.simulation import simulate
+from pipeplan.workload.bounds import makespan_bound as replay_bound
+from pipeplan.workload.elements import Dependency, Hop, Operation, Stage
+from pipeplan.workload.steady_state.repetend import extend, find_repetend
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.workload import Workload
 
 
 def over_links(workload: Workload, occupancy: int, latency: int = 0) -> Workload:

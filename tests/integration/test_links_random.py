@@ -11,19 +11,20 @@ from hypothesis import strategies as st
 
 from builders.chains import chain_workload
 from builders.orders import random_orders
-from pipeplan.check import check
-from pipeplan.model import Dependency, Hop, Plan
-from pipeplan.model.workload import Workload
-from pipeplan.planner import assemble
+from pipeplan.checker import check
+from pipeplan.files import Plan
+from pipeplan.planning import assemble
 from pipeplan.schedule.bounds import makespan_bound, period_bound
 from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.search import search_schedule
-from pipeplan.schedule.solver import Budget
-from pipeplan.simulate.bounds import makespan_bound as replay_bound
-from pipeplan.simulate.repetend import extend, find_repetend
-from pipeplan.simulate.simulation import simulate
-from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.simulator.simulation import simulate
+from pipeplan.workload.bounds import makespan_bound as replay_bound
+from pipeplan.workload.elements import Dependency, Hop
+from pipeplan.workload.steady_state.repetend import extend, find_repetend
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.workload import Workload
 
 times = st.integers(0, 5)
 

@@ -9,10 +9,10 @@ from pydantic import ValidationError
 
 from builders import profiles
 from builders.requests import request_of
-from pipeplan.check import check
+from pipeplan.checker import check
 from pipeplan.costs import build_workload, stage_costs
-from pipeplan.model import CostRow, Edge, PlacedStage, Placement, Profile
-from pipeplan.planner import Batch, search_plan
+from pipeplan.files import CostRow, Edge, PlacedStage, Placement, Profile
+from pipeplan.planning import Batch, search_plan
 
 SIZE = 2
 

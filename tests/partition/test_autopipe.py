@@ -15,22 +15,15 @@ from builders.orders import one_f_one_b
 from builders.plans import plan_of
 from pipeplan.costs import StageCost, stage_costs
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.model import Block, CostRow, Edge, Profile, Source
-from pipeplan.model.workload import Workload
-from pipeplan.partition.autopipe import (
-    Cuts,
-    Fitting,
-    autopipe,
-    num_to_split,
-    plan_chain,
-    sliced,
-    timeline,
-)
-from pipeplan.partition.autopipe.simulator import measured
-from pipeplan.partition.chain_costs import Array, ChainCosts, StageTimes
-from pipeplan.partition.chain_kernel import ShortestStages
+from pipeplan.files import Block, CostRow, Edge, Profile, Source
+from pipeplan.partition.baselines.slicer import num_to_split, sliced
+from pipeplan.partition.chain import Cuts, Fitting, autopipe, plan_chain, timeline
+from pipeplan.partition.chain.autopipe_simulator import measured
+from pipeplan.partition.chain.costs import Array, ChainCosts, StageTimes
+from pipeplan.partition.chain.kernel import ShortestStages
 from pipeplan.partition.problem import PartitionProblem, Pricing, Way, free
-from pipeplan.simulate.simulation import simulate
+from pipeplan.simulator.simulation import simulate
+from pipeplan.workload.workload import Workload
 from references.replay import replay
 
 TIMES = st.integers(1, 12)

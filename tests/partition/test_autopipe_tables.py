@@ -16,20 +16,13 @@ import pytest
 from pipeplan.costs import StageCost, group_costs
 from pipeplan.costs.presets import device_preset
 from pipeplan.examples import model
-from pipeplan.model import PlacedStage
-from pipeplan.partition.autopipe import (
-    Cuts,
-    Fitting,
-    autopipe,
-    num_to_split,
-    plan_chain,
-    sliced,
-    timeline,
-)
-from pipeplan.partition.autopipe.simulator import Step
-from pipeplan.partition.chain_costs import ChainCosts, StageTimes
+from pipeplan.files import PlacedStage
+from pipeplan.partition.baselines import dapple
+from pipeplan.partition.baselines.slicer import num_to_split, sliced
+from pipeplan.partition.chain import Cuts, Fitting, autopipe, plan_chain, timeline
+from pipeplan.partition.chain.autopipe_simulator import Step
+from pipeplan.partition.chain.costs import ChainCosts, StageTimes
 from pipeplan.partition.problem import PartitionProblem
-from pipeplan.partition.published import dapple
 
 DEVICE = "rtx3090-24gb"
 LAYERS = 24

@@ -10,14 +10,14 @@ import pytest
 from pipeplan.costs import build_workload
 from pipeplan.errors import InfeasibleError
 from pipeplan.examples import model
-from pipeplan.model import Block, CostRow, Edge, Placement, Profile, Source
-from pipeplan.partition.graphpipe import GraphPartition, graphpipe
+from pipeplan.files import Block, CostRow, Edge, Placement, Profile, Source
+from pipeplan.partition.baselines import pipedream, piper
+from pipeplan.partition.graph import GraphPartition, graphpipe
 from pipeplan.partition.in_flight import KFKB, best_k, samples_in_flight
 from pipeplan.partition.problem import Costs, Partition, PartitionProblem, Pricing, Way
-from pipeplan.partition.published import pipedream, piper
 from pipeplan.partition.series_parallel import topological_order
 from pipeplan.schedule.stage_graph import kfkb_orders
-from pipeplan.simulate.timing import earliest_starts, task_graph
+from pipeplan.workload.task_graph import earliest_starts, task_graph
 from stage_validity import StageGraph, costs_of, problems_of
 
 SIZES = (1, 2, 4, 8)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeplan.errors import InfeasibleError
-from pipeplan.partition.graphpipe import GraphPartition, graphpipe
-from pipeplan.partition.graphpipe import needs as needs_module
-from pipeplan.partition.graphpipe import shapes as shapes_module
+from pipeplan.partition.graph import GraphPartition, graphpipe
+from pipeplan.partition.graph import needs as needs_module
+from pipeplan.partition.graph import shapes as shapes_module
 from pipeplan.partition.in_flight import KFKB, samples_in_flight
 from pipeplan.partition.problem import Costs, PartitionProblem, Pricing, Way, together
 from pipeplan.partition.series_parallel import Part, decompose, in_line, topological_order

@@ -13,14 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeplan.costs.collectives import all_reduce_time
-from pipeplan.costs.links import transfer_time
+from pipeplan.costs.communication import all_reduce_time, transfer_time
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.model import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source
-from pipeplan.partition.mapping import LinkTime, link_time, mapped
-from pipeplan.partition.mapping.links import Links
-from pipeplan.partition.mapping.rooms import Rooms
-from pipeplan.partition.mapping.search import Search
+from pipeplan.files import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source
+from pipeplan.partition.cluster_links import Links, LinkTime, Rooms, link_time
+from pipeplan.partition.mapping import Search, mapped
 
 Devices = tuple[int, ...]
 Memory = tuple[tuple[int, int | None], ...]  # (devices, bytes of each)
@@ -326,7 +323,7 @@ def test_large_groups_that_sum_nothing_are_dealt_to_the_nodes_in_turn() -> None:
 
 @pytest.mark.parametrize("groups", [(146,) * 7, (4,) * 200, (1,) * 600 + (300,)])
 def test_a_search_ends_when_its_work_is_done(groups: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeplan.partition.mapping.search.MOST_WORK", 20_000)
+    monkeypatch.setattr("pipeplan.partition.mapping.MOST_WORK", 20_000)
     draw = Random(0)
     traffic = {(draw.randrange(len(groups)), draw.randrange(len(groups))): MEGABYTE for _ in groups}
     question = large(groups, traffic, MEGABYTE)

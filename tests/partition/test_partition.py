@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from builders import profiles
 from pipeplan.costs import StageCost
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.model import Block, CostRow, Placement, Profile, Source
-from pipeplan.partition import STRATEGIES, balanced_split, chain_kernel, place
-from pipeplan.partition import exact as exact_module
-from pipeplan.partition.chain import Chain, Held
-from pipeplan.partition.chain_kernel import least_split
-from pipeplan.partition.exact import shortest_run
-from pipeplan.partition.level import levelled, roomiest
+from pipeplan.files import Block, CostRow, Placement, Profile, Source
+from pipeplan.partition import STRATEGIES, balanced_split, place
+from pipeplan.partition.chain import interleaved_dp as exact_module
+from pipeplan.partition.chain import kernel as chain_kernel
+from pipeplan.partition.chain.costs import Chain, Held
+from pipeplan.partition.chain.interleaved_dp import shortest_run
+from pipeplan.partition.chain.kernel import least_split
+from pipeplan.partition.chain.rebalance import levelled, roomiest
 from references.split import slow_split
 
 TIMES = st.sampled_from([0, 1, 1, 2, 3, 5, 8, 30])

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from builders import profiles
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.model import CostRow, PlacedStage, Profile
-from pipeplan.partition.autopipe import timeline
-from pipeplan.partition.chain_costs import StageTimes
+from pipeplan.files import CostRow, PlacedStage, Profile
+from pipeplan.partition.baselines import dapple, pipedream, piper
+from pipeplan.partition.baselines.bottleneck import downsets
+from pipeplan.partition.baselines.dapple import latency
+from pipeplan.partition.chain import timeline
+from pipeplan.partition.chain.costs import StageTimes
 from pipeplan.partition.problem import Partition, PartitionProblem, Way
-from pipeplan.partition.published import dapple, pipedream, piper
-from pipeplan.partition.published.dapple import latency
-from pipeplan.partition.published.piper import downsets
 
 MINI_BATCH, MICRO_BATCH, DEVICES = 8, 4, 4
 RECOMPUTE = (False, True)

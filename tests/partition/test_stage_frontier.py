@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from builders.profiles import joined
 from pipeplan.costs import stage_costs
 from pipeplan.errors import UsageError
-from pipeplan.model import Block, CostRow, Profile
+from pipeplan.files import Block, CostRow, Profile
+from pipeplan.partition.per_block_sharding import UniformWay
 from pipeplan.partition.stage_frontier import StageFrontiers
-from pipeplan.partition.uniform_ways import UniformWay
 
 
 def chain_profile(seed: int, num_blocks: int) -> Profile:

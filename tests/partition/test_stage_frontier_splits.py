@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 
 from builders import clusters
 from pipeplan.costs import stage_costs
-from pipeplan.costs.collectives import all_reduce_time
-from pipeplan.frontier.configurations.building import CostModel, CostOptions, cost_model
-from pipeplan.frontier.configurations.layouts import Layout
-from pipeplan.frontier.configurations.pricing import Configuration
-from pipeplan.frontier.configurations.stages import StageModels
-from pipeplan.model import Block, Cluster, CostRow, Edge, Profile, Source
-from pipeplan.partition.block_splits import GroupSplits
+from pipeplan.costs.communication import all_reduce_time
+from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Source
+from pipeplan.partition.per_block_sharding import GroupSplits, UniformWay
 from pipeplan.partition.stage_frontier import Cut, StageFrontiers
-from pipeplan.partition.uniform_ways import UniformWay
+from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
+from pipeplan.sharding.configurations.details import StageModels
+from pipeplan.sharding.configurations.layouts import Layout
+from pipeplan.sharding.configurations.pricing import Configuration
 
 SIZE = 4
 Taken = tuple[int, int]

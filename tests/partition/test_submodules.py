@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from builders.towers import towers
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.model import Placement
+from pipeplan.files import Placement
 from pipeplan.partition.submodules import Submodule, place_submodules
 
 IMAGE, TEXT = Submodule("image.*"), Submodule("text.*")

@@ -6,12 +6,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from builders.requests import request_of
-from pipeplan.check import check
+from pipeplan.checker import check
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.model import Block, Cluster, CostRow, DeviceKind, Edge, LinkLevel, Plan, Profile, Source, parse, to_json
+from pipeplan.files import Block, Cluster, CostRow, DeviceKind, Edge, LinkLevel, Plan, Profile, Source, parse, to_json
 from pipeplan.partition import STRATEGIES
-from pipeplan.planner import Batch, search_plan
-from pipeplan.simulate.simulation import simulate
+from pipeplan.planning import Batch, search_plan
+from pipeplan.simulator.simulation import simulate
 
 SOURCE = Source(method="estimated")
 

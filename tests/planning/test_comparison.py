@@ -11,11 +11,11 @@ import pytest
 from builders.requests import request_of
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.model import Profile
-from pipeplan.planner import Batch, Request, compare, comparison, search_plan
-from pipeplan.planner.comparison import OURS, Comparison, NotThere, compare_on
-from pipeplan.report.comparison import print_comparison
-from pipeplan.report.stages import bottleneck, print_stages
+from pipeplan.files import Profile
+from pipeplan.planning import Batch, Request, compare, comparison, search_plan
+from pipeplan.planning.comparison import OURS, Comparison, NotThere, compare_on
+from pipeplan.reporting.comparison import print_comparison
+from pipeplan.reporting.terminal import bottleneck, print_stages
 from pipeplan.schedule.classic import CLASSIC, Classic
 
 KB = 1000

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from builders.requests import request_of
-from pipeplan.check import check
-from pipeplan.model import Block, Cluster, CostRow, DeviceKind, Edge, LinkLevel, PlacedStage, Placement, Profile, Source
-from pipeplan.planner import Batch, PlacementCandidate, Request, search_plan
-from pipeplan.planner.mapping import on_cluster
+from pipeplan.checker import check
+from pipeplan.files import Block, Cluster, CostRow, DeviceKind, Edge, LinkLevel, PlacedStage, Placement, Profile, Source
+from pipeplan.planning import Batch, PlacementCandidate, Request, search_plan
+from pipeplan.planning.device_mapping import on_cluster
 from support.paths import ROOT
 
 PROFILES = ROOT / "profiles"

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from builders.requests import request_of
-from pipeplan.check import check
-from pipeplan.costs import testbeds
+from pipeplan.checker import check
+from pipeplan.costs import presets as testbeds
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import shape
-from pipeplan.model import Block, Cluster, Profile, read_profile
+from pipeplan.files import Block, Cluster, Profile, read_profile
 from pipeplan.partition import STRATEGIES
-from pipeplan.planner import Batch, Result, search_plan
+from pipeplan.planning import Batch, Result, search_plan
 from pipeplan.units import parse_bytes
 from support.paths import ROOT
 

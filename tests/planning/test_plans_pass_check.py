@@ -7,12 +7,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from builders.requests import request_of
-from pipeplan.check import check
+from pipeplan.checker import check
 from pipeplan.errors import InfeasibleError
 from pipeplan.examples import SHAPES, ShapeCosts, shape
-from pipeplan.model import Block, CostRow, Edge, PlacedStage, Placement, Plan, Profile, Source, parse, to_json
-from pipeplan.planner import Batch, search_plan
-from pipeplan.simulate.simulation import simulate
+from pipeplan.files import Block, CostRow, Edge, PlacedStage, Placement, Plan, Profile, Source, parse, to_json
+from pipeplan.planning import Batch, search_plan
+from pipeplan.simulator.simulation import simulate
 
 numbers = st.integers(1, 9)
 

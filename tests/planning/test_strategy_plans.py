@@ -7,20 +7,21 @@ import functools
 import numpy as np
 import pytest
 
-from pipeplan.check import check
+from pipeplan.checker import check
 from pipeplan.costs import stage_costs
-from pipeplan.costs.testbeds import cluster_of_paper
+from pipeplan.costs.presets import cluster_of_paper
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.examples import model as paper_model
-from pipeplan.frontier.configurations.building import CostModel, CostOptions, cost_model
-from pipeplan.frontier.graph import Strategy
-from pipeplan.frontier.tracking import Tracked, track
-from pipeplan.model import Mesh, Profile, parse, to_json
-from pipeplan.model.plan import Plan
-from pipeplan.planner import Batch, Request, Splitting
-from pipeplan.planner.splits import split_frontier
-from pipeplan.planner.strategies import plan_of_strategy, split_blocks
-from pipeplan.simulate.simulation import simulate
+from pipeplan.files import Profile, parse, to_json
+from pipeplan.files.plan import Plan
+from pipeplan.planning import Batch, Request, Splitting
+from pipeplan.planning.operator_strategies import plan_of_strategy, split_blocks
+from pipeplan.planning.sharding_frontier import split_frontier
+from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
+from pipeplan.sharding.graph import Strategy
+from pipeplan.sharding.tracking import Tracked, track
+from pipeplan.simulator.simulation import simulate
+from pipeplan.workload.mesh import Mesh
 
 CLUSTER = cluster_of_paper("tensoropt", 4)
 SAMPLES = 8

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from pipeplan.check import check
+from pipeplan.checker import check
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import model, shape
-from pipeplan.model import PlacedStage, Placement, Profile
-from pipeplan.partition.block_splits import GroupSplits
-from pipeplan.planner import Batch, PlacementCandidate, Request, Splitting
-from pipeplan.planner.frontier_partitions import chains
-from pipeplan.planner.splits import split_frontier
-from pipeplan.planner.stage_splits import StageSplits
-from pipeplan.planner.tradeoff import PlanFrontier, plan_frontier
-from pipeplan.planner.trials import Trial
-from pipeplan.simulate.simulation import simulate
+from pipeplan.files import PlacedStage, Placement, Profile
+from pipeplan.partition.per_block_sharding import GroupSplits
+from pipeplan.planning import Batch, PlacementCandidate, Request, Splitting
+from pipeplan.planning.operator_strategies import StageSplits
+from pipeplan.planning.pipeline_frontier import chains
+from pipeplan.planning.plan_frontier import PlanFrontier, plan_frontier
+from pipeplan.planning.sharding_frontier import split_frontier
+from pipeplan.planning.trials import Trial
+from pipeplan.simulator.simulation import simulate
 from pipeplan.units import parse_bytes
 
 DEVICES = (1, 2, 4)

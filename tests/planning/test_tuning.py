@@ -8,18 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from pipeplan.check import check
-from pipeplan.costs import build_workload, testbeds
+from pipeplan.checker import check
+from pipeplan.costs import build_workload
+from pipeplan.costs import presets as testbeds
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
-from pipeplan.model import read_profile
+from pipeplan.files import read_profile
 from pipeplan.partition import STRATEGIES, place
-from pipeplan.planner import Batch, Request, Tuning, tune
-from pipeplan.planner.candidates import grid
-from pipeplan.planner.tuning.cells import cell_of, rows_of
+from pipeplan.planning import Batch, Request, Tuning, tune
+from pipeplan.planning.candidates import grid
+from pipeplan.planning.tuning_cells import cell_of, rows_of
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.sweep import built_in_rules, run_rules
-from pipeplan.simulate.metrics import iteration_time, rates
-from pipeplan.simulate.timing import task_graph
+from pipeplan.simulator.metrics import iteration_time, rates
+from pipeplan.workload.task_graph import task_graph
 from support.paths import ROOT
 
 PROFILES = ROOT / "profiles"

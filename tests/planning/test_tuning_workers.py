@@ -10,8 +10,8 @@ from multiprocessing import parent_process
 import pytest
 
 from pipeplan.examples import shape
-from pipeplan.planner import Batch, Request
-from pipeplan.planner.tuning.workers import Workers
+from pipeplan.planning import Batch, Request
+from pipeplan.planning.tuning_workers import Workers
 from pipeplan.time_limit import Limit
 
 REQUEST = Request(shape("v", 2), 2, Batch(2, 1), sizes=(1,))

@@ -6,8 +6,8 @@ import itertools
 
 import numpy as np
 
-from pipeplan.frontier.graph import CostEdge, CostGraph, CostNode, Strategy
-from pipeplan.frontier.table import Table, table
+from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, Strategy
+from pipeplan.sharding.table import Table, table
 
 
 def costs(rng: np.random.Generator, shape: tuple[int, ...], variants: int, high: int, forbidden: float) -> Table:

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from builders.orders import Entry, Orders, actions_of, holders_of, is_part, num_parted
-from pipeplan.model import operation_of
-from pipeplan.model.workload import Workload
+from pipeplan.workload.action import operation_of
+from pipeplan.workload.workload import Workload
 
 Span = tuple[int, int]  # start, end
 

@@ -11,7 +11,7 @@ from functools import cache
 
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.settings import Resolved
-from pipeplan.simulate.timing import TaskGraph
+from pipeplan.workload.task_graph import TaskGraph
 
 LANE = {"I": "B"}
 

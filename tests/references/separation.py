@@ -15,10 +15,10 @@ from random import Random
 from builders.chains import chain_workload
 from builders.orders import random_orders
 from pipeplan.errors import InvalidPlanError
-from pipeplan.model import Device
-from pipeplan.model.workload import Workload
-from pipeplan.simulate.memory import fits, peak_memory
-from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.elements import Device
+from pipeplan.workload.memory import fits, peak_memory
+from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.workload import Workload
 
 Orders = Sequence[Sequence[int]]
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from pipeplan.model import Dependency, Device, Hop, Operation, Stage
-from pipeplan.model.workload import Workload
-from pipeplan.simulate.timing import Orders, TaskGraph
+from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage
+from pipeplan.workload.task_graph import Orders, TaskGraph
+from pipeplan.workload.workload import Workload
 
 Words = tuple[str, ...]
 Edges = tuple[tuple[int, int], ...]

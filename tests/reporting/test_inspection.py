@@ -14,7 +14,7 @@ import pytest
 
 from pipeplan.cli.main import main
 from pipeplan.costs.inspection import Inspection, alike, cautions, operator_shares, sums
-from pipeplan.model import (
+from pipeplan.files import (
     Block,
     Cluster,
     CostRow,
@@ -27,7 +27,7 @@ from pipeplan.model import (
     read_cluster,
     write_file,
 )
-from pipeplan.report.inspection import print_inspection
+from pipeplan.reporting.inspection import print_inspection
 from support.paths import ROOT
 
 SIZES = (1, 2, 4)

@@ -17,13 +17,13 @@ from builders.chains import chain_plan, chain_workload, shared_workload
 from builders.orders import gpipe_orders, one_f_one_b, serial_orders
 from builders.plans import plan_of
 from pipeplan.errors import PipeplanError
-from pipeplan.model import Action, Plan, parse, to_json
-from pipeplan.model.trace import Trace, trace_event
-from pipeplan.report.svg import timeline_svg
-from pipeplan.report.terminal import print_simulation
-from pipeplan.report.timeline import device_row, repetend_time_range, windows
-from pipeplan.report.trace import predicted_trace, trace_text
-from pipeplan.simulate.simulation import simulate
+from pipeplan.files import Plan, parse, to_json
+from pipeplan.files.trace import Trace, trace_event
+from pipeplan.reporting.terminal import print_simulation
+from pipeplan.reporting.timeline import device_row, repetend_time_range, timeline_svg, windows
+from pipeplan.reporting.trace import predicted_trace, trace_text
+from pipeplan.simulator.simulation import simulate
+from pipeplan.workload.action import Action
 from support.paths import GOLDEN
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -7,8 +7,8 @@ import pytest
 from runtime_plans import placed_plan
 
 import replay_rank
-from pipeplan.model import PlacedStage
-from pipeplan.runtime.launch import watch_local
+from pipeplan.files import PlacedStage
+from pipeplan.runtime.launch.local import watch_local
 from runtime_rooms import (
     ALLOWED,
     RUNTIME,

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from pipeplan.runtime.model import Model
-from pipeplan.runtime.zoo.gpt import GPTSize, gpt
+from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.models.zoo.gpt import GPTSize, gpt
 
 TINY = GPTSize(layers=4, hidden=32, heads=2, vocabulary=64, positions=16, sequence=16)
 

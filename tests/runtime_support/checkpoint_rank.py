@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from pipeplan.errors import UsageError
-from pipeplan.model import Plan, parse
-from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.options import RankContext
-from pipeplan.runtime.start import main
-from pipeplan.runtime.train_options import TrainOptions
-from pipeplan.runtime.training import Trainer
+from pipeplan.files import Plan, parse
+from pipeplan.runtime.launch.__main__ import main
+from pipeplan.runtime.launch.job import RankContext
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.runtime.training.trainer import Trainer
 from runtime_support.checkpoint_models import Counting
 from runtime_support.executor_rank import _distance, _held
 from runtime_support.plans import Unsplit

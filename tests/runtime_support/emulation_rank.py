@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeplan.model import Plan, parse
-from pipeplan.runtime.emulation import emulate
-from pipeplan.runtime.options import RankContext, RunOptions
-from pipeplan.runtime.start import main
+from pipeplan.files import Plan, parse
+from pipeplan.runtime.executor.emulate import emulate
+from pipeplan.runtime.launch.__main__ import main
+from pipeplan.runtime.launch.job import RankContext, RunOptions
 
 
 def emulate_all(job: Mapping[str, Any], context: RankContext) -> None:

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from pipeplan.errors import UsageError
-from pipeplan.model import Plan, parse
-from pipeplan.runtime.emulation import emulate
-from pipeplan.runtime.model import Model
-from pipeplan.runtime.options import RankContext, RunOptions
-from pipeplan.runtime.share import Share
-from pipeplan.runtime.start import main
-from pipeplan.runtime.train_options import TrainOptions
-from pipeplan.runtime.training import Trainer, model_of
+from pipeplan.files import Plan, parse
+from pipeplan.runtime.executor.emulate import emulate
+from pipeplan.runtime.launch.__main__ import main
+from pipeplan.runtime.launch.job import RankContext, RunOptions
+from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.parallel.share import Share
+from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.runtime.training.trainer import Trainer, model_of
 from runtime_support import models as runtime_models
 from runtime_support.plans import Unsplit
 

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeplan.errors import PipeplanError
-from pipeplan.model import Plan
-from pipeplan.runtime import launch
-from pipeplan.runtime.options import RankContext, Report
-from pipeplan.runtime.progress import Phase, Progress
-from pipeplan.runtime.start import take_identity
-from pipeplan.runtime.train_options import TrainOptions
+from pipeplan.files import Plan
+from pipeplan.runtime.launch import local as launch
+from pipeplan.runtime.launch.__main__ import take_identity
+from pipeplan.runtime.launch.job import RankContext, Report
+from pipeplan.runtime.launch.status_board import Phase, Progress
+from pipeplan.runtime.training.options import TrainOptions
 
 __all__ = ["BEFORE_STEPS", "HANGS", "KINDS", "Ending", "Fault", "left_over", "run_with"]
 
@@ -167,7 +167,7 @@ def loads(folder: Path, step: int) -> bool:
     import torch
     from torch.distributed.checkpoint import FileSystemReader, load
 
-    from pipeplan.runtime.checkpoint_files import CheckpointFolder
+    from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
 
     checkpoints = CheckpointFolder(str(folder))
     last = max(checkpoints.whole(), default=0)
@@ -243,7 +243,7 @@ def fault_here() -> tuple[Fault, str]:
 
 def train_otherwise(job: Report, context: RankContext) -> None:
     """The job of a rank: trains, one of them maybe with something else than the others."""
-    from pipeplan.runtime.training import train_job
+    from pipeplan.runtime.training.trainer import train_job
 
     fault, told = fault_here()
     if context.rank == fault.rank and fault.kind in DIFFERENCES:
@@ -264,7 +264,7 @@ def main() -> None:
 
         run_command()
         return
-    from pipeplan.runtime.worker import be_rank
+    from pipeplan.runtime.launch.worker import be_rank
 
     be_rank(identity)
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeplan.runtime.hugging_face import LoadedModel, load, load_configuration
-from pipeplan.runtime.hugging_face.families import FAMILIES
-from pipeplan.runtime.model import Grain, Model
+from pipeplan.runtime.models.huggingface import LoadedModel, load, load_configuration
+from pipeplan.runtime.models.huggingface.families import FAMILIES
+from pipeplan.runtime.models.spec import Grain, Model
 
 HIDDEN, HEADS, FFN, WORDS, SEQUENCE, LAYERS = 32, 4, 64, 63, 12, 2
 LLAMA: dict[str, Any] = {

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from builders.orders import Orders
-from pipeplan.model import PlacedStage, Plan
-from pipeplan.model.workload import Workload
-from pipeplan.runtime.instructions import Context, register
-from pipeplan.runtime.model import BlockSpec, Model
+from pipeplan.files import PlacedStage, Plan
+from pipeplan.runtime.executor.custom_ops import Context, register
+from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.schedule.rules import CustomOp, Rules
 from pipeplan.schedule.rules.engine import schedule_by_rules
-from pipeplan.simulate.timing import task_graph
+from pipeplan.workload.task_graph import task_graph
+from pipeplan.workload.workload import Workload
 from runtime_support.models import WIDTH, Mix, loss_block, mix_block, vectors
 from runtime_support.plans import placed_plan
 

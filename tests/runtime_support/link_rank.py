@@ -9,9 +9,9 @@ import sys
 
 import torch.distributed as dist
 
-from pipeplan.model import write_file
-from pipeplan.runtime.communication import LinkOptions, measure_links
-from pipeplan.runtime.start import main
+from pipeplan.files import write_file
+from pipeplan.runtime.launch.__main__ import main
+from pipeplan.runtime.profiling.links import LinkOptions, measure_links
 
 PLAY, OUTPUT = "PIPEPLAN_TEST_PLAY", "PIPEPLAN_TEST_OUTPUT"
 RANK = int(os.environ.get("LOCAL_RANK", "0"))

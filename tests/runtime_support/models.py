@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.model import BlockSpec, Model
-from pipeplan.runtime.shards import WHOLE, Cut, Shards, Split
-from pipeplan.runtime.split_layers import RowLinear, WordEmbedding, cross_entropy
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.spec import BlockSpec, Model
+from pipeplan.runtime.parallel.parameter_slices import Cut
+from pipeplan.runtime.parallel.sharding import WHOLE, Shards, Split
+from pipeplan.runtime.parallel.split_layers import RowLinear, WordEmbedding, cross_entropy
 
 WIDTH = 8
 

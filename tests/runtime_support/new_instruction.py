@@ -2,8 +2,8 @@
 
 import math
 
-from pipeplan.model import Plan
-from pipeplan.runtime.instructions import register
+from pipeplan.files import Plan
+from pipeplan.runtime.executor.custom_ops import register
 from pipeplan.schedule.rules import CustomOp, Rules
 from runtime_support.instruction_models import GATHERED, plan_by_rules, two_losses
 from runtime_support.plans import Reports

@@ -17,13 +17,14 @@ from torch import nn
 from builders.orders import Entry, Orders
 from builders.plans import plan_of
 from pipeplan.costs import build_workload, stage_costs
-from pipeplan.model import Block, CostRow, Edge, PlacedStage, Placement, Plan, Profile, Source, operation_of
-from pipeplan.model.workload import Workload
-from pipeplan.runtime.launch import watch_local
-from pipeplan.runtime.model import Model
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.train_options import TrainOptions
+from pipeplan.files import Block, CostRow, Edge, PlacedStage, Placement, Plan, Profile, Source
+from pipeplan.runtime.launch.job import RunOptions
+from pipeplan.runtime.launch.local import watch_local
+from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.schedule.rules import CustomOp, with_instructions
+from pipeplan.workload.action import operation_of
+from pipeplan.workload.workload import Workload
 from references.replay import durations_of, waits_of
 
 RANK = (sys.executable, "-m", "runtime_support.executor_rank")

@@ -15,22 +15,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeplan.model import Plan
-from pipeplan.runtime.clock import Clock
-from pipeplan.runtime.executor import Executor
-from pipeplan.runtime.failures import Cause
-from pipeplan.runtime.layouts import StageLayouts
-from pipeplan.runtime.messages import TransferError
-from pipeplan.runtime.model import Model, placed
-from pipeplan.runtime.modules import WeightGradQueue
-from pipeplan.runtime.program import Program, ProgramStep, programs_of
-from pipeplan.runtime.progress import Board, Progress
-from pipeplan.runtime.rows import TensorSpec
-from pipeplan.runtime.shards import Cut, Shards
-from pipeplan.runtime.share import Share
-from pipeplan.runtime.stages import MiniBatch, StageRunner
-from pipeplan.runtime.train_options import TrainOptions
-from pipeplan.runtime.training import travelling
+from pipeplan.files import Plan
+from pipeplan.runtime.executor.channels import TransferError
+from pipeplan.runtime.executor.interpreter import Executor
+from pipeplan.runtime.executor.layouts import StageLayouts
+from pipeplan.runtime.executor.rank_program import Program, ProgramStep, programs_of
+from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
+from pipeplan.runtime.executor.tensor_slots import TensorSpec
+from pipeplan.runtime.launch.failures import Cause
+from pipeplan.runtime.launch.status_board import Board, Progress
+from pipeplan.runtime.models.spec import Model, placed
+from pipeplan.runtime.parallel.device import Clock
+from pipeplan.runtime.parallel.parameter_slices import Cut
+from pipeplan.runtime.parallel.sharding import Shards
+from pipeplan.runtime.parallel.share import Share
+from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
+from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.runtime.training.trainer import travelling
 from runtime_support.plans import Unsplit
 
 CPU = torch.device("cpu")
@@ -53,7 +54,7 @@ class Mail:
 
 
 class MailChannels:
-    """As :class:`~pipeplan.runtime.messages.Channels`; a pair's k-th receive gets its k-th message, as with NCCL."""
+    """As :class:`~pipeplan.runtime.executor.channels.Channels`; a pair's k-th receive gets its k-th message, as with NCCL."""
 
     def __init__(self, program: Program, specs: dict[str, TensorSpec], mail: Mail) -> None:
         self._program, self._specs, self._mail = program, specs, mail

@@ -18,18 +18,18 @@ from builders.towers import towers
 from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.model import CostRow, Profile
-from pipeplan.model.workload import Workload
+from pipeplan.files import CostRow, Profile
 from pipeplan.partition import place
-from pipeplan.planner import Batch, choose_placement, search_plan
-from pipeplan.planner.by_rules import place_by_rules
-from pipeplan.schedule.listing import Policy, list_schedule
+from pipeplan.planning import Batch, choose_placement, search_plan
+from pipeplan.planning.rule_placements import place_by_rules
+from pipeplan.schedule.list_scheduling import Policy, list_schedule
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.files import named_rules, parse_rules, shipped_rules
-from pipeplan.simulate.memory import peak_memory
-from pipeplan.simulate.timing import Orders, earliest_starts, task_graph, with_links
+from pipeplan.workload.memory import peak_memory
+from pipeplan.workload.task_graph import Orders, earliest_starts, task_graph, with_links
+from pipeplan.workload.workload import Workload
 from references.known_orders import KNOWN, known_orders
 from references.shared_insertion import SharedInsertion
 from support.paths import ROOT

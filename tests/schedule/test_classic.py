@@ -17,8 +17,8 @@ from builders.shapes import shape_workload
 from pipeplan.examples import SHAPES, ShapeCosts
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.problem import Problem
-from pipeplan.simulate.memory import fits, peak_memory
-from pipeplan.simulate.timing import earliest_starts, task_graph
+from pipeplan.workload.memory import fits, peak_memory
+from pipeplan.workload.task_graph import earliest_starts, task_graph
 
 
 def problem_of(

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from builders.chains import chain_workload
 from pipeplan.errors import UsageError
-from pipeplan.model import Device
-from pipeplan.model.workload import Workload
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders, kfkb_orders, least_ks, samples_held
-from pipeplan.simulate.memory import fits
-from pipeplan.simulate.timing import earliest_starts, task_graph, with_links
+from pipeplan.workload.elements import Device
+from pipeplan.workload.memory import fits
+from pipeplan.workload.task_graph import earliest_starts, task_graph, with_links
+from pipeplan.workload.workload import Workload
 from references.stage_graphs import (
     StageGraph,
     best_of_all,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from pipeplan.schedule.stage_graph import greedy_orders, kfkb_orders
-from pipeplan.simulate.timing import task_graph
+from pipeplan.workload.task_graph import task_graph
 from references.stage_graphs import (
     StageGraph,
     all_words,

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from builders.shapes import shape_workload, zero_bubble
 from pipeplan.examples import ShapeCosts
 from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.search import search_schedule
-from pipeplan.schedule.solver import Budget
-from pipeplan.simulate.memory import overflow
-from pipeplan.simulate.timing import earliest_starts, task_graph
+from pipeplan.workload.memory import overflow
+from pipeplan.workload.task_graph import earliest_starts, task_graph
 
 GB = 10**9
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from builders.chains import chain_workload, with_devices_memory
 from builders.problems import problems
-from pipeplan.schedule.listing import Policy, Tuning, in_flight_limits, list_schedule, policies
+from pipeplan.schedule.list_scheduling import Policy, Tuning, in_flight_limits, list_schedule, policies
 from pipeplan.schedule.problem import Problem
-from pipeplan.simulate.memory import fits
-from pipeplan.simulate.timing import earliest_starts, task_graph
+from pipeplan.workload.memory import fits
+from pipeplan.workload.task_graph import earliest_starts, task_graph
 
 times = st.integers(1, 9)
 shares = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5])

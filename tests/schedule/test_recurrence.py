@@ -12,11 +12,11 @@ from builders.chains import chain_workload, with_devices_memory
 from builders.problems import problems
 from builders.requests import request_of
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.planner import Batch, search_plan
+from pipeplan.planning import Batch, search_plan
+from pipeplan.schedule.cpsat.memory_precedences import Recurrence, memory_recurrences
 from pipeplan.schedule.problem import Problem
-from pipeplan.schedule.recurrence import Recurrence, memory_recurrences
-from pipeplan.simulate.memory import overflow
-from pipeplan.simulate.timing import earliest_starts, task_graph
+from pipeplan.workload.memory import overflow
+from pipeplan.workload.task_graph import earliest_starts, task_graph
 
 
 def random_orders(problem: Problem, random: Random) -> list[list[int]] | None:

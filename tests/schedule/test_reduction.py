@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from builders import profiles
 from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
-from pipeplan.model import CostRow, PlacedStage, Placement, Profile
-from pipeplan.model.workload import Workload
+from pipeplan.files import CostRow, PlacedStage, Placement, Profile
 from pipeplan.schedule.bounds import makespan_bound
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.reduction import Reduction
 from pipeplan.schedule.search import first_look, search_schedule
-from pipeplan.schedule.solver import Budget
-from pipeplan.simulate.timing import earliest_starts, task_graph, with_links
+from pipeplan.workload.task_graph import earliest_starts, task_graph, with_links
+from pipeplan.workload.workload import Workload
 
 SIZES = (1, 2, 4)
 

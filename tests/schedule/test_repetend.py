@@ -14,14 +14,14 @@ from builders.problems import problems
 from builders.profiles import profile_of, stage_per_block
 from builders.shapes import unit_problem
 from pipeplan.costs import build_workload
-from pipeplan.model import CostRow, Profile
+from pipeplan.files import CostRow, Profile
 from pipeplan.schedule.bounds import period_bound, work_bound
-from pipeplan.schedule.completion import compose, middle_repetition
+from pipeplan.schedule.cpsat.repetend import Pattern, least_period, sequential_time, shortest_way_through, solve_pattern
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.problem import Problem
-from pipeplan.schedule.repetend import Pattern, least_period, sequential_time, shortest_way_through, solve_pattern
-from pipeplan.schedule.solver import Budget
-from pipeplan.simulate.memory import overflow
-from pipeplan.simulate.timing import earliest_starts, task_graph
+from pipeplan.schedule.steady import compose, middle_repetition
+from pipeplan.workload.memory import overflow
+from pipeplan.workload.task_graph import earliest_starts, task_graph
 
 
 def there_and_back(forward: int, lag: int, backward: int, memory: int) -> Problem:

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from builders.problems import problems
 from builders.profiles import profile_of, stage_per_block
 from pipeplan.costs import build_workload
-from pipeplan.model import CostRow
+from pipeplan.files import CostRow
+from pipeplan.schedule.cpsat.repetend import least_period
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.problem import Problem
-from pipeplan.schedule.repetend import least_period
-from pipeplan.schedule.solver import Budget
 
 Arc = tuple[int, int, int]  # (x, y, w): y starts at least w after x
 

@@ -9,10 +9,10 @@ import pytest
 from builders.chains import chain_workload, shared_workload
 from builders.shapes import shape_workload
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.model.workload import Workload
 from pipeplan.schedule.bounds import makespan_bound
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.classic.base import makespan
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import (
     Check,
@@ -27,10 +27,9 @@ from pipeplan.schedule.rules import (
 from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.files import named_rules
 from pipeplan.schedule.rules.numbers import evaluate
-from pipeplan.schedule.rules.schedules import schedule_of_rules
-from pipeplan.schedule.rules.sweep import built_in_rules, run_rules
-from pipeplan.schedule.solver import Budget
-from pipeplan.simulate.timing import task_graph
+from pipeplan.schedule.rules.sweep import built_in_rules, run_rules, schedule_of_rules
+from pipeplan.workload.task_graph import task_graph
+from pipeplan.workload.workload import Workload
 
 
 def texts(workload: Workload, rules: Rules) -> list[str]:

@@ -6,12 +6,12 @@ import pytest
 
 from builders.shapes import shape_workload
 from pipeplan.examples import ShapeCosts
-from pipeplan.model.workload import Workload
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules.sweep import built_in_rules, sweep
 from pipeplan.schedule.search import search_schedule
-from pipeplan.schedule.solver import Budget
-from pipeplan.simulate.memory import fits
-from pipeplan.simulate.timing import earliest_starts, task_graph
+from pipeplan.workload.memory import fits
+from pipeplan.workload.task_graph import earliest_starts, task_graph
+from pipeplan.workload.workload import Workload
 
 MS = 1_000_000
 

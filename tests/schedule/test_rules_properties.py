@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from builders.chains import chain_profile, chain_workload
 from builders.drawn import Placed, placed, placed_chains
 from builders.problems import problems
-from pipeplan.check import check
+from pipeplan.checker import check
 from pipeplan.costs import build_workload
 from pipeplan.errors import InfeasibleError
-from pipeplan.model import PlacedStage, Placement
-from pipeplan.model.workload import Workload
-from pipeplan.planner.assembly import assemble
+from pipeplan.files import PlacedStage, Placement
+from pipeplan.planning.build_plan import assemble
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import DeviceRules, Rules, StageTraversal, TypeTraversal
 from pipeplan.schedule.rules.engine import Run, schedule_by_rules
 from pipeplan.schedule.rules.language import First
-from pipeplan.simulate.bounds import makespan_bound
-from pipeplan.simulate.memory import fits
-from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.memory import fits
+from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.workload import Workload
 from references.rules import Reference
 
 number = st.sampled_from([1, 2, 3, "D", "D - d", "max(1, S - s)", "C * N"])

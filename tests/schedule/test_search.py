@@ -9,15 +9,16 @@ from builders.shapes import shape_workload
 from builders.towers import towers
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.planner import Batch, choose_placement, resolve_batch, search_plan
-from pipeplan.planner.by_rules import SUBMODULES, place_by_rules
+from pipeplan.planning import Batch, choose_placement, resolve_batch, search_plan
+from pipeplan.planning.rule_placements import SUBMODULES, place_by_rules
+from pipeplan.schedule import initial_schedules as starts
 from pipeplan.schedule import search as search_module
-from pipeplan.schedule import starts
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.files import named_rules
-from pipeplan.schedule.search import Schedule, search_schedule
-from pipeplan.schedule.solver import Budget
-from pipeplan.simulate.memory import fits
+from pipeplan.schedule.search import search_schedule
+from pipeplan.schedule.state import Schedule
+from pipeplan.workload.memory import fits
 
 GB = 10**9
 

@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from builders.chains import chain_workload, with_devices_memory
 from builders.drawn import Placed, placed
 from builders.orders import random_orders
-from pipeplan.model.workload import Workload
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.engine import schedule_by_rules
-from pipeplan.schedule.rules.joining import Joined
 from pipeplan.schedule.rules.language import Rules
-from pipeplan.schedule.rules.separation import separate
-from pipeplan.simulate.memory import fits, peak_memory
-from pipeplan.simulate.timing import Orders, TaskGraph, task_graph, with_links
+from pipeplan.schedule.rules.separation import Joined, separate
+from pipeplan.workload.memory import fits, peak_memory
+from pipeplan.workload.task_graph import Orders, TaskGraph, task_graph, with_links
+from pipeplan.workload.workload import Workload
 from references.separation import best_of_all, kind, length, num_placings, random_case, weights_at_once, with_room
 
 

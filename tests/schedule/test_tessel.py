@@ -10,13 +10,13 @@ from builders.shapes import shape_workload
 from pipeplan.examples import ShapeCosts
 from pipeplan.schedule.bounds import makespan_bound, work_bound
 from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.completion import compose, microbatch_by_microbatch, middle_repetition
-from pipeplan.schedule.horizon import reschedule
+from pipeplan.schedule.cpsat.repetend import Pattern, least_period, shortest_way_through
+from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.cpsat.window_model import reschedule
 from pipeplan.schedule.problem import Problem
-from pipeplan.schedule.repetend import Pattern, least_period, shortest_way_through
 from pipeplan.schedule.search import search_schedule
-from pipeplan.schedule.solver import Budget
-from pipeplan.simulate.timing import earliest_starts, task_graph
+from pipeplan.schedule.steady import compose, microbatch_by_microbatch, middle_repetition
+from pipeplan.workload.task_graph import earliest_starts, task_graph
 
 MS = 1_000_000
 

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import schedules
 from builders.chains import chain_workload
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.problem import Problem
-from pipeplan.simulate.timing import task_graph
+from pipeplan.workload.task_graph import task_graph
 
 
 def torch_orders(name: str, num_devices: int, num_microbatches: int, chunks: int = 1) -> list[list[str]]:

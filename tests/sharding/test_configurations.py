@@ -8,21 +8,19 @@ from math import prod
 import numpy as np
 import pytest
 
-from pipeplan.costs.presets import device_preset
-from pipeplan.costs.testbeds import cluster_of_paper
+from pipeplan.costs.presets import cluster_of_paper, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.examples.models import MODELS, model
-from pipeplan.frontier.configurations import operations as ops
-from pipeplan.frontier.configurations.building import CostModel, CostOptions, cost_model
-from pipeplan.frontier.configurations.details import details_of
-from pipeplan.frontier.configurations.expansion import expand
-from pipeplan.frontier.configurations.layouts import Layout
-from pipeplan.frontier.configurations.operation import Axis, Operation
-from pipeplan.frontier.configurations.pricing import Configuration, Scale, configurations
-from pipeplan.frontier.configurations.resharding import Resharding
-from pipeplan.frontier.configurations.splits import Split
-from pipeplan.frontier.tracking import track
-from pipeplan.model import Block, CostRow, Edge, Profile, Source
+from pipeplan.files import Block, CostRow, Edge, Profile, Source
+from pipeplan.sharding.configurations import operations as ops
+from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
+from pipeplan.sharding.configurations.details import details_of
+from pipeplan.sharding.configurations.expansion import expand
+from pipeplan.sharding.configurations.layouts import Layout, Split
+from pipeplan.sharding.configurations.operation import Axis, Operation
+from pipeplan.sharding.configurations.pricing import Configuration, Scale, configurations
+from pipeplan.sharding.configurations.resharding import Resharding
+from pipeplan.sharding.tracking import track
 
 V100 = device_preset("v100-16gb")
 PLAIN = CostOptions()

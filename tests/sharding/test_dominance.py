@@ -8,10 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeplan.frontier.dominance import undominated
-from pipeplan.frontier.graph import CostEdge, CostGraph, CostNode
-from pipeplan.frontier.table import table
-from pipeplan.frontier.tracking import track
+from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, undominated
+from pipeplan.sharding.table import table
+from pipeplan.sharding.tracking import track
 
 
 def graph_of(seed: int, num_nodes: int) -> CostGraph:

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeplan.frontier.contraction import contract
-from pipeplan.frontier.pairing import Limit, product
-from pipeplan.frontier.table import Table, gather, table
+from pipeplan.sharding.elimination import contract
+from pipeplan.sharding.table import Limit, Table, gather, product, table
 
 Cell = list[tuple[int, int]]
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipeplan.frontier.graph import CostEdge, CostGraph, CostNode
-from pipeplan.frontier.table import table
-from pipeplan.frontier.tracking import Tracked, track
+from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode
+from pipeplan.sharding.table import table
+from pipeplan.sharding.tracking import Tracked, track
 from references import cost_graphs as graphs
 
 

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeplan.frontier.hull import Solved, hull_of
-from pipeplan.frontier.tracking import track
+from pipeplan.sharding.bounds import Solved, hull_of
+from pipeplan.sharding.tracking import track
 from references import cost_graphs as graphs
 
 

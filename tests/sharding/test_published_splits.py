@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from pipeplan.costs.testbeds import cluster_of_paper
+from pipeplan.costs.presets import cluster_of_paper
 from pipeplan.examples.models import model
-from pipeplan.frontier.configurations.building import CostModel, CostOptions, cost_model
-from pipeplan.frontier.configurations.published import Point, data_parallel, fastest, one_mesh_for_all, split_everything
-from pipeplan.frontier.tracking import Tracked, track
+from pipeplan.sharding.baselines import Point, data_parallel, fastest, one_mesh_for_all, split_everything
+from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
+from pipeplan.sharding.tracking import Tracked, track
 
 
 @pytest.fixture(scope="module", params=["tensoropt-rnn", "tensoropt-vgg16"])

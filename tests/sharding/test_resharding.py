@@ -7,13 +7,20 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from pipeplan.costs.collectives import Exchange
-from pipeplan.costs.groups import send_time, time_of_groups
-from pipeplan.costs.testbeds import cluster_of_paper
-from pipeplan.frontier.configurations.layouts import Layout, Tensor, all_layouts
-from pipeplan.frontier.configurations.resharding import Move, Resharding, groups_along, moves_between_all
-from pipeplan.frontier.configurations.splits import Split, factorizations, mesh_name, splits_of, ways_to_split
-from pipeplan.model import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source
+from pipeplan.costs.communication import Exchange, send_time, time_of_groups
+from pipeplan.costs.presets import cluster_of_paper
+from pipeplan.files import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source
+from pipeplan.sharding.configurations.layouts import (
+    Layout,
+    Split,
+    Tensor,
+    all_layouts,
+    factorizations,
+    mesh_name,
+    splits_of,
+    ways_to_split,
+)
+from pipeplan.sharding.configurations.resharding import Move, Resharding, groups_along, moves_between_all
 from references.moved_arrays import cut, held_after
 
 

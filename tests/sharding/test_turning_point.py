@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeplan.frontier.turning import turning_point
+from pipeplan.sharding.tracking import turning_point
 
 
 def test_it_is_the_corner() -> None:

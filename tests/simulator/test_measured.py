@@ -14,12 +14,12 @@ from builders.chains import chain_plan, shared_workload
 from builders.orders import gpipe_orders
 from builders.plans import plan_of
 from pipeplan.errors import FileError, UsageError
-from pipeplan.model import Plan, sha256_of
-from pipeplan.model.measured import MeasuredTrace, TimedText, read_trace
-from pipeplan.report.measured import print_comparison
-from pipeplan.report.trace import predicted_trace
-from pipeplan.simulate.measured import compared
-from pipeplan.simulate.simulation import simulate
+from pipeplan.files import Plan, sha256_of
+from pipeplan.files.trace import MeasuredTrace, TimedText, read_trace
+from pipeplan.reporting.measured import print_comparison
+from pipeplan.reporting.trace import predicted_trace
+from pipeplan.simulator.measured import compared
+from pipeplan.simulator.simulation import simulate
 from support.paths import GOLDEN
 
 Change = Callable[[str, int, int, int], TimedText]

@@ -17,13 +17,13 @@ from builders.orders import actions_of, gpipe_orders, one_f_one_b, random_orders
 from builders.plans import plan_of
 from builders.timed import interleaved, named, numbered, timed
 from pipeplan.errors import InvalidPlanError, UsageError
-from pipeplan.model import Dependency, Operation, Plan
-from pipeplan.model.workload import Workload
-from pipeplan.simulate.bounds import makespan_bound
-from pipeplan.simulate.critical_path import critical_path
-from pipeplan.simulate.metrics import in_flight, rates
-from pipeplan.simulate.simulation import simulate
-from pipeplan.simulate.timing import earliest_starts, task_graph
+from pipeplan.files import Plan
+from pipeplan.simulator.metrics import critical_path, in_flight, rates
+from pipeplan.simulator.simulation import simulate
+from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.elements import Dependency, Operation
+from pipeplan.workload.task_graph import earliest_starts, task_graph
+from pipeplan.workload.workload import Workload
 from references.replay import replay
 
 SEEDS = st.integers(0, 2**20)

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from builders.problems import problems
 from builders.shapes import unit_problem, zero_bubble
 from pipeplan.schedule.bounds import makespan_bound, period_bound
+from pipeplan.schedule.cpsat.repetend import least_period
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.problem import Problem
-from pipeplan.schedule.repetend import least_period
 from pipeplan.schedule.search import search_schedule
-from pipeplan.schedule.solver import Budget
 
 
 @pytest.mark.parametrize(

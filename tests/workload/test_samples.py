@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeplan.model.samples import Slots, carried, replica_samples
+from pipeplan.workload.samples import Slots, carried, replica_samples
 
 SETTINGS = settings(max_examples=200)
 

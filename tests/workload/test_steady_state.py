@@ -16,20 +16,19 @@ from builders.orders import Entry, Orders, gpipe_orders, one_f_one_b, one_f_one_
 from builders.plans import plan_of
 from builders.timed import entry_of, found_in, interleaved, named, timed
 from pipeplan.errors import InvalidPlanError, UsageError
-from pipeplan.model import Dependency, Operation, Repetend
-from pipeplan.model.workload import Workload
-from pipeplan.simulate.memory import peak_memory
-from pipeplan.simulate.metrics import rates
-from pipeplan.simulate.repetend import (
+from pipeplan.simulator.metrics import rates
+from pipeplan.workload.elements import Dependency, Operation, Repetend
+from pipeplan.workload.memory import peak_memory
+from pipeplan.workload.steady_state.rate import (
     copy_ranges,
-    extend,
-    find_repetend,
     repetend_rate,
     repetend_time,
     steady_bubble_rate,
     work_bound,
 )
-from pipeplan.simulate.timing import earliest_starts, task_graph
+from pipeplan.workload.steady_state.repetend import extend, find_repetend
+from pipeplan.workload.task_graph import earliest_starts, task_graph
+from pipeplan.workload.workload import Workload
 from references.replay import extended, period_of
 
 SEEDS = st.integers(0, 2**20)

@@ -14,13 +14,13 @@ from builders.drawn import Placed, placed, workloads
 from builders.orders import Entry, actions_of, gpipe_orders, one_f_one_b, random_orders
 from builders.timed import entry_of, named, numbered, timed
 from pipeplan.errors import InvalidPlanError
-from pipeplan.model import Hop
-from pipeplan.model.workload import Workload
-from pipeplan.simulate.bounds import makespan_bound
-from pipeplan.simulate.memory import fits, overflow, peak_memory
-from pipeplan.simulate.metrics import in_flight, rates
-from pipeplan.simulate.orders import orders_of
-from pipeplan.simulate.timing import earliest_starts, task_graph, with_links
+from pipeplan.simulator.metrics import in_flight, rates
+from pipeplan.simulator.simulation import orders_of
+from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.elements import Hop
+from pipeplan.workload.memory import fits, overflow, peak_memory
+from pipeplan.workload.task_graph import earliest_starts, task_graph, with_links
+from pipeplan.workload.workload import Workload
 from references.replay import replay
 
 SEEDS = st.integers(0, 2**20)

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from pipeplan import _api
-from pipeplan.cli.search_options import planning_options, read_request
+from pipeplan.cli.options import planning_options, read_request
 from pipeplan.cli.status import Status, interrupt_on_sigterm
 
 __all__ = ["command"]
@@ -23,7 +23,7 @@ def command(as_json: bool, **flags: Any) -> None:
     Without --placement and without one in the profile, all strategies are compared. Schedules
     that do not fit into memory are timed, too, and stand last.
     """
-    from pipeplan.report.comparison import print_comparison
+    from pipeplan.reporting.comparison import print_comparison
 
     request = read_request(flags)
     interrupt_on_sigterm()

@@ -8,7 +8,7 @@ import click
 from click.core import ParameterSource
 
 from pipeplan import _api
-from pipeplan.cli.types import BYTES, COUNTS, DURATION
+from pipeplan.cli.options import BYTES, COUNTS, DURATION
 from pipeplan.errors import UsageError
 
 __all__ = ["command"]

@@ -10,9 +10,8 @@ import click
 from click.core import ParameterSource
 
 from pipeplan import _api
-from pipeplan.cli.outputs import require_folder, require_stdout_once, require_writable
-from pipeplan.cli.status import interrupt_on_sigterm
-from pipeplan.cli.types import BYTES, COUNTS, DURATION
+from pipeplan.cli.options import BYTES, COUNTS, DURATION
+from pipeplan.cli.status import interrupt_on_sigterm, require_folder, require_stdout_once, require_writable
 from pipeplan.errors import PipeplanError, UsageError
 
 if TYPE_CHECKING:
@@ -118,8 +117,7 @@ def command(
     Without --plans the model is one stage on all devices, each block split in a way of its own. With --plans it may be
     a pipeline, and every point is a plan.
     """
-    from pipeplan.report.frontier import print_frontier
-    from pipeplan.report.frontier_svg import frontier_svg
+    from pipeplan.reporting.frontier import frontier_svg, print_frontier
 
     _refuse_idle(ctx, plans)
     if output is not None:

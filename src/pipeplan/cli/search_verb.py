@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeplan import _api
-from pipeplan.cli.search_options import planning_options, read_request
+from pipeplan.cli.options import planning_options, read_request
 from pipeplan.cli.status import Status, interrupt_on_sigterm
 from pipeplan.errors import UsageError
 
@@ -94,9 +94,8 @@ def _print(result: Result, tuning: Tuning | None, output: str | None, as_json: b
         return
     if output == "-":
         return
-    from pipeplan.report.stages import print_stages
-    from pipeplan.report.terminal import print_simulation
-    from pipeplan.report.tuning import print_ranking
+    from pipeplan.reporting.comparison import print_ranking
+    from pipeplan.reporting.terminal import print_simulation, print_stages
 
     if tuning is not None:
         print_ranking(tuning.rows, file=sys.stdout)

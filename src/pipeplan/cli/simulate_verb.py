@@ -63,11 +63,11 @@ def command(
         _api.read_cluster(cluster_path) if cluster_path is not None else None,
     )
     if svg_path is not None:
-        from pipeplan.report.svg import timeline_svg
+        from pipeplan.reporting.timeline import timeline_svg
 
         _api.write_text(timeline_svg(simulation), svg_path)
     if trace_path is not None:
-        from pipeplan.report.trace import trace_text
+        from pipeplan.reporting.trace import trace_text
 
         _api.write_text(trace_text(simulation), trace_path)
     _warn(simulation)
@@ -101,7 +101,7 @@ def _print(simulation: Simulation, as_json: bool, measured_path: str | None) -> 
     elif as_json:
         click.echo(json.dumps(simulation.figures()))
     else:
-        from pipeplan.report.terminal import print_simulation
+        from pipeplan.reporting.terminal import print_simulation
 
         print_simulation(simulation, sys.stdout)
 
@@ -111,6 +111,6 @@ def _print_compared(simulation: Simulation, as_json: bool, path: str) -> None:
     if as_json:
         click.echo(json.dumps({**simulation.figures(), "measured": comparison.figures()}))
     else:
-        from pipeplan.report.measured import print_comparison
+        from pipeplan.reporting.measured import print_comparison
 
         print_comparison(simulation, comparison, sys.stdout)

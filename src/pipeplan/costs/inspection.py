@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from pipeplan.model import Block, CostRow, Profile
+from pipeplan.files import Block, CostRow, Profile
 from pipeplan.units import format_ns
 
 __all__ = [

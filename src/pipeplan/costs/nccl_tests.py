@@ -18,8 +18,8 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from pipeplan.errors import FileError, UsageError
-from pipeplan.model import Cluster, MeasuredCurve
-from pipeplan.model.cluster import Operation
+from pipeplan.files import Cluster, MeasuredCurve
+from pipeplan.files.cluster import Operation
 from pipeplan.units import MAX_NS
 
 __all__ = ["MeasuredRun", "parse_nccl_tests", "with_runs"]

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pipeplan.costs.collectives import Combining, Exchange, Prices, prices_of
+from pipeplan.costs.communication import Combining, Exchange, Prices, prices_of
 from pipeplan.costs.presets import DevicePreset
-from pipeplan.model import CostRow
+from pipeplan.files import CostRow
 
 __all__ = [
     "Kernel",

@@ -9,26 +9,13 @@ from dataclasses import replace
 from itertools import chain
 
 from pipeplan.costs.blocks import block_costs
-from pipeplan.costs.collectives import all_reduce_time
-from pipeplan.costs.links import transfer_time
+from pipeplan.costs.communication import all_reduce_time, transfer_time
 from pipeplan.costs.stage_cost import StageCost
 from pipeplan.errors import UsageError
-from pipeplan.model import (
-    Block,
-    Cluster,
-    Dependency,
-    Device,
-    Edge,
-    Hop,
-    Operation,
-    PlacedStage,
-    Placement,
-    Profile,
-    Stage,
-)
-from pipeplan.model.elements import slots_of
-from pipeplan.model.samples import carried
-from pipeplan.model.workload import Workload
+from pipeplan.files import Block, Cluster, Edge, PlacedStage, Placement, Profile
+from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, slots_of
+from pipeplan.workload.samples import carried
+from pipeplan.workload.workload import Workload
 
 __all__ = ["build_workload", "can_split", "gradient_sync", "group_costs", "stage_costs"]
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from pipeplan.costs.collectives import Prices
+from pipeplan.costs.communication import Prices
 from pipeplan.costs.operators import Operator, activation, concatenate, cost_row, linear, sequence_of
 from pipeplan.costs.presets import DevicePreset
-from pipeplan.costs.state import state_recipe
+from pipeplan.costs.stage_cost import state_recipe
 from pipeplan.errors import UsageError
 from pipeplan.examples.parts import (
     WIDTH,
@@ -23,7 +23,7 @@ from pipeplan.examples.parts import (
     table_rows,
     whole,
 )
-from pipeplan.model import Block, Edge
+from pipeplan.files import Block, Edge
 
 __all__ = ["RECIPE", "Layout"]
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pipeplan.catalog.reading import ModelSize, model_sizes
-from pipeplan.costs.collectives import prices_in
+from pipeplan.costs.communication import prices_in
 from pipeplan.costs.presets import device_preset
-from pipeplan.costs.state import state_recipe
+from pipeplan.costs.stage_cost import state_recipe
 from pipeplan.errors import UsageError
 from pipeplan.examples.families import FAMILIES, Family
 from pipeplan.examples.layout import RECIPE, Layout
 from pipeplan.examples.parts import WIDTH
-from pipeplan.model import Cluster, Profile, Source
+from pipeplan.files import Cluster, Profile, Source
 
 __all__ = ["MODELS", "family_of", "model"]
 

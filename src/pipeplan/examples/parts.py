@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from pipeplan.costs.collectives import Combining
+from pipeplan.costs.communication import Combining
 from pipeplan.costs.operators import (
     Operator,
     activation,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from pipeplan.errors import UsageError
-from pipeplan.model import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
+from pipeplan.files import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
 from pipeplan.units import MAX_NS, format_ns
 
 __all__ = ["SHAPES", "ShapeCosts", "shape"]

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from pipeplan.costs import StageCost, group_costs
 from pipeplan.errors import UsageError
-from pipeplan.model import Edge, PlacedStage, Placement, Profile
-from pipeplan.partition.chain_costs import ChainCosts, Repeat
+from pipeplan.files import Edge, PlacedStage, Placement, Profile
+from pipeplan.partition.chain.costs import ChainCosts, Repeat
 from pipeplan.partition.series_parallel import topological_order
 
 __all__ = ["AllReduce", "Costs", "Partition", "PartitionProblem", "Pricing", "Way", "free", "together"]

@@ -1,7 +1,7 @@
 """Stages of a chain when each group of devices has a frontier of ways to run its blocks, not one cost.
 
 A group of g devices may run a run of blocks all in one way: it splits the samples (replicas), the blocks (shards),
-recomputes, or any mixture; or it may split each block in a way of its own (:mod:`pipeplan.partition.block_splits`),
+recomputes, or any mixture; or it may split each block in a way of its own (:mod:`pipeplan.partition.per_block_sharding`),
 recomputing or not. For every run of blocks these ways form a frontier of memory against time. Memory depends on the
 place in the pipeline, since the k-th stage from the end holds k micro-batches in flight (1F1B). Under a memory limit
 each stage takes the fastest way that fits, and a dynamic program over (stages from the end, devices, first block) finds
@@ -25,11 +25,18 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeplan.errors import UsageError
-from pipeplan.model import Cluster, PlacedStage, Placement, Profile
-from pipeplan.partition.block_splits import BlockSplits, GroupSplits, RunFrontiers, RunPoint
-from pipeplan.partition.chain_costs import Array, FloatArray, over_all
-from pipeplan.partition.chain_kernel import Programme, shortest_first
-from pipeplan.partition.uniform_ways import UniformRuns, UniformWay, UniformWays
+from pipeplan.files import Cluster, PlacedStage, Placement, Profile
+from pipeplan.partition.chain.costs import Array, FloatArray, over_all
+from pipeplan.partition.chain.kernel import Programme, shortest_first
+from pipeplan.partition.per_block_sharding import (
+    BlockSplits,
+    GroupSplits,
+    RunFrontiers,
+    RunPoint,
+    UniformRuns,
+    UniformWay,
+    UniformWays,
+)
 from pipeplan.time_limit import checkpoint
 
 __all__ = ["Cut", "StageFrontiers"]

@@ -12,8 +12,8 @@ from fnmatch import fnmatchcase
 
 from pipeplan.costs import group_costs
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.model import PlacedStage, Placement, Profile
-from pipeplan.partition.strategies import STRATEGIES, Cut, in_topological_order, place
+from pipeplan.files import PlacedStage, Placement, Profile
+from pipeplan.partition.placement import STRATEGIES, Cut, in_topological_order, place
 
 __all__ = ["Submodule", "place_submodules"]
 
@@ -42,7 +42,7 @@ def place_submodules(
     replicas: int = 1,
     cut: Cut | None = None,
 ) -> Placement:
-    """Place every submodule as :func:`~pipeplan.partition.strategies.place` does a chain, on its own devices.
+    """Place every submodule as :func:`~pipeplan.partition.placement.place` does a chain, on its own devices.
 
     A *position* is a device, or ``replicas`` neighbouring ones that share every micro-batch. Blocks of no submodule
     must come behind all of them: they are one stage on the positions that feed it, split over them if the profile has

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
+from pipeplan.schedule.cpsat.memory_precedences import memory_recurrences
 from pipeplan.schedule.problem import Hold, Problem
-from pipeplan.schedule.recurrence import memory_recurrences
 
 __all__ = ["makespan_bound", "period_bound", "work_bound"]
 
@@ -156,7 +156,7 @@ def _unrolled(problem: Problem) -> int:
     """The bound of all micro-batches' actions: longest paths through what must follow what, and each device's work.
 
     What must follow what: dependencies, the order of micro-batches, and what memory says about order
-    (:mod:`pipeplan.schedule.recurrence`). Each device then has a one-machine problem with heads and tails, whose
+    (:mod:`pipeplan.schedule.cpsat.memory_precedences`). Each device then has a one-machine problem with heads and tails, whose
     preemptive optimum is Jackson's rule: of what is there, run what has the longest tail.
     """
     count = problem.num_microbatches

@@ -5,7 +5,7 @@ operations and dependencies say everything; the same operation of different micr
 micro-batch order (Tessel, Property 4.1), since exchanging equal micro-batches changes nothing.
 
 A link that can be busy is one more device behind the others, without memory, and each message on it one more operation,
-of kind SEND, behind the others (the items of :mod:`pipeplan.model.workload`).
+of kind SEND, behind the others (the items of :mod:`pipeplan.workload.workload`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pipeplan.errors import InfeasibleError
-from pipeplan.model.workload import Workload
 from pipeplan.schedule.reduction import Reduction
 from pipeplan.units import format_bytes
+from pipeplan.workload.workload import Workload
 
 __all__ = ["Hold", "Problem"]
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from pipeplan.errors import UsageError
-from pipeplan.model.elements import Dependency, Device, Hop, Stage
-from pipeplan.model.samples import Slots
-from pipeplan.model.workload import Workload
-from pipeplan.simulate.timing import Orders
+from pipeplan.workload.elements import Dependency, Device, Hop, Stage
+from pipeplan.workload.samples import Slots
+from pipeplan.workload.task_graph import Orders
+from pipeplan.workload.workload import Workload
 
 __all__ = ["Reduction", "device_groups"]
 

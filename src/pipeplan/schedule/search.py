@@ -11,22 +11,27 @@ from dataclasses import replace
 from fractions import Fraction
 
 from pipeplan.errors import InfeasibleError, InvalidPlanError, UsageError
-from pipeplan.model.workload import Workload
 from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.completion import microbatch_by_microbatch
-from pipeplan.schedule.improvement import improve_ramps, improve_windows, solve_whole
+from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.initial_schedules import CHEAP_TASKS, first_schedule, offer_built_in, offer_classics, offer_rules
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.language import Rules
-from pipeplan.schedule.rules.schedules import schedule_of_rules
-from pipeplan.schedule.solver import Budget
-from pipeplan.schedule.starts import CHEAP_TASKS, first_schedule, offer_built_in, offer_classics, offer_rules
+from pipeplan.schedule.rules.sweep import schedule_of_rules
 from pipeplan.schedule.state import Candidate, Progress, Schedule, State
-from pipeplan.schedule.steady import MOST_ADOPTED, adopt_repetitions, search_repetend, search_unrolled
-from pipeplan.simulate.bounds import makespan_bound
-from pipeplan.simulate.memory import overflow, peak_memory
-from pipeplan.simulate.repetend import extend, find_repetend
-from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.schedule.steady import (
+    MOST_ADOPTED,
+    adopt_repetitions,
+    microbatch_by_microbatch,
+    search_repetend,
+    search_unrolled,
+)
+from pipeplan.schedule.windows import improve_ramps, improve_windows, solve_whole
 from pipeplan.time_limit import checkpoint
+from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.memory import overflow, peak_memory
+from pipeplan.workload.steady_state.repetend import extend, find_repetend
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.workload import Workload
 
 __all__ = ["SEARCHING", "Progress", "Schedule", "first_look", "search_schedule", "timed"]
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from pipeplan.errors import InvalidPlanError
-from pipeplan.model.workload import Workload
 from pipeplan.schedule.bounds import makespan_bound, period_bound
+from pipeplan.schedule.cpsat.repetend import Pattern
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.problem import Problem
-from pipeplan.schedule.repetend import Pattern
-from pipeplan.schedule.solver import Budget
-from pipeplan.simulate.memory import overflow, peak_memory
-from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.memory import overflow, peak_memory
+from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.workload import Workload
 
 __all__ = ["Candidate", "Progress", "Schedule", "State"]
 
@@ -25,7 +25,7 @@ Progress = Callable[[str, int, int, float], None]
 class Schedule:
     """The best schedule found, and what is proved about the workload.
 
-    ``orders`` [device] task numbers and ``starts`` [task] in ns, as in :mod:`pipeplan.simulate.timing`.
+    ``orders`` [device] task numbers and ``starts`` [task] in ns, as in :mod:`pipeplan.workload.task_graph`.
     ``scheduler`` names what made it. ``pattern`` is the repetend the search found, ``period_bound_ns`` the proved
     least period per micro-batch at its unroll, and ``repetend_seconds`` how long both took from the start.
     """

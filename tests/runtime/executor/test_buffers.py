@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from pipeplan.runtime.buffers import Buffers
+from pipeplan.runtime.executor.channels import Buffers
 
 
 def test_memory_comes_back_with_the_last_tensor_on_it() -> None:

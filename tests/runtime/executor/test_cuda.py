@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.model import Model
-from pipeplan.runtime.train_options import TrainOptions
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.training.options import TrainOptions
 from runtime_support import models as runtime_models
 from runtime_support.plans import PLACEMENTS, Case, Reports, assert_as_unsplit, four_devices, model_plan, reports_of
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipeplan.runtime.model import BlockSpec, Model
-from pipeplan.runtime.stages import MiniBatch
+from pipeplan.runtime.executor.stage import MiniBatch
+from pipeplan.runtime.models.spec import BlockSpec, Model
 from runtime_support import models as runtime_models
 from runtime_support.models import Mix
 from runtime_support.plans import model_plan

@@ -12,16 +12,17 @@ import pytest
 from builders.chains import chain_workload
 from builders.plans import plan_of
 from builders.shapes import shape_workload
-from pipeplan.check import check
+from pipeplan.checker import check
 from pipeplan.errors import UsageError
 from pipeplan.examples import ShapeCosts
-from pipeplan.model import Dependency, Hop, PlacedStage, Plan
-from pipeplan.runtime import emulation
-from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.options import RunOptions, RunResult
-from pipeplan.runtime.program import planned_programs
-from pipeplan.runtime.together import extent, iteration_of
-from pipeplan.simulate.simulation import Simulation, simulate
+from pipeplan.files import PlacedStage, Plan
+from pipeplan.runtime.executor import emulate as emulation
+from pipeplan.runtime.executor.rank_group import extent, iteration_of
+from pipeplan.runtime.executor.rank_program import planned_programs
+from pipeplan.runtime.launch.job import RunOptions, RunResult
+from pipeplan.runtime.models.load import load_model
+from pipeplan.simulator.simulation import Simulation, simulate
+from pipeplan.workload.elements import Dependency, Hop
 from runtime_support.plans import Case, four_devices, greedy_orders, placed_plan, reports_of
 
 RANK = (sys.executable, "-m", "runtime_support.emulation_rank")

@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 
 from builders.orders import gpipe_orders
-from pipeplan.model import Action, PlacedStage
-from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.train_options import TrainOptions
+from pipeplan.files import PlacedStage
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.workload.action import Action
 from runtime_support import models as runtime_models
 from runtime_support.plans import (
     PLACEMENTS,

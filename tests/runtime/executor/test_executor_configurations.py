@@ -14,20 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipeplan.check import check
+from pipeplan.checker import check
 from pipeplan.costs import build_workload, stage_costs
 from pipeplan.errors import UsageError
-from pipeplan.frontier.configurations.building import CostOptions, cost_model
-from pipeplan.model import COPIES, SAMPLES, SHARDS, Axis, Mesh, PlacedStage, Plan
-from pipeplan.runtime.layouts import StageLayouts, TensorLayout
-from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.model import Model
-from pipeplan.runtime.sequential import sequential_model
-from pipeplan.runtime.shards import Cut, Part, Shards, Slice
-from pipeplan.runtime.training import require_splittable
-from pipeplan.runtime.zoo import ZOO
-from pipeplan.runtime.zoo.gpt import GPTSize
-from pipeplan.simulate.simulation import simulate
+from pipeplan.files import PlacedStage, Plan
+from pipeplan.runtime.executor.layouts import StageLayouts, TensorLayout
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.sequential import sequential_model
+from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.models.zoo import ZOO
+from pipeplan.runtime.models.zoo.gpt import GPTSize
+from pipeplan.runtime.parallel.parameter_slices import Cut, Part, Slice
+from pipeplan.runtime.parallel.sharding import Shards
+from pipeplan.runtime.training.trainer import require_splittable
+from pipeplan.sharding.configurations.building import CostOptions, cost_model
+from pipeplan.simulator.simulation import simulate
+from pipeplan.workload.mesh import COPIES, SAMPLES, SHARDS, Axis, Mesh
 from runtime_support.models import branches
 from runtime_support.plans import TRAINING, Unsplit, placed_plan, profile_of
 from runtime_support.threads import require_equal_to_unsplit, together

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from pipeplan.check import check
-from pipeplan.model import PlacedStage
-from pipeplan.report.trace import predicted_trace
-from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.model import Model
-from pipeplan.simulate.simulation import simulate
+from pipeplan.checker import check
+from pipeplan.files import PlacedStage
+from pipeplan.reporting.trace import predicted_trace
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.spec import Model
+from pipeplan.simulator.simulation import simulate
 from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, placed_plan, reports_of
 
 BRANCHES, CHAIN, TINY = "runtime_support.models:branches", "runtime_support.models:chain", "gpt2-tiny"

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders.orders import gpipe_orders
-from pipeplan.check import check
-from pipeplan.model import PlacedStage, Plan
-from pipeplan.runtime.model import Model
+from pipeplan.checker import check
+from pipeplan.files import PlacedStage, Plan
+from pipeplan.runtime.models.spec import Model
 from runtime_support.models import loss_block, mix_block, shift_block, vectors
 from runtime_support.plans import TRAINING, Unsplit, greedy_orders, placed_plan
 from runtime_support.threads import run_in_threads

@@ -9,17 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeplan.check import check
-from pipeplan.costs.presets import device_preset
-from pipeplan.costs.testbeds import cluster_of_paper
+from pipeplan.checker import check
+from pipeplan.costs.presets import cluster_of_paper, device_preset
 from pipeplan.errors import UsageError
-from pipeplan.frontier.configurations.building import CostOptions, cost_model
-from pipeplan.frontier.tracking import track
-from pipeplan.model import Mesh, PlacedStage, Plan
-from pipeplan.planner.strategies import plan_of_strategy
-from pipeplan.runtime.estimator import estimate_model
-from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.training import require_splittable
+from pipeplan.files import PlacedStage, Plan
+from pipeplan.planning.operator_strategies import plan_of_strategy
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.profiling.estimate import estimate_model
+from pipeplan.runtime.training.trainer import require_splittable
+from pipeplan.sharding.configurations.building import CostOptions, cost_model
+from pipeplan.sharding.tracking import track
+from pipeplan.workload.mesh import Mesh
 from runtime_support import models as runtime_models
 from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, model_plan, placed_plan, reports_of
 

@@ -8,20 +8,19 @@ from itertools import islice
 import pytest
 import torch
 
-from pipeplan.costs.presets import device_preset
-from pipeplan.costs.testbeds import cluster_of_paper
-from pipeplan.model import Plan
-from pipeplan.partition.block_splits import GroupSplits
-from pipeplan.planner import Batch, Request
-from pipeplan.planner.candidates import PlacementCandidate
-from pipeplan.planner.finishing import planned
-from pipeplan.planner.frontier_partitions import chains
-from pipeplan.planner.trials import Trial
-from pipeplan.runtime.estimator import estimate_model
-from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.model import Model
-from pipeplan.simulate.memory import peak_memory
-from pipeplan.simulate.simulation import simulate
+from pipeplan.costs.presets import cluster_of_paper, device_preset
+from pipeplan.files import Plan
+from pipeplan.partition.per_block_sharding import GroupSplits
+from pipeplan.planning import Batch, Request
+from pipeplan.planning.build_plan import planned
+from pipeplan.planning.candidates import PlacementCandidate
+from pipeplan.planning.pipeline_frontier import chains
+from pipeplan.planning.trials import Trial
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.profiling.estimate import estimate_model
+from pipeplan.simulator.simulation import simulate
+from pipeplan.workload.memory import peak_memory
 from runtime_support.threads import require_equal_to_unsplit
 
 

@@ -9,21 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeplan.check import check
+from pipeplan.checker import check
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.model import Plan
-from pipeplan.runtime.importing import imported_module
-from pipeplan.runtime.instructions import Context, CustomFunction, CustomOpRunner, custom_ops_of, register
-from pipeplan.runtime.model import Model
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.partners import ProcessGroups
-from pipeplan.runtime.program import Message, planned_programs, programs_of
-from pipeplan.runtime.progress import Board, Progress
-from pipeplan.runtime.rows import TensorSlots, TensorSpec
-from pipeplan.runtime.stages import MiniBatch, StageError
+from pipeplan.files import Plan
+from pipeplan.runtime.executor.custom_ops import Context, CustomFunction, CustomOpRunner, custom_ops_of, register
+from pipeplan.runtime.executor.message_graph import Message
+from pipeplan.runtime.executor.process_groups import ProcessGroups
+from pipeplan.runtime.executor.rank_program import planned_programs, programs_of
+from pipeplan.runtime.executor.stage import MiniBatch, StageError
+from pipeplan.runtime.executor.tensor_slots import TensorSlots, TensorSpec
+from pipeplan.runtime.launch.job import RunOptions
+from pipeplan.runtime.launch.status_board import Board, Progress
+from pipeplan.runtime.models.import_path import imported_module
+from pipeplan.runtime.models.spec import Model
 from pipeplan.schedule.rules import CustomOp, Rules
-from pipeplan.simulate.bounds import makespan_bound
-from pipeplan.simulate.simulation import simulate
+from pipeplan.simulator.simulation import simulate
+from pipeplan.workload.bounds import makespan_bound
 from runtime_support import new_instruction
 from runtime_support.instruction_models import GATHERED, one_loss, plan_by_rules, shared_loss, towers_plan, two_losses
 from runtime_support.plans import TRAINING, Reports, assert_as_unsplit, four_devices, reports_of

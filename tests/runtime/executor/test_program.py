@@ -12,9 +12,12 @@ from builders.plans import plan_of
 from builders.profiles import joined
 from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
-from pipeplan.model import Block, CostRow, Dependency, PlacedStage, Placement, Plan
-from pipeplan.runtime.program import Message, Numbers, Program, programs_of
-from pipeplan.runtime.share import Share
+from pipeplan.files import Block, CostRow, PlacedStage, Placement, Plan
+from pipeplan.runtime.executor.message_graph import Message
+from pipeplan.runtime.executor.rank_program import Program, programs_of
+from pipeplan.runtime.executor.sample_ownership import Numbers
+from pipeplan.runtime.parallel.share import Share
+from pipeplan.workload.elements import Dependency
 
 BLOCKS = ["block0", "block1", "block2"]
 EDGES = [("block0", "block1"), ("block1", "block2")]

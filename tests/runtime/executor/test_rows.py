@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.model import PlacedStage, Plan
-from pipeplan.runtime.model import BlockSpec, Model
-from pipeplan.runtime.program import Message, programs_of
-from pipeplan.runtime.rows import Made, TensorSlots, TensorSpec
-from pipeplan.runtime.training import travelling
+from pipeplan.files import PlacedStage, Plan
+from pipeplan.runtime.executor.message_graph import Message
+from pipeplan.runtime.executor.rank_program import programs_of
+from pipeplan.runtime.executor.tensor_slots import Made, TensorSlots, TensorSpec
+from pipeplan.runtime.models.spec import BlockSpec, Model
+from pipeplan.runtime.training.trainer import travelling
 from runtime_support.models import Mix, SquaredError, vectors
 from runtime_support.plans import placed_plan
 

@@ -17,17 +17,16 @@ from unittest.mock import patch
 import pytest
 
 from pipeplan.errors import ExecutionError, PipeplanError, UsageError
-from pipeplan.model import PlacedStage, Plan, write_file
-from pipeplan.runtime.failures import Cause, Failure, cause_of
-from pipeplan.runtime.launch import run_local
-from pipeplan.runtime.progress import Board, Phase
-from pipeplan.runtime.train_options import TrainOptions
-from pipeplan.runtime.verdict import culprit, verdict
+from pipeplan.files import PlacedStage, Plan, write_file
+from pipeplan.runtime.launch.failures import Cause, Failure, cause_of, culprit, verdict
+from pipeplan.runtime.launch.local import run_local
+from pipeplan.runtime.launch.status_board import Board, Phase
+from pipeplan.runtime.training.options import TrainOptions
 from runtime_support import models as runtime_models
 from runtime_support.faults import MARK, left_over
 from runtime_support.plans import model_plan, placed_plan
 
-TRAIN = "pipeplan.runtime.training:train_job"
+TRAIN = "pipeplan.runtime.training.trainer:train_job"
 SECOND = 10**9
 NO_END = 3600.0
 MODELS = "runtime_support.models"

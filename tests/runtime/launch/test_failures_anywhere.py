@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeplan.model import PlacedStage, Plan
-from pipeplan.runtime.train_options import TrainOptions
+from pipeplan.files import PlacedStage, Plan
+from pipeplan.runtime.training.options import TrainOptions
 from runtime_support import models as runtime_models
 from runtime_support.faults import Fault, run_with
 from runtime_support.plans import model_plan, placed_plan

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeplan.runtime.capture import parameters_of, replay
-from pipeplan.runtime.hugging_face import LoadedModel, load_configuration
-from pipeplan.runtime.model import Grain, Model
-from pipeplan.runtime.shapes import shaped_blocks
-from pipeplan.runtime.survey import block_graph_of
+from pipeplan.runtime.models.capture import parameters_of, replay
+from pipeplan.runtime.models.huggingface import LoadedModel, load_configuration
+from pipeplan.runtime.models.shapes import shaped_blocks
+from pipeplan.runtime.models.spec import Grain, Model
+from pipeplan.runtime.profiling.block_graph import block_graph_of
 from runtime_support.hugging_face import (
     ARGUMENTS,
     LAYERS,

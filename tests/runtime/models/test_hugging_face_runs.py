@@ -6,10 +6,10 @@ import functools
 
 import pytest
 
-from pipeplan.runtime.hugging_face import load
-from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.model import Model
-from pipeplan.runtime.train_options import TrainOptions
+from pipeplan.runtime.models.huggingface import load
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.training.options import TrainOptions
 from runtime_support.hugging_face import ARGUMENTS, SEQUENCE, batch_for, captured, eager_experts, text
 from runtime_support.hugging_face import whole as original
 from runtime_support.plans import Case, Reports, assert_as_unsplit, model_plan, reports_of

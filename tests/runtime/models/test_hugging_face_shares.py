@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.hugging_face import LoadedModel, load
-from pipeplan.runtime.hugging_face.sharding import share_of
+from pipeplan.runtime.models.huggingface import LoadedModel, load
+from pipeplan.runtime.models.huggingface.sharding import share_of
 from runtime_support.hugging_face import (
     HIDDEN,
     NAMES,

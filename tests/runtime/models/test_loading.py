@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.profiler import profile_model
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.profiling.measure import profile_model
 
 MODULE = """
 import torch
@@ -95,7 +95,7 @@ def test_shared_blocks() -> None:
         (
             "models_to_load:alone",
             {},
-            "returned, Sum; give a pipeplan.runtime.model.Model, or a module and its example",
+            "returned, Sum; give a pipeplan.runtime.models.spec.Model, or a module and its example",
         ),
         ("models_to_load:nothing", {}, "cannot be imported: AttributeError"),
         ("PerceiverConfig()", {}, "PerceiverConfig"),

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.model import Model
-from pipeplan.runtime.sequential import sequential_model
-from pipeplan.runtime.train_options import TrainOptions
-from pipeplan.runtime.training import model_of
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.sequential import sequential_model
+from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.runtime.training.trainer import model_of
 from runtime_support.plans import Unsplit, model_plan
 from runtime_support.threads import run_in_threads
 

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.batches import token_batch
-from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.model import BlockSpec, Model
-from pipeplan.runtime.modules import DeferredLinear
-from pipeplan.runtime.shapes import output_shapes, shaped_blocks
-from pipeplan.runtime.zoo import ZOO, zoo_model
-from pipeplan.runtime.zoo.gpt import gpt
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.shapes import output_shapes, shaped_blocks
+from pipeplan.runtime.models.spec import BlockSpec, Model
+from pipeplan.runtime.models.synthetic_batches import token_batch
+from pipeplan.runtime.models.zoo import ZOO, zoo_model
+from pipeplan.runtime.models.zoo.gpt import gpt
+from pipeplan.runtime.parallel.weight_grads import DeferredLinear
 
 
 @pytest.fixture(autouse=True)
@@ -261,8 +261,8 @@ def test_mini_batch_takes_the_models_number_format() -> None:
 # Finding models --------------------------------------------------------------------------------------------------
 
 MODULE = """
-from pipeplan.runtime.zoo import ZOO
-from pipeplan.runtime.zoo.gpt import gpt
+from pipeplan.runtime.models.zoo import ZOO
+from pipeplan.runtime.models.zoo.gpt import gpt
 
 def tiny():
     return gpt("mine", ZOO["gpt2-tiny"])
@@ -300,7 +300,7 @@ def test_a_factory_of_the_working_directory(working_directory: Path) -> None:
         (":f", "cannot be imported: ValueError"),
         ("my_models_here:fails", "the factory failed: KeyError: 'weights'"),
         ("my_models_here:number", "is, or returned, int; give"),
-        ("os:getcwd", "returned, str; give a pipeplan.runtime.model.Model, or a module"),
+        ("os:getcwd", "returned, str; give a pipeplan.runtime.models.spec.Model, or a module"),
     ],
 )
 @pytest.mark.usefixtures("working_directory")

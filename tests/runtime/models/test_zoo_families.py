@@ -17,17 +17,17 @@ from pipeplan.costs.presets import device_preset
 from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS
 from pipeplan.examples import model as paper_model
-from pipeplan.model import PlacedStage
-from pipeplan.planner import Batch, search_plan
-from pipeplan.runtime.estimator import estimate_model
-from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.model import Model
-from pipeplan.runtime.program import programs_of
-from pipeplan.runtime.shapes import ShapedBlock, output_shapes, shaped_blocks
-from pipeplan.runtime.shards import Shards
-from pipeplan.runtime.share import Share
-from pipeplan.runtime.train_options import TrainOptions
-from pipeplan.runtime.zoo import ZOO
+from pipeplan.files import PlacedStage
+from pipeplan.planning import Batch, search_plan
+from pipeplan.runtime.executor.rank_program import programs_of
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.shapes import ShapedBlock, output_shapes, shaped_blocks
+from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.models.zoo import ZOO
+from pipeplan.runtime.parallel.sharding import Shards
+from pipeplan.runtime.parallel.share import Share
+from pipeplan.runtime.profiling.estimate import estimate_model
+from pipeplan.runtime.training.options import TrainOptions
 from runtime_support.plans import Unsplit, placed_plan
 from runtime_support.threads import require_equal_to_unsplit, together
 

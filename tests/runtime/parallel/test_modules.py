@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipeplan.runtime.model import BlockSpec
-from pipeplan.runtime.modules import (
+from pipeplan.runtime.executor.rank_program import StagePart
+from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
+from pipeplan.runtime.models.spec import BlockSpec
+from pipeplan.runtime.parallel.weight_grads import (
     DeferredEmbedding,
     DeferredLinear,
     WeightGradQueue,
@@ -22,8 +24,6 @@ from pipeplan.runtime.modules import (
     warn_if_few_can_wait,
     warn_if_nothing_waits,
 )
-from pipeplan.runtime.program import StagePart
-from pipeplan.runtime.stages import MiniBatch, StageRunner
 
 WIDTH = 6
 

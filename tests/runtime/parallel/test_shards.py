@@ -13,12 +13,13 @@ from runtime_threads import joined
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.model import Mesh
-from pipeplan.runtime.model import BlockSpec, Model
-from pipeplan.runtime.modules import WeightGradQueue, defer_weight_gradients
-from pipeplan.runtime.shards import Cut, Part, Shards, Slice, Split, share_of
-from pipeplan.runtime.share import Share
-from pipeplan.runtime.split_layers import RowLinear, WordEmbedding, cross_entropy
+from pipeplan.runtime.models.spec import BlockSpec, Model
+from pipeplan.runtime.parallel.parameter_slices import Cut, Part, Slice
+from pipeplan.runtime.parallel.sharding import Shards, Split, share_of
+from pipeplan.runtime.parallel.share import Share
+from pipeplan.runtime.parallel.split_layers import RowLinear, WordEmbedding, cross_entropy
+from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, defer_weight_gradients
+from pipeplan.workload.mesh import Mesh
 from runtime_support.threads import together
 
 WORDS, WIDTH = 11, 6

@@ -25,9 +25,9 @@ from pipeplan.costs.operators import (
     vocabulary_loss,
 )
 from pipeplan.examples.parts import Stack, bottleneck, class_loss, dense, image_stem, long_memory, table_rows
-from pipeplan.runtime.footprint import SavedTensors, storages
-from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.shapes import shaped_blocks
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.shapes import shaped_blocks
+from pipeplan.runtime.profiling.memory import SavedTensors, storages
 
 WIDTH = 4  # float32
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeplan.costs.links import transfer_time
-from pipeplan.costs.testbeds import cluster_of_paper as cluster_of
+from pipeplan.costs.communication import transfer_time
+from pipeplan.costs.presets import cluster_of_paper as cluster_of
 from pipeplan.errors import ExecutionError, UsageError
-from pipeplan.model import (
+from pipeplan.files import (
     Cluster,
     DeviceKind,
     LinkLevel,
@@ -25,7 +25,7 @@ from pipeplan.model import (
     to_json,
     write_file,
 )
-from pipeplan.runtime.communication import OPERATIONS, LinkOptions, LinkPoint, measure_local, tasks_of
+from pipeplan.runtime.profiling.links import OPERATIONS, LinkOptions, LinkPoint, measure_local, tasks_of
 from runtime_support import link_rank
 
 FEW = LinkOptions(largest_bytes=1 << 14, repeats=3, warmup=1, timeout_ns=20 * 10**9)

@@ -17,12 +17,12 @@ from pipeplan.cli.main import main
 from pipeplan.costs.presets import device_preset
 from pipeplan.errors import ExecutionError, UsageError
 from pipeplan.examples import model as paper_model
-from pipeplan.model import Profile, read_profile
-from pipeplan.planner import Batch, search_plan
-from pipeplan.runtime.estimator import estimate_model, work_of_blocks
-from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.model import BlockSpec, Model
-from pipeplan.runtime.profiler import profile_model
+from pipeplan.files import Profile, read_profile
+from pipeplan.planning import Batch, search_plan
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.spec import BlockSpec, Model
+from pipeplan.runtime.profiling.estimate import estimate_model, work_of_blocks
+from pipeplan.runtime.profiling.measure import profile_model
 from support.paths import ROOT
 
 A100 = device_preset("a100-80gb")

@@ -11,26 +11,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeplan.costs.collectives import Exchange, prices_in
+from pipeplan.costs.communication import Exchange, prices_in
 from pipeplan.costs.stages import stage_costs
 from pipeplan.errors import ExecutionError, UsageError
-from pipeplan.model import Block, Cluster, CostRow, Profile, Source
-from pipeplan.model.cluster import DeviceKind, LinkLevel
-from pipeplan.runtime.footprint import meter_for
-from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.measure.bench import Bench
-from pipeplan.runtime.measure.timing import drift_of, num_outliers
-from pipeplan.runtime.measure.whole import in_one_piece, measure_whole
-from pipeplan.runtime.model import BlockSpec, Collective, Model
-from pipeplan.runtime.modules import WeightGradQueue, defer_weight_gradients
-from pipeplan.runtime.partial import RowKey, UnfinishedProfile
-from pipeplan.runtime.profiler import profile_model
-from pipeplan.runtime.shapes import shaped_blocks
-from pipeplan.runtime.shards import Shards
-from pipeplan.runtime.survey import block_graph_of
-from pipeplan.runtime.zoo import ZOO
-from pipeplan.runtime.zoo.gpt import GPTSize, gpt
-from pipeplan.runtime.zoo.layers import FeedForward, SelfAttention
+from pipeplan.files import Block, Cluster, CostRow, Profile, Source
+from pipeplan.files.cluster import DeviceKind, LinkLevel
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.shapes import shaped_blocks
+from pipeplan.runtime.models.spec import BlockSpec, Collective, Model
+from pipeplan.runtime.models.zoo import ZOO
+from pipeplan.runtime.models.zoo.gpt import GPTSize, gpt
+from pipeplan.runtime.models.zoo.layers import FeedForward, SelfAttention
+from pipeplan.runtime.parallel.sharding import Shards
+from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, defer_weight_gradients
+from pipeplan.runtime.profiling.block_bench import Bench
+from pipeplan.runtime.profiling.block_graph import block_graph_of
+from pipeplan.runtime.profiling.measure import profile_model
+from pipeplan.runtime.profiling.memory import meter_for
+from pipeplan.runtime.profiling.resume import RowKey, UnfinishedProfile
+from pipeplan.runtime.profiling.timing import drift_of, num_outliers
+from pipeplan.runtime.profiling.whole_model import in_one_piece, measure_whole
 
 WIDTH = 8
 FLOAT = 4

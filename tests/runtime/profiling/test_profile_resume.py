@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from pipeplan.cli.main import main
 from pipeplan.errors import ExecutionError, FileError, InfeasibleError, UsageError
-from pipeplan.model import Profile, read_profile
-from pipeplan.runtime import partial as partial_module
-from pipeplan.runtime.model import BlockSpec, Model
-from pipeplan.runtime.partial import RowKey, UnfinishedProfile
-from pipeplan.runtime.profiler import profile_model
+from pipeplan.files import Profile, read_profile
+from pipeplan.runtime.models.spec import BlockSpec, Model
+from pipeplan.runtime.profiling import resume as partial_module
+from pipeplan.runtime.profiling.measure import profile_model
+from pipeplan.runtime.profiling.resume import RowKey, UnfinishedProfile
 
 RUNS = {"repeats": 4, "warmup": 1}
 
@@ -242,7 +242,7 @@ import time
 import torch
 from torch import nn
 from pipeplan.runtime import partial
-from pipeplan.runtime.model import BlockSpec, Model
+from pipeplan.runtime.models.spec import BlockSpec, Model
 
 partial._SAVE_EVERY_S = 0.0
 

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from pipeplan.cli.main import main
 from pipeplan.costs.stages import can_split, stage_costs
 from pipeplan.errors import ExecutionError, InfeasibleError, UsageError
-from pipeplan.model import CostRow, Profile, parse, read_profile, to_json
-from pipeplan.runtime.footprint import SavedTensors, meter_for, storages
-from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.measure import timing
-from pipeplan.runtime.model import BlockSpec, Model
-from pipeplan.runtime.modules import WeightGradQueue
-from pipeplan.runtime.profiler import profile_model
-from pipeplan.runtime.survey import block_graph_of
+from pipeplan.files import CostRow, Profile, parse, read_profile, to_json
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.spec import BlockSpec, Model
+from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
+from pipeplan.runtime.profiling import timing
+from pipeplan.runtime.profiling.block_graph import block_graph_of
+from pipeplan.runtime.profiling.measure import profile_model
+from pipeplan.runtime.profiling.memory import SavedTensors, meter_for, storages
 from support.paths import ROOT
 
 WIDTH = 8
@@ -669,8 +669,8 @@ def test_command_without_torch(
 MODULE = """
 import torch
 from torch import nn
-from pipeplan.runtime.measure import timing
-from pipeplan.runtime.model import BlockSpec, Model
+from pipeplan.runtime.profiling import timing
+from pipeplan.runtime.models.spec import BlockSpec, Model
 
 class Odd(nn.Linear):
     def forward(self, x):

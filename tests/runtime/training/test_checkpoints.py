@@ -17,13 +17,13 @@ import pytest
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from pipeplan.errors import ExecutionError, UsageError
-from pipeplan.model import PlacedStage, Plan
-from pipeplan.runtime import training
-from pipeplan.runtime.checkpoint_files import CheckpointFolder
-from pipeplan.runtime.launch import watch_local
-from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.options import StepResult
-from pipeplan.runtime.train_options import TrainOptions
+from pipeplan.files import PlacedStage, Plan
+from pipeplan.runtime.launch.job import StepResult
+from pipeplan.runtime.launch.local import watch_local
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.training import trainer as training
+from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
+from pipeplan.runtime.training.options import TrainOptions
 from runtime_support.plans import PLACEMENTS, TOLERANCE, TRAINING, four_devices, model_plan, placed_plan
 
 RANK = (sys.executable, "-m", "runtime_support.checkpoint_rank")

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.builtin_text import builtin_text
-from pipeplan.runtime.data import num_samples, with_data
-from pipeplan.runtime.loading import load_model
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.training.data import builtin_text, num_samples, with_data
 from runtime_support import models as runtime_models
 
 BRANCHES = "runtime_support.models:branches"
@@ -116,8 +115,8 @@ def test_the_builtin_text_fits_the_smallest_model() -> None:
 @pytest.mark.parametrize("family", ["llama", "bert", "t5"])
 def test_hugging_face_models_take_texts(family: str) -> None:
     pytest.importorskip("transformers")
-    from pipeplan.runtime.hugging_face import load_configuration
-    from pipeplan.runtime.hugging_face.families import FAMILIES
+    from pipeplan.runtime.models.huggingface import load_configuration
+    from pipeplan.runtime.models.huggingface.families import FAMILIES
     from runtime_support.hugging_face import ARGUMENTS, SEQUENCE
 
     (config,) = {each.config for each in FAMILIES.values() if each.config.lower() == f"{family}config"}

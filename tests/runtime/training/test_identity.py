@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.data import fingerprint, with_data
-from pipeplan.runtime.identity import identity_of, require_identity
-from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.model import Model
-from pipeplan.runtime.train_options import TrainOptions
-from pipeplan.runtime.zoo.gpt import gpt
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.models.zoo.gpt import gpt
+from pipeplan.runtime.training.data import fingerprint, with_data
+from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.runtime.training.run_fingerprint import identity_of, require_identity
 from runtime_support.checkpoint_models import TINY
 
 WHERE = Path("saved/step-00000010")
@@ -133,8 +133,8 @@ def test_other_data_of_equal_size(tmp_path: Path) -> None:
 
 
 def test_of_a_large_file_both_ends_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeplan.runtime.data._LARGE_BYTES", 300)
-    monkeypatch.setattr("pipeplan.runtime.data._PART_BYTES", 20)
+    monkeypatch.setattr("pipeplan.runtime.training.data._LARGE_BYTES", 300)
+    monkeypatch.setattr("pipeplan.runtime.training.data._PART_BYTES", 20)
     path, found = tmp_path / "text.txt", []
     for changed in (None, 0, 19, 20, 580, 599):
         content = bytearray(bytes(range(60)) * 10)

@@ -12,14 +12,14 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.loading import load_model
-from pipeplan.runtime.optimizing import Updater, factor_at
-from pipeplan.runtime.precision import Autocast
-from pipeplan.runtime.program import StagePart
-from pipeplan.runtime.shapes import output_shapes
-from pipeplan.runtime.stages import MiniBatch, StageRunner
-from pipeplan.runtime.train_options import TrainOptions
-from pipeplan.runtime.training import autocast_of
+from pipeplan.runtime.executor.rank_program import StagePart
+from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.shapes import output_shapes
+from pipeplan.runtime.parallel.device import Autocast
+from pipeplan.runtime.training.optimizer import Updater, factor_at
+from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.runtime.training.trainer import autocast_of
 from runtime_support import models as runtime_models
 
 HERE = "test_optimizing"

@@ -1,7 +1,7 @@
 """What classic schedules are made of: where one applies, sort keys, and scripts of a device's actions.
 
 A schedule is an order per device: task numbers ``operation * N + micro-batch``, as in
-:mod:`pipeplan.simulate.timing`. Classic schedules do not look at memory unless they say so.
+:mod:`pipeplan.workload.task_graph`. Classic schedules do not look at memory unless they say so.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeplan.model.workload import Workload
 from pipeplan.schedule.problem import Problem
-from pipeplan.simulate import timing
-from pipeplan.simulate.timing import TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload import task_graph as timing
+from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.workload import Workload
 
 __all__ = [
     "Classic",

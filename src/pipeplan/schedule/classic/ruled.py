@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
-from pipeplan.model.workload import Workload
 from pipeplan.schedule.classic.base import Orders, makespan
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.files import named_rules
-from pipeplan.simulate.timing import TaskGraph, task_graph
+from pipeplan.workload.task_graph import TaskGraph, task_graph
+from pipeplan.workload.workload import Workload
 
 __all__ = ["by_rules", "by_rules_in_units"]
 

@@ -8,8 +8,8 @@ from itertools import product
 
 from pipeplan.schedule.classic.base import Orders, Script, makespan, sorted_by
 from pipeplan.schedule.problem import Problem
-from pipeplan.simulate.memory import peak_memory
-from pipeplan.simulate.timing import TaskGraph, task_graph
+from pipeplan.workload.memory import peak_memory
+from pipeplan.workload.task_graph import TaskGraph, task_graph
 
 __all__ = ["dualpipe_v", "enough_for_dualpipe", "repeated_block", "zero_bubble_v"]
 

@@ -8,10 +8,10 @@ from itertools import islice
 
 from pipeplan.schedule.classic.base import Orders, makespan
 from pipeplan.schedule.classic.ruled import by_rules
-from pipeplan.schedule.listing import in_flight_limits, list_schedule, policies
+from pipeplan.schedule.list_scheduling import in_flight_limits, list_schedule, policies
 from pipeplan.schedule.problem import Problem
-from pipeplan.simulate.memory import fits
-from pipeplan.simulate.timing import TaskGraph
+from pipeplan.workload.memory import fits
+from pipeplan.workload.task_graph import TaskGraph
 
 __all__ = ["automatic"]
 

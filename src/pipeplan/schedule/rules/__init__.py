@@ -1,8 +1,8 @@
 """Schedules as rules (FlexPipe): a language, a file for it, and the scheduler that runs it."""
 
+from pipeplan.schedule.rules.custom_ops import with_instruction, with_instructions
 from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.files import read_rules
-from pipeplan.schedule.rules.instructions import with_instruction, with_instructions
 from pipeplan.schedule.rules.language import (
     Check,
     CustomOp,

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from pipeplan.errors import UsageError
 from pipeplan.schedule.rules.language import ReadyAction, Rules, State
+from pipeplan.schedule.rules.obstacles import Obstacle
 from pipeplan.schedule.rules.settings import DeviceSettings, Resolved, Traversal
-from pipeplan.schedule.rules.stuck import Obstacle
-from pipeplan.simulate.timing import TaskGraph
+from pipeplan.workload.task_graph import TaskGraph
 
 __all__ = ["Chooser"]
 

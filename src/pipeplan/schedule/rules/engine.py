@@ -18,13 +18,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeplan.schedule.rules.choosing import Chooser
-from pipeplan.schedule.rules.joining import Joined
 from pipeplan.schedule.rules.language import ReadyAction, Rules, naming
-from pipeplan.schedule.rules.memory import Memory
-from pipeplan.schedule.rules.separation import separate
+from pipeplan.schedule.rules.obstacles import Memory, Obstacle, stuck_error
+from pipeplan.schedule.rules.separation import Joined, separate
 from pipeplan.schedule.rules.settings import Resolved
-from pipeplan.schedule.rules.stuck import Obstacle, stuck_error
-from pipeplan.simulate.timing import TaskGraph
+from pipeplan.workload.task_graph import TaskGraph
 
 __all__ = ["schedule_by_rules", "unseparated"]
 

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from pipeplan.catalog.reading import names, read_text
 from pipeplan.errors import FileError, UsageError
-from pipeplan.model.files import read_bytes
+from pipeplan.files.read_write import read_bytes
 from pipeplan.schedule.rules.language import Rules
 from pipeplan.schedule.rules.stated import Stated, fields_of, told
 

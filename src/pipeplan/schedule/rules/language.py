@@ -17,11 +17,11 @@ from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, StrictI
 from pydantic.dataclasses import dataclass
 
 from pipeplan.errors import PipeplanError
-from pipeplan.model.action import is_instruction_word
-from pipeplan.model.elements import Attribute
 from pipeplan.schedule.rules.numbers import CountFromOne, CountFromZero, Limit, shown
 from pipeplan.schedule.rules.stated import BY_NAME, Stated, TableError, in_units, says, usage_errors
 from pipeplan.units import parse_bytes, parse_ns
+from pipeplan.workload.action import is_instruction_word
+from pipeplan.workload.elements import Attribute
 
 __all__ = [
     "Check",

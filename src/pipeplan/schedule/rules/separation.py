@@ -1,4 +1,6 @@
-"""Gradient separation: weight gradients out of the way of what others wait for (FlexPipe 5.2, Fig. 10).
+"""Gradient separation: rules choose whole backwards, then weight gradients move out of the way.
+
+Gradient separation: weight gradients out of the way of what others wait for (FlexPipe 5.2, Fig. 10).
 
 A backward in two parts hands the input gradient (I) on; nobody waits for the weight gradient (W). Where W follows its
 I at once, it stands in the way of what comes behind it, and other devices wait for that. To *stash* a W is to take it
@@ -8,21 +10,25 @@ Which are stashed is found by backtracking, as the paper has it: from every bubb
 waited for, stashing each W that stood in the way, again and again until none does. Stashing all of them is tried
 beside it, W then going into bubbles that are a little too short for them, too, and the shortest result is kept: it is
 never longer than what was given. Each try is one replay in time, near-linear in the actions.
+
+Backward as one action again: what rules choose among before gradients are separated (FlexPipe's BwdPass).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from pipeplan.errors import InvalidPlanError
-from pipeplan.schedule.rules.stashing import refill
-from pipeplan.simulate.memory import memory_levels
-from pipeplan.simulate.timing import Orders, TaskGraph, earliest_starts, with_links
+from pipeplan.schedule.rules.refill import refill
+from pipeplan.workload.elements import Dependency, Operation
+from pipeplan.workload.memory import memory_levels
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.workload import Workload
 
-__all__ = ["Timed", "separate", "separated"]
+__all__ = ["Joined", "Timed", "separate", "separated"]
 
 
 def separate(graph: TaskGraph, orders: Orders, *, tries: int | None = None) -> list[list[int]]:
@@ -191,3 +197,61 @@ def _blocking(case: _Case, sources: list[list[tuple[int, int]]], found: Timed) -
             arrived = [source for source, lag in sources[task] if ends[source] + lag == starts[task]]
             paths += arrived or held_by[task]
     return case.weights & seen
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A graph whose backwards are whole, for one in which some or all of them have two parts.
+
+    ``parts`` [operation of ``graph``] are the operations of the given one that it stands for: itself, or I and W.
+    """
+
+    given: TaskGraph
+    graph: TaskGraph
+    parts: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, given: TaskGraph) -> Joined:
+        """Join I and W of every stage."""
+        operations = given.workload.operations
+        weights = {operation.stage: number for number, operation in enumerate(operations) if operation.kind == "W"}
+        parts = tuple(
+            (number, weights[operation.stage]) if operation.kind == "I" else (number,)
+            for number, operation in enumerate(operations)
+            if operation.kind != "W"
+        )
+        return cls(given, task_graph(_joined(given.workload, parts)), parts)
+
+    def apart(self, orders: Orders) -> list[list[int]]:
+        """The same orders in the given graph, each W right behind its I."""
+        return [[part for task in order for part in self._parts_of(task)] for order in orders]
+
+    def _parts_of(self, task: int) -> list[int]:
+        operation = self.graph.operation_of[task]
+        number = task - self.graph.offsets[operation]
+        return [self.given.offsets[part] + number for part in self.parts[operation]]
+
+
+def _joined(workload: Workload, parts: tuple[tuple[int, ...], ...]) -> Workload:
+    operations = [[workload.operations[part] for part in group] for group in parts]
+    names = {part.id: _whole(group).id for group in operations for part in group}
+    edges: dict[tuple[str, str], Dependency] = {}
+    for dependency in workload.dependencies:
+        ends = names[dependency.source], names[dependency.target]
+        if ends[0] != ends[1]:
+            edges.setdefault(ends, replace(dependency, source=ends[0], target=ends[1]))
+    return replace(workload, operations=tuple(map(_whole, operations)), dependencies=tuple(edges.values()))
+
+
+def _whole(parts: list[Operation]) -> Operation:
+    """I and W one behind the other; what W works with is on top of what I has given back."""
+    first, last = parts[0], parts[-1]
+    if first is last:
+        return first
+    return replace(
+        first,
+        kind="B",
+        duration_ns=first.duration_ns + last.duration_ns,
+        release_bytes=first.release_bytes + last.release_bytes,
+        workspace_bytes=max(first.workspace_bytes, last.workspace_bytes - first.release_bytes),
+    )

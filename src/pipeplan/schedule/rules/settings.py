@@ -8,10 +8,10 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 
 from pipeplan.errors import UsageError
-from pipeplan.model.elements import Stage
-from pipeplan.model.workload import Workload
 from pipeplan.schedule.rules.language import Rules, Settings, StageTraversal, TypeTraversal
 from pipeplan.schedule.rules.numbers import Limit, evaluate
+from pipeplan.workload.elements import Stage
+from pipeplan.workload.workload import Workload
 
 __all__ = ["DeviceSettings", "Resolved", "Traversal"]
 

@@ -9,8 +9,7 @@ Orders are those of the devices alone; links carry first come, first served. *Sa
 between the start of their forward and the end of their backward (of W, where it is split).
 """
 
-from pipeplan.schedule.stage_graph.greedy import greedy_orders
-from pipeplan.schedule.stage_graph.kfkb import best_kfkb_orders, kfkb_orders, least_ks
+from pipeplan.schedule.stage_graph.orders import best_kfkb_orders, greedy_orders, kfkb_orders, least_ks
 from pipeplan.schedule.stage_graph.stages import samples_held
 
 __all__ = ["best_kfkb_orders", "greedy_orders", "kfkb_orders", "least_ks", "samples_held"]

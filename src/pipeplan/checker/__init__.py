@@ -1,0 +1,53 @@
+"""Is this plan right? Everything is recomputed from the plan's own numbers, by code that knows no planner.
+
+Nothing here imports a solver, a schedule, a simulation or the lowering: what these make passes through here. All
+rules are listed in docs/check.md.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from pipeplan.checker.facts import Facts
+from pipeplan.checker.inputs import check_cluster, check_profile
+from pipeplan.checker.programs import Messages, check_messages, read_programs
+from pipeplan.checker.repetend import check_repetend
+from pipeplan.checker.report import RULES, Figures, Findings, Problem, Report, check_figures, figures_of
+from pipeplan.checker.structure import check_structure
+from pipeplan.checker.timeline import Links, check_inputs, check_links, check_memory, check_timeline
+from pipeplan.files import Cluster, Plan, Profile
+
+__all__ = ["RULES", "Figures", "Problem", "Report", "check"]
+
+
+def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = None) -> Report:
+    """Check all rules of a plan; with the profile or the cluster it was made from, against these too.
+
+    Rules that make no sense while others are broken are passed over: a plan is right only if ``problems`` is
+    empty, but mending what it names may bring up more. Time is linear in the plan's size but for sorting.
+    """
+    findings = Findings()
+    facts = Facts.of(plan)
+    check_structure(plan, findings)
+    messages = None if findings.has("dependencies", "hops") else Messages.of(facts)
+    programs = read_programs(facts, messages, findings)
+    links: Links | None = None
+    if messages is not None and not findings.has("actions", "transfers"):
+        check_messages(facts, messages, programs, findings)
+        links = Links.of(facts, messages, programs)
+        check_links(facts, links, findings)
+    check_inputs(facts, findings)
+    peaks: tuple[int, ...] = ()
+    rate: Fraction | None = None
+    if not findings.has("actions"):
+        check_timeline(facts, programs, links, findings)
+        peaks = check_memory(facts, programs, findings)
+        if plan.repetend is not None and not findings.has("inputs", "links", "order", "exclusive"):
+            rate = check_repetend(facts, programs, links, findings)
+    figures = figures_of(facts, rate, peaks)
+    check_figures(facts, figures, findings)
+    if profile is not None:
+        check_profile(plan, profile, cluster, findings)
+    if cluster is not None:
+        check_cluster(plan, cluster, peaks, findings)
+    return Report(tuple(findings.problems), sum(findings.counts.values()), figures)

@@ -1,0 +1,320 @@
+"""Rules against the profile and the cluster a plan was made from: costs, dependencies and messages are theirs."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+
+from pipeplan.checker.facts import deliveries_of, replicas_of, shares_evenly
+from pipeplan.checker.report import Findings
+from pipeplan.costs import block_costs, transfer_time
+from pipeplan.costs.communication import all_reduce_time
+from pipeplan.errors import UsageError
+from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, sha256_of
+from pipeplan.workload.action import is_instruction
+from pipeplan.workload.elements import Dependency, Hop, Operation, Stage
+
+__all__ = ["check_cluster", "check_profile"]
+
+_EdgesByPair = dict[tuple[str, str], list[Edge]]
+
+
+def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, findings: Findings) -> None:
+    """Recompute every stage, operation and dependency from the profile.
+
+    What a stage whose blocks have configurations costs is not the profile's to say, but what it exchanges is.
+    Without ``cluster`` the times of messages are compared only for plans made without one.
+    """
+    _check_fingerprint("profile", sha256_of(profile), plan.provenance.profile_sha256, findings)
+    if not _has_its_blocks(plan, profile, findings):
+        return
+    _check_block_order(plan, profile, findings)
+    for number, stage in enumerate(plan.stages):
+        rows = _rows(number, stage, stage.microbatch_size // stage.replicas, profile, findings)
+        if rows:
+            _check_stage(number, stage, profile, findings)
+            own = [each for each in plan.operations if each.stage == number and not is_instruction(each.kind)]
+            _check_operations(own, rows, _held_by_others(stage, profile), plan.split_overhead_ns, findings)
+            for operation in own:
+                if operation.part_ns is not None:
+                    _check_part(number, stage, operation, profile, findings)
+    _check_dependencies(plan, profile, cluster, findings)
+    if _knows_links(plan, cluster):
+        _check_syncs(plan, cluster, findings)
+
+
+def _knows_links(plan: Plan, cluster: Cluster | None) -> bool:
+    """Whether times of messages can be told: without the plan's cluster they cannot."""
+    return cluster is not None or not plan.provenance.cluster_sha256
+
+
+def check_cluster(plan: Plan, cluster: Cluster, peaks: Sequence[int], findings: Findings) -> None:
+    """The cluster is the plan's, has its devices, and enough memory on each for ``peaks`` [device] in bytes."""
+    _check_fingerprint("cluster", sha256_of(cluster), plan.provenance.cluster_sha256, findings)
+    if cluster.num_devices < len(plan.devices):
+        text = f"are {len(plan.devices)}, the cluster has {cluster.num_devices}"
+        findings.add("cluster", "devices", text)
+        return
+    for device, (peak, memory) in enumerate(zip(peaks, cluster.memory_bytes, strict=False)):
+        if memory is not None and peak > memory:
+            text = f"takes {peak} bytes, {peak - memory} more than the {memory} of the cluster's device"
+            findings.add("cluster", f"devices[{device}]", text)
+
+
+def _check_fingerprint(what: str, found: str, stated: str, findings: Findings) -> None:
+    if stated not in ("", found):
+        text = f"is {stated[:12]}..., but this {what} has {found[:12]}...: the plan was made from another"
+        findings.add(what, f"provenance.{what}_sha256", text)
+
+
+def _has_its_blocks(plan: Plan, profile: Profile, findings: Findings) -> bool:
+    """Whether the plan's stages and the profile have the same blocks."""
+    known = {block.id for block in profile.blocks}
+    planned = {block for stage in plan.stages for block in stage.blocks}
+    for number, stage in enumerate(plan.stages):
+        for index, block in enumerate(stage.blocks):
+            if block not in known:
+                findings.add("profile", f"stages[{number}].blocks[{index}]", f"{block!r} is not in the profile")
+    for block in sorted(known - planned):
+        findings.add("profile", "stages", f"block {block!r} of the profile is in none")
+    by_route: dict[int, set[str]] = defaultdict(set)
+    for stage in plan.stages:
+        by_route[stage.route].update(stage.blocks)
+    return all(blocks == known for blocks in by_route.values())
+
+
+def _check_block_order(plan: Plan, profile: Profile, findings: Findings) -> None:
+    """In a stage a block stands behind those whose outputs it takes."""
+    for number, stage in enumerate(plan.stages):
+        place_of = {block: index for index, block in enumerate(stage.blocks)}
+        for edge in profile.edges:
+            source, target = place_of.get(edge.source), place_of.get(edge.target)
+            if source is not None and target is not None and source > target:
+                text = f"{edge.target!r} runs before {edge.source!r}, which it needs"
+                findings.add("profile", f"stages[{number}].blocks[{target}]", text)
+
+
+def _rows(number: int, stage: Stage, samples: int, profile: Profile, findings: Findings) -> list[CostRow]:
+    """Costs of the stage's blocks on each device for so many samples there.
+
+    Empty, with a problem noted, if the profile lacks some; and where it cannot have them.
+    """
+    if stage.configurations or not shares_evenly(stage):  # the latter is refused whatever the profile
+        return []
+    by_id = {block.id: block for block in profile.blocks}
+    inputs: dict[str, int] = defaultdict(int)
+    for edge in profile.edges:
+        inputs[edge.target] += _tensor_bytes(edge, samples)
+    try:
+        return [
+            block_costs(
+                _of_configuration(by_id[id_], stage.configuration),
+                samples,
+                stage.shards,
+                recompute=stage.recompute,
+                input_bytes=inputs[id_],
+            )
+            for id_ in stage.blocks
+        ]
+    except UsageError as error:
+        findings.add("profile", f"stages[{number}]", str(error))
+        return []
+
+
+def _of_configuration(block: Block, configuration: str | None) -> Block:
+    """The block with only the rows of a named configuration, as if they had no name."""
+    if configuration is None:
+        return block
+    rows = [row.model_copy(update={"configuration": None}) for row in block.costs if row.configuration == configuration]
+    return block.model_copy(update={"costs": tuple(rows)})
+
+
+def _check_stage(number: int, stage: Stage, profile: Profile, findings: Findings) -> None:
+    """Each shard holds its part of the parameters, rounded up; gradients are as large as parameters."""
+    by_id = {block.id: block for block in profile.blocks}
+    blocks = [by_id[id_] for id_ in stage.blocks]
+    parameters = sum(-(-block.parameter_bytes // stage.shards) for block in blocks)
+    expected = {
+        "parameter_bytes": parameters,
+        "gradient_bytes": parameters,
+        "optimizer_bytes": sum(-(-block.optimizer_bytes // stage.shards) for block in blocks),
+    }
+    _compare(f"stages[{number}]", stage, expected, findings)
+
+
+def _check_part(number: int, stage: Stage, forward: Operation, profile: Profile, findings: Findings) -> None:
+    """One of two parts of a micro-batch takes what the profile says of half the samples."""
+    rows = _rows(number, stage, stage.microbatch_size // stage.replicas // 2, profile, findings)
+    if rows:
+        expected = {"part_ns": max(1, sum(row.forward_ns for row in rows))}
+        _compare(f"operations[{forward.id}]", forward, expected, findings)
+
+
+def _check_syncs(plan: Plan, cluster: Cluster | None, findings: Findings) -> None:
+    """Gradients are summed over all devices that hold a part of the same blocks, shard by shard.
+
+    Inside a stage whose blocks have configurations they are summed otherwise, too.
+    """
+    devices_of: dict[str, set[int]] = defaultdict(set)
+    for stage in plan.stages:
+        for block in stage.blocks:
+            devices_of[block].update(stage.devices)
+    for number, stage in enumerate(plan.stages):
+        if stage.configurations:
+            continue
+        devices = sorted(set().union(*(devices_of[block] for block in stage.blocks)))
+        expected = {"sync_ns": all_reduce_time(cluster, devices[:: stage.shards], stage.gradient_bytes)}
+        _compare(f"stages[{number}]", stage, expected, findings)
+
+
+def _check_operations(
+    operations: Sequence[Operation], rows: Sequence[CostRow], again: int, split_overhead_ns: int, findings: Findings
+) -> None:
+    """Durations add up over the blocks; activations are taken and given back as design section 5 says.
+
+    ``again`` bytes are of tensors that more than one block counts.
+    """
+    held = max(0, sum(row.activation_bytes for row in rows) - again)
+    deferred = sum(row.weight_grad_bytes for row in rows)
+    effects = {
+        "F": (held, 0),
+        "B": (0, held),
+        "I": (max(0, deferred - held), max(0, held - deferred)),
+        "W": (0, deferred),
+    }
+    for operation in operations:
+        durations = [_duration(row, operation.kind) for row in rows]
+        place = f"operations[{operation.id}]"
+        if any(duration is None for duration in durations):
+            findings.add("profile", place, "the profile has no input_grad_ns and weight_grad_ns for some block")
+            continue
+        acquire, release = effects[operation.kind]
+        overhead = split_overhead_ns if operation.kind in "IW" else 0
+        expected = {
+            "duration_ns": max(1, sum(duration or 0 for duration in durations) + overhead),
+            "acquire_bytes": acquire,
+            "release_bytes": release,
+            "workspace_bytes": max(row.workspace_bytes for row in rows),
+        }
+        _compare(place, operation, expected, findings)
+
+
+def _duration(row: CostRow, kind: str) -> int | None:
+    """Time of one block, None where the row does not have it; a full backward is also I and W after each other."""
+    if kind == "F":
+        return row.forward_ns
+    if kind == "I":
+        return row.input_grad_ns
+    if kind == "W":
+        return row.weight_grad_ns
+    if row.backward_ns is not None:
+        return row.backward_ns
+    return (row.input_grad_ns or 0) + (row.weight_grad_ns or 0)
+
+
+def _check_dependencies(plan: Plan, profile: Profile, cluster: Cluster | None, findings: Findings) -> None:
+    """Dependencies between stages are the profile's edges: outputs along them, gradients against them."""
+    expected = _expected(plan, profile)
+    stated = {(dependency.source, dependency.target) for dependency in plan.dependencies}
+    for source, target in sorted(set(expected) - stated):
+        if _led_by_instructions(plan, source, target):
+            continue
+        edge = expected[source, target][0]
+        text = f"{source} -> {target} is missing: the profile has an edge {edge.source!r} -> {edge.target!r}"
+        findings.add("profile", "dependencies", text)
+    for number, dependency in enumerate(plan.dependencies):
+        pair = dependency.source, dependency.target
+        if pair in expected:
+            _check_hops(plan, number, dependency, expected[pair], cluster, findings)
+        elif dependency.source_stage != dependency.target_stage and not dependency.has_instruction:
+            text = f"{pair[0]} -> {pair[1]} has no edge of the profile behind it"
+            findings.add("profile", f"dependencies[{number}]", text)
+
+
+def _led_by_instructions(plan: Plan, source: str, target: str) -> bool:
+    """Whether a way of dependencies leads from one operation to another, with instructions alone in between."""
+    reached, left = {source}, [source]
+    while left:
+        at = left.pop()
+        for dependency in plan.dependencies:
+            goes_on = dependency.source == at and dependency.target not in reached
+            if goes_on and (dependency.target == target or is_instruction(dependency.target_kind)):
+                reached.add(dependency.target)
+                left.append(dependency.target)
+    return target in reached
+
+
+def _expected(plan: Plan, profile: Profile) -> _EdgesByPair:
+    """Dependencies between stages, each with the edges behind it."""
+    stage_of = {(stage.route, block): n for n, stage in enumerate(plan.stages) for block in stage.blocks}
+    split = {operation.stage for operation in plan.operations if operation.kind == "I"}
+    found: _EdgesByPair = defaultdict(list)
+    sent: set[tuple[object, ...]] = set()  # a tensor goes to a stage once
+    for route, edge in itertools.product(sorted({route for route, _ in stage_of}), profile.edges):
+        source, target = stage_of[route, edge.source], stage_of[route, edge.target]
+        if source == target:
+            continue
+        pairs = [(f"{source}F", f"{target}F")]
+        if edge.gradient:
+            back = ["I" if stage in split else "B" for stage in (target, source)]
+            pairs.append((f"{target}{back[0]}", f"{source}{back[1]}"))
+        for pair in pairs:
+            if edge.tensor is None or (pair, edge.source, edge.tensor) not in sent:
+                found[pair].append(edge)
+                sent.add((pair, edge.source, edge.tensor))
+    return dict(found)
+
+
+def _held_by_others(stage: Stage, profile: Profile) -> int:
+    """Bytes of tensors that blocks of the stage take after another block of it took them."""
+    samples, own = stage.microbatch_size // stage.replicas, set(stage.blocks)
+    taken: set[tuple[str, str]] = set()
+    again = 0
+    for edge in profile.edges:
+        if edge.target in own and edge.gradient and edge.tensor is not None:
+            again += _tensor_bytes(edge, samples) if (edge.source, edge.tensor) in taken else 0
+            taken.add((edge.source, edge.tensor))
+    return again
+
+
+def _check_hops(
+    plan: Plan,
+    number: int,
+    dependency: Dependency,
+    edges: Sequence[Edge],
+    cluster: Cluster | None,
+    findings: Findings,
+) -> None:
+    """Bytes of the samples it carries at most; a fixed time goes before the cluster's and occupies no link."""
+    source, target = plan.stage_of(dependency.source), plan.stage_of(dependency.target)
+    if not (source.route == target.route and shares_evenly(source) and shares_evenly(target)):
+        return
+    carried, makers = deliveries_of(source, target), replicas_of(source)
+    for index, hop in enumerate(dependency.hops):
+        place = f"dependencies[{number}].hops[{index}]"
+        samples = max(carried.get((hop.target_device, makers[hop.source_device]), {}).values(), default=0)
+        expected = {"bytes": sum(_tensor_bytes(edge, samples) for edge in edges)}
+        if _knows_links(plan, cluster):
+            expected |= _times(hop, edges, samples, cluster)
+        _compare(place, hop, expected, findings)
+
+
+def _times(hop: Hop, edges: Sequence[Edge], samples: int, cluster: Cluster | None) -> dict[str, int]:
+    priced = [edge for edge in edges if edge.transfer_ns is None]
+    fixed = max((edge.transfer_ns for edge in edges if edge.transfer_ns is not None), default=0)
+    latency, occupancy = 0, 0
+    if priced:
+        size = sum(_tensor_bytes(edge, samples) for edge in priced)
+        latency, occupancy = transfer_time(cluster, hop.source_device, hop.target_device, size)
+    return {"latency_ns": max(latency, fixed), "occupancy_ns": occupancy}
+
+
+def _tensor_bytes(edge: Edge, samples: int) -> int:
+    return edge.bytes_per_sample if edge.broadcast else edge.bytes_per_sample * samples
+
+
+def _compare(place: str, stated: Stage | Operation | Hop, expected: dict[str, int], findings: Findings) -> None:
+    for name, value in expected.items():
+        if getattr(stated, name) != value:
+            findings.add("profile", f"{place}.{name}", f"is {getattr(stated, name)}, the profile gives {value}")

@@ -1,0 +1,300 @@
+"""Rules about programs: every action and message once, on its devices, in orders that cannot deadlock."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+from pipeplan.checker.facts import Facts
+from pipeplan.checker.report import Findings
+from pipeplan.workload.action import Action
+from pipeplan.workload.elements import Dependency, Hop
+from pipeplan.workload.samples import Slots
+
+__all__ = ["Entry", "Messages", "Programs", "check_messages", "read_programs"]
+
+Entry = tuple[int, int]
+"""An operation, or a hop behind all operations, and the number of one of its actions or messages."""
+
+_AMBIGUOUS = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """The hops of all dependencies in a row, and what a transfer's text may call them.
+
+    ``slots`` [hop] say which samples each message is about. ``sends`` and ``receives`` map (stage, payload, device,
+    other stage or None, other device or None) to the number of the only hop that fits, or to -1 where several do.
+    """
+
+    hops: list[tuple[int, int, Dependency, Hop]]
+    slots: list[Slots]
+    sends: dict[tuple[int, str, int, int | None, int | None], int]
+    receives: dict[tuple[int, str, int, int | None, int | None], int]
+
+    @classmethod
+    def of(cls, facts: Facts) -> Messages:
+        """Number the hops."""
+        hops: list[tuple[int, int, Dependency, Hop]] = []
+        sends: dict[tuple[int, str, int, int | None, int | None], int] = {}
+        receives: dict[tuple[int, str, int, int | None, int | None], int] = {}
+        for number, dependency in enumerate(facts.plan.dependencies):
+            source, target = dependency.source_stage, dependency.target_stage
+            for index, hop in enumerate(dependency.hops):
+                payload = dependency.payload
+                for names, stage, device, peer_stage, peer_device in (
+                    (sends, source, hop.source_device, target, hop.target_device),
+                    (receives, target, hop.target_device, source, hop.source_device),
+                ):
+                    for said_stage in (None, peer_stage):
+                        for said_device in (None, peer_device):
+                            key = (stage, payload, device, said_stage, said_device)
+                            names[key] = _AMBIGUOUS if key in names else len(hops)
+                hops.append((number, index, dependency, hop))
+        slots = [facts.messages(dependency, hop) for _, _, dependency, hop in hops]
+        return cls(hops, slots, sends, receives)
+
+    def text(self, number: int, message: int, *, send: bool) -> str:
+        """The transfer's full text."""
+        _, _, dependency, hop = self.hops[number]
+        microbatch, part = self.slots[number].name(message)
+        source, target = dependency.source_stage, dependency.target_stage
+        payload = dependency.payload
+        if send:
+            return str(Action(source, f"SEND_{payload}", microbatch, target, hop.target_device, part))
+        return str(Action(target, f"RECV_{payload}", microbatch, source, hop.source_device, part))
+
+    def place(self, number: int) -> str:
+        """Where the hop stands in the file."""
+        dependency, index, _, _ = self.hops[number]
+        return f"dependencies[{dependency}].hops[{index}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """What the programs mean.
+
+    ``compute`` [device] has the compute actions in order, ``entries`` [device] these and the messages (numbered
+    on from the operations) with ``where`` [device] giving each one's position in the program.
+    """
+
+    compute: list[list[Entry]]
+    entries: list[list[Entry]]
+    where: list[dict[Entry, int]]
+
+
+def read_programs(facts: Facts, messages: Messages | None, findings: Findings) -> Programs:
+    """Require every action once on each device of its stage and every message once on both ends, nothing else.
+
+    Without ``messages`` transfers are passed over.
+    """
+    programs = Programs([], [], [])
+    for device, program in enumerate(facts.plan.programs):
+        reader = _Reader(facts, messages, device, findings)
+        for index, text in enumerate(program):
+            reader.read(index, text)
+        programs.compute.append([entry for entry in reader.where if entry[0] < len(facts.ids)])
+        programs.entries.append(list(reader.where))
+        programs.where.append(reader.where)
+    _require_all_actions(facts, programs, findings)
+    if messages is not None:
+        _require_all_messages(facts, messages, programs, findings)
+    return programs
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Reads one device's program."""
+
+    facts: Facts
+    messages: Messages | None
+    device: int
+    findings: Findings
+    where: dict[Entry, int] = field(default_factory=dict)
+
+    def read(self, index: int, text: str) -> None:
+        """Take one entry, or say what is wrong with it."""
+        action = Action.parse(text)
+        if not action.is_compute and self.messages is None:
+            return
+        rule = "actions" if action.is_compute else "transfers"
+        found = self._operation(action) if action.is_compute else self._message(action)
+        if isinstance(found, str):
+            self.findings.add(rule, self._place(index, text), found)
+            return
+        number, slots = found
+        place = slots.number(action.microbatch, action.part)
+        if place is None:
+            self.findings.add(rule, self._place(index, text), _not_there(action, slots))
+            return
+        entry = (number, place)
+        if entry in self.where:
+            first = self._place(self.where[entry], self.facts.plan.programs[self.device][self.where[entry]])
+            self.findings.add(rule, self._place(index, text), f"is already there as {first}")
+        else:
+            self.where[entry] = index
+
+    def _place(self, index: int, text: str) -> str:
+        return f"programs[{self.device}][{index}] ({text})"
+
+    def _operation(self, action: Action) -> tuple[int, Slots] | str:
+        """Number and actions of a compute action's operation, or what is wrong."""
+        number = self.facts.position.get(action.operation)
+        if number is None:
+            return f"{action.operation} is not an operation of the plan"
+        if self.device not in self.facts.groups[number]:
+            return f"stage {action.stage} stands on devices {list(self.facts.devices[number])}, not here"
+        return number, self.facts.slots[number]
+
+    def _message(self, action: Action) -> tuple[int, Slots] | str:
+        """Number and messages of a transfer's hop, or what is wrong."""
+        assert self.messages is not None
+        names = self.messages.sends if action.sends else self.messages.receives
+        key = (action.stage, action.payload, self.device, action.peer_stage, action.peer_device)
+        number = names.get(key)
+        if number is None:
+            return "no dependency has such a hop from or to this device"
+        if number == _AMBIGUOUS:
+            return "several hops fit; name the stage and the device on the other end, as 1SEND_F0>3@2"
+        return len(self.facts.ids) + number, self.messages.slots[number]
+
+
+def _not_there(action: Action, slots: Slots) -> str:
+    """Why an operation has no such action, or a hop no such message."""
+    if action.microbatch >= slots.count:
+        return f"there are only {slots.count} micro-batches"
+    if slots.every > 1 and not slots.first <= action.microbatch % slots.every < slots.first + slots.run:
+        return f"of every {slots.every} micro-batches only {slots.run} go there, from number {slots.first} on"
+    if action.microbatch < slots.num_parted:
+        return f"the micro-batch runs in two parts, {action.microbatch}.0 and {action.microbatch}.1"
+    return f"the micro-batch is not in parts here; the first {slots.num_parted} are"
+
+
+def _require_all_actions(facts: Facts, programs: Programs, findings: Findings) -> None:
+    present = Counter((device, number) for device, entries in enumerate(programs.compute) for number, _ in entries)
+    for operation, devices in enumerate(facts.devices):
+        for device in devices:
+            missing = facts.counts[operation] - present[device, operation]
+            if missing:
+                first = next(m for m in itertools.count() if (operation, m) not in programs.where[device])
+                text = f"{facts.label(operation, first)} is missing{_and_more(missing)}"
+                findings.add("actions", f"programs[{device}]", text)
+
+
+def _require_all_messages(facts: Facts, messages: Messages, programs: Programs, findings: Findings) -> None:
+    base = len(facts.ids)
+    present = Counter((device, number) for device, entries in enumerate(programs.entries) for number, _ in entries)
+    for number, (*_, hop) in enumerate(messages.hops):
+        count = len(messages.slots[number])
+        for device, send in ((hop.source_device, True), (hop.target_device, False)):
+            missing = count - present[device, base + number]
+            if missing:
+                first = next(m for m in itertools.count() if (base + number, m) not in programs.where[device])
+                text = f"{messages.text(number, first, send=send)} is missing{_and_more(missing)}"
+                findings.add("transfers", f"programs[{device}]", f"{text}; {messages.place(number)} says it")
+
+
+def _and_more(missing: int) -> str:
+    return f" and {missing - 1} more like it" if missing > 1 else ""
+
+
+def check_messages(facts: Facts, messages: Messages, programs: Programs, findings: Findings) -> None:
+    """SEND after its producer, RECV before its consumers, first in first out, and no deadlock.
+
+    Call it with complete programs only.
+    """
+    _check_sides(facts, messages, programs, findings)
+    _check_fifo(facts, messages, programs, findings)
+    _check_deadlock(facts, messages, programs, findings)
+
+
+def _check_sides(facts: Facts, messages: Messages, programs: Programs, findings: Findings) -> None:
+    base = len(facts.ids)
+    for number, (_, _, dependency, hop) in enumerate(messages.hops):
+        source, target = facts.position[dependency.source], facts.position[dependency.target]
+        sender, receiver = programs.where[hop.source_device], programs.where[hop.target_device]
+        for message in range(len(messages.slots[number])):
+            samples = messages.slots[number].samples(message)
+            sent, received = sender[base + number, message], receiver[base + number, message]
+            for n in facts.slots[source].sharing(samples):
+                if sent < sender[source, n]:
+                    place = _place(facts, hop.source_device, sent)
+                    text = f"sends what {facts.label(source, n)} makes only afterwards, at [{sender[source, n]}]"
+                    findings.add("transfer-order", place, text)
+            for n in facts.slots[target].sharing(samples):
+                if receiver[target, n] < received:
+                    place = _place(facts, hop.target_device, received)
+                    text = f"{facts.label(target, n)} needs it before, at [{receiver[target, n]}]"
+                    findings.add("transfer-order", place, text)
+
+
+def _check_fifo(facts: Facts, messages: Messages, programs: Programs, findings: Findings) -> None:
+    """NCCL matches messages between two devices first in, first out (design section 10)."""
+    base = len(facts.ids)
+    sent: defaultdict[tuple[int, int], list[Entry]] = defaultdict(list)
+    received: defaultdict[tuple[int, int], list[Entry]] = defaultdict(list)
+    for device, entries in enumerate(programs.entries):
+        for entry in entries:
+            if entry[0] >= base:
+                hop = messages.hops[entry[0] - base][3]
+                lists = sent if hop.source_device == device else received
+                lists[hop.source_device, hop.target_device].append(entry)
+    for (source, target), entries in sent.items():
+        for ours, theirs in zip(entries, received[source, target], strict=True):
+            if ours != theirs:
+                place = _place(facts, target, programs.where[target][theirs])
+                number, m = ours
+                text = f"takes another message than device {source} sends, {messages.text(number - base, m, send=True)}"
+                findings.add("fifo", place, f"{text} at [{programs.where[source][ours]}]: orders must be equal")
+                break
+
+
+def _check_deadlock(facts: Facts, messages: Messages, programs: Programs, findings: Findings) -> None:
+    """Run the programs with everything joint done together: SEND with RECV, an action on all its devices.
+
+    That this comes to the end is the same as that the union of the program orders has no cycle, and then no
+    interleaving deadlocks, even with blocking sends (design section 10).
+    """
+    members = [*facts.devices, *((hop.source_device, hop.target_device) for *_, hop in messages.hops)]
+    at = [0] * len(programs.entries)
+    arrived: defaultdict[Entry, int] = defaultdict(int)
+    moved = list(range(len(at)))
+    while moved:
+        device = moved.pop()
+        if at[device] == len(programs.entries[device]):
+            continue
+        entry = programs.entries[device][at[device]]
+        arrived[entry] += 1
+        if arrived[entry] == len(members[entry[0]]):
+            del arrived[entry]
+            for member in members[entry[0]]:
+                at[member] += 1
+                moved.append(member)
+    if arrived:
+        cycle = _cycle(programs, members, at)
+        device = cycle[0]
+        waits = [f"device {d} is at {_place(facts, d, _position(programs, d, at))}" for d in cycle]
+        shown = ", which waits for ".join([*waits[:8], *(["..."] if len(waits) > 8 else [])])
+        place = _place(facts, device, _position(programs, device, at))
+        text = f"deadlock: {shown}, which waits for device {device} again"
+        findings.add("deadlock", place, text)
+
+
+def _cycle(programs: Programs, members: list[tuple[int, ...]], at: list[int]) -> list[int]:
+    """Devices of which each waits for the next, and the last for the first."""
+    device = next(d for d in range(len(at)) if at[d] < len(programs.entries[d]))
+    order: dict[int, int] = {}
+    while device not in order:
+        order[device] = len(order)
+        entry = programs.entries[device][at[device]]
+        device = next(d for d in members[entry[0]] if programs.entries[d][at[d]] != entry)
+    return [d for d, index in order.items() if index >= order[device]]
+
+
+def _position(programs: Programs, device: int, at: list[int]) -> int:
+    return programs.where[device][programs.entries[device][at[device]]]
+
+
+def _place(facts: Facts, device: int, index: int) -> str:
+    return f"programs[{device}][{index}] ({facts.plan.programs[device][index]})"

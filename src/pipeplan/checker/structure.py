@@ -1,0 +1,205 @@
+"""Rules about stages, operations, dependencies and hops, whatever the schedule."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+
+from pipeplan.checker.facts import deliveries_of, goes_with, period_of, replicas_of, shares_evenly
+from pipeplan.checker.report import Findings
+from pipeplan.files import Plan
+from pipeplan.files.placement import configuration_problem
+from pipeplan.workload.action import COMPUTE_KINDS, in_order, is_instruction, operation_of
+from pipeplan.workload.elements import Dependency, Operation
+
+__all__ = ["check_structure"]
+
+_FULL, _SPLIT = {"F", "B"}, {"F", "I", "W"}
+_FEEDS = {"F": "F", "B": "BI", "I": "BI", "W": ""}
+"""Kind -> the kinds of other stages that hand something to it."""
+
+_Seen = dict[tuple[int, str, int, int, int], str]
+"""{(source stage, payload, target stage, source device, target device): place of the hop}."""
+
+
+def check_structure(plan: Plan, findings: Findings) -> None:
+    """Kinds of each stage, memory given back, and dependencies that make sense."""
+    by_stage: list[dict[str, Operation]] = [{} for _ in plan.stages]
+    for operation in plan.operations:
+        by_stage[operation.stage][operation.kind] = operation
+    pairs = {(dependency.source, dependency.target) for dependency in plan.dependencies}
+    for stage, operations in enumerate(by_stage):
+        if _check_kinds(plan, stage, operations, findings):
+            _check_own_order(stage, operations, pairs, findings)
+            _check_balance(stage, operations, findings)
+    _check_shares(plan, findings)
+    _check_blocks(plan, findings)
+    _check_dependencies(plan, findings)
+
+
+def _check_kinds(plan: Plan, stage: int, operations: dict[str, Operation], findings: Findings) -> bool:
+    """A stage with blocks runs F and B, or F, I and W; one without runs an instruction."""
+    has = ", ".join(operations) or "none"
+    if plan.stages[stage].blocks:
+        right, text = set(operations) in (_FULL, _SPLIT), "a stage runs F and B, or F, I and W"
+    else:
+        right = len(operations) == 1 and not set(operations) & set(COMPUTE_KINDS)
+        text = "a stage without blocks runs one instruction"
+    if not right:
+        findings.add("stages", f"stages[{stage}]", f"has operations {has}; {text}")
+    return right
+
+
+def _check_dependencies(plan: Plan, findings: Findings) -> None:
+    """None twice, each between operations that go together, its hops bringing what is needed."""
+    seen: dict[tuple[str, str], int] = {}
+    messages: _Seen = {}
+    for number, dependency in enumerate(plan.dependencies):
+        pair = dependency.source, dependency.target
+        if pair in seen:
+            text = f"repeats dependencies[{seen[pair]}], {pair[0]} -> {pair[1]}"
+            findings.add("dependencies", f"dependencies[{number}]", text)
+            continue
+        seen[pair] = number
+        _check_dependency(plan, number, *pair, findings)
+        _check_ends(number, dependency, messages, findings)
+        if dependency.payload:
+            _check_deliveries(plan, number, dependency, findings)
+
+
+def _check_shares(plan: Plan, findings: Findings) -> None:
+    """Replicas share each micro-batch's samples evenly, and so do the devices of each configuration."""
+    for number, stage in enumerate(plan.stages):
+        if not shares_evenly(stage):
+            text = f"is {stage.microbatch_size}, which its {stage.replicas} replicas cannot share evenly"
+            findings.add("stages", f"stages[{number}].microbatch_size", text)
+        samples = stage.microbatch_size // stage.replicas // (2 if stage.num_parted else 1)
+        if problem := configuration_problem(stage.configurations, len(stage.blocks), stage.shards, samples):
+            findings.add("stages", f"stages[{number}].configurations", problem)
+
+
+def _check_blocks(plan: Plan, findings: Findings) -> None:
+    """Every block is in one stage of each route, once."""
+    seen: dict[tuple[int, str], int] = {}
+    for number, stage in enumerate(plan.stages):
+        for index, block in enumerate(stage.blocks):
+            key = stage.route, block
+            if key in seen:
+                place = f"stages[{number}].blocks[{index}]"
+                findings.add("stages", place, f"block {block!r} is already in stages[{seen[key]}]")
+            seen[key] = number
+    _check_routes(plan, set(seen), findings)
+
+
+def _check_routes(plan: Plan, placed: set[tuple[int, str]], findings: Findings) -> None:
+    """All routes have the same blocks and one micro-batch size; ``placed`` are the pairs of route and block."""
+    size = plan.stages[0].microbatch_size
+    for number, stage in enumerate(plan.stages):
+        if plan.num_routes > 1 and stage.microbatch_size != size:
+            text = f"is {stage.microbatch_size}, that of stages[0] {size}; with several routes all must have one"
+            findings.add("stages", f"stages[{number}].microbatch_size", text)
+    routes = {route for route, _ in placed}
+    unused = next((route for route in range(plan.num_routes) if route not in routes), None)
+    if unused is not None:
+        findings.add("stages", "num_routes", f"is {plan.num_routes}, but no stage is on route {unused}")
+    for route, block in sorted(set(itertools.product(routes, {block for _, block in placed})) - placed):
+        text = f"block {block!r} is in no stage of route {route}; every route has all blocks"
+        findings.add("stages", "stages", text)
+
+
+def _check_own_order(
+    stage: int, operations: dict[str, Operation], pairs: set[tuple[str, str]], findings: Findings
+) -> None:
+    """F before B or I, I before W."""
+    kinds = [kind for kind in ("F", "B", "I", "W") if kind in operations]
+    for before, after in zip(kinds, kinds[1:], strict=False):
+        if (f"{stage}{before}", f"{stage}{after}") not in pairs:
+            findings.add(
+                "dependencies", "dependencies", f"{stage}{after} must wait for {stage}{before}; no entry says so"
+            )
+
+
+def _check_balance(stage: int, operations: dict[str, Operation], findings: Findings) -> None:
+    """What a micro-batch takes it gives back, and never more than it holds (design section 5)."""
+    held = 0
+    for kind in in_order(operations):
+        operation = operations[kind]
+        held += operation.acquire_bytes - operation.release_bytes
+        if held < 0:
+            text = f"gives back {-held} bytes more than a micro-batch of stage {stage} holds then"
+            findings.add("balance", f"operations[{operation.id}]", text)
+            return
+    if held:
+        text = f"a micro-batch keeps {held} bytes for ever: what its operations acquire and release must be equal"
+        findings.add("balance", f"stages[{stage}]", text)
+
+
+def _check_dependency(plan: Plan, number: int, source: str, target: str, findings: Findings) -> None:
+    """Outputs feed forwards, gradients feed backwards, between stages of one route."""
+    (from_stage, from_kind), (to_stage, to_kind) = operation_of(source), operation_of(target)
+    if is_instruction(from_kind) or is_instruction(to_kind):
+        allowed = True
+    elif from_stage == to_stage:
+        allowed = from_kind + to_kind in ("FB", "FI", "IW")
+    else:
+        allowed = from_kind in _FEEDS[to_kind]
+    routes = [plan.stage_of(id_).route for id_ in (source, target)]
+    if routes[0] != routes[1] and plan.dependencies[number].needs is None:
+        text = f"{source} -> {target} joins route {routes[0]} to route {routes[1]}, which have no sample in common"
+        findings.add("dependencies", f"dependencies[{number}]", text)
+    if not allowed:
+        text = (
+            f"{source} -> {target} makes no sense: F waits for F, B and I wait for their stage's F and for B or I "
+            "of others, W waits for its stage's I"
+        )
+        findings.add("dependencies", f"dependencies[{number}]", text)
+
+
+def _check_ends(number: int, dependency: Dependency, messages: _Seen, findings: Findings) -> None:
+    """No hop goes nowhere, and no two of the plan have the same ends, so that messages can be told apart."""
+    payload = dependency.payload
+    if dependency.hops and not payload:
+        findings.add("hops", f"dependencies[{number}].hops", f"{dependency.source} makes nothing to send")
+    ends = dependency.source_stage, payload, dependency.target_stage
+    for index, hop in enumerate(dependency.hops):
+        place = f"dependencies[{number}].hops[{index}]"
+        if hop.source_device == hop.target_device:
+            findings.add("hops", place, f"joins device {hop.source_device} to itself, where a transfer is free")
+        key = (*ends, hop.source_device, hop.target_device)
+        if key in messages:
+            text = f"sends {payload} of stage {ends[0]} to stage {ends[2]} on the same devices as {messages[key]}"
+            findings.add("hops", place, text)
+        messages[key] = place
+
+
+def _check_deliveries(plan: Plan, number: int, dependency: Dependency, findings: Findings) -> None:
+    """Every device of the target gets just the samples it works on and did not make itself, each from one device."""
+    source, target = plan.stage_of(dependency.source), plan.stage_of(dependency.target)
+    same_samples = source.microbatch_size == target.microbatch_size or plan.num_routes == 1
+    if source.route != target.route or not (same_samples and shares_evenly(source) and shares_evenly(target)):
+        return
+    needed, period, makers = deliveries_of(source, target), period_of(source, target), replicas_of(source)
+    brought: dict[tuple[int, int], str] = {}
+    for index, hop in enumerate(dependency.hops):
+        place = f"dependencies[{number}].hops[{index}]"
+        key = hop.target_device, makers[hop.source_device]
+        if key in brought:
+            findings.add("hops", place, f"brings device {hop.target_device} what {brought[key]} brings it")
+        elif key not in needed:
+            text = f"brings device {hop.target_device} nothing that it works on and did not make itself"
+            findings.add("hops", place, text)
+        elif not goes_with(hop, needed[key], period):
+            text = f"must go with micro-batches {_some(needed[key])} of every {period}, which device {key[0]} works on"
+            findings.add("hops", place, text)
+        brought.setdefault(key, place)
+    if dependency.has_instruction:  # it brings what it needs, and what others take of it, itself
+        return
+    for device, replica in sorted(set(needed) - set(brought)):
+        devices = " or ".join(map(str, source.devices[replica * source.shards : (replica + 1) * source.shards]))
+        text = f"{dependency.target} on device {device} works on samples made on device {devices}; a hop is missing"
+        findings.add("hops", f"dependencies[{number}].hops", text)
+
+
+def _some(numbers: Collection[int]) -> str:
+    """The first of them, as text."""
+    return ", ".join([*map(str, sorted(numbers)[:8]), *(["..."] if len(numbers) > 8 else [])])

@@ -1,0 +1,290 @@
+"""Rules about links, start times and memory: what happens on devices and links as time passes.
+
+Rules about links: a link carries one message at a time, in the order in which its device sends them.
+
+Rules about start times: inputs are there, devices do one thing at a time, and nothing waits longer than it must.
+
+Rules about memory (design section 5): what each device holds while each of its actions runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipeplan.checker.facts import Facts
+from pipeplan.checker.programs import Entry, Messages, Programs
+from pipeplan.checker.report import Findings
+from pipeplan.workload.elements import DeviceMemory, Hop
+
+__all__ = ["Links", "check_inputs", "check_links", "check_memory", "check_timeline"]
+
+
+Sent = tuple[int, int]
+"""A message: the number of its hop, and its own among those of the hop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The messages that occupy links, and when they do.
+
+    ``orders`` has for each link (source device, target device) its messages in the order of the SENDs. ``begins`` has
+    when each takes its link, in ns: as soon as it is made and those before it are through. ``hops`` [operation] are the
+    numbers of such hops that bring it something, ``ends`` {hop: (source operation, target operation)}.
+    """
+
+    messages: Messages
+    orders: dict[tuple[int, int], list[Sent]]
+    begins: dict[Sent, int]
+    hops: list[list[int]]
+    ends: dict[int, tuple[int, int]]
+
+    @classmethod
+    def of(cls, facts: Facts, messages: Messages, programs: Programs) -> Links:
+        """Go through the programs, which are complete."""
+        links = cls(messages, defaultdict(list), {}, [[] for _ in facts.ids], {})
+        for number, (_, _, dependency, hop) in enumerate(messages.hops):
+            if hop.occupancy_ns:
+                links.ends[number] = facts.position[dependency.source], facts.position[dependency.target]
+                links.hops[facts.position[dependency.target]].append(number)
+        for device, entries in enumerate(programs.entries if links.ends else []):
+            links._send(facts, device, entries)
+        return links
+
+    def _send(self, facts: Facts, device: int, entries: list[Sent]) -> None:
+        """Take the SENDs of one device."""
+        free: defaultdict[int, int] = defaultdict(int)
+        for entry, message in entries:
+            number = entry - len(facts.ids)
+            if number not in self.ends or self.messages.hops[number][3].source_device != device:
+                continue
+            hop = self.hop(number, message)
+            self.orders[device, hop.target_device].append((number, message))
+            self.begins[number, message] = max(free[hop.target_device], self.made(facts, number, message))
+            free[hop.target_device] = self.begins[number, message] + hop.occupancy_ns
+
+    def hop(self, number: int, message: int) -> Hop:
+        """What a message takes, as a hop: a part of a micro-batch occupies the link half as long."""
+        hop = self.messages.hops[number][3]
+        return hop.part if message < 2 * self.messages.slots[number].num_parted else hop
+
+    def made(self, facts: Facts, number: int, message: int) -> int:
+        """When everything that a message carries is made, in ns."""
+        source = self.ends[number][0]
+        samples = self.messages.slots[number].samples(message)
+        return max(facts.end(source, n) for n in facts.slots[source].sharing(samples))
+
+    def arrival(self, number: int, message: int) -> int:
+        """When a message is there, in ns."""
+        return self.begins[number, message] + self.hop(number, message).duration_ns
+
+    def incoming(self, facts: Facts, target: int, action: int) -> Iterator[Sent]:
+        """The messages that come to an action over these links."""
+        samples = facts.slots[target].samples(action)
+        for number in self.hops[target]:
+            for message in self.messages.slots[number].sharing(samples):
+                yield number, message
+
+    def last_arrival(self, facts: Facts, target: int, action: int) -> int:
+        """When everything is there that comes to an action over these links, in ns; 0 if nothing does."""
+        return max((self.arrival(*sent) for sent in self.incoming(facts, target, action)), default=0)
+
+    def copy(self, link: tuple[int, int], begins: list[int], unroll: int) -> dict[Sent, int] | None:
+        """The link's part of a repetend that has its operations from micro-batches ``begins`` [operation] on.
+
+        That is a contiguous run of its messages, in which each hop occurs ``unroll`` times; the last such run
+        in which no message is before what makes it, or behind what waits for it. {(hop, micro-batch): the
+        micro-batch's number in the run, by hop}, in order; None if there is none.
+        """
+        named = [(number, self.messages.slots[number].name(message)) for number, message in self.orders[link]]
+        order = [(number, microbatch) for number, (microbatch, part) in named if part != 1]  # parts are before it
+        low = {number: begins[self.ends[number][1]] for number, _ in order}
+        high = {number: begins[self.ends[number][0]] for number, _ in order}
+        for at in reversed(range(sum(low.values()), sum(high.values()) + 1)):
+            before = Counter(number for number, _ in order[:at])
+            run = order[at : at + unroll * len(low)]
+            if (
+                all(low[number] <= before[number] <= high[number] for number in low)
+                and all(m < before[number] for number, m in order[:at])
+                and set(run) == {(number, before[number] + u) for number in low for u in range(unroll)}
+            ):
+                return {(number, m): m - before[number] for number, m in run}
+        return None
+
+
+def check_links(facts: Facts, links: Links, findings: Findings) -> None:
+    """No action starts before a message is there that had to wait for its link.
+
+    Whether it would be there over a free link is another rule's (inputs).
+    """
+    for target, starts in enumerate(facts.starts if links.ends else []):
+        for action, start in enumerate(starts):
+            for sent in links.incoming(facts, target, action):
+                number, hop = sent[0], links.hop(*sent)
+                if links.made(facts, *sent) + hop.duration_ns <= start < links.arrival(*sent):
+                    text = (
+                        f"starts at {start} ns, but {links.messages.text(*sent, send=True)} gets the link from "
+                        f"device {hop.source_device} to {hop.target_device} at {links.begins[sent]} ns, after "
+                        f"others, and arrives at {links.arrival(*sent)} ns ({links.messages.place(number)})"
+                    )
+                    findings.add("links", f"starts_ns[{facts.ids[target]}][{action}]", text)
+
+
+def check_inputs(facts: Facts, findings: Findings) -> None:
+    """Every action starts when all actions that hold its samples have ended and their slowest hop has arrived.
+
+    ``start(target) >= end(source) + lag`` for each dependency, and each action of the source that shares samples.
+    """
+    for target, starts in enumerate(facts.starts):
+        for number, start in enumerate(starts):
+            for wait, n, lag in facts.inputs(target, number):
+                if start < facts.end(wait.source, n) + lag:
+                    _add_too_early(facts, findings, (target, number), (wait.source, n), lag, wait.dependency)
+
+
+def _add_too_early(facts: Facts, findings: Findings, target: Entry, source: Entry, lag: int, dependency: int) -> None:
+    end = facts.end(*source)
+    travels = f" and takes {lag} ns to arrive" if lag else ""
+    text = (
+        f"starts at {facts.starts[target[0]][target[1]]} ns, but {facts.label(*source)} ends at {end} ns{travels}: "
+        f"not before {end + lag} ns (dependencies[{dependency}])"
+    )
+    findings.add("inputs", _place(facts, *target), text)
+
+
+def check_timeline(facts: Facts, programs: Programs, links: Links | None, findings: Findings) -> None:
+    """Devices run one action at a time, in program order, and each action starts as soon as it can.
+
+    The last holds if every start equals the latest of its device's previous ends and its inputs' arrivals: such
+    times are unique, so replaying the programs gives just these. Call it with complete programs only; without
+    ``links`` the last is passed over where messages occupy links.
+    """
+    free: dict[Entry, int] = {}  # when the devices of an action have ended what they run before
+    for device, entries in enumerate(programs.compute):
+        _check_device(facts, device, entries, findings)
+        before: Entry | None = None
+        for entry in entries:
+            ready = 0 if before is None else facts.end(*before)
+            free[entry] = max(free.get(entry, 0), ready)
+            before = entry
+    occupied = any(hop.occupancy_ns for dependency in facts.plan.dependencies for hop in dependency.hops)
+    if not findings.has("inputs", "links", "exclusive", "order") and (links is not None or not occupied):
+        _check_earliest(facts, free, links, findings)
+
+
+def _check_device(facts: Facts, device: int, entries: list[Entry], findings: Findings) -> None:
+    """Starts in the order of the program, and no action before the one that started before it has ended."""
+    for before, after in zip(entries, entries[1:], strict=False):
+        first, second = facts.starts[before[0]][before[1]], facts.starts[after[0]][after[1]]
+        if second < first:
+            text = (
+                f"starts at {second} ns, before {facts.label(*before)} at {first} ns, which stands before it in "
+                f"programs[{device}]"
+            )
+            findings.add("order", _place(facts, *after), text)
+    by_start = sorted(entries, key=lambda entry: facts.starts[entry[0]][entry[1]])
+    for before, after in zip(by_start, by_start[1:], strict=False):
+        start, end = facts.starts[after[0]][after[1]], facts.end(*before)
+        if start < end:
+            text = f"starts at {start} ns, while device {device} runs {facts.label(*before)} until {end} ns"
+            findings.add("exclusive", _place(facts, *after), text)
+
+
+def _check_earliest(facts: Facts, free: dict[Entry, int], links: Links | None, findings: Findings) -> None:
+    for target, starts in enumerate(facts.starts):
+        for number, start in enumerate(starts):
+            ready = free[target, number]
+            if links is not None:
+                ready = max(ready, links.last_arrival(facts, target, number))
+            for wait, n, lag in facts.inputs(target, number):
+                ready = max(ready, facts.end(wait.source, n) + lag)
+            if start != ready:
+                text = f"starts at {start} ns, but its devices are free and its inputs are there at {ready} ns"
+                findings.add("earliest", _place(facts, target, number), text)
+
+
+def _place(facts: Facts, operation: int, number: int) -> str:
+    return f"starts_ns[{facts.ids[operation]}][{number}]"
+
+
+def check_memory(facts: Facts, programs: Programs, findings: Findings) -> tuple[int, ...]:
+    """Every device stays within its memory and its predicted parts are right; returns the peaks [device] in bytes.
+
+    An action takes ``acquire_bytes`` at its start and gives ``release_bytes`` back at its end, a part of a forward
+    takes half; workspace is held while it runs. A device runs one action at a time, so all follows from its order.
+    Call it with complete programs only.
+    """
+    static = _static(facts)
+    peaks: list[int] = []
+    for device, entries in enumerate(programs.compute):
+        levels = _levels(facts, entries)
+        highest = max(levels, default=0)
+        parameter, gradient, optimizer = static[device]
+        base = parameter + gradient + optimizer
+        _check_limit(facts, programs, device, base, levels, findings)
+        workspace = 0
+        if highest > 0:
+            operation = entries[levels.index(highest)][0]  # the first moment of the peak
+            workspace = facts.plan.operations[operation].workspace_bytes
+        parts = {
+            "parameter_bytes": parameter,
+            "gradient_bytes": gradient,
+            "optimizer_bytes": optimizer,
+            "activation_bytes": highest - workspace,
+            "workspace_bytes": workspace,
+            "peak_bytes": base + highest,
+        }
+        _check_parts(device, facts.plan.predicted.memory[device], parts, findings)
+        peaks.append(base + highest)
+    return tuple(peaks)
+
+
+def _static(facts: Facts) -> list[tuple[int, int, int]]:
+    """Parameters, gradients and optimizer state [device]."""
+    static = [(0, 0, 0)] * len(facts.plan.devices)
+    for stage in facts.plan.stages:
+        for device in stage.devices:
+            parameter, gradient, optimizer = static[device]
+            static[device] = (
+                parameter + stage.parameter_bytes,
+                gradient + stage.gradient_bytes,
+                optimizer + stage.optimizer_bytes,
+            )
+    return static
+
+
+def _levels(facts: Facts, entries: list[Entry]) -> list[int]:
+    """Activations and workspace while each action runs [action], in bytes."""
+    effects = [(operation.release_bytes, operation.workspace_bytes) for operation in facts.plan.operations]
+    held, levels = 0, []
+    for operation, number in entries:
+        release, workspace = effects[operation]
+        held += facts.acquired(operation, number)
+        levels.append(held + workspace)
+        held -= release
+    return levels
+
+
+def _check_limit(
+    facts: Facts, programs: Programs, device: int, base: int, levels: list[int], findings: Findings
+) -> None:
+    limit = facts.plan.devices[device].memory_bytes
+    if limit is None:
+        return
+    over = [index for index, level in enumerate(levels) if base + level > limit]
+    if over:
+        entry = programs.compute[device][over[0]]
+        place = f"programs[{device}][{programs.where[device][entry]}] ({facts.label(*entry)})"
+        text = (
+            f"device {device} holds {base + levels[over[0]]} bytes, {base + levels[over[0]] - limit} more than its "
+            f"{limit} (peak {base + max(levels)}, {len(over)} actions above)"
+        )
+        findings.add("memory", place, text)
+
+
+def _check_parts(device: int, stated: DeviceMemory, parts: dict[str, int], findings: Findings) -> None:
+    for part, value in parts.items():
+        if getattr(stated, part) != value:
+            text = f"is {getattr(stated, part)}, the programs give {value}"
+            findings.add("figures", f"predicted.memory[{device}].{part}", text)

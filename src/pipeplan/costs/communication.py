@@ -1,0 +1,309 @@
+"""What it costs to move bytes: between two devices, within a group, and in all groups of a mesh at once.
+
+What it costs to move bytes between two devices of a cluster.
+
+What it costs the devices of a group to combine or exchange arrays: rings over links, or measured times.
+
+What collectives cost when all groups of a device mesh run them at once, and share the links between nodes.
+
+The groups along one dimension of a mesh are alike, and every one of them runs the collective at the same time. A link
+inside the innermost level is a device's own; those of levels above join nodes, and everything that leaves a node at
+once goes through one (TensorOpt section 4.2 measures per partition of the devices what we tell from this).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pipeplan.costs.presets import DevicePreset
+from pipeplan.files import Cluster, LinkLevel, MeasuredCurve
+
+__all__ = [
+    "BusiestPair",
+    "Combining",
+    "Exchange",
+    "LinkResult",
+    "Prices",
+    "all_gather_time",
+    "all_reduce_time",
+    "busiest_pair",
+    "crowding",
+    "latency_and_bandwidth",
+    "leave_one_out_error",
+    "price_at",
+    "prices_in",
+    "prices_of",
+    "ring_ns",
+    "send_time",
+    "time_of_groups",
+    "time_on_curve",
+    "time_on_line",
+    "transfer_time",
+]
+
+
+Points = Sequence[tuple[int, int]]
+"""Pairs of bytes and ns, bytes ascending."""
+
+
+def transfer_time(cluster: Cluster | None, source: int, target: int, size: int) -> tuple[int, int]:
+    """Latency and link occupancy in ns of sending ``size`` bytes from one device to another.
+
+    A measured curve of the level goes first (log-interpolated, made monotone; beyond its ends the rate of its
+    last point holds); otherwise latency plus size over bandwidth. Without a cluster links cost nothing.
+    """
+    level = cluster.level_between(source, target) if cluster is not None and source != target else None
+    if cluster is None or level is None:
+        return 0, 0
+    for curve in cluster.measured:
+        if curve.operation == "send" and curve.level == level.name:
+            time = time_on_curve(curve.points, size)
+            latency = min(level.latency_ns, time)  # together they take what was measured
+            return latency, time - latency
+    return level.latency_ns, math.ceil(size * 1e9 / level.bandwidth_bytes_per_s)
+
+
+def time_on_curve(points: Points, size: int) -> int:
+    """Time in ns at ``size`` bytes on measured points, interpolated in the logarithms of both.
+
+    It never falls with size: a point that is quicker than a smaller one takes that one's time. Below the first
+    point its time holds, beyond the last one its rate.
+    """
+    monotone: list[tuple[int, int]] = []
+    for bytes_, ns in points:
+        monotone.append((bytes_, max(ns, monotone[-1][1] if monotone else 0)))
+    if size <= monotone[0][0]:
+        return monotone[0][1]
+    for (low, low_ns), (high, high_ns) in zip(monotone, monotone[1:], strict=False):
+        if size == high:
+            return high_ns
+        if size < high:
+            share = math.log(size / max(low, 1)) / math.log(high / max(low, 1))
+            return round(low_ns * math.pow(high_ns / low_ns, share))
+    last, last_ns = monotone[-1]
+    return round(last_ns * size / max(last, 1))
+
+
+def latency_and_bandwidth(points: Points) -> tuple[int, int]:
+    """The latency in ns and the bytes per second whose times are nearest to those measured.
+
+    Nearest by the squares of relative errors, since times differ by orders of magnitude; no latency below 0.
+    """
+    ones, sizes = [1 / ns for _, ns in points], [size / ns for size, ns in points]  # what a and b count relative to ns
+    aa, bb, ab = _dot(ones, ones), _dot(sizes, sizes), _dot(ones, sizes)
+    determinant = aa * bb - ab * ab
+    latency = (sum(ones) * bb - sum(sizes) * ab) / determinant if determinant > 1e-9 * aa * bb else 0.0
+    latency = min(max(latency, 0.0), min(ns for _, ns in points))
+    per_byte = (sum(sizes) - latency * ab) / bb if bb else 0.0
+    return round(latency), min(max(1, round(1e9 / per_byte)), 10**15) if per_byte > 1e-6 else 10**15
+
+
+def time_on_line(points: Points, size: int) -> int:
+    """Time in ns at ``size`` bytes by latency and bandwidth fitted to measured points."""
+    latency, bandwidth = latency_and_bandwidth(points)
+    return latency + math.ceil(size * 1e9 / bandwidth)
+
+
+def leave_one_out_error(points: Points, told: Callable[[Points, int], int] = time_on_curve) -> float | None:
+    """How well the curve tells times it has not seen: the median of ``|told / measured - 1|``.
+
+    Each point but the first and the last is left out once, and told from the others. None below three points.
+    """
+    errors = [
+        abs(told([*points[:index], *points[index + 1 :]], size) / ns - 1)
+        for index, (size, ns) in enumerate(points[1:-1], start=1)
+    ]
+    return statistics.median(errors) if errors else None
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class LinkResult:
+    """A cluster with measured curves."""
+
+    cluster: Cluster
+
+    def figures(self) -> dict[str, Any]:
+        """The object of ``profile --communication --json``: how well each curve tells what it has not seen."""
+        return {"cluster": self.cluster.name, "curves": [_curve_figures(curve) for curve in self.cluster.measured]}
+
+
+def _curve_figures(curve: MeasuredCurve) -> dict[str, Any]:
+    return {
+        "operation": curve.operation,
+        "level": curve.level,
+        "num_devices": curve.num_devices,
+        "num_points": len(curve.points),
+        "smallest_bytes": curve.points[0][0],
+        "largest_bytes": curve.points[-1][0],
+        "leave_one_out_error": leave_one_out_error(curve.points),
+    }
+
+
+LINK_CEILING = 0.85
+"""Share of a link's bandwidth that large messages reach. Assumed."""
+
+LAUNCH_NS = 5_000
+"""Before a collective moves anything. Assumed."""
+
+STEP_NS = 2_000
+"""One step of a ring takes this long however little it carries. Assumed."""
+
+
+Combining = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A collective among the devices of a group, about an array of ``array_bytes`` (gathered: the whole array)."""
+
+    operation: Combining
+    array_bytes: int
+
+
+Prices = Callable[[Exchange, int], float]
+"""Time in ns of an exchange among so many devices."""
+
+
+def ring_ns(exchange: Exchange, devices: int, bytes_per_s: float, step_ns: float) -> float:
+    """Each device sends a share of the array per step, in as many steps as there are others; twice for all-reduce."""
+    steps = (devices - 1) * (2 if exchange.operation == "all_reduce" else 1)
+    return steps * (step_ns + 1e9 * exchange.array_bytes / devices / bytes_per_s)
+
+
+def prices_of(device: DevicePreset) -> Prices:
+    """Rings over a device's own links at their ceiling, and a launch."""
+    rate = LINK_CEILING * device.link_bytes_per_s
+    return lambda exchange, devices: LAUNCH_NS + ring_ns(exchange, devices, rate, STEP_NS)
+
+
+def prices_in(cluster: Cluster) -> Prices:
+    """Measured times among the first devices of a cluster where it has them, else rings over the slowest link."""
+    return lambda exchange, devices: price_at(cluster, exchange, devices, cluster.level_between(0, devices - 1))
+
+
+def all_reduce_time(cluster: Cluster | None, devices: Sequence[int], size: int) -> int:
+    """Time in ns to sum ``size`` bytes over these devices; nothing without a cluster, or on one device."""
+    return _time_of(cluster, Exchange("all_reduce", size), devices)
+
+
+def all_gather_time(cluster: Cluster | None, devices: Sequence[int], size: int) -> int:
+    """Time in ns until each of these devices has all of ``size`` bytes; nothing without a cluster, or on one device."""
+    return _time_of(cluster, Exchange("all_gather", size), devices)
+
+
+def _time_of(cluster: Cluster | None, exchange: Exchange, devices: Sequence[int]) -> int:
+    if cluster is None or len(devices) < 2 or not exchange.array_bytes:
+        return 0
+    level = cluster.level_between(min(devices), max(devices))
+    return round(price_at(cluster, exchange, len(devices), level))
+
+
+def price_at(cluster: Cluster, exchange: Exchange, devices: int, level: LinkLevel | None) -> float:
+    """Measured time of the level, interpolated over sizes and numbers of devices, else a ring over the level's links.
+
+    Between two measured numbers of devices the time is interpolated in the logarithms of both; outside of them, and
+    where only one was measured, it is a ring.
+    """
+    if level is None:
+        return 0.0
+    measured = sorted(
+        (curve.num_devices, time_on_curve(curve.points, exchange.array_bytes))
+        for curve in cluster.measured
+        if (curve.operation, curve.level) == (exchange.operation, level.name)
+    )
+    for count, time in measured:
+        if count == devices:
+            return time
+    for (fewer, low), (more, high) in zip(measured, measured[1:], strict=False):
+        if fewer < devices < more:
+            share = math.log(devices / fewer) / math.log(more / fewer)
+            return low * math.pow(high / low, share)
+    return ring_ns(exchange, devices, level.bandwidth_bytes_per_s, level.latency_ns)
+
+
+def time_of_groups(cluster: Cluster | None, exchange: Exchange, groups: Sequence[Sequence[int]]) -> float:
+    """Time in ns when these groups of equally many devices all run the exchange, each about an array of its own.
+
+    Nothing without a cluster, or for groups of one device.
+    """
+    if cluster is None or len(groups[0]) < 2 or not exchange.array_bytes:
+        return 0.0
+    level = _outermost(cluster, [(min(group), max(group)) for group in groups])
+    if level is None:
+        return 0.0
+    carried = round(exchange.array_bytes * crowding(cluster, level, exchange, groups))
+    return price_at(cluster, Exchange(exchange.operation, carried), len(groups[0]), level)
+
+
+def send_time(cluster: Cluster | None, pairs: Sequence[tuple[int, int]], size: int) -> int:
+    """Time in ns when every pair's first device sends ``size`` bytes to its second, all at once."""
+    busiest = busiest_pair(cluster, pairs)
+    return busiest.send_time(cluster, size) if cluster is not None and busiest else 0
+
+
+@dataclass(frozen=True, slots=True)
+class BusiestPair:
+    """Of pairs of devices that all send at once: one that takes longest, and how many share its link."""
+
+    source: int
+    target: int
+    crowd: int
+
+    def send_time(self, cluster: Cluster, size: int) -> int:
+        """Time in ns when each sends so many bytes."""
+        return sum(transfer_time(cluster, self.source, self.target, size * self.crowd)) if size else 0
+
+
+def busiest_pair(cluster: Cluster | None, pairs: Sequence[tuple[int, int]]) -> BusiestPair | None:
+    """The pair that all are waited for; None where nothing takes time."""
+    moved = [pair for pair in pairs if pair[0] != pair[1]]
+    if cluster is None or not moved:
+        return None
+    level = _outermost(cluster, moved)
+    if level is None:
+        return None
+    node = _node_size(cluster, level)
+    leaving = Counter(source // node for source, target in moved if source // node != target // node)
+    source, target = next(pair for pair in moved if cluster.level_between(*pair) == level)
+    return BusiestPair(source, target, max(leaving.values(), default=1) if node > 1 else 1)
+
+
+def crowding(cluster: Cluster, level: LinkLevel, exchange: Exchange, groups: Sequence[Sequence[int]]) -> float:
+    """How many times the traffic of one ring the busiest link between nodes of a level carries.
+
+    A ring that leaves a node crosses its link once in every step; all-to-all sends from each of k devices in the node
+    to each of the others, k * (n - k) messages of which a ring over n devices would count n - 1.
+    """
+    node = _node_size(cluster, level)
+    if node == 1:
+        return 1.0
+    carried: dict[int, float] = {}
+    for group in groups:
+        inside: dict[int, int] = {}
+        for device in group:
+            inside[device // node] = inside.get(device // node, 0) + 1
+        for place, count in inside.items():
+            others = len(group) - count
+            crossing = count * others / (len(group) - 1) if exchange.operation == "all_to_all" else float(others > 0)
+            carried[place] = carried.get(place, 0.0) + crossing
+    return max(carried.values())
+
+
+def _outermost(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> LinkLevel | None:
+    """The outermost level that any of the pairs talks over."""
+    used = [level for pair in pairs if (level := cluster.level_between(*pair)) is not None]
+    return max(used, key=lambda level: level.group_size, default=None)
+
+
+def _node_size(cluster: Cluster, level: LinkLevel) -> int:
+    """Devices in one group of the level below; 1 for the innermost."""
+    return max((each.group_size for each in cluster.levels if each.group_size < level.group_size), default=1)

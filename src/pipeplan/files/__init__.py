@@ -1,0 +1,48 @@
+"""What things are: profile, cluster, placement, action, plan. Frozen types, JSON in and out."""
+
+from pipeplan.files.base import File, FileModel, Source
+from pipeplan.files.cluster import Cluster, DeviceKind, LinkLevel, MeasuredCurve
+from pipeplan.files.forms import sha256_of
+from pipeplan.files.placement import PlacedStage, Placement
+from pipeplan.files.plan import Plan, Predicted, Provenance
+from pipeplan.files.profile import Block, CostRow, Edge, Profile
+from pipeplan.files.read_write import (
+    FORMATS,
+    parse,
+    read_cluster,
+    read_placement,
+    read_plan,
+    read_profile,
+    to_json,
+    write_file,
+    write_text,
+)
+
+__all__ = [
+    "FORMATS",
+    "Block",
+    "Cluster",
+    "CostRow",
+    "DeviceKind",
+    "Edge",
+    "File",
+    "FileModel",
+    "LinkLevel",
+    "MeasuredCurve",
+    "PlacedStage",
+    "Placement",
+    "Plan",
+    "Predicted",
+    "Profile",
+    "Provenance",
+    "Source",
+    "parse",
+    "read_cluster",
+    "read_placement",
+    "read_plan",
+    "read_profile",
+    "sha256_of",
+    "to_json",
+    "write_file",
+    "write_text",
+]

@@ -1,0 +1,111 @@
+"""Cluster: the file with devices, their memory, and the links between them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from pipeplan.files.base import CurrentVersion, File, FileModel, Source
+from pipeplan.files.migrations import current_version
+from pipeplan.workload.elements import MAX_DEVICES, Bytes, Count, DeviceCount, Items, Name, Nanoseconds, PositiveNs
+
+__all__ = ["Cluster", "DeviceKind", "LinkLevel", "MeasuredCurve"]
+
+Operation = Literal["send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+
+
+class DeviceKind(FileModel):
+    """``count`` equal devices, numbered on from the kinds before."""
+
+    name: Name
+    count: DeviceCount
+    memory_bytes: Annotated[Bytes | None, Field(description="memory of each; none given is no limit")] = None
+    price_per_hour: Annotated[float | None, Field(ge=0, description="price of each, in any one currency")] = None
+
+
+class LinkLevel(FileModel):
+    """How two devices of one group talk, when no inner level holds both.
+
+    Device ``d`` is in group ``d // group_size`` of the level.
+    """
+
+    name: Name
+    group_size: Count
+    latency_ns: Nanoseconds
+    bandwidth_bytes_per_s: Annotated[int, Field(ge=1, le=10**15)]
+
+
+class MeasuredCurve(FileModel):
+    """Measured times of one operation over sizes; it goes before latency and bandwidth."""
+
+    operation: Operation
+    level: Name
+    num_devices: Count = 2
+    points: Annotated[
+        Items[tuple[Bytes, PositiveNs]],
+        Field(min_length=1, description="pairs of bytes and ns, bytes ascending"),
+    ]
+
+    @model_validator(mode="after")
+    def _ascends(self) -> MeasuredCurve:
+        sizes = [size for size, _ in self.points]
+        if any(after <= before for before, after in zip(sizes, sizes[1:], strict=False)):
+            raise ValueError("points must have ascending bytes")
+        return self
+
+
+class Cluster(File):
+    """Devices and the levels of links between them, innermost first."""
+
+    schema_version: Annotated[int, CurrentVersion("cluster")] = current_version("cluster")
+    kind: Literal["cluster"] = "cluster"
+    name: Name
+    source: Source
+    devices: Annotated[Items[DeviceKind], Field(min_length=1)]
+    levels: Items[LinkLevel] = ()
+    measured: Items[MeasuredCurve] = ()
+
+    @model_validator(mode="after")
+    def _levels_nest(self) -> Cluster:
+        names = [level.name for level in self.levels]
+        if len(set(names)) != len(names):
+            raise ValueError("levels have a name twice")
+        if self.num_devices > MAX_DEVICES:
+            raise ValueError(f"devices add up to {self.num_devices}, more than the {MAX_DEVICES} a cluster may have")
+        sizes = [level.group_size for level in self.levels]
+        for before, after in zip(sizes, sizes[1:], strict=False):
+            if after <= before or after % before:
+                raise ValueError(f"levels must nest: group_size {after} is not a larger multiple of {before}")
+        if sizes and sizes[-1] < self.num_devices:
+            raise ValueError(f"the outermost level joins {sizes[-1]} devices, but the cluster has {self.num_devices}")
+        for index, curve in enumerate(self.measured):
+            if curve.level not in names:
+                raise ValueError(f"measured[{index}].level {curve.level!r} is not a level")
+        return self
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all kinds together."""
+        return sum(kind.count for kind in self.devices)
+
+    @property
+    def memory_bytes(self) -> tuple[int | None, ...]:
+        """Memory of each device; None is no limit."""
+        return tuple(kind.memory_bytes for kind in self.devices for _ in range(kind.count))
+
+    def first(self, num_devices: int) -> Cluster:
+        """The first so many devices alone, at least one, with the links between them."""
+        left, kinds = num_devices, []
+        for kind in self.devices:
+            if left > 0:
+                kinds.append(kind.model_copy(update={"count": min(kind.count, left)}))
+            left -= kind.count
+        return self.model_copy(update={"devices": tuple(kinds)})
+
+    def level_between(self, source: int, target: int) -> LinkLevel | None:
+        """The innermost level whose group holds both devices; None where links cost nothing."""
+        for level in self.levels:
+            if source // level.group_size == target // level.group_size:
+                return level
+        return None

@@ -1,0 +1,98 @@
+"""Placement: which blocks form a stage, and on which devices each stage stands."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from pipeplan.files.base import CurrentVersion, File, FileModel
+from pipeplan.files.migrations import current_version
+from pipeplan.workload.elements import Count, DeviceCount, Index, Items, Name, mesh_of
+from pipeplan.workload.mesh import SAMPLES
+
+__all__ = ["PlacedStage", "Placement", "configuration_problem"]
+
+
+def configuration_problem(configurations: tuple[str, ...], num_blocks: int, shards: int, samples: int) -> str | None:
+    """What is wrong with how a stage splits its blocks, if anything; ``samples`` are those of a replica at a time."""
+    if configurations and len(configurations) != num_blocks:
+        return f"are {len(configurations)} for {num_blocks} blocks; give one for each, or none"
+    for index, text in enumerate(configurations):
+        try:
+            mesh = mesh_of(configurations, index, shards)
+        except ValueError as error:
+            return str(error)
+        if mesh.size != shards:
+            return f"has {text!r} for {mesh.size} devices, and {shards} devices split each block"
+        if samples % mesh.size_of(SAMPLES):
+            return f"has {text!r}, and {samples} samples cannot be shared evenly over {mesh.size_of(SAMPLES)} devices"
+    return None
+
+
+class PlacedStage(FileModel):
+    """A stage and its device group: ``shards`` devices split each block, ``replicas`` groups split the samples."""
+
+    blocks: Annotated[Items[Name], Field(min_length=1, description="block ids, in the order they run")]
+    devices: Annotated[Items[Index], Field(min_length=1, description="the stage's device group")]
+    shards: Annotated[Count, Field(description="devices that split each block (tensor parallel)")] = 1
+    replicas: Annotated[Count, Field(description="groups that split the samples (data parallel)")] = 1
+    microbatch_size: Annotated[
+        Count | None, Field(description="samples in one micro-batch of this stage, if not the plan's")
+    ] = None
+    recompute: Annotated[bool | None, Field(description="of this stage, if it is not as in all others")] = None
+    route: Annotated[Index, Field(description="of the placement's routes, the one this stage is on")] = 0
+    num_parted: Annotated[Index, Field(description="leading micro-batches whose forward runs in two parts")] = 0
+    configurations: Annotated[
+        Items[Name], Field(description="how each block is split over the shards, such as samples2-shards2; none: all")
+    ] = ()
+
+    @model_validator(mode="after")
+    def _group_is_whole(self) -> PlacedStage:
+        if len(set(self.devices)) != len(self.devices):
+            raise ValueError("devices name a device twice")
+        if self.shards * self.replicas != len(self.devices):
+            raise ValueError(
+                f"shards {self.shards} x replicas {self.replicas} must equal the {len(self.devices)} devices"
+            )
+        if len(set(self.blocks)) != len(self.blocks):
+            raise ValueError("blocks name a block twice")
+        size = self.microbatch_size
+        samples = 0 if size is None else size // self.replicas  # without a size of its own it is not known yet
+        if problem := configuration_problem(self.configurations, len(self.blocks), self.shards, samples):
+            raise ValueError(f"configurations {problem}")
+        return self
+
+
+class Placement(File):
+    """Stages in a topological order of the stage graph, each on its devices.
+
+    Micro-batches take the routes in turn; every route has a stage for each block. One route unless the strategy is
+    one of the ``bidirectional`` ones.
+    """
+
+    schema_version: Annotated[int, CurrentVersion("placement")] = current_version("placement")
+    kind: Literal["placement"] = "placement"
+    strategy: Annotated[Name, Field(description="one-to-one, circular, v-shape, bidirectional, or a shape's name")]
+    num_devices: DeviceCount
+    num_routes: Count = 1
+    stages: Annotated[Items[PlacedStage], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _stages_are_disjoint(self) -> Placement:
+        seen: dict[tuple[int, str], int] = {}
+        for index, stage in enumerate(self.stages):
+            for device in stage.devices:
+                if device >= self.num_devices:
+                    raise ValueError(
+                        f"stages[{index}] stands on device {device}, but num_devices is {self.num_devices}"
+                    )
+            if stage.route >= self.num_routes:
+                raise ValueError(f"stages[{index}] is on route {stage.route}, but num_routes is {self.num_routes}")
+            for block in stage.blocks:
+                if (stage.route, block) in seen:
+                    raise ValueError(f"block {block!r} is in stages[{seen[stage.route, block]}] and in stages[{index}]")
+                seen[stage.route, block] = index
+        if len(seen) != self.num_routes * len({block for _, block in seen}):
+            raise ValueError(f"each of the {self.num_routes} routes must have the same blocks")
+        return self

@@ -1,0 +1,281 @@
+"""Plan: the file with stages, schedule and a program per device; it is understood without the profile.
+
+A plan is compact: an *operation* stands for all actions of one kind and stage, and says once what they have
+in common (duration, memory effect, dependencies, transfers). The schedule gives the start of each action, the
+programs give for each device the order of compute and communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints, model_validator
+
+from pipeplan.files.base import CurrentVersion, File, FileModel
+from pipeplan.files.migrations import current_version
+from pipeplan.files.placement import PlacedStage, Placement
+from pipeplan.workload.action import ACTION_PATTERN, operation_of
+from pipeplan.workload.elements import (
+    MAX_DEVICES,
+    Count,
+    Dependency,
+    Device,
+    DeviceMemory,
+    Items,
+    Name,
+    Nanoseconds,
+    Operation,
+    OperationId,
+    Repetend,
+    Stage,
+    slots_of,
+)
+from pipeplan.workload.samples import Slots
+from pipeplan.workload.workload import Workload
+
+__all__ = ["Plan", "Predicted", "Provenance"]
+
+ActionText = Annotated[str, StringConstraints(pattern=ACTION_PATTERN)]
+TimeSum = Annotated[int, Field(ge=0, le=2**62)]
+
+
+class Predicted(FileModel):
+    """What the plan's programs take when every action lasts as stated and starts as soon as it can."""
+
+    makespan_ns: TimeSum
+    lower_bound_ns: Annotated[TimeSum, Field(description="proved: no schedule of this placement is shorter")]
+    gap: Annotated[float, Field(ge=0, description="makespan / lower_bound - 1")]
+    iteration_ns: Annotated[TimeSum, Field(description="makespan, then gradients summed over replicas")] = 0
+    period_ns: Annotated[float | None, Field(ge=0, description="per micro-batch, of the repetend")] = None
+    period_lower_bound_ns: Annotated[float, Field(ge=0)] = 0.0
+    bubble_rate: Annotated[float, Field(ge=0, le=1, description="of the iteration")]
+    bubble_rate_span: Annotated[float, Field(ge=0, le=1, description="by span")]
+    bubble_rate_steady: Annotated[float | None, Field(ge=0, le=1, description="of the repetend")] = None
+    memory: Items[DeviceMemory]
+
+
+class Provenance(FileModel):
+    """What the plan was made from, and with."""
+
+    profile: str = ""
+    profile_sha256: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
+    cluster_sha256: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
+    scheduler: str = ""
+    options: dict[str, str | int | float | bool | None] = {}
+    seed: int = 0
+    versions: dict[str, str] = {}
+
+
+class Plan(File):
+    """A placement, a schedule and a program per device for one mini-batch."""
+
+    schema_version: Annotated[int, CurrentVersion("plan")] = current_version("plan")
+    kind: Literal["plan"] = "plan"
+    name: Name
+    placement: Annotated[Name, Field(description="strategy: one-to-one, circular, v-shape, ...")]
+    num_microbatches: Count
+    microbatch_size: Annotated[Count, Field(description="mini-batch / num_microbatches")]
+    num_routes: Annotated[Count, Field(description="ways through the stages that micro-batches take in turn")] = 1
+    devices: Annotated[Items[Device], Field(min_length=1, max_length=MAX_DEVICES)]
+    stages: Annotated[Items[Stage], Field(min_length=1)]
+    operations: Annotated[Items[Operation], Field(min_length=1)]
+    dependencies: Items[Dependency]
+    starts_ns: Annotated[dict[OperationId, Items[TimeSum]], Field(description="start of each micro-batch's action")]
+    split_overhead_ns: Annotated[Nanoseconds, Field(description="in each I and W beside the profile's time")] = 0
+    programs: Annotated[Items[Items[ActionText]], Field(description="per device, compute and communication")]
+    repetend: Repetend | None = None
+    predicted: Predicted
+    provenance: Provenance = Provenance()
+
+    @model_validator(mode="after")
+    def _refers_to_what_is_there(self) -> Plan:
+        """Everything named exists and every list has its length; :mod:`pipeplan.checker` does the rest."""
+        for number in range(len(self.stages)):
+            self._require_stage(number)
+        self._require_blocks_first()
+        self._require_operations()
+        groups = [frozenset(stage.devices) for stage in self.stages]
+        for number in range(len(self.dependencies)):
+            self._require_dependency(number, groups)
+        self._require_starts()
+        self._require_one_per_device("programs", len(self.programs))
+        self._require_one_per_device("predicted.memory", len(self.predicted.memory))
+        if self.repetend is not None and set(self.repetend.first) != set(self._by_id):
+            odd = sorted(set(self.repetend.first) ^ set(self._by_id))[0]
+            raise ValueError(f"repetend.first must name every operation once; {odd} is missing or unknown")
+        return self
+
+    def _require_stage(self, number: int) -> None:
+        stage = self.stages[number]
+        for device in stage.devices:
+            if device >= len(self.devices):
+                raise ValueError(
+                    f"stages[{number}] stands on device {device}, but the plan has {len(self.devices)} devices"
+                )
+        if len(set(stage.devices)) != len(stage.devices):
+            raise ValueError(f"stages[{number}].devices name a device twice")
+        if stage.shards * stage.replicas != len(stage.devices):
+            raise ValueError(f"stages[{number}]: shards x replicas must equal its {len(stage.devices)} devices")
+        if stage.route >= self.num_routes:
+            raise ValueError(f"stages[{number}] is on route {stage.route}, but the plan has {self.num_routes}")
+        if self.mini_batch % (stage.microbatch_size * self.num_routes):
+            routes = f" on each of {self.num_routes} routes" if self.num_routes > 1 else ""
+            raise ValueError(
+                f"stages[{number}].microbatch_size {stage.microbatch_size}{routes} does not divide the mini-batch of "
+                f"{self.mini_batch}"
+            )
+        if stage.num_parted:
+            self._require_parts(number)
+
+    def _require_blocks_first(self) -> None:
+        """Stages without blocks are numbered last, so that a placement numbers the others as the plan does."""
+        empty = [number for number, stage in enumerate(self.stages) if not stage.blocks]
+        behind = [number for number, stage in enumerate(self.stages) if stage.blocks and empty and number > empty[0]]
+        if behind:
+            raise ValueError(f"stages[{empty[0]}] has no blocks and stands before stages[{behind[0]}], which has some")
+
+    def _require_parts(self, number: int) -> None:
+        """Parts are halves of equal micro-batches, so that a part of one stage is a part of the next."""
+        stage = self.stages[number]
+        if stage.num_parted > self.num_microbatches:
+            raise ValueError(
+                f"stages[{number}].num_parted {stage.num_parted} is more than the {self.num_microbatches} micro-batches"
+            )
+        if self.num_routes > 1 or any(other.microbatch_size != self.microbatch_size for other in self.stages):
+            raise ValueError(f"stages[{number}].num_parted: parts need one route, and one micro-batch size")
+        if stage.microbatch_size % (2 * stage.replicas):
+            raise ValueError(
+                f"stages[{number}].num_parted: micro-batches of {stage.microbatch_size} samples cannot be halved "
+                f"for {stage.replicas} replicas"
+            )
+
+    def _require_operations(self) -> None:
+        seen: set[str] = set()
+        for number, operation in enumerate(self.operations):
+            if operation.stage >= len(self.stages):
+                raise ValueError(
+                    f"operations[{number}] is of stage {operation.stage}, but there are {len(self.stages)} stages"
+                )
+            if operation.id in seen:
+                raise ValueError(f"operations[{number}] repeats operation {operation.id}")
+            seen.add(operation.id)
+            parted = operation.kind == "F" and self.stages[operation.stage].num_parted > 0
+            if parted != (operation.part_ns is not None):
+                raise ValueError(f"operations[{number}].part_ns is for forwards of stages with num_parted, and for all")
+
+    def _require_dependency(self, number: int, groups: Sequence[frozenset[int]]) -> None:
+        """``groups`` [stage] are the devices of the stages."""
+        dependency = self.dependencies[number]
+        for end in (dependency.source, dependency.target):
+            if end not in self._by_id:
+                raise ValueError(f"dependencies[{number}] names {end}, which is not an operation")
+        if dependency.source == dependency.target:
+            raise ValueError(f"dependencies[{number}] joins {dependency.source} to itself")
+        if dependency.needs is not None:
+            self._require_needs(number)
+        sources, targets = groups[dependency.source_stage], groups[dependency.target_stage]
+        for index, hop in enumerate(dependency.hops):
+            place = f"dependencies[{number}].hops[{index}]"
+            if hop.source_device not in sources:
+                raise ValueError(
+                    f"{place} leaves from device {hop.source_device}, where {dependency.source} does not run"
+                )
+            if hop.target_device not in targets:
+                raise ValueError(f"{place} ends on device {hop.target_device}, where {dependency.target} does not run")
+            if hop.first + hop.run > hop.every:
+                raise ValueError(f"{place}: first {hop.first} + run {hop.run} must be at most every {hop.every}")
+
+    def _require_needs(self, number: int) -> None:
+        """One count per action of the target, of actions that the source has."""
+        dependency, place = self.dependencies[number], f"dependencies[{number}].needs"
+        needs, have = dependency.needs or (), self.num_instances(dependency.source)
+        if not dependency.has_instruction or dependency.hops:
+            raise ValueError(f"{place} is for dependencies of instructions, and for such without hops")
+        if len(needs) != self.num_instances(dependency.target):
+            raise ValueError(
+                f"{place} has {len(needs)} entries for {self.num_instances(dependency.target)} actions of "
+                f"{dependency.target}"
+            )
+        if max(needs) > have:
+            raise ValueError(
+                f"{place}[{needs.index(max(needs))}] is {max(needs)}, but {dependency.source} has {have} actions"
+            )
+
+    def _require_starts(self) -> None:
+        for id_ in self.starts_ns:
+            if id_ not in self._by_id:
+                raise ValueError(f"starts_ns names {id_}, which is not an operation")
+        for id_ in self._by_id:
+            if id_ not in self.starts_ns:
+                raise ValueError(f"starts_ns leaves out operation {id_}")
+            stated, count = len(self.starts_ns[id_]), self.num_instances(id_)
+            if stated != count:
+                raise ValueError(f"starts_ns[{id_}] has {stated} starts for {count} micro-batches")
+
+    def _require_one_per_device(self, name: str, number: int) -> None:
+        if number != len(self.devices):
+            raise ValueError(f"{name} has {number} entries for {len(self.devices)} devices")
+
+    @property
+    def mini_batch(self) -> int:
+        """Samples in one iteration."""
+        return self.num_microbatches * self.microbatch_size
+
+    @property
+    def workload(self) -> Workload:
+        """What the plan's programs run, made anew at each call."""
+        return Workload(
+            name=self.name,
+            placement=self.placement,
+            num_microbatches=self.num_microbatches,
+            microbatch_size=self.microbatch_size,
+            devices=self.devices,
+            stages=self.stages,
+            operations=self.operations,
+            dependencies=self.dependencies,
+            num_routes=self.num_routes,
+        )
+
+    @cached_property
+    def _by_id(self) -> dict[str, Operation]:
+        return {operation.id: operation for operation in self.operations}
+
+    @property
+    def placed(self) -> Placement:
+        """Where the plan's stages stand, as a placement says it; stages of instructions are not a placement's.
+
+        Raises:
+            ValueError: the stages are not ones of a placement, for example because two have a block.
+        """
+        return Placement(
+            strategy=self.placement,
+            num_devices=len(self.devices),
+            num_routes=self.num_routes,
+            stages=tuple(
+                PlacedStage(**{name: getattr(stage, name) for name in PlacedStage.model_fields})
+                for stage in self.stages
+                if stage.blocks
+            ),
+        )
+
+    def operation(self, id_: str) -> Operation:
+        """The operation with this id, such as ``2F``."""
+        return self._by_id[id_]
+
+    def stage_of(self, id_: str) -> Stage:
+        """The stage of an operation."""
+        return self.stages[operation_of(id_)[0]]
+
+    def devices_of(self, id_: str) -> tuple[int, ...]:
+        """The devices an operation runs on, all at once."""
+        return self.stage_of(id_).devices
+
+    def slots(self, id_: str) -> Slots:
+        """Which samples each action of an operation holds."""
+        return slots_of(self.stage_of(id_), operation_of(id_)[1], self.mini_batch, self.num_routes)
+
+    def num_instances(self, id_: str) -> int:
+        """How many actions an operation has: one per micro-batch of its stage, and one more for each in two parts."""
+        return len(self.slots(id_))

@@ -1,0 +1,203 @@
+"""Profile: the file with a graph of blocks, what each costs, and where the numbers came from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from pipeplan.files.base import CurrentVersion, File, FileModel, Source
+from pipeplan.files.migrations import current_version
+from pipeplan.files.placement import Placement
+from pipeplan.workload.elements import Bytes, Count, Index, Items, Name, Nanoseconds
+
+__all__ = ["Block", "CostRow", "Edge", "Profile"]
+
+Dimension = Annotated[int, Field(ge=1, le=1_000_000_000)]  # vocabularies go above a million
+
+
+class CostRow(FileModel):
+    """Costs of one block for one micro-batch size, shard count (or configuration) and recomputation choice.
+
+    Times are of one run on each device of the group. A row has ``backward_ns``, or ``input_grad_ns`` and
+    ``weight_grad_ns``, or all three. ``activation_bytes`` are held from the start of F to the end of B or I,
+    ``weight_grad_bytes`` from the end of I to the end of W, ``workspace_bytes`` while an action runs.
+    """
+
+    microbatch_size: Annotated[Count, Field(description="samples in the micro-batch")]
+    shards: Annotated[Count, Field(description="devices that split the block")] = 1
+    configuration: Annotated[Name | None, Field(description="named way of splitting, where there are several")] = None
+    recompute: Annotated[bool, Field(description="costs with activation checkpointing of this block")] = False
+    forward_ns: Nanoseconds
+    backward_ns: Nanoseconds | None = None
+    input_grad_ns: Nanoseconds | None = None
+    weight_grad_ns: Nanoseconds | None = None
+    activation_bytes: Bytes = 0
+    weight_grad_bytes: Bytes = 0
+    workspace_bytes: Bytes = 0
+    repeats: Annotated[Index, Field(description="timed runs behind each median; 0 if not measured")] = 0
+    spread: Annotated[
+        dict[
+            Literal["forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns"],
+            Annotated[float, Field(ge=0)],
+        ],
+        Field(description="interquartile range divided by the median, per time"),
+    ] = {}
+
+    @model_validator(mode="after")
+    def _has_a_backward(self) -> CostRow:
+        if (self.input_grad_ns is None) != (self.weight_grad_ns is None):
+            raise ValueError("input_grad_ns and weight_grad_ns come together or not at all")
+        if self.backward_ns is None and self.input_grad_ns is None:
+            raise ValueError("give backward_ns, or input_grad_ns and weight_grad_ns")
+        return self
+
+    @property
+    def key(self) -> tuple[int, int, str | None, bool]:
+        """What the row is for: micro-batch size, shards, configuration, recomputation."""
+        return (self.microbatch_size, self.shards, self.configuration, self.recompute)
+
+
+class Block(FileModel):
+    """The smallest piece of the model that is placed."""
+
+    id: Name
+    operator: Annotated[Name, Field(description="operator kind: attention, ffn, embedding, head, ...")]
+    dimensions: Annotated[
+        dict[str, Dimension],
+        Field(description="sizes a configuration can split: sequence, hidden, heads, vocabulary, ..."),
+    ] = {}
+    parameter_bytes: Annotated[Bytes, Field(description="unsplit; gradients take the same")] = 0
+    optimizer_bytes: Annotated[Bytes, Field(description="optimizer state, unsplit")] = 0
+    shared: Annotated[bool, Field(description="spread over all devices by placements that know shared blocks")] = False
+    tied: Annotated[Name | None, Field(description="group of blocks that share one parameter")] = None
+    costs: Annotated[Items[CostRow], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _rows_are_unique(self) -> Block:
+        seen: dict[object, int] = {}
+        for index, row in enumerate(self.costs):
+            if row.key in seen:
+                raise ValueError(
+                    f"costs[{index}] is for the same case as costs[{seen[row.key]}]: "
+                    f"microbatch_size {row.microbatch_size}, shards {row.shards}, recompute {row.recompute}"
+                )
+            seen[row.key] = index
+        return self
+
+
+class Edge(FileModel):
+    """A tensor that one block hands to another.
+
+    Edges from one source with the same ``tensor`` carry the same: it goes to each stage once, and a stage with several
+    blocks that take it holds it once. Without a name every edge has a tensor of its own.
+    """
+
+    source: Name
+    target: Name
+    tensor: Annotated[Name | None, Field(description="which of the source's tensors, where blocks share one")] = None
+    bytes_per_sample: Annotated[Bytes, Field(description="size for one sample; the gradient has the same")] = 0
+    transfer_ns: Annotated[
+        Nanoseconds | None, Field(description="fixed latency that overrides the cluster and occupies no link")
+    ] = None
+    gradient: Annotated[bool, Field(description="whether a gradient flows back")] = True
+    broadcast: Annotated[bool, Field(description="one tensor for all samples instead of a slice for each")] = False
+
+
+class Profile(File):
+    """A model as blocks and edges with their costs. Edges form a directed acyclic graph."""
+
+    schema_version: Annotated[int, CurrentVersion("profile")] = current_version("profile")
+    kind: Literal["profile"] = "profile"
+    name: Name
+    source: Source
+    blocks: Annotated[Items[Block], Field(min_length=1)]
+    edges: Items[Edge] = ()
+    placement: Annotated[Placement | None, Field(description="used as it is unless another is asked for")] = None
+
+    @model_validator(mode="after")
+    def _is_a_graph(self) -> Profile:
+        ids: dict[str, int] = {}
+        for index, block in enumerate(self.blocks):
+            if block.id in ids:
+                raise ValueError(f"blocks[{index}].id {block.id!r} is already the id of blocks[{ids[block.id]}]")
+            ids[block.id] = index
+        pairs: set[tuple[str, str, str | None]] = set()
+        tensors: dict[tuple[str, str], tuple[int, Edge]] = {}
+        for index, edge in enumerate(self.edges):
+            for end in (edge.source, edge.target):
+                if end not in ids:
+                    raise ValueError(f"edges[{index}] names {end!r}, which is not a block")
+            if edge.source == edge.target:
+                raise ValueError(f"edges[{index}] joins {edge.source!r} to itself")
+            if (edge.source, edge.target, edge.tensor) in pairs:
+                raise ValueError(f"edges[{index}] repeats the edge {edge.source!r} -> {edge.target!r}")
+            pairs.add((edge.source, edge.target, edge.tensor))
+            if edge.tensor is not None:
+                first, known = tensors.setdefault((edge.source, edge.tensor), (index, edge))
+                if (edge.bytes_per_sample, edge.broadcast) != (known.bytes_per_sample, known.broadcast):
+                    raise ValueError(
+                        f"edges[{index}] and edges[{first}] carry tensor {edge.tensor!r} of {edge.source!r} in "
+                        "different sizes"
+                    )
+        order = self.topological_order()
+        if self.placement is not None:
+            self.check_placement(self.placement, order)
+        return self
+
+    def topological_order(self) -> tuple[str, ...]:
+        """Block ids such that every edge points forward, keeping the file's order where it can.
+
+        Raises:
+            ValueError: the edges have a cycle; the text names one.
+        """
+        import networkx as nx
+
+        position = {block.id: index for index, block in enumerate(self.blocks)}
+        graph = nx.DiGraph()
+        graph.add_nodes_from(position)
+        graph.add_edges_from((edge.source, edge.target) for edge in self.edges)
+        try:
+            return tuple(nx.lexicographical_topological_sort(graph, key=position.__getitem__))
+        except nx.NetworkXUnfeasible:
+            cycle = [source for source, _ in nx.find_cycle(graph)]
+            shown = " -> ".join([*cycle[:8], *(["..."] if len(cycle) > 8 else [])])
+            raise ValueError(f"edges form a cycle of {len(cycle)}: {shown} -> back to its start") from None
+
+    def check_placement(self, placement: Placement, order: tuple[str, ...] | None = None) -> None:
+        """Require that a placement holds every block once and that its stages are in topological order.
+
+        Raises:
+            ValueError: it does not; the text names the block or the edge.
+        """
+        known = set(order or self.topological_order())
+        for route in range(placement.num_routes):
+            on_route = [(index, stage) for index, stage in enumerate(placement.stages) if stage.route == route]
+            stage_of = {block: index for index, stage in on_route for block in stage.blocks}
+            for block in stage_of:
+                if block not in known:
+                    raise ValueError(
+                        f"placement.stages[{stage_of[block]}] has block {block!r}, which is not in the profile"
+                    )
+            missing = [block.id for block in self.blocks if block.id not in stage_of]
+            if missing:
+                raise ValueError(f"placement leaves out block {missing[0]!r} ({len(missing)} in all)")
+            order_of = {block: index for _, stage in on_route for index, block in enumerate(stage.blocks)}
+            for edge in self.edges:
+                same = stage_of[edge.source] == stage_of[edge.target]
+                if same and order_of[edge.source] > order_of[edge.target]:
+                    raise ValueError(
+                        f"placement.stages[{stage_of[edge.source]}] runs block {edge.target!r} before {edge.source!r}, "
+                        "which it needs"
+                    )
+                if stage_of[edge.source] > stage_of[edge.target]:
+                    raise ValueError(
+                        f"placement puts {edge.source!r} in stage {stage_of[edge.source]}, after stage "
+                        f"{stage_of[edge.target]} of {edge.target!r} which needs it"
+                    )
+
+    @property
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        """Micro-batch sizes for which every block has a row, ascending."""
+        sizes = [{row.microbatch_size for row in block.costs} for block in self.blocks]
+        return tuple(sorted(set.intersection(*sizes)))

@@ -1,0 +1,294 @@
+"""Reading and writing the file formats: strict, every version there was, atomic; ``-`` is stdin or stdout.
+
+Writing the file formats: laid out for readers, atomically, ``-`` for stdout.
+
+Reading the file formats: strict, every version there was, ``-`` for stdin.
+
+Files are data from strangers: reading one imports no code, opens no other file and runs nothing. Every
+problem is reported with its path inside the file, such as ``blocks[3].costs[0].forward_ns``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from pipeplan.errors import FileError
+from pipeplan.files.base import File, FileModel
+from pipeplan.files.cluster import Cluster
+from pipeplan.files.forms import canonical_text, completed, form_of_version, sha256_of_text
+from pipeplan.files.migrations import MIGRATIONS, Content, current_version
+from pipeplan.files.placement import Placement
+from pipeplan.files.plan import Plan
+from pipeplan.files.profile import Profile
+from pipeplan.workload.elements import Element
+
+__all__ = [
+    "FORMATS",
+    "layout",
+    "parse",
+    "read_bytes",
+    "read_cluster",
+    "read_placement",
+    "read_plan",
+    "read_profile",
+    "to_json",
+    "write_file",
+    "write_text",
+]
+
+
+def to_json(model: FileModel) -> str:
+    """The text of a file: keys in declared order, one list element or short list a line, newline at the end."""
+    return layout(model.model_dump(mode="json"))
+
+
+def layout(value: object) -> str:
+    """JSON for readers: what fits on one line stands on one, and a newline at the end."""
+    return _layout(value, 0) + "\n"
+
+
+def write_file(model: FileModel, path: str) -> None:
+    """Write a file atomically; ``-`` is stdout. Raises FileError; the old file stays if writing fails."""
+    write_text(to_json(model), path)
+
+
+def write_text(text: str, path: str) -> None:
+    """Write text to a path through a temporary file beside it and a rename; ``-`` is stdout. Raises FileError."""
+    if path == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    target = Path(path)
+    try:
+        if target.exists() and not target.is_file():  # /dev/null, a pipe: nothing to replace
+            target.write_text(text, encoding="utf-8")
+        else:
+            _replace(target.resolve(), text)  # a link keeps pointing at the file
+    except OSError as error:
+        raise FileError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def _replace(target: Path, text: str) -> None:
+    """Write beside the file and rename; its mode stays. Raises OSError."""
+    mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
+    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, mode)
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+def _layout(value: object, depth: int) -> str:
+    """JSON with what fits in 110 columns on one line, and everything else one element a line."""
+    flat = json.dumps(value, ensure_ascii=False)
+    if len(flat) + depth * 2 <= 110 or not isinstance(value, dict | list) or not value:
+        return flat
+    pad = "  " * (depth + 1)
+    if isinstance(value, dict):
+        rows = [
+            f"{pad}{json.dumps(key, ensure_ascii=False)}: {_layout(item, depth + 1)}" for key, item in value.items()
+        ]
+        return "{\n" + ",\n".join(rows) + "\n" + "  " * depth + "}"
+    if all(isinstance(item, str | int | float) for item in value):
+        return (
+            "[\n" + _wrapped([json.dumps(item, ensure_ascii=False) for item in value], pad) + "\n" + "  " * depth + "]"
+        )
+    return "[\n" + ",\n".join(pad + _layout(item, depth + 1) for item in value) + "\n" + "  " * depth + "]"
+
+
+def _wrapped(items: list[str], pad: str) -> str:
+    """Scalars filled into lines of 110 columns."""
+    lines, line = [], pad
+    for item in items:
+        if len(line) + len(item) > 108 and line.strip():
+            lines.append(line.rstrip())
+            line = pad
+        line += item + ", "
+    lines.append(line.rstrip().rstrip(","))
+    return "\n".join(lines)
+
+
+FORMATS: dict[str, type[File]] = {
+    "profile": Profile,
+    "cluster": Cluster,
+    "plan": Plan,
+    "placement": Placement,
+}
+"""Every file format by its ``kind``."""
+
+_REMEDIES = {
+    ("profile", "plan"): "search it first (pipeplan search PROFILE -o plan.json)",
+    ("plan", "profile"): "give the profile that it was searched for",
+}
+"""What to do with one kind of file (first) where another (second) is needed."""
+
+MAX_FILE_BYTES = 1 << 30
+_SHOWN_PROBLEMS = 8
+
+Model = TypeVar("Model", bound=File)
+
+
+def read_profile(path: str) -> Profile:
+    """Read and validate a profile file; ``-`` is stdin. Raises FileError."""
+    return _read(path, Profile)
+
+
+def read_cluster(path: str) -> Cluster:
+    """Read and validate a cluster file; ``-`` is stdin. Raises FileError."""
+    return _read(path, Cluster)
+
+
+def read_plan(path: str) -> Plan:
+    """Read and validate a plan file; ``-`` is stdin. Raises FileError."""
+    return _read(path, Plan)
+
+
+def read_placement(path: str) -> Placement:
+    """Read and validate a placement file; ``-`` is stdin. Raises FileError."""
+    return _read(path, Placement)
+
+
+def parse(data: bytes | str, model: type[Model], where: str = "<data>") -> Model:
+    """Validate JSON text as one of the formats, of its current version or an earlier one.
+
+    Raises:
+        FileError: the text is not JSON or breaks the format; one problem a line, with path and reason;
+            or, in one line, it is another of them.
+    """
+    kind = model.model_fields["kind"].default
+    current = current_version(kind)
+    complaint = f"{where}: not a valid {kind} file (docs/schema/{kind}.schema.json describes it):"
+    try:
+        head = _Head.model_validate_json(data)
+        _require_kind(head.kind, kind, where)
+        if problem := _version_problem(head.schema_version, current):
+            raise FileError(complaint, [problem])
+        if head.schema_version == current or kind not in FORMATS:  # others are kept for a while, not for later versions
+            return model.model_validate_json(data)
+        complaint = f"{where}: not a valid {kind} file of {_version(head)} (docs/files.md, Versions):"
+        return _migrated(from_json(data), kind, head.schema_version, model)
+    except ValidationError as error:
+        raise _refusal(error, where, complaint) from None
+    except (RecursionError, ValueError) as error:  # nesting or digits beyond what the parser takes
+        raise FileError(f"{where}: not readable as JSON: {error}") from None
+
+
+class _Head(BaseModel):
+    """What says how to read the rest. A file without a version is of the first, which let it be left out."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    kind: Any = None
+    schema_version: Any = 1
+
+
+def _version(head: _Head) -> str:
+    missing = "schema_version" not in head.model_fields_set
+    return f"version {head.schema_version}{', which one without schema_version is' * missing}"
+
+
+def _require_kind(given: object, kind: str, where: str) -> None:
+    """Say so in one line where the file is another one of ours. Raises FileError."""
+    if isinstance(given, str) and given in FORMATS and given != kind:
+        remedy = _REMEDIES.get((given, kind), f"give a {kind}")
+        raise FileError(f"{where}: this is a {given}, where a {kind} is needed; {remedy}")
+
+
+def _version_problem(given: object, current: int) -> str | None:
+    """Why a file of this version cannot be read, if it cannot."""
+    if type(given) is int and 1 <= given <= current:
+        return None
+    known = "1" if current == 1 else f"1 to {current}"
+    is_newer = type(given) is int and given > current
+    remedy = "read it with the newer pipeplan that wrote it" if is_newer else "say which version the file follows"
+    return f"schema_version: Input should be {known}, got {_short(repr(given))}; {remedy}"
+
+
+def _migrated(content: Content, kind: str, version: int, model: type[Model]) -> Model:
+    """Content of an earlier version as the model of today. Raises ValidationError."""
+    content = completed(content, form_of_version(kind, version))
+    sha256 = sha256_of_text(canonical_text(content))
+    for step in range(version, current_version(kind)):
+        migrated = MIGRATIONS[kind, step](content) | {"schema_version": step + 1}
+        content = completed(migrated, form_of_version(kind, step + 1))
+    return model.model_validate_json(canonical_text(content)).read_as(sha256)
+
+
+def _read(path: str, model: type[Model]) -> Model:
+    return parse(read_bytes(path), model, "<stdin>" if path == "-" else path)
+
+
+def read_bytes(path: str) -> bytes:
+    """All of a file, which may not be larger than :data:`MAX_FILE_BYTES`; ``-`` is stdin. Raises FileError."""
+    try:
+        if path == "-":
+            return sys.stdin.buffer.read(MAX_FILE_BYTES)
+        size = Path(path).stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise FileError(f"{path}: {size} bytes is more than the {MAX_FILE_BYTES} a file may have")
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _refusal(error: ValidationError, where: str, complaint: str) -> FileError:
+    """What to raise for a file that breaks its format."""
+    details = _own_problems(error.errors(include_url=False))
+    if details[0]["type"] == "json_invalid":
+        return FileError(f"{where}: not readable as JSON: {details[0]['ctx']['error']}")
+    problems = [_problem(detail) for detail in details[:_SHOWN_PROBLEMS]]
+    if len(details) > _SHOWN_PROBLEMS:
+        problems.append(f"... and {len(details) - _SHOWN_PROBLEMS} more")
+    return FileError(complaint, problems)
+
+
+def _own_problems(details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Without lists that are too short only because reading them stopped at a problem told already."""
+    inside = {detail["loc"][:depth] for detail in details for depth in range(len(detail["loc"]))}
+    return [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in inside]
+
+
+def _problem(detail: ErrorDetails) -> str:
+    """One line: path in the file, what was expected, and what stands there where it is short."""
+    place = ""
+    for part in detail["loc"]:
+        place += f"[{part}]" if isinstance(part, int) else f".{_key(part)}" if place else _key(part)
+    message = detail["msg"].removeprefix("Value error, ").replace("Tuple should", "List should")
+    message = message.replace("Unexpected keyword argument", "Extra inputs are not permitted")
+    if not place and detail["type"] == "value_error":  # about several parts of the file; the message names them
+        return message
+    given = detail.get("input")
+    if detail["type"] == "missing" or isinstance(given, dict | list | tuple | FileModel | Element):
+        return f"{place or 'file'}: {message}"
+    return f"{place or 'file'}: {message}, got {_short(repr(given))}"
+
+
+def _key(text: str) -> str:
+    """A key of the file as it may be shown: no control characters, not too long."""
+    return _short(text if text.isprintable() else ascii(text))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."

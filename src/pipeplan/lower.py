@@ -1,0 +1,115 @@
+"""From a schedule to one program per device, communication put in and ordered so that it cannot deadlock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from pipeplan.workload.action import Action
+from pipeplan.workload.elements import Dependency, Hop
+from pipeplan.workload.task_graph import Orders, TaskGraph
+
+__all__ = ["programs"]
+
+_Event = tuple[int, int, int, int, str]  # time, 0 for a message and 1 for compute, tie-breaks, text
+
+
+def programs(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    """Each device's compute and communication in order, as action texts.
+
+    ``orders`` [device, link] and ``starts`` [task] are those of :func:`pipeplan.workload.task_graph.earliest_starts`.
+    """
+    events: list[list[_Event]] = [
+        [(starts[task], 1, task, 0, graph.label(task)) for task in order] for order in graph.on_devices(orders)
+    ]
+    _add_messages(graph, _emissions(graph, orders, starts), events)
+    return tuple(tuple(text for *_, text in sorted(device_events)) for device_events in events)
+
+
+def _emissions(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> list[tuple[int, int]]:
+    """[task] when an action's messages are made and leave; for a message its own emission and start. In ns.
+
+    A message whose turn on its link has come earlier than its link is free is emitted all the same: an executor that
+    posts it late, behind an action that began meanwhile, would lose that time.
+    """
+    emissions = [(start + time, start + time) for start, time in zip(starts, graph.durations, strict=True)]
+    workload, offsets = graph.workload, graph.offsets
+    for order in orders[len(workload.devices) :]:
+        latest = 0
+        for message in order:
+            item = graph.operation_of[message]
+            source = workload.transfers[item - len(workload.operations)].source
+            samples = workload.slots[item].samples(message - offsets[item])
+            latest = max(latest, _made(graph, emissions, source, samples))
+            emissions[message] = latest, starts[message]
+    return emissions
+
+
+def _made(graph: TaskGraph, emissions: Sequence[tuple[int, int]], operation: int, samples: tuple[int, int]) -> int:
+    """When all actions of an operation that hold some of these samples have ended."""
+    offset = graph.offsets[operation]
+    return max(emissions[offset + number][0] for number in graph.workload.slots[operation].sharing(samples))
+
+
+def _add_messages(graph: TaskGraph, emissions: Sequence[tuple[int, int]], events: list[list[_Event]]) -> None:
+    """A SEND and a RECV for every message; of those emitted at a time, the ones go first that leave first."""
+    workload = graph.workload
+    position = {operation.id: index for index, operation in enumerate(workload.operations)}
+    naming = _PeerNames(workload.dependencies)
+    number = 0
+    for dependency in workload.dependencies:
+        source = position[dependency.source]
+        for hop in dependency.hops:
+            item = workload.item_of.get((source, position[dependency.target], hop))
+            slots = workload.messages(dependency, hop)
+            for index in range(len(slots)):
+                made = leaves = _made(graph, emissions, source, slots.samples(index))
+                if item is not None:
+                    made, leaves = emissions[graph.offsets[item] + index]
+                send, receive = naming.messages(dependency, hop, *slots.name(index))
+                events[hop.source_device].append((made, 0, leaves, number, str(send)))
+                events[hop.target_device].append((made, 0, leaves, number, str(receive)))
+                number += 1
+
+
+class _PeerNames:
+    """Says which stage or device is at the other end where more than one could be meant."""
+
+    def __init__(self, dependencies: Sequence[Dependency]) -> None:
+        self._targets: Counter[tuple[int, str, int]] = Counter()  # source stage, payload, device
+        self._target_devices: Counter[tuple[int, str, int, int]] = Counter()  # ... and target stage
+        self._sources: Counter[tuple[int, str, int]] = Counter()  # target stage, payload, device
+        self._source_devices: Counter[tuple[int, str, int, int]] = Counter()  # ... and source stage
+        for dependency in dependencies:
+            source, payload, target = _ends(dependency)
+            for device in {hop.source_device for hop in dependency.hops}:
+                self._targets[source, payload, device] += 1
+            for hop in dependency.hops:
+                self._target_devices[source, payload, hop.source_device, target] += 1
+                self._sources[target, payload, hop.target_device] += 1
+                self._source_devices[target, payload, hop.target_device, source] += 1
+
+    def messages(self, dependency: Dependency, hop: Hop, microbatch: int, part: int | None) -> tuple[Action, Action]:
+        """The SEND and the RECV of one message."""
+        source, payload, target = _ends(dependency)
+        send = Action(
+            source,
+            f"SEND_{payload}",
+            microbatch,
+            target if self._targets[source, payload, hop.source_device] > 1 else None,
+            hop.target_device if self._target_devices[source, payload, hop.source_device, target] > 1 else None,
+            part,
+        )
+        receive = Action(
+            target,
+            f"RECV_{payload}",
+            microbatch,
+            source if self._sources[target, payload, hop.target_device] > 1 else None,
+            hop.source_device if self._source_devices[target, payload, hop.target_device, source] > 1 else None,
+            part,
+        )
+        return send, receive
+
+
+def _ends(dependency: Dependency) -> tuple[int, str, int]:
+    return dependency.source_stage, dependency.payload, dependency.target_stage

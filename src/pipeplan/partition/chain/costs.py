@@ -1,0 +1,299 @@
+"""What stages of a chain cost, for one choice of cuts and for many ranges of blocks at once.
+
+A chain of blocks to be cut into stages on given devices: what a choice of cuts means for each device.
+
+Cuts are given as ``begins``: the first block of each stage. Memory is what a device takes at the very least, when
+one micro-batch is in flight: parameters, gradients and optimizer state of all its stages, the activations of its
+stages up to the one that runs, and that one's workspace.
+
+What stages of a chain cost, for many ranges of blocks at once.
+
+A range has blocks begin..end-1 and is given by its two ends: two integers or two arrays of any equal shapes, as which
+the results come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeplan.costs import UNLIMITED, StageCost
+
+__all__ = ["Array", "Chain", "ChainCosts", "FloatArray", "Held", "Place", "Range", "Repeat", "StageTimes", "over_all"]
+
+
+Range = tuple[int, int]
+"""Blocks begin..end-1 of the chain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes of stages of a device: the activations of all, the most they take while they run, what is always there."""
+
+    activations: int = 0
+    peak: int = 0
+    statics: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Blocks in a line, the device of each stage, and the memory of each device.
+
+    ``times``, ``statics`` and ``activations`` [block + 1] are running sums over the blocks, in ns and bytes;
+    ``workspaces`` [block] and ``memory`` [device] are bytes, None is no limit; ``devices`` [stage]. ``costs`` are the
+    same for many ranges at once.
+    """
+
+    times: Sequence[int]
+    statics: Sequence[int]
+    activations: Sequence[int]
+    workspaces: Sequence[int]
+    devices: Sequence[int]
+    memory: Sequence[int | None]
+    costs: ChainCosts
+
+    @classmethod
+    def of(cls, costs: Sequence[StageCost], devices: Sequence[int], memory: Sequence[int | None]) -> Chain:
+        """The chain of blocks with these ``costs`` [block]."""
+        sums = ChainCosts.of(costs)
+        lists = sums.compute.tolist(), sums.static.tolist(), sums.activations.tolist(), sums.widest[0].tolist()
+        return cls(*lists, devices, memory, sums)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the chain."""
+        return len(self.workspaces)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages it is cut into."""
+        return len(self.devices)
+
+    @property
+    def limited(self) -> bool:
+        """Whether some device's memory is."""
+        return any(limit is not None for limit in self.memory)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no cut can fit: all blocks together, or one alone, take more than there is."""
+        limits = [limit for limit in self.memory if limit is not None]
+        if len(limits) < len(self.memory):
+            return False
+        alone = max(self.bytes_of([(block, block + 1)]) for block in range(self.num_blocks))
+        return self.statics[-1] + self.activations[-1] > sum(limits) or alone > max(limits)
+
+    def time(self, begin: int, end: int) -> int:
+        """Forward and backward of these blocks, in ns."""
+        return self.times[end] - self.times[begin]
+
+    def ranges(self, begins: Sequence[int]) -> list[Range]:
+        """[stage] its blocks."""
+        return list(zip(begins, (*begins[1:], self.num_blocks), strict=True))
+
+    def ranges_on(self, device: int, begins: Sequence[int]) -> list[Range]:
+        """The blocks of a device's stages, in the order of the chain."""
+        return [each for each, where in zip(self.ranges(begins), self.devices, strict=True) if where == device]
+
+    def bytes_of(self, ranges: Sequence[Range]) -> int:
+        """The least memory of a device whose stages have these blocks, in the order of the chain."""
+        held = self.held(ranges)
+        return held.peak + held.statics
+
+    def held(self, ranges: Sequence[Range]) -> Held:
+        """What a device's stages of these blocks take, in the order of the chain."""
+        held = peak = 0
+        for begin, end in ranges:
+            held += self.activations[end] - self.activations[begin]
+            peak = max(peak, held + max(self.workspaces[begin:end]))
+        return Held(held, peak, sum(self.statics[end] - self.statics[begin] for begin, end in ranges))
+
+    def bytes_between(self, before: Held, begins: Array, ends: Array, after: Held) -> Array:
+        """:meth:`bytes_of` a device that runs these blocks between others, for many ranges of blocks."""
+        running = np.maximum(self.costs.workspace(begins, ends), after.peak)
+        running += before.activations + self.costs.activation(begins, ends)
+        needed: Array = np.maximum(before.peak, running) + self.costs.statics(begins, ends)
+        return needed + before.statics + after.statics
+
+    def fits(self, device: int, ranges: Sequence[Range]) -> bool:
+        """Whether a device holds stages of these blocks."""
+        limit = self.memory[device]
+        return limit is None or self.bytes_of(ranges) <= limit
+
+    def loads(self, begins: Sequence[int]) -> list[int]:
+        """[device] ns of work for one micro-batch."""
+        loads = [0] * len(self.memory)
+        for (begin, end), device in zip(self.ranges(begins), self.devices, strict=True):
+            loads[device] += self.time(begin, end)
+        return loads
+
+    def longest(self, begins: Sequence[int]) -> int:
+        """Ns of work of the longest stage for one micro-batch."""
+        return max(self.time(begin, end) for begin, end in self.ranges(begins))
+
+    def missing(self, begins: Sequence[int]) -> list[int]:
+        """[device] bytes by which it is too small; 0 where it is not."""
+        if not self.limited:
+            return [0] * len(self.memory)
+        ranges: list[list[Range]] = [[] for _ in self.memory]
+        for each, device in zip(self.ranges(begins), self.devices, strict=True):
+            ranges[device].append(each)
+        return [
+            0 if limit is None else max(0, self.bytes_of(each) - limit)
+            for each, limit in zip(ranges, self.memory, strict=True)
+        ]
+
+
+Array = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+Place = int | Array
+"""Where a range begins or ends, or ranges do."""
+
+Repeat = tuple[int, int, int]
+"""Two blocks, in the order of the chain, that take the same tensor, and its bytes: a stage with both holds it once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainCosts:
+    """Running sums [..., block + 1] of what blocks cost, in ns and bytes.
+
+    ``widest`` [..., power, begin] is the largest workspace of the 2^power blocks from ``begin`` on. ``repeated``
+    [begin, end] are bytes that the blocks of a range count as held more than once. ``transfer_ns`` is what sending
+    between any two stages takes, where that is looked at.
+    """
+
+    forward: Array
+    compute: Array
+    activations: Array
+    parameters: Array
+    static: Array
+    widest: Array
+    repeated: Array | None = None
+    transfer_ns: int = 0
+
+    @classmethod
+    def of(cls, costs: Sequence[StageCost], repeats: Iterable[Repeat] = (), transfer_ns: int = 0) -> Self:
+        """Those of blocks with these ``costs`` [block], each as a stage of its own."""
+        forward, compute, activations, parameters, static = _sums([costs])[:, 0]
+        repeated = _sums_inside(list(repeats), len(costs))
+        return cls(forward, compute, activations, parameters, static, _widest([costs])[0], repeated, transfer_ns)
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Sequence[StageCost]]) -> Self:
+        """Those of the same blocks for several rows: all results then begin with [row]."""
+        forward, compute, activations, parameters, static = _sums(rows)
+        return cls(forward, compute, activations, parameters, static, _widest(rows))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the chain."""
+        return int(self.compute.shape[-1]) - 1
+
+    def stages(self, begins: Sequence[int]) -> StageTimes:
+        """What each stage takes when the chain is cut so, for a single row."""
+        bounds = np.array((*begins, self.num_blocks))
+        forwards, totals = np.diff(self.forward[bounds]), np.diff(self.compute[bounds])
+        return StageTimes(tuple(forwards.tolist()), tuple((totals - forwards).tolist()), self.transfer_ns)
+
+    def time(self, begins: Place, ends: Place) -> Array:
+        """Ns of forward and backward."""
+        return _between(self.compute, begins, ends)
+
+    def statics(self, begins: Place, ends: Place) -> Array:
+        """Bytes that are held all the time."""
+        return _between(self.static, begins, ends)
+
+    def activation(self, begins: Place, ends: Place) -> Array:
+        """Bytes that a micro-batch in flight holds."""
+        held = _between(self.activations, begins, ends)
+        return held if self.repeated is None else np.maximum(0, held - self.repeated[begins, ends])
+
+    def workspace(self, begins: Place, ends: Place) -> Array:
+        """The largest workspace, in bytes; no range is empty. Two powers cover each."""
+        power = np.frexp(ends - begins)[1] - 1
+        largest: Array = np.maximum(self.widest[..., power, begins], self.widest[..., power, ends - 2**power])
+        return largest
+
+    def memory(self, begins: Place, ends: Place, in_flight: Place) -> Array:
+        """Bytes with so many micro-batches in flight."""
+        needed: Array = in_flight * self.activation(begins, ends) + self.workspace(begins, ends)
+        return needed + self.statics(begins, ends)
+
+    def room(self, begins: Place, ends: Place, limit: int) -> Array:
+        """Micro-batches of which so many bytes hold the activations; -1 if they do not even hold the rest."""
+        left = limit - self.statics(begins, ends) - self.workspace(begins, ends)
+        each = self.activation(begins, ends)
+        return np.where(left < 0, -1, np.where(each > 0, left // np.maximum(each, 1), UNLIMITED))
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """``forwards`` and ``backwards`` [stage] of a micro-batch, and what one transfer between stages takes, in ns."""
+
+    forwards: tuple[int, ...]
+    backwards: tuple[int, ...]
+    transfer_ns: int = 0
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the chain."""
+        return len(self.forwards)
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """[stage] forward and backward."""
+        return tuple(map(int.__add__, self.forwards, self.backwards))
+
+
+def over_all(num_blocks: int, of: Callable[[Array, Array], Array], none: float) -> FloatArray:
+    """[begin, end] the value ``of`` every range of blocks, and ``none`` where there is no range."""
+    found = np.full((num_blocks + 1, num_blocks + 1), none)
+    ranges = np.triu_indices(num_blocks + 1, 1)
+    found[ranges] = of(*ranges)
+    return found
+
+
+def _between(sums: Array, begins: Place, ends: Place) -> Array:
+    between: Array = sums[..., ends] - sums[..., begins]
+    return between
+
+
+def _sums(rows: Sequence[Sequence[StageCost]]) -> Array:
+    """[kind, row, block + 1] of forward, compute, activations, parameters and static."""
+    each = [
+        [
+            (cost.forward_ns, cost.compute_ns, cost.activation_bytes, cost.parameter_bytes, cost.static_bytes)
+            for cost in row
+        ]
+        for row in rows
+    ]
+    values = np.array(each, dtype=np.int64)
+    sums = np.zeros((values.shape[2], values.shape[0], values.shape[1] + 1), dtype=np.int64)
+    np.cumsum(np.moveaxis(values, 2, 0), axis=2, out=sums[:, :, 1:])
+    return sums
+
+
+def _widest(rows: Sequence[Sequence[StageCost]]) -> Array:
+    """[row, power, begin]"""
+    levels = [np.array([[cost.workspace_bytes for cost in row] for row in rows], dtype=np.int64)]
+    for power in range(len(rows[0]).bit_length() - 1):
+        widest = levels[-1].copy()
+        np.maximum(widest[:, : -(2**power)], levels[-1][:, 2**power :], out=widest[:, : -(2**power)])
+        levels.append(widest)
+    return np.stack(levels, axis=1)
+
+
+def _sums_inside(repeats: Sequence[Repeat], count: int) -> Array | None:
+    """[begin, end] bytes of the repeats whose two blocks both are among blocks begin .. end-1."""
+    if not repeats:
+        return None
+    table = np.zeros((count + 1, count + 1), dtype=np.int64)
+    for first, second, size in repeats:
+        table[first, second + 1] += size
+    found: Array = np.cumsum(np.cumsum(table[::-1], axis=0)[::-1], axis=1)
+    return found

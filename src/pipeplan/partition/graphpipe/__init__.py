@@ -1,5 +1,0 @@
-"""Stages as a graph (GraphPipe): blocks, devices, replicas and micro-batch size of each stage, chosen together."""
-
-from pipeplan.partition.graphpipe.search import GraphPartition, graphpipe
-
-__all__ = ["GraphPartition", "graphpipe"]

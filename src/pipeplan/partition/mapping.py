@@ -1,0 +1,420 @@
+"""Which devices of a cluster each stage group stands on, so that links are busy for little time.
+
+Groups along the devices, in several orders: where a search may start.
+
+Groups on devices, and what exchanges of devices change.
+
+Which devices of a cluster each stage group stands on, so that links are busy for little time (LinkTime).
+
+Groups are put along the devices in several orders and ways. The two best layouts are then made better by exchanges. An
+exchange swaps two equally long runs of devices with all that stands on them: single devices, whole groups, whole units
+such as nodes; each group looks around those it talks to. Where no exchange helps any more, a few random ones are made
+and followed, and kept if that leads to something better (iterated local search). ``docs/algorithms/mapping.md`` has the
+reasons, and how good it is.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+from pipeplan.errors import UsageError
+from pipeplan.files import Cluster
+from pipeplan.partition.cluster_links import Links, LinkTime, Rooms, Traffic
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+__all__ = ["Change", "Devices", "Layout", "Search", "exchanges", "lines", "mapped"]
+
+
+Devices = tuple[int, ...]
+
+Way = Callable[[Sequence[int], Sequence[int]], list[Devices]]
+"""The devices of groups of so many, in order, out of those that are free, in order."""
+
+
+def lines(links: Links, rooms: Rooms) -> set[tuple[Devices, ...]]:
+    """Groups along the devices in several orders and ways, and simply one after another where they have memory so."""
+    plain, followed = list(range(len(rooms.groups))), _followed(links, len(rooms.groups))
+    orders = [plain, followed, _gathered(links, rooms)]
+    orders += [_halved(order, _graph(links), rooms, links.sizes) for order in (plain, followed)]
+    ways: list[Way] = [_close, partial(_whole, links.sizes), _dealt]
+    found = {_line(order, rooms, way) for order in orders for way in ways}
+    naive = tuple(_close(rooms.groups, range(len(rooms.memory))))
+    return found | {naive} if all(rooms.fits(g, device) for g, own in enumerate(naive) for device in own) else found
+
+
+def _followed(links: Links, num_groups: int) -> list[int]:
+    """Depth first, from the first group on, along what is busiest."""
+    order: dict[int, None] = {}
+    for start in range(num_groups):
+        stack = [start]
+        while stack:
+            group = stack.pop()
+            if group not in order:
+                order[group] = None
+                ties = sorted((links.ties[index] for index in links.around[group]), key=lambda tie: tie.most)
+                stack += [tie.first + tie.second - group for tie in ties]
+    return list(order)
+
+
+def _gathered(links: Links, rooms: Rooms) -> list[int]:
+    """Groups joined over the ties that gain most, while what is joined fits a unit; innermost units first."""
+    part = {group: [group] for group in range(len(rooms.groups))}
+    ties = sorted(links.ties, key=lambda tie: tie.least - tie.most)
+    for size in links.sizes:
+        for tie in ties:
+            one, other = part[tie.first], part[tie.second]
+            if one is not other and sum(rooms.groups[group] for group in one + other) <= size:
+                one.extend(other)
+                part.update((group, one) for group in other)
+    return [group for head, members in part.items() if head == members[0] for group in members]
+
+
+def _graph(links: Links) -> nx.Graph:
+    """Groups, and what each two gain if they talk on the quickest level instead of the slowest."""
+    import networkx as nx
+
+    graph = nx.Graph()
+    graph.add_nodes_from(range(len(links.around)))
+    couples = (tie for tie in links.ties if tie.first != tie.second)
+    graph.add_weighted_edges_from((tie.first, tie.second, tie.most - tie.least) for tie in couples)
+    return graph
+
+
+def _halved(order: Sequence[int], graph: nx.Graph, rooms: Rooms, sizes: Sequence[int]) -> list[int]:
+    """Groups cut in two where little is lost, and each part again: Kernighan and Lin (1970), from the order's middle.
+
+    The middle is between whole units of the outermost level that has several of them.
+    """
+    from networkx.algorithms.community import kernighan_lin_bisection
+
+    if len(order) < 3:
+        return list(order)
+    counts = list(accumulate(rooms.groups[group] for group in order))
+    unit = max((size for size in sizes if size < counts[-1]), default=1)
+    before = max(1, counts[-1] // (2 * unit)) * unit
+    middle = min(bisect_left(counts, before) + 1, len(order) - 1)
+    halves = set(order[:middle]), set(order[middle:])
+    one, _ = kernighan_lin_bisection(graph.subgraph(order), halves, seed=0)
+    parts = [group for group in order if group in one], [group for group in order if group not in one]
+    return [group for part in parts for group in _halved(part, graph, rooms, sizes)]
+
+
+def _line(order: Sequence[int], rooms: Rooms, way: Way) -> tuple[Devices, ...]:
+    """Groups in order on the devices in order; those that fewest devices have memory for go first."""
+    found: list[Devices] = [()] * len(rooms.groups)
+    taken: set[int] = set()
+    for members in _by_choice(order, rooms):
+        free = [d for d in range(len(rooms.memory)) if d not in taken and rooms.fits(members[0], d)]
+        for group, own in zip(members, way([rooms.groups[group] for group in members], free), strict=True):
+            found[group] = own
+            taken.update(own)
+    return tuple(found)
+
+
+def _by_choice(order: Sequence[int], rooms: Rooms) -> list[list[int]]:
+    """Groups by the devices that have memory for them, fewest first: so nobody takes what others must have."""
+    memory, members = sorted(rooms.memory), defaultdict[int, list[int]](list)
+    for group in order:
+        members[bisect_left(memory, rooms.needs[group])].append(group)
+    return [members[count] for count in sorted(members, reverse=True)]
+
+
+def _close(counts: Sequence[int], free: Sequence[int]) -> list[Devices]:
+    """One after another."""
+    return [tuple(free[end - count : end]) for count, end in zip(counts, accumulate(counts), strict=True)]
+
+
+def _dealt(counts: Sequence[int], free: Sequence[int]) -> list[Devices]:
+    """In turn, so that devices with the same samples are neighbours."""
+    turns = sorted(((2 * i + 1) / count, group) for group, count in enumerate(counts) for i in range(count))
+    found: list[list[int]] = [[] for _ in counts]
+    for (_, group), device in zip(turns, free, strict=False):
+        found[group].append(device)
+    return [tuple(own) for own in found]
+
+
+def _whole(sizes: Sequence[int], counts: Sequence[int], free: Sequence[int]) -> list[Devices]:
+    """One after another, with devices left out, as far as there are enough, where a group is in fewer units then."""
+    found: list[Devices] = []
+    spare, place = len(free) - sum(counts), 0
+    for count in counts:
+        begin = _begin(free, place, count, spare, sizes)
+        spare, place = spare - (begin - place), begin + count
+        found.append(tuple(free[begin:place]))
+    return found
+
+
+def _begin(free: Sequence[int], place: int, count: int, spare: int, sizes: Sequence[int]) -> int:
+    """Where ``count`` devices are in the fewest units, outer units first, with at most ``spare`` left out before."""
+
+    def units(begin: int) -> tuple[int, ...]:
+        return (*(free[begin + count - 1] // size - free[begin] // size for size in reversed(sizes)), begin)
+
+    nexts = (bisect_left(free, (free[place] // size + 1) * size, place) for size in sizes)
+    return min((place, *(begin for begin in nexts if begin <= place + spare)), key=units)
+
+
+Exchange = tuple[int, int, int]
+"""First device of a run, first device of another one, and how many devices each has."""
+
+SMALL = 16
+"""Up to so many devices all places are looked at, not only those near groups that one talks to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What an exchange leads to: the devices of some groups, the times of their ties, and the total time."""
+
+    devices: dict[int, Devices]
+    times: dict[int, tuple[int, int]]
+    total: int
+
+
+class Layout:
+    """Groups on devices, and how long each tie keeps links busy."""
+
+    def __init__(self, links: Links, rooms: Rooms, devices: Sequence[Devices]) -> None:
+        self.links, self.rooms = links, rooms
+        self.devices = list(devices)
+        self.owner = [-1] * len(rooms.memory)
+        self._own(range(len(devices)))
+        self.times = [links.time(tie, devices[tie.first], devices[tie.second]) for tie in links.ties]
+        self._add_up()
+
+    def copy(self) -> Layout:
+        """Another one, to be changed by itself."""
+        other = copy(self)
+        other.devices, other.owner, other.times = self.devices[:], self.owner[:], self.times[:]
+        return other
+
+    def change(self, exchange: Exchange) -> Change | None:
+        """What an exchange leads to. None where runs overlap or end too late, memory is missing, or nothing changes."""
+        moved = self._moved(*exchange)
+        if not moved:
+            return None
+        devices = {
+            group: tuple(sorted([to.get(device, device) for device in self.devices[group]]))
+            for group, to in moved.items()
+        }
+        times = {}
+        for index in {index for group in devices for index in self.links.around[group]}:
+            tie = self.links.ties[index]
+            first, second = (devices.get(group) or self.devices[group] for group in (tie.first, tie.second))
+            times[index] = self.links.time(tie, first, second)
+        total = self.time.total_ns + sum(time[0] - self.times[index][0] for index, time in times.items())
+        return Change(devices, times, total)
+
+    def _moved(self, one: int, other: int, count: int) -> dict[int, dict[int, int]] | None:
+        """{group: {device: the one instead}} of an exchange."""
+        if abs(one - other) < count or max(one, other) + count > len(self.owner):
+            return None
+        moved: dict[int, dict[int, int]] = defaultdict(dict)
+        for source, target in ((one, other), (other, one)):
+            for step in range(count):
+                group = self.owner[source + step]
+                if not self.rooms.fits(group, target + step):
+                    return None
+                if group >= 0 and group != self.owner[target + step]:
+                    moved[group][source + step] = target + step
+        return moved
+
+    def time_after(self, change: Change) -> LinkTime:
+        """Exact where the change is better than the layout, else no better than it."""
+        if change.total == self.time.total_ns and not self.peaks <= change.times.keys():
+            return self.time  # what is busiest stays
+        busiest = max(busiest for _, busiest in map(change.times.get, range(len(self.times)), self.times))
+        return LinkTime(change.total, busiest)
+
+    def apply(self, change: Change) -> None:
+        """Make a change."""
+        for group in change.devices:
+            for device in self.devices[group]:
+                self.owner[device] = -1
+        for group, devices in change.devices.items():
+            self.devices[group] = devices
+        self._own(change.devices)
+        for index, time in change.times.items():
+            self.times[index] = time
+        self._add_up()
+
+    def _add_up(self) -> None:
+        self.time = LinkTime.of(self.times)
+        self.peaks = {index for index, (_, busiest) in enumerate(self.times) if busiest == self.time.busiest_ns}
+
+    def _own(self, groups: Iterable[int]) -> None:
+        for group in groups:
+            for device in self.devices[group]:
+                self.owner[device] = group
+
+    def place(self, device: int) -> tuple[int, float]:
+        """Innermost unit and memory of a device: where they are equal, it makes no difference which device it is."""
+        inner = self.links.sizes[0] if self.links.sizes else len(self.owner)
+        return device // inner, self.rooms.memory[device]
+
+    def unlike(self, devices: Iterable[int]) -> Iterable[int]:
+        """One device of each place and group among these."""
+        return {(self.place(device), self.owner[device]): device for device in devices}.values()
+
+    def wanted(self, group: int) -> set[int]:
+        """The devices of those that a group talks to on a slower level than it could, with its own."""
+        late = (i for i in self.links.around[group] if self.times[i][0] > self.links.ties[i].least)
+        ties = [self.links.ties[index] for index in late]
+        return {device for tie in ties for each in (tie.first, tie.second) for device in self.devices[each]}
+
+    def near(self, groups: Iterable[int]) -> list[int]:
+        """Groups and those that they talk to."""
+        ties = (self.links.ties[index] for group in groups for index in self.links.around[group])
+        return sorted({*groups, *(group for tie in ties for group in (tie.first, tie.second))})
+
+
+def exchanges(layout: Layout, group: int) -> Iterator[Exchange]:
+    """Exchanges that may bring a group nearer to those it talks to on too slow a level."""
+    own, near = layout.devices[group], layout.wanted(group)
+    small = len(layout.owner) <= SMALL
+    for inner, size in pairwise((1, *layout.links.sizes)):
+        units = {device // size for device in near}
+        if inner > 1 and not small:
+            units -= {device // size for device in own}
+        for unit in sorted(units):
+            spots = range(unit * size, min((unit + 1) * size, len(layout.owner)))
+            if inner == 1 or small:
+                yield from ((one, other, 1) for one in layout.unlike(own) for other in layout.unlike(spots))
+            if len(own) > 1 and own[-1] - own[0] < len(own):
+                yield from ((own[0], other, len(own)) for other in spots[:: 1 if small else len(own)])
+            if inner > 1:
+                firsts = sorted({device // inner * inner for device in own})
+                yield from ((one, other, inner) for one in firsts for other in spots[::inner])
+
+
+MOST_WORK = 400_000
+"""A search ends after timing so many pairs of devices: about a second."""
+
+NUM_STARTS = 2
+"""So many layouts of groups along the devices are made better."""
+
+NUM_KICKS = 12
+"""So many times random exchanges may lead to nothing better before the search ends."""
+
+
+def mapped(
+    groups: Sequence[int],
+    traffic: Traffic,
+    cluster: Cluster,
+    *,
+    sync: Sequence[int] = (),
+    needs: Sequence[int] = (),
+) -> tuple[Devices, ...]:
+    """The devices of each group, ascending, none in two groups, such that :class:`LinkTime` is small.
+
+    ``groups[g]`` is the number of devices of group g; ``traffic[g, h]`` the bytes per iteration that g sends h, split
+    evenly over the pairs of devices that share samples (device i of n works on the i-th n-th of them); ``sync[g]`` the
+    bytes that are all-reduced inside g; ``needs[g]`` the bytes that each of its devices must hold. The result is never
+    worse than the groups one after another on devices 0, 1, 2 ..., where memory allows that, and is this where nothing
+    better is found. The same question has the same answer.
+
+    Raises:
+        UsageError: the lists do not fit together.
+        InfeasibleError: there are too few devices, or too few with enough memory.
+    """
+    _check(groups, traffic, sync, needs)
+    rooms = Rooms.of(groups, needs or [0] * len(groups), cluster)
+    return Search(Links.of(groups, traffic, cluster, sync), rooms).best()
+
+
+def _check(groups: Sequence[int], traffic: Traffic, sync: Sequence[int], needs: Sequence[int]) -> None:
+    if any(size < 1 for size in groups):
+        raise UsageError(f"group {[size < 1 for size in groups].index(True)} has no devices; give each 1 or more")
+    for name, values in (("sync", sync), ("needs", needs)):
+        if values and len(values) != len(groups):
+            raise UsageError(f"{name} has {len(values)} values for {len(groups)} groups; give one for each, or none")
+    for pair in traffic:
+        if not all(0 <= group < len(groups) for group in pair):
+            raise UsageError(f"traffic {pair} names a group that is not one of the {len(groups)}, numbered from 0")
+
+
+class Search:
+    """A search for a layout that keeps links busy for the least time."""
+
+    def __init__(self, links: Links, rooms: Rooms) -> None:
+        self.links, self.rooms = links, rooms
+        self.least = sum(tie.least for tie in links.ties)
+        self.left = MOST_WORK
+        self.random = random.Random(0)
+
+    def best(self) -> tuple[Devices, ...]:
+        """The devices of the best layout found."""
+        layouts = [Layout(self.links, self.rooms, line) for line in lines(self.links, self.rooms)]
+        starts = sorted(layouts, key=lambda layout: (layout.time, layout.devices))[:NUM_STARTS]
+        found = [self._followed(self._descended(start.copy(), range(len(start.devices)))) for start in starts]
+        return _tidy(min([starts[0], *found], key=lambda layout: layout.time))
+
+    def _ended(self, layout: Layout) -> bool:
+        return self.left <= 0 or layout.time.total_ns <= self.least
+
+    def _followed(self, layout: Layout) -> Layout:
+        """The layout after random exchanges that led to better ones."""
+        failed = 0
+        while failed < NUM_KICKS and not self._ended(layout):
+            other = layout.copy()
+            self._descended(other, other.near(self._kick(other)))
+            failed = 0 if other.time < layout.time else failed + 1
+            layout = min(other, layout, key=lambda each: each.time)
+        return layout
+
+    def _kick(self, layout: Layout) -> set[int]:
+        """Make up to three random exchanges; the groups that have moved."""
+        moved: set[int] = set()
+        for _ in range(self.random.randint(1, 3)):
+            count = self.random.choice((1, self.random.choice(self.rooms.groups)))
+            one, other = (self.random.randrange(len(layout.owner)) for _ in range(2))
+            change = layout.change((one, other, count))
+            if change is not None:
+                layout.apply(change)
+                moved |= change.devices.keys()
+        return moved
+
+    def _descended(self, layout: Layout, groups: Iterable[int]) -> Layout:
+        """The layout after every exchange that helps, looking at these groups and at all near what changes."""
+        waiting = dict.fromkeys(groups)
+        while waiting and not self._ended(layout):
+            group = next(iter(waiting))
+            del waiting[group]
+            change = self._best_change(layout, group)
+            if change is not None:
+                layout.apply(change)
+                waiting.update(dict.fromkeys(layout.near(change.devices)))
+        return layout
+
+    def _best_change(self, layout: Layout, group: int) -> Change | None:
+        """Of the exchanges that a group looks at the best, None where none helps."""
+        best, time, seen = None, layout.time, set[tuple[int, int, int]]()
+        for exchange in exchanges(layout, group):
+            if exchange in seen:
+                continue
+            seen.add(exchange)
+            change = layout.change(exchange)
+            self.left -= 1 if change is None else sum(self.links.work[each] for each in change.devices)
+            if change is not None and change.total <= time.total_ns and layout.time_after(change) < time:
+                best, time = change, layout.time_after(change)
+            if self.left <= 0:
+                break
+        return best
+
+
+def _tidy(layout: Layout) -> tuple[Devices, ...]:
+    """The same in every unit and memory, but there the groups in order on the first devices."""
+    alike = defaultdict[tuple[int, float], list[int]](list)
+    for device in range(len(layout.owner)):
+        alike[layout.place(device)].append(device)
+    left = {place: iter(devices) for place, devices in alike.items()}
+    return tuple(tuple(sorted(next(left[layout.place(device)]) for device in own)) for own in layout.devices)

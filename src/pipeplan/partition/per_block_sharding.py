@@ -1,0 +1,358 @@
+"""Stages whose blocks are all split alike, or each in its own way.
+
+Stages that run all of their blocks in one way: what every run of blocks costs with each of them.
+
+Stages whose blocks are each split in a way of its own: the cost frontiers of all runs of blocks on a device group.
+
+A chain of n blocks has n (n + 1) / 2 runs, and each has a frontier (TensorOpt, section 3), which takes part of a second
+to track. What every run takes *at least* is known at once instead: but for changes of layout every block is by itself,
+and for a weighting of memory against time the best of each is a minimum. Sums of these minima bound the time that a run
+takes in some memory (the Lagrangian dual of choosing a configuration for every block). The partitioner works with the
+bounds, and has the frontiers tracked of those runs alone that the best partitions would be made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from pipeplan.costs import group_costs
+from pipeplan.costs.communication import all_reduce_time
+from pipeplan.errors import PipeplanError, UsageError
+from pipeplan.files import Cluster, Profile
+from pipeplan.partition.chain.costs import ChainCosts, FloatArray, over_all
+from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
+from pipeplan.sharding.configurations.details import OUTSIDE, StageModels
+from pipeplan.sharding.graph import CostGraph, Strategy, undominated
+from pipeplan.sharding.table import IntArray
+from pipeplan.sharding.tracking import Tracked, track
+
+__all__ = ["BlockSplits", "GroupSplits", "RunFrontiers", "RunPoint", "UniformRuns", "UniformWay", "UniformWays"]
+
+
+@dataclass(frozen=True, slots=True)
+class UniformWay:
+    """How a device group runs all of its blocks."""
+
+    replicas: int
+    shards: int
+    recompute: bool
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the group."""
+        return self.replicas * self.shards
+
+
+@dataclass(frozen=True, slots=True)
+class UniformRuns:
+    """What a way costs for every run of blocks, with a share of the gradients' all-reduce in each micro-batch.
+
+    ``time`` [begin, end] in ns is infinite where there is no run.
+    """
+
+    way: UniformWay
+    costs: ChainCosts
+    time: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class UniformWays:
+    """What every run of blocks takes where all blocks run in one way."""
+
+    profile: Profile
+    order: tuple[str, ...]
+    microbatch_size: int
+    num_microbatches: int
+    cluster: Cluster | None
+
+    def possible(self, group: int, recompute: Sequence[bool]) -> Iterator[UniformRuns]:
+        """Every way of a group that all blocks have costs for."""
+        for split in sorted(set.intersection(*({row.shards for row in block.costs} for block in self.profile.blocks))):
+            if group % split == 0 and self.microbatch_size % (group // split) == 0:
+                for again in recompute:
+                    try:
+                        yield self._runs(UniformWay(group // split, split, again))
+                    except UsageError:  # this size was not profiled with so many shards
+                        continue
+
+    def _runs(self, way: UniformWay) -> UniformRuns:
+        size = self.microbatch_size // way.replicas
+        alone = [[block] for block in self.order]
+        given = group_costs(self.profile, alone, size, way.shards, recompute=way.recompute)
+        peers = range(0, way.num_devices, way.shards)
+        added_up = [all_reduce_time(self.cluster, peers, cost.parameter_bytes) for cost in given]
+        shares = [-(-each // self.num_microbatches) for each in added_up]
+        each = zip(given, shares, strict=True)
+        costs = ChainCosts.of([replace(cost, backward_ns=cost.backward_ns + share) for cost, share in each])
+        return UniformRuns(way, costs, over_all(len(given), costs.time, math.inf))
+
+
+_WEIGHTINGS = 24
+"""Weightings of memory against time at most by which runs are bounded."""
+
+_FEW = 64
+"""Up to so many configurations of a block are few."""
+
+_ROUNDING = 1e-9
+"""So much less than their floating-point sums say do bounds promise."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPoint:
+    """A strategy of a run's blocks, on the cost model of its stage; bytes at the peak of each device."""
+
+    model: CostModel
+    strategy: Strategy
+    memory_bytes: int
+
+    @property
+    def time_ns(self) -> int:
+        """Of one micro-batch, with its share of the sums of gradients."""
+        return self.strategy.time_ns
+
+    @property
+    def recompute(self) -> bool:
+        """Whether blocks keep their inputs alone."""
+        return self.model.options.recompute
+
+    @property
+    def configurations(self) -> tuple[str, ...]:
+        """How each block is split."""
+        chosen, ways = self.strategy.configurations, self.model.configurations
+        blocks = [node.name for node in self.model.operators.nodes if node.block != OUTSIDE]
+        return tuple(ways[name][chosen[name]].name for name in blocks)
+
+
+@dataclass(slots=True)
+class BlockSplits:
+    """The frontiers of all runs of a profile's blocks on one group of devices, for micro-batches of one size."""
+
+    order: tuple[str, ...]
+    models: StageModels
+    _known: dict[int, RunFrontiers] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        profile: Profile,
+        cluster: Cluster | None,
+        num_devices: int,
+        microbatch_size: int,
+        num_microbatches: int,
+    ) -> BlockSplits | None:
+        """On the first devices of a cluster; None where blocks have no costs that configurations follow from."""
+        options = CostOptions(blocks=True, microbatches=num_microbatches)
+        try:
+            models = StageModels.of(cost_model(profile, cluster, num_devices, microbatch_size, options=options))
+            found = cls(profile.topological_order(), models)
+            found.holding(1)
+        except (PipeplanError, ValueError):  # blocks of unknown kinds or devices
+            return None
+        return found
+
+    def recomputing(self) -> BlockSplits:
+        """The same with blocks that keep their inputs alone."""
+        return BlockSplits(self.order, self.models.recomputing())
+
+    def holding(self, in_flight: int) -> RunFrontiers:
+        """With so many micro-batches in flight."""
+        if in_flight not in self._known:
+            self._known[in_flight] = RunFrontiers.of(self.order, self.models.holding(in_flight))
+        return self._known[in_flight]
+
+
+@dataclass(slots=True)
+class GroupSplits:
+    """The same for groups of any number of devices and micro-batches of any size, each looked at once."""
+
+    profile: Profile
+    cluster: Cluster | None
+    _known: dict[tuple[int, int, int], tuple[BlockSplits, ...]] = field(default_factory=dict)
+
+    def of(
+        self, num_devices: int, microbatch_size: int, num_microbatches: int, recompute: Sequence[bool]
+    ) -> list[BlockSplits]:
+        """As :meth:`BlockSplits.of`, recomputing or not; none where there are none."""
+        key = num_devices, microbatch_size, num_microbatches
+        if key not in self._known:
+            plain = BlockSplits.of(self.profile, self.cluster, *key)
+            self._known[key] = () if plain is None else (plain, plain.recomputing())
+        return [self._known[key][again] for again in recompute if self._known[key]]
+
+
+@dataclass(slots=True)
+class RunFrontiers:
+    """The frontiers of all runs of blocks for one number of micro-batches in flight; run i..j has blocks i to j - 1.
+
+    ``order`` is topological. ``costs`` are the bytes and ns of every configuration of each block, and ``workspaces``
+    its workspaces, [K]; ``useful`` are the configurations that no other one replaces everywhere.
+    """
+
+    order: tuple[str, ...]
+    models: StageModels
+    costs: list[tuple[IntArray, IntArray]]
+    workspaces: dict[str, IntArray]
+    useful: dict[str, IntArray]
+    _known: dict[object, _Levels] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, order: tuple[str, ...], models: StageModels) -> RunFrontiers:
+        """Of a model's stages."""
+        tables = [models.nodes[name].costs for name in order]
+        ways = models.whole.configurations
+        workspaces = {name: np.array([way.workspace_bytes for way in ways[name]], np.int64) for name in order}
+        useful = undominated(models.whole.graph, workspaces)
+        return cls(order, models, [(table.memory_bytes, table.time_ns) for table in tables], workspaces, useful)
+
+    def least_times(self, limit: float) -> FloatArray:
+        """Ns below which no strategy of a run is that fits into so many bytes; infinite where none fits.
+
+        What blocks hold adds up. Of workspace a run has at least the most that one of its blocks cannot do without.
+        """
+        room = limit - _largest([sizes.min() for sizes in self.workspaces.values()])
+        runs = np.tri(len(self.order) + 1, k=-1, dtype=np.bool_).T
+        possible = runs & (_sums([memory.min() for memory, _ in self.costs]) <= room)
+        found = _sums([time.min() for _, time in self.costs])
+        for weight in self._weightings() if np.isfinite(limit) else ():
+            best = _sums([(time + weight * memory).min() for memory, time in self.costs])
+            np.maximum(found, best - weight * room, out=found)
+        return np.where(possible, np.floor(found * (1 - _ROUNDING)), np.inf)
+
+    def _weightings(self) -> Sequence[float]:
+        """Ns per byte between neighbours on the frontiers of blocks, where the best choice changes."""
+        distinct = {id(memory): (memory, time) for memory, time in self.costs}.values()
+        every = sorted({slope for memory, time in distinct for slope in _slopes(memory, time)})
+        return every[:: -(-len(every) // _WEIGHTINGS)] if every else []
+
+    def quickest(self, blocks: Sequence[str], limit: float) -> RunPoint | None:
+        """The quickest strategy of blocks, a run or any others, that fits into so many bytes; None where none does."""
+        key = self._key(blocks)
+        if key not in self._known:
+            sizes = {name: self.workspaces[name] for name in blocks}
+            self._known[key] = _Levels(self.models.graph(blocks), sizes, {name: self.useful[name] for name in blocks})
+        found = self._known[key].quickest(limit)
+        if found is None:
+            return None
+        strategy, memory = found
+        model = self.models.model(blocks)
+        chosen = [strategy.configurations[name] for name in self._known[key].workspaces]
+        names = {node.name: 0 for node in model.operators.nodes} | dict(zip(blocks, chosen, strict=True))
+        own = Strategy(strategy.memory_bytes, strategy.time_ns, names, dict.fromkeys(names, 0), strategy.edge_variants)
+        return RunPoint(model, own, memory)
+
+    def at_ends(self, blocks: Sequence[str]) -> int:
+        """Ns that changing what enters and leaves a run takes at most: in a longer run it may be spared."""
+        edges = [self.models.edges[link].costs for link in self.models.ends(blocks)]
+        return sum(int(costs.time_ns.max()) for costs in edges)
+
+    def _key(self, blocks: Sequence[str]) -> object:
+        """Equal for runs that cost the same."""
+        place = {name: index for index, name in enumerate(blocks)}
+        links = self.models.links(place)
+        ends = [(place.get(link.source), place.get(link.target), id(self.models.edges[link].costs)) for link in links]
+        return tuple(id(self.models.nodes[name].costs) for name in blocks), tuple(ends)
+
+
+def _sums(values: Sequence[float]) -> FloatArray:
+    """[begin, end] the sum over every run of one value per block."""
+    until = np.concatenate(([0.0], np.cumsum(np.asarray(values, dtype=np.float64))))
+    found: FloatArray = until[None, :] - until[:, None]
+    return found
+
+
+def _largest(values: Sequence[float]) -> FloatArray:
+    """[begin, end] the largest of every run of one value per block."""
+    each = np.asarray(values, dtype=np.float64)
+    found = np.zeros((len(each) + 1, len(each) + 1))
+    for begin in range(len(each)):
+        found[begin, begin + 1 :] = np.maximum.accumulate(each[begin:])
+    return found
+
+
+def _slopes(memory: IntArray, time: IntArray) -> Iterator[float]:
+    order = np.lexsort((time, memory))
+    best: tuple[int, int] | None = None
+    for more, quicker in zip(memory[order].tolist(), time[order].tolist(), strict=True):
+        if best is None or quicker < best[1]:
+            if best is not None and more > best[0]:
+                yield (best[1] - quicker) / (more - best[0])
+            best = more, quicker
+
+
+@dataclass(slots=True)
+class _Levels:
+    """A run's frontier, and those of its configurations with less and less workspace as far as they were needed.
+
+    Only the largest workspace counts, which is not tracked: it comes on top of a strategy. ``useful`` configurations
+    are few, so that finding out what is in no frontier strategy would take longer than tracking.
+    """
+
+    graph: CostGraph
+    workspaces: Mapping[str, IntArray]
+    useful: Mapping[str, IntArray]
+    _known: dict[int | None, _Level | None] = field(default_factory=dict)
+
+    def quickest(self, limit: float) -> tuple[Strategy, int] | None:
+        """The quickest strategy that fits, and its bytes.
+
+        Points that need too much workspace hide only strategies that need less: these are looked at next.
+        """
+        best: tuple[Strategy, int] | None = None
+        below: int | None = None
+        while (level := self._level(below)) is not None:
+            found, below = level.quickest(limit)
+            if found is not None and (best is None or found[0].time_ns < best[0].time_ns):
+                best = found
+            if below is None:
+                break
+        return best
+
+    def _level(self, below: int | None) -> _Level | None:
+        """The frontier of the configurations with workspace below so many bytes; None where there is none."""
+        if below not in self._known:
+            kept = {
+                name: useful if below is None else useful[self.workspaces[name][useful] < below]
+                for name, useful in self.useful.items()
+            }
+            every = {node.name: kept.get(node.name, np.zeros(1, np.int64)) for node in self.graph.nodes}
+            try:
+                tracked = track(self.graph.restricted(every), pruned=max(map(len, every.values())) > _FEW)
+            except ValueError:  # what is left cannot follow each other
+                self._known[below] = None
+            else:
+                self._known[below] = _Level(tracked, kept, self.workspaces)
+        return self._known[below]
+
+
+@dataclass(slots=True)
+class _Level:
+    """A tracked frontier of some configurations."""
+
+    tracked: Tracked
+    kept: Mapping[str, IntArray]
+    workspaces: Mapping[str, IntArray]
+    _known: dict[int, tuple[Strategy, int]] = field(default_factory=dict)
+
+    def quickest(self, limit: float) -> tuple[tuple[Strategy, int] | None, int | None]:
+        """The quickest point that fits, with its bytes; and the most workspace of quicker ones that do not."""
+        too_much: int | None = None
+        for point in range(int(np.searchsorted(self.tracked.memory_bytes, limit, side="right")) - 1, -1, -1):
+            strategy, workspace = self._point(point)
+            if strategy.memory_bytes + workspace <= limit:
+                return (strategy, strategy.memory_bytes + workspace), too_much
+            too_much = max(too_much or 0, workspace)
+        return None, too_much
+
+    def _point(self, point: int) -> tuple[Strategy, int]:
+        """A point's strategy with the whole graph's configurations, and its workspace."""
+        if point not in self._known:
+            found = self.tracked.strategy(point)
+            names = {name: int(self.kept[name][found.configurations[name]]) for name in self.kept}
+            workspace = max(int(self.workspaces[name][index]) for name, index in names.items())
+            own = Strategy(found.memory_bytes, found.time_ns, names, found.node_variants, found.edge_variants)
+            self._known[point] = own, workspace
+        return self._known[point]

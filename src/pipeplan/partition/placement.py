@@ -1,0 +1,325 @@
+"""Placement strategies: which device runs which stage of a chain, and where the chain is cut.
+
+A graph that is not a chain is put in a line first: in topological order, keeping the file's order where it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeplan.costs import StageCost, group_costs
+from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.files import PlacedStage, Placement, Profile
+from pipeplan.partition.chain.costs import Array, Chain
+from pipeplan.partition.chain.rebalance import Allowed, evenest, levelled, roomiest
+from pipeplan.units import format_bytes
+
+__all__ = ["STRATEGIES", "Cut", "Strategy", "can_spread", "follows", "in_topological_order", "place"]
+
+Positions = list[list[int]]
+"""[route][stage] the position that runs it: positions are devices, or groups of devices that are replicas."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """Where the stages of a chain stand.
+
+    ``positions`` gives [stage] the position that runs it, for a number of positions and of chunks (stages per
+    position). ``chunked`` strategies take that number. With ``two_ways`` a second route leads the other way round: each
+    of its stages stands on the position opposite to that of the first route's.
+    """
+
+    positions: Callable[[int, int], list[int]]
+    chunked: bool = False
+    two_ways: bool = False
+
+    def routes(self, positions: int, chunks: int) -> Positions:
+        """Each route's positions."""
+        down = self.positions(positions, chunks)
+        return [down, [positions - 1 - position for position in down]] if self.two_ways else [down]
+
+
+def _zigzag(positions: int, chunks: int) -> list[int]:
+    down = list(range(positions))
+    return [position for chunk in range(chunks) for position in (down if chunk % 2 == 0 else down[::-1])]
+
+
+def _in_turn(positions: int, chunks: int) -> list[int]:
+    return [stage % positions for stage in range(chunks * positions)]
+
+
+def _one_each(positions: int, chunks: int) -> list[int]:
+    return list(range(positions))
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "one-to-one": Strategy(_one_each),
+    "circular": Strategy(_in_turn, chunked=True),
+    "v-shape": Strategy(_zigzag, chunked=True),
+    "bidirectional": Strategy(_one_each, two_ways=True),
+    "bidirectional-v-shape": Strategy(_zigzag, chunked=True, two_ways=True),
+}
+"""Every strategy by the name ``--placement`` takes."""
+
+Cut = Callable[[Chain], tuple[int, ...]]
+"""Chooses the first block of each stage."""
+
+
+def place(
+    profile: Profile,
+    strategy: str,
+    num_devices: int,
+    *,
+    chunks: int | None = None,
+    microbatch_size: int,
+    memory_bytes: Sequence[int | None] | None = None,
+    recompute: bool = False,
+    replicas: int = 1,
+    spread: bool = False,
+    cut: Cut | None = None,
+) -> Placement:
+    """Cut the profile's chain into balanced stages and put them on devices.
+
+    With one stage per device the cut minimises the longest stage's forward + backward time, then the sum of squares,
+    exactly. Where a device runs several stages (``chunks`` of them, 2 by default) it starts from that cut and levels
+    the devices' sums: as :mod:`pipeplan.partition.chain.rebalance` says. ``memory_bytes`` [device] holds for one micro-batch in
+    flight (:mod:`pipeplan.partition.chain.costs`); None is no limit. The ``bidirectional`` strategies have two routes, each
+    with its own copy of every block and every other micro-batch; the second stands the other way round.
+
+    ``replicas`` neighbouring devices run each stage and share the ``microbatch_size`` samples of its micro-batches.
+    With ``spread`` every shared block is a stage of its own on each route, split over all devices of a pipeline
+    (Tessel's M and NN shapes), and the others are cut; the devices of each copy of the pipeline are then neighbours,
+    since collectives join them. ``cut`` cuts the chain otherwise.
+
+    Raises:
+        UsageError: an unknown strategy, devices, chunks or replicas that do not apply, or fewer blocks than stages.
+        InfeasibleError: some device cannot hold what it must.
+    """
+    routes = _routes(strategy, num_devices, chunks, replicas)
+    positions = num_devices // replicas
+    shared = _spread(profile, positions) if spread else ()
+    order = [block for block in profile.topological_order() if block not in shared]
+    _require_blocks(profile, strategy, num_devices, replicas, order, routes)
+    size = microbatch_size // replicas
+    costs = group_costs(profile, [[block] for block in order], size, recompute=recompute)
+    everywhere = group_costs(profile, [[block] for block in shared * len(routes)], size, positions, recompute=recompute)
+    groups = _groups(positions, replicas, strided=bool(shared))
+    limits = _limits(memory_bytes or [None] * num_devices, groups, everywhere)
+    chain = Chain.of(costs, routes[0], [None if limit is None else limit // len(routes) for limit in limits])
+    allowed = _not_around(profile, order, shared)
+    begins = _cut(chain, allowed) if cut is None else cut(chain)
+    if not allowed(np.array(begins), np.array([*begins[1:], chain.num_blocks])).all():
+        raise UsageError(
+            f"{len(routes[0])} stages between the shared blocks of {profile.name!r} were not found; leave out --spread"
+        )
+    missing = chain.missing(begins)
+    if any(missing) and any(_missing(chain, begins, routes, limits)):
+        raise _too_big(chain, begins, order, missing.index(max(missing)), len(routes))
+    stages = [
+        PlacedStage(
+            blocks=tuple(order[begin:end]),
+            devices=groups[position],
+            replicas=replicas,
+            route=route,
+        )
+        for route, positions in enumerate(routes)
+        for (begin, end), position in zip(chain.ranges(begins), positions, strict=True)
+    ]
+    everyone = tuple(range(num_devices))
+    stages += [
+        PlacedStage(blocks=(block,), devices=everyone, shards=positions, replicas=replicas, route=route)
+        for route in range(len(routes))
+        for block in shared
+    ]
+    return Placement(
+        strategy=strategy if not shared else f"{strategy}, shared blocks spread",
+        num_devices=num_devices,
+        num_routes=len(routes),
+        stages=tuple(in_topological_order(profile, stages)) if shared else tuple(stages),
+    )
+
+
+def follows(profile: Profile, stages: Sequence[PlacedStage], strategy: str, chunks: int | None = None) -> bool:
+    """Whether stages stand as a strategy has them, wherever they are cut and in whatever order devices are numbered.
+
+    Stages on all the devices are not counted. ``chunks`` None is any number that the strategy is for. Two ways may be
+    two routes, or two models side by side.
+    """
+    count = len({device for stage in stages for device in stage.devices})
+    own = [stage for stage in stages if len(stage.devices) < count] or list(stages)
+    groups = list(dict.fromkeys(stage.devices for stage in own))
+    if not groups or len({device for group in groups for device in group}) < sum(map(len, groups)):
+        return False
+    wanted = STRATEGIES[strategy]
+    if len(groups) == len(own):  # whatever graph they are
+        return not wanted.chunked and not wanted.two_ways
+    chains: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    parts = _connected(profile)
+    for stage in own:
+        chains.setdefault((stage.route, parts[stage.blocks[0]]), []).append(stage.devices)
+    routes = list(chains.values())
+    number = len(routes[0]) // len(groups)
+    if number < 1 + (wanted.chunked and chunks is None) or chunks not in (None, number):
+        return False
+    return routes == [[groups[position] for position in route] for route in wanted.routes(len(groups), number)]
+
+
+def _connected(profile: Profile) -> dict[str, int]:
+    """{block: number of the connected part of the model that it belongs to}"""
+    import networkx as nx
+
+    graph = nx.Graph([(edge.source, edge.target) for edge in profile.edges])
+    graph.add_nodes_from(block.id for block in profile.blocks)
+    return {block: number for number, part in enumerate(nx.connected_components(graph)) for block in part}
+
+
+def can_spread(profile: Profile, shards: int) -> bool:
+    """Whether there are shared blocks, and all have costs for being split over so many devices."""
+    shared = [block for block in profile.blocks if block.shared]
+    return shards > 1 and bool(shared) and all(shards in {row.shards for row in block.costs} for block in shared)
+
+
+def _groups(positions: int, replicas: int, *, strided: bool) -> list[tuple[int, ...]]:
+    """[position] its devices: neighbours, or, ``strided``, one of each copy of the pipeline."""
+    if strided:
+        return [tuple(range(position, positions * replicas, positions)) for position in range(positions)]
+    return [tuple(range(position * replicas, (position + 1) * replicas)) for position in range(positions)]
+
+
+def _routes(strategy: str, num_devices: int, chunks: int | None, replicas: int) -> Positions:
+    if strategy not in STRATEGIES:
+        raise UsageError(f"--placement {strategy!r} is not known; choose from auto, {', '.join(STRATEGIES)}, or a file")
+    if num_devices < 1:
+        raise UsageError(f"{num_devices} devices cannot hold a pipeline; --devices must be at least 1")
+    if num_devices % replicas:
+        raise UsageError(f"{num_devices} devices cannot be shared by {replicas} replicas; choose --replicas to divide")
+    if not STRATEGIES[strategy].chunked and chunks not in (None, 1):
+        chunked = ", ".join(name for name, other in STRATEGIES.items() if other.chunked)
+        raise UsageError(f"--chunks {chunks} does not apply to {strategy}; choose a --placement of {chunked}")
+    if chunks is not None and chunks < 1:
+        raise UsageError(f"--chunks must be at least 1, not {chunks}")
+    return STRATEGIES[strategy].routes(num_devices // replicas, 2 if chunks is None else chunks)
+
+
+def _spread(profile: Profile, positions: int) -> tuple[str, ...]:
+    """The shared blocks. Raises UsageError where they cannot be split over a pipeline's devices."""
+    if not can_spread(profile, positions):
+        raise UsageError(
+            f"profile {profile.name!r} has no shared blocks with costs for {positions} shards; leave out --spread, "
+            f"or profile with --shards {positions}"
+        )
+    shared = {block.id for block in profile.blocks if block.shared}
+    return tuple(block for block in profile.topological_order() if block in shared)
+
+
+def _require_blocks(
+    profile: Profile, strategy: str, num_devices: int, replicas: int, order: Sequence[str], routes: Positions
+) -> None:
+    count = len(routes[0])
+    if len(order) < count:
+        copies = f" with {replicas} replicas" if replicas > 1 else ""
+        raise UsageError(
+            f"{strategy} on {num_devices} devices{copies} needs {count} stages, but profile {profile.name!r} has only "
+            f"{len(order)} blocks; lower --devices{' or --chunks' if count > num_devices else ''}"
+        )
+
+
+def _limits(
+    memory: Sequence[int | None], groups: Sequence[Sequence[int]], everywhere: Sequence[StageCost]
+) -> list[int | None]:
+    """[position] what its devices all have beside the blocks that stand everywhere."""
+    taken = sum(2 * each.parameter_bytes + each.optimizer_bytes + each.activation_bytes for each in everywhere)
+    known = [[limit for device in group if (limit := memory[device]) is not None] for group in groups]
+    return [max(0, min(limits) - taken) if limits else None for limits in known]
+
+
+def _missing(chain: Chain, begins: Sequence[int], routes: Positions, limits: Sequence[int | None]) -> list[int]:
+    """[position] bytes by which it is too small for its stages of all routes, of which each may take more than half."""
+    needed = [0] * len(limits)
+    for positions in routes:
+        for position in set(positions):
+            ranges = [each for each, where in zip(chain.ranges(begins), positions, strict=True) if where == position]
+            needed[position] += chain.bytes_of(ranges)
+    return [0 if limit is None else max(0, need - limit) for need, limit in zip(needed, limits, strict=True)]
+
+
+def _not_around(profile: Profile, order: Sequence[str], shared: Sequence[str]) -> Allowed:
+    """(begins, ends) -> whether a stage of these blocks has none before and after a shared block: it could not run."""
+    import networkx as nx
+
+    graph = nx.DiGraph([(edge.source, edge.target) for edge in profile.edges])
+    place_of = {block: index for index, block in enumerate(order)}
+    around = [
+        [
+            np.array(sorted(place_of[other] for other in some(graph, block) if other in place_of), dtype=np.int64)
+            for some in (nx.ancestors, nx.descendants)
+        ]
+        for block in shared
+    ]
+
+    def contains(places: Array, begins: Array, ends: Array) -> NDArray[np.bool_]:
+        return np.searchsorted(places, begins) < np.searchsorted(places, ends)
+
+    def allowed(begins: Array, ends: Array) -> NDArray[np.bool_]:
+        fine = np.ones(begins.shape, dtype=bool)
+        for before, after in around:
+            fine &= ~(contains(before, begins, ends) & contains(after, begins, ends))
+        return fine
+
+    return allowed
+
+
+def in_topological_order(profile: Profile, stages: Sequence[PlacedStage]) -> list[PlacedStage]:
+    """The stages such that every edge points forward."""
+    import networkx as nx
+
+    stage_of = {(stage.route, block): index for index, stage in enumerate(stages) for block in stage.blocks}
+    first = {block: index for index, block in enumerate(profile.topological_order())}
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(stages)))
+    routes = {stage.route for stage in stages}
+    crossing = (
+        (stage_of[route, edge.source], stage_of[route, edge.target]) for edge in profile.edges for route in routes
+    )
+    graph.add_edges_from((source, target) for source, target in crossing if source != target)
+    order = nx.lexicographical_topological_sort(
+        graph, key=lambda stage: (stages[stage].route, first[stages[stage].blocks[0]])
+    )
+    return [stages[index] for index in order]
+
+
+def _cut(chain: Chain, allowed: Allowed) -> tuple[int, ...]:
+    """The best cut, or one that comes near to fitting where none is found that fits."""
+    crowded = chain.num_stages > len(chain.memory)
+    begins = None if chain.hopeless else evenest(chain, allowed)
+    if begins is not None and crowded:
+        begins = levelled(chain, begins)
+    if begins is None or any(chain.missing(begins)):
+        begins = roomiest(chain)
+        if crowded and not any(chain.missing(begins)):
+            begins = levelled(chain, begins)
+    return begins
+
+
+def _too_big(
+    chain: Chain, begins: Sequence[int], order: Sequence[str], device: int, num_routes: int
+) -> InfeasibleError:
+    """The error for the device that misses most."""
+    stages = [stage for stage, where in enumerate(chain.devices) if where == device]
+    held = [
+        f"stage {stage} ({order[begin]}{f' .. {order[end - 1]}' if end - begin > 1 else ''})"
+        for stage, (begin, end) in enumerate(chain.ranges(begins))
+        if stage in stages
+    ]
+    limit, needed = chain.memory[device] or 0, chain.bytes_of(chain.ranges_on(device, begins))
+    return InfeasibleError(
+        f"no cut into {chain.num_stages} stages was found that fits; in the one that comes nearest, device {device} "
+        f"has {format_bytes(limit)}{f' for each of {num_routes} routes' if num_routes > 1 else ''} and needs "
+        f"{format_bytes(needed)} for {', '.join(held)}: "
+        f"{format_bytes(needed - limit)} too much, with parameters, gradients, optimizer state, workspace and the "
+        "activations of a single micro-batch; raise --memory or --devices, or lower --microbatch-size"
+    )

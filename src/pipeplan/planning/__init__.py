@@ -1,0 +1,36 @@
+"""Planning: a :class:`Request` in, a result out, from searching, comparing, tuning, and frontiers.
+
+What schedules, partitions and splits stages lives in rooms of its own.
+"""
+
+from pipeplan.planning.build_plan import assemble
+from pipeplan.planning.candidates import PlacementCandidate
+from pipeplan.planning.comparison import Comparison, compare
+from pipeplan.planning.frontier import frontier_request, search_frontier
+from pipeplan.planning.frontier_result import FrontierResult, Mode
+from pipeplan.planning.request import Batch, Request, Splitting, choose_placement, resolve_batch
+from pipeplan.planning.result import Result
+from pipeplan.planning.search import search_plan
+from pipeplan.planning.trials import workloads
+from pipeplan.planning.tuning import Tuning, tune
+
+__all__ = [
+    "Batch",
+    "Comparison",
+    "FrontierResult",
+    "Mode",
+    "PlacementCandidate",
+    "Request",
+    "Result",
+    "Splitting",
+    "Tuning",
+    "assemble",
+    "choose_placement",
+    "compare",
+    "frontier_request",
+    "resolve_batch",
+    "search_frontier",
+    "search_plan",
+    "tune",
+    "workloads",
+]

@@ -1,0 +1,145 @@
+"""From a schedule to its plan: assembled, checked, with its provenance.
+
+From the orders of a workload to its plan: programs, predicted figures, repetend.
+
+From a schedule to its plan: assembled, checked, with where it comes from.
+"""
+
+from __future__ import annotations
+
+import platform
+from fractions import Fraction
+from importlib.metadata import version
+
+from pipeplan._version import __version__
+from pipeplan.checker import check
+from pipeplan.files import Plan, Predicted, Provenance, sha256_of
+from pipeplan.lower import programs
+from pipeplan.planning.candidates import PlacementCandidate
+from pipeplan.planning.numbers import number
+from pipeplan.planning.request import Request
+from pipeplan.schedule.bounds import period_bound
+from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.state import Schedule
+from pipeplan.simulator.metrics import iteration_time, rates
+from pipeplan.workload.elements import Repetend
+from pipeplan.workload.memory import peak_memory
+from pipeplan.workload.slices import parts_are_before, whole
+from pipeplan.workload.steady_state.rate import steady_bubble_rate
+from pipeplan.workload.steady_state.repetend import find_repetend
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, with_links
+from pipeplan.workload.workload import Workload
+
+__all__ = ["assemble", "planned"]
+
+
+def assemble(
+    graph: TaskGraph,
+    orders: Orders,
+    bound_ns: int,
+    period_bound_ns: Fraction,
+    scheduler: str,
+    *,
+    split_overhead_ns: int = 0,
+    provenance: Provenance | None = None,
+) -> Plan:
+    """The plan of a workload whose devices run ``orders``, with its predicted figures.
+
+    ``bound_ns`` and ``period_bound_ns`` are what is proved about the workload.
+    """
+    workload = graph.workload
+    orders = with_links(graph, orders)
+    starts = earliest_starts(graph, orders)
+    figures = rates(graph, orders, starts)
+    repetend = _repetend(graph, orders)
+    by_operation = {
+        operation.id: tuple(starts[graph.offsets[index] : graph.offsets[index + 1]])
+        for index, operation in enumerate(workload.operations)
+    }
+    return Plan(
+        name=workload.name,
+        placement=workload.placement,
+        num_microbatches=workload.num_microbatches,
+        microbatch_size=workload.microbatch_size,
+        num_routes=workload.num_routes,
+        devices=workload.devices,
+        stages=workload.stages,
+        operations=workload.operations,
+        dependencies=workload.dependencies,
+        starts_ns=by_operation,
+        split_overhead_ns=split_overhead_ns,
+        programs=programs(graph, orders, starts),
+        repetend=repetend,
+        predicted=Predicted(
+            makespan_ns=figures.makespan_ns,
+            lower_bound_ns=bound_ns,
+            gap=figures.makespan_ns / bound_ns - 1,
+            iteration_ns=iteration_time(workload, figures),
+            period_ns=repetend.period_ns if repetend is not None else None,
+            period_lower_bound_ns=number(period_bound_ns),
+            bubble_rate=figures.bubble_rate,
+            bubble_rate_span=figures.bubble_rate_span,
+            bubble_rate_steady=steady_bubble_rate(workload, repetend) if repetend is not None else None,
+            memory=peak_memory(graph, orders),
+        ),
+        provenance=(provenance or Provenance()).model_copy(update={"scheduler": scheduler}),
+    )
+
+
+def _repetend(graph: TaskGraph, orders: Orders) -> Repetend | None:
+    """The repetend, where micro-batches are all alike behind those that run in parts."""
+    replaced, whole_orders = whole(graph, orders)
+    if not replaced.workload.is_uniform:
+        return None
+    found = find_repetend(replaced, whole_orders, earliest_starts(replaced, whole_orders))
+    return found if found is not None and parts_are_before(graph, orders, found) else None
+
+
+def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule, whole: Workload) -> Plan:
+    """The plan of a candidate's schedule, checked against profile and cluster.
+
+    ``whole`` is the schedule's workload, or the one without forwards in parts.
+    """
+    problem = Problem.of(whole)
+    plan = assemble(
+        schedule.graph,
+        schedule.orders,
+        schedule.bound_ns,
+        # for every unroll, so for whichever repetend the plan has
+        period_bound(problem) / problem.microbatches_per_round,
+        schedule.scheduler,
+        split_overhead_ns=request.split_overhead_ns,
+        provenance=_provenance(request, candidate),
+    )
+    # --memory goes before the cluster's memory, so such a plan is not one for the cluster as it stands
+    cluster = request.cluster if request.memory_bytes is None else None
+    check(plan, request.profile, cluster).require("the plan that was found")
+    return plan
+
+
+def _provenance(request: Request, candidate: PlacementCandidate) -> Provenance:
+    return Provenance(
+        profile=request.profile.name,
+        profile_sha256=sha256_of(request.profile),
+        cluster_sha256=sha256_of(request.cluster) if request.cluster is not None else "",
+        options={
+            "scheduler": request.scheduler,
+            "rules": None if request.rules is None else request.rules.name,
+            "unroll": request.unroll,
+            "split_backward": request.split_backward,
+            "split_overhead_ns": request.split_overhead_ns,
+            "recompute": request.recompute,
+            "replicas": request.replicas,
+            "spread": request.spread,
+            "num_parted": request.num_parted,
+            "time_limit_s": request.time_limit,
+            "deterministic": request.deterministic,
+            "memory_bytes": request.memory_bytes,
+            "chunks": request.chunks,
+            "num_microbatches": candidate.batch.num_microbatches,
+            "microbatch_size": candidate.batch.microbatch_size,
+            "stages": candidate.source,
+        },
+        seed=request.seed,
+        versions={"pipeplan": __version__, "python": platform.python_version(), "ortools": version("ortools")},
+    )

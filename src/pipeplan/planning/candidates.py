@@ -1,0 +1,424 @@
+"""Placements to choose from: strategies for chains, with replicas; stages as a graph; what published planners find."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, chain, islice, product
+
+from pipeplan.costs import StageCost
+from pipeplan.costs.communication import all_reduce_time
+from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
+from pipeplan.files import Block, Placement, Profile
+from pipeplan.partition import STRATEGIES, can_spread, place
+from pipeplan.partition.baselines import dapple, pipedream, piper
+from pipeplan.partition.chain import autopipe
+from pipeplan.partition.chain.costs import Chain
+from pipeplan.partition.chain.rebalance import roomiest
+from pipeplan.partition.graph import graphpipe
+from pipeplan.partition.problem import Partition, PartitionProblem, free
+from pipeplan.planning.request import Batch, Request
+from pipeplan.planning.rule_placements import SUBMODULES, place_by_rules
+from pipeplan.time_limit import Limit, TimeUpError
+
+__all__ = [
+    "CandidateOrError",
+    "Choice",
+    "PlacementCandidate",
+    "candidates",
+    "graphs",
+    "grid",
+    "open_sizes",
+    "placed",
+    "roomy",
+]
+
+MOST_PUBLISHED = {"PipeDream": 4_000, "DAPPLE": 500, "Piper": 500}
+"""Published planners are asked for up to so many blocks times devices; beyond that they take too long."""
+
+MOST_DOWNSETS = 500
+"""Piper is asked where the graph has no more sets of blocks that may come before a cut."""
+
+PARTITIONING = 0.15
+"""The part of the time, at least a second, that one stage graph may take."""
+
+TOLERANCE = 0.01
+"""By how much the stage graph's bottleneck may miss the least; schedules differ by more."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementCandidate:
+    """A placement for micro-batches of a size, recomputing or not where stages do not say.
+
+    ``source`` says who made it. A ``fallback`` is for when nothing else fits. ``given`` are the costs of stages whose
+    blocks are each split in a way of its own, by the stage's place.
+    """
+
+    placement: Placement
+    batch: Batch
+    recompute: bool
+    source: str
+    fallback: bool = False
+    given: Mapping[int, StageCost] | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for candidates that mean the same."""
+        return self.placement, self.batch, self.recompute
+
+
+CandidateOrError = PlacementCandidate | InfeasibleError | SearchTimeoutError | UsageError
+"""A placement, or why there is none."""
+
+
+def candidates(request: Request) -> Iterator[CandidateOrError]:
+    """All placements that the request leaves open, cheap ones to find first."""
+    if isinstance(request.placement, Placement):
+        yield from _given(request, request.placement)
+        return
+    chains = _chains(request)
+    if _any_stages(request):
+        found = chain(graphs(request), _published(request))
+        yield from islice(found, 1)
+        for graph in found:
+            yield from islice(chains, _CHAINS_PER_GRAPH)
+            yield graph
+    yield from chains
+
+
+_CHAINS_PER_GRAPH = 8
+"""Stage graphs take longer to find, so they come between the chains: there may not be time for all candidates."""
+
+
+def _given(request: Request, placement: Placement) -> Iterator[PlacementCandidate]:
+    for recompute in request.recomputes:
+        yield PlacementCandidate(placement, request.batch, recompute, "given", _is_fallback(request, recompute))
+
+
+def grid(request: Request) -> Iterator[Choice | PlacementCandidate | UsageError]:
+    """The same without stages as a graph, to be placed: each strategy cut in one way, evenly by time."""
+    yield from _given(request, request.placement) if isinstance(request.placement, Placement) else _choices(request)
+
+
+def placed(request: Request, point: Choice | PlacementCandidate) -> CandidateOrError:
+    """The candidate of a point of the grid."""
+    return point if isinstance(point, PlacementCandidate) else _tried(_chain, request, point, "balanced", None)
+
+
+def roomy(request: Request) -> Iterator[Callable[[Request], CandidateOrError]]:
+    """The same without stages as a graph, each cut so that little memory does, for requests with any memory."""
+    if isinstance(request.placement, Placement):
+        given = request.placement
+        for recompute in request.recomputes:
+            yield partial(_unchanged, PlacementCandidate(given, request.batch, recompute, "given"))
+        return
+    for choice in _choices(request):
+        if not isinstance(choice, UsageError):
+            yield partial(_roomy, choice)
+
+
+def _unchanged(candidate: PlacementCandidate, request: Request) -> CandidateOrError:
+    return candidate
+
+
+def _roomy(choice: Choice, request: Request) -> CandidateOrError:
+    return _tried(_chain, request, choice, "roomiest", roomiest)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A strategy for chains and everything it leaves open."""
+
+    strategy: str
+    replicas: int
+    batch: Batch
+    recompute: bool
+    spread: bool
+
+
+def _choices(request: Request) -> Iterator[Choice | UsageError]:
+    """Strategies with every number of replicas, size and recomputation that is open.
+
+    All strategies come early: there may not be time for all candidates.
+    """
+    for replicas in _replicas(request):
+        batches = {spread: list(_batches(request, replicas, spread)) for spread in _spreads(request, replicas)}
+        if not any(batches.values()):
+            yield _no_size(request, replicas, max(batches))
+        for batch in dict.fromkeys(chain.from_iterable(batches.values())):
+            for recompute, strategy in product(request.recomputes, _strategies(request)):
+                for spread, possible in batches.items():
+                    if batch in possible:
+                        yield Choice(strategy, replicas, batch, recompute, spread)
+
+
+def _strategies(request: Request) -> Iterable[str]:
+    assert isinstance(request.placement, str)
+    if request.placement != "auto":
+        return (request.placement,)
+    return ("one-to-one",) if request.num_parted else STRATEGIES
+
+
+def _any_stages(request: Request) -> bool:
+    """Whether stages may be of any form.
+
+    Forwards in parts are for one stage per device, all with one size; shared blocks are spread beside chains.
+    """
+    return request.placement == "auto" and not request.num_parted and not request.spread
+
+
+def _chains(request: Request) -> Iterator[CandidateOrError]:
+    """Every choice, cut in each way."""
+    for choice in _choices(request):
+        if isinstance(choice, UsageError):
+            yield choice
+        else:
+            for source, cut in _cuts(request, choice):
+                yield _tried(_chain, request, choice, source, cut)
+
+
+def _chain(
+    request: Request, choice: Choice, source: str, cut: Callable[[Chain], tuple[int, ...]] | None
+) -> PlacementCandidate:
+    batch, strategy = choice.batch, choice.strategy
+    if strategy == SUBMODULES:
+        return _by_submodules(request, choice, source, cut)
+    if batch.num_microbatches % 2 and STRATEGIES[strategy].two_ways:
+        raise UsageError(f"--placement {strategy} needs an even number of micro-batches, not {batch.num_microbatches}")
+    placement = place(
+        request.profile,
+        strategy,
+        request.num_devices,
+        chunks=request.chunks,
+        microbatch_size=batch.microbatch_size,
+        memory_bytes=request.memory,
+        recompute=choice.recompute,
+        replicas=choice.replicas,
+        spread=choice.spread,
+        cut=cut,
+    )
+    return PlacementCandidate(placement, batch, choice.recompute, source, _is_fallback(request, choice.recompute))
+
+
+def _by_submodules(
+    request: Request, choice: Choice, source: str, cut: Callable[[Chain], tuple[int, ...]] | None
+) -> PlacementCandidate:
+    assert request.rules is not None  # choose_placement
+    placement = place_by_rules(
+        request.rules,
+        request.profile,
+        request.num_devices,
+        microbatch_size=choice.batch.microbatch_size,
+        memory_bytes=request.memory,
+        recompute=choice.recompute,
+        replicas=choice.replicas,
+        cut=cut,
+    )
+    return PlacementCandidate(
+        placement, choice.batch, choice.recompute, source, _is_fallback(request, choice.recompute)
+    )
+
+
+def _is_fallback(request: Request, recompute: bool) -> bool:
+    """Recomputing on stages that were given, where it was not asked for; otherwise it is a choice like others."""
+    return recompute and request.recompute is None and isinstance(request.placement, Placement)
+
+
+def _replicas(request: Request) -> Sequence[int]:
+    """Copies of the whole pipeline; one where a strategy is asked for and nothing is said."""
+    if request.replicas is not None:
+        return (request.replicas,)
+    if request.placement != "auto":
+        return (1,)
+    return [count for count in range(1, request.num_devices + 1) if request.num_devices % count == 0]
+
+
+def _batches(request: Request, replicas: int, spread: bool) -> Iterator[Batch]:
+    """Micro-batches that replicas can share, of sizes per replica that all blocks were profiled around."""
+    low, high = _profiled(request, replicas, spread)
+    mini_batch, unit = request.batch.mini_batch, replicas * (2 if request.num_parted else 1)
+    sizes = request.sizes if len(request.sizes) == 1 else [size * replicas for size in request.sizes]
+    for size in sizes:
+        if mini_batch % size == 0 and size % unit == 0 and low <= size // replicas <= high:
+            yield Batch(mini_batch // size, size)
+
+
+def _no_size(request: Request, replicas: int, spread: bool) -> UsageError:
+    low, high = _profiled(request, replicas, spread)
+    if low > high:
+        return _no_costs(request, replicas, spread)
+    return UsageError(
+        f"no micro-batch size of {', '.join(map(str, request.sizes))} suits {replicas} replicas: it must divide the "
+        f"mini-batch of {request.batch.mini_batch} and give each replica {low} to {high} samples"
+        f"{', an even number for --slices' if request.num_parted else ''}; choose another --microbatch-size, "
+        "--mini-batch or --replicas"
+    )
+
+
+def _profiled(request: Request, replicas: int, spread: bool) -> tuple[int, int]:
+    """The least and most samples on a device that every block has costs for, as it stands; none: (1, 0)."""
+    sizes = [
+        [row.microbatch_size for row in block.costs if row.shards == _shards(request, replicas, spread, block)]
+        for block in request.profile.blocks
+    ]
+    return (max(map(min, sizes)), min(map(max, sizes))) if all(sizes) else (1, 0)
+
+
+def _shards(request: Request, replicas: int, spread: bool, block: Block) -> int:
+    """Over how many devices strategies split a block."""
+    return request.num_devices // replicas if spread and block.shared else 1
+
+
+def _no_costs(request: Request, replicas: int, spread: bool) -> UsageError:
+    """Some block has no costs for the way in which strategies would have it stand; or blocks have none in common."""
+    for block in request.profile.blocks:
+        known = sorted({row.shards for row in block.costs})
+        shards = _shards(request, replicas, spread, block)
+        if shards not in known:
+            return UsageError(
+                f"block {block.id!r} of profile {request.profile.name!r} has costs for {', '.join(map(str, known))} "
+                f"shards, but placement {request.placement}, {replicas} copies on {request.num_devices} devices, needs "
+                f"{shards}; change --replicas, leave out --spread and a --placement where the profile has its own, or "
+                f"profile with --shards {shards}"
+            )
+    return UsageError(
+        f"the blocks of profile {request.profile.name!r} have no micro-batch size in common; profile all of them with "
+        "the same --microbatch"
+    )
+
+
+def _spreads(request: Request, replicas: int) -> Sequence[bool]:
+    wanted = request.spread
+    if wanted is not None:
+        return (wanted,)
+    possible = can_spread(request.profile, request.num_devices // replicas)
+    return (False, True) if possible else (False,)
+
+
+def _cuts(request: Request, choice: Choice) -> Iterator[tuple[str, Callable[[Chain], tuple[int, ...]] | None]]:
+    """The balanced cut, and AutoPipe's where that is for: one stage per device."""
+    yield "balanced", None
+    if choice.strategy != "one-to-one" or choice.spread:
+        return
+    stages = request.num_devices // choice.replicas
+    if not 1 < stages <= len(request.profile.blocks):
+        return
+    try:
+        problem = _problem(request, [choice.batch.microbatch_size], (choice.recompute,), replicas=choice.replicas)
+        placement = next(autopipe(replace(problem, all_reduce=free))).placement
+    except (InfeasibleError, UsageError):
+        return
+    begins = tuple(accumulate((len(stage.blocks) for stage in placement.stages[:-1]), initial=0))
+    yield "AutoPipe", lambda chain: begins
+
+
+def _problem(
+    request: Request, sizes: Sequence[int], recompute: Sequence[bool], *, chunks: int = 1, replicas: int | None = None
+) -> PartitionProblem:
+    """The question for partitioners that give every stage devices of its own, or one of the ``chunks`` of them."""
+    memory = request.least_memory
+    return PartitionProblem.of(
+        request.profile,
+        request.num_devices * chunks,
+        request.batch.mini_batch,
+        microbatch_sizes=sizes,
+        memory_bytes=None if memory is None else memory // chunks,
+        recompute=recompute,
+        replicas=replicas,
+        all_reduce=lambda size, count: all_reduce_time(request.cluster, range(count), size),
+    )
+
+
+def graphs(request: Request) -> Iterator[CandidateOrError]:
+    """GraphPipe's stages: with any sizes, and with one size for all stages."""
+    if request.replicas is not None or not _any_stages(request):
+        return
+    sizes_of_stages = open_sizes(request)
+    choices = [sizes_of_stages, *([size] for size in sizes_of_stages if len(sizes_of_stages) > 1)]
+    for sizes in choices:
+        yield _tried(_graph, request, sizes)
+    if request.chunks is not None or _branches(request.profile):
+        for sizes in choices:
+            yield _tried(_graph, request, sizes, request.chunks or _CHUNKS)
+
+
+_CHUNKS = 2
+"""Stages per device that are tried for graphs with branches where nothing is said; chains have strategies for that."""
+
+
+def _branches(profile: Profile) -> bool:
+    """Whether some block feeds several others, or none but the last does."""
+    sources = [edge.source for edge in profile.edges]
+    return len(set(sources)) < max(len(sources), len(profile.blocks) - 1)
+
+
+def _graph(request: Request, sizes: Sequence[int], chunks: int = 1) -> PlacementCandidate:
+    """Stages as a graph; with several chunks each device runs as many stages, in turn."""
+    problem = _problem(request, sizes, request.recomputes, chunks=chunks)
+    limit = Limit(math.inf if request.deterministic else max(1.0, PARTITIONING * request.time_limit))
+    try:
+        with limit.enforced():
+            placement = next(graphpipe(problem, tolerance=TOLERANCE)).placement
+    except TimeUpError as up:
+        if up.limit is not limit:
+            raise
+        raise SearchTimeoutError("partitioning took all the time it had; raise --time-limit") from None
+    if max(stage.replicas for stage in placement.stages) > request.num_devices:
+        raise UsageError(f"a stage with more replicas than the {request.num_devices} devices cannot go round them")
+    size = max(stage.microbatch_size or 0 for stage in placement.stages)
+    batch = Batch(request.batch.mini_batch // size, size)
+    return PlacementCandidate(_around(placement, request.num_devices), batch, False, "GraphPipe")
+
+
+def _around(placement: Placement, num_devices: int) -> Placement:
+    """Stages on so many devices in order, round and round where they have more."""
+    taken = [tuple(sorted(device % num_devices for device in stage.devices)) for stage in placement.stages]
+    return Placement(
+        strategy="stage graph" if sum(map(len, taken)) <= num_devices else "stage graph, circular",
+        num_devices=num_devices,
+        stages=tuple(
+            stage.model_copy(update={"devices": devices})
+            for stage, devices in zip(placement.stages, taken, strict=True)
+        ),
+    )
+
+
+def open_sizes(request: Request) -> list[int]:
+    """Micro-batch sizes of which each divides the next, and the mini-batch."""
+    if len(request.sizes) == 1:
+        return list(request.sizes)
+    mini_batch = request.batch.mini_batch
+    most = max(request.sizes) * request.num_devices
+    return [1 << power for power in range(most.bit_length()) if mini_batch % (1 << power) == 0 and 1 << power <= most]
+
+
+def _published(request: Request) -> Iterator[CandidateOrError]:
+    """PipeDream's, DAPPLE's and Piper's stages, for every size."""
+    if request.replicas is not None:
+        return
+    planners: dict[str, Callable[[PartitionProblem], Iterator[Partition]]] = {
+        "PipeDream": pipedream,
+        "DAPPLE": dapple,
+        "Piper": lambda problem: piper(problem, MOST_DOWNSETS),
+    }
+    for name, planner in planners.items():
+        if request.num_devices * len(request.profile.blocks) <= MOST_PUBLISHED[name]:
+            for size in open_sizes(request):
+                yield _tried(_one_published, request, name, planner, size)
+
+
+def _one_published(
+    request: Request, name: str, planner: Callable[[PartitionProblem], Iterator[Partition]], size: int
+) -> PlacementCandidate:
+    placement = next(planner(_problem(request, [size], request.recomputes))).placement
+    batch = Batch(request.batch.mini_batch // size, size)
+    return PlacementCandidate(placement, batch, False, name)
+
+
+def _tried(make: Callable[..., PlacementCandidate], *arguments: object) -> CandidateOrError:
+    try:
+        return make(*arguments)
+    except (InfeasibleError, SearchTimeoutError, UsageError) as error:
+        return error

@@ -1,0 +1,255 @@
+"""Every known schedule for one model and its memory, beside what the search finds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from pipeplan.errors import InfeasibleError, InvalidPlanError, SearchTimeoutError, UsageError
+from pipeplan.files import Placement
+from pipeplan.partition import STRATEGIES
+from pipeplan.planning.candidates import PlacementCandidate
+from pipeplan.planning.request import Request
+from pipeplan.planning.result import Result
+from pipeplan.planning.search import search_plan
+from pipeplan.planning.trials import workloads
+from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.state import Progress
+from pipeplan.simulator.metrics import rates
+from pipeplan.workload.memory import overflow, peak_memory
+from pipeplan.workload.task_graph import earliest_starts, task_graph, with_links
+
+__all__ = ["OURS", "Comparison", "ComparisonRow", "NotThere", "compare", "compare_on"]
+
+
+OURS = "pipeplan"
+"""The name of the search's own row."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonRow:
+    """A schedule on a placement: times in ns, memory in bytes per device.
+
+    ``lower_bound_ns`` is of the placement and its memory, whichever way backward runs, so that gaps of its rows
+    compare; ``why`` says by how much a schedule does not fit, else it is empty.
+    """
+
+    schedule: str
+    placement: str
+    split_backward: bool
+    recompute: bool
+    fits: bool
+    makespan_ns: int
+    bubble_rate: float
+    bubble_rate_span: float
+    peak_memory_bytes: tuple[int, ...]
+    lower_bound_ns: int
+    why: str = ""
+
+    @property
+    def gap(self) -> float | None:
+        """How far above the bound; None where it does not fit, since the bound is for the memory there is."""
+        return self.makespan_ns / self.lower_bound_ns - 1 if self.fits else None
+
+
+@dataclass(frozen=True, slots=True)
+class NotThere:
+    """A schedule that does not apply to a placement, or (``schedule`` None) one on which nothing is possible."""
+
+    schedule: str | None
+    placement: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Rows best first, those that fit before those that do not; and what there is none for."""
+
+    name: str
+    num_devices: int
+    num_microbatches: int
+    microbatch_size: int
+    memory_bytes: tuple[int | None, ...]
+    rows: tuple[ComparisonRow, ...]
+    missing: tuple[NotThere, ...]
+    interrupted: bool
+
+    def figures(self) -> dict[str, object]:
+        """The object of ``compare --json``."""
+        return {
+            "name": self.name,
+            "num_devices": self.num_devices,
+            "num_microbatches": self.num_microbatches,
+            "microbatch_size": self.microbatch_size,
+            "memory_bytes": list(self.memory_bytes),
+            "rows": [asdict(row) | {"applies": True, "gap": row.gap} for row in self.rows],
+            "not_applicable": [asdict(missing) | {"applies": False} for missing in self.missing],
+            "interrupted": self.interrupted,
+        }
+
+
+def compare(request: Request, *, progress: Progress | None = None) -> Comparison:
+    """Time every classic schedule on the request's placement, or on every strategy's, and search one there.
+
+    Raises:
+        InfeasibleError: nothing fits on any placement.
+        KeyboardInterrupt: interrupted before there was anything to show.
+        SearchTimeoutError: no time to find what fits on any placement.
+        UsageError: no placement is possible.
+    """
+    return compare_on(list(STRATEGIES) if request.placement == "auto" else [request.placement], request, progress)
+
+
+def compare_on(placements: Sequence[Placement | str], request: Request, progress: Progress | None = None) -> Comparison:
+    """The same on each of some placements.
+
+    The time limit is shared between them. An interruption ends the search or the timing under way; on the placements
+    after it the search only has its start, and the classic schedules are still timed.
+    """
+    rows = _Rows(request)
+    for index, wanted in enumerate(placements):
+        asked = replace(
+            request,
+            placement=wanted,
+            chunks=request.chunks if len(placements) == 1 or _has_chunks(wanted) else None,
+            sizes=(),
+            time_limit=rows.seconds_left / (len(placements) - index),
+        )
+        try:
+            rows.add(search_plan(asked, progress=progress))
+        except KeyboardInterrupt:
+            rows.interrupted = True
+        except (InfeasibleError, SearchTimeoutError, UsageError) as error:
+            rows.add_failure(wanted if isinstance(wanted, str) else wanted.strategy, error)
+    return rows.comparison()
+
+
+def _has_chunks(wanted: Placement | str) -> bool:
+    """Whether it takes a number of stages per device."""
+    return isinstance(wanted, str) and STRATEGIES[wanted].chunked
+
+
+_Failure = InfeasibleError | SearchTimeoutError | UsageError
+
+
+class _Rows:
+    """What the comparison knows so far, placement after placement, so that an interruption leaves it whole."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._rows: list[ComparisonRow] = []
+        self._missing: list[NotThere] = []
+        self._failures: list[_Failure] = []
+        self._limits: tuple[int | None, ...] = ()
+        self._seconds = 0.0
+        self.interrupted = False
+
+    @property
+    def seconds_left(self) -> float:
+        """Time for the searches to come; none after an interruption."""
+        return 0.0 if self.interrupted else max(0.0, self._request.time_limit - self._seconds)
+
+    def add(self, result: Result) -> None:
+        """The search's row, and those of the classic schedules on its placement."""
+        self.interrupted = self.interrupted or result.interrupted
+        self._seconds += result.seconds
+        self._limits = tuple(device.memory_bytes for device in result.plan.devices)
+        recompute = any(stage.recompute for stage in result.plan.stages)
+        ours = _ours(result, recompute)
+        self._rows.append(ours)
+        placed = replace(
+            self._request, placement=result.plan.placed, num_devices=len(result.plan.devices), chunks=None, sizes=()
+        )
+        candidate = PlacementCandidate(result.plan.placed, placed.batch, recompute, "compared")
+        problems = [Problem.of(workload) for workload in workloads(placed, candidate)]
+        for name in CLASSIC:
+            rows, reason = _classic(name, problems, recompute, ours.lower_bound_ns)
+            self._rows += rows
+            self._missing += [] if rows else [NotThere(name, ours.placement, reason)]
+
+    def add_failure(self, placement: str, error: _Failure) -> None:
+        """A placement on which nothing is possible."""
+        self._failures.append(error)
+        self._missing.append(NotThere(None, placement, str(error)))
+
+    def comparison(self) -> Comparison:
+        """All of it, best first; without any row, the first reason raised."""
+        if not self._rows:
+            raise self._failures[0] if self._failures else KeyboardInterrupt
+        request = self._request
+        return Comparison(
+            request.profile.name,
+            request.num_devices,
+            request.batch.num_microbatches,
+            request.batch.microbatch_size,
+            self._limits,
+            tuple(sorted(self._rows, key=_rank)),
+            tuple(self._missing),
+            self.interrupted,
+        )
+
+
+def _rank(row: ComparisonRow) -> tuple[bool, int, bool, int]:
+    """What fits comes first, then the shortest, ours before its equals, then the least memory."""
+    return not row.fits, row.makespan_ns, row.schedule != OURS, max(row.peak_memory_bytes)
+
+
+def _ours(result: Result, recompute: bool) -> ComparisonRow:
+    plan, predicted = result.plan, result.plan.predicted
+    return ComparisonRow(
+        OURS,
+        plan.placement,
+        any(operation.kind == "I" for operation in plan.operations),
+        recompute,
+        True,
+        predicted.makespan_ns,
+        predicted.bubble_rate,
+        predicted.bubble_rate_span,
+        tuple(memory.peak_bytes for memory in predicted.memory),
+        predicted.lower_bound_ns,
+    )
+
+
+def _classic(name: str, problems: Sequence[Problem], recompute: bool, bound_ns: int) -> tuple[list[ComparisonRow], str]:
+    """A classic schedule's rows over the ways of running backward, and why it has none where it has none."""
+    rows: list[ComparisonRow] = []
+    reasons: list[str] = []
+    for problem in problems:
+        reason = CLASSIC[name].applies(problem)
+        if reason is not None:
+            reasons.append(reason)
+            continue
+        try:
+            rows.append(_row(name, problem, recompute, bound_ns))
+        except InvalidPlanError as error:
+            reasons.append(f"its actions would wait for each other: {error}")
+    return _better(rows), next(iter(reasons), "")
+
+
+def _better(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
+    """The shortest of the rows that fit, and the shortest of those that do not."""
+    kinds = [[row for row in rows if row.fits is fits] for fits in (True, False)]
+    return [min(kind, key=lambda row: row.makespan_ns) for kind in kinds if kind]
+
+
+def _row(name: str, problem: Problem, recompute: bool, bound_ns: int) -> ComparisonRow:
+    made = CLASSIC[name].orders(problem, task_graph(problem.workload))
+    given = problem.workload if problem.reduction is None else problem.reduction.workload
+    graph = task_graph(given)
+    orders = with_links(graph, made if problem.reduction is None else problem.reduction.from_reduced(made))
+    starts = earliest_starts(graph, orders)
+    figures, over = rates(graph, orders, starts), overflow(graph, orders)
+    return ComparisonRow(
+        name,
+        problem.workload.placement,
+        "I" in problem.kinds,
+        recompute,
+        over is None,
+        figures.makespan_ns,
+        figures.bubble_rate,
+        figures.bubble_rate_span,
+        tuple(memory.peak_bytes for memory in peak_memory(graph, orders)),
+        bound_ns,
+        "" if over is None else str(over),
+    )

@@ -1,0 +1,348 @@
+"""The frontier of ``pipeplan frontier``: of splits of one stage or of whole plans; and which points a mode chooses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+
+from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.files import Cluster, Plan, Profile
+from pipeplan.planning.frontier_result import (
+    FrontierPoint,
+    FrontierResult,
+    Mode,
+    device_notes,
+    grain_notes,
+    remedies,
+    repeated_share,
+    request_notes,
+    share_notes,
+    sharing_notes,
+)
+from pipeplan.planning.plan_frontier import PlanFrontier, StrategyPlan, plan_frontier
+from pipeplan.planning.request import Batch, Request, Splitting, resolve_batch
+from pipeplan.planning.sharding_frontier import SplitPoint, Splits, most_frequent, split_frontier
+from pipeplan.sharding.tracking import turning_point
+from pipeplan.time_limit import Limit, TimeUpError
+from pipeplan.units import format_bytes, named_devices
+from pipeplan.workload.elements import Stage
+
+__all__ = ["frontier_request", "search_frontier"]
+
+
+def frontier_request(
+    profile: Profile,
+    *,
+    devices: Sequence[int] | None = None,
+    cluster: Cluster | None = None,
+    memory_bytes: int | None = None,
+    mini_batch: int | None = None,
+    time_limit: float | None = None,
+    mode: Mode = "all",
+    splitting: Splitting | None = None,
+) -> Request:
+    """The request of a frontier: with ``splitting`` of one stage on all devices, else of whole plans.
+
+    The mini-batch is the same for all numbers of devices; that of one stage is one micro-batch.
+
+    Raises:
+        UsageError: no number of devices is said, or more than the cluster has; a mode that needs a memory limit.
+    """
+    counts = _counts(devices, cluster, mode, splitting)
+    if splitting is not None:
+        samples = mini_batch or (max(profile.microbatch_sizes, default=1) * counts[-1])
+        batch, limit = Batch(1, samples), math.inf
+    else:
+        batch, limit = resolve_batch(profile, counts[-1], mini_batch=mini_batch), _PLANS_SECONDS
+    request = Request(
+        profile,
+        counts[-1],
+        batch,
+        sizes=profile.microbatch_sizes if splitting is None else (),
+        cluster=cluster,
+        memory_bytes=memory_bytes,
+        time_limit=limit if time_limit is None else time_limit,
+        device_counts=counts,
+        splitting=splitting,
+    )
+    if mode == "min-devices" and all(each.least_memory is None for each in request.by_devices):
+        raise UsageError("--mode min-devices: without a memory limit one device is enough; say --memory of each device")
+    return request
+
+
+_PLANS_SECONDS = 60.0
+"""The time limit for whole plans where none is given: of them there is no end."""
+
+
+def _counts(
+    devices: Sequence[int] | None, cluster: Cluster | None, mode: Mode, splitting: Splitting | None
+) -> tuple[int, ...]:
+    """Numbers of devices to look at: those asked for; powers of two below a most where a mode compares."""
+    if devices is None and cluster is None:
+        raise UsageError("say how many --devices, or give a --cluster")
+    available = 0 if cluster is None else cluster.num_devices
+    most = max(devices) if devices is not None else available
+    if cluster is not None and most > available:
+        raise UsageError(
+            f"cluster {cluster.name!r} has {available} devices, not {most}; lower --devices or give a larger --cluster"
+        )
+    if devices is not None and (len(devices) > 1 or mode != "min-devices"):
+        return tuple(devices)
+    if mode in ("min-devices", "profile") or (splitting is None and mode == "all"):
+        return tuple(sorted({1 << power for power in range(most.bit_length()) if 1 << power <= most} | {most}))
+    return (most,)
+
+
+def search_frontier(request: Request, *, mode: Mode = "all", point: int | None = None) -> FrontierResult:
+    """All strategies that no other one found beats in memory, time and devices, and the one that ``mode`` chooses.
+
+    ``point`` chooses the so-many-th of those that the mode shows instead. When time runs out, or at Ctrl-C, what was
+    found until then.
+
+    Raises:
+        UsageError: so many points there are not.
+        InfeasibleError: nothing fits.
+    """
+    if request.splitting is None:
+        found = _of_plans(request, quickest=mode in ("min-time", "profile"))
+    else:
+        found = _of_splits(request, request.splitting)
+    return _chosen(found, mode, point)
+
+
+def _of_splits(request: Request, splitting: Splitting) -> FrontierResult:
+    """One stage on all devices, for every number of them."""
+    samples, requests = request.batch.mini_batch, request.by_devices
+    points: list[FrontierPoint] = []
+    plans: list[Callable[[], Plan]] = []
+    notes = list(request_notes(request))
+    held = 0
+    tracked, interrupted = _tracked(requests, splitting)
+    if interrupted:
+        notes.append(f"ended early: what there was no time for was tracked as by --within {_ROUGH}")
+    for own, splits in zip(requests, tracked, strict=True):
+        count, limit = own.num_devices, own.least_memory
+        marked = _with_turning_points([_split_point(splits, each) for each in splits.points])
+        fitting = [index for index, each in enumerate(marked) if limit is None or each.memory_bytes <= limit]
+        plans += [StrategyPlan(own, splits, index) for index in fitting]
+        points += [replace(marked[index], price_per_hour=_price_per_hour(own)) for index in fitting]
+        notes += sharing_notes(count, samples, [marked[index].repeated or 0.0 for index in fitting], splits.model)
+        least = splits.points[0].memory_bytes
+        if limit is not None and least > limit:
+            notes.append(f"{named_devices(count)}: not enough, each would need at least {format_bytes(least)}")
+        notes += _proof_notes(count, splits)
+        held += splits.tracked.eliminations["heuristic"]
+    if not points:
+        raise _nothing_fits(request, splitting, min(splits.points[0].memory_bytes for splits in tracked))
+    notes += share_notes(request.profile, tracked[-1].model) if request.num_devices > 1 else ()
+    notes += [*device_notes(splitting.device, tracked[-1].model), *grain_notes(tracked[-1].model)]
+    return FrontierResult(
+        request.profile.name,
+        "all",
+        "one stage on all devices, split by " + ("blocks" if splitting.whole_blocks else "operators"),
+        samples,
+        all(each.exact for each in tracked),
+        sum(each.seconds for each in tracked),
+        tuple(points),
+        tuple(plans),
+        tuple(notes),
+        interrupted,
+        factor=None if held else max(each.factor for each in tracked),
+        factor_without=() if all(each.settled for each in tracked) else ("workspace",),
+    )
+
+
+def _proof_notes(count: int, splits: Splits) -> Iterator[str]:
+    """What of a frontier is not exact, and what is proved of it all the same."""
+    devices, factor = named_devices(count), splits.factor
+    if held := splits.tracked.eliminations["heuristic"]:
+        yield f"{devices}: not exact, {held} operators were settled by heuristic elimination"
+        return
+    apart = "" if splits.settled else ", workspace apart: strategies that hold more might need less of it"
+    if factor > 1:
+        yield f"{devices}: proved to be within {factor - 1:.2%} of every strategy in memory and time{apart}"
+    elif apart:
+        yield f"{devices}: exact{apart}"
+
+
+def _tracked(requests: Sequence[Request], splitting: Splitting) -> tuple[list[Splits], bool]:
+    """The frontier on every number of devices; when time runs out, or at Ctrl-C, the rest roughly, and True."""
+    limit = Limit(requests[0].time_limit)
+    settling = min(_SETTLING, _SETTLING_SHARE * limit.seconds)
+    found: list[Splits] = []
+    try:
+        with limit.enforced():
+            # one by one: what is done stays
+            found.extend(split_frontier(each, splitting, seconds=settling) for each in requests)
+    except (KeyboardInterrupt, TimeUpError) as end:
+        if isinstance(end, TimeUpError) and end.limit is not limit:
+            raise
+        rough = replace(splitting, within=max(splitting.within, _ROUGH))
+        return found + [split_frontier(each, rough) for each in requests[len(found) :]], True
+    return found, False
+
+
+_SETTLING, _SETTLING_SHARE = 10.0, 0.2
+"""Seconds for strategies that have less workspace, so that what is proved holds for peaks; at most, of a time limit."""
+
+_ROUGH = 0.01
+"""Within this a frontier is tracked in seconds where the exact one would take minutes."""
+
+
+def _split_point(splits: Splits, point: SplitPoint) -> FrontierPoint:
+    """A strategy of a split model as a point."""
+    strategy = point.strategy
+    share = repeated_share(splits.model, strategy)
+    chosen = {name: splits.model.configurations[name][each].name for name, each in strategy.configurations.items()}
+    return FrontierPoint(
+        splits.num_devices,
+        point.memory_bytes,
+        point.time_ns,
+        splits.words(strategy),
+        workspace_bytes=point.workspace_bytes,
+        repeated=share,
+        configurations=chosen,
+    )
+
+
+def _of_plans(request: Request, *, quickest: bool) -> FrontierResult:
+    """Whole plans, pipelines or not, for every number of devices; those that should be ``quickest`` come first."""
+    found = plan_frontier(request, quickest=quickest)
+    points = [
+        FrontierPoint(
+            point.num_devices,
+            point.memory_bytes,
+            point.iteration_ns,
+            _words(point.plan),
+            workspace_bytes=point.workspace_bytes,
+            price_per_hour=_price_per_hour(replace(request, num_devices=point.num_devices)),
+            configurations=_ways(point.plan),
+        )
+        for point in found.points
+    ]
+    return FrontierResult(
+        request.profile.name,
+        "all",
+        "whole plans",
+        request.batch.mini_batch,
+        False,
+        found.seconds,
+        tuple(_with_turning_points(points)),
+        tuple(partial(_given, point.plan) for point in found.points),
+        (*request_notes(request), *_plan_notes(found)),
+        found.interrupted,
+        tried=found.num_tried,
+        untried=found.num_untried,
+    )
+
+
+def _given(plan: Plan) -> Plan:
+    return plan
+
+
+def _plan_notes(found: PlanFrontier) -> Iterator[str]:
+    """On what numbers of devices nothing fits, and how much was tried."""
+    yield from (f"{named_devices(count)}: {error}" for count, error in found.failures.items())
+    note = f"{found.num_tried} partitions were tried: no plan among them beats one of these"
+    if found.interrupted:
+        left = (
+            f"at least {found.num_untried} were not tried"
+            if found.num_untried
+            else "how many are left was not found out"
+        )
+        note += f"; time ran out ({left}): raise --time-limit for more"
+    if found.rough:
+        note += f"; on {', '.join(map(str, found.rough))} devices there was no time for all strategies of one stage"
+    yield note
+
+
+def _words(plan: Plan) -> str:
+    """A plan in a few words: stages as replicas x shards, runs of equal ones together, schedule, size."""
+    ways = [_stage_words(stage) for stage in plan.stages]
+    runs = [(way, len(list(same))) for way, same in groupby(ways)]
+    stages = ", ".join(f"{count} of {way}" if count > 1 else way for way, count in runs)
+    number = f"{len(ways)} stage{'s' if len(ways) > 1 else ''}"
+    return f"{number}: {stages}; {plan.provenance.scheduler}, micro-batches of {plan.microbatch_size}"
+
+
+def _stage_words(stage: Stage) -> str:
+    """Replicas x shards, or that every block is split in a way of its own, and which ways are most frequent."""
+    each = set(stage.configurations)
+    blocks = f"{len(stage.devices)} by block ({most_frequent(stage.configurations)})"
+    own = blocks if len(each) > 1 else "".join(each)
+    return (own or f"{stage.replicas}x{stage.shards}") + (" recomputed" if stage.recompute else "")
+
+
+def _ways(plan: Plan) -> dict[str, str]:
+    """Every block's replicas and how each of them splits it, as 2xshards4."""
+    return {
+        block: f"{stage.replicas}x{stage.configurations[index] if stage.configurations else f'shards{stage.shards}'}"
+        for stage in plan.stages
+        for index, block in enumerate(stage.blocks)
+    }
+
+
+def _nothing_fits(request: Request, splitting: Splitting, least_bytes: int) -> InfeasibleError:
+    return InfeasibleError(
+        f"nothing fits into {format_bytes(request.least_memory or 0)}: "
+        f"{named_devices(*request.device_counts)} need at least {format_bytes(least_bytes)} each "
+        f"for {request.batch.mini_batch} samples per iteration; "
+        + remedies(request.profile, whole_blocks=splitting.whole_blocks)
+    )
+
+
+def _price_per_hour(request: Request) -> float | None:
+    """Of the request's devices; None where one has no price."""
+    kinds = request.cluster.first(request.num_devices).devices if request.cluster is not None else ()
+    prices = [kind.price_per_hour * kind.count for kind in kinds if kind.price_per_hour is not None]
+    return sum(prices) if kinds and len(prices) == len(kinds) else None
+
+
+def _chosen(found: FrontierResult, mode: Mode, number: int | None) -> FrontierResult:
+    """The points that a mode shows, with the one that it or ``number`` chooses marked."""
+    shown, chosen = _of_mode(found.points, mode)
+    if number is not None:
+        if number > len(shown):
+            raise UsageError(f"--point {number}: there are {len(shown)} points; choose one of 1 to {len(shown)}")
+        chosen = shown[number - 1]
+    marked = [replace(found.points[index], chosen=index == chosen) for index in shown]
+    plans = tuple(found.plans[index] for index in shown)
+    return replace(found, mode=mode, points=tuple(marked), plans=plans, chosen=shown.index(chosen) + 1)
+
+
+def _of_mode(points: Sequence[FrontierPoint], mode: Mode) -> tuple[Sequence[int], int]:
+    """The points that a mode shows, and the one that it chooses."""
+    every = range(len(points))
+    if mode == "all":
+        most = [index for index in every if points[index].num_devices == points[-1].num_devices]
+        turning = [index for index in most if points[index].turning_point]
+        return every, turning[0] if turning else _quickest(points, most)
+    if mode == "min-time":
+        return every, _quickest(points, every)
+    if mode == "min-devices":
+        fewest = [index for index in every if points[index].num_devices == points[0].num_devices]
+        return fewest, _quickest(points, fewest)
+    best = [_quickest(points, same) for same in _by_devices(points)]
+    return best, _quickest(points, best)
+
+
+def _quickest(points: Sequence[FrontierPoint], among: Sequence[int]) -> int:
+    return min(among, key=lambda index: points[index].time_ns)
+
+
+def _by_devices(points: Sequence[FrontierPoint]) -> Iterator[list[int]]:
+    for _, same in groupby(range(len(points)), key=lambda index: points[index].num_devices):
+        yield list(same)
+
+
+def _with_turning_points(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
+    """The same points with the turning point of every number of devices marked, where there is one."""
+    marked = list(points)
+    for same in _by_devices(points):
+        turning = turning_point([points[i].memory_bytes for i in same], [points[i].time_ns for i in same])
+        if turning is not None:
+            marked[same[turning]] = replace(points[same[turning]], turning_point=True)
+    return marked

@@ -1,0 +1,224 @@
+"""What would do where nothing fits: the least memory, and the fewest devices, that the same search finds a plan for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from pipeplan.errors import InfeasibleError, PipeplanError
+from pipeplan.files import Placement
+from pipeplan.planning.candidates import CandidateOrError, PlacementCandidate, graphs, roomy
+from pipeplan.planning.request import Request
+from pipeplan.planning.trials import Trial
+from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.search import SEARCHING
+from pipeplan.schedule.state import Schedule
+from pipeplan.time_limit import Limit, TimeUpError
+from pipeplan.units import format_bytes
+from pipeplan.workload.memory import peak_memory
+
+__all__ = ["rounded_up", "shortage"]
+
+_PRECISION = 1.01
+"""The least memory is found to a hundredth."""
+
+_SECONDS = 1.0
+"""For one schedule of a scheduler that was asked for and is not among those that are known at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """A schedule that fits, and the device that holds most in it."""
+
+    schedule: Schedule
+    device: int
+    peak_bytes: int
+
+    @property
+    def place(self) -> str:
+        """The device, with its stages and their blocks."""
+        stages = [
+            f"stage {index}: {_range(stage.blocks)}"
+            for index, stage in enumerate(self.schedule.workload.stages)
+            if self.device in stage.devices
+        ]
+        return f"device {self.device} ({'; '.join(stages[:3])}{'; ...' if len(stages) > 3 else ''})"
+
+
+def shortage(request: Request, error: InfeasibleError, seconds: float) -> InfeasibleError:
+    """The error that tells by how many bytes nothing fits, where, and what would do; ``error`` where that is unknown.
+
+    What would do is looked for with known schedules, for at most about ``seconds``; what is said was found to fit, and
+    where time has run out it is said that less may do.
+    """
+    limit = request.least_memory
+    if limit is None:
+        return error
+    asked = replace(request, cluster=None, time_limit=max(1.0, seconds / 4))
+    least = _Least(asked, limit)
+    least.find(seconds)
+    if least.memory is None or least.enough <= rounded_up(limit):
+        return error
+    return InfeasibleError(_text(request, limit, least))
+
+
+_FitOf = Callable[[Request], _Fit | None]
+
+
+class _Least:
+    """The search for the least memory per device, then for the fewest devices; what it knows stands at any moment.
+
+    Strategies for chains come first, which are quick to ask; then stages as a graph, with less than those need.
+    """
+
+    def __init__(self, request: Request, limit: int) -> None:
+        self._request, self._limit, self._time = request, limit, Limit()
+        self.memory: _Fit | None = None
+        self.enough = 0
+        self.devices: int | None = None
+        self.in_time = True
+
+    def find(self, seconds: float) -> None:
+        """Find both, each in half of the time."""
+        whole = Limit(seconds)
+        parts = [self._find_memory]
+        if not isinstance(self._request.placement, Placement):
+            parts.append(self._find_devices)
+        for number, part in enumerate(parts, 1):
+            self._time = Limit(number * seconds / len(parts) - whole.elapsed)
+            try:
+                part()
+            except TimeUpError:
+                self.in_time = False
+
+    def _find_memory(self) -> None:
+        for make in roomy(self._request):
+            self._lower(partial(_made_fit, make))
+        self._lower(self._graph)
+
+    def _find_devices(self) -> None:
+        for fit in (self._chain, self._graph):
+            self._lower_devices(fit)
+
+    def _lower(self, fit: _FitOf) -> None:
+        """The least memory with which something fits, if that is less than what is known."""
+        if self.memory is None:
+            self._begin(fit)
+        elif not self._less_memory(fit, int(self.enough / _PRECISION)):
+            return
+        low = self._limit
+        while self.memory is not None and self.enough > low * _PRECISION:
+            middle = math.isqrt(low * self.enough)
+            if not self._less_memory(fit, middle):
+                low = middle
+
+    def _begin(self, fit: _FitOf) -> None:
+        """Some memory that is enough: what a plan without a limit takes, or little more."""
+        self._time.check()
+        unlimited = fit(replace(self._request, memory_bytes=None))
+        if unlimited is not None:
+            need = max(unlimited.peak_bytes, self._limit)
+            any(self._less_memory(fit, times * need) for times in (1, 2, 4))
+
+    def _less_memory(self, fit: _FitOf, memory: int) -> bool:
+        self._time.check()
+        found = fit(replace(self._request, memory_bytes=rounded_up(memory)))
+        if found is None:
+            return False
+        self.memory, self.enough = found, rounded_up(memory)
+        return True
+
+    def _lower_devices(self, fit: _FitOf) -> None:
+        """Doubling until a number does, then halving the distance."""
+        low, most = self._request.num_devices, _most_devices(self._request)
+        if self.devices is None:
+            while low < most and not self._fewer_devices(fit, min(2 * low, most)):
+                low = min(2 * low, most)
+        elif not self._fewer_devices(fit, self.devices - 1):
+            return
+        while self.devices is not None and self.devices - low > 1:
+            middle = (low + self.devices) // 2
+            if not self._fewer_devices(fit, middle):
+                low = middle
+
+    def _fewer_devices(self, fit: _FitOf, count: int) -> bool:
+        self._time.check()
+        if fit(replace(self._request, num_devices=count, memory_bytes=self._limit)) is None:
+            return False
+        self.devices = count
+        return True
+
+    def _chain(self, request: Request) -> _Fit | None:
+        return _first_fit(request, self._timely(make(request) for make in roomy(request)))
+
+    def _graph(self, request: Request) -> _Fit | None:
+        return _first_fit(request, self._timely(graphs(request)))
+
+    def _timely(self, found: Iterable[CandidateOrError]) -> Iterator[CandidateOrError]:
+        for each in found:
+            self._time.check()
+            yield each
+
+
+def _made_fit(make: Callable[[Request], CandidateOrError], request: Request) -> _Fit | None:
+    return _first_fit(request, [make(request)])
+
+
+def _first_fit(request: Request, found: Iterable[CandidateOrError]) -> _Fit | None:
+    """The first candidate's schedule that fits, if there is one."""
+    for each in found:
+        schedule = _schedule(request, each) if isinstance(each, PlacementCandidate) else None
+        if schedule is not None:
+            peaks = [memory.peak_bytes for memory in peak_memory(schedule.graph, schedule.orders)]
+            return _Fit(schedule, peaks.index(max(peaks)), max(peaks))
+    return None
+
+
+def _schedule(request: Request, candidate: PlacementCandidate) -> Schedule | None:
+    """A schedule that fits, if there is one: micro-batches one after another, or as the scheduler asked for has it."""
+    try:
+        if request.scheduler in SEARCHING:  # one micro-batch is then as good as many
+            batch = replace(candidate.batch, num_microbatches=candidate.placement.num_routes)
+            trial = Trial.of(request, replace(candidate, batch=batch))
+            trial.look()
+        else:
+            trial = Trial.of(request, candidate)
+            trial.search(request, Budget(_SECONDS, request.seed), _SECONDS)
+    except PipeplanError:
+        return None
+    return trial.best
+
+
+def _most_devices(request: Request) -> int:
+    """So many are enough, if any number is: every block alone, and its samples on as many replicas as there are."""
+    return max(len(request.profile.blocks) * max(request.sizes), request.num_devices)
+
+
+def rounded_up(size: int) -> int:
+    """The size with three digits that are not below it, as it can be typed again."""
+    unit: int = 10 ** max(0, len(str(size)) - 3)
+    return -(-size // unit) * unit
+
+
+def _text(request: Request, limit: int, least: _Least) -> str:
+    assert least.memory is not None
+    count, memory = request.num_devices, format_bytes(least.enough)
+    missing = least.enough - limit
+    enough = f"{count} devices of {memory} would do"
+    if least.devices is not None:
+        enough = f"{least.devices} devices of this size would do, or {count} of {memory}"
+    elif least.in_time and not isinstance(request.placement, Placement):
+        enough += ", and with this size no number of devices was found that does"
+    if not least.in_time:
+        enough += "; less may do, which takes more --time-limit to find out"
+    return (
+        f"no plan was found for {count} devices of {format_bytes(limit)}: in the one that needs least, "
+        f"{least.memory.place} needs {memory}, {format_bytes(missing)} too much; {enough}; "
+        "raise --memory or --devices, or lower --microbatch-size"
+    )
+
+
+def _range(blocks: tuple[str, ...]) -> str:
+    return blocks[0] if len(blocks) == 1 else f"{blocks[0]} .. {blocks[-1]} ({len(blocks)} blocks)"

@@ -1,0 +1,369 @@
+"""The frontier over whole plans: iteration time against memory per device against devices.
+
+One stage on all devices comes first, split block by block as each point of its cost frontier says, and the profile's
+own placement in less and less memory, where it is for so many devices. Then, for every number of devices and every
+micro-batch size, stages are cut under one memory limit after another, from none down to where nothing fits; each stage
+takes its way to run from its device group's frontier (:mod:`pipeplan.partition.stage_frontier`), and every partition
+gets the best known schedule under that limit. While there is time, GraphPipe's stages join them, and those that stand
+are tried again with each block split in a way of its own. What is simulated counts: a point stays if no other has at
+most its memory, time and devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+
+from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
+from pipeplan.files import Plan
+from pipeplan.partition.per_block_sharding import GroupSplits
+from pipeplan.planning.build_plan import planned
+from pipeplan.planning.candidates import PlacementCandidate
+from pipeplan.planning.device_mapping import on_cluster
+from pipeplan.planning.infeasibility import rounded_up
+from pipeplan.planning.operator_strategies import StageSplits, plan_of_strategy, split_blocks
+from pipeplan.planning.pipeline_frontier import STEP, PartitionTrial, chains, in_turn, own_placement, stage_graphs
+from pipeplan.planning.request import Request, Splitting
+from pipeplan.planning.sharding_frontier import Splits, split_frontier
+from pipeplan.planning.trials import Trial
+from pipeplan.time_limit import Limit, TimeUpError
+from pipeplan.units import MAX_BYTES, format_bytes, named_devices
+from pipeplan.workload.memory import peak_memory
+
+__all__ = ["PlanFrontier", "PlanPoint", "StrategyPlan", "plan_frontier"]
+
+_CHAINS, _SPLIT = 0.6, 0.85
+"""Parts of the time after which partitions of the chain, and split stages, make way for what else there is."""
+
+_ONE_STAGE = 0.3
+"""The part of the time after which strategies of one stage are tracked roughly."""
+
+_ROUGH = 0.01
+"""So near the frontier they are then: see :func:`pipeplan.sharding.tracking.track`."""
+
+_EXPLAINING = 1.0
+"""Seconds, at least, in which it is looked for what would do where nothing fits."""
+
+_COUNTING = 0.05
+"""The part of the time that counting what was not tried may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPoint:
+    """A plan of the frontier with what it takes; memory is the peak of the device that needs most, with workspace."""
+
+    plan: Plan
+    memory_bytes: int
+    workspace_bytes: int
+    iteration_ns: int
+    num_devices: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFrontier:
+    """Plans that no other plan found beats in memory, time and devices together, fewest devices and memory first.
+
+    ``interrupted`` if there was more to try: at least ``num_untried`` partitions of the chain. ``rough`` are the
+    numbers of devices for which there was no time to track all strategies of one stage, ``failures`` those without a
+    point, and why.
+    """
+
+    points: tuple[PlanPoint, ...]
+    num_tried: int
+    seconds: float
+    interrupted: bool
+    num_untried: int = 0
+    rough: tuple[int, ...] = ()
+    failures: Mapping[int, PipeplanError] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """What fits and what it takes, to be compared; with a ``candidate`` whose stages may yet be split."""
+
+    request: Request
+    memory_bytes: int
+    workspace_bytes: int
+    iteration_ns: int
+    plan: Callable[[], Plan]
+    candidate: PlacementCandidate | None = None
+
+    @property
+    def figures(self) -> tuple[int, int, int]:
+        return self.request.num_devices, self.memory_bytes, self.iteration_ns
+
+
+def plan_frontier(request: Request, *, quickest: bool = False) -> PlanFrontier:
+    """The frontier of a request's profile and mini-batch over its numbers of devices.
+
+    The request's memory is the most that any plan may take. Ends when all partitions have been tried, at Ctrl-C, or at
+    the time limit as soon as there is something, whatever is going on then: with what there is.
+
+    Args:
+        request: with the mini-batch and the time.
+        quickest: what promises least time comes first, for those who look for the quickest plans alone.
+
+    Raises:
+        InfeasibleError: nothing fits; it says what would, as far as there was time to find out.
+    """
+    found = _searched(request, request.time_limit, quickest)
+    if not found.search.best:
+        raise _why(request, found)
+    search = found.search
+    untried = _counted(found.partitions, _COUNTING * request.time_limit) if found.interrupted else 0
+    points = [_point(tried) for tried in sorted(search.best, key=lambda tried: tried.figures)]
+    seconds, counts = search.limit.elapsed, {point.num_devices for point in points}
+    failures = {count: error for count, error in search.failures.items() if count not in counts}
+    how = search.num_tried, seconds, found.interrupted, untried, tuple(search.rough)
+    return PlanFrontier(tuple(points), *how, failures)
+
+
+@dataclass(frozen=True, slots=True)
+class _Searched:
+    """What was found, whether there was more to try, and the partitions of the chain that are left."""
+
+    search: _Search
+    interrupted: bool
+    partitions: Iterator[PartitionTrial]
+
+
+def _searched(request: Request, seconds: float, quickest: bool) -> _Searched:
+    """Try everything in turn, until the time is up."""
+    search = _Search(Limit(seconds))
+    requests = request.by_devices
+    splits = GroupSplits(request.profile, request.cluster)
+    partitions = in_turn([chains(asked, splits, quickest=quickest) for asked in requests])
+    share = (_CHAINS, _SPLIT) if quickest else (1.0, 1.0)
+    try:
+        for asked in requests:
+            search.one_stage(asked)
+            search.own_placement(asked)
+        search.try_all(partitions, share[0])
+        others = [stage_graphs(each, search.memories(each.num_devices)) for each in requests]
+        joined = search.try_all(in_turn(others), share[1])
+        split = search.try_all(_split(StageSplits(splits), search.by_devices(requests)))
+        interrupted = not (search.try_all(partitions) and split and joined)
+    except (KeyboardInterrupt, TimeUpError):
+        interrupted = True
+    return _Searched(search, interrupted, partitions)
+
+
+def _why(request: Request, found: _Searched) -> PipeplanError:
+    """Why there is nothing; where memory is short, with what the same search finds on every number of devices."""
+    limit, search = request.least_memory, found.search
+    error = next(iter(search.failures.values()), InfeasibleError("no plan fits; raise --memory or --devices"))
+    if limit is None or found.interrupted:
+        return error
+    free = replace(request, memory_bytes=MAX_BYTES)
+    able = _searched(free, max(_EXPLAINING, search.left()), quickest=False)
+    if not able.search.best:
+        return error
+    least: dict[int, int] = {}
+    for count, memory, _ in sorted(tried.figures for tried in able.search.best):
+        least.setdefault(count, memory)
+    *enough, last = [f"{named_devices(count)} of {format_bytes(rounded_up(each))}" for count, each in least.items()]
+    enough = [", ".join(enough), last] if enough else [last]
+    less = "; less may do, which takes more --time-limit to find out" if able.interrupted else ""
+    devices = named_devices(*(each.num_devices for each in request.by_devices))
+    return InfeasibleError(
+        f"no plan was found for {devices} of {format_bytes(limit)}: "
+        f"{' or '.join(enough)} would do{less}; raise --memory or --devices, or lower --mini-batch"
+    )
+
+
+@dataclass(slots=True)
+class _Search:
+    """What has been found until the time is up."""
+
+    limit: Limit
+    best: list[_Tried] = field(default_factory=list)
+    failures: dict[int, PipeplanError] = field(default_factory=dict)
+    num_tried: int = 0
+    rough: list[int] = field(default_factory=list)
+
+    def left(self, share: float = 1.0) -> float:
+        """Seconds until a share of the time is over."""
+        return share * self.limit.seconds - self.limit.elapsed
+
+    def once_found(self) -> AbstractContextManager[None]:
+        """The limit enforced as soon as there is something."""
+        return self.limit.enforced() if self.best else nullcontext()
+
+    def one_stage(self, request: Request) -> None:
+        """Compare the strategies of one stage: all, or when a share of the time is over some, or none."""
+        for share, within in ((_ONE_STAGE, 0.0), (1.0, _ROUGH)):
+            limit = Limit(self.left(share))
+            try:
+                with limit.enforced():
+                    found = list(_one_stage(request, within))
+            except TimeUpError as up:
+                if up.limit is not limit:
+                    raise
+                continue
+            for tried in found:
+                self.best = _with(self.best, tried)
+            if not within:
+                return
+            break
+        self.rough.append(request.num_devices)
+
+    def own_placement(self, request: Request) -> None:
+        """Try the profile's own placement in less and less memory: how many micro-batches are in flight is left."""
+        for candidate in own_placement(request):
+            limit = request.least_memory
+            while not self.best or self.left() > 0:
+                with self.once_found():
+                    tried = _tried(PartitionTrial(replace(request, memory_bytes=limit), candidate), candidate, ())
+                self.num_tried += 1
+                if tried is None:
+                    break
+                self.best = _with(self.best, tried)
+                limit = int(STEP * tried.memory_bytes)
+
+    def try_all(self, found: Iterator[PartitionTrial], share: float = 1.0) -> bool:
+        """Try partitions until a share of the time is over, at least until something fits; whether it was all."""
+        while not self.best or self.left(share) > 0:
+            with self.once_found():
+                asked = next(found, None)
+                if asked is None:
+                    return True
+                self._try(asked)
+        return False
+
+    def _try(self, asked: PartitionTrial) -> None:
+        if isinstance(asked.candidate, PipeplanError):
+            self.failures.setdefault(asked.request.num_devices, asked.candidate)
+            return
+        self.num_tried += 1
+        tried = _tried(asked, asked.candidate, self.best)
+        if tried is not None:
+            self.best = _with(self.best, tried)
+
+    def memories(self, num_devices: int) -> list[int]:
+        """The memory of the points on so many devices, most first."""
+        return sorted(
+            (each.memory_bytes for each in self.best if each.request.num_devices == num_devices), reverse=True
+        )
+
+    def by_devices(self, requests: Sequence[Request]) -> list[list[_Tried]]:
+        """The points of every number of devices, quickest first."""
+        ordered = sorted(self.best, key=lambda each: each.iteration_ns)
+        return [[each for each in ordered if each.request.num_devices == asked.num_devices] for asked in requests]
+
+
+def _one_stage(request: Request, within: float) -> Iterator[_Tried]:
+    """The cost frontier of the whole model on all devices; nothing where its costs cannot be told.
+
+    One device splits nothing, and what it runs must be profiled: it is left to the partitions.
+    """
+    if request.num_devices == 1:
+        return
+    try:
+        splits = split_frontier(request, Splitting(within=within))
+    except (PipeplanError, ValueError):  # blocks of unknown kinds or devices
+        return
+    limit = request.least_memory
+    for index, point in enumerate(splits.points):
+        if (limit is None or point.memory_bytes <= limit) and _runs(splits, index):
+            yield _Tried(
+                request, point.memory_bytes, point.workspace_bytes, point.time_ns, StrategyPlan(request, splits, index)
+            )
+
+
+def _runs(splits: Splits, index: int) -> bool:
+    """Whether plans can say what a strategy does."""
+    try:
+        split_blocks(splits.model, splits.points[index].strategy)
+    except UsageError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyPlan:
+    """The plan of a strategy, made when it is wanted."""
+
+    request: Request
+    splits: Splits
+    index: int
+
+    def __call__(self) -> Plan:
+        """Make it, or say why plans cannot run it, as :func:`pipeplan.planning.operator_strategies.plan_of_strategy` does."""
+        asked, strategy = self.request, self.splits.points[self.index].strategy
+        return plan_of_strategy(
+            asked.profile, self.splits.model, strategy, cluster=asked.cluster, memory_bytes=asked.memory_bytes
+        )
+
+
+def _split(splits: StageSplits, best: Sequence[Sequence[_Tried]]) -> Iterator[PartitionTrial]:
+    """The points again with every stage on several devices split as its own frontier says, under the same limits."""
+    return in_turn([_split_points(splits, points) for points in best])
+
+
+def _split_points(splits: StageSplits, best: Sequence[_Tried]) -> Iterator[PartitionTrial]:
+    for tried in best:
+        if tried.candidate is None:
+            continue
+        found = splits.split(tried.candidate, tried.request.least_memory)
+        if found is not None:
+            yield PartitionTrial(tried.request, found)
+
+
+def _counted(found: Iterator[PartitionTrial], seconds: float) -> int:
+    """How many partitions there still are, as far as they can be counted in so long."""
+    number, limit = 0, Limit(seconds)
+    with suppress(KeyboardInterrupt, TimeUpError), limit.enforced():
+        for asked in found:
+            number += not isinstance(asked.candidate, PipeplanError)
+            limit.check()
+    return number
+
+
+def _tried(asked: PartitionTrial, candidate: PlacementCandidate, best: Sequence[_Tried]) -> _Tried | None:
+    """A candidate with the best known schedule; None if it does not fit, or cannot be better than what there is."""
+    request = asked.request
+    try:
+        trial = Trial.of(request, on_cluster(request, candidate) or candidate)
+    except PipeplanError:
+        return None
+    static = max(map(trial.ways[0].static_bytes, range(request.num_devices)))
+    if any(_beats(each.figures, (request.num_devices, static, trial.bound_ns)) for each in best):
+        return None
+    trial.look()
+    if trial.best is None or trial.value_ns is None:
+        return None
+    peak = max(peak_memory(trial.best.graph, trial.best.orders), key=lambda each: each.peak_bytes)
+    plan, still_open = _TrialPlan(request, trial), trial.candidate if asked.open else None
+    return _Tried(request, peak.peak_bytes, peak.workspace_bytes, trial.value_ns, plan, still_open)
+
+
+@dataclass(frozen=True, slots=True)
+class _TrialPlan:
+    """The plan of a trial, made when it is wanted."""
+
+    request: Request
+    trial: Trial
+
+    def __call__(self) -> Plan:
+        trial = self.trial
+        assert trial.best is not None
+        return planned(self.request, trial.candidate, trial.settled, trial.best.workload)
+
+
+def _with(best: Sequence[_Tried], found: _Tried) -> list[_Tried]:
+    """The frontier with another point, if it belongs there."""
+    if any(_beats(each.figures, found.figures) for each in best):
+        return list(best)
+    return [each for each in best if not _beats(found.figures, each.figures)] + [found]
+
+
+def _beats(figures: tuple[int, ...], others: tuple[int, ...]) -> bool:
+    """At most as much of everything."""
+    return all(own <= other for own, other in zip(figures, others, strict=True))
+
+
+def _point(tried: _Tried) -> PlanPoint:
+    plan = tried.plan()
+    memory = tried.memory_bytes, tried.workspace_bytes
+    return PlanPoint(plan, *memory, plan.predicted.iteration_ns, tried.request.num_devices)

@@ -1,0 +1,163 @@
+"""Changes to a placement that keep its schedule's orders, where they make the iteration shorter.
+
+Leading forwards in two parts (AutoPipe III-C), and stages that need not recompute after all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pipeplan.errors import PipeplanError, UsageError
+from pipeplan.files import PlacedStage, Placement
+from pipeplan.planning.request import Request
+from pipeplan.planning.trials import Trial, iteration_of, workloads
+from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.state import Progress, Schedule
+from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.memory import fits
+from pipeplan.workload.slices import in_parts
+from pipeplan.workload.task_graph import earliest_starts, task_graph
+from pipeplan.workload.workload import Workload
+
+__all__ = ["ease_recomputation", "expect_parts", "slice_forwards"]
+
+
+def ease_recomputation(request: Request, trial: Trial, budget: Budget, progress: Progress | None) -> None:
+    """Let stages keep their activations one after another, as far as the same orders still fit: longest first.
+
+    What known schedules, and a search in the time that is left, make of the eased stages counts too.
+    """
+    if request.recompute is not None or trial.best is None:
+        return
+    stages = trial.best.workload.stages
+    time_of = {operation.stage: operation.duration_ns for operation in trial.best.workload.operations}
+    eased = False
+    for index in sorted((i for i, stage in enumerate(stages) if stage.recompute), key=lambda i: -time_of[i]):
+        placement = _changed(trial.candidate.placement, {index: {"recompute": False}})
+        schedule = _retimed(request, trial, placement, "")
+        if schedule is not None and iteration_of(schedule) <= iteration_of(trial.best):
+            trial.candidate = replace(trial.candidate, placement=placement)
+            trial.best, trial.bounds = schedule, [schedule.bound_ns]
+            eased = True
+    if eased:
+        trial.begin_again(request)
+        if request.scheduler == "auto":
+            trial.look(thorough=True)
+        if not budget.expired:
+            with contextlib.suppress(PipeplanError):  # there is a schedule
+                trial.search(request, budget, budget.remaining, progress)
+
+
+def expect_parts(request: Request, trial: Trial) -> None:
+    """Lower the trial's bound to what forwards in parts may make of it, where they are open and quick to try."""
+    workload = trial.ways[0]
+    if not _quick(workload) or request.num_parted is not None or _reason_against_parts(workload) is not None:
+        return
+    candidate = replace(trial.candidate, placement=_parted(trial, workload, workload.num_microbatches))
+    with contextlib.suppress(UsageError):  # no costs for half the samples
+        trial.parted_bound = min(map(makespan_bound, workloads(request, candidate)))
+
+
+def slice_forwards(request: Request, trial: Trial, *, finally_: bool = True) -> None:
+    """Run leading forwards of the trial's best schedule in parts: of as many micro-batches as asked for, or as helps.
+
+    Micro-batch m of those in parts is so on all stages but the last m: there its forward is no warmup any more. On the
+    last of the others its parts are sent together. It is for one stage per device and one size of micro-batch. Before
+    the trial is the best ``finally_``, it is tried only where it is quick.
+
+    Raises:
+        UsageError: so many are asked for, and the placement or the profile does not allow it.
+    """
+    trial.parted = None
+    wanted, whole = request.num_parted, trial.best
+    if wanted == 0 or whole is None or not (finally_ or (wanted is None and _quick(whole.workload))):
+        return
+    reason = _reason_against_parts(whole.workload)
+    if reason is not None:
+        if wanted is not None:
+            raise UsageError(f"--slices {wanted} does not apply: {reason}")
+        return
+    most = min(1 + max(_places(whole.workload)), whole.workload.num_microbatches)
+    for count in [wanted] if wanted is not None else range(1, most + 1):
+        try:
+            schedule = _retimed(request, trial, _parted(trial, whole.workload, count), "+slices")
+        except UsageError:  # no costs for half the samples
+            if wanted is not None:
+                raise
+            return
+        if schedule is not None and (wanted is not None or iteration_of(schedule) < (trial.value_ns or 0)):
+            trial.parted = replace(schedule, pattern=None)
+
+
+def _parted(trial: Trial, workload: Workload, count: int) -> Placement:
+    """The trial's placement with so many micro-batches in parts."""
+    places = _places(workload)
+    depth = 1 + max(places)
+    parts = {index: {"num_parted": min(count, depth - place)} for index, place in enumerate(places)}
+    return _changed(trial.candidate.placement, parts)
+
+
+def _quick(workload: Workload) -> bool:
+    return len(workload.stages) * sum(map(len, workload.slots)) <= _QUICK
+
+
+_QUICK = 30_000
+"""Up to so many actions times stages, forwards in parts are tried beside every candidate: some tenths of a second."""
+
+
+def _retimed(request: Request, trial: Trial, placement: Placement, mark: str) -> Schedule | None:
+    """The same orders on a changed placement; None if they do not fit there.
+
+    Raises:
+        UsageError: the profile has no costs for it.
+    """
+    base = trial.best
+    assert base is not None
+    split = any(operation.kind == "I" for operation in base.workload.operations)
+    (workload,) = workloads(replace(request, split_backward=split), replace(trial.candidate, placement=placement))
+    graph = task_graph(workload)
+    orders = in_parts(base.orders, graph)
+    if not fits(graph, orders):
+        return None
+    starts = earliest_starts(graph, orders)
+    makespan = max(map(sum, zip(starts, graph.durations, strict=True)))
+    return replace(
+        base,
+        workload=workload,
+        graph=graph,
+        orders=orders,
+        starts=starts,
+        makespan_ns=makespan,
+        bound_ns=min(makespan, makespan_bound(workload)),
+        scheduler=base.scheduler + mark,
+    )
+
+
+def _changed(placement: Placement, changes: Mapping[int, Mapping[str, object]]) -> Placement:
+    stages: tuple[PlacedStage, ...] = tuple(
+        stage.model_copy(update=changes.get(index, {})) for index, stage in enumerate(placement.stages)
+    )
+    return placement.model_copy(update={"stages": stages})
+
+
+def _reason_against_parts(workload: Workload) -> str | None:
+    devices = [device for stage in workload.stages for device in stage.devices]
+    if len(set(devices)) < len(devices):
+        return "it needs one stage per device"
+    if not workload.is_uniform:
+        return "it needs one micro-batch size and one route"
+    if any(stage.microbatch_size % (2 * stage.replicas) for stage in workload.stages):
+        return f"micro-batches of {workload.microbatch_size} samples cannot be halved on every replica"
+    return None
+
+
+def _places(workload: Workload) -> list[int]:
+    """[stage] how many stages come before it, on the longest way."""
+    places = [0] * len(workload.stages)
+    for dependency in sorted(workload.dependencies, key=lambda each: each.source_stage):
+        source, target = dependency.source_stage, dependency.target_stage
+        if dependency.source_kind == dependency.target_kind == "F":
+            places[target] = max(places[target], places[source] + 1)
+    return places

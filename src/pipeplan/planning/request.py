@@ -1,0 +1,290 @@
+"""What is asked of a search: the request, its defaults, and how its mini-batch is cut.
+
+The mini-batch of an iteration, and how it is cut into micro-batches.
+
+What is asked of a search, and what its defaults are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipeplan.errors import UsageError
+from pipeplan.files import Cluster, Placement, Profile, read_placement
+from pipeplan.partition import STRATEGIES
+from pipeplan.planning.rule_placements import SUBMODULES, follows_rules, strategy_of
+from pipeplan.schedule.rules import Rules
+
+__all__ = ["Batch", "Request", "Splitting", "choose_placement", "resolve_batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """How the mini-batch is cut: ``num_microbatches`` micro-batches of ``microbatch_size`` samples."""
+
+    num_microbatches: int
+    microbatch_size: int
+
+    @property
+    def mini_batch(self) -> int:
+        """Samples in one iteration."""
+        return self.num_microbatches * self.microbatch_size
+
+
+def resolve_batch(
+    profile: Profile,
+    num_devices: int,
+    *,
+    mini_batch: int | None = None,
+    microbatch_size: int | None = None,
+    num_microbatches: int | None = None,
+    placement: Placement | str = "auto",
+) -> Batch:
+    """The mini-batch from any two of its numbers, the rest by default.
+
+    Default size: 1 for a profile with a placement, else the largest size all blocks were profiled with, of those that
+    divide a given mini-batch where any does; where all stages of a given placement say one size, that. Default number:
+    four micro-batches per device.
+
+    Raises:
+        UsageError: the three contradict each other or do not divide.
+    """
+    if mini_batch is not None and microbatch_size is not None and num_microbatches is not None:
+        if mini_batch != microbatch_size * num_microbatches:
+            raise UsageError(
+                f"--mini-batch {mini_batch} is not --microbatches {num_microbatches} x --microbatch-size "
+                f"{microbatch_size} = {microbatch_size * num_microbatches}; leave one of them out"
+            )
+        return Batch(num_microbatches, microbatch_size)
+    stated = {stage.microbatch_size for stage in placement.stages} if isinstance(placement, Placement) else set()
+    if microbatch_size is None and num_microbatches is None and len(stated) == 1:
+        microbatch_size = stated.pop()
+    if microbatch_size is None and mini_batch is not None and num_microbatches is not None:
+        return Batch(num_microbatches, _divided(mini_batch, num_microbatches, "--microbatches"))
+    if microbatch_size is None:
+        sizes = profile.microbatch_sizes
+        if profile.placement is None and not sizes:
+            raise UsageError("the blocks share no profiled micro-batch size; say one with --microbatch-size")
+        dividing = [size for size in sizes if mini_batch is not None and mini_batch % size == 0]
+        microbatch_size = 1 if profile.placement is not None else (dividing or sizes)[-1]
+    if num_microbatches is None:
+        if mini_batch is None:
+            num_microbatches = 4 * num_devices
+        else:
+            num_microbatches = _divided(mini_batch, microbatch_size, "--microbatch-size")
+    return Batch(num_microbatches, microbatch_size)
+
+
+def _divided(total: int, by: int, flag: str) -> int:
+    if total % by:
+        raise UsageError(
+            f"--mini-batch {total} is not a multiple of {flag} {by}; the nearest are "
+            f"{total // by * by} and {(total // by + 1) * by}"
+        )
+    return total // by
+
+
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """How a frontier of one stage splits it over all devices.
+
+    ``device`` is a preset whose times are taken instead of the profile's. ``whole_blocks``, as plans run them, or every
+    operator inside; ``data_parallel_loading``: inputs come split by samples. ``within`` as in
+    :func:`pipeplan.sharding.tracking.track`.
+    """
+
+    device: str | None = None
+    whole_blocks: bool = True
+    data_parallel_loading: bool = False
+    within: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked of a search: a profile, what it may run on, and what is left open (None: whatever is better).
+
+    ``placement`` is one that exists, a strategy, or ``auto``. ``sizes`` are the micro-batch sizes to choose from, for
+    the mini-batch of ``batch``; by default its own. ``memory_bytes`` per device goes before the cluster's; without
+    either, memory is unlimited.
+
+    ``rules`` are those of the scheduler ``rules``; None are all built-in ones. ``split_overhead_ns`` is what each input
+    and each weight gradient takes longer, being launched apart. ``replicas`` is how many copies of the whole pipeline
+    share every micro-batch, ``spread`` whether shared blocks stand on all devices, ``num_parted`` how many leading
+    micro-batches run their warmup forwards in two parts. ``time_limit`` is in seconds: by the clock, or
+    ``deterministic`` by work that takes about as long.
+
+    A frontier is over ``device_counts``, ascending, up to ``num_devices``; with ``splitting`` that of one stage.
+
+    Raises:
+        UsageError: ``chunks`` for a placement that exists, or for submodules that rules place.
+    """
+
+    profile: Profile
+    num_devices: int
+    batch: Batch
+    placement: Placement | str = "auto"
+    chunks: int | None = None
+    sizes: tuple[int, ...] = ()
+    cluster: Cluster | None = None
+    memory_bytes: int | None = None
+    scheduler: str = "auto"
+    rules: Rules | None = None
+    unroll: int | None = None
+    split_backward: bool | None = None
+    split_overhead_ns: int = 0
+    recompute: bool | None = None
+    replicas: int | None = None
+    spread: bool | None = None
+    num_parted: int | None = None
+    time_limit: float = 30.0
+    seed: int = 0
+    deterministic: bool = False
+    device_counts: tuple[int, ...] = ()
+    splitting: Splitting | None = None
+
+    def __post_init__(self) -> None:
+        if not self.sizes:
+            object.__setattr__(self, "sizes", (self.batch.microbatch_size,))
+        if self.chunks is not None and (isinstance(self.placement, Placement) or self.placement == SUBMODULES):
+            own = "the rules, which place submodules," if self.placement == SUBMODULES else "the placement"
+            raise UsageError(
+                f"--chunks {self.chunks} would do nothing: {own} of profile {self.profile.name!r} say how many stages "
+                "each device has; leave --chunks out, or choose a --placement strategy such as circular"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        profile: Profile,
+        *,
+        devices: int | None = None,
+        placement: str = "auto",
+        cluster: Cluster | None = None,
+        mini_batch: int | None = None,
+        microbatch_size: int | None = None,
+        num_microbatches: int | None = None,
+        chunks: int | None = None,
+        rules: Rules | None = None,
+        **others: Any,
+    ) -> Request:
+        """The request that a few words make, the rest by default.
+
+        ``placement`` is as in :func:`choose_placement`, the mini-batch as in :func:`resolve_batch`. Without ``devices``
+        they are those of the placement, else all of the cluster's. Micro-batches have any of the profile's sizes unless
+        their size or number is said. ``others`` are fields as they stand.
+
+        Raises:
+            UsageError: what is said contradicts itself or the profile, or is not enough.
+        """
+        if devices is None and cluster is not None and profile.placement is None:
+            devices = cluster.num_devices
+        chosen, num_devices = choose_placement(profile, placement, devices, rules)
+        batch = resolve_batch(
+            profile,
+            num_devices,
+            mini_batch=mini_batch,
+            microbatch_size=microbatch_size,
+            num_microbatches=num_microbatches,
+            placement=chosen,
+        )
+        fixed = microbatch_size is not None or num_microbatches is not None
+        if chunks is None and rules is not None and chosen == rules.placement:
+            chunks = rules.chunks
+        return cls(
+            profile,
+            num_devices,
+            batch,
+            chosen,
+            chunks,
+            (batch.microbatch_size,) if fixed else profile.microbatch_sizes,
+            cluster,
+            rules=rules,
+            **others,
+        )
+
+    @property
+    def memory(self) -> list[int | None]:
+        """[device] memory: the flag's, else the cluster's, else no limit."""
+        if self.memory_bytes is not None or self.cluster is None:
+            return [self.memory_bytes] * self.num_devices
+        known = self.cluster.memory_bytes[: self.num_devices]
+        return [*known, *[None] * (self.num_devices - len(known))]
+
+    @property
+    def least_memory(self) -> int | None:
+        """What every device has; None without a limit."""
+        return min((limit for limit in self.memory if limit is not None), default=None)
+
+    @property
+    def by_devices(self) -> list[Request]:
+        """The same for each of the ``device_counts``."""
+        return [replace(self, num_devices=count) for count in self.device_counts or (self.num_devices,)]
+
+    @property
+    def recomputes(self) -> Sequence[bool]:
+        """Recomputation choices for all stages alike; it never helps where memory has no limit."""
+        if self.recompute is not None:
+            return (self.recompute,)
+        return (False,) if self.least_memory is None else (False, True)
+
+
+def choose_placement(
+    profile: Profile, wanted: str, num_devices: int | None, rules: Rules | None = None
+) -> tuple[Placement | str, int]:
+    """What ``--placement`` and ``--devices`` mean: a placement that exists, or a strategy; and how many devices.
+
+    ``wanted`` is ``auto`` (the profile's own placement, else the strategy of the rules, or :data:`SUBMODULES` where
+    they have one for each, else all strategies), a strategy, or a placement file.
+
+    Raises:
+        UsageError: ``num_devices`` contradicts the placement, is missing, or the strategy is not known; the rules are
+            for another placement than the profile's own.
+    """
+    given: Placement | None = None
+    ruled = strategy_of(rules)
+    if wanted == "auto":
+        given = profile.placement
+        if given is None:
+            return ruled or wanted, _count(profile, num_devices)
+        if rules is not None and not follows_rules(profile, given, rules):
+            raise _other_placement(rules, given)
+    elif wanted not in STRATEGIES:
+        if not Path(wanted).exists():
+            raise UsageError(f"--placement {wanted!r} is neither a file nor one of auto, {', '.join(STRATEGIES)}")
+        given = read_placement(wanted)
+        try:
+            profile.check_placement(given)
+        except ValueError as error:
+            raise UsageError(f"{wanted} does not place profile {profile.name!r}: {error}") from None
+    if given is not None:
+        if num_devices not in (None, given.num_devices):
+            where = "the profile's placement" if wanted == "auto" else wanted
+            raise UsageError(
+                f"--devices {num_devices} contradicts {where}, which stands on {given.num_devices}; leave --devices "
+                "out, or choose a --placement strategy"
+            )
+        return given, given.num_devices
+    return wanted, _count(profile, num_devices)
+
+
+def _other_placement(rules: Rules, own: Placement) -> UsageError:
+    """Rules that are for another placement than the profile's own."""
+    strategy = strategy_of(rules)
+    chunks = f" with {rules.chunks} stages per device" if rules.chunks else ""
+    what = "each submodule on devices of its own" if strategy == SUBMODULES else f"{strategy}{chunks}"
+    anew = "take the placement out of the profile" if strategy == SUBMODULES else f"give --placement {strategy}"
+    return UsageError(
+        f"rules {rules.name!r} are for stages that stand {what}, which those of the profile's own placement "
+        f"{own.strategy!r} do not; {anew} to place the model anew, or --placement FILE for stages that do"
+    )
+
+
+def _count(profile: Profile, num_devices: int | None) -> int:
+    """The devices that are asked for, or those of the profile's own placement."""
+    count = num_devices or (None if profile.placement is None else profile.placement.num_devices)
+    if count is None:
+        raise UsageError(f"profile {profile.name!r} has no placement; say how many --devices, or give a --cluster")
+    return count

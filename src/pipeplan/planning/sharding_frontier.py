@@ -1,0 +1,173 @@
+"""The frontier of a whole model split over devices without a pipeline (TensorOpt's setting)."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pipeplan.planning.request import Request, Splitting
+from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
+from pipeplan.sharding.graph import CostGraph, Strategy
+from pipeplan.sharding.table import IntArray
+from pipeplan.sharding.tracking import Tracked, track
+
+__all__ = ["SplitPoint", "Splits", "most_frequent", "split_frontier"]
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPoint:
+    """A strategy and what its plan takes: ``memory_bytes`` is its peak, of which ``workspace_bytes`` is workspace."""
+
+    strategy: Strategy
+    memory_bytes: int
+    workspace_bytes: int
+
+    @property
+    def time_ns(self) -> int:
+        """Of one iteration."""
+        return self.strategy.time_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """The strategies of a model on so many devices, and what their costs came from.
+
+    ``points`` are those that no other one found beats in peak memory and time, least memory first. That some point
+    takes at most ``factor`` times the memory and time of any strategy is proved of the whole peak if no strategy with
+    less workspace was left out (``settled``), and else of what is tracked: all but workspace.
+    """
+
+    num_devices: int
+    model: CostModel
+    tracked: Tracked
+    points: tuple[SplitPoint, ...]
+    settled: bool
+    factor: float
+    seconds: float
+
+    @property
+    def exact(self) -> bool:
+        """Whether no strategy at all beats a point."""
+        return self.settled and self.tracked.exact and self.factor == 1
+
+    def words(self, strategy: Strategy) -> str:
+        """A strategy in a few words: its most frequent configurations."""
+        names = {node.name: node.configurations for node in self.model.graph.nodes}
+        return most_frequent(names[name][index] for name, index in strategy.configurations.items())
+
+
+def most_frequent(configurations: Iterable[str]) -> str:
+    """The most frequent of many configurations, with how often each is there."""
+    counts = Counter(configurations)
+    most = [f"{name} x{count}" for name, count in counts.most_common(_MOST_WORDS)]
+    return ", ".join(most + (["..."] if len(counts) > _MOST_WORDS else []))
+
+
+_MOST_WORDS = 3
+
+
+def _unbeaten(points: Iterable[SplitPoint]) -> Iterator[SplitPoint]:
+    quickest: int | None = None
+    for point in sorted(points, key=lambda each: (each.memory_bytes, each.time_ns)):
+        if quickest is None or point.time_ns < quickest:
+            yield point
+            quickest = point.time_ns
+
+
+def split_frontier(request: Request, splitting: Splitting, *, seconds: float = 0.0) -> Splits:
+    """Track the frontier of a profile on a request's devices, for iterations of its mini-batch as one micro-batch.
+
+    Strategies with less workspace may take so many ``seconds`` more; the exact frontier of whole blocks looks for some
+    in any case.
+
+    Raises:
+        UsageError: as :func:`pipeplan.sharding.configurations.building.cost_model`.
+    """
+    begun = time.monotonic()
+    options = CostOptions(blocks=splitting.whole_blocks, data_parallel_loading=splitting.data_parallel_loading)
+    given = request.profile, request.cluster, request.num_devices, request.batch.mini_batch
+    model = cost_model(*given, device=splitting.device, options=options)
+    rounds = _Rounds(splitting.within, seconds, _LEVELS if splitting.whole_blocks and not splitting.within else 0)
+    tracked = rounds.first(model.graph)
+    points, settled = _points(model, tracked, rounds)
+    return Splits(request.num_devices, model, tracked, points, settled, rounds.factor, time.monotonic() - begun)
+
+
+_LEVELS = 8
+"""Frontiers of less and less workspace that are tracked in any case; those of whole blocks take a second each."""
+
+
+@dataclass(slots=True)
+class _Rounds:
+    """A graph tracked, and then again and again with fewer configurations: ``least`` times, and then for ``seconds``.
+
+    The ``factor`` is what all rounds proved. None begins that would take too long, if it took as long as the last.
+    """
+
+    within: float
+    seconds: float
+    least: int
+    factor: float = 1.0
+    spent: float = 0.0
+    last: float = 0.0
+
+    @property
+    def more(self) -> bool:
+        """Whether another one is worth its time."""
+        return self.least > 0 or self.spent + self.last <= self.seconds
+
+    def first(self, graph: CostGraph) -> Tracked:
+        """Track the whole graph."""
+        begun = time.monotonic()
+        tracked = track(graph, within=self.within)
+        self.last = time.monotonic() - begun
+        self.factor = max(self.factor, tracked.factor)
+        return tracked
+
+    def again(self, graph: CostGraph) -> Tracked:
+        """Track it with fewer configurations."""
+        tracked = self.first(graph)
+        self.spent += self.last
+        self.least -= 1
+        return tracked
+
+
+def _points(model: CostModel, tracked: Tracked, rounds: _Rounds) -> tuple[tuple[SplitPoint, ...], bool]:
+    """The strategies by their peaks, and whether none with less workspace was left out.
+
+    What a strategy holds adds up along the graph, and is tracked; of workspace only the largest counts, and comes on
+    top. So the frontier is tracked again with the configurations of less workspace than what was found takes, until
+    there are none. Any strategy left out then has at least the workspace of a round that covers what it holds.
+    """
+    sizes = {name: np.array([each.workspace_bytes for each in ways]) for name, ways in model.configurations.items()}
+    every = {name: np.arange(len(workspaces)) for name, workspaces in sizes.items()}
+    found = _with_workspace(tracked, sizes, every)
+    most = max(point.workspace_bytes for point in found)
+    least = max(int(workspaces.min()) for workspaces in sizes.values())
+    while most > least and rounds.more:
+        kept = {name: np.flatnonzero(workspaces < most) for name, workspaces in sizes.items()}
+        try:
+            fewer = rounds.again(model.graph.restricted(kept))
+        except ValueError:  # what is left cannot follow each other
+            most = least
+            break
+        smaller = _with_workspace(fewer, sizes, kept)
+        found += smaller
+        most = max(point.workspace_bytes for point in smaller)
+    return tuple(_unbeaten(found)), most <= least
+
+
+def _with_workspace(tracked: Tracked, sizes: Mapping[str, IntArray], kept: Mapping[str, IntArray]) -> list[SplitPoint]:
+    """The strategies of a graph with some configurations as those of the whole graph."""
+    found = []
+    for point in range(len(tracked.time_ns)):
+        strategy = tracked.strategy(point)
+        chosen = {name: int(kept[name][index]) for name, index in strategy.configurations.items()}
+        workspace = max(int(sizes[name][index]) for name, index in chosen.items())
+        whole = replace(strategy, configurations=chosen)
+        found.append(SplitPoint(whole, strategy.memory_bytes + workspace, workspace))
+    return found

@@ -1,0 +1,211 @@
+"""One candidate's schedules: a first look at what it is worth, then a search with a share of the time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from pipeplan.costs import build_workload, can_split
+from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
+from pipeplan.planning.candidates import PlacementCandidate
+from pipeplan.planning.request import Request
+from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.rules import with_instructions
+from pipeplan.schedule.rules.language import naming
+from pipeplan.schedule.search import SEARCHING, first_look, search_schedule
+from pipeplan.schedule.state import Progress, Schedule
+from pipeplan.simulator.metrics import iteration_time, rates
+from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.workload import Workload
+
+__all__ = ["Trial", "iteration_of", "workloads"]
+
+_FIRST_LOOK = 0.15
+"""The part of the time left that each way of running backward gets before one is chosen."""
+
+
+@dataclass(slots=True)
+class Trial:
+    """A candidate, its workload for each way of running backward, and what is known of their schedules.
+
+    ``bounds`` [way] ns that no schedule's makespan is below; ``best`` the schedule with the shortest iteration;
+    ``parted`` the same with leading forwards in parts, if that is shorter or asked for, and ``parted_bound`` ns that
+    none with forwards in parts is below.
+    """
+
+    candidate: PlacementCandidate
+    ways: list[Workload]
+    bounds: list[int]
+    best: Schedule | None = None
+    parted: Schedule | None = None
+    parted_bound: int | None = None
+    sync_ns: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        waits = [0] * len(self.ways[0].devices)
+        for stage in self.ways[0].stages:
+            for device in stage.devices:
+                waits[device] += stage.sync_ns
+        self.sync_ns = min(waits)
+
+    @classmethod
+    def of(cls, request: Request, candidate: PlacementCandidate) -> Trial:
+        """The candidate's workloads, with bounds from work and dependencies alone.
+
+        Raises:
+            UsageError: split backward is asked for, and the profile has no costs for it.
+        """
+        ways = workloads(request, candidate)
+        return cls(candidate, ways, list(map(makespan_bound, ways)))
+
+    @property
+    def bound_ns(self) -> int:
+        """No iteration is shorter: gradients are summed on the device that ends last, too."""
+        ways: list[int] = [*self.bounds] if self.parted_bound is None else [*self.bounds, self.parted_bound]
+        return min(ways) + self.sync_ns
+
+    @property
+    def value_ns(self) -> int | None:
+        """The shortest iteration found; None before any."""
+        found = self.parted or self.best
+        return None if found is None else iteration_of(found)
+
+    def begin_again(self, request: Request) -> None:
+        """The candidate has changed and its best schedule is one of the changed workload: take that one for a way."""
+        assert self.best is not None
+        ways = workloads(request, self.candidate)
+        self.ways = [self.best.workload if way == self.best.workload else way for way in ways]
+        self.bounds = list(map(makespan_bound, self.ways))
+
+    def look(self, *, thorough: bool = False) -> None:
+        """Known schedules alone, which takes no solver."""
+        for workload in self.ways:
+            self._offer(first_look(workload, thorough=thorough))
+
+    def search(self, request: Request, budget: Budget, seconds: float, progress: Progress | None = None) -> None:
+        """Search for so long, over the ways of running backward.
+
+        Where there are two, each gets a short look. One whose bound is no less than what the other has found is out;
+        the better of the others gets the time that is left.
+
+        Raises:
+            InfeasibleError: no schedule fits.
+            UsageError: a scheduler that does not apply.
+        """
+        with budget.share(seconds) as share:
+            self._search(request, share, progress)
+
+    def _search(self, request: Request, share: Budget, progress: Progress | None) -> None:
+        found: dict[int, Schedule] = {}
+        failures: list[PipeplanError] = []
+        for way, workload in enumerate(self.ways):
+            if self._hopeless(way) or (found and share.interrupted):
+                continue
+            seconds = share.remaining * (_FIRST_LOOK if len(self.ways) > 1 else 1.0)
+            try:
+                found[way] = _searched(request, workload, share, seconds, self._known(workload), progress)
+            except (InfeasibleError, UsageError) as error:  # a classic schedule may apply to one way alone
+                failures.append(error)
+                continue
+            self._learn(way, found[way])
+        if not found:
+            if failures:
+                raise failures[0]
+            return
+        best = min(found, key=lambda way: found[way].makespan_ns)
+        more = request.scheduler in SEARCHING and len(self.ways) > 1
+        if more and not found[best].optimal and not share.expired:
+            again = _searched(request, self.ways[best], share, share.remaining, found[best], progress)
+            self._learn(best, again)
+
+    def _hopeless(self, way: int) -> bool:
+        """Whether this way of running backward cannot be better than what another one has found."""
+        return self.best is not None and self.bounds[way] >= self.best.makespan_ns
+
+    def _known(self, workload: Workload) -> Schedule | None:
+        """The best schedule, if it is one of this workload."""
+        return self.best if self.best is not None and self.best.workload is workload else None
+
+    def _learn(self, way: int, schedule: Schedule) -> None:
+        self.bounds[way] = max(self.bounds[way], schedule.bound_ns)
+        self._offer(schedule)
+
+    def _offer(self, schedule: Schedule | None) -> None:
+        if schedule is None:
+            return
+        value = None if self.best is None else iteration_of(self.best)
+        if value is None or (iteration_of(schedule), -schedule.bound_ns) <= (value, 0):
+            self.best = schedule
+
+    @property
+    def settled(self) -> Schedule:
+        """The best schedule, with what is proved for every way of running backward."""
+        if self.parted is not None:
+            return self.parted
+        assert self.best is not None
+        return replace(self.best, bound_ns=min(self.best.makespan_ns, *self.bounds))
+
+
+def iteration_of(schedule: Schedule) -> int:
+    """Ns of a schedule's iteration, gradients summed."""
+    return iteration_time(schedule.workload, rates(schedule.graph, schedule.orders, schedule.starts))
+
+
+def _searched(
+    request: Request,
+    workload: Workload,
+    budget: Budget,
+    seconds: float,
+    known: Schedule | None,
+    progress: Progress | None,
+) -> Schedule:
+    """Search a workload's schedule with a part of the budget, from what is known on."""
+    with budget.share(seconds) as share:
+        return search_schedule(
+            workload,
+            share,
+            scheduler=request.scheduler,
+            rules=request.rules,
+            unroll=request.unroll,
+            known=known,
+            progress=progress,
+        )
+
+
+def workloads(request: Request, candidate: PlacementCandidate) -> list[Workload]:
+    """The workload of a candidate for each way of running backward that is asked for: split first.
+
+    Raises:
+        UsageError: split backward is asked for, and the profile has no costs for it.
+    """
+    rules = request.rules
+    found = [
+        build_workload(
+            request.profile,
+            candidate.placement,
+            num_microbatches=candidate.batch.num_microbatches,
+            microbatch_size=candidate.batch.microbatch_size,
+            split_backward=split,
+            split_overhead_ns=request.split_overhead_ns,
+            recompute=candidate.recompute,
+            cluster=request.cluster,
+            memory_bytes=request.memory,
+            given=candidate.given,
+        )
+        for split in _backward_ways(request)
+    ]
+    if rules is None or not rules.instructions:
+        return found
+    with naming(rules):
+        return [with_instructions(workload, rules.instructions, request.cluster) for workload in found]
+
+
+def _backward_ways(request: Request) -> list[bool]:
+    possible = can_split(request.profile)
+    if request.split_backward and not possible:
+        raise UsageError(
+            "--split-backward yes needs input_grad_ns and weight_grad_ns, which profile "
+            f"{request.profile.name!r} has nowhere"
+        )
+    if request.split_backward is None:
+        return [True, False] if possible else [False]
+    return [request.split_backward]

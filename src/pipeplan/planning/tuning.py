@@ -1,0 +1,301 @@
+"""The auto-tuner (FlexPipe, section 6): a grid over depth, replicas, sizes, placements and rules, the best row a plan.
+
+Cells come in the order of their bounds, and in rounds of a fixed number, so that what is skipped because it cannot
+become the best depends on nothing but what is asked: not on how many processes share the work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Protocol, TypeVar
+
+from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
+from pipeplan.files import Placement
+from pipeplan.planning.build_plan import planned
+from pipeplan.planning.candidates import Choice, PlacementCandidate, grid
+from pipeplan.planning.infeasibility import shortage
+from pipeplan.planning.request import Request
+from pipeplan.planning.result import Result
+from pipeplan.planning.search import most_telling
+from pipeplan.planning.tuning_cells import Cache, Cell, Rows, TuningRow, cell_of, rows_of, schedule_of, settled_cell
+from pipeplan.planning.tuning_workers import Work, Workers
+from pipeplan.schedule.rules import Rules
+from pipeplan.schedule.state import Progress
+from pipeplan.time_limit import Limit
+
+__all__ = ["Tuning", "tune"]
+
+_PLACED, _PLACING = 32, 0.4
+"""Once there is a plan, so many points of the grid are placed at once, and more for this part of the time left."""
+
+_ROUND = 8
+"""Cells of a round, once there is a plan: so many processes can share them. As many are placed for the first plan."""
+
+_NO_RULES = (
+    "no built-in rules make a schedule that fits into the devices' memory; raise --memory or --devices, lower "
+    "--microbatch-size, or let --scheduler auto search"
+)
+
+_EXPLAINING = 5.0
+"""Seconds in which it is looked for what would do where nothing fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """The best plan, the rules that make it, every row by rank, and how many cells there were.
+
+    Of ``num_cells``, ``num_unfit`` fit under no rules, ``num_skipped`` have a bound that is not below the best
+    row's iteration, ``num_known`` were in the cache and ``num_open`` were left when time was up.
+    """
+
+    result: Result
+    rules: Rules
+    rows: tuple[TuningRow, ...]
+    num_cells: int
+    num_unfit: int
+    num_skipped: int
+    num_known: int
+    num_open: int
+
+    @property
+    def said(self) -> str:
+        """How many cells there were, in words."""
+        looked = self.num_cells - self.num_unfit - self.num_skipped - self.num_open
+        parts = [f"{self.num_cells} cells: {looked} looked into"]
+        parts += [f"{self.num_known} of them known"] if self.num_known else []
+        parts += [f"{self.num_skipped} skipped, whose bound is above the best"] if self.num_skipped else []
+        parts += [f"{self.num_unfit} out of memory"] if self.num_unfit else []
+        parts += [f"{self.num_open} left when time was up"] if self.num_open else []
+        return ", ".join(parts)
+
+    def figures(self) -> dict[str, object]:
+        """The figures of ``search --json``, with the rows under ``candidates``."""
+        return {
+            **self.result.figures(),
+            "candidates": [{"rank": rank, **asdict(row)} for rank, row in enumerate(self.rows, 1)],
+            "cells": self.num_cells,
+            "cells_unfit": self.num_unfit,
+            "cells_skipped": self.num_skipped,
+            "cells_known": self.num_known,
+            "cells_open": self.num_open,
+        }
+
+
+def tune(request: Request, *, workers: int = 1, cache: str | None = None, progress: Progress | None = None) -> Tuning:
+    """Look into the grid that the request leaves open, by so many processes, until all is known or time is up.
+
+    ``cache`` names a file that keeps what is found, and from which a tuning that was interrupted goes on.
+
+    Raises:
+        InfeasibleError: no cell fits; the text names the device, the bytes and what to change.
+        SearchTimeoutError: time was up before there was a row.
+        UsageError: a request that contradicts the profile, or a cache that is none.
+    """
+    limit = Limit(request.time_limit)
+    known = Cache(cache, request)
+    with Workers(request, workers, limit) as shared:
+        return _Tuner(request, shared, known, limit, progress).run()
+
+
+class _Looked(Protocol):
+    """What is known of a point."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether that is all."""
+
+
+Item = TypeVar("Item")
+Looked = TypeVar("Looked", bound=_Looked)
+
+
+@dataclass(slots=True)
+class _Point:
+    """A point of the grid, its text, and what is known of it."""
+
+    choice: Choice | PlacementCandidate
+    text: str
+    cell: Cell = field(default_factory=Cell)
+
+
+def _ranked(found: Sequence[tuple[Cell, TuningRow]]) -> list[tuple[Cell, TuningRow]]:
+    """The rows by rank; of those that differ in nothing but the names of their rules, the first."""
+    unique: dict[TuningRow, tuple[Cell, TuningRow]] = {}
+    for cell, row in sorted(found, key=lambda pair: pair[1].rank):
+        unique.setdefault(replace(row, rules=""), (cell, row))
+    return list(unique.values())
+
+
+@dataclass(slots=True)
+class _Tuner:
+    """What a tuning knows: the rows of each cell it has looked into."""
+
+    request: Request
+    workers: Workers
+    cache: Cache
+    limit: Limit
+    progress: Progress | None = None
+    failures: list[PipeplanError] = field(default_factory=list)
+    found: list[tuple[Cell, TuningRow]] = field(default_factory=list)
+    seen: set[Hashable] = field(default_factory=set)
+    num_unfit: int = 0
+    num_skipped: int = 0
+    num_known: int = 0
+    num_done: int = 0
+    partition_seconds: float = 0.0
+
+    def run(self) -> Tuning:
+        """All rounds."""
+        waiting = self._points()
+        try:
+            self._look_into(waiting)
+        except KeyboardInterrupt:  # between two pieces of work; in one, the workers hear it
+            self.workers.interrupt()
+        num_cells = len(self.seen) + len(waiting)
+        ranked = _ranked(self.found)
+        rules, result = self._result(ranked)
+        return Tuning(
+            result=result,
+            rules=rules,
+            rows=tuple(row for _, row in ranked),
+            num_cells=num_cells,
+            num_unfit=self.num_unfit,
+            num_skipped=self.num_skipped,
+            num_known=self.num_known,
+            num_open=num_cells - self.num_unfit - self.num_skipped - self.num_done,
+        )
+
+    def _look_into(self, waiting: deque[_Point]) -> None:
+        """Place points and try their cells, in turn, until all are done or time is up.
+
+        Before there is a plan, few are placed and one cell after another is tried, the most promising first.
+        """
+        while waiting and not self.workers.stopped:
+            begun = self._elapsed
+            placing = _PLACING * (self.request.time_limit - begun) if self.found else 0.0
+            cells = deque(sorted(self._placed(waiting, begun + placing), key=lambda point: point.cell.bound_ns))
+            self.partition_seconds += self._elapsed - begun
+            while cells and not self.workers.stopped:
+                size = _ROUND if self.found else 1
+                self._round([cells.popleft() for _ in range(min(size, len(cells)))])
+                self._report()
+
+    @property
+    def _elapsed(self) -> float:
+        return self.limit.elapsed
+
+    @property
+    def _best_ns(self) -> float:
+        return min((row.iteration_ns for _, row in self.found), default=math.inf)
+
+    def _points(self) -> deque[_Point]:
+        """The grid, to be placed: what has few micro-batches is quickly looked into, so it comes first."""
+        points: list[_Point] = []
+        for choice in grid(self.request):
+            if isinstance(choice, UsageError):
+                self.failures.append(choice)
+            else:
+                points.append(_Point(choice, repr(choice)))
+        return deque(sorted(points, key=lambda point: point.choice.batch.num_microbatches))
+
+    def _placed(self, waiting: deque[_Point], until: float) -> list[_Point]:
+        """The next points, placed, until there has been time for it.
+
+        What cannot be placed for other reasons than memory, or is there already, is none of the grid.
+        """
+        found: list[_Point] = []
+        while waiting and (self._elapsed < until or not found) and not self.workers.stopped:
+            points = [waiting.popleft() for _ in range(min(_PLACED if self.found else _ROUND, len(waiting)))]
+            cells = self._look_up("cell", Cell, cell_of, points, [point.choice for point in points])
+            for point, cell in zip(points, cells, strict=True):
+                point.cell = cell
+                self._note_failure(point)
+                key = point.text if cell.candidate is None else cell.candidate.key
+                if key not in self.seen and (cell.candidate is not None or cell.unfit or not cell.complete):
+                    self.seen.add(key)
+                    found += [point] if cell.candidate is not None else []
+        return found
+
+    def _round(self, points: Sequence[_Point]) -> None:
+        """Look into those that may become the best; their bounds may rise when their devices are chosen."""
+        live = self._live(points)
+        settled = self._look_up("settled cell", Cell, settled_cell, live, [point.cell for point in live])
+        for point, cell in zip(live, settled, strict=True):
+            point.cell = cell
+            self._note_failure(point)
+        live = self._live([point for point in live if point.cell.settled])
+        found = self._look_up("rows", Rows, rows_of, live, [point.cell for point in live])
+        for point, rows in zip(live, found, strict=True):
+            unfit = rows.complete and not rows.rows
+            if unfit:
+                self.num_unfit += 1
+                self.failures.append(InfeasibleError(_NO_RULES))
+            self.num_done += rows.complete and not unfit
+            self.found += [(point.cell, row) for row in rows.rows]
+
+    def _live(self, points: Sequence[_Point]) -> list[_Point]:
+        """Those that may become the best."""
+        best = self._best_ns
+        live = [point for point in points if point.cell.bound_ns < best]
+        self.num_skipped += len(points) - len(live)
+        return live
+
+    def _look_up(
+        self,
+        what: str,
+        kind: type[Looked],
+        work: Work[Item, Looked],
+        points: Sequence[_Point],
+        items: Sequence[Item],
+    ) -> list[Looked]:
+        """What the cache or the work says of each point; nothing where it was stopped."""
+        known = [self.cache.get(what, point.text, kind) for point in points]
+        new = [number for number, found in enumerate(known) if found is None]
+        self.num_known += len(known) - len(new) if kind is Rows else 0
+        for number, found in zip(new, self.workers.run(work, [items[number] for number in new]), strict=False):
+            known[number] = found
+            if found.complete:
+                self.cache.put(what, points[number].text, found)
+        return [found if found is not None else kind() for found in known]
+
+    def _note_failure(self, point: _Point) -> None:
+        if point.cell.failure:
+            self.failures.append(point.cell.error)
+            self.num_unfit += point.cell.unfit
+
+    def _report(self) -> None:
+        if self.progress is not None and self.found:
+            cell, row = min(self.found, key=lambda pair: pair[1].rank)
+            self.progress(f"{row.placement}, {row.rules}", row.iteration_ns, cell.bound_ns, self._elapsed)
+
+    def _result(self, ranked: Sequence[tuple[Cell, TuningRow]]) -> tuple[Rules, Result]:
+        """The rules of the best row, and its plan, made again.
+
+        Raises:
+            PipeplanError: there is none.
+        """
+        if not ranked:
+            raise self._failure()
+        cell, row = ranked[0]
+        assert cell.candidate is not None
+        rules, schedule = schedule_of(self.request, cell.candidate, row)
+        plan = planned(self.request, cell.candidate, schedule, schedule.workload)
+        chosen = None if isinstance(self.request.placement, Placement) else self.partition_seconds
+        return rules, Result(plan, schedule, self._elapsed, chosen, self.workers.interrupted)
+
+    @property
+    def _kept(self) -> str:
+        return "" if self.cache.path is None else f"what is known of the cells is kept in {self.cache.path}; "
+
+    def _failure(self) -> PipeplanError:
+        """Why there is no row; where memory is short, with what would do."""
+        if self.workers.interrupted:
+            return SearchTimeoutError(f"interrupted before any schedule was found; {self._kept}let it run longer")
+        if self.workers.stopped:
+            limit = self.request.time_limit
+            return SearchTimeoutError(f"no schedule was found in {limit:g} s; {self._kept}raise --time-limit")
+        error = most_telling(self.failures)
+        return shortage(self.request, error, _EXPLAINING) if isinstance(error, InfeasibleError) else error

@@ -1,0 +1,311 @@
+"""Cells of the auto-tuner's grid: evaluated under every built-in rule, and kept in a file.
+
+Rows that are known already, in a file: a line of JSON for each cell, appended when it is done.
+
+One cell of the grid: a placement with sizes and recomputation, under every built-in rule (FlexPipe, section 6).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from pipeplan._version import __version__
+from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
+from pipeplan.files import sha256_of
+from pipeplan.planning.candidates import Choice, PlacementCandidate, placed
+from pipeplan.planning.device_mapping import may_move, on_cluster
+from pipeplan.planning.request import Request
+from pipeplan.planning.trials import Trial, workloads
+from pipeplan.schedule.bounds import makespan_bound
+from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.reduction import device_groups
+from pipeplan.schedule.rules import Rules
+from pipeplan.schedule.rules.sweep import Swept, built_in_rules, run_rules, sweep
+from pipeplan.schedule.search import timed
+from pipeplan.schedule.state import Schedule
+from pipeplan.simulator.metrics import iteration_time, rates
+from pipeplan.workload.memory import peak_memory
+from pipeplan.workload.task_graph import task_graph
+from pipeplan.workload.workload import Workload
+
+__all__ = ["Cache", "Cell", "Rows", "TuningRow", "cell_of", "rows_of", "schedule_of", "settled_cell"]
+
+
+_HEADER = {"kind": "tuning", "schema_version": 1}
+
+Known = TypeVar("Known")
+
+
+class Cache:
+    """What was found of cells, by what it follows from: profile, cluster, memory, options, version, and the cell.
+
+    Without a ``path`` it only remembers.
+
+    Raises:
+        UsageError: the file is something else, or cannot be read or written.
+    """
+
+    def __init__(self, path: str | None, request: Request) -> None:
+        self.path, self._request = None if path is None else Path(path), _digest(request)
+        self._known: dict[str, object] = {}
+        if self.path is not None:
+            self._open(self.path)
+
+    def get(self, what: str, cell: str, kind: type[Known]) -> Known | None:
+        """What is known of a cell; None if nothing is."""
+        found = self._known.get(self._key(what, cell))
+        if found is None:
+            return None
+        try:
+            return TypeAdapter(kind).validate_json(json.dumps(found))
+        except ValidationError as error:
+            raise UsageError(
+                f"--cache {self.path} has {what} of a cell that cannot be read: "
+                f"{error.errors()[0]['msg']}; delete the file"
+            ) from None
+
+    def put(self, what: str, cell: str, known: object) -> None:
+        """Keep what was found of a cell."""
+        key = self._key(what, cell)
+        self._known[key] = TypeAdapter(type(known)).dump_python(known, mode="json")
+        self._append({"key": key, "known": self._known[key]})
+
+    def _open(self, path: Path) -> None:
+        try:
+            text = path.read_bytes() if path.exists() else b""
+            lines = text.splitlines(keepends=True)
+            if lines and not lines[-1].endswith(b"\n"):  # a process ended while it wrote
+                path.write_bytes(b"".join(lines[:-1]))
+                lines = lines[:-1]
+        except OSError as error:
+            raise UsageError(f"--cache {path} cannot be read: {error.strerror}") from None
+        if not lines:
+            self._append(_HEADER)
+        elif _read(path, 1, lines[0]) != _HEADER:
+            raise UsageError(f"--cache {path} is no cache of a tuning; name another file, or none that exists")
+        for number, line in enumerate(lines[1:], 2):
+            entry = _read(path, number, line)
+            if set(entry) != {"key", "known"}:
+                raise UsageError(f"--cache {path}, line {number}: no cell of a tuning; delete the line or the file")
+            self._known[str(entry["key"])] = entry["known"]
+
+    def _append(self, entry: dict[str, object]) -> None:
+        if self.path is None:
+            return
+        try:
+            with self.path.open("ab") as file:
+                file.write(json.dumps(entry).encode() + b"\n")
+        except OSError as error:
+            raise UsageError(f"--cache {self.path} cannot be written: {error.strerror}") from None
+
+    def _key(self, what: str, cell: str) -> str:
+        return _sha256([self._request, what, cell])
+
+
+def _digest(request: Request) -> str:
+    """What rows follow from beside their cell."""
+    cluster = request.cluster
+    return _sha256(
+        [
+            __version__,
+            sha256_of(request.profile),
+            None if cluster is None else sha256_of(cluster),
+            request.memory,
+            request.num_devices,
+            request.batch.mini_batch,
+            request.chunks,
+            request.split_backward,
+            request.split_overhead_ns,
+        ]
+    )
+
+
+def _sha256(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _read(path: Path, number: int, line: bytes) -> dict[str, object]:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        entry = None
+    if not isinstance(entry, dict):
+        raise UsageError(f"--cache {path}, line {number}: no JSON object; it is no cache of a tuning")
+    return entry
+
+
+_MOST_STARTED = 150_000
+"""All built-in rules are tried where they start so many actions together at most; else section 6's alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A point of the grid, placed, and ns that no iteration of it is below.
+
+    ``failure`` says why there is none, or why it is ``unfit`` for the memory under every schedule. Once it is
+    ``settled`` its devices are chosen among the cluster's; until then the bound is one for any devices.
+    """
+
+    candidate: PlacementCandidate | None = None
+    bound_ns: int = 0
+    settled: bool = False
+    failure: str = ""
+    unfit: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether there was time for it."""
+        return self.candidate is not None or bool(self.failure)
+
+    @property
+    def error(self) -> PipeplanError:
+        """The failure as it is raised."""
+        return InfeasibleError(self.failure) if self.unfit else UsageError(self.failure)
+
+
+@dataclass(frozen=True, slots=True)
+class TuningRow:
+    """A cell under one set of rules.
+
+    ``depth`` is how many groups of devices form a pipeline, ``microbatch_size`` the samples of a micro-batch on each
+    of the ``replicas``; ``split``: backward has two parts. ``bubble_rate`` is of the iteration, ``peak_memory_bytes``
+    of the device that needs most.
+    """
+
+    depth: int
+    replicas: int
+    microbatch_size: int
+    num_microbatches: int
+    placement: str
+    recompute: bool
+    split: bool
+    rules: str
+    iteration_ns: int
+    makespan_ns: int
+    bubble_rate: float
+    peak_memory_bytes: int
+
+    @property
+    def rank(self) -> tuple[int, int, int, str]:
+        """What is better comes first: shorter, then less memory, then fewer groups; names make it definite."""
+        return self.iteration_ns, self.peak_memory_bytes, self.depth, f"{self.placement}, {self.rules}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What is known of a cell's rows, and whether that is all."""
+
+    rows: list[TuningRow] = field(default_factory=list)
+    complete: bool = False
+
+
+def cell_of(request: Request, point: Choice | PlacementCandidate, stopped: Callable[[], bool]) -> Cell:
+    """The cell of a point of the grid, with a bound that is quickly had; nothing where time is up."""
+    if stopped():
+        return Cell()
+    candidate = placed(request, point)
+    if not isinstance(candidate, PlacementCandidate):
+        return _failed(candidate)
+    movable = may_move(request, candidate)
+    return _bounded(_with_free_links(request) if movable else request, candidate, closely=False)
+
+
+def settled_cell(request: Request, cell: Cell, stopped: Callable[[], bool]) -> Cell:
+    """The cell on devices of the cluster that are near each other, with a bound that takes longer."""
+    if stopped() or cell.candidate is None:
+        return Cell()
+    return _bounded(request, on_cluster(request, cell.candidate) or cell.candidate, closely=True)
+
+
+def _bounded(request: Request, candidate: PlacementCandidate, *, closely: bool) -> Cell:
+    try:
+        trial = Trial.of(request, candidate)
+        problems = [Problem.of(workload) for workload in trial.ways]
+    except (InfeasibleError, UsageError) as error:
+        return _failed(error)
+    if closely:
+        trial.bounds = [max(*each) for each in zip(trial.bounds, map(makespan_bound, problems), strict=True)]
+    return Cell(candidate, trial.bound_ns, settled=closely)
+
+
+def _failed(error: PipeplanError) -> Cell:
+    return Cell(failure=str(error), unfit=isinstance(error, InfeasibleError))
+
+
+def _with_free_links(request: Request) -> Request:
+    """Messages take no time, and every device has the memory of the largest: whatever the devices, no better is had."""
+    limits = [limit for limit in request.memory if limit is not None]
+    most = max(limits) if len(limits) == request.num_devices else None
+    return replace(request, cluster=None, memory_bytes=most)
+
+
+def rows_of(request: Request, cell: Cell, stopped: Callable[[], bool]) -> Rows:
+    """A row for each schedule that the built-in rules make, or those there was time for."""
+    assert cell.candidate is not None
+    found = Rows(complete=True)
+    for workload in workloads(request, cell.candidate):
+        problem = Problem.of(workload)
+        rules = _rules(problem.workload)
+        tried = itertools.takewhile(lambda _: not stopped(), rules)
+        for swept in sweep(problem.workload, tried):
+            schedule = _schedule(problem, workload, swept)
+            if schedule is not None:
+                found.rows.append(_row(cell.candidate, schedule, swept.rules))
+    return replace(found, complete=not stopped())
+
+
+def schedule_of(request: Request, candidate: PlacementCandidate, row: TuningRow) -> tuple[Rules, Schedule]:
+    """The rules of one of a cell's rows, and the schedule, made again."""
+    for workload in workloads(request, candidate):
+        if is_split(workload) == row.split:
+            problem = Problem.of(workload)
+            rules = next(rules for rules in _rules(problem.workload) if rules.name == row.rules)
+            schedule = _schedule(problem, workload, run_rules(task_graph(problem.workload), rules))
+            assert schedule is not None
+            return rules, schedule
+    raise AssertionError("a row is of one of its cell's workloads")
+
+
+def _rules(workload: Workload) -> list[Rules]:
+    """The rules to try on a workload: where that is much work, those of the paper's search, gradients separated."""
+    rules = built_in_rules(workload)
+    started = len(rules) * workload.num_microbatches * len(workload.operations)
+    if started <= _MOST_STARTED:
+        return rules
+    return built_in_rules(workload, limits=(None,), times=("unit",), separate=(True,))
+
+
+def _schedule(problem: Problem, workload: Workload, swept: Swept) -> Schedule | None:
+    return timed(problem, workload, swept.orders[: problem.num_devices], f"rules: {swept.rules.name}")
+
+
+def _row(candidate: PlacementCandidate, schedule: Schedule, rules: Rules) -> TuningRow:
+    workload, replicas = schedule.workload, max(stage.replicas for stage in candidate.placement.stages)
+    figures = rates(schedule.graph, schedule.orders, schedule.starts)
+    return TuningRow(
+        depth=len(set(device_groups(workload))),
+        replicas=replicas,
+        microbatch_size=candidate.batch.microbatch_size // replicas,
+        num_microbatches=candidate.batch.num_microbatches,
+        placement=candidate.placement.strategy,
+        recompute=candidate.recompute,
+        split=is_split(workload),
+        rules=rules.name,
+        iteration_ns=iteration_time(workload, figures),
+        makespan_ns=figures.makespan_ns,
+        bubble_rate=figures.bubble_rate,
+        peak_memory_bytes=max(memory.peak_bytes for memory in peak_memory(schedule.graph, schedule.orders)),
+    )
+
+
+def is_split(workload: Workload) -> bool:
+    """Whether backward has two parts."""
+    return any(operation.kind == "W" for operation in workload.operations)

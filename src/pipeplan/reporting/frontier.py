@@ -1,0 +1,194 @@
+"""A frontier as a table, as a plot in the terminal, and as SVG.
+
+What a frontier says: a table, and a plot of time against memory in the terminal.
+
+A frontier drawn as SVG: time against memory, a line per number of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TextIO
+from xml.sax.saxutils import escape
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pipeplan.planning.frontier_result import FrontierPoint, FrontierResult
+from pipeplan.units import format_bytes, format_ns, named_devices
+
+__all__ = ["Scale", "frontier_svg", "print_frontier"]
+
+
+_PLAIN_WIDTH = 120
+_MOST_ROWS = 24
+_WIDTH, _HEIGHT = 72, 16
+_DOT, _TURNING, _SIGNS = "o", "X", "123456789abcdefghijklmn"
+
+
+def print_frontier(report: FrontierResult, file: TextIO | None = None) -> None:
+    """Print a heading, the plot where there is something to see, the table, and notes."""
+    console = Console(file=file, highlight=False)
+    if not console.is_terminal:
+        console = Console(file=file, highlight=False, width=_PLAIN_WIDTH)
+    counts = sorted({point.num_devices for point in report.points})
+    samples = f"{report.samples} sample{'s' if report.samples != 1 else ''}"
+    heading = f": {report.of}, {samples}, {named_devices(*counts)}; {report.proved}"
+    console.print(Text.assemble((report.name, "bold"), heading))
+    if len(report.points) > 1:
+        console.print("\n".join(_plot(report.points)), markup=False)
+    shown = _shown(report.points)
+    console.print(_table(shown))
+    if len(shown) < len(report.points):
+        console.print(
+            f"{len(report.points) - len(shown)} more points in between, left out here: --json has all", style="dim"
+        )
+    for note in report.notes:
+        console.print(note, style="dim")
+
+
+def _table(points: Sequence[tuple[int, FrontierPoint]]) -> Table:
+    priced = any(point.price_per_hour is not None for _, point in points)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for title in ("#", "devices", "memory", "iteration", *(["per hour", "per 1000 iter."] if priced else [])):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    table.add_column("how", overflow="fold")
+    for number, point in points:
+        marks = ", ".join(["turning point"] * point.turning_point + ["chosen"] * point.chosen)
+        prices = (_price(point.price_per_hour), _price(point.price, 1000)) if priced else ()
+        row = (str(number), str(point.num_devices), format_bytes(point.memory_bytes), format_ns(point.time_ns), *prices)
+        table.add_row(*row, marks, point.what, style="bold" if marks else None)
+    return table
+
+
+def _price(value: float | None, times: int = 1) -> str:
+    return "-" if value is None else f"{times * value:.4g}"
+
+
+def _shown(points: Sequence[FrontierPoint]) -> list[tuple[int, FrontierPoint]]:
+    """All with their numbers, or some at even distances with the first, the last and those that are marked."""
+    numbered = list(enumerate(points, start=1))
+    if len(points) <= _MOST_ROWS:
+        return numbered
+    even = {round(index * (len(points) - 1) / (_MOST_ROWS - 1)) for index in range(_MOST_ROWS)}
+    return [(number, point) for number, point in numbered if number - 1 in even or point.turning_point or point.chosen]
+
+
+def _plot(points: Sequence[FrontierPoint]) -> Iterator[str]:
+    """Time against memory; a digit or letter is the number of devices where there are several, X the turning point."""
+    counts = sorted({point.num_devices for point in points})
+    signs = {count: _DOT if len(counts) == 1 else _SIGNS[i % len(_SIGNS)] for i, count in enumerate(counts)}
+    x, y = Scale.of([p.memory_bytes for p in points]), Scale.of([p.time_ns for p in points])
+    cells = [[" "] * _WIDTH for _ in range(_HEIGHT)]
+    for point in sorted(points, key=lambda each: each.turning_point):
+        row = _HEIGHT - 1 - round(y.at(point.time_ns) * (_HEIGHT - 1))
+        sign = _TURNING if point.turning_point and len(counts) == 1 else signs[point.num_devices]
+        cells[row][round(x.at(point.memory_bytes) * (_WIDTH - 1))] = sign
+    labels = {0: format_ns(max(p.time_ns for p in points)), _HEIGHT - 1: format_ns(min(p.time_ns for p in points))}
+    margin = max(map(len, labels.values()))
+    for row, line in enumerate(cells):
+        yield f"{labels.get(row, ''):>{margin}} |{''.join(line).rstrip()}"
+    least, most = (format_bytes(limit(p.memory_bytes for p in points)) for limit in (min, max))
+    yield f"{'':{margin}} +{'-' * _WIDTH}"
+    yield f"{'':{margin}}  {least}{most:>{_WIDTH - len(least)}}"
+    if len(counts) > 1:
+        yield f"{'':{margin}}  {', '.join(f'{signs[count]}: {named_devices(count)}' for count in counts)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """From values to 0..1 between their least and largest."""
+
+    least: int
+    width: int
+
+    @classmethod
+    def of(cls, values: Sequence[int]) -> Scale:
+        """From the least to the largest of these."""
+        return cls(min(values), max(max(values) - min(values), 1))
+
+    def at(self, value: int) -> float:
+        """Where a value lies."""
+        return (value - self.least) / self.width
+
+
+_WIDTH, _HEIGHT, _MARGIN, _LEGEND = 860, 440, 70, 150
+_RIGHT, _BOTTOM = _WIDTH - _MARGIN - _LEGEND, _HEIGHT - _MARGIN
+_TICKS = 5
+_COLOURS = ("#3b6fb6", "#c2571a", "#5f8f3e", "#a8710b", "#7a4a9e", "#c00")
+
+Place = Callable[[FrontierPoint], tuple[float, float]]
+
+
+def frontier_svg(report: FrontierResult) -> str:
+    """The text of an SVG file: a dot with a tooltip per point, turning points and the chosen one ringed and named."""
+    points = report.points
+    x, y = Scale.of([p.memory_bytes for p in points]), Scale.of([p.time_ns for p in points])
+
+    def place(point: FrontierPoint) -> tuple[float, float]:
+        across = _MARGIN + x.at(point.memory_bytes) * (_RIGHT - _MARGIN)
+        return round(across, 1), round(_BOTTOM - y.at(point.time_ns) * (_BOTTOM - _MARGIN), 1)
+
+    title = f"{report.name}: {report.of}, {report.samples} samples; {report.proved}"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
+        f'viewBox="0 0 {_WIDTH} {_HEIGHT}">',
+        "<style>text { font: 12px sans-serif; fill: #222 } path { fill: none }</style>",
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
+        f'<text x="{_MARGIN}" y="24">{escape(title)}</text>',
+        *_axes(x, y),
+        *_lines(points, place),
+        *_legend(sorted({point.num_devices for point in points})),
+        *(_label(point, *place(point)) for point in points if point.turning_point or point.chosen),
+    ]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _lines(points: Sequence[FrontierPoint], place: Place) -> Iterator[str]:
+    """The points of every number of devices, joined."""
+    for index, count in enumerate(sorted({point.num_devices for point in points})):
+        colour = _COLOURS[index % len(_COLOURS)]
+        own = [point for point in points if point.num_devices == count]
+        line = " ".join(f"{across},{up}" for across, up in map(place, own))
+        yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-opacity=".5"/>'
+        yield from (_dot(point, *place(point), colour) for point in own)
+
+
+def _dot(point: FrontierPoint, across: float, up: float, colour: str) -> str:
+    tip = f"{format_bytes(point.memory_bytes)}, {format_ns(point.time_ns)}, {named_devices(point.num_devices)}"
+    ring = ' stroke="#000" stroke-width="2"' if point.turning_point or point.chosen else ""
+    title = f"<title>{escape(tip)}: {escape(point.what)}</title>"
+    return f'<circle cx="{across}" cy="{up}" r="4" fill="{colour}"{ring}>{title}</circle>'
+
+
+def _label(point: FrontierPoint, across: float, up: float) -> str:
+    """What a ringed point is; to its upper right, where no other point of its frontier lies."""
+    words = " and ".join(["turning point"] * point.turning_point + ["chosen"] * point.chosen)
+    figures = f"{format_bytes(point.memory_bytes)}, {format_ns(point.time_ns)}"
+    return f'<text x="{across + 8}" y="{up - 8}">{words}: {figures}</text>'
+
+
+def _legend(counts: Sequence[int]) -> Iterator[str]:
+    left = _RIGHT + 24
+    for index, count in enumerate(counts):
+        up, colour = _MARGIN + 18 * index, _COLOURS[index % len(_COLOURS)]
+        yield f'<rect x="{left}" y="{up - 9}" width="10" height="10" fill="{colour}"/>'
+        yield f'<text x="{left + 16}" y="{up}">{named_devices(count)}</text>'
+
+
+def _axes(x: Scale, y: Scale) -> Iterator[str]:
+    """Memory across and time up, each with ticks at even distances."""
+    yield f'<path d="M{_MARGIN} {_MARGIN}V{_BOTTOM}H{_RIGHT}" stroke="#999"/>'
+    for tick in range(_TICKS):
+        part = tick / (_TICKS - 1)
+        across, up = _MARGIN + part * (_RIGHT - _MARGIN), _BOTTOM - part * (_BOTTOM - _MARGIN)
+        size, time = format_bytes(x.least + part * x.width), format_ns(y.least + part * y.width)
+        yield f'<path d="M{across:.1f} {_BOTTOM}v5M{_MARGIN} {up:.1f}h-5" stroke="#999"/>'
+        yield f'<text x="{across:.1f}" y="{_BOTTOM + 20}" text-anchor="middle">{size}</text>'
+        yield f'<text x="{_MARGIN - 8}" y="{up + 4:.1f}" text-anchor="end">{time}</text>'
+    yield f'<text x="{(_MARGIN + _RIGHT) / 2}" y="{_BOTTOM + 40}" text-anchor="middle">memory per device</text>'
+    yield f'<text x="{_MARGIN - 8}" y="{_MARGIN - 16}" text-anchor="end">iteration</text>'

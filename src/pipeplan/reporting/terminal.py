@@ -1,0 +1,393 @@
+"""A simulation for people: figures, devices, stages, timeline and critical path.
+
+The stages of a plan for people: their blocks, their work, and the device that everything waits for.
+
+A simulation for people: figures, devices, timeline and critical path on a terminal or in a text file.
+
+Everything can be read without colour: bars carry their kind and micro-batch as text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TextIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pipeplan.files import Plan
+from pipeplan.reporting.timeline import (
+    Cell,
+    Window,
+    device_row,
+    odd_stages,
+    repetend_time_range,
+    runs_by_device,
+    windows,
+)
+from pipeplan.simulator.simulation import Simulation
+from pipeplan.units import format_bytes, format_ns
+from pipeplan.workload.action import in_order
+from pipeplan.workload.elements import Stage
+
+__all__ = ["bottleneck", "console_for", "kind_name", "print_simulation", "print_stages", "report", "shown_rows"]
+
+
+_STAGES_WIDTH = 120
+_MAX_STAGES = 32
+_MAX_BLOCKS = 4
+
+
+def print_stages(plan: Plan, file: TextIO | None = None) -> None:
+    """Print the blocks and the work of every stage and the bottleneck, to stdout unless ``file`` is given."""
+    console = Console(file=file, highlight=False)
+    if not console.is_terminal:
+        console = Console(file=file, highlight=False, width=_STAGES_WIDTH)
+    console.print(_stage_table(plan))
+    console.print(bottleneck(plan))
+
+
+def bottleneck(plan: Plan) -> str:
+    """The device with the most work per micro-batch, its stages, and how far it is above the mean, in one line.
+
+    No schedule takes less time per micro-batch than this device's work.
+    """
+    totals = [0] * len(plan.devices)
+    for operation in plan.operations:
+        for device in plan.devices_of(operation.id):
+            totals[device] += operation.duration_ns * plan.slots(operation.id).count
+    work = [total / plan.num_microbatches for total in totals]
+    device = work.index(max(work))
+    stages = [index for index, stage in enumerate(plan.stages) if device in stage.devices]
+    name = "stage" if len(stages) == 1 else "stages"
+    above = max(work) * len(work) / sum(work) - 1
+    return (
+        f"bottleneck: {name} {_shortened([str(stage) for stage in stages])} on device {device}, "
+        f"{format_ns(max(work))} of work per micro-batch, {above:.1%} above the mean of all devices"
+    )
+
+
+def _stage_work(plan: Plan) -> list[int]:
+    """[stage] ns of its operations for one micro-batch, on each of its devices."""
+    work = [0] * len(plan.stages)
+    for operation in plan.operations:
+        work[operation.stage] += operation.duration_ns
+    return work
+
+
+def _stage_table(plan: Plan) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("stage", justify="right")
+    table.add_column("device")
+    table.add_column("blocks", overflow="fold")
+    table.add_column("work", justify="right")
+    table.add_column("parameters", justify="right")
+    ways = [_way(plan, stage) for stage in plan.stages]
+    kinds = {operation.stage: operation.kind for operation in plan.operations}
+    if any(ways):
+        table.add_column("runs with", overflow="fold")
+    rows = [
+        (
+            str(index),
+            _shortened([str(device) for device in stage.devices]),
+            _shortened(stage.blocks) if stage.blocks else kinds[index],
+            format_ns(work),
+            format_bytes(stage.parameter_bytes),
+            *([way] if any(ways) else []),
+        )
+        for index, (stage, work, way) in enumerate(zip(plan.stages, _stage_work(plan), ways, strict=True))
+    ]
+    if len(rows) > _MAX_STAGES:
+        half = _MAX_STAGES // 2
+        rows = [*rows[:half], ("...",) * len(rows[0]), *rows[-half:]]
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _way(plan: Plan, stage: Stage) -> str:
+    """What is special about how a stage runs, in words."""
+    words = [
+        (stage.shards > 1 and bool(stage.blocks), f"{stage.shards} shards"),
+        (bool(stage.configurations), _configurations(stage)),
+        (stage.replicas > 1, f"{stage.replicas} replicas"),
+        (stage.microbatch_size != plan.microbatch_size, f"micro-batches of {stage.microbatch_size}"),
+        (stage.recompute, "recomputation"),
+        (plan.num_routes > 1, f"route {stage.route}"),
+        (stage.num_parted > 0, f"{stage.num_parted} in halves"),
+    ]
+    return ", ".join(word for applies, word in words if applies)
+
+
+def _configurations(stage: Stage) -> str:
+    """How many blocks are split in each way."""
+    return ", ".join(f"{count} as {text}" for text, count in Counter(stage.configurations).items())
+
+
+def _shortened(names: Sequence[str]) -> str:
+    """All of a few names, else the first and the last and how many there are."""
+    if len(names) <= _MAX_BLOCKS:
+        return ", ".join(names)
+    return f"{names[0]} .. {names[-1]} ({len(names)})"
+
+
+_KIND_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+_STYLES = {"F": "white on blue", "B": "black on yellow", "I": "black on cyan", "W": "white on magenta"}
+_INSTRUCTION_STYLE = "black on green"
+_MEMORY_PARTS = {
+    "parameters": "parameter_bytes",
+    "gradients": "gradient_bytes",
+    "optimizer": "optimizer_bytes",
+    "activations": "activation_bytes",
+    "workspace": "workspace_bytes",
+}
+_PLAIN_WIDTH = 120
+_MAX_ROWS = 16
+_MAX_TIMELINE_ROWS = 32
+_MAX_RUNS = 12
+
+
+def kind_name(kind: str) -> str:
+    """A kind in words; an instruction has its own."""
+    return _KIND_NAMES.get(kind, "instruction")
+
+
+def print_simulation(simulation: Simulation, file: TextIO | None = None, width: int | None = None) -> None:
+    """Print the report of a simulation, to stdout unless ``file`` is given.
+
+    ``width`` is in columns; without it, the terminal's, or 120 where there is none.
+    """
+    console = console_for(file, width)
+    for part in report(simulation, console.width, ascii_only=console.options.ascii_only):
+        console.print(part)
+
+
+def console_for(file: TextIO | None, width: int | None) -> Console:
+    """Where reports go, as :func:`print_simulation` says."""
+    console = Console(file=file, highlight=False, soft_wrap=False)
+    if width is not None or not console.is_terminal:
+        console = Console(file=file, highlight=False, width=width or _PLAIN_WIDTH)
+    return console
+
+
+def report(simulation: Simulation, width: int, *, ascii_only: bool = False) -> list[RenderableType]:
+    """The parts of the report, for a console of ``width`` columns."""
+    return [
+        _headline(simulation),
+        _figures(simulation),
+        *_devices(simulation, width),
+        _timeline(simulation, width, "-.:" if ascii_only else "─·┊"),
+        Text(),
+        _critical_path(simulation, "->" if ascii_only else "→"),
+    ]
+
+
+def _headline(simulation: Simulation) -> Text:
+    plan, workload = simulation.plan, simulation.workload
+    count = workload.num_microbatches
+    about = [
+        plan.placement,
+        _number(len(workload.devices), "device"),
+        f"{_number(count, 'micro-batch', 'es')} of {_number(workload.microbatch_size, 'sample')}",
+    ]
+    if plan.provenance.scheduler:
+        about.append(f"scheduler {plan.provenance.scheduler}")
+    return Text.assemble((plan.name, "bold"), ": ", ", ".join(about))
+
+
+def _figures(simulation: Simulation) -> Table:
+    rates, repetend = simulation.rates, simulation.repetend
+    table = Table.grid(padding=(0, 2))
+    table.add_row("makespan", format_ns(rates.makespan_ns))
+    if simulation.iteration_ns > rates.makespan_ns:
+        table.add_row("iteration", f"{format_ns(simulation.iteration_ns)}, gradients summed over replicas")
+    gap = "proved optimal" if simulation.gap == 0 else f"gap {simulation.gap:.2%}"
+    table.add_row("lower bound", f"{format_ns(simulation.lower_bound_ns)}, {gap}")
+    if repetend is None:
+        table.add_row("repetend", "none")
+    else:
+        period = "does not settle" if simulation.period_ns is None else format_ns(simulation.period_ns)
+        bound = format_ns(simulation.period_lower_bound_ns)
+        table.add_row("period", f"{period} per micro-batch, bound {bound}")
+        table.add_row("repetend", f"unroll {repetend.unroll}, span {repetend.span}")
+    table.add_row("bubble rate", f"{rates.bubble_rate:.2%} of the iteration")
+    table.add_row("", f"{rates.bubble_rate_span:.2%} by span")
+    if simulation.bubble_rate_steady is not None:
+        table.add_row("", f"{simulation.bubble_rate_steady:.2%} steady")
+    return table
+
+
+_Column = tuple[str, list[str]]
+
+
+def _devices(simulation: Simulation, width: int) -> list[Table]:
+    """One table of times and memory; where it is too wide, memory apart, and that in as many tables as it takes."""
+    rows = shown_rows(len(simulation.orders), _MAX_ROWS)
+    times, memory = _time_columns(simulation), _memory_columns(simulation)
+    name: _Column = ("device", [str(device) for device in range(len(simulation.orders))])
+    groups = [[*times, *memory]]
+    if _width_of([name, *groups[0]]) > width:
+        groups = [*_packed(times, width - _width_of([name])), *_packed(memory, width - _width_of([name]))]
+    return [_table([name, *columns], rows) for columns in groups]
+
+
+def _packed(columns: Sequence[_Column], width: int) -> list[list[_Column]]:
+    """Columns in groups that fit into a width, a group having at least one."""
+    groups: list[list[_Column]] = [[]]
+    for column in columns:
+        if groups[-1] and _width_of([*groups[-1], column]) > width:
+            groups.append([])
+        groups[-1].append(column)
+    return groups
+
+
+def _width_of(columns: Sequence[_Column]) -> int:
+    """Of a table with these columns, each with a space on both sides and one between."""
+    return sum(3 + max(map(len, (title, *values))) for title, values in columns)
+
+
+def _time_columns(simulation: Simulation) -> list[_Column]:
+    rates = simulation.rates
+    return [
+        ("busy", [format_ns(time) for time in rates.busy_ns]),
+        ("idle", [format_ns(time) for time in rates.idle_ns]),
+        ("first to last", [format_ns(time) for time in rates.span_ns]),
+        ("in flight", [str(count) for count in simulation.in_flight]),
+    ]
+
+
+def _memory_columns(simulation: Simulation) -> list[_Column]:
+    """Parts that are nothing everywhere are left out, as is the limit where there is none."""
+    columns = []
+    for title, field in _MEMORY_PARTS.items():
+        values = [getattr(memory, field) for memory in simulation.memory]
+        if any(values):
+            columns.append((title, _sizes(values)))
+    columns.append(("peak", _sizes([memory.peak_bytes for memory in simulation.memory])))
+    limits = [device.memory_bytes for device in simulation.workload.devices]
+    if any(limit is not None for limit in limits):
+        columns.append(("limit", ["none" if limit is None else format_bytes(limit) for limit in limits]))
+    return columns
+
+
+def _sizes(values: Sequence[int]) -> list[str]:
+    return [format_bytes(value) for value in values]
+
+
+def _table(columns: Sequence[_Column], rows: Sequence[int | None]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for title, _ in columns:
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*("..." if row is None else values[row] for _, values in columns))
+    return table
+
+
+def shown_rows(count: int, most: int) -> list[int | None]:
+    """All devices, or the first and the last with None for those between."""
+    if count <= most:
+        return list(range(count))
+    half = most // 2
+    return [*range(half), None, *range(count - half, count)]
+
+
+def _timeline(simulation: Simulation, width: int, marks: str) -> Text:
+    """Rows of cells under a ruler, and a legend. ``marks`` are filler, idle and what stands between parts."""
+    label = max(6, len(str(len(simulation.orders) - 1)))
+    parts = windows(simulation, max(20, width - label - 2))
+    text = Text(no_wrap=True, overflow="ignore")
+    text.append(_ruler(simulation, parts, label) + "\n", style="dim")
+    for device in shown_rows(len(simulation.orders), _MAX_TIMELINE_ROWS):
+        if device is None:
+            text.append(f"{'...':>{label}}\n")
+            continue
+        text.append(f"{device:>{label}} ")
+        for index, part in enumerate(parts):
+            if index:
+                text.append(marks[2], style="dim")
+            _append_cells(text, device_row(simulation, device, part), marks)
+        text.append("\n")
+    text.append(" " * (label + 1))
+    text.append_text(_legend(simulation, marks))
+    if any(odd_stages(simulation, device) for device in range(len(simulation.orders))):
+        text.append(f"\n{'':{label}} small letters: every second stage of a device")
+    return text
+
+
+def _legend(simulation: Simulation, marks: str) -> Text:
+    text = Text()
+    for kind in in_order(operation.kind for operation in simulation.workload.operations):
+        text.append(kind, style=_STYLES.get(kind, _INSTRUCTION_STYLE))
+        text.append(f" {kind_name(kind)}  ")
+    text.append(f"{marks[1]} idle; the number is the micro-batch")
+    return text
+
+
+def _append_cells(text: Text, cells: Sequence[Cell], marks: str) -> None:
+    for cell in cells:
+        if cell.kind is None:
+            text.append(marks[1], style="dim")
+        else:
+            text.append(cell.text or marks[0], style=_STYLES.get(cell.kind, _INSTRUCTION_STYLE))
+
+
+def _ruler(simulation: Simulation, parts: Sequence[Window], label: int) -> str:
+    """Times where parts begin and where the run ends; brackets around one repetition of the repetend."""
+    repetition = repetend_time_range(simulation)
+    rulers = []
+    for part in parts:
+        ruler = list(format_ns(part.start_ns).ljust(part.num_cells)[: part.num_cells])
+        if part is parts[-1]:
+            end = format_ns(part.end_ns)
+            ruler[-len(end) :] = end
+        if repetition is not None and part.start_ns <= repetition[0] and repetition[1] <= part.end_ns:
+            _bracket(ruler, part.cell_of(repetition[0]), part.cell_of(repetition[1]))
+            repetition = None
+        rulers.append("".join(ruler))
+    return f"{'device':>{label}} " + " ".join(rulers)
+
+
+def _bracket(ruler: list[str], left: int, right: int) -> None:
+    """Write ``[repetend]`` over the cells from left to right, where they are free and wide enough."""
+    if right - left < 2 or any(ruler[cell] != " " for cell in range(left, right)):
+        return
+    inside = right - left - 2
+    ruler[left:right] = "[" + "repetend".center(inside)[:inside] + "]" if inside >= 8 else "[" + " " * inside + "]"
+
+
+def _critical_path(simulation: Simulation, arrow: str) -> Text:
+    """How the path's time divides over devices and transfers, and its actions, runs on one device shortened."""
+    on_device, transfers = simulation.path_times()
+    makespan = simulation.rates.makespan_ns
+    longest = sorted(on_device.items(), key=lambda item: (-item[1], item[0]))[:3]
+    shares = [f"{time / makespan:.1%} on device {device}" for device, time in longest]
+    if len(on_device) > len(longest):
+        rest = sum(on_device.values()) - sum(time for _, time in longest)
+        shares.append(f"{rest / makespan:.1%} on {_number(len(on_device) - len(longest), 'other device')}")
+    if transfers:
+        shares.append(f"{transfers / makespan:.1%} in transfers")
+    runs = [_run(actions) for _, actions in runs_by_device(simulation)]
+    if len(runs) > _MAX_RUNS:
+        half = _MAX_RUNS // 2
+        runs = [*runs[:half], f"... {len(runs) - _MAX_RUNS} more runs ...", *runs[-half:]]
+    messages = sum(step.task >= simulation.graph.num_actions for step in simulation.critical_path)
+    count = _number(len(simulation.critical_path) - messages, "action")
+    if messages:
+        count += f" and {_number(messages, 'message')}"
+    summary = f": {count}, {', '.join(shares)}\n"
+    return Text.assemble(("critical path", "bold"), summary, "  " + f" {arrow} ".join(runs))
+
+
+def _run(actions: Sequence[str]) -> str:
+    """Actions one after another on a device, as the first and the last."""
+    if len(actions) <= 2:
+        return " ".join(actions)
+    return f"{actions[0]} .. {actions[-1]} ({len(actions)})"
+
+
+def _number(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count} {noun}{'' if count == 1 else plural}"

@@ -1,0 +1,310 @@
+"""The timeline of a simulation: as rows of characters, and as plain SVG.
+
+What several renderers of a simulation show alike.
+
+The timeline as rows of characters, one row per device: what is in each cell, without saying how it looks.
+
+The timeline as plain SVG: one bar per action and device, with tooltips, a time axis and a legend.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from xml.sax.saxutils import escape
+
+from pipeplan.simulator.simulation import Simulation
+from pipeplan.units import format_bytes, format_ns
+from pipeplan.workload.action import in_order, is_instruction
+
+__all__ = [
+    "Cell",
+    "Window",
+    "device_row",
+    "odd_stages",
+    "repetend_time_range",
+    "runs_by_device",
+    "timeline_svg",
+    "windows",
+]
+
+
+def runs_by_device(simulation: Simulation) -> list[tuple[int, list[str]]]:
+    """The critical path as runs of actions on one device: (device, action texts).
+
+    Messages that stand on it, having waited for their link or not, are runs of their link's number behind the devices.
+    """
+    graph = simulation.graph
+    steps = simulation.critical_path
+    return [
+        (device, [graph.label(step.task) for step in run])
+        for device, run in groupby(steps, key=lambda step: graph.devices_of(step.task)[0])
+    ]
+
+
+def odd_stages(simulation: Simulation, device: int) -> list[int]:
+    """Every second of the device's stages that run blocks; those of instructions have none, and are never drawn so."""
+    stages = enumerate(simulation.workload.stages)
+    return [index for index, stage in stages if device in stage.devices and stage.blocks][1::2]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A part of the run, from ``start_ns`` to ``end_ns``, drawn in ``num_cells`` cells."""
+
+    start_ns: int
+    end_ns: int
+    num_cells: int
+
+    def cell_of(self, time_ns: int) -> int:
+        """The cell boundary nearest to a time, from 0 to ``num_cells``."""
+        share = (time_ns - self.start_ns) / (self.end_ns - self.start_ns)
+        return min(self.num_cells, max(0, round(share * self.num_cells)))
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One character of a row: the kind that runs there (None is idle) and a letter or digit of the action, if any."""
+
+    kind: str | None
+    text: str = ""
+
+
+def windows(simulation: Simulation, num_cells: int) -> list[Window]:
+    """The whole run if an action of median length keeps a cell; otherwise its beginning, its repetend and its end.
+
+    Without a repetend the middle part is from the middle of the run. In parts, an action of median length has
+    room for its label, unless the repetend is longer than that. One cell is left between parts.
+    """
+    makespan = simulation.rates.makespan_ns
+    median = statistics.median(simulation.graph.durations[: simulation.graph.num_actions])
+    part_cells = (num_cells - 2) // 3
+    length = max(1, round(part_cells * median / len(f"F{simulation.workload.num_microbatches - 1}")))
+    repetend = repetend_time_range(simulation)
+    if repetend is not None:
+        length = max(length, repetend[1] - repetend[0])
+    if makespan / median <= num_cells or 3 * length >= makespan:
+        return [Window(0, makespan, num_cells)]
+    middle = (makespan - length) // 2 if repetend is None else repetend[0]
+    middle = min(max(middle, length), makespan - 2 * length)
+    return [Window(start, start + length, part_cells) for start in (0, middle, makespan - length)]
+
+
+def repetend_time_range(simulation: Simulation) -> tuple[int, int] | None:
+    """From the first start of the repetend's first copy, for as long as a repetition takes, in ns."""
+    if simulation.repetend is None or simulation.copies is None or simulation.period_ns is None:
+        return None
+    firsts = [order[copy[0]] for order, copy in zip(simulation.orders, simulation.copies, strict=True) if copy]
+    start = min(simulation.starts[task] for task in firsts)
+    return start, start + round(simulation.period_ns * simulation.repetend.unroll)
+
+
+def device_row(simulation: Simulation, device: int, window: Window) -> list[Cell]:
+    """The cells of one device in a window.
+
+    A cell has the kind that takes most of its time, or is idle if nothing runs for half of it. Where an action
+    has the cells, its kind and micro-batch stand at its beginning: ``F12``, or ``f12`` in every second stage of
+    the device.
+    """
+    kinds, odd = _kinds(simulation, device, window), odd_stages(simulation, device)
+    texts = [""] * window.num_cells
+    graph = simulation.graph
+    for task in _inside(simulation, device, window):
+        start, end = simulation.starts[task], simulation.starts[task] + graph.durations[task]
+        left, right = window.cell_of(start), window.cell_of(end)
+        if start < window.start_ns:
+            continue
+        index = graph.operation_of[task]
+        operation = graph.workload.operations[index]
+        kind = operation.kind.lower() if operation.stage in odd else operation.kind
+        label = f"{kind}{task - graph.offsets[index]}"
+        shown = label if right - left >= len(label) else label[: min(1, right - left)]
+        for offset, letter in enumerate(shown):
+            texts[left + offset] = letter
+    return [Cell(kind, text if kind else "") for kind, text in zip(kinds, texts, strict=True)]
+
+
+def _inside(simulation: Simulation, device: int, window: Window) -> list[int]:
+    """Tasks of the device that run in the window."""
+    starts, durations = simulation.starts, simulation.graph.durations
+    return [
+        task
+        for task in simulation.orders[device]
+        if starts[task] < window.end_ns and starts[task] + durations[task] > window.start_ns
+    ]
+
+
+def _kinds(simulation: Simulation, device: int, window: Window) -> list[str | None]:
+    """The kind that prevails in each cell."""
+    graph = simulation.graph
+    width = (window.end_ns - window.start_ns) / window.num_cells
+    taken: list[dict[str, float]] = [{} for _ in range(window.num_cells)]
+    for task in _inside(simulation, device, window):
+        kind = graph.workload.operations[graph.operation_of[task]].kind
+        begin = max(0.0, (simulation.starts[task] - window.start_ns) / width)
+        end = min(float(window.num_cells), (simulation.starts[task] + graph.durations[task] - window.start_ns) / width)
+        for cell in range(int(begin), min(window.num_cells, int(end) + 1)):
+            share = min(end, cell + 1) - max(begin, cell)
+            if share > 0:
+                taken[cell][kind] = taken[cell].get(kind, 0.0) + share
+    return [max(cell, key=cell.__getitem__) if sum(cell.values()) >= 0.5 else None for cell in taken]
+
+
+_KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+_LEFT, _TOP, _ROW, _BAR, _MARGIN = 80, 76, 24, 20, 16
+_DIGIT = 6.2
+"""Width of a digit of the bars' font, in pixels."""
+
+_MEDIAN_BAR, _MIN_WIDTH, _MAX_WIDTH = 26, 900, 24_000
+"""Pixels of an action of median length, as far as the whole width stays within the other two."""
+
+_STYLE = """
+text { font: 11px sans-serif; fill: #222 }
+.title { font-size: 14px; font-weight: bold }
+.bar { font-size: 10px; fill: #fff; text-anchor: middle; pointer-events: none }
+.axis { stroke: #ccc; stroke-width: 1 }
+.F { fill: #3b6fb6 } .B { fill: #c2571a } .I { fill: #a8710b } .W { fill: #5f8f3e } .instruction { fill: #7a4a9e }
+.odd { fill-opacity: .72 }
+.repetend { fill: none; stroke: #c00; stroke-width: 1.5 }
+"""
+
+
+def timeline_svg(simulation: Simulation) -> str:
+    """The text of an SVG file. Every second stage of a device is paler."""
+    scale = _Scale.of(simulation)
+    height = _TOP + _ROW * len(simulation.orders) + _MARGIN
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{scale.width}" height="{height}" '
+        f'viewBox="0 0 {scale.width} {height}">',
+        f"<style>{_STYLE}</style>",
+        f'<rect width="{scale.width}" height="{height}" fill="#fff"/>',
+        *_heading(simulation),
+        *_axis(simulation, scale, height),
+    ]
+    for device in range(len(simulation.orders)):
+        parts += _row(simulation, scale, device)
+    parts += _repetend(simulation, scale)
+    return "\n".join([*parts, "</svg>", ""])
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """From time in ns to pixels."""
+
+    pixels_per_ns: float
+    width: int
+
+    @classmethod
+    def of(cls, simulation: Simulation) -> _Scale:
+        makespan = simulation.rates.makespan_ns
+        wanted = makespan * _MEDIAN_BAR / statistics.median(simulation.graph.durations[: simulation.graph.num_actions])
+        inner = min(max(wanted, _MIN_WIDTH), _MAX_WIDTH)
+        return cls(inner / makespan, round(_LEFT + inner + _MARGIN))
+
+    def x(self, time_ns: float) -> float:
+        """Horizontal position of a time."""
+        return _LEFT + time_ns * self.pixels_per_ns
+
+
+def _heading(simulation: Simulation) -> Iterator[str]:
+    """Name, figures and legend."""
+    plan, workload, rates = simulation.plan, simulation.workload, simulation.rates
+    yield f'<text class="title" x="{_MARGIN}" y="20">{_text(plan.name)}</text>'
+    figures = [
+        plan.placement,
+        f"{len(workload.devices)} devices",
+        f"{workload.num_microbatches} micro-batches",
+        f"makespan {format_ns(rates.makespan_ns)}",
+        f"bubble rate {rates.bubble_rate:.2%} of the iteration, {rates.bubble_rate_span:.2%} by span",
+    ]
+    if simulation.bubble_rate_steady is not None:
+        figures.append(f"{simulation.bubble_rate_steady:.2%} steady")
+    yield f'<text x="{_MARGIN}" y="36">{_text(", ".join(figures))}</text>'
+    x = _MARGIN
+    for kind in in_order(operation.kind for operation in workload.operations):
+        name = f"{kind} (instruction)" if is_instruction(kind) else _KINDS[kind]
+        yield f'<rect class="{_class(kind)}" x="{x}" y="43" width="12" height="12"/>'
+        yield f'<text x="{x + 17}" y="53">{name}</text>'
+        x += 34 + 7 * len(name)
+    if simulation.copies is not None:
+        yield f'<rect class="repetend" x="{x}" y="43" width="12" height="12"/><text x="{x + 17}" y="53">repetend</text>'
+
+
+def _class(kind: str) -> str:
+    return "instruction" if is_instruction(kind) else kind
+
+
+def _axis(simulation: Simulation, scale: _Scale, height: int) -> Iterator[str]:
+    """A line and a label at every round time, about 100 pixels apart."""
+    step = _round_step(100 / scale.pixels_per_ns)
+    for tick in range(0, simulation.rates.makespan_ns + 1, step):
+        x = _pixels(scale.x(tick))
+        yield f'<path class="axis" d="M{x} {_TOP - 6}V{height - _MARGIN}"/>'
+        yield f'<text x="{x}" y="{_TOP - 9}" text-anchor="middle">{format_ns(tick)}</text>'
+
+
+def _round_step(at_least: float) -> int:
+    """The least of 1, 2, 5, 10, 20, 50, ... that is not below."""
+    power = 1
+    while 5 * power < at_least:
+        power *= 10
+    return next(step for step in (power, 2 * power, 5 * power) if step >= at_least)
+
+
+def _row(simulation: Simulation, scale: _Scale, device: int) -> Iterator[str]:
+    """A device's label and bars."""
+    graph, starts = simulation.graph, simulation.starts
+    y = _TOP + _ROW * device
+    memory = simulation.memory[device]
+    tip = (
+        f"device {device}: busy {format_ns(simulation.rates.busy_ns[device])}, idle "
+        f"{format_ns(simulation.rates.idle_ns[device])}, peak memory {format_bytes(memory.peak_bytes)}"
+    )
+    yield f'<g transform="translate(0,{y})">'
+    yield f'<text x="{_MARGIN}" y="14">device {device}<title>{_text(tip)}</title></text>'
+    odd = odd_stages(simulation, device)
+    for task in simulation.orders[device]:
+        operation = graph.workload.operations[graph.operation_of[task]]
+        classes = f"{_class(operation.kind)} odd" if operation.stage in odd else _class(operation.kind)
+        begin, duration = starts[task], graph.durations[task]
+        x, width = scale.x(begin), duration * scale.pixels_per_ns
+        yield (
+            f'<rect class="{classes}" x="{_pixels(x)}" width="{_pixels(max(width - 0.5, 0.1))}" height="{_BAR}">'
+            f"<title>{graph.label(task)} {format_ns(begin)} to {format_ns(begin + duration)}</title></rect>"
+        )
+        label = str(task - graph.offsets[graph.operation_of[task]])
+        if width >= _DIGIT * len(label) + 3:
+            yield f'<text class="bar" x="{_pixels(x + width / 2)}" y="14">{label}</text>'
+    yield "</g>"
+
+
+def _repetend(simulation: Simulation, scale: _Scale) -> Iterator[str]:
+    """A frame around the repetend's first copy on each device."""
+    if simulation.copies is None or simulation.repetend is None:
+        return
+    tip = f"repetend, unroll {simulation.repetend.unroll}"
+    if simulation.period_ns is not None:
+        tip += f", every {format_ns(simulation.period_ns * simulation.repetend.unroll)}"
+    for device, (order, copy) in enumerate(zip(simulation.orders, simulation.copies, strict=True)):
+        if not copy:
+            continue
+        first, last = order[copy[0]], order[copy[-1]]
+        x = scale.x(simulation.starts[first])
+        width = scale.x(simulation.starts[last] + simulation.graph.durations[last]) - x
+        yield (
+            f'<rect class="repetend" x="{_pixels(x)}" y="{_TOP + _ROW * device - 1}" width="{_pixels(width)}" '
+            f'height="{_BAR + 2}"><title>{tip}</title></rect>'
+        )
+
+
+def _pixels(value: float) -> str:
+    """At most one decimal."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def _text(value: str) -> str:
+    """Text content: escaped, and without what XML does not allow."""
+    return escape(re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", value))

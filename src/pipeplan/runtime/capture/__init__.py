@@ -1,5 +1,0 @@
-"""Capturing a model: from a module to named blocks and edges, by ``torch.export``."""
-
-from pipeplan.runtime.capture.model import capture, parameters_of, replay
-
-__all__ = ["capture", "parameters_of", "replay"]

@@ -1,0 +1,287 @@
+"""Tensors between ranks: non-blocking, received into memory that is used again.
+
+Host memory for what is received, used again as soon as nothing holds on to it.
+
+What is received starts an autograd graph, may leave its stage as a view of itself, or be kept by a model's code. So no
+plan can say when its memory is free, but torch can: it lets go of what backs a tensor with the last tensor on it.
+
+Tensors between ranks: non-blocking, addressed by message and micro-batch or part, never waited for too early.
+
+On gloo all messages share one group and have a tag each. NCCL ignores tags and matches first in, first out, so
+there every directed edge has a group of two ranks of its own; sends run on a side stream that waits only for
+what made the tensor, receives on one that waits for nothing. Programs come from the plan in an order that cannot
+deadlock even if every send blocked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeplan.runtime.executor.rank_program import Program, ProgramStep
+from pipeplan.runtime.executor.tensor_slots import TensorSpec
+from pipeplan.runtime.launch.failures import Cause, cause_of
+
+__all__ = ["Buffers", "Channels", "TransferError"]
+
+
+class Buffers:
+    """Lends memory to tensors and gets it back when the last tensor on it, view or not, is gone.
+
+    Fresh memory would cost page faults: from 32 MiB on, where the C library gives back what is freed, receiving into it
+    takes several times as long.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[bytearray]] = defaultdict(list)
+        self.num_made = 0
+
+    def lend(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of this shape with anything in it."""
+        count = math.prod(shape)
+        size = max(count, 1) * dtype.itemsize
+        free = self._free[size]
+        memory = free.pop() if free else self._make(size)
+        lease = memoryview(memory)  # torch holds on to this, and to nothing else of ours
+        weakref.finalize(lease, free.append, memory).atexit = False
+        return torch.frombuffer(lease, dtype=dtype)[:count].view(shape)
+
+    def _make(self, size: int) -> bytearray:
+        self.num_made += 1
+        return bytearray(size)
+
+
+_MAX_UNFINISHED_SENDS = 8
+"""Per edge; gloo cannot say whether a send has ended, so the oldest is waited for when there are more."""
+
+
+class TransferError(RuntimeError):
+    """A transfer failed: ``cause`` is TIMEOUT or LOST, ``peer`` the rank at the other end."""
+
+    def __init__(self, cause: Cause, peer: int, message: str) -> None:
+        self.cause = cause
+        self.peer = peer
+        super().__init__(message)
+
+    @property
+    def who(self) -> str:
+        """The other end."""
+        return f"rank {self.peer}"
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A message under way: its works, and the tensors that must live as long or that are filled."""
+
+    works: list[dist.Work]
+    tensors: list[Tensor]
+
+
+class Channels:
+    """One rank's ends of all messages.
+
+    Args:
+        program: this rank's.
+        specs: shape and format of every block's output that travels.
+        device: where tensors live. With gloo and CUDA they pass through host memory.
+        transport: ``gloo`` or ``nccl``.
+        timeout: longest wait for one message.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        specs: Mapping[str, TensorSpec],
+        device: torch.device,
+        transport: str,
+        timeout: timedelta,
+    ) -> None:
+        self._program = program
+        self._specs = specs
+        self._device = device
+        self._timeout = timeout
+        self._nccl = transport == "nccl"
+        self._staged = device.type == "cuda" and not self._nccl
+        self._groups = _groups(program.edges, transport, timeout)
+        self._sent: dict[int, deque[_InFlight]] = {}
+        self._awaited: dict[int, _InFlight] = {}
+        self.buffers = Buffers()
+        self._index = {message: index for index, message in enumerate(sorted(program.tensors))}
+        self._width = max((len(names) for names in program.tensors.values()), default=1)
+        self._outbound = _stream(device) if self._nccl else None
+        self._inbound = _stream(device) if self._nccl else None
+        self._warm_up()
+
+    def send(self, step: ProgramStep, tensors: Sequence[Tensor], made: torch.cuda.Event | None) -> None:
+        """Start sending; ``made`` is when the tensors, which are contiguous, are ready, on NCCL.
+
+        Raises:
+            TransferError: the peer is gone, or did not take earlier messages in time.
+        """
+        peer = step.peer
+        queue = self._sent.setdefault(peer, deque())
+        self._reap(queue, peer)
+        ready = [tensor.cpu() if self._staged else tensor for tensor in tensors]
+        if self._outbound is not None and made is not None:
+            self._outbound.wait_event(made)
+        with _on(self._outbound):
+            queue.append(self._begun(step, ready))
+
+    def receive(self, step: ProgramStep) -> None:
+        """Post the receives of a message into buffers that nobody uses; :meth:`take` waits for them.
+
+        Raises:
+            TransferError: the peer is gone.
+        """
+        assert step.message is not None
+        with _on(self._inbound):
+            names, count = self._program.tensors[step.message], len(step.samples[0])
+            self._awaited[step.counter] = self._begun(step, [self._buffer(name, count) for name in names])
+
+    def take(self, step: ProgramStep) -> list[Tensor]:
+        """The tensors of a posted message, waited for.
+
+        Raises:
+            TransferError: they did not come in time, or the peer is gone.
+        """
+        awaited = self._awaited.pop(step.counter)
+        self._finish(awaited, step.peer)
+        return [self._incoming(buffer) for buffer in awaited.tensors]
+
+    def moment(self) -> torch.cuda.Event | None:
+        """On NCCL, the end of what the computing stream has been given so far, for :meth:`send`."""
+        if not self._nccl:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has it without types
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def deliver(self, step: ProgramStep) -> None:
+        """Wait until the peer has the message that was just sent; a peer takes none before it has posted its RECV.
+
+        Raises:
+            TransferError: the peer did not take it in time, or is gone.
+        """
+        self.finish(step.peer)
+
+    def unfinished(self) -> list[int]:
+        """Peers with sends that may not have ended."""
+        assert not self._awaited, "every message of a program has a consumer in it"
+        return [peer for peer, queue in self._sent.items() if queue]
+
+    def finish(self, peer: int) -> None:
+        """Wait until all sends to a peer have ended.
+
+        Raises:
+            TransferError: the peer did not take them in time, or is gone.
+        """
+        queue = self._sent[peer]
+        while queue:
+            self._finish(queue.popleft(), peer)
+
+    def close(self) -> None:
+        """Drop works and groups, which must not outlive the process group."""
+        self._sent.clear()
+        self._awaited.clear()
+        self._groups.clear()
+
+    def _reap(self, queue: deque[_InFlight], peer: int) -> None:
+        """Let go of sends that have ended, so that their tensors are freed."""
+        if self._nccl:
+            while queue and all(work.is_completed() for work in queue[0].works):
+                queue.popleft()
+        while not self._nccl and len(queue) >= _MAX_UNFINISHED_SENDS:
+            self._finish(queue.popleft(), peer)
+
+    def _finish(self, transfer: _InFlight, peer: int) -> None:
+        for work in transfer.works:
+            self._wait(work, peer)
+
+    def _wait(self, work: dist.Work, peer: int) -> None:
+        with self._errors(peer):
+            # NCCL would block the host when given a time; its own watchdog has the group's
+            work.wait() if self._nccl else work.wait(self._timeout)
+
+    @contextlib.contextmanager
+    def _errors(self, peer: int) -> Iterator[None]:
+        """Turn what the transport raises into :class:`TransferError`."""
+        try:
+            yield
+        except RuntimeError as error:
+            cause, text = cause_of(error)
+            raise TransferError(cause, peer, text) from error
+
+    def _tags(self, step: ProgramStep) -> range:
+        """One tag per tensor, unlike all others of a step; steps are kept apart by their end."""
+        action, message = step.action, step.message
+        assert message is not None
+        number = 2 * action.microbatch + (action.part or 0)  # of fewer than two per sample
+        first = 1 + (self._index[message] * 2 * self._program.mini_batch + number) * self._width
+        return range(first, first + self._width)
+
+    def _buffer(self, name: str, num_samples: int) -> Tensor:
+        """On NCCL torch's allocator reuses the memory of GPUs; ours does on hosts."""
+        spec = self._specs[name]
+        if self._nccl:
+            return torch.empty(spec.of(num_samples), dtype=spec.dtype, device=self._device)
+        return self.buffers.lend(spec.of(num_samples), spec.dtype)
+
+    def _incoming(self, buffer: Tensor) -> Tensor:
+        if self._staged:
+            return buffer.to(self._device)
+        if self._nccl:  # made on another stream than the one that uses it
+            buffer.record_stream(torch.cuda.current_stream(self._device))
+        return buffer
+
+    def _begun(self, step: ProgramStep, tensors: list[Tensor]) -> _InFlight:
+        pairs = zip(tensors, self._tags(step), strict=False)
+        return _InFlight([self._start(step.action.sends, step.peer, *pair) for pair in pairs], tensors)
+
+    def _start(self, sends: bool, peer: int, tensor: Tensor, tag: int) -> dist.Work:
+        rank = self._program.rank
+        start, ends = (dist.isend, (rank, peer)) if sends else (dist.irecv, (peer, rank))
+        with self._errors(peer):
+            work = start(tensor, peer, self._groups.get(ends), tag)
+        assert work is not None, "this rank is a member of the group"
+        return work
+
+    def _warm_up(self) -> None:
+        """One small message over every edge, edge by edge: connections stand before the first step is timed."""
+        token = torch.zeros(1, device=self._device if self._nccl else "cpu")
+        for source, target in self._program.edges:
+            if self._program.rank in (source, target):
+                sends = self._program.rank == source
+                peer = target if sends else source
+                self._wait(self._start(sends, peer, token, 0), peer)
+
+
+def _groups(
+    edges: Sequence[tuple[int, int]], transport: str, timeout: timedelta
+) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """For NCCL, a group per directed edge, made by all ranks in the same order; gloo needs none."""
+    if transport != "nccl":
+        return {}
+    made = {}
+    for source, target in edges:
+        group = dist.new_group(sorted((source, target)), timeout=timeout, backend="nccl")
+        assert group is not None
+        made[source, target] = group
+    return made
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has it without types
+
+
+def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    """Work on a side stream, if there is one."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)

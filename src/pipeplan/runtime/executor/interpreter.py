@@ -1,0 +1,193 @@
+"""One rank's interpreter: runs its program action by action, in exactly the plan's order.
+
+A compute action waits for the messages it needs and for no others. What a stage makes is kept for the SENDs that
+follow in the program, and for the next stage where that stands on the same device. Where everything is kept and what
+every action takes is found when the executor is made, so that a step looks nothing up.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from pipeplan.runtime.executor.channels import Channels, TransferError
+from pipeplan.runtime.executor.rank_program import Program, ProgramStep
+from pipeplan.runtime.executor.sample_ownership import Numbers
+from pipeplan.runtime.executor.stage import MiniBatch, StageError
+from pipeplan.runtime.executor.tensor_slots import Made, Produced, Received, Taking, TensorSlots, TensorSpec
+from pipeplan.runtime.launch.failures import Cause, RankError
+from pipeplan.runtime.launch.status_board import Phase, Progress
+from pipeplan.runtime.parallel.device import Clock, Mark
+
+__all__ = ["Executor", "Runner", "Span"]
+
+Span = tuple[int, Mark, Mark]
+"""Program counter, start and end of an action. A SEND's is its posting; a RECV's is how long it was waited for."""
+
+_Taken = tuple[Numbers, tuple[str, ...], Taking]
+"""Samples, blocks, and where their tensors are."""
+
+_Given = tuple[Numbers, tuple[str, ...], int]
+"""Samples, blocks, and the slot for their tensors."""
+
+
+class Runner(Protocol):
+    """What an executor asks of a stage or a custom op."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits for an action that has still to come."""
+
+    def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
+        """Run an action."""
+
+
+@dataclass(slots=True)
+class Executor:
+    """Runs one rank's program, once per mini-batch.
+
+    Args:
+        program: what to run.
+        runners: what runs the rank's stages and custom ops, by index.
+        channels: this rank's ends of the messages.
+        specs: shape and format of the block outputs that leave their stage.
+        progress: notes every action before it begins.
+        clock: takes the times.
+        blocking: every SEND and RECV waits until its message is there, as without transfers beside computing
+            (Tessel IV-D, Fig. 7a): for comparison.
+    """
+
+    program: Program
+    runners: Mapping[int, Runner]
+    channels: Channels
+    specs: Mapping[str, TensorSpec]
+    progress: Progress
+    clock: Clock
+    blocking: bool = False
+    _actions: list[Callable[[MiniBatch], None]] = field(init=False)
+    _slots: list[Made | None] = field(init=False)
+    _taken: frozenset[int] = field(init=False)
+    _posted: dict[int, ProgramStep] = field(default_factory=dict)
+    _spans: list[Span] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        slots = TensorSlots(self.program.tensors, self.specs)
+        self._actions = [self._action(step, slots) for step in self.program.steps]
+        self._taken = slots.taken
+        assert self._taken.issuperset(self._posted), "every message is used in the program"
+        self._slots = [None] * slots.count
+
+    def run(self, samples: MiniBatch) -> list[Span]:
+        """Run the program on one mini-batch; gradients add up in the parameters. Returns when actions ran.
+
+        Raises:
+            RankError: an action failed; the text names rank, action and program counter.
+        """
+        self._spans = []
+        try:
+            for action in self._actions:
+                action(samples)
+            self._finish_sends()
+        except TransferError as error:
+            raise self._transfer_failed(error) from error
+        except StageError as error:
+            where = self.progress.describe()
+            raise RankError(Cause.RAISED, f"rank {self.program.rank} failed {where}: {error}") from error
+        assert all(runner.idle for runner in self.runners.values()), "every F has its B, or I and W, in the program"
+        return self._spans
+
+    def _action(self, step: ProgramStep, slots: TensorSlots) -> Callable[[MiniBatch], None]:
+        """What a step does, put together before anything runs."""
+        tensors = self.program.tensors
+        takes = [(own, tensors[message], slots.take(message, own)) for message, own in step.takes]
+        gives = [(own, tensors[message], slots.put(message, own)) for message, own in step.gives]
+        if step.message is None:
+            return lambda samples: self._compute(step, takes, gives, samples)
+        if step.action.sends:
+            return lambda _: self._send(step, takes[0][2])
+        slot = gives[0][2]
+        self._posted[slot] = step
+        return lambda _: self._receive(step, slot)
+
+    def _compute(self, step: ProgramStep, takes: Sequence[_Taken], gives: Sequence[_Given], samples: MiniBatch) -> None:
+        self.progress.begin(Phase.RUNNING, step.counter)
+        inputs: dict[Numbers, list[tuple[str, Tensor]]] = defaultdict(list)
+        for own, names, taking in takes:
+            inputs[own] += zip(names, self._made(taking, step.counter).tensors, strict=True)
+        start = self.clock.mark()
+        made = self.runners[step.action.stage].run(step, inputs, samples)
+        self._spans.append((step.counter, start, self.clock.mark()))
+        self._keep(gives, made)
+
+    def _receive(self, step: ProgramStep, slot: int) -> None:
+        """Post a RECV; it waits for its message only if it is blocking."""
+        self.progress.begin(Phase.RUNNING, step.counter)
+        self.channels.receive(step)
+        if self.blocking:
+            self._slots[slot] = self._awaited(step)
+
+    def _send(self, step: ProgramStep, taking: Taking) -> None:
+        """SEND what its producer made; it waits for the other side only if it is blocking."""
+        self.progress.begin(Phase.WAITING, step.counter, step.peer)  # for room, if ever
+        start = self.clock.mark()
+        made = self._made(taking, step.counter)
+        ready = [tensor.contiguous() for tensor in made.tensors]
+        as_made = made.at is not None and all(tensor.is_contiguous() for tensor in made.tensors)
+        self.channels.send(step, ready, made.at if as_made else self.channels.moment())
+        if self.blocking:
+            self.channels.deliver(step)
+        self._spans.append((step.counter, start, self.clock.mark()))
+
+    def _made(self, taking: Taking, counter: int) -> Made:
+        """What an action takes; the last one to take something lets go of it."""
+        found = taking.of(lambda slot: self._here(slot, counter))
+        for slot in taking.frees:
+            self._slots[slot] = None
+        return found
+
+    def _here(self, slot: int, counter: int) -> Made:
+        """What is in a slot; a message is waited for when it is first needed."""
+        made = self._slots[slot]
+        if made is None:
+            made = self._slots[slot] = self._awaited(self._posted[slot])
+            self.progress.begin(Phase.RUNNING, counter)
+        return made
+
+    def _awaited(self, step: ProgramStep) -> Made:
+        """A message's tensors, waited for."""
+        self.progress.begin(Phase.WAITING, step.counter, step.peer)
+        start = self.clock.mark()
+        tensors = self.channels.take(step)
+        self._spans.append((step.counter, start, self.clock.mark()))
+        return Made(tensors)
+
+    def _keep(self, gives: Sequence[_Given], made: Produced) -> None:
+        """Keep what was made for the SENDs, and for this rank's own actions, that take it."""
+        at = self.channels.moment() if gives else None
+        for own, names, slot in gives:
+            tensors = [self._declared(name, made[own][name], len(own)) for name in names]
+            if slot in self._taken:
+                self._slots[slot] = Made(tensors, at)
+
+    def _declared(self, name: str, tensor: Tensor, num_samples: int) -> Tensor:
+        """Receivers have made room for what the model declares; anything else would end in the transport."""
+        spec = self.specs[name]
+        if tensor.shape != spec.of(num_samples) or tensor.dtype != spec.dtype:
+            found = TensorSpec(tuple(tensor.shape), tensor.dtype, None).text(0)
+            raise StageError(f"block {name!r} made {found}, and the model declares {spec.text(num_samples)}")
+        return tensor
+
+    def _finish_sends(self) -> None:
+        """Wait until all peers have taken what was sent to them."""
+        for peer in self.channels.unfinished():
+            self.progress.begin(Phase.WAITING, len(self.program.steps) - 1, peer)
+            self.channels.finish(peer)
+
+    def _transfer_failed(self, error: TransferError) -> RankError:
+        happened = "got nothing from" if error.cause is Cause.TIMEOUT else "lost"
+        text = f"rank {self.program.rank} {happened} {error.who} {self.progress.describe()}: {error}"
+        return RankError(error.cause, text, error.peer)

@@ -1,0 +1,238 @@
+"""Which tensors go from which stage to which, and by way of which custom ops.
+
+Blocks give each other outputs along the model's edges. Where the plan leads a stage's forward to another's through
+custom ops, these carry what the edges between the two stages do; gradients go straight back.
+
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeplan.errors import UsageError
+from pipeplan.files import Plan
+from pipeplan.workload.action import is_instruction
+from pipeplan.workload.elements import Dependency, Hop
+
+__all__ = ["Hops", "Message", "MessageGraph", "hops_of", "model_messages", "planned_messages"]
+
+_Pair = tuple[int, int]
+_Names = tuple[str, ...]
+_Following = Mapping[str, Sequence[Dependency]]
+"""[operation] the dependencies along which its outputs go."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Message:
+    """What goes from one stage to another, micro-batch by micro-batch.
+
+    Outputs (``F``), their gradients (``B``), or what a custom op made (its kind).
+    """
+
+    payload: str
+    source: int
+    target: int
+
+    @classmethod
+    def of(cls, dependency: Dependency) -> Message:
+        """What a dependency's hops carry."""
+        return cls(dependency.payload, dependency.source_stage, dependency.target_stage)
+
+
+Hops = Mapping[tuple[Message, int, int], Hop]
+"""[message, source rank, target rank]"""
+
+
+def hops_of(plan: Plan) -> Hops:
+    """How the plan's messages go from rank to rank; ``check`` has found that stages and ranks tell them apart."""
+    return {
+        (Message.of(dependency), hop.source_device, hop.target_device): hop
+        for dependency in plan.dependencies
+        for hop in dependency.hops
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class MessageGraph:
+    """The names of the tensors of every message.
+
+    ``crossings`` names, for each pair of stages, the blocks of the first whose outputs the second takes, whichever way
+    they come; over the pairs in ``gradients`` the plan carries gradients back. ``tensors`` names those of each message.
+    """
+
+    crossings: Mapping[_Pair, _Names]
+    gradients: Collection[_Pair]
+    tensors: Mapping[Message, _Names]
+
+    def takes(self, stage: int, backward: bool = False) -> tuple[Message, ...]:
+        """What brings a stage's forward or backward, or its custom op, what it works on."""
+        return tuple(each for each in self.tensors if each.target == stage and (each.payload == "B") == backward)
+
+    def gives(self, stage: int, backward: bool = False) -> tuple[Message, ...]:
+        """What takes along what a stage's forward or backward, or its custom op, made."""
+        return tuple(each for each in self.tensors if each.source == stage and (each.payload == "B") == backward)
+
+
+def model_messages(plan: Plan, edges: Sequence[tuple[str, str]], model: str) -> MessageGraph:
+    """The flow of a model's tensors under a plan that has its blocks.
+
+    Raises:
+        UsageError: plan and model differ, or custom ops leave open what they carry.
+    """
+    crossings = _crossings(plan, edges, model)
+    gradients = _gradients(plan, crossings)
+    _require_same_edges(plan, crossings, model)
+    tensors = _forward_messages(plan, crossings, model)
+    for dependency in _watched(plan, tensors):
+        leaving = dict.fromkeys(
+            name for (source, _), names in crossings.items() if source == dependency.source_stage for name in names
+        )
+        tensors[Message.of(dependency)] = tuple(leaving)
+    return _whole_flow(plan, crossings, gradients, tensors)
+
+
+def planned_messages(plan: Plan) -> MessageGraph:
+    """The flow where no model is known: each message has one tensor, named by its ends, as ``0>1``.
+
+    Raises:
+        UsageError: gradients come from a stage to which no outputs go.
+    """
+    following, stages = _following_of(plan), range(len(plan.stages))
+    crossings = {
+        (source, target): (f"{source}>{target}",)
+        for source, target in itertools.product(stages, stages)
+        if any(_ways(following, source, target))
+    }
+    for each in plan.dependencies:
+        pair = each.target_stage, each.source_stage
+        if not each.has_instruction and each.source_kind != "F" and pair[0] != pair[1] and pair not in crossings:
+            raise UsageError(
+                f"the plan makes the backward of stage {pair[0]} wait for that of stage {pair[1]}, but no forward of "
+                f"stage {pair[1]} waits for one of stage {pair[0]}: there is nothing to have a gradient"
+            )
+    forward = [each for each in plan.dependencies if _carries_forward(each)]
+    tensors = {Message.of(each): (f"{each.source_stage}>{each.target_stage}",) for each in forward}
+    return _whole_flow(plan, crossings, _gradients(plan, crossings), tensors)
+
+
+def _whole_flow(
+    plan: Plan, crossings: Mapping[_Pair, _Names], gradients: Collection[_Pair], tensors: Mapping[Message, _Names]
+) -> MessageGraph:
+    """With the gradients' messages; every hop must have something to carry."""
+    found = {**tensors, **{Message("B", target, source): crossings[source, target] for source, target in gradients}}
+    for number, dependency in enumerate(plan.dependencies):
+        carries = _carries_forward(dependency) and found.get(Message.of(dependency))
+        if dependency.hops and dependency.has_instruction and not carries:
+            raise UsageError(
+                f"dependencies[{number}] of the plan sends something from {dependency.source} to {dependency.target}, "
+                "but instructions are sent, and send, outputs of forwards alone; leave out its hops"
+            )
+    return MessageGraph(crossings, gradients, dict(sorted(found.items())))
+
+
+def _crossings(plan: Plan, edges: Sequence[tuple[str, str]], model: str) -> dict[_Pair, _Names]:
+    """For each pair of stages, the blocks of the first whose outputs the second takes."""
+    stage_of = {(stage.route, block): index for index, stage in enumerate(plan.stages) for block in stage.blocks}
+    found: dict[_Pair, list[str]] = defaultdict(list)
+    for (source, target), route in itertools.product(edges, range(plan.num_routes)):
+        pair = (stage_of[route, source], stage_of[route, target])
+        blocks = plan.stages[pair[0]].blocks
+        if pair[0] != pair[1]:
+            if source not in found[pair]:
+                found[pair].append(source)
+        elif blocks.index(source) > blocks.index(target):
+            raise UsageError(
+                f"stages[{pair[0]}] of the plan runs block {target!r} before {source!r}, whose output model {model!r} "
+                "gives it"
+            )
+    return {pair: tuple(sorted(names, key=plan.stages[pair[0]].blocks.index)) for pair, names in sorted(found.items())}
+
+
+def _gradients(plan: Plan, crossings: Collection[_Pair]) -> set[_Pair]:
+    """Pairs (source stage, target stage) over which the plan carries gradients back."""
+    back = {
+        (dependency.target_stage, dependency.source_stage)
+        for dependency in plan.dependencies
+        if dependency.source_kind in ("B", "I") and dependency.target_kind in ("B", "I")
+    }
+    return back & set(crossings)
+
+
+def _forward_messages(plan: Plan, crossings: Mapping[_Pair, _Names], model: str) -> dict[Message, _Names]:
+    """What carries each crossing: one message, or the chain of them through custom ops."""
+    following = _following_of(plan)
+    found: dict[Message, dict[str, None]] = defaultdict(dict)
+    for (source, target), names in crossings.items():
+        ways = list(_ways(following, source, target))
+        if not ways:
+            raise UsageError(
+                f"model {model!r} has an edge from stage {source} to stage {target} that the plan knows nothing of; "
+                "profile this model and search again"
+            )
+        if len(ways) > 1:
+            through = " and ".join(ways[number][0].target for number in range(2))
+            raise UsageError(
+                f"outputs of stage {source} come to stage {target} by way of {through}; let one of these instructions "
+                "stand after the other"
+            )
+        for message in ways[0]:
+            found[Message.of(message)].update(dict.fromkeys(names))
+    return {message: tuple(names) for message, names in found.items()}
+
+
+def _ways(following: _Following, source: int, target: int) -> Iterator[tuple[Dependency, ...]]:
+    """The chains of dependencies from a stage's forward to another's: the direct one, else those of custom ops."""
+    ends = f"{target}F"
+    left: list[tuple[Dependency, ...]] = [(each,) for each in following.get(f"{source}F", ())]
+    direct = next((way for way in left if way[0].target == ends), None)
+    if direct is not None:
+        yield direct
+        return
+    while left:
+        way = left.pop(0)
+        if way[-1].target == ends:
+            yield way
+        elif is_instruction(way[-1].target_kind):
+            left += [(*way, each) for each in following.get(way[-1].target, ())]
+
+
+def _following_of(plan: Plan) -> _Following:
+    found: dict[str, list[Dependency]] = defaultdict(list)
+    for each in plan.dependencies:
+        if _carries_forward(each):
+            found[each.source].append(each)
+    return found
+
+
+def _carries_forward(dependency: Dependency) -> bool:
+    """Whether outputs go along a dependency: from a forward or a custom op to a forward or a custom op."""
+    kinds = dependency.source_kind, dependency.target_kind
+    return all(kind == "F" or is_instruction(kind) for kind in kinds)
+
+
+def _watched(plan: Plan, tensors: Collection[Message]) -> list[Dependency]:
+    """Dependencies of custom ops on stages of which they carry nothing on: they see all that leaves the stage."""
+    return [
+        each
+        for each in plan.dependencies
+        if each.source_kind == "F" and is_instruction(each.target_kind) and Message.of(each) not in tensors
+    ]
+
+
+def _require_same_edges(plan: Plan, crossings: Collection[_Pair], model: str) -> None:
+    """Dependencies between stages of blocks are along the model's edges, or against them."""
+    for dependency in plan.dependencies:
+        source, target = dependency.source_stage, dependency.target_stage
+        if source == target or dependency.has_instruction:
+            continue
+        forward = dependency.source_kind == "F" and dependency.target_kind == "F"
+        pair = (source, target) if forward else (target, source)
+        if pair not in crossings:
+            raise UsageError(
+                f"the plan makes {dependency.target} wait for {dependency.source}, but model {model!r} has no edge "
+                f"from a block of stage {pair[0]} to one of stage {pair[1]}; give the --model the plan was made for"
+            )

@@ -1,0 +1,175 @@
+"""Ranks that split blocks, or run a custom op, together: what they exchange while they run their action.
+
+There is one process group for each set of ranks. An action of several devices stands in all their programs, in an
+order that cannot deadlock, so their exchanges meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeplan.runtime.executor.channels import TransferError
+from pipeplan.runtime.launch.failures import cause_of
+from pipeplan.runtime.launch.status_board import Phase, Progress
+from pipeplan.runtime.models.spec import placed
+from pipeplan.runtime.parallel.sharding import WHOLE, Shards
+from pipeplan.runtime.parallel.share import Share
+
+__all__ = ["GroupError", "ProcessGroups", "RankGroup", "Ranks", "groups_of"]
+
+Ranks = tuple[int, ...]
+
+
+class GroupError(TransferError):
+    """An exchange failed: a rank is gone, or did not come in time. Which one the transport does not say."""
+
+    @property
+    def who(self) -> str:
+        """The other end."""
+        return "a rank that shares the action"
+
+
+class ProcessGroups:
+    """What one rank exchanges with those that have other shares of its blocks, or run its actions with it.
+
+    Modules can be made before :meth:`connect`, but not run.
+
+    Args:
+        lines: sets of ranks, the same on every rank except for those of one rank.
+        progress: notes whom an exchange waits for.
+    """
+
+    def __init__(self, lines: Iterable[Ranks], progress: Progress) -> None:
+        self._lines, self._rank = frozenset(lines), progress.rank
+        self._made = {line: RankGroup(line, progress) for line in self._lines if self._rank in line}
+
+    def shards(self, share: Share) -> Shards:
+        """The place of this rank among those that split a block."""
+        return placed(share, self.along)
+
+    def along(self, line: Ranks) -> Shards:
+        """The place of this rank among ranks that stand in a line."""
+        return Shards(len(line), line.index(self._rank), self._made[line]) if len(line) > 1 else WHOLE
+
+    def of(self, ranks: Ranks) -> RankGroup:
+        """The ranks of an action; of one rank alone nothing leaves it."""
+        return self._made[ranks]
+
+    def connect(self, transport: str, timeout: timedelta) -> None:
+        """Make the groups; all ranks of the run do so together.
+
+        Raises:
+            RuntimeError: as the transport does.
+        """
+        groups = groups_of({tuple(sorted(line)) for line in self._lines if len(line) > 1}, transport, timeout)
+        for ranks, made in self._made.items():
+            made.group = groups.get(tuple(sorted(ranks)))
+
+    def close(self) -> None:
+        """Drop the groups, which must not outlive the process group."""
+        for made in self._made.values():
+            made.group = None
+
+
+class RankGroup:
+    """The collectives of ranks that run an action together: a rank's end of them.
+
+    Args:
+        ranks: in the order of their shares.
+        progress: notes, for each exchange, that this rank waits for the next one of ``ranks``; so who does not come is
+            found by going round.
+        group: made later for blocks that are built before.
+    """
+
+    def __init__(self, ranks: Ranks, progress: Progress, group: dist.ProcessGroup | None = None) -> None:
+        self._ranks, self._rank, self._progress, self.group = ranks, progress.rank, progress, group
+        self._next = ranks[(ranks.index(self._rank) + 1) % len(ranks)]
+        self._order = [sorted(ranks).index(rank) for rank in ranks]  # a group numbers its ranks in ascending order
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks, as a tensor of its own."""
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        with self._waiting():
+            dist.all_reduce(result, group=self.group)
+        return result
+
+    def latest(self, ns: int) -> int:
+        """The latest of the times that the ranks give."""
+        if len(self._ranks) == 1:
+            return ns
+        found = torch.tensor([ns])
+        with self._waiting():
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return int(found)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, in the order of their shares."""
+        own = tensor.detach().contiguous()
+        found = [torch.empty_like(own) for _ in self._ranks]
+        with self._waiting():
+            dist.all_gather(found, own, group=self.group)
+        return [found[place] for place in self._order]
+
+    def exchange(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Give each rank its piece, and get theirs, in the order of their shares."""
+        numbered = sorted(range(len(pieces)), key=self._order.__getitem__)  # the group's order of ranks
+        own = torch.stack([pieces[place].detach() for place in numbered])
+        found = torch.empty_like(own)
+        with self._waiting():
+            dist.all_to_all_single(found, own, group=self.group)
+        return [found[place] for place in self._order]
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """The tensor of rank ``source``, on every rank; the others give one of its shape."""
+        if len(self._ranks) == 1:
+            return tensor
+        carried = self._carried(tensor)
+        with self._waiting():
+            dist.broadcast(carried, source, group=self.group)
+        return carried.to(tensor.device)
+
+    def send(self, tensor: Tensor, source: int, target: int) -> Tensor:
+        """The tensor of rank ``source``, on rank ``target``, which gives one of its shape; only these two call it."""
+        if source == target:
+            return tensor
+        carried, is_source = self._carried(tensor), self._rank == source
+        with self._waiting(target if is_source else source):
+            if is_source:
+                dist.send(carried, target, group=self.group)
+            else:
+                dist.recv(carried, source, group=self.group)
+        return carried.to(tensor.device)
+
+    def _carried(self, tensor: Tensor) -> Tensor:
+        """The tensor where its transport can take it: gloo sends nothing that is on a GPU."""
+        own = tensor.detach().contiguous()
+        return own.cpu() if dist.get_backend(self.group) == "gloo" else own
+
+    @contextlib.contextmanager
+    def _waiting(self, peer: int | None = None) -> Iterator[None]:
+        """Note it, and turn what the transport raises into :class:`GroupError`."""
+        assert self.group is not None, "groups are made before the first step"
+        before = self._progress.board.read(self._rank)
+        self._progress.begin(Phase.WAITING, before.counter, self._next if peer is None else peer)
+        try:
+            yield
+        except RuntimeError as error:
+            cause, text = cause_of(error)
+            raise GroupError(cause, -1, text) from error
+        self._progress.begin(Phase.RUNNING, before.counter)
+
+
+def groups_of(sets: Iterable[Ranks], transport: str, timeout: timedelta) -> dict[Ranks, dist.ProcessGroup]:
+    """A process group for each set of ranks that this rank is in; all ranks make all, in the same order.
+
+    Raises:
+        RuntimeError: as the transport does.
+    """
+    made = {ranks: dist.new_group(list(ranks), timeout=timeout, backend=transport) for ranks in sorted(set(sets))}
+    return {ranks: group for ranks, group in made.items() if isinstance(group, dist.ProcessGroup)}

@@ -1,0 +1,354 @@
+"""From a plan and a model's graph to what one rank does: the steps of its program, and what each takes and gives.
+
+Nothing here needs torch. Blocks are matched by name; a plan whose stages exchange something else than the
+model's edges say is refused before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeplan.errors import UsageError
+from pipeplan.files import Plan
+from pipeplan.runtime.executor.message_graph import Message, MessageGraph, hops_of, model_messages, planned_messages
+from pipeplan.runtime.executor.sample_ownership import Numbers, SampleOwnership
+from pipeplan.runtime.parallel.share import Share
+from pipeplan.workload.action import Action, is_instruction
+from pipeplan.workload.elements import Attribute, Stage
+from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Axis, Mesh
+
+__all__ = [
+    "CustomOpPart",
+    "Message",
+    "Numbers",
+    "Program",
+    "ProgramStep",
+    "Rows",
+    "StagePart",
+    "planned_programs",
+    "programs_of",
+]
+
+Rows = tuple[Message, Numbers]
+"""What a message carries of these samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramStep:
+    """One entry of a rank's program. Transfers have the message and the rank at its other end.
+
+    ``samples`` are those that this rank computes on, or that are sent. A backward has those of each of its forwards,
+    one after another: two where the micro-batch's forward ran in parts. ``takes`` and ``gives`` are what the step
+    takes and makes on this rank. A custom op's ``held`` says of all that it takes which of its ranks have which
+    samples of it, as (message, rank, samples).
+    """
+
+    counter: int
+    action: Action
+    samples: tuple[Numbers, ...]
+    takes: tuple[Rows, ...] = ()
+    gives: tuple[Rows, ...] = ()
+    message: Message | None = None
+    peer: int = -1
+    held: tuple[tuple[Message, int, Numbers], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StagePart:
+    """A stage as its rank sees it.
+
+    ``inputs`` and ``outputs`` give, for each stage on the other end, the blocks whose outputs come in or go out;
+    ``returns`` and ``awaits`` name those of them that get, or give, gradients. ``split`` is whether the stage runs I
+    and W instead of B. ``shares`` says for each of the blocks what this rank has of it, ``meshes`` how the ranks of
+    its replica, ``group``, stand for it; this one is number ``place`` of them.
+    """
+
+    index: int
+    blocks: tuple[str, ...]
+    recompute: bool
+    split: bool
+    inputs: Mapping[int, tuple[str, ...]]
+    outputs: Mapping[int, tuple[str, ...]]
+    returns: frozenset[int]
+    awaits: frozenset[int]
+    shares: tuple[Share, ...] = ()
+    meshes: tuple[Mesh, ...] = ()
+    group: tuple[int, ...] = ()
+    place: int = 0
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether the stage's loss is this rank's to count: of devices that split a block, the first one's."""
+        return self.place == 0
+
+    def line(self, axis: Axis) -> tuple[int, ...]:
+        """The ranks along an axis of the group, in order."""
+        return tuple(self.group[number] for number in axis.of(self.place))
+
+
+@dataclass(frozen=True, slots=True)
+class CustomOpPart:
+    """A custom op as its rank sees it: its kind and attributes, and on which ranks it runs.
+
+    ``takers`` are, of those, the ranks that need what a message takes along.
+    """
+
+    index: int
+    kind: str
+    devices: tuple[int, ...]
+    attributes: Mapping[str, Attribute]
+    takers: Mapping[Message, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Everything a rank needs of the plan.
+
+    ``holders`` are the plan's shares with the rank that has each, in the same order on every rank; ``tensors`` names
+    the blocks whose outputs, or gradients of outputs, a message carries, in order. ``lines`` are sets of ranks, of all
+    the plan, that exchange something while they run an action together, ``edges`` its pairs of source and target ranks
+    of messages. ``stages`` and ``custom_ops`` are those that
+    run here, by the plan's index.
+    """
+
+    rank: int
+    mini_batch: int
+    microbatch_size: int
+    texts: tuple[str, ...]
+    steps: tuple[ProgramStep, ...]
+    stages: Mapping[int, StagePart]
+    holders: tuple[tuple[Share, int], ...]
+    tensors: Mapping[Message, tuple[str, ...]]
+    custom_ops: Mapping[int, CustomOpPart]
+    lines: frozenset[tuple[int, ...]] = frozenset()
+    edges: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def remote(self) -> tuple[tuple[Message, int, int], ...]:
+        """Messages this rank sends or receives, with source and target rank, sorted."""
+        found = set()
+        for step in self.steps:
+            if step.message is not None:
+                ends = (self.rank, step.peer) if step.action.sends else (step.peer, self.rank)
+                found.add((step.message, *ends))
+        return tuple(sorted(found))
+
+
+def programs_of(plan: Plan, blocks: Sequence[str], edges: Sequence[tuple[str, str]], model: str) -> tuple[Program, ...]:
+    """The program of every rank.
+
+    Args:
+        plan: a plan that ``check`` accepts.
+        blocks: the model's block names.
+        edges: the model's edges as (source block, target block).
+        model: the model's name, for errors.
+
+    Raises:
+        UsageError: blocks or edges of plan and model differ; the text names the first that does.
+    """
+    _require_same_blocks(plan, blocks, model)
+    return _programs(plan, model_messages(plan, edges, model))
+
+
+def planned_programs(plan: Plan) -> tuple[Program, ...]:
+    """The program of every rank where no model is known: a stage gives each other one tensor, named ``0>1``.
+
+    Args:
+        plan: a plan that ``check`` accepts.
+
+    Raises:
+        UsageError: gradients come from a stage to which no outputs go.
+    """
+    return _programs(plan, planned_messages(plan))
+
+
+def _programs(plan: Plan, flow: MessageGraph) -> tuple[Program, ...]:
+    ownership, holders, lines = SampleOwnership(plan), _holders(plan), _lines(plan)
+    return tuple(_Lowering(plan, rank, flow, ownership).program(holders, lines) for rank in range(len(plan.devices)))
+
+
+def _require_same_blocks(plan: Plan, blocks: Sequence[str], model: str) -> None:
+    planned = {block: index for index, stage in enumerate(plan.stages) for block in stage.blocks}
+    counts = (
+        f"(the plan has {len(planned)} blocks, the model {len(set(blocks))}); give the --model the plan was made for"
+    )
+    for block, stage in planned.items():
+        if block not in blocks:
+            raise UsageError(f"stages[{stage}] of the plan has block {block!r}, which model {model!r} has not {counts}")
+    for block in blocks:
+        if block not in planned:
+            raise UsageError(f"model {model!r} has block {block!r}, which no stage of the plan has {counts}")
+
+
+class _Lowering:
+    """What a plan means to one rank."""
+
+    def __init__(self, plan: Plan, rank: int, flow: MessageGraph, ownership: SampleOwnership) -> None:
+        self._plan, self._rank, self._flow, self._ownership, self._hops = plan, rank, flow, ownership, hops_of(plan)
+        self._sent: dict[tuple[int, str], list[tuple[Message, int]]] = defaultdict(list)
+        self._received: dict[tuple[int, str], list[tuple[Message, int]]] = defaultdict(list)
+        for message, source, target in self._hops:
+            if source == rank:
+                self._sent[message.source, message.payload].append((message, target))
+            if target == rank:
+                self._received[message.target, message.payload].append((message, source))
+        here = [index for index, stage in enumerate(plan.stages) if rank in stage.devices]
+        self._stages = {index: self._stage(index) for index in here if plan.stages[index].blocks}
+        self._custom_ops = {index: self._custom_op(index) for index in here if not plan.stages[index].blocks}
+
+    def program(self, holders: tuple[tuple[Share, int], ...], lines: frozenset[tuple[int, ...]]) -> Program:
+        plan, texts = self._plan, self._plan.programs[self._rank]
+        return Program(
+            rank=self._rank,
+            mini_batch=plan.mini_batch,
+            microbatch_size=plan.microbatch_size,
+            texts=texts,
+            steps=tuple(self._step(counter, Action.parse(text)) for counter, text in enumerate(texts)),
+            stages=self._stages,
+            holders=holders,
+            tensors=self._flow.tensors,
+            custom_ops=self._custom_ops,
+            lines=lines,
+            edges=tuple(sorted({(source, target) for _, source, target in self._hops})),
+        )
+
+    def _stage(self, index: int) -> StagePart:
+        stage, crossings, gradients = self._plan.stages[index], self._flow.crossings, self._flow.gradients
+        return StagePart(
+            index=index,
+            blocks=stage.blocks,
+            shares=_shares_of(stage, self._rank),
+            meshes=_meshes_of(stage),
+            group=_group_of(stage, self._rank),
+            place=stage.devices.index(self._rank) % stage.shards,
+            recompute=stage.recompute,
+            split=any(each.stage == index and each.kind == "I" for each in self._plan.operations),
+            inputs={source: names for (source, target), names in crossings.items() if target == index},
+            outputs={target: names for (source, target), names in crossings.items() if source == index},
+            returns=frozenset(source for source, target in gradients if target == index),
+            awaits=frozenset(target for source, target in gradients if source == index),
+        )
+
+    def _custom_op(self, index: int) -> CustomOpPart:
+        (operation,) = [each for each in self._plan.operations if each.stage == index]
+        takers = {message: self._takers(message) for message in self._flow.gives(index)}
+        return CustomOpPart(
+            index=index,
+            kind=operation.kind,
+            devices=self._plan.stages[index].devices,
+            attributes=operation.attributes,
+            takers={message: ranks for message, ranks in takers.items() if ranks},
+        )
+
+    def _takers(self, message: Message) -> tuple[int, ...]:
+        """Of a custom op's devices, those that need what a message carries: for its target there, or to send it."""
+        senders = {source for carried, source, _ in self._hops if carried == message}
+        needing = senders.union(self._plan.stages[message.target].devices)
+        return tuple(device for device in self._plan.stages[message.source].devices if device in needing)
+
+    def _step(self, counter: int, action: Action) -> ProgramStep:
+        if not action.is_compute:
+            return self._transfer(counter, action)
+        samples = self._ownership.forwards(action.stage, self._rank, action.microbatch, action.part)
+        if is_instruction(action.kind):
+            return self._custom_step(counter, action, samples[0])
+        if action.kind == "W":
+            return ProgramStep(counter, action, samples)
+        backward = action.kind != "F"
+        takes, gives = self._flow.takes(action.stage, backward), self._flow.gives(action.stage, backward)
+        return ProgramStep(
+            counter,
+            action,
+            samples,
+            takes=tuple((message, own) for own in samples for message in takes),
+            gives=tuple((message, own) for own in samples for message in gives),
+        )
+
+    def _custom_step(self, counter: int, action: Action, own: Numbers) -> ProgramStep:
+        held = tuple(self._held(action, own))
+        takers = self._custom_ops[action.stage].takers
+        return ProgramStep(
+            counter,
+            action,
+            (own,),
+            takes=tuple((message, samples) for message, rank, samples in held if rank == self._rank),
+            gives=tuple((message, own) for message, ranks in takers.items() if self._rank in ranks),
+            held=held,
+        )
+
+    def _held(self, action: Action, own: Numbers) -> Iterator[tuple[Message, int, Numbers]]:
+        """What a custom op takes, by the ranks that have it."""
+        for message in self._flow.takes(action.stage):
+            for rank in self._plan.stages[action.stage].devices:
+                there = self._ownership.held(message, rank)
+                samples = tuple(sample for sample in own if sample in there)
+                if samples:
+                    yield message, rank, samples
+
+    def _transfer(self, counter: int, action: Action) -> ProgramStep:
+        known = (self._sent if action.sends else self._received)[action.stage, action.payload]
+        ((message, peer),) = [
+            (message, peer)
+            for message, peer in known
+            if action.peer_stage in (None, message.target if action.sends else message.source)
+            and action.peer_device in (None, peer)
+        ]  # check accepts only transfers that mean one message
+        ranks = (self._rank, peer) if action.sends else (peer, self._rank)
+        rows = (message, self._ownership.sent(message, ranks, action.microbatch, action.part))
+        takes, gives = ((rows,), ()) if action.sends else ((), (rows,))
+        return ProgramStep(counter, action, (rows[1],), takes, gives, message, peer)
+
+
+def _group_of(stage: Stage, rank: int) -> tuple[int, ...]:
+    """The devices of a rank's replica."""
+    first = stage.devices.index(rank) // stage.shards * stage.shards
+    return stage.devices[first : first + stage.shards]
+
+
+def _meshes_of(stage: Stage) -> tuple[Mesh, ...]:
+    return tuple(stage.mesh_of(index) for index in range(len(stage.blocks)))
+
+
+def _shares_of(stage: Stage, rank: int) -> tuple[Share, ...]:
+    """What a rank has of a stage's blocks. Devices that share samples alone have the same share."""
+    group = _group_of(stage, rank)
+    return tuple(
+        _share(block, mesh, group, group.index(rank))
+        for block, mesh in zip(stage.blocks, _meshes_of(stage), strict=True)
+    )
+
+
+def _share(block: str, mesh: Mesh, group: tuple[int, ...], place: int) -> Share:
+    places = mesh.axis(PLACES).of(place) if mesh.size_of(PLACES) > 1 else ()
+    inner, numbers = mesh.plane_without((SAMPLES, PLACES), place)
+    if inner.size == 1:
+        return Share(block, places=tuple(group[n] for n in places))
+    return Share(
+        block,
+        numbers.index(place),
+        tuple(group[n] for n in numbers),
+        () if inner.axes == ((SHARDS, inner.size),) else inner.axes,
+        tuple(group[n] for n in places),
+    )
+
+
+def _lines(plan: Plan) -> frozenset[tuple[int, ...]]:
+    """All sets of ranks over which tensors of a stage may be cut or gathered, that split a block along an axis, or run
+    a custom op together.
+    """
+    found = {stage.devices for stage in plan.stages if not stage.blocks and len(stage.devices) > 1}
+    for stage in plan.stages:
+        axes = {mesh.axis(name) for mesh in _meshes_of(stage) for name, _ in mesh.axes if name != COPIES}
+        inner = {axis.without(size) for axis in axes for size in range(1, axis.size) if axis.size % size == 0}
+        for first in range(0, len(stage.devices), stage.shards):
+            group = stage.devices[first : first + stage.shards]
+            found |= {tuple(group[n] for n in axis.of(place)) for axis in inner for place in range(stage.shards)}
+    return frozenset(found)
+
+
+def _holders(plan: Plan) -> tuple[tuple[Share, int], ...]:
+    """All shares, each with its ranks; whole blocks stand on a rank once, however many stages have them there."""
+    found = ((share, rank) for stage in plan.stages for rank in stage.devices for share in _shares_of(stage, rank))
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,102 @@
+"""Whether a model is as large as its plan says: one of other sequences runs, but not in the predicted time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+
+from pipeplan.files import Plan
+from pipeplan.runtime.executor.message_graph import Message, hops_of
+from pipeplan.runtime.executor.rank_program import Program
+from pipeplan.runtime.executor.tensor_slots import TensorSpec
+from pipeplan.runtime.models.spec import Model
+from pipeplan.units import format_bytes
+from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, Mesh
+
+__all__ = ["other_sizes", "warn_of_other_sizes"]
+
+_FORMATS = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""How many times larger a number may be in the run's format than in the profile's."""
+
+_TOLERANCE = 0.01
+
+
+def warn_of_other_sizes(
+    plan: Plan, programs: Sequence[Program], model: Model, specs: Mapping[str, TensorSpec], dtype: torch.dtype
+) -> None:
+    """Say on standard error what :func:`other_sizes` finds; plans of closed forms are approximate, so nothing stops."""
+    found = other_sizes(plan, programs, model, specs, dtype)
+    if found is not None:
+        sys.stderr.write(
+            f"pipeplan: warning: {found}: was it profiled with another --sequence? The model runs as it is, but "
+            "predicted times and memory are not those of this model\n"
+        )
+        sys.stderr.flush()
+
+
+def other_sizes(
+    plan: Plan, programs: Sequence[Program], model: Model, specs: Mapping[str, TensorSpec], dtype: torch.dtype
+) -> str | None:
+    """The first message or stage whose bytes differ between plan and model; None where none does.
+
+    Plans do not say the profile's number format. Where the parameters of some stage have what another format explains,
+    that is it, and everything must agree with it; else any format may. What the plan knows no bytes of is left out.
+    ``dtype`` is that of parameters; what autocast makes shorter counts as if it were not.
+    """
+    held = {index: sizes for index, sizes in enumerate(_parameters(plan, model, dtype)) if min(sizes) > 0}
+    formats = {fit for sizes in held.values() for fit in _FORMATS if _agree(sizes, (fit,))} or set(_FORMATS)
+    for message, samples, sizes in _messages(plan, programs, specs, dtype):
+        if not _agree(sizes, formats):
+            planned, sent = (format_bytes(size / samples) for size in sizes)
+            way = f"from stage {message.source} to {message.target}"
+            return f"the plan expects {planned} per sample {way} and the model sends {sent}"
+    for index, sizes in held.items():
+        if not _agree(sizes, formats):
+            planned, found = map(format_bytes, sizes)
+            return f"the plan expects {planned} of parameters on each device of stage {index} and the model has {found}"
+    return None
+
+
+def _agree(sizes: tuple[float, float], formats: Collection[float]) -> bool:
+    planned, found = sizes
+    return any(abs(found - planned * fit) <= _TOLERANCE * planned * fit for fit in formats)
+
+
+def _parameters(plan: Plan, model: Model, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
+    """Bytes on each device of a stage, by the plan and by the model."""
+    with torch.device("meta"):
+        counts = {block.id: sum(each.numel() for each in block.build().parameters()) for block in model.blocks}
+    for stage in plan.stages:
+        own = (counts[block] / _num_parts(stage.mesh_of(n)) for n, block in enumerate(stage.blocks))
+        yield stage.parameter_bytes, sum(own) * dtype.itemsize
+
+
+def _num_parts(mesh: Mesh) -> int:
+    """Into how many parts a block's parameters are cut; plans count all of them as cut."""
+    parts, _ = mesh.plane_without((SAMPLES, PLACES, COPIES), 0)
+    return parts.size
+
+
+def _messages(
+    plan: Plan, programs: Sequence[Program], specs: Mapping[str, TensorSpec], dtype: torch.dtype
+) -> Iterator[tuple[Message, int, tuple[float, float]]]:
+    """Outputs that go from stage to stage, with the samples of their longest message and its bytes, as above."""
+    longest: dict[tuple[Message, int, int], int] = {}
+    for program in programs:
+        for step in program.steps:
+            action, message = step.action, step.message
+            if message is not None and action.kind == "SEND_F" and action.part is None:
+                ends = (message, program.rank, step.peer)
+                longest[ends] = max(longest.get(ends, 0), len(step.samples[0]))
+    for (message, source, target), hop in hops_of(plan).items():
+        samples = longest.get((message, source, target), 0)
+        if samples and hop.bytes:
+            names = programs[source].tensors[message]
+            yield message, samples, (hop.bytes, sum(_bytes(specs[name], samples, dtype) for name in names))
+
+
+def _bytes(spec: TensorSpec, samples: int, dtype: torch.dtype) -> int:
+    each = dtype if spec.dtype.is_floating_point else spec.dtype
+    return torch.Size(spec.of(samples)).numel() * each.itemsize

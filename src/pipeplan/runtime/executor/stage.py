@@ -1,0 +1,313 @@
+"""A stage's blocks on its rank: forward, backward and weight gradients of one micro-batch at a time.
+
+Autograd runs inside a stage only. What enters is a detached leaf, what leaves is detached, and gradients cross in
+messages; so every stage keeps a graph of its own per forward and lets go of it when the plan says so. A micro-batch
+that ran forward in parts has two graphs for its one backward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.checkpoint import checkpoint
+
+from pipeplan.runtime.executor.channels import TransferError
+from pipeplan.runtime.executor.layouts import WHOLE, StageLayouts, TensorLayout
+from pipeplan.runtime.executor.rank_program import ProgramStep, StagePart
+from pipeplan.runtime.executor.sample_ownership import Numbers
+from pipeplan.runtime.executor.tensor_slots import Produced, Received
+from pipeplan.runtime.models.spec import BlockSpec
+from pipeplan.runtime.parallel.device import Autocast, precise
+from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, warn_if_nothing_waits
+
+__all__ = ["MiniBatch", "StageError", "StageRunner", "stage_errors"]
+
+
+_ANYWHERE = torch.empty(0)  # where a block is that takes nothing and has no parameters
+
+_Root = tuple[GradientEdge, Tensor]
+"""Where backward begins, and the gradient there."""
+
+
+class StageError(Exception):
+    """A block failed; the text names it and says where."""
+
+
+@contextmanager
+def stage_errors(what: str) -> Iterator[None]:
+    """Say of what a failing action consists; ranks that lost each other say so themselves.
+
+    Raises:
+        StageError: something else was raised.
+    """
+    try:
+        yield
+    except (StageError, TransferError):
+        raise
+    except Exception as error:
+        raise StageError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """A mini-batch, of which blocks take the rows of some samples.
+
+    ``tensors`` [name] has samples in its first dimension. ``num_predictions`` is that of the whole mini-batch:
+    losses are sums, and with this one scale gradients only add. ``draw`` is the seed of the run and the
+    step, which random numbers depend on.
+    """
+
+    tensors: Mapping[str, Tensor]
+    num_predictions: int
+    draw: tuple[int, int] = (0, 0)
+
+    def seed_of(self, block: str, samples: Numbers) -> int:
+        """Where a block's random numbers begin, as dropout draws them: the same on whatever rank and with any stages.
+
+        All devices that split a block draw the same, for what they drop is whole on each.
+        """
+        digest = hashlib.sha256(f"{self.draw}/{block}/{samples[0]}".encode()).digest()
+        return int.from_bytes(digest[:7], "big")
+
+    def rows(self, name: str, samples: Numbers) -> Tensor:
+        """The rows of these samples."""
+        if samples[-1] - samples[0] + 1 == len(samples):
+            return self.tensors[name][samples[0] : samples[-1] + 1]
+        return self.tensors[name][list(samples)]
+
+
+@dataclass(slots=True)
+class _ForwardGraph:
+    """What a forward keeps for B, or for I.
+
+    Of an output that needs a gradient only its place in the graph: the tensor itself is the receiver's.
+    """
+
+    inputs: dict[str, Tensor]
+    outputs: dict[str, GradientEdge]
+    loss: Tensor | None
+
+
+class _Values:
+    """What the blocks of a stage have made of a micro-batch, in every layout that some block takes it in.
+
+    Args:
+        layouts: of the stage's blocks.
+        num_samples: this replica's.
+        received: whole, by block.
+    """
+
+    def __init__(self, layouts: StageLayouts, num_samples: int, received: Mapping[str, Tensor]) -> None:
+        self._layouts, self._num_samples = layouts, num_samples
+        self._found = {(name, WHOLE): tensor for name, tensor in received.items()}
+        self._given = dict.fromkeys(received, WHOLE)
+
+    def put(self, block: str, made: Tensor) -> None:
+        """Keep a block's output; a loss is whole."""
+        self._given[block] = self._layouts.given.get(block, WHOLE) if made.ndim else WHOLE
+        self._found[block, self._given[block]] = made
+
+    def taken(self, source: str, block: str) -> Tensor:
+        """A block's output as another takes it."""
+        return self._in(source, self._layouts.taken.get(block, WHOLE))
+
+    def whole(self, block: str) -> Tensor:
+        """A block's output, whole on every device."""
+        return self._in(block, WHOLE)
+
+    def _in(self, block: str, layout: TensorLayout) -> Tensor:
+        if (block, layout) not in self._found:
+            given = self._given[block]
+            tensor = self._found[block, given]
+            self._found[block, layout] = self._layouts.converted(tensor, given, layout, self._num_samples)
+        return self._found[block, layout]
+
+
+@dataclass(slots=True)
+class StageRunner:
+    """One stage: its blocks, and the graphs of its forwards that await their backward.
+
+    Args:
+        part: what the plan says of the stage.
+        modules: its blocks by name.
+        specs: what the model says of each of them.
+        autocast: what blocks run under, if anything; losses are added up outside of it.
+        layouts: how blocks take and give tensors.
+    """
+
+    part: StagePart
+    modules: Mapping[str, nn.Module]
+    specs: Mapping[str, BlockSpec]
+    autocast: Autocast | None = None
+    layouts: StageLayouts = field(default_factory=StageLayouts)
+    loss: Tensor | None = None
+    _held: dict[Numbers, _ForwardGraph] = field(default_factory=dict)
+    _queues: dict[int, WeightGradQueue] = field(default_factory=dict)
+
+    def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
+        """Run F, B, I or W; what each takes and gives is as below."""
+        if step.action.kind == "F":
+            (own,) = step.samples
+            received = dict(itertools.chain.from_iterable(inputs.values()))
+            return {own: self.forward(own, received, samples)}
+        if step.action.kind == "W":
+            self.weight_gradients(step.action.microbatch)
+            return {}
+        return self.backward(step.action.microbatch, {own: inputs.get(own, ()) for own in step.samples})
+
+    def forward(self, own: Numbers, received: Mapping[str, Tensor], samples: MiniBatch) -> dict[str, Tensor]:
+        """Run the blocks on this rank's samples of a micro-batch or part; what leaves is returned detached, by block.
+
+        Raises:
+            StageError: a block raised something, or makes what needs a gradient that the plan does not bring.
+            TransferError: ranks that split a block lost each other; so in the other methods.
+        """
+        returned = self._returned()
+        leaves = {name: _leaf(tensor, name in returned) for name, tensor in received.items()}
+        values = _Values(self.layouts, len(own), leaves)
+        for block in self.part.blocks:
+            values.put(block, self._call(block, values, own, samples))
+        outputs = {name: values.whole(name) for names in self.part.outputs.values() for name in names}
+        self._require_way_back(outputs)
+        own_losses = [precise(values.whole(block)) for block in self.part.blocks if self.specs[block].loss]
+        losses = [loss / samples.num_predictions for loss in own_losses]
+        loss = torch.stack(losses).sum() if losses else None
+        if self.part.counts_loss:
+            self._add_loss(loss)
+        ends = {name: get_gradient_edge(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
+        self._held[own] = _ForwardGraph(leaves, ends, loss)
+        return {name: tensor.detach() for name, tensor in outputs.items()}
+
+    def backward(self, microbatch: int, gradients: Received) -> Produced:
+        """Gradients of what each forward received, by block; those of parameters add up, or wait for W where split.
+
+        Args:
+            microbatch: its forwards have run, and what they held is let go of.
+            gradients: of the outputs of each of the forwards, known by its samples.
+
+        Raises:
+            StageError: autograd raised something.
+        """
+        helds = {own: self._held.pop(own) for own in gradients}
+        roots = [root for own, held in helds.items() for root in _roots(held, gradients[own])]
+        with stage_errors(f"backward of its blocks {_range(self.part.blocks)}"):
+            self._differentiate(microbatch, roots)
+        returned = self._returned()
+        return {own: {name: _gradient(held.inputs[name]) for name in returned} for own, held in helds.items()}
+
+    def weight_gradients(self, microbatch: int) -> None:
+        """Work through what I left: the weight gradients of one micro-batch.
+
+        Raises:
+            StageError: an operator raised something.
+        """
+        with stage_errors(f"weight gradients of its blocks {_range(self.part.blocks)}"):
+            self._queues.pop(microbatch).run()
+
+    def _add_loss(self, loss: Tensor | None) -> None:
+        if loss is not None:
+            self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is held: every forward has had its backward, every I its W."""
+        return not self._held and not self._queues
+
+    def take_loss(self) -> Tensor | None:
+        """The scaled loss of the micro-batches since the last call; None if there is none or another rank counts it."""
+        loss, self.loss = self.loss, None
+        return loss
+
+    def _returned(self) -> set[str]:
+        """Blocks to whose stages the plan brings gradients back."""
+        return {name for source in self.part.returns for name in self.part.inputs[source]}
+
+    def _call(self, block: str, values: _Values, own: Numbers, samples: MiniBatch) -> Tensor:
+        spec, module, rows = self.specs[block], self.modules[block], self.layouts.rows(block, own)
+        with stage_errors(f"block {block!r}"):
+            arguments = [values.taken(source, block) for source, _ in spec.inputs]
+            arguments += [self.layouts.sample(block, samples.rows(name, rows)) for name in spec.samples]
+            at = next(itertools.chain(arguments, module.parameters()), _ANYWHERE)
+            _begin_random_numbers(samples.seed_of(block, rows), at.device)
+            with self.autocast() if self.autocast is not None else nullcontext():
+                run = partial(checkpoint, module, use_reentrant=False) if self.part.recompute else module
+                made = run(*arguments)
+        if not isinstance(made, Tensor):
+            raise StageError(f"block {block!r} returned {type(made).__name__}, and a block returns one tensor")
+        if spec.loss:
+            return self.layouts.summed(block, made)
+        if len(rows) < len(own) and made.shape[:1] != (len(rows),):
+            raise StageError(
+                f"block {block!r} made {list(made.shape)} of {len(rows)} of {len(own)} samples, and only outputs with "
+                "samples in their first dimension can be shared; leave samples out of its configuration"
+            )
+        return made
+
+    def _differentiate(self, microbatch: int, roots: Sequence[_Root]) -> None:
+        if not self.part.split:
+            _backward(roots)
+            return
+        queue = self._queues[microbatch] = WeightGradQueue()
+        with queue:
+            _backward(roots)
+        if roots and not queue:
+            warn_if_nothing_waits(queue, nn.ModuleList(self.modules.values()), self.name)
+
+    @property
+    def name(self) -> str:
+        """For warnings."""
+        return f"stage {self.part.index} (blocks {_range(self.part.blocks)})"
+
+    def _require_way_back(self, outputs: Mapping[str, Tensor]) -> None:
+        """A tensor that needs a gradient must not leave for a stage from which the plan brings none back."""
+        for target, names in self.part.outputs.items():
+            for name in names:
+                if outputs[name].requires_grad and target not in self.part.awaits:
+                    raise StageError(
+                        f"block {name!r} needs a gradient from stage {target}, and the plan brings none back; "
+                        "profile this model and search again"
+                    )
+
+
+def _begin_random_numbers(seed: int, device: torch.device) -> None:
+    """Seed the device's generator; ``torch.manual_seed`` would seed, or queue to seed, those of all others, too."""
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+def _leaf(tensor: Tensor, with_gradient: bool) -> Tensor:
+    """A tensor that starts a graph of its own; two stages may get the same one."""
+    leaf = tensor.detach()
+    return leaf.requires_grad_() if with_gradient and leaf.is_floating_point() else leaf
+
+
+def _roots(held: _ForwardGraph, gradients: Sequence[tuple[str, Tensor]]) -> list[_Root]:
+    """Where a forward's backward begins: at its outputs and its loss."""
+    roots: list[_Root] = [(held.outputs[name], given) for name, given in gradients if name in held.outputs]
+    if held.loss is not None and held.loss.requires_grad:
+        roots.append((get_gradient_edge(held.loss), torch.ones_like(held.loss)))
+    return roots
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    """The leaf's gradient; zeros where nothing depends on it, for the other end awaits a tensor."""
+    return leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+
+
+def _backward(roots: Sequence[_Root]) -> None:
+    if roots:
+        torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+
+
+def _range(blocks: Sequence[str]) -> str:
+    return repr(blocks[0]) if len(blocks) == 1 else f"{blocks[0]!r} to {blocks[-1]!r}"

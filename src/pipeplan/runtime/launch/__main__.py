@@ -1,0 +1,50 @@
+"""What a rank does before it imports torch, which takes seconds: it learns who it is, and ends when its parent does."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+__all__ = ["main", "take_identity"]
+
+_LIFELINE = 0  # standard input: ends with the parent
+_PR_SET_PDEATHSIG = 1
+
+
+def take_identity() -> dict[str, Any]:
+    """Who this process is, which its parent has written on standard input; from now on it ends when its parent does."""
+    identity: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    _die_with_parent(identity["parent"])
+    return identity
+
+
+def _die_with_parent(parent: int) -> None:
+    """End this process when its parent ends, however that ends."""
+    if sys.platform == "linux":  # also where this process is stopped, or hangs in compiled code
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    def wait() -> None:
+        while os.read(_LIFELINE, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True, name="lifeline").start()
+
+
+def main() -> None:
+    """Be a rank that :mod:`pipeplan.runtime.launch.local` has started; ends the process."""
+    identity = take_identity()
+    from pipeplan.runtime.launch.worker import be_rank  # imports torch
+
+    be_rank(identity)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""A rank's job, in a form that travels between processes as JSON: what is asked of it and what it answers.
+
+Needs no torch: the parent of local ranks and the command line use it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from pipeplan.files import Plan, parse
+from pipeplan.runtime.launch.status_board import Progress
+
+__all__ = ["OnStep", "RankContext", "Report", "RunOptions", "RunResult", "StepResult", "run_job"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How ranks run a plan, whatever they do with it.
+
+    ``backend`` is ``gloo``, ``nccl`` or ``auto``: NCCL for CUDA devices, gloo otherwise. ``timeout_ns`` bounds
+    every single wait: for a message, a sum over ranks, and for an action to end. ``trace`` keeps the times of
+    all actions of all steps. ``num_threads`` is for CPU operators, 0 to leave it as it is. ``blocking`` transfers hold
+    up their devices. Emulated messages have the plan's bytes, up to ``message_limit_bytes``.
+    """
+
+    num_steps: int = 10
+    device: str = "cpu"
+    backend: str = "auto"
+    timeout_ns: int = 60_000_000_000
+    trace: bool = False
+    num_threads: int = 0
+    blocking: bool = False
+    message_limit_bytes: int = 1 << 20
+
+    @property
+    def transport(self) -> str:
+        """The torch.distributed backend that carries tensors: ``gloo`` or ``nccl``."""
+        if self.backend != "auto":
+            return self.backend
+        return "nccl" if self.device == "cuda" else "gloo"
+
+    job: ClassVar[str] = "pipeplan.runtime.executor.emulate:emulate_job"
+    """What a rank does with them, as ``module:function``."""
+
+    def require_consistent(self) -> None:
+        """Refuse options that mean nothing without another, and names that are none. Raises UsageError."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; ``RunOptions(**...)``, or the class that they are of, reads them back."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One mini-batch: mean loss per prediction before the update, and what a plan predicts as ``iteration_ns``.
+
+    That is the time from the first action until the last rank has ended its actions and summed its gradients.
+    ``update_ns`` is the longest time a rank took from there until its parameters were stepped.
+    ``grad_norm`` is the norm of all gradients before they were clipped, None where they are not. Where no model was
+    trained the loss is not a number.
+    """
+
+    step: int
+    loss: float
+    iteration_ns: int
+    update_ns: int
+    grad_norm: float | None = None
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and norm of gradients are; if not, parameters are lost, or will be with the next update."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm or 0.0)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; ``StepResult(**...)`` reads them back."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """A whole run.
+
+    ``peak_memory_bytes`` [rank] is what the allocator held at most (CUDA), or the most resident memory of the
+    process, interpreter and libraries included (CPU). ``timeline`` [step][rank] has the actions of a step as
+    (program counter, start, end) in ns from the step's first start, if they were asked for.
+    """
+
+    steps: tuple[StepResult, ...]
+    peak_memory_bytes: tuple[int, ...]
+    versions: Mapping[str, str] = field(default_factory=dict)
+    timeline: tuple[tuple[tuple[tuple[int, int, int], ...], ...], ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; :meth:`from_json` reads them back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RunResult:
+        """The result that :meth:`as_json` wrote."""
+        return cls(
+            steps=tuple(StepResult(**step) for step in data["steps"]),
+            peak_memory_bytes=tuple(data["peak_memory_bytes"]),
+            versions=dict(data["versions"]),
+            timeline=tuple(
+                tuple(tuple((entry[0], entry[1], entry[2]) for entry in rank) for rank in step)
+                for step in data["timeline"]
+            ),
+        )
+
+
+OnStep = Callable[[StepResult], None]
+Report = Mapping[str, Any]
+Options = TypeVar("Options", bound=RunOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """What a rank has while it does its job: its number, its record, and a way to report to who listens."""
+
+    rank: int
+    world_size: int
+    progress: Progress
+    report: Callable[[Report], None]
+
+
+def run_job(
+    run: Callable[[Plan, Options, Progress, OnStep], RunResult], options: Options, job: Report, context: RankContext
+) -> None:
+    """Run the plan of a job, and let rank 0 report its steps and result, as ``Listener`` reads them."""
+    plan = parse(job["plan"], Plan)
+    context.progress.program = plan.programs[context.rank]
+
+    def on_step(step: StepResult) -> None:
+        if context.rank == 0:
+            context.report({"event": "step", "step": step.as_json()})
+
+    result = run(plan, options, context.progress, on_step)
+    if context.rank == 0:
+        context.report({"event": "result", "result": result.as_json()})

@@ -1,0 +1,290 @@
+"""Start one process per device on this machine, watch them, and leave none behind.
+
+Needs no torch: the ranks import it, the parent only listens. A rank learns who it is from one line on its
+standard input, which then stays open (it ends when the parent dies), and reports on a pipe of its own, one JSON
+object a line. Its standard output goes to standard error, so that only what rank 0 reports reaches the user's.
+
+torchrun starts ranks, too, and plans run under it. Importing it takes 1.9 s of CPU time before any rank starts, this
+module 0.3 s, and it knows exit codes, but not which action a rank was in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import IO
+
+from pipeplan.errors import ExecutionError, PipeplanError
+from pipeplan.files import Plan
+from pipeplan.runtime.launch.failures import Cause, Failure, telling, verdict
+from pipeplan.runtime.launch.job import OnStep, Report, RunOptions, RunResult, StepResult
+from pipeplan.runtime.launch.status_board import Board, Phase
+
+__all__ = ["RANK", "Listener", "run_local", "start_timeout_ns", "watch_local"]
+
+RANK = (sys.executable, "-m", "pipeplan.runtime.launch.__main__")
+"""The command of a rank."""
+
+_START_TIMEOUT_NS = 180_000_000_000
+_STDERR = 2  # the descriptor, since sys.stderr may be replaced by something that has none
+_POLL_S = 0.05
+_GRACE_S = 0.5  # after the first sign of trouble: its cause may be reported by another rank a moment later
+_LATE_NS = 2_000_000_000  # a rank should report its own timeout before the parent does
+_EXIT_S = 30.0
+
+
+def start_timeout_ns(timeout_ns: int) -> int:
+    """Longest time for importing torch, connecting and building the model: ``--timeout``, but not below 180 s."""
+    return max(timeout_ns, _START_TIMEOUT_NS)
+
+
+@dataclass(slots=True)
+class Listener:
+    """Reads what the ranks of :func:`run_job` report: ``on_step`` is called as steps end, ``result`` is the whole."""
+
+    on_step: OnStep
+    result: RunResult | None = None
+
+    def __call__(self, rank: int, report: Report) -> None:
+        """A report of a rank."""
+        if report["event"] == "step":
+            self.on_step(StepResult(**report["step"]))
+        else:
+            self.result = RunResult.from_json(report["result"])
+
+
+def run_local(work: str, plan: Plan, options: RunOptions, on_step: OnStep) -> RunResult:
+    """Run a plan with one process per device on this machine.
+
+    Args:
+        work: what a rank does, ``module:function``; it calls :func:`~pipeplan.runtime.launch.job.run_job`.
+        plan: verified.
+        options: as asked for.
+        on_step: called as steps end.
+
+    Raises:
+        UsageError: the ranks refused the model or the options.
+        ExecutionError: a rank failed, died or hung; the text names rank and action.
+    """
+    listener = Listener(on_step)
+    job = {"plan": plan.model_dump_json(), "options": options.as_json()}
+    watch_local(work, plan.programs, job, options.timeout_ns, listener)
+    assert listener.result is not None, "rank 0 ends well only after it has reported its result"
+    return listener.result
+
+
+def watch_local(
+    work: str,
+    programs: Sequence[Sequence[str]],
+    job: Report,
+    timeout_ns: int,
+    listen: Callable[[int, Report], None],
+    command: Sequence[str] = RANK,
+) -> None:
+    """Start a rank per program with the same job, pass on its reports, and return when all have ended well.
+
+    Args:
+        work: what a rank does, ``module:function``, which is called with the job and its
+            :class:`~pipeplan.runtime.launch.job.Link`.
+        programs: the plan's programs, which give the number of ranks and name actions in errors.
+        job: what every rank gets, beside ``rank``, ``world_size`` and the descriptors it inherits.
+        timeout_ns: longest wait.
+        listen: called with rank and report.
+        command: what a rank executes.
+
+    Raises:
+        PipeplanError: as in :func:`run_local`.
+    """
+    with _Ranks(programs, timeout_ns) as ranks:
+        ranks.start(work, job, command)
+        ranks.watch(listen)
+
+
+class _Rank:
+    """A child process: its report pipe, and what is known of its end."""
+
+    def __init__(self, process: subprocess.Popen[bytes], reports: int) -> None:
+        self.process = process
+        self.reports = reports
+        self.unread = bytearray()
+        self.open = True
+
+    def read(self) -> list[Report]:
+        """Reports that have arrived whole; ``open`` turns false at the end of the pipe."""
+        data = os.read(self.reports, 1 << 20)
+        self.open = bool(data)
+        self.unread += data
+        if b"\n" not in data:  # a long report comes in many pieces
+            return []
+        *lines, self.unread = self.unread.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def kill(self) -> None:
+        """End the process and what it started, stopped or not."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        os.close(self.reports)
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+
+class _Ranks:
+    """All child processes; leaving the context ends every one of them."""
+
+    def __init__(self, programs: Sequence[Sequence[str]], timeout_ns: int) -> None:
+        self.programs = programs
+        self.timeout_ns = timeout_ns
+        self.ranks: list[_Rank] = []
+        self.failures: list[Failure] = []
+        self.done: set[int] = set()
+        self.stack = contextlib.ExitStack()
+
+    def __enter__(self) -> _Ranks:
+        size = Board.size(len(self.programs))
+        self.shared = self._unnamed_file(b"\0" * size)
+        self.board = Board(self.shared.fileno(), len(self.programs))
+        for rank in range(len(self.programs)):
+            self.board.write(rank, Phase.STARTING, 0, -1, -1)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for rank in self.ranks:
+            rank.kill()
+        self.stack.close()
+
+    def _unnamed_file(self, content: bytes) -> IO[bytes]:
+        """A file without a name, to be inherited: nothing remains, whoever dies first."""
+        file = self.stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  (the exit stack closes it)
+        file.write(content)
+        file.flush()
+        return file
+
+    def start(self, work: str, job: Report, command: Sequence[str]) -> None:
+        """Start all ranks. Rank 0 inherits a listening socket, so that no port is chosen twice."""
+        job_file = self._unnamed_file(json.dumps(job).encode())
+        with socket.create_server(("127.0.0.1", 0), backlog=len(self.programs)) as listener:
+            for rank in range(len(self.programs)):
+                self._start_one(rank, work, job_file, command, listener)
+
+    def _start_one(self, rank: int, work: str, job: IO[bytes], command: Sequence[str], listener: socket.socket) -> None:
+        reports, written = os.pipe()
+        inherited = [written, job.fileno(), self.shared.fileno()] + ([listener.fileno()] if rank == 0 else [])
+        identity = {
+            "rank": rank,
+            "world_size": len(self.programs),
+            "port": listener.getsockname()[1],
+            "listener": listener.fileno() if rank == 0 else None,
+            "work": work,
+            "job": job.fileno(),
+            "board": self.shared.fileno(),
+            "reports": written,
+            "parent": os.getpid(),
+            "timeout_ns": self.timeout_ns,
+        }
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=_STDERR,
+                pass_fds=inherited,
+                start_new_session=True,
+                env=self._environment(rank),
+            )
+        except OSError as error:
+            os.close(reports)
+            raise ExecutionError(f"rank {rank} cannot be started: {error.strerror or error}") from None
+        finally:
+            os.close(written)
+        self.ranks.append(_Rank(process, reports))
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # died at once: watch() sees and says it
+            process.stdin.write(json.dumps(identity).encode() + b"\n")
+            process.stdin.flush()
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        """As torchrun would set it, and without the transport's own warnings of what is reported here anyway."""
+        place = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(self.programs))}
+        return {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **place}
+
+    def watch(self, listen: Callable[[int, Report], None]) -> None:
+        """Pass on reports until all ranks have ended well, or raise what went wrong."""
+        with selectors.DefaultSelector() as selector:
+            for rank, child in enumerate(self.ranks):
+                selector.register(child.reports, selectors.EVENT_READ, rank)
+            while selector.get_map():
+                self._receive(selector, listen)
+                self._notice_hangs()
+                if self.failures or self._deaths():
+                    self._gather(selector, listen)
+                    if self.failures or self._deaths():  # a rank may have ended well between two looks
+                        raise self._verdict()
+        self._await_exits()
+
+    def _receive(self, selector: selectors.BaseSelector, listen: Callable[[int, Report], None]) -> None:
+        for key, _ in selector.select(_POLL_S):
+            rank: int = key.data
+            for report in self.ranks[rank].read():
+                if report["event"] == "failure":
+                    self.failures.append(Failure.from_json(report["failure"]))
+                elif report["event"] == "done":
+                    self.done.add(rank)
+                else:
+                    listen(rank, report)
+            if not self.ranks[rank].open:
+                selector.unregister(key.fileobj)
+
+    def _gather(self, selector: selectors.BaseSelector, listen: Callable[[int, Report], None]) -> None:
+        """Listen a moment longer: what came first may be an effect of what comes next."""
+        until = time.monotonic() + _GRACE_S
+        while time.monotonic() < until and telling(self.failures) is None:
+            if selector.get_map():
+                self._receive(selector, listen)
+            else:
+                time.sleep(_POLL_S)
+
+    def _deaths(self) -> dict[int, int]:
+        """Exit status of ranks that ended and reported neither success nor failure."""
+        reported = self.done | {failure.rank for failure in self.failures}
+        status = {rank: child.process.poll() for rank, child in enumerate(self.ranks) if rank not in reported}
+        return {rank: code for rank, code in status.items() if code is not None}
+
+    def _verdict(self) -> PipeplanError:
+        cause = telling(self.failures)
+        if cause is not None:
+            sys.stderr.write(cause.details)
+        return verdict(self.failures, self._deaths(), self.board, self.programs, self.timeout_ns)
+
+    def _notice_hangs(self) -> None:
+        """Note what no rank's own timeout notices: an action that does not end, a stopped process."""
+        now = time.monotonic_ns()
+        for rank in set(range(len(self.ranks))) - self.done:
+            position = self.board.read(rank)
+            allowed = self.timeout_ns + (_LATE_NS if position.phase.waits else 0)
+            if position.phase.takes_long:
+                allowed = start_timeout_ns(self.timeout_ns) + _LATE_NS
+            if now - position.since_ns > allowed:
+                self.failures.append(Failure(rank, Cause.TIMEOUT, ""))
+
+    def _await_exits(self) -> None:
+        """All pipes are closed; a process that then does not end, or ends badly, is a failure too."""
+        until = time.monotonic() + _EXIT_S
+        for rank, child in enumerate(self.ranks):
+            try:
+                status = child.process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise ExecutionError(f"rank {rank} did not exit after its last step") from None
+            if status or rank not in self.done:
+                raise verdict([], {rank: status}, self.board, self.programs, self.timeout_ns)

@@ -1,0 +1,242 @@
+"""One rank: a process started by ``run --local`` or by torchrun, from its start to its last report.
+
+Whatever happens here ends in a report that names rank and action, and in an exit that does not hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not listed
+from torch.distributed.rendezvous import rendezvous
+
+from pipeplan.errors import PipeplanError, UsageError
+from pipeplan.files import Plan
+from pipeplan.runtime.launch.failures import Cause, Failure, RankError, lost_others, verdict
+from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunOptions, RunResult
+from pipeplan.runtime.launch.local import Listener, start_timeout_ns
+from pipeplan.runtime.launch.status_board import Board, Phase, Progress
+
+__all__ = ["Started", "be_rank", "run_under_torchrun", "under_torchrun"]
+
+Result = TypeVar("Result")
+
+_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What a rank under torchrun has: its record, what errors call the actions of each rank, and the default group."""
+
+    progress: Progress
+    world_size: int
+    programs: list[tuple[str, ...]]
+    group: Callable[[], contextlib.AbstractContextManager[None]]
+
+
+def be_rank(identity: Mapping[str, Any]) -> None:
+    """Be a rank that :mod:`pipeplan.runtime.launch.local` has started, which has said who it is; ends the process."""
+    rank, world_size = identity["rank"], identity["world_size"]
+    reports = os.fdopen(identity["reports"], "w", buffering=1)
+    progress = Progress(Board(identity["board"], world_size), rank)
+
+    def report(data: Report) -> None:
+        reports.write(json.dumps(data) + "\n")
+
+    failure = None
+    try:
+        work, job = _work_of(identity["work"]), json.loads(_content(identity["job"]))
+        timeout = _start_timeout(identity["timeout_ns"])
+        with _process_group(_local_store(identity, timeout), progress, world_size, timeout):
+            work(job, RankContext(rank, world_size, progress, report))
+    except BaseException as error:
+        failure = failure_of(error, progress)
+    report({"event": "done"} if failure is None else {"event": "failure", "failure": failure.as_json()})
+    reports.close()
+    if failure is not None:
+        _leave(failure.exit_code)
+
+
+def run_under_torchrun(
+    work: str, read_plan: Callable[[], Plan], options: RunOptions, on_step: OnStep
+) -> RunResult | None:
+    """Be a rank that torchrun, or what sets the same environment, has started.
+
+    Args:
+        work: what the rank does, ``module:function``, as for :func:`~pipeplan.runtime.launch.local.run_local`.
+        read_plan: reads and verifies the plan.
+        options: as asked for.
+        on_step: called on rank 0 as steps end.
+
+    Returns:
+        The result on rank 0, None on the others. Where a rank fails, the first to know says so on standard error,
+        and the process ends here with the error's exit code.
+    """
+    listener = Listener(on_step)
+
+    def be(started: Started) -> None:
+        plan, progress = read_plan(), started.progress
+        _require_ranks(plan, started.world_size)
+        started.programs[:] = plan.programs
+        progress.program = plan.programs[progress.rank]
+        job = {"plan": plan.model_dump_json(), "options": options.as_json()}
+        rank, run = progress.rank, _work_of(work)
+        with started.group():
+            run(job, RankContext(rank, started.world_size, progress, lambda report: listener(rank, report)))
+
+    under_torchrun(be, options.timeout_ns)
+    return listener.result
+
+
+def under_torchrun(work: Callable[[Started], Result], timeout_ns: int) -> Result:
+    """Do the work of a rank that torchrun has started, and say what goes wrong as :func:`run_under_torchrun` does."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout = _start_timeout(timeout_ns)
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    progress = Progress(_common_board(store, world_size), rank)
+    programs: list[tuple[str, ...]] = [()] * world_size
+    try:
+        return work(
+            Started(progress, world_size, programs, lambda: _process_group(store, progress, world_size, timeout))
+        )
+    except KeyboardInterrupt:
+        _leave(_INTERRUPTED)
+    except BaseException as error:
+        failure = failure_of(error, progress)
+        _say_once(failure, store, progress.board, programs, timeout_ns)
+        _leave(failure.exit_code)
+
+
+def failure_of(error: BaseException, progress: Progress) -> Failure:
+    """What an exception means to those who did not see it."""
+    rank = progress.rank
+    if isinstance(error, RankError):
+        return Failure(rank, error.cause, str(error), error.exit_code, _origin(error), error.peer)
+    if isinstance(error, PipeplanError):
+        return Failure(rank, Cause.REFUSED, str(error), error.exit_code)
+    text = f"rank {rank} failed {progress.describe()}: {type(error).__name__}: {error}"
+    return Failure(rank, Cause.RAISED, text, details=_trace(error))
+
+
+def _work_of(name: str) -> Callable[[Report, RankContext], None]:
+    """What ``module:function`` names."""
+    module, _, function = name.partition(":")
+    work: Callable[[Report, RankContext], None] = getattr(importlib.import_module(module), function)
+    return work
+
+
+@contextlib.contextmanager
+def _process_group(store: Store, progress: Progress, world_size: int, timeout: timedelta) -> Iterator[None]:
+    """The default group, on gloo: for agreeing and reporting, beside the groups that carry tensors."""
+    progress.begin(Phase.CONNECTING)
+    with lost_others(progress):
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore("pipeplan", store),
+            rank=progress.rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
+    yield
+    with lost_others(progress):
+        dist.barrier()  # nobody leaves while others still talk to it
+        dist.destroy_process_group()
+
+
+def _local_store(identity: Mapping[str, Any], timeout: timedelta) -> Store:
+    """Where local ranks meet; rank 0 keeps it, on the socket it has inherited."""
+    return TCPStore(
+        "127.0.0.1",
+        identity["port"],
+        identity["world_size"],
+        is_master=identity["rank"] == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=identity["listener"],
+    )
+
+
+def _common_board(store: Store, world_size: int) -> Board:
+    """A board for the ranks of this machine, in a file that has no name any more once all have opened it."""
+    machine, local_world_size = os.environ.get("GROUP_RANK", "0"), os.environ.get("LOCAL_WORLD_SIZE")
+    if local_world_size is None or "LOCAL_RANK" not in os.environ:  # not torchrun: who shares the machine is not known
+        with tempfile.TemporaryFile() as file:
+            file.truncate(Board.size(world_size))
+            return Board(file.fileno(), world_size)
+    key = f"pipeplan/board/{machine}"
+    if os.environ["LOCAL_RANK"] == "0":
+        descriptor, path = tempfile.mkstemp(prefix="pipeplan-board-")
+        os.truncate(descriptor, Board.size(world_size))
+        store.set(key, path)
+    else:
+        path = store.get(key).decode()
+        descriptor = os.open(path, os.O_RDWR)
+    board = Board(descriptor, world_size)
+    os.close(descriptor)
+    if store.add(f"{key}/opened", 1) == int(local_world_size):
+        Path(path).unlink()
+    return board
+
+
+def _require_ranks(plan: Plan, world_size: int) -> None:
+    if len(plan.devices) != world_size:
+        raise UsageError(
+            f"the plan is for {len(plan.devices)} devices and there are {world_size} ranks; start it with "
+            f"torchrun --nproc-per-node {len(plan.devices)}, or search with --devices {world_size}"
+        )
+
+
+def _say_once(failure: Failure, store: Store, board: Board, programs: list[tuple[str, ...]], timeout_ns: int) -> None:
+    """Print the failure unless another rank has said one: those that follow are its effects.
+
+    Stopped ranks then go on, for they could not take the signal that torchrun ends them with.
+    """
+    with contextlib.suppress(RuntimeError):  # the store is gone: better said twice than not at all
+        if store.add("pipeplan/failures", 1) > 1:
+            return
+    sys.stderr.write(f"{failure.details}pipeplan: {verdict([failure], {}, board, programs, timeout_ns)}\n")
+    board.wake()
+
+
+def _content(descriptor: int) -> bytes:
+    """All of an inherited file, whose position the ranks share and so must not move."""
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+
+
+def _start_timeout(timeout_ns: int) -> timedelta:
+    return timedelta(seconds=start_timeout_ns(timeout_ns) / 1e9)
+
+
+def _origin(error: RankError) -> str:
+    """The traceback of what a block or an instruction raised, without ours around it."""
+    origin = error.__cause__.__cause__ if error.cause is Cause.RAISED and error.__cause__ is not None else None
+    if origin is None:
+        return ""
+    at = origin.__traceback__
+    while at is not None and at.tb_frame.f_globals.get("__name__", "").startswith("pipeplan."):
+        at = at.tb_next
+    at = at or origin.__traceback__  # models of the zoo are ours, too
+    return "".join(traceback.format_exception(type(origin), origin, at, chain=False))
+
+
+def _trace(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def _leave(code: int) -> NoReturn:
+    """End at once: broken connections can hold up or crash an orderly exit."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

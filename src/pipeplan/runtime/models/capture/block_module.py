@@ -1,0 +1,313 @@
+"""Modules that run the operators of one block, for any number of samples."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from pipeplan.runtime.models.capture.functionalize import DTYPE, LEAST, WIDER, Marker, OpNode, SampleCount
+from pipeplan.runtime.models.capture.grouping import OpGroup, name_of, needed_by, taken_by
+from pipeplan.runtime.parallel.weight_grads import addmm, embedding, linear
+
+__all__ = ["CapturedBlock", "Recipe", "recipe_of"]
+
+_INITIAL_STD = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to make a block's module again and again.
+
+    ``crossing`` are the operations of other blocks whose results it takes, ``inputs`` those of the batch, in this
+    order; ``outputs`` the operations whose results it gives. ``parameters`` and ``buffers`` are by the names they have
+    in the block, with their names in the captured module; the gradients of those ``deferred`` can wait for W.
+    ``counted`` is (which argument, how often its first dimension has the samples), None if no operator needs to know
+    how many there are.
+    """
+
+    code: str
+    globals: Mapping[str, Any]
+    crossing: tuple[OpNode, ...]
+    inputs: tuple[OpNode, ...]
+    outputs: tuple[OpNode, ...]
+    parameters: Mapping[str, str]
+    buffers: Mapping[str, str]
+    counted: tuple[int, int] | None
+    has_constants: bool
+    deferred: tuple[str, ...]
+
+    def build(self, tensors: Mapping[str, Tensor]) -> CapturedBlock:
+        """The module, with copies of the tensors, or made-up numbers where those have no data."""
+        block = CapturedBlock(self)
+        for own, name in self.parameters.items():
+            block.register_parameter(own, nn.Parameter(_copy(tensors[name], own), tensors[name].requires_grad))
+        for own, name in self.buffers.items():
+            block.register_buffer(own, _copy(tensors[name], own))
+        return block
+
+
+class CapturedBlock(nn.Module):
+    """Runs a block's operators. What depends on nothing but sizes - masks, positions - is made once and kept."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self._counted, self._has_constants = recipe.counted, recipe.has_constants
+        self._deferred = recipe.deferred
+        self._digest = hashlib.sha256(recipe.code.encode()).hexdigest()[:16]
+        self._kept_for: tuple[object, ...] | None = None
+        scope = dict(recipe.globals)
+        exec(recipe.code, scope)  # generated from the operators of the user's own module, never from a file
+        self._body: Callable[..., Any] = scope["body"]
+        self._constants: Callable[..., tuple[Tensor, ...]] = scope["constants"]
+
+    def forward(self, *arguments: Tensor) -> Any:
+        """The block's outputs for the results of other blocks, then the batch's tensors."""
+        samples = 0 if self._counted is None else arguments[self._counted[0]].shape[0] // self._counted[1]
+        like = self._like(arguments)
+        if self._has_constants:
+            self._keep_constants(samples, like)
+        return self._body(self, samples, like.dtype, like.device, *arguments)
+
+    def _like(self, arguments: Sequence[Tensor]) -> Tensor:
+        """A tensor of the format and the device that the block runs with."""
+        known = [*self.parameters(), *arguments]
+        return next((each for each in known if each.is_floating_point()), known[0])
+
+    def _keep_constants(self, samples: int, like: Tensor) -> None:
+        wanted = (samples, like.dtype, like.device, type(like))
+        if self._kept_for != wanted:
+            with torch.no_grad():
+                made = self._constants(self, samples, like.dtype, like.device)
+            for index, tensor in enumerate(made):
+                self.register_buffer(f"constant{index}", tensor, persistent=False)
+            self._kept_for = wanted
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CapturedBlock:
+        """Moved or converted, constants are made anew: they may depend on the format."""
+        self._kept_for = None
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has it without types
+        return self
+
+    @property
+    def deferred_weights(self) -> tuple[Tensor, ...]:
+        """The weights whose gradients can wait for W."""
+        return tuple(self.get_parameter(name) for name in self._deferred)
+
+    def extra_repr(self) -> str:
+        """Equal for blocks that run the same operators."""
+        return self._digest
+
+
+def _copy(tensor: Tensor, name: str) -> Tensor:
+    if torch.get_default_device().type == "meta":
+        return torch.empty_like(tensor, device="meta")
+    if tensor.is_meta:
+        return _made_up(tensor, name)
+    return tensor.detach().clone()
+
+
+def _made_up(tensor: Tensor, name: str) -> Tensor:
+    """Numbers as models have them at the start: small random weights, ones for norms, zeros for biases."""
+    empty = torch.empty_like(tensor, device=torch.get_default_device())
+    if not tensor.is_floating_point() or name.endswith("bias"):
+        return empty.zero_()
+    return empty.fill_(1) if tensor.ndim < 2 else empty.normal_(std=_INITIAL_STD)
+
+
+# From operations to code ------------------------------------------------------------------------------------------
+
+
+def recipe_of(group: OpGroup, outputs: Sequence[OpNode], free: set[OpNode], fallback: OpNode | None) -> Recipe:
+    """The recipe of a group that hands on these results.
+
+    ``fallback`` is an input of the batch that tells how many samples there are, for a block that takes nothing else
+    with samples in it.
+    """
+    return _BlockWriter(group, tuple(outputs), free, fallback).recipe()
+
+
+class _BlockWriter:
+    """Writes a group as two functions: one for constants, one for the rest."""
+
+    def __init__(self, group: OpGroup, outputs: tuple[OpNode, ...], free: set[OpNode], fallback: OpNode | None) -> None:
+        self.group, self.outputs, self.free, self.fallback = group, outputs, free, fallback
+        self.own = set(group.operations)
+        self.wanted = needed_by(group, free)
+        self.of_inputs = self._depending_on_inputs()
+        self.parameters: dict[str, str] = {}
+        self.buffers: dict[str, str] = {}
+        self.deferred = {
+            source.name for op in self.wanted if _deferring(op) for source in op.sources if source.kind == "parameter"
+        }
+
+    def _depending_on_inputs(self) -> set[OpNode]:
+        known = set(self.wanted)
+        found = {op for op in self.wanted if op.kind == "input" or op in self.own}
+        for op in self.wanted:
+            if any(source in found or self._is_changing(source, known) for source in op.sources):
+                found.add(op)
+        return found
+
+    @staticmethod
+    def _is_changing(source: OpNode, known: set[OpNode]) -> bool:
+        """Whether it is trained, or comes from another block."""
+        return source.kind == "parameter" or (source.kind == "call" and source not in known)
+
+    def recipe(self) -> Recipe:
+        """What a block is made from."""
+        crossing = tuple(taken_by(self.group, self.free))
+        inputs = [op for op in self.wanted if op.kind == "input"]
+        counts = self._counts()
+        counted = self._counter([*crossing, *inputs]) if counts else None
+        if counts and counted is None and self.fallback is not None:
+            inputs.append(self.fallback)
+            counted = self._counter([*crossing, *inputs])
+        constants = self._constants()
+        body_code, body_scope = self._write("body", (*crossing, *inputs), constants)
+        constants_code, constants_scope = self._write_constants(constants)
+        return Recipe(
+            code=f"{constants_code}\n{body_code}",
+            globals=constants_scope | body_scope,
+            crossing=crossing,
+            inputs=tuple(inputs),
+            outputs=self.outputs,
+            parameters=self.parameters,
+            buffers=self.buffers,
+            counted=counted,
+            has_constants=bool(constants),
+            deferred=tuple(own for own, name in self.parameters.items() if name in self.deferred),
+        )
+
+    def _counts(self) -> bool:
+        """Whether any operator has to know how many samples there are."""
+        return any(_has_samples((op.arguments, op.keywords)) for op in self.wanted)
+
+    @staticmethod
+    def _counter(arguments: Sequence[OpNode]) -> tuple[int, int] | None:
+        return next(((index, op.per_sample) for index, op in enumerate(arguments) if op.per_sample), None)
+
+    def _constants(self) -> list[OpNode]:
+        """Results that do not depend on inputs, and that something that does, takes."""
+        last = [source for op in self.wanted if op in self.of_inputs for source in op.sources]
+        known = set(self.wanted)
+        return [op for op in dict.fromkeys(last) if op in known and op not in self.of_inputs and op.kind == "call"]
+
+    def _write(self, name: str, arguments: Sequence[OpNode], constants: Sequence[OpNode]) -> tuple[str, dict[str, Any]]:
+        writer = _BlockModuleGraph(self, arguments)
+        for index, op in enumerate(constants):
+            writer.known[op] = writer.graph.get_attr(f"constant{index}")
+        for op in self.wanted:
+            if op in self.of_inputs and op.kind == "call":
+                writer.add(op)
+        results = tuple(writer.known[op] for op in self.outputs)
+        return writer.finish(name, results[0] if len(results) == 1 else results)
+
+    def _write_constants(self, constants: Sequence[OpNode]) -> tuple[str, dict[str, Any]]:
+        writer = _BlockModuleGraph(self, ())
+        for op in self.wanted:
+            if op not in self.of_inputs and op.kind == "call":
+                writer.add(op)
+        return writer.finish("constants", tuple(writer.known[op] for op in constants))
+
+    def attribute(self, op: OpNode) -> str:
+        """The name that a parameter or buffer has in the block: relative to its layer."""
+        prefix = f"{self.group.path}."
+        own = op.name.removeprefix(prefix).replace(".", "_")
+        names = self.parameters if op.kind == "parameter" else self.buffers
+        while names.get(own, op.name) != op.name:
+            own += "_"
+        names[own] = op.name
+        return own
+
+
+class _BlockModuleGraph:
+    """Collects calls; torch.fx writes them down."""
+
+    def __init__(self, writer: _BlockWriter, arguments: Sequence[OpNode]) -> None:
+        self.writer, self.graph = writer, fx.Graph()
+        self.samples, self.dtype, self.device = (
+            self.graph.placeholder(name) for name in ("num_samples", "dtype", "device")
+        )
+        self.known: dict[OpNode, fx.Node] = {}
+        for index, op in enumerate(arguments):
+            self.known[op] = self.graph.placeholder(f"given{index}")
+
+    def add(self, op: OpNode) -> None:
+        """Append a call."""
+        for source in op.sources:
+            if source not in self.known:
+                self.known[source] = self.graph.get_attr(self.writer.attribute(source))
+        arguments, keywords = self._value(op.arguments), self._value(op.keywords)
+        self.known[op] = self.graph.call_function(_deferring(op) or op.target, tuple(arguments), keywords)
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, OpNode):
+            return self.known[value]
+        if isinstance(value, tuple | list):
+            return [self._value(each) for each in value]
+        if isinstance(value, dict):
+            return {key: self._value(each) for key, each in value.items()}
+        if isinstance(value, SampleCount):
+            return self.samples if value.factor == 1 else self.graph.call_function(_times, (self.samples, value.factor))
+        if isinstance(value, Marker):
+            return self._marked(value)
+        return value
+
+    def _marked(self, marker: Marker) -> fx.Node:
+        if marker is LEAST:
+            return self.graph.call_function(_least, (self.dtype,))
+        if marker is WIDER:
+            return self.graph.call_function(torch.promote_types, (self.dtype, torch.float32))
+        return self.dtype if marker is DTYPE else self.device
+
+    def finish(self, name: str, result: Any) -> tuple[str, dict[str, Any]]:
+        """The source of a function of this name, and what it knows by name."""
+        self.graph.output(result)
+        code = self.graph.python_code("self")
+        return code.src.replace("def forward(", f"def {name}(", 1), code.globals
+
+
+def _times(samples: int, factor: int) -> int:
+    return samples * factor
+
+
+def _least(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).min)
+
+
+def _has_samples(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(_has_samples(each) for each in value)
+    if isinstance(value, dict):
+        return any(_has_samples(each) for each in value.values())
+    return isinstance(value, SampleCount)
+
+
+def _deferring(op: OpNode) -> Callable[..., Tensor] | None:
+    """The function that can put off the weight gradient of a call, if there is one for it."""
+    name, arguments = name_of(op), op.arguments
+    if name == "linear" and _is_parameter(arguments[1]):
+        return linear
+    if name == "addmm" and _is_parameter(arguments[2]) and _is_parameter(arguments[0]) and not op.keywords:
+        return addmm
+    if name in ("mm", "matmul") and _is_parameter(arguments[1]) and len(arguments[1].shape) == 2:
+        return _matmul
+    plain = name == "embedding" and not any(arguments[3:]) and not op.keywords
+    return _embedding if plain and _is_parameter(arguments[0]) else None
+
+
+def _is_parameter(value: object) -> bool:
+    return isinstance(value, OpNode) and value.kind == "parameter"
+
+
+def _matmul(input: Tensor, weight: Tensor) -> Tensor:
+    return addmm(None, input, weight)
+
+
+def _embedding(weight: Tensor, indices: Tensor, padding_idx: int = -1, *_: object) -> Tensor:
+    return embedding(indices, weight, None if padding_idx == -1 else padding_idx)

@@ -1,0 +1,6 @@
+"""Models of Hugging Face configurations: a local file or a class's name with arguments, never a download."""
+
+from pipeplan.runtime.models.huggingface.build import LoadedModel, load
+from pipeplan.runtime.models.huggingface.to_blocks import collectives_of, load_configuration
+
+__all__ = ["LoadedModel", "collectives_of", "load", "load_configuration"]

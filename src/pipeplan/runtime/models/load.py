@@ -1,0 +1,150 @@
+"""Finding the model that a name on the command line means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+
+import torch
+from torch import Tensor, nn
+
+from pipeplan.errors import UsageError
+from pipeplan.files import Profile
+from pipeplan.runtime.models.import_path import value_of
+from pipeplan.runtime.models.sequential import is_plain, sequential_model
+from pipeplan.runtime.models.spec import Grain, Model
+from pipeplan.runtime.models.zoo import ZOO, zoo_model
+
+__all__ = ["load_model", "reference_model"]
+
+_CONFIGURATION = re.compile(r"\w+Config\s*(\(.*\))?\s*", re.DOTALL)
+
+
+def load_model(
+    name: str,
+    *,
+    sequence: int | None = None,
+    grain: Grain | None = None,
+    shared: Sequence[str] = (),
+    meta: bool = False,
+    seed: int = 0,
+) -> Model:
+    """The model that a name means.
+
+    Args:
+        name: one of the zoo; a Hugging Face configuration, as the path of a ``config.json`` or as text such as
+            ``LlamaConfig(num_hidden_layers=4)``; or ``pkg.mod:name``, which is, or is a function without arguments that
+            returns: a Model; an ``nn.Sequential``, an example input, and for training targets and maybe a loss; or any
+            module and its example inputs, which is then captured.
+        sequence: length of the sequences, for the zoo and for configurations.
+        grain: what a block is of a captured model; half a layer without it.
+        shared: blocks that placements may spread over all devices, by id or operator, with ``*``.
+        meta: parameters without data where possible, for models that are only looked at.
+        seed: of the parameters that a function makes; those of the zoo are made later, block by block.
+
+    Raises:
+        UsageError: an unknown name, an option that does not apply, or a model that cannot be made or captured.
+    """
+    if name in ZOO:
+        _refuse_grain(name, grain)
+        return _with_shared(zoo_model(name, sequence=sequence), shared)
+    if name.endswith(".json") or _CONFIGURATION.fullmatch(name):
+        from pipeplan.runtime.models.huggingface import load_configuration
+
+        return _with_shared(
+            load_configuration(name, sequence=sequence, grain=grain or "half", meta=meta, seed=seed), shared
+        )
+    if ":" not in name:
+        raise UsageError(
+            f"model {name!r} is neither in the zoo{_near(name)}, nor a Hugging Face config.json or SomeConfig(...), "
+            f"nor of the form pkg.mod:factory; docs/models.md lists the zoo's {len(ZOO)} models"
+        )
+    if sequence is not None:
+        raise UsageError(f"--sequence is for models of the zoo and configurations; {name} makes its own")
+    return _with_shared(_made_by(name, grain, seed), shared)
+
+
+def _near(name: str) -> str:
+    """Names of the zoo that may have been meant, for errors."""
+    found = get_close_matches(name.lower(), ZOO)
+    return f" (did you mean {' or '.join(found)}?)" if found else ""
+
+
+def _made_by(name: str, grain: Grain | None, seed: int) -> Model:
+    """The model that an import path means; its random parameters are the seed's, the same on every rank."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = value_of(name, "model")
+    short = name.partition(":")[2]
+    match made:
+        case Model():
+            _refuse_grain(name, grain)
+            return made
+        case (nn.Sequential() as chain, Tensor() as input, *rest) if grain is None and is_plain(chain):
+            return _chained(name, short, chain, input, rest)
+        case (nn.Module() as module, Mapping() as inputs):
+            return _captured(module, inputs, short, grain)
+        case (nn.Module() as module, Tensor() as input):
+            return _captured(module, {"input": input}, short, grain)
+    raise UsageError(
+        f"model {name!r} is, or returned, {_told(made)}; give a pipeplan.runtime.models.spec.Model, or a module and its "
+        "example inputs: a tensor, or tensors by the names of the arguments, with samples in the first dimension; with "
+        "an nn.Sequential also targets, to train it"
+    )
+
+
+def _chained(path: str, name: str, chain: nn.Sequential, input: Tensor, rest: Sequence[object]) -> Model:
+    match rest:
+        case []:
+            return sequential_model(name, chain, input)
+        case [Tensor() as targets]:
+            return sequential_model(name, chain, input, targets)
+        case [Tensor() as targets, loss] if callable(loss):
+            return sequential_model(name, chain, input, targets, loss)
+    raise UsageError(
+        f"model {path!r}: beside an nn.Sequential and its input stands {_told(tuple(rest))}; give targets as a tensor, "
+        "then maybe a loss, a function of output and targets"
+    )
+
+
+def _told(made: object) -> str:
+    """Types, for errors."""
+    return f"({', '.join(map(_told, made))})" if isinstance(made, tuple) else type(made).__name__
+
+
+def _captured(module: nn.Module, inputs: Mapping[str, Tensor], name: str, grain: Grain | None) -> Model:
+    from pipeplan.runtime.models.capture import capture
+
+    return capture(module, inputs, name=name, grain=grain or "half")
+
+
+def _refuse_grain(name: str, grain: Grain | None) -> None:
+    if grain is not None:
+        raise UsageError(f"--grain {grain}: {name} has blocks of its own; leave it out")
+
+
+def _with_shared(model: Model, patterns: Sequence[str]) -> Model:
+    """The model with those blocks marked whose id or operator matches a pattern."""
+    from fnmatch import fnmatchcase
+
+    marked = set[str]()
+    for pattern in patterns:
+        found = {
+            block.id for block in model.blocks if fnmatchcase(block.id, pattern) or fnmatchcase(block.operator, pattern)
+        }
+        if not found:
+            operators = sorted({block.operator for block in model.blocks})
+            raise UsageError(f"--shared {pattern!r} matches no block of {model.name}; its operators are {operators}")
+        marked |= found
+    blocks = tuple(replace(block, shared=True) if block.id in marked else block for block in model.blocks)
+    return replace(model, blocks=blocks) if marked else model
+
+
+def reference_model(model: Model, calibration: Profile | None) -> Model | None:
+    """The model that a calibration is of, where that is another one of the zoo."""
+    if calibration is None or calibration.name == model.name or calibration.name not in ZOO:
+        return None
+    sequences = {block.dimensions.get("sequence") for block in calibration.blocks} - {None}
+    return zoo_model(calibration.name, sequence=max(filter(None, sequences), default=None))

@@ -1,0 +1,331 @@
+"""What the runtime needs of a model: named blocks, edges, where samples come from, and shares of split blocks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from pipeplan.errors import UsageError
+from pipeplan.runtime.parallel.parameter_slices import Part, Slice
+from pipeplan.runtime.parallel.sharding import WHOLE, Shards, Split, share_of
+from pipeplan.runtime.parallel.share import Share
+from pipeplan.runtime.parallel.weight_grads import defer_weight_gradients
+from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh
+
+__all__ = [
+    "Batch",
+    "BlockSpec",
+    "Collective",
+    "Grain",
+    "Model",
+    "Output",
+    "Texts",
+    "placed",
+]
+
+Grain = Literal["layer", "half", "operator"]
+"""What a block is of a model that is captured: a layer, half of one, or an operator."""
+
+Batch = Mapping[str, Tensor]
+"""The named tensors of a mini-batch, each with samples in its first dimension."""
+
+Output = str | tuple[str, int]
+"""What a block takes of another: the block's id, or (id, index) of one among several tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """What one device's share of a split block needs of the others: ``bytes_per_sample`` of the array it is about.
+
+    It follows F or I in ``phase``; B counts as I. All-gather and reduce-scatter count the whole array.
+    """
+
+    operation: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+    phase: Literal["F", "I"]
+    bytes_per_sample: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpec:
+    """One block of a model.
+
+    It is called with the outputs of ``sources``, then with the tensors of the batch named in ``samples``, each with
+    the micro-batch's samples in the first dimension, and returns one tensor, or a tuple of tensors. A ``loss``
+    block returns a scalar: the sum of the losses of all its predictions, which the caller scales. ``build`` makes
+    its module, with random parameters from torch's generator. ``operator``, ``dimensions`` and ``shared`` (spread
+    over all devices by placements that know shared blocks) go into the profile. ``collectives`` are of a block that
+    is one device's share of a larger one. ``split`` says how a stage of several devices runs it; None if only whole.
+    ``splits`` are other ways, by the name of an axis of a mesh; those of one ``build`` may be used together.
+    """
+
+    id: str
+    operator: str
+    build: Callable[[], nn.Module]
+    sources: tuple[Output, ...] = ()
+    samples: tuple[str, ...] = ()
+    loss: bool = False
+    dimensions: Mapping[str, int] = field(default_factory=dict)
+    shared: bool = False
+    collectives: tuple[Collective, ...] = ()
+    split: Split | None = None
+    splits: Mapping[str, Split] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> tuple[tuple[str, int], ...]:
+        """``sources`` as pairs of block and index of its output."""
+        return tuple((source, 0) if isinstance(source, str) else source for source in self.sources)
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """How a language model takes texts: ``batch`` makes its named tensors of windows [samples, ``window``] of tokens.
+
+    Tokens are numbers below ``vocabulary``.
+    """
+
+    vocabulary: int
+    window: int
+    batch: Callable[[Tensor], dict[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Blocks in topological order, and batches for them.
+
+    ``batch(num_samples, step, seed)`` makes the named tensors of a mini-batch; its samples do not depend on how
+    many there are. ``predictions(batch)`` counts what the summed loss is divided by. Each group of ``tied`` names
+    (block id, parameter name) pairs that stand for one parameter: they start equal, and their gradients must be
+    summed over the group before every step.
+
+    ``sharded(num_devices)`` gives a model of the same blocks and edges, each block one device's share of it; blocks
+    that cannot be split are whole. None if the model cannot be split over devices at all. ``texts`` is for models that
+    can be trained on text. ``settings`` are all of the configuration that it was made of, if it was.
+
+    Raises:
+        UsageError: no blocks, two of one name, or a source or tie that is not a block before it.
+    """
+
+    name: str
+    blocks: tuple[BlockSpec, ...]
+    batch: Callable[[int, int, int], dict[str, Tensor]]
+    predictions: Callable[[Batch], int]
+    tied: tuple[tuple[tuple[str, str], ...], ...] = ()
+    sharded: Callable[[int], Model] | None = None
+    texts: Texts | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        where, known = f"model {self.name!r}", set[str]()
+        if not self.blocks:
+            raise UsageError(f"{where} has no blocks")
+        for block in self.blocks:
+            if block.id in known:
+                raise UsageError(f"{where} has two blocks {block.id!r}")
+            for source, _ in block.inputs:
+                if source not in known:
+                    raise UsageError(
+                        f"{where}: block {block.id!r} takes the output of {source!r}, which is not a block before it"
+                    )
+            known.add(block.id)
+        for group in self.tied:
+            for id_, parameter in group:
+                if id_ not in known:
+                    raise UsageError(f"{where} ties parameter {parameter!r} of {id_!r}, which is not a block")
+
+    def block(self, id_: str) -> BlockSpec:
+        """The block with this id. Raises KeyError."""
+        for block in self.blocks:
+            if block.id == id_:
+                return block
+        raise KeyError(id_)
+
+    @property
+    def runs_split(self) -> bool:
+        """Whether every block says how a stage of several devices runs it."""
+        return all(block.split is not None for block in self.blocks)
+
+    @property
+    def edges(self) -> tuple[tuple[str, str], ...]:
+        """Pairs (source block, target block), each once."""
+        pairs = [(source, block.id) for block in self.blocks for source, _ in block.inputs]
+        return tuple(dict.fromkeys(pairs))
+
+    def build(
+        self, id_: str, seed: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> nn.Module:
+        """A block's module with the seed's parameters, on a device, with weight gradients that can be deferred.
+
+        Parameters are made in float32 on the CPU and then converted, so that all dtypes and devices agree.
+        """
+        return self.build_share(Share(id_), seed, WHOLE, dtype=dtype, device=device)
+
+    def build_share(
+        self,
+        share: Share,
+        seed: int,
+        shards: Shards,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> nn.Module:
+        """As :meth:`build`, for one of the devices that split the block: with parts of the same parameters.
+
+        Raises:
+            UsageError: the block cannot be split so.
+        """
+        module = self._share(share, self._whole(share.block, seed), shards)
+        return defer_weight_gradients(module.to(device=device, dtype=dtype))
+
+    def _whole(self, id_: str, seed: int) -> nn.Module:
+        module = _seeded(self.block(id_), seed)
+        for (first, first_parameter), *others in self.tied:
+            for block, parameter in others:
+                if block == id_:
+                    holder = module if first == id_ else _seeded(self.block(first), seed)
+                    _copy_parameter(holder, first_parameter, module, parameter)
+        return module
+
+    def parameter_shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        """The whole shape of every parameter, by block and name; of a block's names for one, the tied or first one's.
+
+        Raises:
+            UsageError: parameters that are tied have different shapes.
+        """
+        found, tied = {}, {holder for group in self.tied for holder in group}
+        for block in self.blocks:
+            with torch.device("meta"):
+                named = list(block.build().named_parameters(remove_duplicate=False))
+            aliased = {id(parameter) for name, parameter in named if (block.id, name) in tied}
+            for name, parameter in named:
+                if (block.id, name) in tied or id(parameter) not in aliased:
+                    found[block.id, name] = tuple(parameter.shape)
+                    aliased.add(id(parameter))
+        for first, *others in self.tied:
+            for other in others:
+                if found[other] != found[first]:
+                    raise UsageError(
+                        f"the model ties {other[1]!r} of block {other[0]!r} to {first[1]!r} of block {first[0]!r}, "
+                        f"but their shapes are {list(found[other])} and {list(found[first])}"
+                    )
+        return found
+
+    def part_of(self, share: Share, parameter: str) -> Part:
+        """What a device with this share of a block has of a parameter. Raises UsageError if it cannot be split so."""
+        splits, slices, copies, copy = self._splits_of(share), [], 1, 0
+        for name, axis in share.mesh.named:
+            place = axis.place(share.index)
+            if name in splits and parameter in splits[name].cuts:
+                slices.append(Slice(splits[name].cuts[parameter], axis.size, place))
+            else:
+                copies, copy = copies * axis.size, copy * axis.size + place
+        return Part(tuple(slices), copies, copy)
+
+    def slices_of(self, share: Share) -> tuple[str | None, str | None]:
+        """Axes along which a share's inputs, and its output, are slices of the last dimension; None where whole."""
+        splits = self._splits_of(share)
+        taken = [name for name, split in splits.items() if split.takes]
+        given = [name for name, split in splits.items() if split.gives]
+        return next(iter(taken), None), next(iter(given), None)
+
+    def _splits_of(self, share: Share) -> dict[str, Split]:
+        """How a block is split along each axis of its share's mesh that splits it. Raises UsageError."""
+        spec = self.block(share.block)
+        known = {**spec.splits} if spec.split is None else {SHARDS: spec.split, **spec.splits}
+        axes = [name for name, size in share.mesh.axes if size > 1 and name != COPIES]
+        for name in axes:
+            if not known:
+                raise UsageError(
+                    "it does not say how (BlockSpec.split), as blocks of configurations and captured modules never "
+                    "do: their shares are for planning, and they run whole only"
+                )
+            if name not in known:
+                raise UsageError(f"it can be split by {', '.join(sorted(known))}, and not by {name}")
+        if len({id(known[name].build) for name in axes}) > 1:
+            raise UsageError(f"it cannot be split by {' and '.join(axes)} at once")
+        return {name: known[name] for name in axes}
+
+    def require_splittable(self, id_: str, mesh: Mesh) -> None:
+        """Check that a block can be split over a mesh of devices, without making its parameters. Raises UsageError."""
+        spec, (inner, _) = self.block(id_), mesh.plane_without((SAMPLES, PLACES), 0)
+        if mesh.size_of(SAMPLES) > 1 and not (spec.sources or spec.samples):
+            raise UsageError(f"{self._cannot(id_, mesh)}it takes no samples that they could share")
+        if mesh.size_of(PLACES) > 1 and PLACES not in spec.splits:
+            raise UsageError(f"{self._cannot(id_, mesh)}it does not say that it can be split by {PLACES}")
+        with torch.device("meta"):
+            whole = spec.build()
+            for index in {0, inner.size - 1}:  # the largest share and the smallest
+                share = Share(id_, index, tuple(range(inner.size)) if inner.size > 1 else (), inner.axes)
+                self._share(share, whole, _alone(share))
+
+    def _share(self, share: Share, whole: nn.Module, shards: Shards) -> nn.Module:
+        try:
+            splits = self._splits_of(share) | ({PLACES: self.block(share.block).splits[PLACES]} if share.places else {})
+            if not splits:
+                return whole
+            made = next(iter(splits.values())).build(shards)
+            return share_of(whole, made, partial(self.part_of, share))
+        except UsageError as error:
+            raise UsageError(self._cannot(share.block, share.mesh) + str(error)) from None
+
+    def _cannot(self, id_: str, mesh: Mesh) -> str:
+        over = f"{mesh.size} devices" + (f" as {mesh}" if mesh.axes != ((SHARDS, mesh.size),) else "")
+        return f"block {id_!r} of model {self.name!r} cannot be split over {over}: "
+
+    def mini_batch(
+        self,
+        num_samples: int,
+        step: int,
+        seed: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> dict[str, Tensor]:
+        """A mini-batch on a device, its floating-point tensors in the dtype that the blocks are built in.
+
+        Raises:
+            UsageError: the model's ``batch`` failed.
+        """
+        try:
+            made = self.batch(num_samples, step, seed)
+        except Exception as error:
+            raise UsageError(
+                f"model {self.name!r} made no batch of {num_samples} samples: {type(error).__name__}: {error}"
+            ) from error
+        return {
+            name: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+            for name, tensor in made.items()
+        }
+
+
+def _seeded(block: BlockSpec, seed: int) -> nn.Module:
+    """Build with a generator state that depends on the seed and the block's id alone."""
+    digest = hashlib.sha256(f"{seed}/{block.id}".encode()).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(digest[:7], "big"))
+        return block.build()
+
+
+def _copy_parameter(source: nn.Module, source_name: str, target: nn.Module, target_name: str) -> None:
+    with torch.no_grad():
+        target.get_parameter(target_name).copy_(source.get_parameter(source_name))
+
+
+def placed(share: Share, along: Callable[[tuple[int, ...]], Shards]) -> Shards:
+    """The place of a share's rank among those that split the block in its usual way, and on all axes of the mesh.
+
+    ``along`` is its place in a line of ranks.
+    """
+    axes = [name for name, size in share.mesh.axes if size > 1 and name != COPIES]
+    found = {name: along(share.along(name)) for name in axes} | ({PLACES: along(share.places)} if share.places else {})
+    return replace(found.get(SHARDS, WHOLE), along=found)
+
+
+def _alone(share: Share) -> Shards:
+    """A share's place without the others."""
+    return placed(share, lambda line: Shards(len(line), line.index(share.partners[share.index])))

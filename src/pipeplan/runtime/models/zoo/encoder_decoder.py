@@ -1,0 +1,246 @@
+"""Encoders with decoders that look at what was encoded; both embeddings and the output layer share one table.
+
+mT5's form as Tessel has it (section VI-A), and the Transformer of Vaswani et al. (2017) with norms before the halves of
+a layer. Positions have no parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeplan.runtime.models.spec import BlockSpec, Model
+from pipeplan.runtime.models.synthetic_batches import token_batch
+from pipeplan.runtime.models.zoo.blocks import num_targets
+from pipeplan.runtime.models.zoo.layers import (
+    WORDS,
+    FeedForward,
+    LayerStack,
+    SelfAttention,
+    columns,
+    exchanged,
+    halves,
+    layers,
+    linear,
+    positions_of,
+    replicated,
+    row_linear,
+    summed_loss,
+    with_shares,
+    words_told,
+)
+from pipeplan.runtime.models.zoo.per_operator import norm_by_operator
+from pipeplan.runtime.parallel.parameter_slices import Cut
+from pipeplan.runtime.parallel.sharding import WHOLE, Shards, Split
+from pipeplan.runtime.parallel.split_layers import HIDDEN, WordEmbedding, hidden_of
+
+__all__ = ["TranslationSize"]
+
+_START = 0
+"""The word before the decoder's first."""
+
+
+@dataclass(frozen=True, slots=True)
+class TranslationSize:
+    """Dimensions: ``layers`` of the encoder and as many of the decoder, texts of ``sequence`` words on both sides.
+
+    ``biased``: norms and linear layers with biases. ``shared`` spreads embeddings and head over all devices.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    biased: bool
+    shared: bool
+
+    @property
+    def longest(self) -> int:
+        """The longest text."""
+        return self.sequence
+
+    @property
+    def stack(self) -> LayerStack:
+        """The layers of the encoder."""
+        return LayerStack(self.layers, self.hidden, self.heads, self.sequence, biased=self.biased)
+
+    def model(self, name: str) -> Model:
+        """Encoder, then decoder, then head with loss."""
+        return with_shares(partial(self._model, name))
+
+    def _model(self, name: str, shards: Shards) -> Model:
+        source = self._words("encoder.embedding", "tokens", shards)
+        encoder = layers("encoder.layer", self.stack, (source.id,), shards=shards)
+        norm = norm_by_operator("encoder.norm", self.stack, encoder[-1].id)
+        encoded = replace(norm, split=replicated(norm.build))
+        target = self._words("decoder.embedding", "decoder_tokens", shards)
+        decoder = _decoder(replace(self.stack, causal=True), (target.id, encoded.id), shards)
+        blocks = (source, *encoder, encoded, target, *decoder, self._head(decoder[-1].id, shards))
+        table = [(source.id, "token.weight"), (target.id, "token.weight"), ("head", "output.weight")]
+        return Model(name, blocks, self._batch, num_targets, tied=(tuple(table),))
+
+    def _words(self, id_: str, sample: str, shards: Shards) -> BlockSpec:
+        build = partial(WordLookup, self.stack, self.vocabulary)
+        return BlockSpec(
+            id_,
+            "embedding",
+            partial(WordLookup, self.stack, self.vocabulary, shards),
+            samples=(sample,),
+            dimensions=self._sizes(shards),
+            shared=self.shared,
+            collectives=exchanged(shards, ("all_reduce", "F", self.stack.numbers)),
+            split=Split(build, {"token.weight": WORDS}),
+            splits={HIDDEN: Split(build, {"token.weight": Cut(1)}, gives=True)},
+        )
+
+    def _head(self, source: str, shards: Shards) -> BlockSpec:
+        return BlockSpec(
+            "head",
+            "head",
+            partial(Prediction, self.stack, self.vocabulary, shards),
+            (source,),
+            ("targets",),
+            loss=True,
+            dimensions=self._sizes(shards),
+            shared=self.shared,
+            collectives=exchanged(shards, words_told(shards, self.sequence), ("all_reduce", "I", self.stack.numbers)),
+            split=Split(partial(Prediction, self.stack, self.vocabulary), {"output.weight": WORDS}),
+        )
+
+    def _sizes(self, shards: Shards) -> dict[str, int]:
+        begin, end = shards.range(self.vocabulary)
+        return self.stack.sizes | {"vocabulary": end - begin}
+
+    def _batch(self, num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
+        """A text that counts up, whose translation is the same text one word on."""
+        text = token_batch(self.vocabulary, self.sequence, num_samples, step, seed)
+        return {**text, "decoder_tokens": F.pad(text["targets"][:, :-1], (1, 0), value=_START)}
+
+
+class WordLookup(nn.Module):
+    """Token embedding times the root of its width, plus positions (Vaswani et al. 2017, 3.4, 3.5)."""
+
+    positions: Tensor
+
+    def __init__(self, stack: LayerStack, vocabulary: int, shards: Shards = WHOLE) -> None:
+        super().__init__()
+        self.scale = math.sqrt(stack.hidden)
+        self.token = WordEmbedding(vocabulary, stack.hidden, shards, std=1 / self.scale)
+        positions = hidden_of(shards).sliced(positions_of(stack.sequence, stack.hidden))
+        self.register_buffer("positions", positions, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[samples, sequence] to [samples, sequence, hidden], or this device's part of hidden."""
+        result: Tensor = self.token(tokens) * self.scale + self.positions
+        return result
+
+
+class EncoderDecoderAttention(nn.Module):
+    """Attention to what was encoded, with its norm and residual."""
+
+    def __init__(self, stack: LayerStack, shards: Shards = WHOLE) -> None:
+        super().__init__()
+        own = stack.hidden // shards.count
+        self.heads, self.shards = stack.heads_of(shards), shards
+        self.norm = nn.LayerNorm(stack.hidden, bias=stack.biased)
+        self.query = linear(stack.hidden, own, biased=stack.biased)
+        self.memory = linear(stack.hidden, 2 * own, biased=stack.biased)
+        self.project = row_linear(stack.hidden, stack, shards)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        """[samples, sequence, hidden] and [samples, words of the encoder, hidden] to the first's shape."""
+        query = self.query(self.shards.shared(self.norm(x))).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        both = self.memory(self.shards.shared(memory)).unflatten(-1, (2, self.heads, -1))
+        key, value = both.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value)
+        result: Tensor = x + self.project(mixed.transpose(1, 2).flatten(2))
+        return result
+
+    @staticmethod
+    def cuts(stack: LayerStack) -> dict[str, Cut]:
+        """How parameters are split."""
+        both = columns("query", biased=stack.biased) | columns("memory", parts=2, biased=stack.biased)
+        return {**both, "project.weight": Cut(1)}
+
+
+class Prediction(nn.Module):
+    """Final norm, output layer (shares the table of words) and the sum of the words' cross-entropies."""
+
+    def __init__(self, stack: LayerStack, vocabulary: int, shards: Shards = WHOLE) -> None:
+        super().__init__()
+        begin, end = shards.range(vocabulary)
+        self.vocabulary, self.shards = vocabulary, shards
+        self.norm = _norm(stack)
+        self.output = linear(stack.hidden, end - begin, biased=False)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """[samples, sequence, hidden] and targets [samples, sequence] to a scalar, in float32 at least."""
+        logits = self.output(self.shards.shared(self.norm(x)))
+        return summed_loss(logits, targets, self.vocabulary, self.shards)
+
+
+_Part = type[SelfAttention] | type[EncoderDecoderAttention] | type[FeedForward]
+_PARTS: dict[str, _Part] = {"attention": SelfAttention, "cross-attention": EncoderDecoderAttention, "ffn": FeedForward}
+
+
+class Beside(nn.Module):
+    """Part of a decoder's layer, beside whose tensor the encoder's output travels on: one after the other in one.
+
+    So what a block gives is one tensor [samples, words of the decoder + words of the encoder, hidden], and the encoder
+    sends its output once, to the decoder's first block. ``last`` hands on the decoder's words alone.
+    """
+
+    def __init__(self, part: _Part, stack: LayerStack, last: bool, shards: Shards = WHOLE) -> None:
+        super().__init__()
+        self.part, self.words, self.last = part(stack, shards), stack.sequence, last
+        self.takes_memory = part is EncoderDecoderAttention
+
+    def forward(self, *given: Tensor) -> Tensor:
+        """The decoder's words and the encoder's, in two tensors or in one."""
+        x, memory = given if len(given) == 2 else given[0].tensor_split([self.words], dim=1)
+        made: Tensor = self.part(x, memory) if self.takes_memory else self.part(x)
+        return made if self.last else torch.cat([made, memory], dim=1)
+
+
+def _decoder(stack: LayerStack, sources: Sequence[str], shards: Shards) -> list[BlockSpec]:
+    """Layers of three parts. From the last attention to the encoder's words on, these travel no further."""
+    blocks: list[BlockSpec] = []
+    own = halves(stack, shards)
+    sizes = {"attention": own["attention"], "cross-attention": {**own["attention"], "memory": stack.sequence}}
+    returned = {"cross-attention": exchanged(shards, ("all_reduce", "I", stack.numbers))}
+    both = exchanged(shards, ("all_reduce", "F", stack.numbers), ("all_reduce", "I", stack.numbers))
+    for layer in range(stack.layers):
+        for operator, split in (sizes | {"ffn": own["ffn"]}).items():
+            build, cuts = _part(operator, stack, layer)
+            block = BlockSpec(
+                f"decoder.layer{layer}.{operator}",
+                operator,
+                partial(build, shards),
+                (blocks[-1].id,) if blocks else tuple(sources),
+                dimensions=stack.sizes | split,
+                collectives=both + returned.get(operator, ()),
+                split=Split(build, cuts),
+            )
+            blocks.append(block)
+    return blocks
+
+
+def _part(operator: str, stack: LayerStack, layer: int) -> tuple[Callable[[Shards], nn.Module], dict[str, Cut]]:
+    """What makes a part of a layer, and how its parameters are split."""
+    part = _PARTS[operator]
+    last = layer == stack.layers - 1
+    if last and operator == "ffn":
+        return partial(part, stack), part.cuts(stack)
+    build = partial(Beside, part, stack, last and operator != "attention")
+    return build, {f"part.{name}": cut for name, cut in part.cuts(stack).items()}
+
+
+def _norm(stack: LayerStack) -> nn.LayerNorm:
+    return nn.LayerNorm(stack.hidden, bias=stack.biased)

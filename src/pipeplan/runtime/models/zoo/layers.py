@@ -1,0 +1,250 @@
+"""Halves of transformer layers, whole and as one device's share.
+
+How blocks are split over devices, and what one device's share needs of the others.
+
+As in Megatron-LM (Shoeybi et al. 2019): layers are split by their outputs or by their inputs, tables and the loss by
+words. Norms, and what travels between blocks, are whole on every device.
+
+Halves of transformer layers, with norms before them: pre-LayerNorm, GELU with the tanh approximation, no dropout.
+
+Half a layer is a block. Split over devices as in Megatron-LM (Shoeybi et al. 2019): heads, and the width between the
+two layers of the perceptron.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeplan.errors import UsageError
+from pipeplan.runtime.models.spec import BlockSpec, Collective, Model
+from pipeplan.runtime.parallel.parameter_slices import Cut
+from pipeplan.runtime.parallel.sharding import WHOLE, Shards, Split
+from pipeplan.runtime.parallel.split_layers import RowLinear, cross_entropy
+
+__all__ = [
+    "WORDS",
+    "FeedForward",
+    "LayerStack",
+    "SelfAttention",
+    "columns",
+    "exchanged",
+    "halves",
+    "layers",
+    "linear",
+    "positions_of",
+    "replicated",
+    "row_linear",
+    "summed_loss",
+    "with_shares",
+    "words_told",
+]
+
+
+WORDS = Cut(even=False)
+"""Of a table, or an output layer, with a row for each word or class."""
+
+_FLOAT32_BYTES = 4
+_LOSS_NUMBERS = 3
+"""Per token and device, of words split over devices: largest logit, sum of exponentials, the target's logit."""
+
+
+def with_shares(make: Callable[[Shards], Model]) -> Model:
+    """A whole model that can be cut into models of which every block is one device's share."""
+    return replace(make(WHOLE), sharded=lambda count: make(Shards(count)))
+
+
+def columns(name: str, *, parts: int = 1, biased: bool = True) -> dict[str, Cut]:
+    """A linear layer split by its outputs, in each of ``parts`` of them."""
+    cut = Cut(parts=parts)
+    return {f"{name}.{each}": cut for each in (("weight", "bias") if biased else ("weight",))}
+
+
+def replicated(build: Callable[[], nn.Module]) -> Split:
+    """A block that every device has and does in full."""
+    return Split(lambda shards: build())
+
+
+def exchanged(
+    shards: Shards, *arrays: tuple[Literal["all_reduce", "all_gather"], Literal["F", "I"], int]
+) -> tuple[Collective, ...]:
+    """Collectives after F or I, each about an array of so many numbers per sample; none where nothing is split."""
+    found = (Collective(operation, phase, _FLOAT32_BYTES * numbers) for operation, phase, numbers in arrays)
+    return tuple(found) if shards.count > 1 else ()
+
+
+def words_told(shards: Shards, rows: int) -> tuple[Literal["all_gather"], Literal["F"], int]:
+    """What devices tell each other about the losses of so many rows per sample."""
+    return "all_gather", "F", rows * _LOSS_NUMBERS * shards.count
+
+
+def summed_loss(logits: Tensor, targets: Tensor, classes: int, shards: Shards) -> Tensor:
+    """The sum of cross-entropies, in float32 at least: a sum of thousands needs the digits.
+
+    Args:
+        logits: [..., this device's of all classes].
+        targets: [...].
+        classes: on all devices.
+        shards: this device's place.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if shards.count == 1:  # one operator instead of several
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+    return cross_entropy(logits, targets, classes, shards).sum()
+
+
+_LONGEST_WAVE = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStack:
+    """Equal transformer layers on ``sequence`` tokens. ``biased``: norms and linear layers with biases, else none."""
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    causal: bool = False
+    biased: bool = True
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The dimensions that all its blocks have."""
+        return {"sequence": self.sequence, "hidden": self.hidden}
+
+    @property
+    def numbers(self) -> int:
+        """Of the tensor between two blocks, for one sample."""
+        return self.sequence * self.hidden
+
+    def heads_of(self, shards: Shards) -> int:
+        """One device's heads. Raises UsageError where they cannot be shared evenly."""
+        if self.heads % shards.count:
+            fitting = ", ".join(str(count) for count in range(1, self.heads + 1) if self.heads % count == 0)
+            raise UsageError(
+                f"it has {self.heads} heads, which {shards.count} devices cannot share evenly; these numbers of "
+                f"devices can: {fitting}"
+            )
+        return self.heads // shards.count
+
+
+class SelfAttention(nn.Module):
+    """Self-attention, causal or not, with its LayerNorm and residual: [samples, sequence, hidden] to the same.
+
+    One device among several has a share of the heads.
+    """
+
+    def __init__(self, stack: LayerStack, shards: Shards = WHOLE) -> None:
+        super().__init__()
+        self.causal, self.shards = stack.causal, shards
+        self.heads = stack.heads_of(shards)
+        self.norm = nn.LayerNorm(stack.hidden, bias=stack.biased)
+        self.qkv = linear(stack.hidden, 3 * stack.hidden // shards.count, biased=stack.biased)
+        self.project = row_linear(stack.hidden, stack, shards)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[samples, sequence, hidden] to the same."""
+        samples, sequence, _ = x.shape
+        qkv = self.qkv(self.shards.shared(self.norm(x))).view(samples, sequence, 3, self.heads, -1)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        result: Tensor = x + self.project(mixed.transpose(1, 2).reshape(samples, sequence, -1))
+        return result
+
+    @staticmethod
+    def cuts(stack: LayerStack) -> dict[str, Cut]:
+        """How parameters are split."""
+        return {**columns("qkv", parts=3, biased=stack.biased), "project.weight": Cut(1)}
+
+
+class FeedForward(nn.Module):
+    """Two-layer perceptron of width 4 x hidden, or one device's share of that, with its LayerNorm and residual."""
+
+    def __init__(self, stack: LayerStack, shards: Shards = WHOLE) -> None:
+        super().__init__()
+        begin, end = shards.range(4 * stack.hidden)
+        self.shards = shards
+        self.norm = nn.LayerNorm(stack.hidden, bias=stack.biased)
+        self.expand = linear(stack.hidden, end - begin, biased=stack.biased)
+        self.project = row_linear(4 * stack.hidden, stack, shards)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[samples, sequence, hidden] to the same."""
+        wide = self.expand(self.shards.shared(self.norm(x)))
+        result: Tensor = x + self.project(F.gelu(wide, approximate="tanh"))
+        return result
+
+    @staticmethod
+    def cuts(stack: LayerStack) -> dict[str, Cut]:
+        """How parameters are split."""
+        return {**columns("expand", biased=stack.biased), "project.weight": Cut(1)}
+
+
+def halves(stack: LayerStack, shards: Shards) -> dict[str, dict[str, int]]:
+    """The operators of a layer's halves, and the dimensions each can be split along, or one device's share of them."""
+    begin, end = shards.range(4 * stack.hidden)
+    return {"attention": {"heads": stack.heads_of(shards)}, "ffn": {"ffn": end - begin}}
+
+
+def layers(
+    prefix: str,
+    stack: LayerStack,
+    sources: Sequence[str],
+    *,
+    shards: Shards = WHOLE,
+    shared: bool = False,
+    first: type[SelfAttention] = SelfAttention,
+) -> list[BlockSpec]:
+    """The halves of all layers, one after another, or one device's shares of them.
+
+    ``sources`` feed the ``first`` attention.
+    """
+    blocks: list[BlockSpec] = []
+    for layer in range(stack.layers):
+        for operator, split in halves(stack, shards).items():
+            attention = SelfAttention if blocks else first
+            half = attention if operator == "attention" else FeedForward
+            block = BlockSpec(
+                f"{prefix}{layer}.{operator}",
+                operator,
+                partial(half, stack, shards),
+                (blocks[-1].id,) if blocks else tuple(sources),
+                dimensions=stack.sizes | split,
+                shared=shared,
+                collectives=exchanged(shards, ("all_reduce", "F", stack.numbers), ("all_reduce", "I", stack.numbers)),
+                split=Split(partial(half, stack), half.cuts(stack)),
+            )
+            blocks.append(block)
+    return blocks
+
+
+def linear(inputs: int, outputs: int, *, std: float = 0.02, biased: bool = True) -> nn.Linear:
+    """A linear layer with small random weights and no offset."""
+    layer = nn.Linear(inputs, outputs, bias=biased)
+    nn.init.normal_(layer.weight, std=std)
+    if biased:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def positions_of(sequence: int, hidden: int) -> Tensor:
+    """[sequence, hidden]: sines and cosines of every position (Vaswani et al. 2017, section 3.5)."""
+    waves = _LONGEST_WAVE ** (-torch.arange(0, hidden, 2) / hidden)
+    angles = torch.arange(sequence)[:, None] * waves
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :hidden]
+
+
+def row_linear(inputs: int, stack: LayerStack, shards: Shards) -> RowLinear:
+    """The last layer of a half, split by its inputs; its weights are the smaller, the more halves the residual adds."""
+    layer = RowLinear(inputs, stack.hidden, shards, bias=stack.biased)
+    nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * stack.layers))
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return layer

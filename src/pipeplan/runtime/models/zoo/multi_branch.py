@@ -1,0 +1,285 @@
+"""Models with branches side by side: GraphPipe's, and Flava as Tessel has it.
+
+Models with branches side by side, of the form and the sizes of GraphPipe's (section 3.10.3).
+
+MMT: branches of transformer layers, one for each kind of input. DLRM: branches of linear layers for dense features and
+tables for sparse ones. CANDLE-Uno: branches of linear layers. All are concatenated before what follows.
+
+Flava as Tessel has it (section VI-D): a tower for text, one for images, a cross-encoder over the tokens of both.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Generator, Tensor, nn
+
+from pipeplan.runtime.models.spec import BlockSpec, Model
+from pipeplan.runtime.models.synthetic_batches import stacked
+from pipeplan.runtime.models.zoo.blocks import concatenation, num_targets, patches, perceptron, value_head
+from pipeplan.runtime.models.zoo.gpt import GPTSize, words
+from pipeplan.runtime.models.zoo.layers import (
+    WORDS,
+    LayerStack,
+    SelfAttention,
+    exchanged,
+    layers,
+    linear,
+    summed_loss,
+    with_shares,
+    words_told,
+)
+from pipeplan.runtime.parallel.sharding import WHOLE, Shards, Split
+from pipeplan.runtime.parallel.split_layers import WordEmbedding
+
+__all__ = ["CaptionsSize", "MultiModalSize", "RecommendationSize", "ResponseSize"]
+
+
+@dataclass(frozen=True, slots=True)
+class MultiModalSize:
+    """Dimensions of an MMT: branches of equal layers, whose tokens are patches of ``patch`` numbers."""
+
+    branches: int
+    layers: int
+    hidden: int
+    heads: int
+    patch: int
+    sequence: int
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence."""
+        return self.sequence
+
+    @property
+    def stack(self) -> LayerStack:
+        """The layers of a branch."""
+        return LayerStack(self.layers, self.hidden, self.heads, self.sequence)
+
+    def model(self, name: str) -> Model:
+        """Branches, their outputs concatenated for every token, and a number per token with its loss."""
+        return with_shares(partial(self._model, name))
+
+    def _model(self, name: str, shards: Shards) -> Model:
+        branches = [self._branch(f"branch{index}", f"patches{index}", shards) for index in range(self.branches)]
+        joined = concatenation("concatenation", {each[-1].id: self.sequence * self.hidden for each in branches})
+        head = value_head(joined.id, self.branches * self.hidden)
+        blocks = (*(block for branch in branches for block in branch), joined, head)
+        return Model(name, blocks, partial(stacked, self._sample), num_targets)
+
+    def _branch(self, id_: str, sample: str, shards: Shards) -> list[BlockSpec]:
+        first = patches(f"{id_}.embedding", self.stack, self.patch, sample, shards)
+        return [first, *layers(f"{id_}.layer", self.stack, (first.id,), shards=shards)]
+
+    def _sample(self, generator: Generator) -> dict[str, Tensor]:
+        """Random patches for each branch, and for every token their scaled sum."""
+        made = torch.randn(self.branches, self.sequence, self.patch, generator=generator)
+        named = {f"patches{index}": each for index, each in enumerate(made)}
+        return {**named, "targets": made.sum(dim=(0, 2)) / math.sqrt(self.branches * self.patch)}
+
+
+@dataclass(frozen=True, slots=True)
+class RecommendationSize:
+    """Dimensions of a DLRM: as many branches of dense as of sparse features.
+
+    A dense branch has ``layers`` linear layers of ``hidden`` numbers, as many as its features; so have the layers after
+    the interaction. A sparse one takes ``lookups`` rows of ``width`` numbers from a table of ``vocabulary``.
+    """
+
+    branches: int
+    layers: int
+    hidden: int
+    lookups: int
+    vocabulary: int
+    width: int
+
+    @property
+    def longest(self) -> int:
+        """Samples are no sequences."""
+        return 0
+
+    def model(self, name: str) -> Model:
+        """Dense branches, then tables, their outputs concatenated, then layers and a number per sample."""
+        return with_shares(partial(self._model, name))
+
+    def _model(self, name: str, shards: Shards) -> Model:
+        dense = [
+            perceptron(f"dense{index}.layer", self.layers, self.hidden, self.hidden, shards, samples=(f"dense{index}",))
+            for index in range(self.branches)
+        ]
+        tables = [self._table(index, shards) for index in range(self.branches)]
+        numbers = {branch[-1].id: self.hidden for branch in dense}
+        numbers |= {table.id: self.lookups * self.width for table in tables}
+        joined = concatenation("interaction", numbers)
+        top = perceptron("top.layer", self.layers, sum(numbers.values()), self.hidden, shards, sources=(joined.id,))
+        head = value_head(top[-1].id, self.hidden)
+        blocks = (*(block for branch in dense for block in branch), *tables, joined, *top, head)
+        return Model(name, blocks, partial(stacked, self._sample), num_targets)
+
+    def _table(self, index: int, shards: Shards) -> BlockSpec:
+        begin, end = shards.range(self.vocabulary)
+        return BlockSpec(
+            f"sparse{index}.embedding",
+            "embedding",
+            partial(EmbeddingRows, self.vocabulary, self.width, shards),
+            samples=(f"sparse{index}",),
+            dimensions={"lookups": self.lookups, "hidden": self.width, "vocabulary": end - begin},
+            collectives=exchanged(shards, ("all_reduce", "F", self.lookups * self.width)),
+            split=Split(partial(EmbeddingRows, self.vocabulary, self.width), {"table.weight": WORDS}),
+        )
+
+    def _sample(self, generator: Generator) -> dict[str, Tensor]:
+        """Random features; the target is a sum of one dense feature of every branch."""
+        dense = torch.randn(self.branches, self.hidden, generator=generator)
+        sparse = torch.randint(self.vocabulary, (self.branches, self.lookups), generator=generator)
+        named = {f"dense{index}": each for index, each in enumerate(dense)}
+        named |= {f"sparse{index}": each for index, each in enumerate(sparse)}
+        return {**named, "targets": dense[:, 0].sum() / math.sqrt(self.branches)}
+
+
+class EmbeddingRows(nn.Module):
+    """Rows of a table side by side: indices [samples, lookups] to [samples, lookups x width]."""
+
+    def __init__(self, vocabulary: int, width: int, shards: Shards = WHOLE) -> None:
+        super().__init__()
+        self.table = WordEmbedding(vocabulary, width, shards, std=1.0)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """[samples, lookups] to [samples, lookups x width]."""
+        result: Tensor = self.table(indices).flatten(1)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseSize:
+    """Dimensions of a CANDLE-Uno: branches of ``layers`` linear layers of ``hidden`` numbers, as many as features."""
+
+    branches: int
+    layers: int
+    hidden: int
+
+    @property
+    def longest(self) -> int:
+        """Samples are no sequences."""
+        return 0
+
+    def model(self, name: str) -> Model:
+        """Branches, their outputs concatenated, and a number per sample with its loss."""
+        return with_shares(partial(self._model, name))
+
+    def _model(self, name: str, shards: Shards) -> Model:
+        branches = [
+            perceptron(
+                f"branch{index}.layer", self.layers, self.hidden, self.hidden, shards, samples=(f"features{index}",)
+            )
+            for index in range(self.branches)
+        ]
+        joined = concatenation("concatenation", {branch[-1].id: self.hidden for branch in branches})
+        head = value_head(joined.id, self.branches * self.hidden)
+        blocks = (*(block for branch in branches for block in branch), joined, head)
+        return Model(name, blocks, partial(stacked, self._sample), num_targets)
+
+    def _sample(self, generator: Generator) -> dict[str, Tensor]:
+        """Random features; the target is a sum of one feature of every branch."""
+        made = torch.randn(self.branches, self.hidden, generator=generator)
+        named = {f"features{index}": each for index, each in enumerate(made)}
+        return {**named, "targets": made[:, 0].sum() / math.sqrt(self.branches)}
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionsSize:
+    """Dimensions: each of the three encoders has ``layers`` of the same size.
+
+    Texts have ``sequence`` words, at most ``positions``; images ``tokens`` patches of ``patch`` numbers.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    positions: int
+    sequence: int
+    tokens: int
+    patch: int
+
+    @property
+    def longest(self) -> int:
+        """The longest text."""
+        return self.positions
+
+    @property
+    def text(self) -> GPTSize:
+        """The tower for text; it is read with a causal mask."""
+        return GPTSize(self.layers, self.hidden, self.heads, self.vocabulary, self.positions, self.sequence)
+
+    @property
+    def image(self) -> LayerStack:
+        """The tower for images."""
+        return LayerStack(self.layers, self.hidden, self.heads, self.tokens)
+
+    @property
+    def cross(self) -> LayerStack:
+        """The cross-encoder."""
+        return replace(self.image, sequence=self.sequence + self.tokens)
+
+    def model(self, name: str) -> Model:
+        """Both towers, the cross-encoder on all devices, and a class per sample with its loss."""
+        return with_shares(partial(self._model, name))
+
+    def _model(self, name: str, shards: Shards) -> Model:
+        first = words(self.text, "text.embedding", shards)
+        text = [first, *layers("text.layer", self.text.stack, (first.id,), shards=shards)]
+        second = patches("image.embedding", self.image, self.patch, "patches", shards)
+        image = [second, *layers("image.layer", self.image, (second.id,), shards=shards)]
+        ends = (text[-1].id, image[-1].id)
+        cross = layers("cross.layer", self.cross, ends, shards=shards, shared=True, first=FusedAttention)
+        blocks = (*text, *image, *cross, self._pool(cross[-1].id, shards))
+        return Model(name, blocks, partial(stacked, self._sample), num_targets)
+
+    def _pool(self, source: str, shards: Shards) -> BlockSpec:
+        begin, end = shards.range(self.hidden)
+        return BlockSpec(
+            "cross.pool",
+            "pool",
+            partial(Pool, self.cross, shards),
+            (source,),
+            ("targets",),
+            loss=True,
+            dimensions=self.cross.sizes | {"outputs": end - begin},
+            shared=True,
+            collectives=exchanged(shards, words_told(shards, 1), ("all_reduce", "I", self.hidden)),
+            split=Split(partial(Pool, self.cross), {"output.weight": WORDS, "output.bias": WORDS}),
+        )
+
+    def _sample(self, generator: Generator) -> dict[str, Tensor]:
+        """Random words and patches; the class is told by the first word."""
+        text = torch.randint(self.vocabulary, (self.sequence,), generator=generator)
+        noise = torch.randn(self.tokens, self.patch, generator=generator)
+        return {"tokens": text, "patches": noise, "targets": text[0] % self.hidden}
+
+
+class FusedAttention(SelfAttention):
+    """Attention over the tokens of several towers, one after another."""
+
+    def forward(self, *towers: Tensor) -> Tensor:
+        """[samples, tokens, hidden] each to [samples, all tokens, hidden]."""
+        return super().forward(torch.cat(towers, dim=1))
+
+
+class Pool(nn.Module):
+    """Final norm, the first token by a linear layer to as many classes, and the sum of the samples' cross-entropies."""
+
+    def __init__(self, stack: LayerStack, shards: Shards = WHOLE) -> None:
+        super().__init__()
+        begin, end = shards.range(stack.hidden)
+        self.classes, self.shards = stack.hidden, shards
+        self.norm = nn.LayerNorm(stack.hidden)
+        self.output = linear(stack.hidden, end - begin)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """[samples, tokens, hidden] and classes [samples] to a scalar, in float32 at least."""
+        logits = self.output(self.shards.shared(self.norm(x)[:, 0]))
+        return summed_loss(logits, targets, self.classes, self.shards)

@@ -1,0 +1,134 @@
+"""A rank's device: which it is, when its actions ran, and in which number format it computes.
+
+When actions began and ended: the host's clock on CPU, events of the stream that computes on CUDA.
+
+The device of a rank.
+
+Number formats under autocast: parameters stay as they are, operators that gain from it compute in a short format.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeplan.errors import UsageError
+
+__all__ = ["Autocast", "Clock", "Mark", "offset_ns", "precise", "rank_device"]
+
+
+Mark = int | torch.cuda.Event
+"""A moment: nanoseconds of the host's clock, or an event that has still to be resolved."""
+
+_ROUNDS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Takes marks and turns them into ns of ``time.monotonic_ns`` less ``offset_ns``, one clock for all ranks."""
+
+    device: torch.device
+    offset_ns: int = 0
+
+    def mark(self) -> Mark:
+        """Now, on the stream that computes."""
+        if self.device.type != "cuda":
+            return time.monotonic_ns()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has it without types
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def anchor(self) -> tuple[Mark, int]:
+        """A mark and its time by the host's clock, for :meth:`resolve`."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self.mark(), time.monotonic_ns()
+
+    def resolve(self, mark: Mark, anchor: tuple[Mark, int]) -> int:
+        """The moment of a mark in ns; on CUDA the stream must have passed it."""
+        if isinstance(mark, int):
+            return mark - self.offset_ns
+        first, at_ns = anchor
+        assert isinstance(first, torch.cuda.Event)
+        passed_ms: float = first.elapsed_time(mark)
+        return at_ns + round(passed_ms * 1e6) - self.offset_ns
+
+
+def offset_ns(rank: int, world_size: int) -> int:
+    """How far this rank's host clock is ahead of rank 0's: 0 on the same machine, else from when barriers end.
+
+    A collective of all ranks.
+    """
+    stamps = []
+    for _ in range(_ROUNDS):
+        dist.barrier()
+        stamps.append(time.monotonic_ns())
+    found: list[tuple[str, list[int]]] = [("", [])] * world_size
+    dist.all_gather_object(found, (_machine(), stamps))
+    if found[rank][0] == found[0][0]:
+        return 0
+    return round(statistics.median(own - first for own, first in zip(stamps, found[0][1], strict=True)))
+
+
+def _machine() -> str:
+    """Names the machine since its start: within it, all processes share the monotonic clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:
+        return platform.node()
+
+
+def rank_device(device: str, transport: str, num_threads: int = 0) -> torch.device:
+    """The rank's device; on CUDA the ranks of a machine take its devices in turn.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        transport: the torch.distributed backend that carries tensors, ``gloo`` or ``nccl``.
+        num_threads: for operators on the CPU, 0 to leave it as it is.
+
+    Raises:
+        UsageError: the device and the transport do not go together, or there are too few devices here.
+    """
+    if num_threads:
+        torch.set_num_threads(num_threads)
+    if device == "cpu":
+        if transport == "nccl":
+            raise UsageError("--backend nccl carries CUDA tensors; give --device cuda, or --backend gloo")
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no CUDA device here; give --device cpu")
+    count, rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    if transport == "nccl" and int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) > count:
+        raise UsageError(f"NCCL needs a CUDA device per rank, and there are {count}; give --backend gloo to share them")
+    found = torch.device("cuda", rank % count)
+    torch.cuda.set_device(found)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """``torch.autocast`` for blocks on a kind of device; calling it gives a context to run one in."""
+
+    device: str
+    dtype: torch.dtype
+
+    def __call__(self) -> torch.autocast:
+        """A context in which a block runs.
+
+        Weights cast once are not kept for the next use: those cast while gradients are off, as in the forward of
+        modules whose weight gradients wait, would be taken where they are on, and their gradients be lost.
+        """
+        return torch.autocast(self.device, dtype=self.dtype, cache_enabled=False)
+
+
+def precise(tensor: Tensor) -> Tensor:
+    """The tensor in float32 at least, in which losses and norms are added up."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

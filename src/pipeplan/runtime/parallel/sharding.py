@@ -1,0 +1,196 @@
+"""Blocks split over devices: which part of each parameter a device has, and what the devices exchange.
+
+What enters a split block, and what leaves it, is whole on each of its devices, and so are the gradients of both.
+Between, each device works on its share, as in Megatron-LM (Shoeybi et al. 2019): :meth:`Shards.shared` stands where a
+whole tensor enters split work, and its gradient is the sum of the shares'; :meth:`Shards.summed` where split work
+makes parts of a sum, :meth:`Shards.gathered` where it makes slices. Loss over a split vocabulary is that of Megatron,
+with one exchange of a few numbers per token instead of three (:mod:`pipeplan.runtime.parallel.split_layers`).
+
+torch's DTensor shards parameters, too. But a 16 x 16 linear layer and its backward then take 431 us instead of 91 us
+here and 62 us unsharded (torch 2.13, one CPU thread, no exchanges), and its weight gradients cannot wait for W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pipeplan.errors import UsageError
+from pipeplan.runtime.parallel.parameter_slices import Cut, Part, Slice, range_of
+
+__all__ = ["WHOLE", "Collectives", "Cut", "Part", "Shards", "Slice", "Split", "share_of"]
+
+
+_Map = Callable[[Tensor], Tensor]
+
+
+class Collectives(Protocol):
+    """What the devices that split a block can do together; all of them call the same in the same order."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the devices, as a tensor of its own."""
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all devices, of one shape, in the order of their shares."""
+
+    def exchange(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Give each device its piece, and get theirs for this one; all are of one shape, in the order of the shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OneDevice:
+    """One device by itself, for measuring a share: nothing comes from others."""
+
+    count: int
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor] * self.count
+
+    def exchange(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        return list(pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The place of one device among ``count`` that split a block: it has share number ``index``.
+
+    Without ``collectives`` it works by itself, as if the others added nothing; so shares are measured. Where a block is
+    split along several axes of a mesh, ``along`` has its place on each of them.
+    """
+
+    count: int = 1
+    index: int = 0
+    collectives: Collectives | None = None
+    along: Mapping[str, Shards] = field(default_factory=dict)
+
+    def range(self, total: int) -> tuple[int, int]:
+        """This device's share of ``total`` rows: first, and the one after the last. Shares differ by one at most."""
+        return range_of(total, self.count, self.index)
+
+    def shared(self, whole: Tensor) -> Tensor:
+        """A whole tensor on its way into split work: its gradient is the sum of what the devices find."""
+        return whole if self.count == 1 else _mapped(whole, lambda same: same.view_as(same), self._collectives.sum)
+
+    def summed(self, part: Tensor) -> Tensor:
+        """The sum of the devices' parts, whole on each of them."""
+        return part if self.count == 1 else _mapped(part, self._collectives.sum, lambda gradient: gradient)
+
+    def gathered(self, share: Tensor, dimension: int = -1) -> Tensor:
+        """The devices' slices side by side, whole on each of them; all are of one size."""
+        return share if self.count == 1 else _mapped(share, *self._gather_and_slice(dimension))
+
+    def sliced(self, whole: Tensor, dimension: int = -1) -> Tensor:
+        """This device's slice of what is whole on each; all are of one size. Gradients of slices make up the whole's.
+
+        Raises:
+            UsageError: the slices would not be of one size.
+        """
+        if self.count == 1:
+            return whole
+        self._require_cut(whole, dimension)
+        gather, slice_ = self._gather_and_slice(dimension)
+        return _mapped(whole, slice_, gather)
+
+    def exchanged(self, share: Tensor, taken: int, given: int) -> Tensor:
+        """A slice along dimension ``given`` becomes one along ``taken``: what gathering and slicing would make.
+
+        Raises:
+            UsageError: as :meth:`sliced`.
+        """
+        self._require_cut(share, taken)
+
+        def exchange(tensor: Tensor, cut: int, joined: int) -> Tensor:
+            return torch.cat(self._collectives.exchange(tensor.chunk(self.count, cut)), joined)
+
+        return _mapped(share, partial(exchange, cut=taken, joined=given), partial(exchange, cut=given, joined=taken))
+
+    def _gather_and_slice(self, dimension: int) -> tuple[_Map, _Map]:
+        def gather(share: Tensor) -> Tensor:
+            return torch.cat(self._collectives.gather(share), dimension)
+
+        def slice_(whole: Tensor) -> Tensor:
+            size = whole.shape[dimension] // self.count
+            return whole.narrow(dimension, self.index * size, size)
+
+        return gather, slice_
+
+    def _require_cut(self, whole: Tensor, dimension: int) -> None:
+        if whole.shape[dimension] % self.count:
+            raise UsageError(
+                f"dimension {dimension} of a tensor of shape {list(whole.shape)} cannot be cut into {self.count}"
+            )
+
+    @property
+    def _collectives(self) -> Collectives:
+        return self.collectives or _OneDevice(self.count)
+
+
+WHOLE = Shards()
+"""A device that has all of a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a block is split over devices.
+
+    ``build(shards)`` makes the module of one device. It is called with the same inputs as the whole block and returns
+    the same outputs, whole on every device. Its parameters have the whole block's names; ``cuts`` says of which it has
+    shares. All others are whole on every device, and so must be their gradients. Values are copied from the whole
+    block.
+
+    With ``takes`` its inputs are slices along their last dimension, with ``gives`` its output is one. Of the axis
+    ``places`` inputs and outputs always are slices along their second dimension, and parameters whole.
+    """
+
+    build: Callable[[Shards], nn.Module]
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    takes: bool = False
+    gives: bool = False
+
+
+def share_of(whole: nn.Module, made: nn.Module, part_of: Callable[[str], Part]) -> nn.Module:
+    """The module ``made`` for one device, with its parts of the whole block's parameters, by name.
+
+    Raises:
+        UsageError: a parameter cannot be split so, or the module's parameters are not such parts.
+    """
+    names = {name for name, _ in whole.named_parameters()}
+    if unlike := names ^ {name for name, _ in made.named_parameters()}:
+        raise UsageError(f"its share has other parameters than the whole block, such as {min(unlike)!r}")
+    for name, parameter in made.named_parameters():
+        try:
+            value = part_of(name).within(whole.get_parameter(name).detach())
+        except UsageError as error:
+            raise UsageError(f"parameter {name!r} of {error}") from None
+        if value.shape != parameter.shape:
+            raise UsageError(
+                f"parameter {name!r} of a share has shape {list(parameter.shape)}, and its cut is {list(value.shape)}"
+            )
+        with torch.no_grad():
+            parameter.copy_(value)
+    return made
+
+
+class _Mapped(torch.autograd.Function):
+    """A map of a tensor, and the map of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, forth: _Map, back: _Map) -> Tensor:
+        ctx.back = back
+        return forth(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        back: _Map = ctx.back
+        return back(gradients[0]), None, None
+
+
+_mapped: Callable[[Tensor, _Map, _Map], Tensor] = _Mapped.apply

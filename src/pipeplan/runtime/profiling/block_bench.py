@@ -1,0 +1,227 @@
+"""One block at one micro-batch size, run alone as a stage runs it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.checkpoint import checkpoint
+
+from pipeplan.files import CostRow
+from pipeplan.runtime.models.shapes import outputs_of
+from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, warn_if_nothing_waits
+from pipeplan.runtime.profiling.memory import Meter, SavedTensors, Usage, meter_for, storages
+from pipeplan.runtime.profiling.resume import KeptRow, RowKey
+from pipeplan.runtime.profiling.timing import blamed, spread_of, timed
+
+__all__ = ["TIMES", "Bench", "Time"]
+
+Time = Literal["forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns"]
+TIMES: tuple[Time, ...] = ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns")
+
+_Roots = list[tuple[GradientEdge, Tensor]]
+"""Where backward begins, and with which gradients."""
+
+_WORTH_A_LOOK = 0.01
+"""Times below this share of a block's forward and backward may be as unsteady as they like."""
+
+
+@dataclass(slots=True, eq=False)
+class Bench:
+    """One block at one micro-batch size, ready to run again and again.
+
+    ``inputs`` are what it takes of its sources, ``needs_grad`` whether each gets a gradient, ``gradients`` those of
+    its outputs, by index. With ``recompute`` (in the key) F keeps its inputs alone, and B and I run it again first.
+    """
+
+    key: RowKey
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
+    needs_grad: tuple[bool, ...]
+    samples: tuple[Tensor, ...]
+    gradients: tuple[tuple[int, Tensor], ...]
+    device: torch.device
+    meter: Callable[[torch.device], Meter] = meter_for
+    activation_bytes: int = 0
+    weight_grad_bytes: int = 0
+    workspace_bytes: int = 0
+    times: dict[Time, list[int]] = field(default_factory=dict)
+
+    def forward(self) -> _Roots:
+        """F: what backward starts from; nothing if no gradient is needed. The outputs themselves are let go of."""
+        leaves = [
+            tensor.detach().requires_grad_(needs) for tensor, needs in zip(self.inputs, self.needs_grad, strict=True)
+        ]
+        made = outputs_of(self._run(*leaves, *self.samples))
+        assert made is not None, "its shapes are known: tensors come out"
+        return [
+            (get_gradient_edge(made[index]), gradient)
+            for index, gradient in self.gradients
+            if made[index].requires_grad
+        ]
+
+    def _run(self, *arguments: Tensor) -> object:
+        if self.key.recompute:
+            return checkpoint(self.module, *arguments, use_reentrant=False)
+        return self.module(*arguments)
+
+    @staticmethod
+    def backward(roots: _Roots) -> None:
+        """B, or I while a queue collects the weight gradients."""
+        if roots:
+            edges, gradients = zip(*roots, strict=True)
+            torch.autograd.backward(edges, gradients)
+
+    def time(self, *, keep: bool) -> None:
+        """Two passes, with full and with split backward; their times are kept unless they warm up."""
+        with blamed(self.key.label):
+            times = (*self._time_full(), *self._time_split())
+        if keep:
+            for name, nanoseconds in zip(TIMES, times, strict=True):
+                self.times.setdefault(name, []).append(nanoseconds)
+
+    def _time_full(self) -> tuple[int, int]:
+        roots, forward_ns = timed(self.forward, self.device)
+        _, backward_ns = timed(partial(self.backward, roots), self.device)
+        return forward_ns, backward_ns
+
+    def _time_split(self) -> tuple[int, int]:
+        roots, queue = self.forward(), WeightGradQueue()
+        with queue:
+            _, input_grad_ns = timed(partial(self.backward, roots), self.device)
+        del roots  # the stage has sent the input's gradient away by then
+        _, weight_grad_ns = timed(queue.run, self.device)
+        return input_grad_ns, weight_grad_ns
+
+    def runs_left(self, repeats: int, warmup: int) -> int:
+        """Timed runs to come and those to warm up before; 0 if all times are there."""
+        left = repeats - len(self._rows_of_times())
+        return warmup + left if left > 0 else 0
+
+    def is_unsteady(self, max_spread: float) -> bool:
+        """Whether the spread of one of its times that matter is above the one asked for."""
+        floor = _WORTH_A_LOOK * (self.median("forward_ns") + self.median("backward_ns"))
+        return any(spread_of(self.times[name]) > max_spread for name in TIMES if self.median(name) > floor)
+
+    def median(self, name: Time) -> int:
+        """Of the runs so far, in ns."""
+        return int(statistics.median(self.times[name]))
+
+    def _rows_of_times(self) -> list[tuple[int, int, int, int]]:
+        """The times of each run; of one that was interrupted while they were noted, nothing."""
+        forward, backward, input_grad, weight_grad = (self.times.get(name, []) for name in TIMES)
+        return list(zip(forward, backward, input_grad, weight_grad, strict=False))
+
+    def kept(self) -> KeptRow:
+        """What there is so far."""
+        return KeptRow(
+            block=self.key.block,
+            microbatch_size=self.key.size,
+            shards=self.key.shards,
+            recompute=self.key.recompute,
+            activation_bytes=self.activation_bytes,
+            weight_grad_bytes=self.weight_grad_bytes,
+            workspace_bytes=self.workspace_bytes,
+            times=tuple(self._rows_of_times()),
+        )
+
+    def take_up(self, kept: KeptRow) -> None:
+        """Go on from what an earlier measurement kept."""
+        self.activation_bytes = kept.activation_bytes
+        self.weight_grad_bytes = kept.weight_grad_bytes
+        self.workspace_bytes = kept.workspace_bytes
+        columns = zip(*kept.times, strict=True) if kept.times else ((),) * len(TIMES)
+        self.times = {name: list(column) for name, column in zip(TIMES, columns, strict=True)}
+
+    def measure_memory(self) -> None:
+        """Bytes held after F and after I, and what running takes beyond them."""
+        with blamed(self.key.label):
+            given = self._measure_held()
+            usage = self._measure_usage()
+        self.workspace_bytes = self._workspace(usage, given)
+
+    def _measure_held(self) -> int:
+        """Fill in what waits for B, or for W; returns how much of the former the block was given.
+
+        Held after F are the tensors that autograd saved and the inputs that get a gradient, or with recomputation
+        all that the block was given; less what belongs to the module. The output is not among them: whoever takes
+        it counts it as an input. Held after I is what the deferred weight gradients need.
+        """
+        own = storages([*self.module.parameters(), *self.module.buffers()])
+        with SavedTensors() as saved:
+            roots = self.forward()
+        held = _without(storages([*saved.alive(), *self._kept_inputs()]) if roots else {}, own)
+        with WeightGradQueue() as queue:
+            self.backward(roots)
+        warn_if_nothing_waits(queue, self.module, self.key.label)
+        self.activation_bytes = sum(held.values())
+        self.weight_grad_bytes = sum(_without(storages(queue.held), own).values())
+        queue.run()
+        given = storages([*self.inputs, *self.samples])
+        return sum(size for address, size in held.items() if address in given)
+
+    def _kept_inputs(self) -> list[Tensor]:
+        if self.key.recompute:
+            return [*self.inputs, *self.samples]
+        return [tensor for tensor, needs in zip(self.inputs, self.needs_grad, strict=True) if needs]
+
+    def _measure_usage(self) -> dict[str, Usage]:
+        """Allocations while F, B, I and W run; the parameters have their gradients by now, as in a second run."""
+        queue = WeightGradQueue()
+        with self.meter(self.device) as meter:
+            with meter.phase("F"):
+                roots = self.forward()
+            with meter.phase("B"):
+                self.backward(roots)
+            del roots
+            roots = self.forward()
+            with queue, meter.phase("I"):
+                self.backward(roots)
+            del roots
+            with meter.phase("W"):
+                queue.run()
+        return meter.usage
+
+    def _workspace(self, usage: dict[str, Usage], given: int) -> int:
+        """The most that F, B, I or W takes beyond what the row counts as held while it runs.
+
+        ``given`` bytes of the inputs, and the gradients of the outputs, were there before anything was counted; I
+        counts as holding what F left or what W needs, whichever is more. Outputs and gradients of inputs are part
+        of the workspace: they leave when the action ends.
+        """
+        held, deferred = self.activation_bytes, self.weight_grad_bytes
+        gradient = sum(gradient.nbytes for _, gradient in self.gradients)
+        return max(
+            0,
+            given + usage["F"].peak - held,
+            given + gradient + usage["B"].peak - held,
+            given + gradient + usage["I"].peak - max(held, deferred),
+            usage["W"].peak - usage["W"].start,
+        )
+
+    def row(self) -> CostRow:
+        """The measurements as a row of the profile."""
+        return CostRow(
+            microbatch_size=self.key.size,
+            shards=self.key.shards,
+            recompute=self.key.recompute,
+            forward_ns=self.median("forward_ns"),
+            backward_ns=self.median("backward_ns"),
+            input_grad_ns=self.median("input_grad_ns"),
+            weight_grad_ns=self.median("weight_grad_ns"),
+            activation_bytes=self.activation_bytes,
+            weight_grad_bytes=self.weight_grad_bytes,
+            workspace_bytes=self.workspace_bytes,
+            repeats=len(self.times["forward_ns"]),
+            spread={name: spread_of(self.times[name]) for name in TIMES},
+        )
+
+
+def _without(found: dict[int, int], own: dict[int, int]) -> dict[int, int]:
+    return {address: size for address, size in found.items() if address not in own}

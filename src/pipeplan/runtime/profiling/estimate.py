@@ -1,0 +1,311 @@
+"""Estimating a model's costs without running it: bytes and work counted on fake tensors, times by a device's rates.
+
+Blocks run as they do when measured, but on tensors that have shapes and no data, so that a model of any size needs
+neither memory nor time. Fake tensors stand on the CPU: the meta device would choose another attention and hold more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from pipeplan._version import __version__
+from pipeplan.costs.blocks import Calibration, Known, Work, calibrate, likeness, measured_rows
+from pipeplan.costs.communication import prices_in, prices_of
+from pipeplan.costs.operators import Kernel
+from pipeplan.costs.presets import DevicePreset
+from pipeplan.errors import UsageError
+from pipeplan.files import Cluster, CostRow, Profile, Source
+from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.parallel.weight_grads import defer_weight_gradients
+from pipeplan.runtime.profiling.block_bench import Bench
+from pipeplan.runtime.profiling.build_profile import costs_of, priced_by, profile_of, splits_of, unsplit_of
+from pipeplan.runtime.profiling.memory import Meter, Usage
+from pipeplan.runtime.profiling.resume import UnfinishedProfile
+from pipeplan.runtime.profiling.rounds import Benches, Kind, Progress, RunCounter, SharedModel, kinds_of
+
+__all__ = ["estimate_model", "work_of_blocks"]
+
+_attention_flops: Any = sdpa_flop_count
+_attention_backward_flops: Any = sdpa_backward_flop_count
+_CPU = torch.device("cpu")
+_aten = torch.ops.aten
+_NOTES = (
+    "Estimated, not measured: bytes are what autograd would hold, times are sums over kernels of the device's "
+    "roofline. Weight gradients of linear and embedding layers are deferred to W, all others are part of I. Optimizer "
+    "state is AdamW's."
+)
+
+
+def estimate_model(
+    model: Model,
+    microbatch_sizes: Sequence[int],
+    *,
+    device: DevicePreset,
+    dtype: torch.dtype,
+    shards: Sequence[int] = (1,),
+    recompute: bool = False,
+    calibration: Profile | None = None,
+    reference: Model | None = None,
+    cluster: Cluster | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """Estimate every block of a model for each micro-batch size.
+
+    Args:
+        model: what to estimate.
+        microbatch_sizes: samples per micro-batch, each at least 1.
+        device: whose rates are taken.
+        dtype: of parameters and activations.
+        shards: devices that split each block.
+        recompute: rows with activation checkpointing of each block, too.
+        calibration: a measured profile that times are fitted to: of this model, or of some of its blocks.
+        reference: the model that ``calibration`` is of, if it is another one.
+        cluster: whose links the collectives of split blocks take; without, the device's own link.
+        progress: told of every block and size.
+
+    Raises:
+        UsageError: sizes or shards make no sense, or the calibration knows no block of this model.
+        ExecutionError: a block cannot run on fake tensors; the text names it and the size.
+    """
+    sizes = sorted(set(microbatch_sizes))
+    if not sizes or sizes[0] < 1:
+        raise UsageError(f"micro-batch sizes {sizes}: give at least one, each 1 or more, with --microbatch")
+    splits = splits_of(model, shards, dtype, cluster)
+    rows = {bench.key: (bench.row(), work) for bench, work in _counted(splits, sizes, dtype, recompute, progress)}
+    unsplit, notes = unsplit_of(splits, model, dtype), _NOTES
+    timed = {key: _on_device(row, work, device) for key, (row, work) in rows.items()}
+    by_kind: dict[Kind, list[CostRow]] = {}
+    if calibration is not None:
+        bare = profile_of(model, unsplit, {b.spec.id: [_ANY] for b in unsplit.blocks}, _source(device, dtype, ""))
+        fitted = _fitted(calibration, reference or model, dtype)
+        blocks = {block.id: block for block in bare.blocks}
+        timed = {key: fitted.row(blocks[key.block], *rows[key]) for key in rows}
+        notes = f"{notes} {_told(calibration, fitted, bare)}"
+    for key, row in timed.items():
+        by_kind.setdefault((key.shards, key.block), []).append(row)
+    price = priced_by(prices_in(cluster) if cluster is not None else prices_of(device), dtype)
+    return profile_of(model, unsplit, costs_of(splits, kinds_of(splits), by_kind, price), _source(device, dtype, notes))
+
+
+_ANY = CostRow(microbatch_size=1, forward_ns=0, backward_ns=0)
+
+
+def work_of_blocks(model: Model, microbatch_size: int, dtype: torch.dtype) -> dict[str, tuple[CostRow, Work]]:
+    """Bytes, in a row without times, and kernels of every block for one micro-batch, by block id."""
+    splits = splits_of(model, (1,), dtype, None)
+    found = {b.key.block: (b.row(), work) for b, work in _counted(splits, [microbatch_size], dtype, False, None)}
+    return {block.spec.id: found[block.kind] for block in splits[0].survey.blocks}
+
+
+def _on_device(row: CostRow, work: Work, device: DevicePreset) -> CostRow:
+    times: dict[str, int] = {
+        phase: round(sum(device.kernel_ns(each.flops, each.moved_bytes, matrix=each.matrix) for each in kernels))
+        for phase, kernels in work.items()
+    }
+    return row.model_copy(update={**times, "backward_ns": times["input_grad_ns"] + times["weight_grad_ns"]})
+
+
+def _source(device: DevicePreset, dtype: torch.dtype, notes: str) -> Source:
+    return Source(
+        method="estimated",
+        device=device.title,
+        dtype=str(dtype).removeprefix("torch."),
+        versions={"pipeplan": __version__, "torch": torch.__version__},
+        date=datetime.now(UTC).date().isoformat(),
+        notes=notes if not notes else f"{notes} Device: {device.source}.",
+    )
+
+
+# Calibration ------------------------------------------------------------------------------------------------------
+
+
+def _fitted(measured: Profile, reference: Model, dtype: torch.dtype) -> Calibration:
+    """Rates and factors from the measured rows of blocks that the reference has."""
+    splits = splits_of(reference, (1,), dtype, None)
+    unsplit = splits[0].survey
+    bare = profile_of(reference, unsplit, {b.spec.id: [_ANY] for b in unsplit.blocks}, Source(method="estimated"))
+    kinds = {likeness(block): surveyed.kind for block, surveyed in zip(bare.blocks, unsplit.blocks, strict=True)}
+    rows = [(block, row) for block, row in measured_rows(measured) if likeness(block) in kinds]
+    if not rows:
+        raise UsageError(
+            f"--calibrate: profile {measured.name!r} has no block with the operator, dimensions and parameters of one "
+            f"of {reference.name!r}; measure some of its blocks, in the same --dtype and with the same --sequence"
+        )
+    sizes = sorted({row.microbatch_size for _, row in rows})
+    works = {(b.key.block, b.key.size): work for b, work in _counted(splits, sizes, dtype, False, None)}
+    return calibrate([Known(block, row, works[kinds[likeness(block)], row.microbatch_size]) for block, row in rows])
+
+
+def _told(measured: Profile, fitted: Calibration, estimated: Profile) -> str:
+    known = {like for like, _ in fitted.blocks}
+    blocks = sum(likeness(block) in known for block in estimated.blocks)
+    sizes = sorted({size for by_size in fitted.blocks.values() for size in by_size})
+    return (
+        f"Times are fitted to {measured.name} as measured on {measured.source.device}, micro-batch sizes {sizes}: "
+        f"{blocks} of {len(estimated.blocks)} blocks by a factor of their own, the others by one of their kind of "
+        f"operator. The three common rates alone are off by {fitted.error:.0%} in the median."
+    )
+
+
+# Counting ---------------------------------------------------------------------------------------------------------
+
+
+def _counted(
+    splits: Sequence[SharedModel], sizes: Sequence[int], dtype: torch.dtype, recompute: bool, progress: Progress | None
+) -> Iterator[tuple[Bench, Work]]:
+    """Every kind of block at every size, with its bytes, and its kernels in F, I and W."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = tuple(replace(split, model=_fake(split.model, sizes, dtype, mode)) for split in splits)
+    tallies: list[_Tally] = []
+
+    def tally(_: torch.device) -> Meter:
+        tallies.append(_Tally())
+        return tallies[-1]
+
+    kinds, choices = kinds_of(splits), (False, True) if recompute else (False,)
+    benches = Benches(fake, kinds, choices, dtype, _CPU, 0, UnfinishedProfile(), (), tally)
+    rounds = RunCounter(progress, len(set(kinds.values())) * len(choices) * len(sizes))
+    with mode:
+        benches.fill(sizes, rounds)
+    for bench, found in zip(benches.all, tallies, strict=True):
+        for name in ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns"):
+            bench.times[name] = [0]
+        yield (
+            bench,
+            {
+                "forward_ns": found.kernels["F"],
+                "input_grad_ns": found.kernels["I"],
+                "weight_grad_ns": found.kernels["W"],
+            },
+        )
+
+
+class _FakeModel(Model):
+    """A model whose modules and batches have shapes and no data."""
+
+    def build(
+        self, id_: str, seed: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> nn.Module:
+        """A block's module with fake parameters."""
+        with unset_fake_temporarily(), torch.device("meta"):
+            module = self.block(id_).build().to("meta", dtype)
+        for owner in module.modules():
+            for name, parameter in owner.named_parameters(recurse=False):
+                fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+                owner.register_parameter(name, nn.Parameter(fake, parameter.requires_grad))
+            for name, buffer in owner.named_buffers(recurse=False):
+                owner.register_buffer(name, torch.empty(buffer.shape, dtype=buffer.dtype))
+        return defer_weight_gradients(module)
+
+
+def _fake(model: Model, sizes: Sequence[int], dtype: torch.dtype, mode: FakeTensorMode) -> Model:
+    """Batches are made beforehand: making one may look at data."""
+    batches = {size: model.mini_batch(size, 0, 0, dtype=dtype) for size in sizes}
+
+    def batch(num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
+        return {name: mode.from_tensor(tensor) for name, tensor in batches[num_samples].items()}
+
+    return _FakeModel(model.name, model.blocks, batch, model.predictions, model.tied, model.sharded)
+
+
+class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has its constructors without types
+    """Notes every operator's work, and the bytes in use, while phases run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # the same
+        self.usage: dict[str, Usage] = {}
+        self.kernels: dict[str, list[Kernel]] = {}
+        self._phase: list[Kernel] | None = None
+        self._in_use = self._peak = 0
+        self._known: set[int] = set()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what runs inside under a name."""
+        start, self._peak = self._in_use, self._in_use
+        self._phase = self.kernels[name] = []
+        yield
+        self._phase = None
+        self.usage[name] = Usage(start, self._peak)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator and note it."""
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        known = {tensor.untyped_storage()._cdata for tensor in given}
+        made = func(*args, **(kwargs or {}))
+        outputs = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
+        fresh = [each for each in outputs if each.untyped_storage()._cdata not in known]
+        for tensor in fresh:
+            self._allocate(tensor)
+        if self._phase is not None and (fresh or func._schema.is_mutable) and not _only_reserves(func):
+            self._phase.append(_kernel(func, args, kwargs or {}, made, given, outputs))
+        return made
+
+    def _allocate(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self._in_use += size
+            self._peak = max(self._peak, self._in_use)
+            finalize(storage, self._release, key, size)
+
+    def _release(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self._in_use -= size
+
+
+def _only_reserves(func: Any) -> bool:
+    return str(func._overloadpacket).split(".")[-1].startswith(("empty", "new_empty"))
+
+
+def _kernel(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any, given: list[Tensor], outputs: list[Tensor]
+) -> Kernel:
+    """An operator's FLOPs, the bytes it reads and writes, and whether matrix units do it."""
+    read = given[1:] + outputs if func._overloadpacket is _aten.embedding else given  # rows, not the whole table
+    moved = sum(_shown_bytes(tensor) for tensor in (*read, *outputs))
+    count = _FLOPS.get(func._overloadpacket)
+    if count is not None:
+        return Kernel(int(count(*args, **kwargs, out_val=made)), moved, matrix=True)
+    return Kernel(max((tensor.numel() for tensor in outputs), default=0), moved)
+
+
+def _shown_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _cpu_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any = None, **more: Any) -> int:
+    """FLOPs of fused attention on the CPU, which torch's counter misses before 2.15; a causal mask leaves half."""
+    causal = more.get("is_causal", rest[1] if len(rest) > 1 else False)
+    flops = int(_attention_flops(query.shape, key.shape, value.shape))
+    return flops // 2 if causal else flops
+
+
+def _cpu_attention_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any = None, **more: Any
+) -> int:
+    causal = more.get("is_causal", rest[3] if len(rest) > 3 else False)
+    flops = int(_attention_backward_flops(gradient.shape, query.shape, key.shape, value.shape))
+    return flops // 2 if causal else flops
+
+
+_FLOPS: dict[Any, Any] = {
+    **flop_registry,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+}

@@ -1,0 +1,232 @@
+"""Measuring a model block by block: times, memory, and what travels between blocks.
+
+Every block runs by itself as a stage runs it: its inputs are leaves, and its backward starts from a given gradient.
+F and B are timed in one pass; F, I and W in another. The runs of all blocks and sizes take turns, one run of each
+per round, so that a slow moment of the machine falls on all of them, and each finds the caches as another left them.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from pipeplan._version import __version__
+from pipeplan.costs.communication import prices_in
+from pipeplan.errors import UsageError
+from pipeplan.files import Cluster, CostRow, Profile, Source
+from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.profiling.block_bench import TIMES, Bench
+from pipeplan.runtime.profiling.block_graph import BlockGraph
+from pipeplan.runtime.profiling.build_profile import costs_of, priced_by, profile_of, splits_of, unsplit_of
+from pipeplan.runtime.profiling.resume import UnfinishedProfile
+from pipeplan.runtime.profiling.rounds import Benches, Kind, Progress, RunCounter, RunCounts, SharedModel, kinds_of
+from pipeplan.runtime.profiling.timing import drift_of, num_outliers, steady
+from pipeplan.runtime.profiling.whole_model import WholeBench
+
+__all__ = ["Progress", "profile_model"]
+
+_DRIFT = 0.1
+"""A second half of the runs that is slower or faster by more than this is told of."""
+
+
+def profile_model(
+    model: Model,
+    microbatch_sizes: Sequence[int],
+    *,
+    repeats: int = 10,
+    warmup: int = 3,
+    max_spread: float | None = None,
+    shards: Sequence[int] = (1,),
+    recompute: bool = False,
+    cluster: Cluster | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    progress: Progress | None = None,
+    partial: UnfinishedProfile | None = None,
+    beside: Sequence[WholeBench] = (),
+) -> Profile:
+    """Measure every block of a model for each micro-batch size.
+
+    Blocks that are alike are measured once, those of different shard counts included. Held in memory are one block of
+    each kind with its gradients, and what one of them needs to run. A size for which memory runs out is left out, and
+    so are those above it; the profile's notes then say so.
+
+    With ``partial`` what was measured is kept in its file every few seconds and when something fails, and a later
+    call goes on from there, also with other sizes. The file stays until the caller has written the profile.
+
+    Args:
+        model: what to measure.
+        microbatch_sizes: samples per micro-batch, each at least 1.
+        repeats: timed runs behind each median, at least 1.
+        warmup: runs of each before them.
+        max_spread: go on, up to 5 times ``repeats``, with blocks whose spread is above it.
+        shards: devices that split each block; one device's share is measured alone.
+        recompute: rows with activation checkpointing of each block, too.
+        cluster: whose links the collectives of split blocks take; without, their times are left out.
+        dtype: of parameters and activations.
+        device: where to run; times and memory on CUDA are taken on the device.
+        seed: of parameters and samples.
+        progress: told of every run.
+        partial: keeps what was measured.
+        beside: models in one piece that take turns with the blocks.
+
+    Raises:
+        UsageError: sizes, repeats, shards or device make no sense, the model cannot be split so, a block cannot be
+            built, or ``partial`` is of another model, device or way to measure.
+        ExecutionError: a block failed; the text names it and the size.
+        InfeasibleError: memory ran out at the smallest size.
+    """
+    sizes, runs = sorted(set(microbatch_sizes)), RunCounts(repeats, warmup, max_spread)
+    where = _require_usable(sizes, runs, device)
+    splits = splits_of(model, shards, dtype, cluster)
+    unsplit = unsplit_of(splits, model, dtype)
+    _require_fitting(model, unsplit, dtype, where)
+    kinds, choices = kinds_of(splits), (False, True) if recompute else (False,)
+    partial = UnfinishedProfile() if partial is None else partial
+    partial.open(_question(splits, runs, dtype, where, recompute=recompute, seed=seed))
+    benches = Benches(splits, kinds, choices, dtype, where, seed, partial, beside)
+    rounds = RunCounter(progress, len(set(kinds.values())) * len(choices) * len(sizes) * (1 + warmup + repeats))
+    try:
+        with steady(where):
+            missing = benches.fill(sizes, rounds)
+            rounds.total = rounds.done + sum(bench.runs_left(repeats, warmup) for bench in benches.all)
+            missing = benches.time(runs, rounds) or missing
+    finally:
+        benches.keep()
+        partial.save()
+    notes = " ".join([*_notes(splits, kinds, runs, cluster, recompute=recompute), *_told(benches.all, missing)])
+    rows: dict[Kind, list[CostRow]] = {}
+    for bench in benches.all:
+        rows.setdefault((bench.key.shards, bench.key.block), []).append(bench.row())
+    costs = costs_of(splits, kinds, rows, priced_by(None if cluster is None else prices_in(cluster), dtype))
+    return profile_of(model, unsplit, costs, _source(dtype, where, notes))
+
+
+def _require_usable(sizes: Sequence[int], runs: RunCounts, device: torch.device | str) -> torch.device:
+    if not sizes or sizes[0] < 1:
+        raise UsageError(f"micro-batch sizes {list(sizes)}: give at least one, each 1 or more, with --microbatch")
+    if runs.repeats < 1 or runs.warmup < 0:
+        raise UsageError(f"--repeats {runs.repeats} and --warmup {runs.warmup}: at least 1 timed run and 0 before it")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"--device {device!r} is not a device; give cpu or cuda") from None
+    if found.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {device!r} cannot be measured; give cpu or cuda")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no CUDA device here; give --device cpu")
+    return found
+
+
+def _require_fitting(model: Model, surveyed: BlockGraph, dtype: torch.dtype, device: torch.device) -> None:
+    """Check before anything runs that names and edges are those of a profile. Raises UsageError."""
+    nothing = (CostRow(microbatch_size=1, forward_ns=0, backward_ns=0),)
+    profile_of(model, surveyed, {block.spec.id: nothing for block in surveyed.blocks}, _source(dtype, device, ""))
+
+
+def _question(
+    splits: Sequence[SharedModel],
+    runs: RunCounts,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    recompute: bool,
+    seed: int,
+) -> dict[str, str]:
+    """All that a row depends on beside its block and size, by the words an error uses for it."""
+    source = _source(dtype, device, "")
+    return {
+        "model": splits[0].model.name,
+        "--shards": ",".join(str(split.shards) for split in splits),
+        "--recompute": str(recompute).lower(),
+        "--dtype": source.dtype,
+        "device": source.device,
+        "--repeats": str(runs.repeats),
+        "--warmup": str(runs.warmup),
+        "--seed": str(seed),
+        "largest spread": str(runs.max_spread),
+        "fingerprint of the model's blocks": "-".join(split.survey.fingerprint for split in splits),
+        **{f"version of {name}": version for name, version in source.versions.items()},
+    }
+
+
+def _source(dtype: torch.dtype, device: torch.device, notes: str) -> Source:
+    return Source(
+        method="measured",
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        dtype=str(dtype).removeprefix("torch."),
+        versions={"pipeplan": __version__, "python": platform.python_version(), "torch": torch.__version__},
+        date=datetime.now(UTC).date().isoformat(),
+        notes=notes,
+    )
+
+
+def _processor() -> str:
+    """The processor's name and how many threads operators use."""
+    name = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass  # not Linux
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'' if threads == 1 else 's'}"
+
+
+def _notes(
+    splits: Sequence[SharedModel],
+    kinds: Mapping[Hashable, Kind],
+    runs: RunCounts,
+    cluster: Cluster | None,
+    *,
+    recompute: bool,
+) -> Iterator[str]:
+    """How it was measured."""
+    more = "" if runs.max_spread is None else f" (more where the spread was above {runs.max_spread:g})"
+    yield f"Median of {runs.repeats} runs{more} after {runs.warmup} to warm up, blocks and sizes taking turns."
+    if groups := _groups(splits, kinds):
+        yield f"Blocks that are alike were measured once: {', '.join(groups[:20])}."
+    yield "Weight gradients of linear and embedding layers are deferred to W, all others are part of I."
+    yield "Optimizer state is AdamW's."
+    if splits[-1].shards > 1:
+        links = "not among their times" if cluster is None else "among their times, by the links of the cluster given"
+        yield f"Split blocks: one device's share was measured alone; collectives are {links}."
+    if recompute:
+        yield "With recomputation F keeps a block's inputs alone, and B and I run its forward again first."
+
+
+def _groups(splits: Sequence[SharedModel], kinds: Mapping[Hashable, Kind]) -> list[str]:
+    """Kinds that stand for several blocks of one split."""
+    found = []
+    for split in splits:
+        counts: dict[Kind, int] = {}
+        for block in split.survey.blocks:
+            kind = kinds[block.likeness]
+            counts[kind] = counts.get(kind, 0) + 1
+        split_so = f" split over {split.shards}" if split.shards > 1 else ""
+        found += [f"{id_} for {count} blocks{split_so}" for (_, id_), count in counts.items() if count > 1]
+    return found
+
+
+def _told(benches: Sequence[Bench], missing: str | None) -> Iterator[str]:
+    """What the runs showed that a reader must know: drift, outliers, sizes that are missing."""
+    series = [(bench.key.label, name, bench.times[name]) for bench in benches for name in TIMES[:2]]
+    drifts = {f"{name} of {label}": drift_of(values) for label, name, values in series}
+    if drifted := {what: drift for what, drift in drifts.items() if abs(drift) > _DRIFT}:
+        worst = max(drifted, key=lambda what: abs(drifted[what]))
+        yield (
+            f"Drift: between the first and the second half of the runs {len(drifted)} of {len(drifts)} medians changed "
+            f"by more than {_DRIFT:.0%}, most {worst}, by {drifted[worst]:+.0%}."
+        )
+    if far := sum(num_outliers(values) for _, _, values in series):
+        num_runs = sum(len(values) for _, _, values in series)
+        yield f"Outliers: {far} of {num_runs} forward and backward runs lie far above their like; medians ignore them."
+    if missing is not None:
+        yield f"Larger sizes are missing: {missing[:1000]}."

@@ -1,0 +1,223 @@
+"""All benches of a measurement, which take turns: one run of each per round."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from pipeplan.errors import InfeasibleError
+from pipeplan.runtime.models.shapes import outputs_of
+from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.profiling.block_bench import Bench
+from pipeplan.runtime.profiling.block_graph import BlockGraph, BlockNode
+from pipeplan.runtime.profiling.memory import Meter, meter_for
+from pipeplan.runtime.profiling.resume import RowKey, UnfinishedProfile
+from pipeplan.runtime.profiling.timing import blamed
+from pipeplan.runtime.profiling.whole_model import WholeBench
+
+__all__ = ["Benches", "Kind", "Progress", "RunCounter", "RunCounts", "SharedModel", "kinds_of"]
+
+Progress = Callable[[int, int, str], None]
+"""Called before each run with the runs done, all runs, and what runs now."""
+
+Kind = tuple[int, str]
+"""Shards and id of the block that is measured for all like it."""
+
+_ADAPTIVE = 5
+"""At most so many times the runs asked for, where times are unsteady."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedModel:
+    """A model of which each block is one device's share among ``shards``, and what is known of it."""
+
+    shards: int
+    model: Model
+    survey: BlockGraph
+
+
+def kinds_of(splits: Sequence[SharedModel]) -> dict[Hashable, Kind]:
+    """Which block is measured for those of a likeness: the first, with the fewest devices."""
+    found: dict[Hashable, Kind] = {}
+    for split in splits:
+        for block in split.survey.blocks:
+            found.setdefault(block.likeness, (split.shards, block.spec.id))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class RunCounts:
+    """Timed runs of each bench, runs to warm up before, and the spread above which more are made, if any."""
+
+    repeats: int
+    warmup: int
+    max_spread: float | None = None
+
+
+@dataclass(slots=True)
+class RunCounter:
+    """Counts the runs for whoever wants to see progress."""
+
+    progress: Progress | None
+    total: int
+    done: int = 0
+
+    def tell(self, what: str) -> None:
+        """Before a run."""
+        if self.progress is not None:
+            self.progress(self.done, max(self.total, self.done + 1), what)
+        self.done += 1
+
+
+@dataclass(slots=True)
+class Benches:
+    """All that is measured: one bench per kind of block, micro-batch size and recomputation choice, as they run.
+
+    ``beside`` are models in one piece that take their turn in each round, too.
+    """
+
+    splits: Sequence[SharedModel]
+    kinds: Mapping[Hashable, Kind]
+    recompute: tuple[bool, ...]
+    dtype: torch.dtype
+    device: torch.device
+    seed: int
+    partial: UnfinishedProfile
+    beside: Sequence[WholeBench] = ()
+    meter: Callable[[torch.device], Meter] = meter_for
+    all: list[Bench] = field(default_factory=list)
+    _modules: dict[Kind, nn.Module] = field(default_factory=dict)
+
+    def fill(self, sizes: Sequence[int], rounds: RunCounter) -> str | None:
+        """Build a bench for every kind and size and measure its memory.
+
+        Returns why sizes are missing, if memory did not suffice for all.
+        """
+        for size in sizes:
+            rows: list[Bench] = []
+            try:
+                for bench in self._of_size(size):
+                    rounds.tell(bench.key.label)
+                    self._measure_memory(bench)
+                    rows.append(bench)
+            except InfeasibleError as error:
+                if not self.all:
+                    raise
+                return str(error)
+            self.all += rows
+        return None
+
+    def _measure_memory(self, bench: Bench) -> None:
+        """Measure a bench's memory and keep it, or take both memory and times from what is kept."""
+        kept = self.partial.row(bench.key)
+        if kept is None:
+            bench.measure_memory()
+            self.partial.put(bench.kept())
+        else:
+            bench.take_up(kept)
+
+    def time(self, runs: RunCounts, rounds: RunCounter) -> str | None:
+        """Run all benches in turns until each has its times.
+
+        Returns why sizes are missing, if memory ran out now at one that fitted before.
+        """
+        missing = None
+        plans = {id(bench): bench.runs_left(runs.repeats, runs.warmup) for bench in self.all}
+        for count in range(max(plans.values(), default=0)):
+            turn = [bench for bench in self.all if count < plans[id(bench)]]
+            missing = self._round(turn, rounds, keep=count >= runs.warmup) or missing
+        for _ in range((_ADAPTIVE - 1) * runs.repeats if runs.max_spread is not None else 0):
+            turn = [bench for bench in self.all if bench.is_unsteady(runs.max_spread or 0.0)]
+            if not turn:
+                break
+            missing = self._round(turn, rounds, keep=True) or missing
+        return missing
+
+    def _round(self, turn: Sequence[Bench], rounds: RunCounter, *, keep: bool) -> str | None:
+        missing = None
+        gc.collect()
+        for whole in self.beside:
+            whole.time(keep=keep)
+        for bench in turn:
+            if bench in self.all:
+                rounds.tell(bench.key.label)
+                missing = self._time(bench, keep=keep) or missing
+        if self.partial.is_due:
+            self.keep()
+            self.partial.save()
+        return missing
+
+    def _time(self, bench: Bench, *, keep: bool) -> str | None:
+        try:
+            bench.time(keep=keep)
+        except InfeasibleError as error:
+            fitting = [other for other in self.all if other.key.size < bench.key.size]
+            if not fitting:
+                raise
+            self.all = fitting
+            return str(error)
+        return None
+
+    def keep(self) -> None:
+        """Hand what all benches have so far to the partial profile."""
+        for bench in self.all:
+            self.partial.put(bench.kept())
+
+    def _of_size(self, size: int) -> Iterator[Bench]:
+        """Run the kinds one after another, each on what those before it made, for inputs as they really are."""
+        outputs: dict[Kind, tuple[Tensor, ...]] = {}
+        for split in self.splits:
+            batch = split.model.mini_batch(size, 0, self.seed, dtype=self.dtype, device=self.device)
+            kind_of = {block.spec.id: self.kinds[block.likeness] for block in split.survey.blocks}
+            for block in split.survey.blocks:
+                kind = (split.shards, block.spec.id)
+                if kind_of[block.spec.id] != kind:
+                    continue
+                key = RowKey(block.spec.id, size, split.shards)
+                with blamed(key.label):
+                    inputs = _inputs(block, outputs, kind_of)
+                    samples = tuple(batch[name] for name in block.spec.samples)
+                    outputs[kind] = self._outputs(split, block, (*inputs, *samples))
+                    gradients = self._gradients(block, outputs[kind])
+                for recompute in self.recompute:
+                    key = RowKey(block.spec.id, size, split.shards, recompute)
+                    needs = block.input_needs_grad
+                    yield Bench(key, self._modules[kind], inputs, needs, samples, gradients, self.device, self.meter)
+
+    def _outputs(self, split: SharedModel, block: BlockNode, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        kind, id_ = (split.shards, block.spec.id), block.spec.id
+        if kind not in self._modules:
+            self._modules[kind] = split.model.build(id_, self.seed, dtype=self.dtype, device=self.device)
+        with torch.no_grad():
+            made = outputs_of(self._modules[kind](*arguments))
+        if made is None:
+            raise TypeError("it returned neither a tensor nor a tuple of tensors, unlike on the meta device")
+        return made
+
+    def _gradients(self, block: BlockNode, outputs: Sequence[Tensor]) -> tuple[tuple[int, Tensor], ...]:
+        """What backward starts from: ones for a loss, or noise, since numbers close to zero can be slow."""
+        return tuple(
+            (index, torch.ones_like(outputs[index]) if block.spec.loss else self._noise(outputs[index]))
+            for index in block.roots
+            if outputs[index].is_floating_point()
+        )
+
+    def _noise(self, output: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
+
+
+def _inputs(
+    block: BlockNode, outputs: Mapping[Kind, Sequence[Tensor]], kind_of: Mapping[str, Kind]
+) -> tuple[Tensor, ...]:
+    """What the block takes of its sources: tensors of their own, though blocks that are alike are run once."""
+    found: dict[tuple[str, int], Tensor] = {}
+    for source, index in block.spec.inputs:
+        tensor = outputs[kind_of[source]][index]
+        is_taken = any(tensor is other for name, other in found.items() if name != (source, index))
+        found.setdefault((source, index), tensor.clone() if is_taken else tensor)
+    return tuple(found[each] for each in block.spec.inputs)

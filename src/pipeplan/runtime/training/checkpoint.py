@@ -1,0 +1,240 @@
+"""Checkpoints: everything that training goes on from, in a form that knows nothing of the plan.
+
+Tensors are kept by ``torch.distributed.checkpoint`` under names of the model: ``parameters/BLOCK.NAME``,
+``optimizer/BLOCK.NAME/STATE``, ``buffers/BLOCK.NAME``; tied parameters have the first of their names. What ranks have
+copies of is written once, and shares of split parameters as those pieces of the whole that they are.
+The rest (steps done, learning rates, what the training is) is one small file that rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from pipeplan.errors import UsageError
+from pipeplan.runtime.executor.rank_group import AllRanks
+from pipeplan.runtime.launch.failures import Cause, RankError, lost_others
+from pipeplan.runtime.launch.status_board import Phase, Progress
+from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder, metadata_of, rest_of, undamaged
+from pipeplan.runtime.training.dcp_planner import (
+    ChunkLoadPlanner,
+    ChunkSavePlanner,
+    OwnedParameter,
+    ParameterChunk,
+    whole_chunk,
+)
+from pipeplan.runtime.training.optimizer import Updater
+from pipeplan.runtime.training.run_fingerprint import require_identity
+
+__all__ = ["Checkpoints", "TrainingState"]
+
+_REST = "rest.pt"
+_PARAMETERS, _OPTIMIZER, _BUFFERS = "parameters/", "optimizer/", "buffers/"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """What one rank trains; ``buffers`` are by ``BLOCK.NAME``.
+
+    ``identity`` is what the training is, see :mod:`pipeplan.runtime.training.run_fingerprint`: only the same goes on from a checkpoint.
+    """
+
+    parameters: Sequence[OwnedParameter]
+    buffers: Mapping[str, Tensor]
+    updater: Updater
+    identity: Mapping[str, object]
+
+
+class Checkpoints:
+    """Writes and reads one rank's part of checkpoints; both are collective.
+
+    Args:
+        folder: where they lie, the same for all ranks.
+        held: of this rank.
+        all_ranks: this rank's connection with all others.
+        progress: this rank's record.
+    """
+
+    def __init__(self, folder: CheckpointFolder, held: TrainingState, all_ranks: AllRanks, progress: Progress) -> None:
+        self._folder, self._held, self._all_ranks, self._progress = folder, held, all_ranks, progress
+
+    def begin(self, resume: bool) -> int:
+        """Go on from the last whole checkpoint, or start where there is none. Returns the number of steps done.
+
+        Raises:
+            UsageError: there is none to go on from, or one that this run would mix with; or it is damaged or does not
+                fit.
+        """
+        self._progress.begin(Phase.RESUMING)
+        if self._progress.rank == 0:
+            self._folder.make()
+        last = self._all_ranks.gather(max(self._folder.whole(), default=None))[0]
+        if resume and last is None:
+            raise UsageError(f"--resume: {self._folder.path} has no whole checkpoint; leave --resume out to start")
+        if not resume and last is not None:
+            raise UsageError(f"{self._folder.path} has {self._folder.of(last).name}; give --resume, or another folder")
+        return 0 if last is None else self._load(last)
+
+    def save(self, step: int) -> None:
+        """Write the state behind so many steps; when this returns, it is on the disk.
+
+        Raises:
+            RankError: a rank could not write, or is gone.
+        """
+        self._progress.begin(Phase.SAVING)
+        pieces, numbers = self._state()
+        with self._written(step):
+            if self._progress.rank == 0:
+                self._folder.begin(step)
+            told = self._all_ranks.gather((self._schedule(), numbers))
+            with lost_others(self._progress):
+                writer = FileSystemWriter(self._folder.part(step))
+                save(_first_of(pieces), storage_writer=writer, planner=ChunkSavePlanner(pieces))
+            if self._progress.rank == 0:
+                self._write_rest(step, told)
+                self._folder.publish(step)
+            with lost_others(self._progress):
+                dist.barrier()
+
+    @contextmanager
+    def _written(self, step: int) -> Iterator[None]:
+        """Say who could not write what."""
+        where = f"could not write {self._folder.of(step)}"
+        try:
+            yield
+        except CheckpointException as error:
+            rank, (reason, _) = min(error.failures.items())
+            raise RankError(Cause.RAISED, f"rank {rank} {where}: {type(reason).__name__}: {reason}") from error
+        except OSError as error:
+            raise RankError(Cause.RAISED, f"rank {self._progress.rank} {where}: {error}") from error
+
+    def _state(self) -> tuple[dict[str, list[ParameterChunk]], dict[str, dict[str, Any]]]:
+        """What this rank stores of tensors, and what optimizers keep of its parameters beside tensors."""
+        pieces = {_BUFFERS + name: [whole_chunk(buffer)] for name, buffer in self._held.buffers.items()}
+        numbers: dict[str, dict[str, Any]] = {}
+        for owned, state in zip(self._held.parameters, self._optimizer_states(), strict=True):
+            if owned.stored:
+                pieces.setdefault(_PARAMETERS + owned.name, []).extend(owned.pieces(owned.parameter.detach()))
+                for key, value in state.items():
+                    if isinstance(value, Tensor):
+                        pieces.setdefault(f"{_OPTIMIZER}{owned.name}/{key}", []).extend(owned.pieces(value))
+                    else:
+                        numbers.setdefault(owned.name, {})[key] = value
+        return pieces, numbers
+
+    def _optimizer_states(self) -> list[dict[str, Any]]:
+        """What the optimizer keeps of each parameter."""
+        optimizer = self._held.updater.optimizer
+        states = {} if optimizer is None else optimizer.state
+        return [states.get(owned.parameter, {}) for owned in self._held.parameters]
+
+    def _schedule(self) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
+        """What every rank's optimizer is set to, and where its schedule is; None on a rank that has none."""
+        updater = self._held.updater
+        if updater.optimizer is None or updater.schedule is None:
+            return None
+        groups = updater.optimizer.state_dict()["param_groups"]
+        return [{k: v for k, v in group.items() if k != "params"} for group in groups], updater.schedule.state_dict()
+
+    def _write_rest(self, step: int, told: list[tuple[Any, dict[str, dict[str, Any]]]]) -> None:
+        schedule = next((each for each, _ in told if each is not None), None)
+        numbers = {name: state for _, states in told for name, state in states.items()}
+        rest = {"step": step, "identity": dict(self._held.identity), "schedule": schedule, "numbers": numbers}
+        with (self._folder.part(step) / _REST).open("wb") as file:
+            torch.save(rest, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _load(self, step: int) -> int:
+        path = self._folder.of(step)
+        with undamaged(self._folder, step):
+            rest, metadata = rest_of(path, _REST), metadata_of(path)
+        require_identity(path, rest["identity"], self._held.identity)
+        kept = {
+            name: tensor
+            for name, tensor in metadata.state_dict_metadata.items()
+            if isinstance(tensor, TensorStorageMetadata)
+        }
+        self._require_same(path, kept)
+        states = [self._room(owned, kept) for owned in self._held.parameters]
+        pieces = self._targets(states)
+        with undamaged(self._folder, step), lost_others(self._progress):
+            load(_first_of(pieces), storage_reader=FileSystemReader(path), planner=ChunkLoadPlanner(pieces))
+        self._restore(path, rest, states)
+        return int(rest["step"])
+
+    def _require_same(self, path: Path, kept: Mapping[str, TensorStorageMetadata]) -> None:
+        """Refuse a checkpoint of other parameters than all ranks have together."""
+        held = self._held
+        own = {_PARAMETERS + each.name: _text(each.whole, each.parameter.dtype) for each in held.parameters}
+        own |= {_BUFFERS + name: _text(buffer.shape, buffer.dtype) for name, buffer in held.buffers.items()}
+        model = {name: text for each in self._all_ranks.gather(own) for name, text in each.items()}
+        saved = {name: _text(each.size, each.properties.dtype) for name, each in kept.items()}
+        for name in sorted({*saved, *model}):
+            if saved.get(name) != model.get(name) and not name.startswith(_OPTIMIZER):
+                raise UsageError(
+                    f"{path}: {name} is {saved.get(name, 'not there')}, and in the model "
+                    f"{model.get(name, 'not there')}; resume with the model it was trained with"
+                )
+
+    def _room(self, owned: OwnedParameter, kept: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+        """Tensors for what the optimizer kept of a parameter."""
+        prefix = f"{_OPTIMIZER}{owned.name}/"
+        return {
+            name.removeprefix(prefix): owned.room(each.size, each.properties.dtype)
+            for name, each in kept.items()
+            if name.startswith(prefix)
+        }
+
+    def _targets(self, states: Sequence[Mapping[str, Tensor]]) -> dict[str, list[ParameterChunk]]:
+        """Where tensors go: parameters and buffers as they stand, and the room for what the optimizer kept."""
+        pieces = {_BUFFERS + name: [whole_chunk(buffer)] for name, buffer in self._held.buffers.items()}
+        for owned, state in zip(self._held.parameters, states, strict=True):
+            pieces.setdefault(_PARAMETERS + owned.name, []).extend(owned.pieces(owned.parameter.detach()))
+            for key, value in state.items():
+                pieces.setdefault(f"{_OPTIMIZER}{owned.name}/{key}", []).extend(owned.pieces(value))
+        return pieces
+
+    def _restore(self, path: Path, rest: Mapping[str, Any], states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Put optimizer and schedule where they were; torch's optimizers move states to their parameters' device."""
+        optimizer, schedule = self._held.updater.optimizer, self._held.updater.schedule
+        if optimizer is None or schedule is None:
+            return
+        groups, of_schedule = rest["schedule"]
+        own = optimizer.state_dict()["param_groups"]
+        if len(own) != len(groups):
+            raise UsageError(f"{path}: the optimizer had {len(groups)} parameter groups, and now has {len(own)}")
+        found = {
+            id(owned.parameter): {**state, **rest["numbers"].get(owned.name, {})}
+            for owned, state in zip(self._held.parameters, states, strict=True)
+        }
+        order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        optimizer.load_state_dict(
+            {
+                "state": {index: found[id(each)] for index, each in enumerate(order) if found[id(each)]},
+                "param_groups": [{**new, "params": old["params"]} for new, old in zip(groups, own, strict=True)],
+            }
+        )
+        schedule.load_state_dict(of_schedule)
+
+
+def _first_of(pieces: Mapping[str, Sequence[ParameterChunk]]) -> dict[str, Any]:
+    """What torch takes for a state; the planners know that names stand for pieces."""
+    return {name: found[0].tensor for name, found in pieces.items()}
+
+
+def _text(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

@@ -1,0 +1,178 @@
+"""What a training is asked for, and what came of a run beside what its plan predicted.
+
+What a training is asked for. Needs no torch: the command line makes it, and ranks read it from JSON.
+
+A run that has ended, beside what its plan predicted.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from pipeplan.errors import UsageError
+from pipeplan.files import Plan
+from pipeplan.runtime.launch.job import RunOptions, RunResult
+
+__all__ = ["LR_SCHEDULES", "OPTIMIZERS", "RunOutcome", "TrainOptions"]
+
+
+OPTIMIZERS = {"adamw": "torch.optim:AdamW", "adam": "torch.optim:Adam", "sgd": "torch.optim:SGD"}
+"""Optimizers by name."""
+
+LR_SCHEDULES = ("constant", "cosine", "linear")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions(RunOptions):
+    """How to train with a plan. ``model`` is a name of the zoo, shortened to ``sequence`` if given, a configuration, or
+    ``pkg.mod:factory``; ``grain`` is what a block of a captured model is.
+
+    ``instructions`` is a module, ``pkg.mod``, that registers what the plan's instructions do.
+
+    ``optimizer`` is one of ``OPTIMIZERS`` or ``pkg.mod:factory``, a function of parameters that returns one;
+    ``learning_rate`` and ``weight_decay`` are handed to it where they are given. ``lr_schedule`` is one of
+    ``LR_SCHEDULES`` or ``pkg.mod:factory``, a function of an optimizer; ``lr_steps`` is how many steps it spans, all
+    if None. ``clip_norm`` is the largest norm of all gradients together, ``autocast`` the format that operators
+    compute in, each None to leave it out.
+
+    ``data`` is where samples come from, see :func:`pipeplan.runtime.training.data.with_data`; None for those a model makes up.
+
+    ``checkpoint`` is the folder of checkpoints, written every ``checkpoint_every`` steps and after the last one, but
+    not where loss or norm of gradients are not finite; ``keep_checkpoints`` of them are left there. ``resume`` goes on
+    from the last: ``num_steps`` counts from the training's beginning.
+    """
+
+    model: str
+    sequence: int | None = None
+    grain: Literal["layer", "half", "operator"] | None = None
+    seed: int = 0
+    dtype: str = "float32"
+    instructions: str | None = None
+    optimizer: str = "adamw"
+    learning_rate: float | None = None
+    weight_decay: float | None = None
+    lr_schedule: str = "constant"
+    warmup_steps: int = 0
+    lr_steps: int | None = None
+    clip_norm: float | None = None
+    autocast: str | None = None
+    data: str | None = None
+    checkpoint: str | None = None
+    checkpoint_every: int | None = None
+    keep_checkpoints: int = 2
+    resume: bool = False
+
+    job: ClassVar[str] = "pipeplan.runtime.training.trainer:train_job"
+
+    def require_consistent(self) -> None:
+        """Refuse options that mean nothing without another, and names that are none. Raises UsageError."""
+        _require_known("--optimizer", self.optimizer, OPTIMIZERS)
+        _require_known("--lr-schedule", self.lr_schedule, LR_SCHEDULES)
+        for flag, given in (("--resume", self.resume), ("--checkpoint-every", self.checkpoint_every)):
+            if given and self.checkpoint is None:
+                raise UsageError(f"{flag} needs --checkpoint DIR, the folder of checkpoints")
+
+    @property
+    def schedule_steps(self) -> int:
+        """Steps that the learning-rate schedule spans."""
+        return self.num_steps if self.lr_steps is None else self.lr_steps
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is written after a step."""
+        if self.checkpoint is None:
+            return False
+        every = self.checkpoint_every or self.num_steps
+        return (step + 1) % every == 0 or step + 1 == self.num_steps
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What a training is, by the flags that say so, as far as these options do: all that its losses depend on."""
+        spans = self.schedule_steps if self.lr_schedule in ("cosine", "linear") else None
+        return {
+            "--sequence": self.sequence,
+            "--grain": self.grain or "half",
+            "--dtype": self.dtype,
+            "--seed": self.seed,
+            "--optimizer": self.optimizer,
+            "--lr": self.learning_rate,
+            "--weight-decay": self.weight_decay,
+            "--lr-schedule": self.lr_schedule,
+            "--warmup-steps": self.warmup_steps,
+            "--lr-steps": spans,
+            "--clip-norm": self.clip_norm,
+            "--autocast": self.autocast,
+        }
+
+
+def _require_known(flag: str, name: str, known: Iterable[str]) -> None:
+    """Refuse what neither has a name nor is to be imported, before processes start for it."""
+    if ":" not in name and name not in known:
+        raise UsageError(f"{flag} {name!r}: choose {', '.join(known)} or pkg.mod:factory")
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """What was run, how, and what came of it."""
+
+    plan: Plan
+    options: RunOptions
+    result: RunResult
+
+    @property
+    def predicted_ns(self) -> int:
+        """Of the iteration, sums of gradients included; older plans say when the last action ends, and no more."""
+        return self.plan.predicted.iteration_ns or self.plan.predicted.makespan_ns
+
+    @property
+    def warm_ns(self) -> int:
+        """The median iteration; of several steps the first, which warms up, is left out."""
+        times = [step.iteration_ns for step in self.result.steps]
+        return round(statistics.median(times[1:] or times))
+
+    def figures(self) -> dict[str, object]:
+        """The object of ``run --json``, in which what is not finite is None; ``iteration_ns`` is of all steps."""
+        if isinstance(self.options, TrainOptions):
+            return self._trained(self.options)
+        return self._emulated()
+
+    def _emulated(self) -> dict[str, object]:
+        return {
+            "plan": self.plan.name,
+            "num_ranks": len(self.plan.devices),
+            "blocking": self.options.blocking,
+            **self._times(),
+            "steps": [{"step": step.step, "iteration_ns": step.iteration_ns} for step in self.result.steps],
+            "versions": dict(self.result.versions),
+        }
+
+    def _trained(self, options: TrainOptions) -> dict[str, object]:
+        plan, result = self.plan, self.result
+        return {
+            "plan": plan.name,
+            "model": options.model,
+            "num_ranks": len(plan.devices),
+            "device": options.device,
+            "dtype": options.dtype,
+            "backend": options.transport,
+            "num_microbatches": plan.num_microbatches,
+            **self._times(),
+            "steps": [{name: _finite(value) for name, value in step.as_json().items()} for step in result.steps],
+            "peak_memory_bytes": list(result.peak_memory_bytes),
+            "predicted_peak_memory_bytes": [memory.peak_bytes for memory in plan.predicted.memory],
+            "versions": dict(result.versions),
+        }
+
+    def _times(self) -> dict[str, object]:
+        return {
+            "iteration_ns": round(statistics.median(step.iteration_ns for step in self.result.steps)),
+            "predicted_iteration_ns": self.predicted_ns,
+        }
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no other numbers."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,424 @@
+"""Training with a plan: one rank's blocks, optimizer and mini-batches around its executor."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeplan._version import __version__
+from pipeplan.errors import UsageError
+from pipeplan.files import Plan, sha256_of
+from pipeplan.runtime.executor.channels import Channels
+from pipeplan.runtime.executor.custom_ops import CustomOpRunner, custom_ops_of
+from pipeplan.runtime.executor.interpreter import Executor
+from pipeplan.runtime.executor.layouts import StageLayouts
+from pipeplan.runtime.executor.process_groups import ProcessGroups
+from pipeplan.runtime.executor.rank_group import AllRanks, TimedAction, extent, iteration_of, require_alike
+from pipeplan.runtime.executor.rank_program import Program, programs_of
+from pipeplan.runtime.executor.shared_parameters import SharedParameters, require_equal_copies
+from pipeplan.runtime.executor.size_check import warn_of_other_sizes
+from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
+from pipeplan.runtime.executor.tensor_slots import TensorSpec
+from pipeplan.runtime.launch.failures import lost_others
+from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunResult, StepResult, run_job
+from pipeplan.runtime.launch.status_board import Phase, Progress
+from pipeplan.runtime.models.import_path import imported_module
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.shapes import output_shapes
+from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.parallel.device import Autocast, rank_device
+from pipeplan.runtime.parallel.share import Share
+from pipeplan.runtime.parallel.weight_grads import warn_if_few_can_wait
+from pipeplan.runtime.training.checkpoint import Checkpoints, TrainingState
+from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
+from pipeplan.runtime.training.data import with_data
+from pipeplan.runtime.training.dcp_planner import OwnedParameter
+from pipeplan.runtime.training.optimizer import Updater, clip_gradients
+from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.runtime.training.run_fingerprint import identity_of
+from pipeplan.workload.elements import Stage
+
+__all__ = ["Trainer", "autocast_of", "require_splittable", "train", "train_job", "travelling"]
+
+
+def train_job(job: Report, context: RankContext) -> None:
+    """The job of a rank that trains."""
+    run_job(train, TrainOptions(**job["options"]), job, context)
+
+
+def train(plan: Plan, options: TrainOptions, progress: Progress, on_step: OnStep) -> RunResult:
+    """Train for the steps asked for; every rank of the process group calls this.
+
+    ``on_step`` is called on every rank as steps end, with the same result.
+
+    Raises:
+        UsageError: the plan, the model and the options do not fit together; the same on every rank.
+        RankError: an action failed.
+    """
+    trainer = Trainer(plan, model_of(options), options, progress)
+    steps, timeline = [], []
+    for step in range(trainer.resume(), options.num_steps):
+        result, actions = trainer.step(step)
+        steps.append(result)
+        if options.trace:
+            timeline.append(tuple(tuple(own) for own in trainer.all_ranks.gather(actions)))
+        on_step(result)
+        if options.saves_after(step) and result.finite:  # what is lost must not push good checkpoints out
+            trainer.save()
+    peaks = trainer.all_ranks.gather(trainer.peak_memory_bytes())
+    trainer.close()
+    progress.begin(Phase.DONE)
+    return RunResult(tuple(steps), tuple(peaks), _versions(options), tuple(timeline))
+
+
+def model_of(options: TrainOptions) -> Model:
+    """The model to train. Raises UsageError where it has no loss."""
+    model = load_model(options.model, sequence=options.sequence, grain=options.grain, seed=options.seed)
+    model = with_data(model, options.data)
+    if not any(block.loss for block in model.blocks):
+        raise UsageError(
+            f"model {options.model!r} has no loss to train with: of an nn.Sequential give targets beside the input; "
+            "any other module must return the sum of its losses (docs/executor.md)"
+        )
+    return model
+
+
+class Trainer:
+    """One rank of a training run: its stages, parameters and optimizer.
+
+    Construction is collective: all ranks compare what they run, then connect.
+
+    Args:
+        plan: a plan that ``check`` accepts.
+        model: the model the plan was made for.
+        options: as asked for.
+        progress: this rank's record.
+
+    Raises:
+        UsageError: plan, model or options do not fit together, or differ between ranks.
+        RankError: connecting failed.
+    """
+
+    def __init__(self, plan: Plan, model: Model, options: TrainOptions, progress: Progress) -> None:
+        progress.begin(Phase.LOADING)
+        self.rank, self.model, self.options, self.progress = progress.rank, model, options, progress
+        programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
+        require_splittable(plan, model)
+        if options.instructions is not None:
+            imported_module(options.instructions, "--instructions")
+        custom_ops = custom_ops_of(plan)
+        self.program = programs[self.rank]
+        self.device = rank_device(options.device, options.transport, options.num_threads)
+        dtype: torch.dtype = getattr(torch, options.dtype)
+        self.autocast = autocast_of(options)
+        specs = travelling(self.program, model, dtype, self.autocast)
+        lines = self.program.lines.union(part.devices for part in self.program.custom_ops.values())
+        self.groups = ProcessGroups(lines, progress)
+        self.modules = self._build(dtype)
+        progress.begin(Phase.CONNECTING)
+        timeout = timedelta(seconds=options.timeout_ns / 1e9)
+        with lost_others(self.progress):
+            _require_agreement(self.rank, plan, model, options, self.program, specs)
+            if self.rank == 0:
+                warn_of_other_sizes(plan, programs, model, specs, dtype)
+            self.all_ranks = AllRanks(self.device, progress, timeout)
+            self.groups.connect(options.transport, timeout)
+            self.shared = self._share(timeout)
+            require_equal_copies(self.all_ranks.gather(self.shared.copies()))
+            channels = Channels(self.program, specs, self.device, options.transport, timeout)
+        self.stages = {index: self._stage(index) for index in self.program.stages}
+        custom_runners = {
+            index: CustomOpRunner(
+                part, self.program, custom_ops[part.kind], self.groups.of(part.devices), specs, self.device
+            )
+            for index, part in self.program.custom_ops.items()
+        }
+        self.executor = Executor(
+            self.program,
+            {**self.stages, **custom_runners},
+            channels,
+            specs,
+            progress,
+            self.all_ranks.clock,
+            options.blocking,
+        )
+        self.updater = Updater(self.unique_parameters(), options)
+        self.checkpoints = self._checkpoints()
+
+    def step(self, step: int, *, update: bool = True) -> tuple[StepResult, list[TimedAction]]:
+        """Train on mini-batch number ``step``: run the program, sum gradients of copies, step the optimizer.
+
+        Without ``update`` gradients add up and parameters stay. Collective; returns the step's result, the same
+        on all ranks, and when this rank's actions ran.
+
+        Raises:
+            RankError: an action, a sum or the optimizer failed.
+        """
+        self.progress.step = step
+        self.progress.begin(Phase.SAMPLING)
+        samples = self._samples(step)
+        for parameter in self.parameters().values():
+            parameter.grad = None
+        self.all_ranks.begin()
+        spans = self.executor.run(samples)
+        self._reduce()
+        summed = self.all_ranks.clock.mark()
+        norm = self._clip()
+        self.progress.begin(Phase.UPDATING)
+        if update:
+            self.updater.step()
+        actions = self.all_ranks.resolve(spans)
+        ends = self.all_ranks.at(summed), self.all_ranks.passed_ns()
+        return self._report(step, actions, ends, norm), actions
+
+    def resume(self) -> int:
+        """Go on from the last checkpoint if that is asked for. Collective; returns the number of steps done.
+
+        Raises:
+            UsageError: there is none, it does not fit, or nothing is left to do.
+        """
+        if self.checkpoints is None:
+            return 0
+        done = self.checkpoints.begin(self.options.resume)
+        if done >= self.options.num_steps:
+            raise UsageError(
+                f"--steps {self.options.num_steps}: {self.options.checkpoint} holds {done} steps, and --steps is the "
+                "total; give more"
+            )
+        return done
+
+    def save(self) -> None:
+        """Write a checkpoint after the last step. Collective. Raises RankError."""
+        assert self.checkpoints is not None, "options name a folder"
+        self.checkpoints.save(self.progress.step + 1)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters as ``block.name``; tied ones under each of their names.
+
+        Of a split block the names say which share it is: ``block[0/4].name``.
+        """
+        return {
+            f"{share}.{name}": parameter
+            for share, module in self.modules.items()
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+        }
+
+    def unique_parameters(self) -> list[nn.Parameter]:
+        """This rank's parameters, each once."""
+        return list(dict.fromkeys(self.parameters().values()))
+
+    def peak_memory_bytes(self) -> int:
+        """What the allocator held at most (CUDA), or the most resident memory of this process (CPU)."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    def close(self) -> None:
+        """Drop works and groups; what outlives the process group may die with it at exit."""
+        self.executor.channels.close()
+        self.shared.close()
+        self.groups.close()
+        self.all_ranks.close()
+
+    def _build(self, dtype: torch.dtype) -> dict[Share, nn.Module]:
+        shares = dict.fromkeys(share for part in self.program.stages.values() for share in part.shares)
+        seed, device = self.options.seed, self.device
+        return {
+            share: self.model.build_share(share, seed, self.groups.shards(share), dtype=dtype, device=device)
+            for share in shares
+        }
+
+    def _checkpoints(self) -> Checkpoints | None:
+        options = self.options
+        if options.checkpoint is None:
+            return None
+        identity = identity_of(self.model, options, self.program.mini_batch)
+        held = TrainingState(self._owned(), self._buffers(), self.updater, identity)
+        folder = CheckpointFolder(options.checkpoint, options.keep_checkpoints)
+        return Checkpoints(folder, held, self.all_ranks, self.progress)
+
+    def _owned(self) -> list[OwnedParameter]:
+        """This rank's parameters, each once, tied ones by the first of the names they have in the model."""
+        first = {holder: group[0] for group in self.model.tied for holder in group}
+        shapes = self.model.parameter_shapes()
+        stored = {id(each) for each in self.shared.counted(self.unique_parameters())}
+        found: dict[int, OwnedParameter] = {}
+        for share, module in self.modules.items():
+            for name, parameter in module.named_parameters():
+                holder = first.get((share.block, name), (share.block, name))
+                part, kept = self.model.part_of(share, name), id(parameter) in stored
+                owned = OwnedParameter(".".join(holder), parameter, torch.Size(shapes[holder]), part, kept)
+                found.setdefault(id(parameter), owned)
+        return list(found.values())
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """This rank's buffers that outlive the process, by ``block.name``."""
+        return {
+            f"{share.block}.{name}": tensor
+            for share, module in self.modules.items()
+            for name, tensor in module.state_dict().items()
+            if name not in dict(module.named_parameters(remove_duplicate=False))
+        }
+
+    def _share(self, timeout: timedelta) -> SharedParameters:
+        transport = self.options.transport
+        return SharedParameters(self.model, self.program.holders, self.modules, self.rank, transport, timeout)
+
+    def _stage(self, index: int) -> StageRunner:
+        part = self.program.stages[index]
+        specs = {block: self.model.block(block) for block in part.blocks}
+        modules = {share.block: self.modules[share] for share in part.shares}
+        layouts = StageLayouts.of(part, self.model, self.groups.along)
+        stage = StageRunner(part, modules, specs, self.autocast, layouts=layouts)
+        if part.split:
+            warn_if_few_can_wait(nn.ModuleList(modules.values()), stage.name)
+        return stage
+
+    def _samples(self, step: int) -> MiniBatch:
+        """The mini-batch, if a block of this rank takes samples or computes the loss."""
+        specs = [spec for stage in self.stages.values() for spec in stage.specs.values()]
+        wanted = {name for spec in specs for name in spec.samples}
+        draw = (self.options.seed, step)
+        if not wanted and not any(spec.loss for spec in specs):
+            return MiniBatch({}, 1, draw)
+        dtype: torch.dtype = getattr(torch, self.options.dtype)
+        batch = self.model.mini_batch(self.program.mini_batch, step, self.options.seed, dtype=dtype, device=self.device)
+        tensors = {name: tensor for name, tensor in batch.items() if name in wanted}
+        return MiniBatch(tensors, self.model.predictions(batch), draw)
+
+    def _reduce(self) -> None:
+        if self.shared.across_ranks:
+            self.progress.begin(Phase.REDUCING)
+            with lost_others(self.progress):
+                self.shared.sum_gradients()
+
+    def _clip(self) -> float | None:
+        """The norm of all gradients, if they are clipped."""
+        if self.options.clip_norm is None:
+            return None
+        self.progress.begin(Phase.CLIPPING)
+        own = self.unique_parameters()
+        return clip_gradients(own, self.shared.counted(own), self.options.clip_norm, self.all_ranks.sum)
+
+    def _report(self, step: int, actions: list[TimedAction], ends: tuple[int, int], norm: float | None) -> StepResult:
+        """Losses added up over the ranks; the iteration from the first compute action's start to the last rank's end.
+
+        ``ends`` are when this rank's gradients were summed, and when its parameters were stepped.
+        """
+        losses = [loss for loss in (stage.take_loss() for stage in self.stages.values()) if loss is not None]
+        loss = float(sum(loss.double() for loss in losses))
+        summed_ns, updated_ns = ends
+        computed = [each for each in actions if self.program.steps[each[0]].action.is_compute]
+        worked = extent(computed, summed_ns if self.shared.across_ranks else 0)
+        self.progress.begin(Phase.REPORTING)
+        found = self.all_ranks.gather((loss, worked, updated_ns))
+        updates = [end - (each[1] if each is not None else end) for _, each, end in found]
+        iteration_ns = iteration_of(each for _, each, _ in found)
+        return StepResult(step, sum(entry[0] for entry in found), iteration_ns, max(updates), norm)
+
+
+def travelling(
+    program: Program, model: Model, dtype: torch.dtype, autocast: Autocast | None = None
+) -> dict[str, TensorSpec]:
+    """Shape and format of every block output that leaves its stage.
+
+    Raises:
+        UsageError: an output grows with the samples in another way than in one dimension.
+    """
+    names = {name for names in program.tensors.values() for name in names}
+    size = program.microbatch_size
+    once, twice = (output_shapes(model, samples, dtype, autocast) for samples in (size, 2 * size))
+    return {
+        name: TensorSpec.between(name, once[name][0], twice[name][0], size, once[name][1]) for name in sorted(names)
+    }
+
+
+def autocast_of(options: TrainOptions) -> Autocast | None:
+    """What ``--autocast`` asks for.
+
+    Raises:
+        UsageError: parameters are not in float32, from which alone autocast casts.
+    """
+    if options.autocast is None:
+        return None
+    if options.dtype != "float32":
+        raise UsageError(
+            f"--autocast {options.autocast} computes from float32 parameters; leave --dtype {options.dtype} out"
+        )
+    dtype: torch.dtype = getattr(torch, options.autocast)
+    return Autocast(options.device, dtype)
+
+
+def require_splittable(plan: Plan, model: Model) -> None:
+    """Check that the model's blocks can be split as the plan says.
+
+    Raises:
+        UsageError: one cannot; the text names block and stage.
+    """
+    for index, stage in enumerate(plan.stages):
+        for number, block in enumerate(stage.blocks) if stage.shards > 1 else ():
+            try:
+                model.require_splittable(block, stage.mesh_of(number))
+            except UsageError as error:
+                raise UsageError(
+                    f"stages[{index}] splits its blocks over {stage.shards} devices, and {error}; {_remedy(stage)}"
+                ) from None
+
+
+def _remedy(stage: Stage) -> str:
+    """What to do about a stage whose blocks the model cannot split: strategies come from frontiers, shards do not."""
+    if stage.configurations:
+        return (
+            "write another point of the frontier (pipeplan frontier --point), or train the model of the profile that "
+            "it was made from"
+        )
+    return (
+        "search with --spread no or another --placement, give the stage replicas instead of shards, or train a model "
+        "of the zoo"
+    )
+
+
+def _require_agreement(
+    rank: int, plan: Plan, model: Model, options: TrainOptions, program: Program, specs: dict[str, TensorSpec]
+) -> None:
+    """Refuse to start where ranks run different things; the same error on every rank.
+
+    Transports do not compare what they carry: a wrong size ends the process, a wrong format goes unnoticed.
+    """
+    carried = {
+        f"{message.payload} {message.source} {message.target}": [
+            f"{name} {specs[name].text(program.microbatch_size)}" for name in program.tensors[message]
+        ]
+        for message, _, _ in program.remote
+    }
+    own = {"plan": sha256_of(plan), **options.as_json(), "model": model.name}
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (own, carried))
+    require_alike([said for said, _ in found])
+    ends: dict[str, tuple[int, list[str]]] = {}
+    for other, (_, messages) in enumerate(found):
+        for message, tensors in messages.items():
+            first, expected = ends.setdefault(message, (other, tensors))
+            if tensors != expected:
+                payload, source, target = message.split()
+                what = {"F": "outputs", "B": "gradients"}.get(payload, f"outputs after {payload}")
+                raise UsageError(
+                    f"ranks {first} and {other} expect different {what} between stages {source} and {target}: "
+                    f"{', '.join(expected)} and {', '.join(tensors)}; the model must be the same on all ranks"
+                )
+
+
+def _versions(options: TrainOptions) -> dict[str, str]:
+    found = {"pipeplan": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    if options.device == "cuda":
+        found["device"] = torch.cuda.get_device_name()
+    return found

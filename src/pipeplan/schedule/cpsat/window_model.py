@@ -1,0 +1,258 @@
+"""Rescheduling a window of a schedule exactly, from a few actions to the whole horizon.
+
+A schedule is cut by two moments into what came before (kept as it is), the window, and what comes after (kept in
+its order). All that matters of the two ends is numbers per action of the window:
+
+* ``release``: when its inputs from before arrive and its devices are free;
+* ``tail``: the longest path from its end through what comes after, along dependencies and device orders.
+
+The makespan is then the maximum of end + tail over the window, whatever its new order, and of the paths that
+pass it by. Memory after the window depends only on which actions ran before, so it stays as it was; inside, a
+hold is an interval from the start of the action that takes it to the end of the one that gives it back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeplan.schedule.cpsat.memory_precedences import memory_recurrences
+from pipeplan.schedule.cpsat.solver import Budget, solve
+from pipeplan.schedule.problem import Problem
+from pipeplan.workload.task_graph import Orders, TaskGraph
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
+
+__all__ = ["Rescheduled", "reschedule"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rescheduled:
+    """New orders if something better was found, and a proved bound on the makespan over all orders of the window."""
+
+    orders: list[list[int]] | None
+    bound_ns: int | None
+    exhausted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """The actions between two moments, with what the rest of the schedule means for them (ns)."""
+
+    tasks: list[int]
+    release: dict[int, int]
+    tail: dict[int, int]
+    passing: int
+    before: list[list[int]]
+    after: list[list[int]]
+
+
+def reschedule(
+    problem: Problem,
+    graph: TaskGraph,
+    orders: Orders,
+    starts: Sequence[int],
+    budget: Budget,
+    limit: float,
+    *,
+    begin_ns: int = 0,
+    end_ns: int | None = None,
+    on_solution: Callable[[int, int], None] | None = None,
+) -> Rescheduled:
+    """Find the best order of the actions that start from ``begin_ns`` on and before ``end_ns``.
+
+    Only a shorter schedule counts; ``exhausted`` says that the best order of this window is known. The bound is
+    for all schedules that keep the rest as it is: for every schedule, if the window is everything. ``on_solution``
+    hears (makespan, bound) in ns.
+    """
+    makespan = max(start + duration for start, duration in zip(starts, graph.durations, strict=True))
+    window = _cut(problem, graph, orders, starts, begin_ns, makespan if end_ns is None else end_ns)
+    if not window.tasks or window.passing >= makespan:
+        return Rescheduled(None, None, True)
+    model = _Model(problem, graph, window, makespan)
+    unit = problem.time_unit
+    heard = None if on_solution is None else lambda value, bound: on_solution(value * unit, bound * unit)
+    answer = solve(model.model, budget, limit, on_solution=heard)
+    bound = answer.bound * unit if answer.bound is not None else None
+    if answer.feasible is False:
+        return Rescheduled(None, makespan, True)
+    if not answer.feasible:
+        return Rescheduled(None, bound, False)
+    new = {task: answer.value(model.start[task]) for task in window.tasks}
+    inside = [[task for task in order if task in new] for order in orders]
+    joined = [
+        [*before, *sorted(tasks, key=new.__getitem__), *after]
+        for before, tasks, after in zip(window.before, inside, window.after, strict=True)
+    ]
+    return Rescheduled(joined, bound, answer.optimal)
+
+
+def _cut(problem: Problem, graph: TaskGraph, orders: Orders, starts: Sequence[int], begin: int, end: int) -> _Window:
+    before = [[task for task in order if starts[task] < begin] for order in orders]
+    inside = [[task for task in order if begin <= starts[task] < end] for order in orders]
+    after = [[task for task in order if starts[task] >= end] for order in orders]
+    tasks = sorted({task for order in inside for task in order})
+    through = _paths_after(graph, after)
+    release = dict.fromkeys(tasks, 0)
+    tail = dict.fromkeys(tasks, 0)
+    passing = 0
+    chosen = set(tasks)
+    for device, order in enumerate(before):
+        free = starts[order[-1]] + graph.durations[order[-1]] if order else 0
+        for task in inside[device]:
+            release[task] = max(release[task], free)
+        passing = max(passing, free + (through[after[device][0]] if after[device] else 0))
+    for task in {task for order in before for task in order}:
+        for other, lag in graph.successors[task]:
+            ready = starts[task] + graph.durations[task] + lag
+            if other in chosen:
+                release[other] = max(release[other], ready)
+            elif other in through:
+                passing = max(passing, ready + through[other])
+    for device, order in enumerate(inside):
+        for task in order:
+            if after[device]:
+                tail[task] = max(tail[task], through[after[device][0]])
+    for task in tasks:
+        for other, lag in graph.successors[task]:
+            if other in through:
+                tail[task] = max(tail[task], lag + through[other])
+    return _Window(tasks, release, tail, passing, before, after)
+
+
+def _paths_after(graph: TaskGraph, after: Orders) -> dict[int, int]:
+    """[task] longest path in ns from its start to the end of everything, in the kept order after the window."""
+    following: dict[int, list[tuple[int, int]]] = {}
+    waiting: dict[int, int] = {}
+    tasks = {task for order in after for task in order}
+    for task in tasks:
+        following[task] = [(other, lag) for other, lag in graph.successors[task] if other in tasks]
+    for order in after:
+        for task, other in zip(order, order[1:], strict=False):
+            following[task].append((other, 0))
+    preceding: dict[int, list[int]] = {task: [] for task in tasks}
+    for task, others in following.items():
+        waiting[task] = len(others)
+        for other, _ in others:
+            preceding[other].append(task)
+    through: dict[int, int] = {}
+    ready = [task for task, count in waiting.items() if count == 0]
+    while ready:
+        task = ready.pop()
+        through[task] = graph.durations[task] + max((lag + through[other] for other, lag in following[task]), default=0)
+        for other in preceding[task]:
+            waiting[other] -= 1
+            if waiting[other] == 0:
+                ready.append(other)
+    return through
+
+
+class _Model:
+    """Variables, constraints and objective of one window, in units of the problem's time unit."""
+
+    def __init__(self, problem: Problem, graph: TaskGraph, window: _Window, makespan: int) -> None:
+        from ortools.sat.python import cp_model
+
+        self._problem, self._graph, self._window = problem, graph, window
+        self._unit = unit = problem.time_unit
+        self._count = problem.num_microbatches
+        self.model = model = cp_model.CpModel()
+        latest = makespan // unit - 1
+        self.start = {
+            task: model.new_int_var(
+                window.release[task] // unit,
+                latest - (graph.durations[task] + window.tail[task]) // unit,
+                f"s{graph.label(task)}",
+            )
+            for task in window.tasks
+        }
+        self.makespan = model.new_int_var(window.passing // unit, max(latest, window.passing // unit), "makespan")
+        self._intervals = {
+            task: model.new_fixed_size_interval_var(start, graph.durations[task] // unit, "")
+            for task, start in self.start.items()
+        }
+        self._on_device = [
+            [task for task in window.tasks if device in problem.devices[task // self._count]]
+            for device in range(len(problem.on_device))
+        ]
+        self._dependencies()
+        self._microbatch_order()
+        self._recurrences()
+        self._exclusive_devices()
+        self._memory(makespan)
+        self._objective()
+
+    def _dependencies(self) -> None:
+        for task in self._window.tasks:
+            for other, lag in self._graph.successors[task]:
+                if other in self.start:
+                    self.model.add(
+                        self.start[other] >= self.start[task] + (self._graph.durations[task] + lag) // self._unit
+                    )
+
+    def _microbatch_order(self) -> None:
+        """Micro-batches are alike: each operation runs them in order (Property 4.1)."""
+        for task in self._window.tasks:
+            if (task + 1) % self._count and task + 1 in self.start:
+                self.model.add(self.start[task + 1] >= self.start[task] + self._graph.durations[task] // self._unit)
+
+    def _recurrences(self) -> None:
+        """What memory says about order, which the solver would find out only by trying."""
+        for recurrence in memory_recurrences(self._problem):
+            source, target = recurrence.source * self._count, recurrence.target * self._count
+            for m in range(recurrence.distance, self._count):
+                before, after = source + m - recurrence.distance, target + m
+                if before in self.start and after in self.start:
+                    duration = self._graph.durations[before] // self._unit
+                    self.model.add(self.start[after] >= self.start[before] + duration)
+
+    def _exclusive_devices(self) -> None:
+        for tasks in self._on_device:
+            if len(tasks) > 1:
+                self.model.add_no_overlap([self._intervals[task] for task in tasks])
+
+    def _memory(self, makespan: int) -> None:
+        """Holds as intervals, and the workspace of what runs, within each device's capacity."""
+        for device, capacity in enumerate(self._problem.capacity):
+            if capacity is not None and self._on_device[device]:
+                self._memory_of(device, capacity, makespan)
+
+    def _memory_of(self, device: int, capacity: int, makespan: int) -> None:
+        held_before = set(self._window.before[device])
+        held_inside = set(self._on_device[device])
+        end = makespan // self._unit
+        intervals: list[cp_model.IntervalVar] = []
+        demands: list[int] = []
+        for hold in self._problem.holds:
+            if device not in self._problem.devices[hold.source]:
+                continue
+            for m in range(self._count):
+                source, target = hold.source * self._count + m, hold.target * self._count + m
+                if target in held_before or (source not in held_before and source not in held_inside):
+                    continue
+                if source in held_before and target not in held_inside:
+                    capacity -= hold.size
+                    continue
+                begin = self.start[source] if source in held_inside else 0
+                until = (
+                    self.start[target] + self._graph.durations[target] // self._unit if target in held_inside else end
+                )
+                length = self.model.new_int_var(0, end, "")
+                intervals.append(self.model.new_interval_var(begin, length, until, ""))
+                demands.append(hold.size)
+        for task in self._on_device[device]:
+            if self._problem.workspace[task // self._count]:
+                intervals.append(self._intervals[task])
+                demands.append(self._problem.workspace[task // self._count])
+        if sum(demands) > capacity:
+            unit = math.gcd(*demands)
+            self.model.add_cumulative(intervals, [demand // unit for demand in demands], capacity // unit)
+
+    def _objective(self) -> None:
+        for task, start in self.start.items():
+            rest = (self._graph.durations[task] + self._window.tail[task]) // self._unit
+            self.model.add(self.makespan >= start + rest)
+        self.model.minimize(self.makespan)

@@ -1,0 +1,136 @@
+"""The planners that TensorOpt compares with, told by our costs (sections 2.2 and 5.1).
+
+* *Data parallelism*: every operator splits its samples over all devices.
+* *OptCNN-like*: the least time, whatever it takes in memory. One point.
+* *ToFu-like*: all parameters, and what has none, are split over all devices, and nothing is replicated; the least
+  memory. One point.
+* *Mesh-TensorFlow-like*: all operators use one mesh, samples and places lie along the same of its dimensions
+  everywhere, and every operator takes a tensor as it was given, so that a dimension split for one is split for all
+  that have it. Only sums are made on the way. The frontier over all meshes and such choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from pipeplan.errors import UsageError
+from pipeplan.sharding.configurations.building import CostModel
+from pipeplan.sharding.configurations.details import details_of
+from pipeplan.sharding.configurations.layouts import Split, factorizations, splits_of
+from pipeplan.sharding.configurations.operation import Operation
+from pipeplan.sharding.configurations.pricing import Rule, Splits
+from pipeplan.sharding.graph import CostGraph
+from pipeplan.sharding.table import Table
+from pipeplan.sharding.tracking import track
+
+__all__ = ["Point", "data_parallel", "fastest", "one_mesh_for_all", "split_everything"]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Memory per device and time of a strategy."""
+
+    memory_bytes: int
+    time_ns: int
+
+
+def data_parallel(model: CostModel) -> Point:
+    """Samples over all devices, everywhere; gradients of all parameters are summed.
+
+    Raises:
+        UsageError: the devices do not divide the samples.
+    """
+    whole = Split(model.resharding.devices, 1)
+    found = track(_restricted(model, lambda operation, splits: splits == {"samples": whole}).graph)
+    return Point(int(found.memory_bytes[-1]), int(found.time_ns[-1]))
+
+
+def fastest(model: CostModel) -> Point:
+    """The least time by a search that sees no memory, and the memory that its strategy takes."""
+    found = track(_times_of(model.graph))
+    return Point(details_of(model, found.strategy(len(found.time_ns) - 1)).memory_bytes, int(found.time_ns[-1]))
+
+
+def split_everything(model: CostModel) -> Point:
+    """The least memory where no device has what another has.
+
+    Raises:
+        UsageError: an operator cannot be split so.
+    """
+    devices = model.resharding.devices
+
+    def rule(operation: Operation, splits: Splits) -> bool:
+        own = {axis.name for axis in operation.axes}
+        needed = operation.weighted & own or own
+        return prod(split.extent for name, split in splits.items() if name in needed) == devices
+
+    found = track(_restricted(model, rule).graph)
+    return Point(int(found.memory_bytes[0]), int(found.time_ns[0]))
+
+
+def one_mesh_for_all(model: CostModel) -> list[Point]:
+    """The frontier of strategies that Mesh-TensorFlow can express, memory ascending."""
+    points: list[Point] = []
+    for mesh in factorizations(model.resharding.devices):
+        for fixed in _choices(mesh):
+            try:
+                found = track(_on_mesh(model, splits_of(mesh), fixed).graph)
+            except (UsageError, ValueError):  # an operator, or a tensor between two, cannot be split so
+                continue
+            points += [Point(*pair) for pair in zip(found.memory_bytes.tolist(), found.time_ns.tolist(), strict=True)]
+    return _frontier(points)
+
+
+def _choices(mesh: tuple[int, ...]) -> Iterator[dict[str, Split | None]]:
+    """Along which dimension of the mesh samples and places lie."""
+    dimensions = (None, *splits_of(mesh))
+    for samples in dimensions:
+        for places in dimensions:
+            if samples is None or samples != places:
+                yield {"samples": samples, "places": places}
+
+
+def _on_mesh(model: CostModel, dimensions: tuple[Split, ...], fixed: dict[str, Split | None]) -> CostModel:
+    def rule(operation: Operation, splits: Splits) -> bool:
+        own = {axis.name for axis in operation.axes if axis.size > 1}
+        return set(splits.values()) <= set(dimensions) and all(
+            splits.get(name) == split for name, split in fixed.items() if name in own
+        )
+
+    return _restricted(model, rule, aligned=True)
+
+
+def _restricted(model: CostModel, rule: Rule, *, aligned: bool = False) -> CostModel:
+    return replace(model, options=replace(model.options, rule=rule, aligned=aligned))
+
+
+def _times_of(graph: CostGraph) -> CostGraph:
+    """The same graph with the fastest variant of every cell, and no memory."""
+    known: dict[int, Table] = {}
+
+    def timed(costs: Table) -> Table:
+        if id(costs) not in known:
+            last = (costs.starts[1:] - 1)[np.diff(costs.starts) > 0]
+            starts = np.r_[0, np.cumsum(np.diff(costs.starts) > 0)].astype(np.int64)
+            nothing = np.zeros(len(last), np.int64)
+            known[id(costs)] = Table(
+                costs.rows, costs.columns, starts, nothing, costs.time_ns[last], costs.picks[:, last]
+            )
+        return known[id(costs)]
+
+    return CostGraph(
+        tuple(replace(node, costs=timed(node.costs)) for node in graph.nodes),
+        tuple(replace(edge, costs=timed(edge.costs)) for edge in graph.edges),
+    )
+
+
+def _frontier(points: list[Point]) -> list[Point]:
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda each: (each.memory_bytes, each.time_ns)):
+        if not kept or point.time_ns < kept[-1].time_ns:
+            kept.append(point)
+    return kept

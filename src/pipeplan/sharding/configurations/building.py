@@ -1,0 +1,418 @@
+"""The cost graph of a profile: every operator with its configurations, every tensor with what lies between them.
+
+Memory is counted once. A tensor that backward needs is held where it is needed: by the operator that takes it, in the
+layout it takes it in, or by the one that gives it. Where these differ there are the paper's three variants (section
+4.2, tensor reuse): *both* copies are kept, or only that *before* or *after* resharding, and the other is made again
+for backward. A tensor that several operators need is kept as it was given, and each of them keeps its own copy beside
+it or makes it again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeplan.costs.presets import PRESETS, DevicePreset, device_preset
+from pipeplan.errors import UsageError
+from pipeplan.files import Block, Cluster, Profile
+from pipeplan.sharding.configurations.expansion import Link, OperatorGraph, OperatorNode, expand
+from pipeplan.sharding.configurations.layouts import MOST_DIMENSIONS, Layout, Tensor
+from pipeplan.sharding.configurations.operation import Axis, Operation
+from pipeplan.sharding.configurations.operations import Data
+from pipeplan.sharding.configurations.pricing import Configuration, Rule, Scale, Taken, configurations, recomputed
+from pipeplan.sharding.configurations.resharding import Resharding
+from pipeplan.sharding.configurations.whole_blocks import row_for
+from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode
+from pipeplan.sharding.table import IntArray, Table, table
+from pipeplan.time_limit import checkpoint
+
+__all__ = ["VARIANTS", "CostModel", "CostOptions", "Need", "cost_graph", "cost_model"]
+
+BoolArray = npt.NDArray[np.bool_]
+
+VARIANTS = ("before", "after", "both")
+"""Which copy of a tensor is kept for backward: as it was given, as it is taken, or both."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostOptions:
+    """How a cost graph is made.
+
+    ``blocks``: every block is one operator, by its rows. ``data_parallel_loading``: inputs come split by samples over
+    all devices. ``microbatches`` of one iteration share the sum of gradients; ``in_flight`` of them hold activations
+    at once. ``rule`` restricts configurations, ``reuse`` False keeps what every operator needs where it needs it, and
+    ``aligned`` lets no tensor change its layout on the way, but for sums. Meshes have up to ``mesh_dimensions``.
+    With ``recompute`` every operator keeps its inputs alone, and backward runs its forward again.
+    """
+
+    blocks: bool = False
+    data_parallel_loading: bool = False
+    microbatches: int = 1
+    in_flight: int = 1
+    rule: Rule | None = None
+    reuse: bool = True
+    aligned: bool = False
+    mesh_dimensions: int = MOST_DIMENSIONS
+    recompute: bool = False
+
+
+class Need(NamedTuple):
+    """Whether backward needs a tensor where it was given and where it is taken, and whether it is kept anyway."""
+
+    given: bool
+    taken: bool
+    kept: bool
+
+    @property
+    def alone(self) -> bool:
+        """Whether the giver's need is this tensor's to see to."""
+        return self.given and not self.kept
+
+    @property
+    def held(self) -> bool:
+        """Whether some copy must be held on the way."""
+        return self.taken or self.given
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Operators, tensors and configurations of a profile on some devices, and their costs as a graph."""
+
+    operators: OperatorGraph
+    resharding: Resharding
+    device: DevicePreset
+    scales: dict[str, Scale]
+    options: CostOptions
+
+    @cached_property
+    def configurations(self) -> dict[str, tuple[Configuration, ...]]:
+        """Of every operator by name; operators that are alike share them.
+
+        Raises:
+            UsageError: an operator has none.
+        """
+        known: dict[tuple[Operation, Scale], tuple[Configuration, ...]] = {}
+        found = {}
+        for node in self.operators.nodes:
+            checkpoint()
+            key = (node.operation, self.scales[node.name])
+            if key not in known:
+                known[key] = configurations(
+                    *key,
+                    self.device,
+                    self.resharding,
+                    rule=self.options.rule,
+                    mesh_dimensions=self.options.mesh_dimensions,
+                )
+            if not known[key]:
+                raise UsageError(_nothing_fits(node, self.resharding.devices))
+            found[node.name] = known[key]
+        return self._recomputed(found) if self.options.recompute else found
+
+    def _recomputed(self, ways: Mapping[str, tuple[Configuration, ...]]) -> dict[str, tuple[Configuration, ...]]:
+        known: dict[object, tuple[Configuration, ...]] = {}
+        found = {}
+        for node in self.operators.nodes:
+            plain, inputs = ways[node.name], self._inputs(node)
+            key = id(plain), inputs
+            if key not in known:
+                known[key] = tuple(recomputed(way, inputs) for way in plain)
+            found[node.name] = known[key]
+        return found
+
+    def _inputs(self, node: OperatorNode) -> frozenset[Taken]:
+        """What an operator takes and is not held on the way to it."""
+        return frozenset(
+            Taken(self.tensor(link), link.port, link.broadcast)
+            for link in self._links_into.get(node.name, ())
+            if not node.operation.keeps_input(link.port)
+        )
+
+    @cached_property
+    def _links_into(self) -> dict[str, list[Link]]:
+        found: dict[str, list[Link]] = defaultdict(list)
+        for link in self.operators.links:
+            found[link.target].append(link)
+        return dict(found)
+
+    @cached_property
+    def graph(self) -> CostGraph:
+        """The costs; alike operators and tensors share their tables."""
+        return CostGraph(tuple(self._cost_nodes()), self._cost_edges)
+
+    def _cost_nodes(self) -> Iterator[CostNode]:
+        tables: dict[object, Table] = {}
+        for node in self.operators.nodes:
+            checkpoint()
+            chosen = self.configurations[node.name]
+            alike = (id(chosen), self._kept(node), self._fed(node))
+            if alike not in tables:
+                tables[alike] = self._node_table(node, chosen)
+            yield CostNode(node.name, tuple(each.name for each in chosen), tables[alike])
+
+    @cached_property
+    def _cost_edges(self) -> tuple[CostEdge, ...]:
+        tables: dict[object, Table] = {}
+        edges = []
+        for link in self.operators.links:
+            checkpoint()
+            needs = self.needs(link)
+            ends = self.configurations[link.source], self.configurations[link.target]
+            key = (id(ends[0]), id(ends[1]), needs, replace(link, source="", target=""), self.tensor(link))
+            if key not in tables:
+                tables[key] = self._edge_table(link, *ends, needs)
+            edges.append(CostEdge(link.source, link.target, tables[key], VARIANTS))
+        return tuple(edges)
+
+    def holding(self, in_flight: int) -> CostModel:
+        """The same with so many micro-batches that hold activations at once."""
+        changed = self._with_known(replace(self, options=replace(self.options, in_flight=in_flight)))
+        if not any(edge.costs.memory_bytes.any() for edge in self._cost_edges):  # then they do not change, either
+            vars(changed)["_cost_edges"] = self._cost_edges
+        return changed
+
+    def recomputing(self) -> CostModel:
+        """The same where every operator keeps its inputs alone, which changes nothing between operators."""
+        changed = replace(self, options=replace(self.options, recompute=True))
+        vars(changed)["configurations"] = changed._recomputed(self.configurations)
+        vars(changed)["_cost_edges"] = self._cost_edges
+        return changed
+
+    def part(self, operators: OperatorGraph) -> CostModel:
+        """Of some of its operators alone."""
+        return self._with_known(replace(self, operators=operators))
+
+    def _with_known(self, changed: CostModel) -> CostModel:
+        """What was changed does not change configurations: they need not be priced again."""
+        vars(changed)["configurations"] = {
+            node.name: self.configurations[node.name] for node in changed.operators.nodes
+        }
+        return changed
+
+    def kept_bytes(self, node: OperatorNode, chosen: Configuration) -> int:
+        """What an operator itself holds for backward, on each device and per micro-batch."""
+        own = not self._fed(node) and node.operation.keeps_input(0)
+        output = node.operation.tensor().local_bytes(chosen.output) if self._kept(node) else 0
+        return chosen.inside_bytes + (chosen.entry_bytes if own else 0) + output
+
+    def layouts(self, link: Link, source: Configuration, target: Configuration) -> tuple[Layout, Layout, Layout]:
+        """How a link's tensor is given, how it is taken, and how its gradient comes back."""
+        given = Layout() if link.broadcast else source.output
+        taken = Layout() if link.broadcast else target.taken(link.port)
+        returned = target.returned(link.port) if link.gradient else given
+        if link.broadcast:  # one tensor for all samples: its gradient is a sum over those that are split
+            returned = Layout(partial=returned.samples or returned.partial)
+        return given, taken, returned
+
+    def _node_table(self, node: OperatorNode, chosen: Sequence[Configuration]) -> Table:
+        memory = [each.state_bytes + self.options.in_flight * self.kept_bytes(node, each) for each in chosen]
+        time = [each.compute_ns + -(-each.sync_ns // self.options.microbatches) for each in chosen]
+        return table(memory, time)
+
+    def _edge_table(
+        self, link: Link, sources: Sequence[Configuration], targets: Sequence[Configuration], need: Need
+    ) -> Table:
+        """Variants before, after and both, [Ks, Kt, 3]: bytes kept on the edge and time to reshard."""
+        tensor = self.tensor(link)
+        given = [self.layouts(link, each, targets[0])[0] for each in sources]
+        taken, returned = zip(*(self.layouts(link, sources[0], each)[1:] for each in targets), strict=True)
+        kept = [each._replace(partial=None) for each in given]
+        there = self.resharding.times(tensor, given, taken)
+        again = self.resharding.times(tensor, taken, kept).T
+        always = there + (self.resharding.times(tensor, returned, kept).T if link.gradient else 0)
+        time = np.stack((always + (there if need.taken else 0), always + (again if need.alone else 0), always), axis=-1)
+        moved = self._numbers(given)[:, None] != self._numbers(taken)[None, :]
+        possible = np.isfinite(time)
+        if self.options.aligned:
+            possible &= (self._numbers(kept)[:, None] == self._numbers(taken)[None, :])[..., None]
+        if not self.options.reuse:
+            possible[..., 0] &= ~moved | (not need.taken)
+            possible[..., 1] &= ~moved | (not need.alone)
+        whole = np.ceil(np.where(possible, time, 0)).astype(np.int64)
+        held = self.options.in_flight * _held(tensor, given, taken, moved, need)
+        return table(held, whole, possible, copies=len(VARIANTS))
+
+    def _numbers(self, layouts: Sequence[Layout]) -> IntArray:
+        return np.array([self.resharding.number[each] for each in layouts], np.int64)
+
+    def tensor(self, link: Link) -> Tensor:
+        """The tensor of a link."""
+        return self._nodes[link.source].operation.tensor()
+
+    @cached_property
+    def _nodes(self) -> dict[str, OperatorNode]:
+        return {node.name: node for node in self.operators.nodes}
+
+    @cached_property
+    def _takers(self) -> dict[str, list[Link]]:
+        """Links of every operator's output, those first whose backward needs it."""
+        found: dict[str, list[Link]] = defaultdict(list)
+        for link in self.operators.links:
+            found[link.source].append(link)
+        return {name: sorted(links, key=self._taken, reverse=True) for name, links in found.items()}
+
+    def _taken(self, link: Link) -> bool:
+        return self._nodes[link.target].operation.keeps_input(link.port)
+
+    def _fed(self, node: OperatorNode) -> bool:
+        return node.name in self._links_into
+
+    def _kept(self, node: OperatorNode) -> bool:
+        """Whether the output is kept as it was given, by the operator itself: several others need it, or none do."""
+        needing = sum(self._taken(link) for link in self._takers.get(node.name, []))
+        return needing > 1 or (node.operation.keeps_output and not self._takers.get(node.name))
+
+    def needs(self, link: Link) -> Need:
+        """Who needs a link's tensor: the first of several answers for the giver's copy, unless the giver keeps it."""
+        source = self._nodes[link.source]
+        first = self._takers[link.source][0] is link
+        return Need(source.operation.keeps_output and first, self._taken(link), self._kept(source))
+
+
+def _held(tensor: Tensor, given: Sequence[Layout], taken: Sequence[Layout], moved: BoolArray, need: Need) -> IntArray:
+    """Bytes that a tensor holds beyond what its giver keeps, of each variant: before, after, both, [Ks, Kt, 3]."""
+    before = np.array([tensor.local_bytes(each) for each in given], np.int64)[:, None] * (need.held and not need.kept)
+    after = np.array([tensor.local_bytes(each) for each in taken], np.int64)[None, :] * need.held
+    own = np.where(moved | (not need.kept), after, 0)  # the same layout as what is kept anyway costs nothing more
+    return np.stack(np.broadcast_arrays(before, own, np.where(moved, before + after, before)), axis=-1)
+
+
+def cost_model(
+    profile: Profile,
+    cluster: Cluster | None,
+    devices: int,
+    samples: int,
+    *,
+    device: str | None = None,
+    options: CostOptions = CostOptions(),
+) -> CostModel:
+    """Configurations and costs of a profile on the first ``devices`` of a cluster, for one micro-batch of ``samples``.
+
+    Times of operators are closed forms for a ``device`` preset (by default the profile's own device, else the
+    cluster's), in proportion to the times that the profile has for their block.
+
+    Raises:
+        UsageError: the device is not known, or an operator cannot be split so.
+    """
+    preset = device_preset(device) if device else _preset_of(profile, cluster)
+    width = 4 if profile.source.dtype == "float32" else 2
+    operators = expand(profile, samples, width=width, whole_blocks=options.blocks)
+    if options.data_parallel_loading:
+        operators = _loaded(operators, devices)
+    resharding = Resharding(cluster, devices)
+    return CostModel(operators, resharding, preset, _scales(profile, operators, preset), options)
+
+
+def cost_graph(
+    profile: Profile,
+    cluster: Cluster | None,
+    devices: int,
+    samples: int,
+    *,
+    device: str | None = None,
+    options: CostOptions = CostOptions(),
+) -> CostGraph:
+    """The graph of :func:`cost_model`: what frontier tracking works on."""
+    return cost_model(profile, cluster, devices, samples, device=device, options=options).graph
+
+
+def _preset_of(profile: Profile, cluster: Cluster | None) -> DevicePreset:
+    names = [profile.source.device, *([kind.name for kind in cluster.devices] if cluster is not None else [])]
+    for name in names:
+        for preset in map(device_preset, PRESETS):
+            if name in (preset.name, preset.title):
+                return preset
+    if profile.source.dtype == "float32" and profile.source.method == "measured":
+        return device_preset("cpu")
+    told = profile.source.device
+    why = f"is for {told!r}, of which nothing more is known" if told else "does not say which device its times are of"
+    raise UsageError(
+        f"profile {profile.name!r} {why}, and the times of split blocks are worked out for a known one; "
+        f"give --device, one of {', '.join(PRESETS)}"
+    )
+
+
+def _loaded(operators: OperatorGraph, devices: int) -> OperatorGraph:
+    """The operators with one before each that takes the model's inputs, which loads them split by samples."""
+    fed = {link.target for link in operators.links}
+    nodes, links = [], []
+    for node in operators.nodes:
+        if node.name not in fed:
+            loader = _loader(node, devices)
+            nodes.append(loader)
+            links.append(Link(loader.name, node.name, gradient=False))
+        nodes.append(node)
+    return OperatorGraph(tuple(nodes), (*links, *operators.links))
+
+
+def _nothing_fits(node: OperatorNode, devices: int) -> str:
+    sizes = ", ".join(f"{axis.called or axis.name} {axis.size}" for axis in node.operation.axes)
+    return f"operator {node.name!r} ({sizes}) cannot be split over {devices} devices as asked; allow copies"
+
+
+def _loader(node: OperatorNode, devices: int) -> OperatorNode:
+    operation = node.operation
+    samples = operation.axis("samples").size
+    if samples % devices:
+        raise UsageError(
+            f"{samples} samples cannot be loaded in equal parts by {devices} devices; choose a multiple of {devices}, "
+            "or leave out --data-parallel-loading"
+        )
+    sample_bytes = operation.entry_bytes(operation.numbers()) // samples
+    batch = (Axis("samples", samples, called="samples"),)
+    data = Data(batch, operation.width, learns=False, devices=devices, sample_bytes=sample_bytes)
+    return OperatorNode(f"{node.name}/data", node.block, data)
+
+
+def _scales(profile: Profile, operators: OperatorGraph, preset: DevicePreset) -> dict[str, Scale]:
+    by_block: dict[str, list[OperatorNode]] = defaultdict(list)
+    for node in operators.nodes:
+        by_block[node.block].append(node)
+    return {
+        node.name: scale
+        for block in profile.blocks
+        for node, scale in zip(by_block[block.id], _block_scales(block, by_block[block.id], preset), strict=True)
+    }
+
+
+def _block_scales(block: Block, nodes: Sequence[OperatorNode], preset: DevicePreset) -> Iterable[Scale]:
+    """Its operators in proportion: times so that they add up to its row's, bytes to its parameters'."""
+    forward, backward = _told_and_measured(block, nodes, preset)
+    counts = [_parameters(node.operation) for node in nodes]
+    total = max(1, sum(counts))
+    for count in counts:
+        parameters = block.parameter_bytes * count // total
+        state = 2 * parameters + block.optimizer_bytes * count // total
+        yield Scale(forward, backward, parameters, state)
+
+
+def _parameters(operation: Operation) -> int:
+    return operation.parameters if operation.kind != "block" else 1
+
+
+def _told_and_measured(block: Block, nodes: Sequence[OperatorNode], preset: DevicePreset) -> tuple[float, float]:
+    """Times of the block's row over those of its operators, forward and backward, at the nearest size it has."""
+    samples = nodes[0].operation.axis("samples").size
+    sizes = [row.microbatch_size for row in block.costs if row.shards == 1]
+    if nodes[0].operation.kind == "block" or not sizes:
+        return 1.0, 1.0
+    row = row_for(block, min(sizes, key=lambda size: abs(size - samples)))
+    times = [
+        node.operation.times({**node.operation.numbers(), "samples": row.microbatch_size}, preset) for node in nodes
+    ]
+    told_forward = sum(each.forward_ns for each in times)
+    told_backward = sum(each.input_grad_ns + each.weight_grad_ns for each in times)
+    if row.input_grad_ns is not None and row.weight_grad_ns is not None:
+        backward = row.input_grad_ns + row.weight_grad_ns
+    else:
+        backward = row.backward_ns or 0
+    return (
+        row.forward_ns / told_forward if told_forward and row.forward_ns else 1.0,
+        backward / told_backward if told_backward and backward else 1.0,
+    )

@@ -1,0 +1,227 @@
+"""What a strategy is made of, for a whole model and for the stages of a pipeline.
+
+What a strategy is made of: the configuration of every operator, and what happens to every tensor between two.
+
+Stages of a pipeline as cost models: parts of a model of whole blocks, with what enters and leaves them.
+
+Tensors come to a stage whole on every device of its group, and go on so: its first blocks cut what they take and gather
+the gradient that they give, its last ones gather what they give and cut their gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from pipeplan.costs.operators import Operator
+from pipeplan.sharding.configurations.building import CostModel, Need
+from pipeplan.sharding.configurations.expansion import Link, OperatorGraph, OperatorNode
+from pipeplan.sharding.configurations.layouts import Layout, Tensor
+from pipeplan.sharding.configurations.operation import Numbers, Operation
+from pipeplan.sharding.configurations.pricing import Configuration, Scale
+from pipeplan.sharding.configurations.resharding import Move
+from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, Strategy
+
+__all__ = ["OUTSIDE", "Details", "OperatorDetail", "StageModels", "TensorDetail", "details_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorDetail:
+    """An operator as it is split; ``kept_bytes`` is what it holds for backward on each device, per micro-batch."""
+
+    name: str
+    block: str
+    configuration: Configuration
+    kept_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDetail:
+    """A tensor between two operators.
+
+    ``variant`` says which copy is kept, ``held_bytes`` what that takes beside what its giver keeps. ``forward`` are the
+    moves to the taker's layout, ``again`` those that make the copy for backward that was not kept, ``backward`` those
+    of the gradient; times are of the moves, in ns. ``num_bytes`` is the whole tensor.
+    """
+
+    link: Link
+    variant: str
+    num_bytes: int
+    held_bytes: int
+    forward: tuple[Move, ...]
+    again: tuple[Move, ...]
+    backward: tuple[Move, ...]
+    forward_ns: int
+    backward_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """A whole strategy; times and bytes add up to its own, but for rounding up to whole ns."""
+
+    operators: tuple[OperatorDetail, ...]
+    tensors: tuple[TensorDetail, ...]
+
+    @property
+    def memory_bytes(self) -> int:
+        """On each device, for one micro-batch in flight."""
+        states = sum(each.configuration.state_bytes + each.kept_bytes for each in self.operators)
+        return states + sum(each.held_bytes for each in self.tensors)
+
+    @property
+    def compute_ns(self) -> int:
+        """Forward and backward of the operators, with what they exchange inside."""
+        return sum(each.configuration.compute_ns for each in self.operators)
+
+    @property
+    def network_ns(self) -> int:
+        """Sums of gradients, and tensors on their way."""
+        sums = sum(each.configuration.sync_ns for each in self.operators)
+        return sums + sum(each.forward_ns + each.backward_ns for each in self.tensors)
+
+
+def details_of(model: CostModel, strategy: Strategy) -> Details:
+    """The details of a strategy that frontier tracking found on the model's graph."""
+    chosen = {name: model.configurations[name][index] for name, index in strategy.configurations.items()}
+    operators = tuple(
+        OperatorDetail(node.name, node.block, chosen[node.name], model.kept_bytes(node, chosen[node.name]))
+        for node in model.operators.nodes
+    )
+    tensors = tuple(
+        _tensor(model, link, edge.variants[variant], chosen[link.source], chosen[link.target])
+        for link, edge, variant in zip(model.operators.links, model.graph.edges, strategy.edge_variants, strict=True)
+    )
+    return Details(operators, tensors)
+
+
+def _tensor(model: CostModel, link: Link, variant: str, source: Configuration, target: Configuration) -> TensorDetail:
+    tensor, need = model.tensor(link), model.needs(link)
+    given, taken, returned = model.layouts(link, source, target)
+    kept = given._replace(partial=None)
+    forward = model.resharding.path(tensor, given, taken)
+    again: tuple[Move, ...] = ()
+    if variant == "before" and need.taken:
+        again = forward
+    elif variant == "after" and need.alone:
+        again = model.resharding.path(tensor, taken, kept)
+    backward = model.resharding.path(tensor, returned, kept) if link.gradient else ()
+    spent = [
+        round(sum(model.resharding.move_ns(tensor, move) for move in moves)) for moves in (forward, again, backward)
+    ]
+    held = _held_bytes(tensor, given, taken, need, variant)
+    return TensorDetail(link, variant, tensor.num_bytes, held, forward, again, backward, spent[0], spent[1] + spent[2])
+
+
+def _held_bytes(tensor: Tensor, given: Layout, taken: Layout, need: Need, variant: str) -> int:
+    """As :func:`pipeplan.sharding.configurations.building` counts it, for one pair of layouts."""
+    if not need.held:
+        return 0
+    before = 0 if need.kept else tensor.local_bytes(given)
+    after = 0 if need.kept and given == taken else tensor.local_bytes(taken)
+    if variant == "both" and given != taken:
+        return before + after
+    return after if variant == "after" else before
+
+
+OUTSIDE = "outside of the stage"
+"""The block of operators that stand for the rest of the pipeline: they cost nothing and have one configuration."""
+
+
+@dataclass(frozen=True)
+class _Outside(Operation):
+    """Other stages, at the far end of a tensor, where it is whole."""
+
+    passed: Tensor = field(kw_only=True)
+
+    kind = OUTSIDE
+    inputs = ((None, None, None),)
+    output = (None, None, None)
+    keeps = (False,)
+
+    def share(self, numbers: Numbers) -> Operator:
+        return Operator()
+
+    def tensor(self) -> Tensor:
+        return self.passed
+
+
+@dataclass(frozen=True)
+class StageModels:
+    """The cost models of all stages that can be cut out of a model.
+
+    ``whole`` has an outside before every operator that takes a tensor and one behind every operator that gives one; no
+    stage has all of them. ``before`` are the links from the former, for each of the ``inner`` links, and ``behind``
+    those to the latter, by their source.
+    """
+
+    whole: CostModel
+    inner: tuple[Link, ...]
+    before: dict[Link, Link]
+    behind: dict[str, Link]
+
+    @classmethod
+    def of(cls, model: CostModel) -> StageModels:
+        """Of a model of whole blocks."""
+        nodes, inner = list(model.operators.nodes), model.operators.links
+        before: dict[Link, Link] = {}
+        behind: dict[str, Link] = {}
+        for number, link in enumerate(inner):
+            outside = _outside(f"{OUTSIDE}, before {number}", model.tensor(link), nodes[0].operation.width)
+            before[link] = replace(link, source=outside.name)
+            nodes.append(outside)
+            if link.source not in behind:
+                outside = replace(outside, name=f"{OUTSIDE}, behind {number}")
+                behind[link.source] = replace(link, target=outside.name, port=0)
+                nodes.append(outside)
+        operators = OperatorGraph(tuple(nodes), (*inner, *before.values(), *behind.values()))
+        scales = {node.name: model.scales.get(node.name, Scale()) for node in nodes}
+        return cls(replace(model, operators=operators, scales=scales), inner, before, behind)
+
+    def holding(self, in_flight: int) -> StageModels:
+        """With so many micro-batches that hold activations at once."""
+        return replace(self, whole=self.whole.holding(in_flight))
+
+    def recomputing(self) -> StageModels:
+        """Where every operator keeps its inputs alone."""
+        return replace(self, whole=self.whole.recomputing())
+
+    def ends(self, blocks: Collection[str]) -> tuple[Link, ...]:
+        """What enters a stage, and what leaves it."""
+        entering = [self.before[link] for link in self.inner if link.target in blocks and link.source not in blocks]
+        going = [link.source for link in self.inner if link.source in blocks and link.target not in blocks]
+        return (*entering, *(self.behind[source] for source in dict.fromkeys(going)))
+
+    def links(self, blocks: Collection[str]) -> tuple[Link, ...]:
+        """The tensors inside a stage, and then its ends."""
+        inside = (link for link in self.inner if link.source in blocks and link.target in blocks)
+        return (*inside, *self.ends(blocks))
+
+    def model(self, blocks: Collection[str]) -> CostModel:
+        """The cost model of a stage."""
+        links = self.links(blocks)
+        present = {*blocks, *(link.source for link in links), *(link.target for link in links)}
+        nodes = tuple(node for node in self.whole.operators.nodes if node.name in present)
+        return self.whole.part(OperatorGraph(nodes, links))
+
+    def graph(self, blocks: Collection[str]) -> CostGraph:
+        """The graph of the cost model of a stage, of the tables that are known."""
+        operators = self.model(blocks).operators
+        return CostGraph(
+            tuple(self.nodes[node.name] for node in operators.nodes),
+            tuple(self.edges[link] for link in operators.links),
+        )
+
+    @cached_property
+    def nodes(self) -> dict[str, CostNode]:
+        """Operators with their costs, by name; those that are alike share their tables."""
+        return {node.name: node for node in self.whole.graph.nodes}
+
+    @cached_property
+    def edges(self) -> dict[Link, CostEdge]:
+        """Tensors with their costs; those that are alike share their tables."""
+        return dict(zip(self.whole.operators.links, self.whole.graph.edges, strict=True))
+
+
+def _outside(name: str, tensor: Tensor, width: int) -> OperatorNode:
+    return OperatorNode(name, OUTSIDE, _Outside((), width, passed=tensor))

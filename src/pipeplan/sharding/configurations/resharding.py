@@ -1,0 +1,277 @@
+"""From one layout of a tensor to another by the cheapest sequence of collectives (TensorOpt section 4.2).
+
+The layouts are the nodes of a graph, and an edge joins two of which one becomes the other by one step:
+
+* *gather*: a dimension gives up the minor part of its split, or all of it (all-gather);
+* *slice*: a dimension is split along devices that hold the same; every device drops what is not its own, at no cost
+  (along a prime number of devices; more are several slices);
+* *exchange*: a dimension gives up the minor part of its split to another dimension (all-to-all);
+* *sum*: the devices along the partial split, or along a part of it, add up (all-reduce);
+* *scatter*: they add up and a dimension is split along them (reduce-scatter);
+* *send*: two layouts with pieces of equal shape on other devices: each device sends its piece to another.
+
+The cheapest sequence is a shortest path. It counts as one operation, as the paper fuses it: what lies between the
+first and the last layout is not kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeplan.costs.communication import BusiestPair, Combining, Exchange, busiest_pair, time_of_groups
+from pipeplan.files import Cluster
+from pipeplan.sharding.configurations.layouts import DIMENSIONS, Layout, Split, Tensor, all_layouts, nested
+
+__all__ = ["Move", "Resharding", "groups_along", "moves_between_all"]
+
+FloatArray = npt.NDArray[np.float64]
+How = Literal["gather", "slice", "exchange", "sum", "scatter", "send"]
+
+_COLLECTIVES: dict[How, Combining] = {
+    "gather": "all_gather",
+    "exchange": "all_to_all",
+    "sum": "all_reduce",
+    "scatter": "reduce_scatter",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One step between two layouts. ``along`` are the devices that talk; ``taken`` and ``given`` are dimensions.
+
+    ``given`` gives up a split (a gather, an exchange), ``taken`` gains one (a slice, an exchange, a scatter).
+    """
+
+    how: How
+    source: Layout
+    target: Layout
+    along: Split | None = None
+    given: str = ""
+    taken: str = ""
+
+
+def groups_along(along: Sequence[Split], devices: int) -> list[list[int]]:
+    """The groups of devices that differ in nothing but their coordinates along these splits."""
+    found: dict[int, list[int]] = {}
+    for device in range(devices):
+        rest = device - sum(split.coordinate(device) * split.stride for split in along)
+        found.setdefault(rest, []).append(device)
+    return list(found.values())
+
+
+@cache
+def moves_between_all(devices: int) -> tuple[Move, ...]:
+    """Every step between two layouts on so many devices."""
+    layouts = all_layouts(devices)
+    found = [move for layout in layouts for move in _moves_from(layout, devices)]
+    shapes: dict[tuple[int, ...], list[Layout]] = {}
+    for layout in layouts:
+        shapes.setdefault(tuple(split.extent if split else 1 for split in layout), []).append(layout)
+    found += [
+        Move("send", source, target)
+        for alike in shapes.values()
+        for source in alike
+        for target in alike
+        if source != target
+    ]
+    return tuple(found)
+
+
+def _moves_from(layout: Layout, devices: int) -> Iterator[Move]:
+    for name in DIMENSIONS:
+        split = getattr(layout, name)
+        yield from _gaining(layout, name, [run for run in _free_runs(layout, devices) if not run.parts], "slice")
+        for kept, freed in _minor_parts(split):
+            rest = layout._replace(**{name: kept})
+            yield Move("gather", layout, rest, along=freed, given=name)
+            for other in DIMENSIONS:
+                for gained in _gaining(rest, other, [freed], "exchange") if other != name else ():
+                    yield Move("exchange", layout, gained.target, along=freed, given=name, taken=other)
+    for kept, freed in _any_parts(layout.partial):
+        rest = layout._replace(partial=kept)
+        yield Move("sum", layout, rest, along=freed)
+        for name in DIMENSIONS:
+            for gained in _gaining(rest, name, [freed], "scatter"):
+                yield Move("scatter", layout, gained.target, along=freed, taken=name)
+
+
+def _gaining(layout: Layout, name: str, runs: Sequence[Split], how: How) -> Iterator[Move]:
+    """The dimension is split along each of these devices too, where that leaves it one split."""
+    for run in runs:
+        split = run.after(getattr(layout, name))
+        if split is not None:
+            yield Move(how, layout, layout._replace(**{name: split}), along=run, taken=name)
+
+
+def _minor_parts(split: Split | None) -> list[tuple[Split | None, Split]]:
+    """What can be given up so that the pieces stay in order: all of a split, or its minor part; and what is kept."""
+    return [(None, split), *split.parts] if split else []
+
+
+def _any_parts(split: Split | None) -> list[tuple[Split | None, Split]]:
+    """All of a split, or either part of it; a sum has no order."""
+    return [*_minor_parts(split), *((minor, major) for major, minor in split.parts)] if split else []
+
+
+def _free_runs(layout: Layout, devices: int) -> list[Split]:
+    used = layout.used()
+    return [run for run in _runs(devices) if nested([*used, run], devices)]
+
+
+@cache
+def _runs(devices: int) -> tuple[Split, ...]:
+    return tuple(layout.samples for layout in all_layouts(devices) if layout.samples and not any(layout[1:]))
+
+
+class Resharding:
+    """The cheapest moves between all layouts of tensors on the first ``devices`` devices of a cluster.
+
+    Times are kept for tensors of the same size, so that layers that are alike cost nothing more.
+    """
+
+    def __init__(self, cluster: Cluster | None, devices: int) -> None:
+        self.cluster, self.devices = cluster, devices
+        self.layouts = all_layouts(devices)
+        self.number = {layout: index for index, layout in enumerate(self.layouts)}
+        self.moves = sorted(moves_between_all(devices), key=lambda move: self.number[move.target])
+        self._sources = np.array([self.number[move.source] for move in self.moves], np.int64)
+        self._targets = np.array([self.number[move.target] for move in self.moves], np.int64)
+        keys = [_price_key(move) for move in self.moves]
+        self._examples = dict(zip(keys, self.moves, strict=True))
+        places = {key: index for index, key in enumerate(self._examples)}
+        self._priced_as = np.array([places[key] for key in keys], np.int64)
+        self._sends: dict[object, BusiestPair | None] = {}
+        self._prices: dict[tuple[object, int], float] = {}
+        self._weights: dict[Tensor, FloatArray] = {}
+        self._distances: dict[tuple[Tensor, Layout], FloatArray] = {}
+
+    def times(self, tensor: Tensor, sources: Sequence[Layout], targets: Sequence[Layout]) -> FloatArray:
+        """Time in ns from each of the sources to each of the targets, [S, T]; infinite where there is no way."""
+        missing = [each for each in dict.fromkeys(sources) if (tensor, each) not in self._distances]
+        if missing:
+            for source, row in zip(missing, self._shortest(tensor, missing), strict=True):
+                self._distances[tensor, source] = row
+        columns = np.array([self.number[target] for target in targets], np.int64)
+        rows = {source: self._distances[tensor, source][columns] for source in dict.fromkeys(sources)}
+        return np.stack([rows[source] for source in sources])
+
+    def path(self, tensor: Tensor, source: Layout, target: Layout) -> tuple[Move, ...]:
+        """The moves of the cheapest way; of equal ones a way with fewest, as moves may be free.
+
+        Raises:
+            ValueError: there is none.
+        """
+        self.times(tensor, [source], [target])
+        distance, weights = self._distances[tensor, source], self._weights_of(tensor)
+        if not np.isfinite(distance[self.number[target]]):
+            raise ValueError(f"no moves lead from {source} to {target} of {tensor}")
+        cheapest = np.isfinite(weights) & (distance[self._sources] + weights == distance[self._targets])
+        begin, end = self.number[source], self.number[target]
+        onward: dict[int, int] = {end: -1}  # the move that leads from a layout on to the target
+        waiting = deque([end])
+        while begin not in onward:
+            at = waiting.popleft()
+            for move in np.flatnonzero(cheapest & (self._targets == at)).tolist():
+                before = int(self._sources[move])
+                if before not in onward:
+                    onward[before] = move
+                    waiting.append(before)
+        found: list[Move] = []
+        while begin != end:
+            found.append(self.moves[onward[begin]])
+            begin = int(self._targets[onward[begin]])
+        return tuple(found)
+
+    def move_ns(self, tensor: Tensor, move: Move) -> float:
+        """Time of one move; infinite where the tensor's dimensions cannot be divided so."""
+        if not (tensor.fits(move.source) and tensor.fits(move.target)):
+            return float("inf")
+        return self._priced(_price_key(move), move, tensor)
+
+    def _priced(self, key: object, move: Move, tensor: Tensor) -> float:
+        size = tensor.local_bytes(move.target if move.how == "gather" else move.source)
+        if (key, size) not in self._prices:
+            self._prices[key, size] = self._price(key, move, size)
+        return self._prices[key, size]
+
+    def _price(self, key: object, move: Move, size: int) -> float:
+        if move.how == "slice":
+            return 0.0
+        if move.how == "send":
+            busiest = self._busiest(key, move)
+            return float(busiest.send_time(self.cluster, size)) if self.cluster is not None and busiest else 0.0
+        assert move.along is not None
+        exchange = Exchange(_COLLECTIVES[move.how], size)
+        return time_of_groups(self.cluster, exchange, groups_along([move.along], self.devices))
+
+    def _busiest(self, key: object, move: Move) -> BusiestPair | None:
+        """Who is waited for in a send, whatever its size."""
+        if key not in self._sends:
+            self._sends[key] = busiest_pair(self.cluster, senders(move.source, move.target, self.devices))
+        return self._sends[key]
+
+    def _weights_of(self, tensor: Tensor) -> FloatArray:
+        """Time of every move, [M]."""
+        if tensor not in self._weights:
+            fits = np.array([tensor.fits(layout) for layout in self.layouts])
+            prices = np.array([self._priced(key, move, tensor) for key, move in self._examples.items()])
+            possible = fits[self._sources] & fits[self._targets]
+            self._weights[tensor] = np.where(possible, prices[self._priced_as] if self.moves else 0.0, np.inf)
+        return self._weights[tensor]
+
+    def _shortest(self, tensor: Tensor, sources: Sequence[Layout]) -> FloatArray:
+        """Distances from each source to all layouts, [S, L], by Bellman and Ford's relaxation of all edges at once."""
+        weights = self._weights_of(tensor)
+        distance = np.full((len(sources), len(self.layouts)), np.inf)
+        for row, source in enumerate(sources):
+            distance[row, self.number[source]] = 0.0 if tensor.fits(source) else np.inf
+        if not self.moves:
+            return distance
+        starts = np.flatnonzero(np.r_[True, self._targets[1:] != self._targets[:-1]])
+        reached = self._targets[starts]
+        while True:
+            offered = np.minimum.reduceat(distance[:, self._sources] + weights, starts, axis=1)
+            if not (offered < distance[:, reached]).any():
+                return distance
+            distance[:, reached] = np.minimum(distance[:, reached], offered)
+
+
+def _price_key(move: Move) -> tuple[object, ...]:
+    """Equal for moves that cost the same for the same tensor: whichever dimensions they are about."""
+    if move.how == "send":
+        pairs = sorted(zip(move.source, move.target, strict=True), key=str)
+        return ("send", move.source.shards, *pairs)
+    return (move.how, move.along, (move.target if move.how == "gather" else move.source).shards)
+
+
+def senders(source: Layout, target: Layout, devices: int) -> list[tuple[int, int]]:
+    """Who sends its piece to whom, so that a tensor of one layout comes to lie as another with equal pieces.
+
+    The devices that hold the same piece before are matched with those that shall hold it, each with itself first,
+    then in order of their numbers.
+    """
+    before, after = _holders(source, devices), _holders(target, devices)
+    pairs = []
+    for piece, held in before.items():
+        wanted = after[piece]
+        stay = sorted(set(held) & set(wanted))
+        pairs += [(device, device) for device in stay]
+        gone, come = [each for each in held if each not in stay], [each for each in wanted if each not in stay]
+        pairs += zip(gone, come, strict=True)
+    return pairs
+
+
+def _holders(layout: Layout, devices: int) -> dict[tuple[int, ...], list[int]]:
+    """The devices of every piece, a piece being its coordinates along the splits of the layout."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for device in range(devices):
+        piece = tuple(split.coordinate(device) if split else 0 for split in layout)
+        found.setdefault(piece, []).append(device)
+    return found

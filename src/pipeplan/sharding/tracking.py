@@ -1,0 +1,266 @@
+"""Frontier tracking: the frontier of a graph, gap by gap where it is large, its strategies and its knee.
+
+Frontiers, or parts of one, from which strategies can be read off after the tables they came from are gone.
+
+Large frontiers, gap by gap of their hull.
+
+Neighbours on the hull (:mod:`pipeplan.sharding.bounds`) have a line below which there is no strategy, and a frontier
+point between them lies in the triangle over that line. Most lie close to the line. So what is looked at first is a
+*corridor*: all strategies that cost, in the line's weights, at most a small share of what the triangle's corner does
+beyond the line. That leaves few configurations, few points in each cell and few sums of points. What was found says
+whether it was enough: a strategy not found must be in a corner between two neighbours that were, and where all corners
+lie in the corridor there is none. Else the corridor is made wider, at most up to the highest corner left.
+
+Frontier tracking (TensorOpt, Algorithms 2 and 3): all strategies that no other beats in memory and time.
+
+The turning point of a frontier (TensorOpt section 5.1): below it time rises rapidly, above it memory buys little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeplan.sharding.bounds import (
+    Bounds,
+    Corner,
+    Gap,
+    Solved,
+    Weighing,
+    bounds_of,
+    corner_of,
+    ends_of,
+    hull_of,
+    inside,
+    level,
+    optimum,
+    solved,
+    weighing,
+)
+from pipeplan.sharding.elimination import Expression
+from pipeplan.sharding.graph import CostGraph, Strategy
+from pipeplan.sharding.reducing import Part, Reducing, Strategies, Tables, Whole, evaluate, points_taken
+from pipeplan.sharding.table import IntArray, Points, Weights, reduce_points, union
+
+__all__ = ["Found", "Tracked", "computed", "fewer", "gap_by_gap", "track", "turning_point"]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Strategies of a part.
+
+    Of all strategies that were looked for, some here takes at most ``factor`` times the memory and the time. Finding
+    them took ``num_sums`` pairs of points.
+    """
+
+    strategies: Strategies
+    factor: float = 1.0
+    num_sums: int = 0
+
+    def within(self, factor: float) -> Found:
+        """The same, proved up to a factor."""
+        return replace(self, factor=factor)
+
+
+def computed(whole: Whole, bounds: Bounds | None = None, *, most_sums: float = math.inf) -> Found | None:
+    """The frontier of a part, as far as ``bounds`` leave points; None if it takes more than so many sums of points."""
+    tables: Tables = {}
+    num_sums = evaluate(whole.expression, tables, bounds, most_sums=most_sums)
+    if num_sums is None:
+        return None
+    return Found(whole.strategies(points_taken(whole.expression, tables), tables), num_sums=num_sums)
+
+
+_MOST_WEIGHTINGS = 64
+"""Weightings by which a frontier is cut into gaps."""
+
+_SHARE = 0.01
+"""The first corridor, of the height of a gap's triangle."""
+
+_WIDER = (4.0, 2.0)
+"""By how much a corridor grows at a time: after few sums of points, and after many."""
+
+_MANY_SUMS = 300_000
+
+_RELAXED = 1e-9
+
+
+def fewer(whole: Whole, bounds: Bounds) -> Part:
+    """The part without configurations that the bounds rule out; equal operators keep the same."""
+    kept = {}
+    for node in whole.part.graph.nodes:
+        points = np.flatnonzero(bounds.useful(whole.rows[node.name].key, node.costs))
+        kept[node.name] = np.unique(np.searchsorted(node.costs.starts, points, side="right") - 1)
+    return whole.part.fewer(kept)
+
+
+def gap_by_gap(reducing: Reducing, part: Part, within: float) -> list[Found]:
+    """The frontier of a part as the frontiers of its gaps, each exact or up to a factor of 1 + ``within``."""
+    whole = reducing.whole(part)
+    root = whole.expression
+    taken: dict[Solved, Mapping[Expression, int]] = {}
+
+    def solve(weights: Weights) -> Solved:
+        points = optimum(root, inside(root, weights), weights)
+        found = solved(points, weights)
+        taken[found] = points
+        return found
+
+    ends = ends_of(root)
+    gaps = hull_of(solve, (solve(ends[0].solved.at), solve(ends[1].solved.at)), within, _MOST_WEIGHTINGS)
+    factor = max([1.0, *(gap.factor for gap in gaps if gap.factor <= 1 + within)])
+    hull = _of_strategies(whole, list(taken.values())).within(factor)
+    return [hull, *(_in_gap(reducing, whole, gap, ends, within) for gap in gaps if gap.factor > 1 + within)]
+
+
+def _of_strategies(whole: Whole, strategies: Sequence[Mapping[Expression, int]]) -> Found:
+    """Strategies told by the point of every given table in each."""
+    taken = {part: np.array([points[part] for points in strategies]) for part in strategies[0]}
+    given = {part.key: part.given for part in taken if part.given is not None}
+    return Found(whole.strategies(taken, given))
+
+
+def _in_gap(reducing: Reducing, whole: Whole, gap: Gap, ends: tuple[Weighing, Weighing], within: float) -> Found:
+    """What is in a gap, by corridors that get wider until that is proved."""
+    corner = corner_of(gap, ends, weighing(whole.expression, level(gap.left, gap.right)))
+    least, most = corner.weighings[-1].least, corner.most[-1]
+    limit = least + _SHARE * (most - least)
+    while True:
+        found = _in_corridor(reducing, whole, corner.lower(limit))
+        left = _left(found, gap, corner.weighings[-1], limit)
+        if left.factor <= 1 + within:
+            return found.within(left.factor)
+        limit = min(left.highest, least + _WIDER[found.num_sums > _MANY_SUMS] * (limit - least))
+
+
+def _in_corridor(reducing: Reducing, whole: Whole, corner: Corner) -> Found:
+    """All strategies under a corner; its weightings are told anew by the few configurations that it leaves."""
+    narrow = reducing.whole(fewer(whole, Bounds((corner,))))
+    again = tuple(weighing(narrow.expression, each.solved.at) for each in corner.weighings)
+    found = computed(narrow, Bounds((replace(corner, weighings=again),)))
+    assert found
+    return found
+
+
+class _Left(NamedTuple):
+    """What a corridor left open: the factor that is proved, and the highest corner in the line's weights."""
+
+    factor: float
+    highest: float
+
+
+def _left(found: Found, gap: Gap, line: Weighing, limit: float) -> _Left:
+    memory = np.r_[gap.left.memory_bytes, found.strategies.memory_bytes, gap.right.memory_bytes]
+    time = np.r_[gap.left.time_ns, found.strategies.time_ns, gap.right.time_ns]
+    costs = line.cost(memory[1:], time[:-1])
+    open_ = np.flatnonzero(costs > limit * (1 + _RELAXED))
+    if not len(open_):
+        return _Left(1.0, limit)
+    points = [Solved(int(m), int(t), line.solved.at) for m, t in zip(memory, time, strict=True)]
+    stairs = [Gap(points[at], points[at + 1], line.solved.at, limit) for at in open_.tolist()]
+    return _Left(max(stair.factor for stair in stairs), float(costs[open_].max()))
+
+
+_WEIGHTINGS = 24
+"""Weightings by which configurations, and then points, are dropped."""
+
+_AT_ONCE = 2e7
+"""Sums of points up to which a frontier is computed as one; beyond, gap by gap of its hull."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tracked:
+    """The cost frontier of a graph.
+
+    ``memory_bytes`` ascends and ``time_ns`` descends, [P]. It is ``exact`` unless a heuristic elimination left
+    configurations out, or it was asked for up to a factor; even then every point is a strategy, and one that no other
+    *found* beats. The ``factor`` is proved: for every strategy of the configurations left in some point takes at most
+    ``factor`` times its memory and its time. ``eliminations`` counts them by kind: node, edge, branch, heuristic.
+    ``num_computed`` counts the distinct tables of the graph's expression.
+    """
+
+    memory_bytes: IntArray
+    time_ns: IntArray
+    exact: bool
+    eliminations: Counter[str]
+    num_computed: int
+    _of: tuple[Found, ...]
+    _picks: IntArray
+    factor: float = 1.0
+
+    def strategy(self, point: int) -> Strategy:
+        """The strategy of a point, unrolled."""
+        part, inside_part = map(int, self._picks[:, point])
+        return self._of[part].strategies.strategy(inside_part)
+
+
+def track(
+    graph: CostGraph, *, linear: bool = True, pruned: bool = True, merged: int | None = None, within: float = 0.0
+) -> Tracked:
+    """The frontier of a graph by eliminations and then linear dynamic programming.
+
+    Without ``linear`` all is eliminated but two nodes (FT-Elimination), for comparison. With ``pruned`` whatever is
+    proved to be in no frontier strategy is dropped before and between the steps; the result is the same. ``merged``
+    bounds the configurations that branch elimination may make; what would need more is settled heuristically.
+
+    ``within`` above 0 asks only for a ``factor`` of 1 + ``within`` and takes far less; the result's own ``factor`` says
+    what was reached.
+
+    Raises:
+        ValueError: there is no strategy; not ``pruned``, the frontier is then empty.
+    """
+    reducing = Reducing(linear) if merged is None else Reducing(linear, merged)
+    parts, settled = reducing.parts(graph)
+    whole = reducing.whole(parts[0])
+    found = [each for part in parts for each in _found(reducing, part, pruned, within)]
+    kept = reduce_points(union([_points(index, each) for index, each in enumerate(found)]))
+    factor = max(each.factor for each in found)
+    done = whole.done + Counter(heuristic=settled)
+    exact = not settled and factor == 1
+    num_computed = whole.num_tables
+    return Tracked(kept.memory_bytes, kept.time_ns, exact, done, num_computed, tuple(found), kept.picks, factor)
+
+
+def _found(reducing: Reducing, part: Part, pruned: bool, within: float) -> list[Found]:
+    """The frontier of a part that needs no heuristics, at once where that is not too much, else gap by gap."""
+    if not pruned:
+        everything = computed(reducing.whole(part))
+        assert everything
+        return [everything]
+    if within:
+        return gap_by_gap(reducing, part, within)
+    whole = reducing.whole(part)
+    part = fewer(whole, bounds_of(whole.expression, _WEIGHTINGS))
+    whole = reducing.whole(part)
+    at_once = computed(whole, bounds_of(whole.expression, _WEIGHTINGS), most_sums=_AT_ONCE)
+    return [at_once] if at_once else gap_by_gap(reducing, part, within)
+
+
+def _points(end: int, found: Found) -> Points:
+    memory, time = found.strategies.memory_bytes, found.strategies.time_ns
+    index = np.arange(len(memory))
+    return Points(np.zeros_like(index), memory, time, np.stack((np.full_like(index, end), index)))
+
+
+_ROUNDING = 1e-9
+
+
+def turning_point(memory_bytes: npt.ArrayLike, time_ns: npt.ArrayLike) -> int | None:
+    """Which point, of a frontier with memory ascending and time descending; None where there is no such point.
+
+    The one farthest below the straight line between the ends of the frontier, with memory and time each taken as a
+    share of their range. There is none where no point lies below the line.
+    """
+    memory, time = np.asarray(memory_bytes, np.float64), np.asarray(time_ns, np.float64)
+    if len(memory) < 3:
+        return None
+    along = (memory - memory[0]) / (memory[-1] - memory[0])
+    above = (time - time[-1]) / (time[0] - time[-1])
+    farthest = int(np.argmin(along + above))
+    return farthest if along[farthest] + above[farthest] < 1 - _ROUNDING else None

@@ -1,0 +1,310 @@
+"""Predicted against measured: actions by kind, devices, and the whole iteration.
+
+An action of several devices begins when the last of them has come to it; what the others wait for it is waiting, not
+work. Where replicas run for themselves, that is so for the devices of each replica. Figures of several steps are
+medians over the steps; the first step warms up and is left out where there are others.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pipeplan.errors import UsageError
+from pipeplan.files import Plan, sha256_of
+from pipeplan.files.trace import MeasuredTrace, TimedText
+from pipeplan.simulator.simulation import Simulation
+from pipeplan.workload.action import Action, in_order
+from pipeplan.workload.elements import Stage
+from pipeplan.workload.task_graph import earliest_starts, with_links
+
+__all__ = ["Comparison", "DeviceTimes", "KindTimes", "compared"]
+
+_Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class KindTimes:
+    """All actions of a kind: ``F``, ``B``, ``I`` or ``W``, or messages: ``SEND_F`` and so on.
+
+    ``count`` is of one step. Times are ns of one action: the predicted ones' mean, the measured ones' mean and median.
+    Of messages the prediction is of the transfer, while a SEND is measured as long as it is posted, and a RECV as long
+    as it is waited for.
+    """
+
+    kind: str
+    count: int
+    predicted_ns: float
+    measured_ns: float
+    median_ns: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured by predicted; None of messages."""
+        return self.measured_ns / self.predicted_ns if "_" not in self.kind else None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTimes:
+    """A device's iteration in ns: computing, waiting for messages and for other devices, sending, and the rest.
+
+    ``outside_ns`` is before its first action and after its last one, ``other_ns`` between actions.
+    """
+
+    predicted_busy_ns: int
+    busy_ns: float
+    waiting_ns: float
+    sending_ns: float
+    outside_ns: float
+    other_ns: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Predicted against measured.
+
+    ``iterations_ns`` are those of the steps that count, behind ``num_left_out``. ``replayed_ns`` is the makespan when
+    every action lasts as measured and starts as soon as it can: what is missing to ``measured_ns`` is communication
+    that took longer than predicted, and the interpreter.
+    """
+
+    emulated: bool
+    num_left_out: int
+    predicted_ns: int
+    iterations_ns: tuple[int, ...]
+    replayed_ns: int
+    kinds: tuple[KindTimes, ...]
+    devices: tuple[DeviceTimes, ...]
+
+    @property
+    def measured_ns(self) -> float:
+        """Median over the steps."""
+        return statistics.median(self.iterations_ns)
+
+    @property
+    def ratio(self) -> float:
+        """Measured by predicted."""
+        return self.measured_ns / self.predicted_ns
+
+    @property
+    def predicted_bubble_rate(self) -> float:
+        """Of the iteration."""
+        return 1 - sum(device.predicted_busy_ns for device in self.devices) / (len(self.devices) * self.predicted_ns)
+
+    @property
+    def bubble_rate(self) -> float:
+        """Of the iteration, measured."""
+        return 1 - sum(device.busy_ns for device in self.devices) / (len(self.devices) * self.measured_ns)
+
+    def figures(self) -> dict[str, object]:
+        """What ``simulate --measured --json`` has under ``measured``; times of several steps are medians."""
+        return {
+            "emulated": self.emulated,
+            "num_steps": len(self.iterations_ns),
+            "num_steps_left_out": self.num_left_out,
+            "predicted_iteration_ns": self.predicted_ns,
+            "iteration_ns": self.measured_ns,
+            "iterations_ns": list(self.iterations_ns),
+            "ratio": self.ratio,
+            "replayed_ns": self.replayed_ns,
+            "predicted_bubble_rate": self.predicted_bubble_rate,
+            "bubble_rate": self.bubble_rate,
+            "kinds": [
+                {
+                    "kind": kind.kind,
+                    "count": kind.count,
+                    "predicted_ns": kind.predicted_ns,
+                    "measured_ns": kind.measured_ns,
+                    "median_ns": kind.median_ns,
+                    "ratio": kind.ratio,
+                }
+                for kind in self.kinds
+            ],
+            "devices": [
+                {
+                    "predicted_busy_ns": device.predicted_busy_ns,
+                    "busy_ns": device.busy_ns,
+                    "waiting_ns": device.waiting_ns,
+                    "sending_ns": device.sending_ns,
+                    "outside_ns": device.outside_ns,
+                    "other_ns": device.other_ns,
+                }
+                for device in self.devices
+            ],
+        }
+
+
+def compared(simulation: Simulation, trace: MeasuredTrace) -> Comparison:
+    """What a simulation predicts against what a run of its plan measured.
+
+    Raises:
+        UsageError: the trace is of another plan, or the simulation of another number of micro-batches.
+    """
+    plan = simulation.plan
+    if simulation.workload.num_microbatches != plan.num_microbatches:
+        raise UsageError(
+            f"--measured: the run had {plan.num_microbatches} micro-batches; leave out --microbatches "
+            f"{simulation.workload.num_microbatches}"
+        )
+    _require_same_plan(plan, trace)
+    left_out = 1 if len(trace.steps) > 1 else 0
+    steps = [_Step(simulation, actions, trace.emulated) for actions in trace.steps[left_out:]]
+    iterations = tuple(step.iteration_ns for step in steps)
+    return Comparison(
+        emulated=trace.emulated,
+        num_left_out=left_out,
+        predicted_ns=simulation.rates.makespan_ns,
+        iterations_ns=iterations,
+        replayed_ns=_replayed(simulation, steps),
+        kinds=(*_compute_kinds(simulation, steps), *_message_kinds(simulation, steps)),
+        devices=tuple(_device(simulation, steps, device) for device in range(len(plan.devices))),
+    )
+
+
+def _require_same_plan(plan: Plan, trace: MeasuredTrace) -> None:
+    if trace.plan_sha256 != sha256_of(plan):
+        raise UsageError(
+            f"--measured: the trace is of another plan, {trace.plan!r} with sha256 {trace.plan_sha256[:12]}..., not of "
+            f"{plan.name!r} with {sha256_of(plan)[:12]}...; give the plan that ran"
+        )
+    for number, step in enumerate(trace.steps):
+        for device, actions in enumerate(step):
+            program = plan.programs[device]
+            odd = Counter(program) - Counter(text for text, _, _ in actions)
+            odd += Counter(text for text, _, _ in actions) - Counter(program)
+            if odd:
+                raise UsageError(
+                    f"--measured: step {number} of the trace has {sorted(odd)[0]} on device {device} less or more "
+                    "often than the plan's program; was the trace edited?"
+                )
+
+
+class _Step:
+    """One step: when each action's work began and ended on each device."""
+
+    def __init__(self, simulation: Simulation, step: Sequence[Sequence[TimedText]], emulated: bool) -> None:
+        self.actions = step
+        own = {
+            (text, device): (s, e) for device, actions in enumerate(step) for text, s, e in actions if "_" not in text
+        }
+        self.work: dict[tuple[str, int], _Span] = {}
+        self.of_companies: defaultdict[str, list[int]] = defaultdict(list)
+        for text, devices in _companies(simulation, emulated):
+            spans = [own[text, device] for device in devices]
+            begin, end = max(start for start, _ in spans), max(end for _, end in spans)
+            self.of_companies[text].append(max(0, end - begin))
+            self.work |= {
+                (text, device): (min(begin, own[text, device][1]), own[text, device][1]) for device in devices
+            }
+        self.begin_ns, self.end_ns = min(start for start, _ in own.values()), max(end for _, end in own.values())
+
+    @property
+    def iteration_ns(self) -> int:
+        """From the first compute action's start to the last one's end."""
+        return self.end_ns - self.begin_ns
+
+    def outside_ns(self, device: int) -> int:
+        """Before the device's first action, or after its last one."""
+        if not self.actions[device]:
+            return self.iteration_ns
+        first = min(start for _, start, _ in self.actions[device])
+        last = max(end for _, _, end in self.actions[device])
+        return max(0, first - self.begin_ns) + max(0, self.end_ns - last)
+
+    def busy_ns(self, device: int) -> int:
+        """Working."""
+        spans = (self.work[text, device] for text, _, _ in self.actions[device] if "_" not in text)
+        return sum(end - start for start, end in spans)
+
+    def waiting_ns(self, device: int) -> int:
+        """Waiting for messages, and for the other devices of an action."""
+        messages = sum(end - start for text, start, end in self.actions[device] if "RECV" in text)
+        return messages + sum(
+            self.work[text, device][0] - start for text, start, _ in self.actions[device] if "_" not in text
+        )
+
+    def sending_ns(self, device: int) -> int:
+        """Posting messages, or in blocking runs also waiting until they are taken."""
+        return sum(end - start for text, start, end in self.actions[device] if "SEND" in text)
+
+
+def _companies(simulation: Simulation, emulated: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Action by action, the devices that run it together: those of its stage, or of each of its replicas."""
+    graph, stages = simulation.graph, simulation.plan.stages
+    for task in range(graph.num_actions):
+        text = graph.label(task)
+        stage = stages[graph.workload.operations[graph.operation_of[task]].stage]
+        for devices in (stage.devices,) if emulated else _replicas(stage):
+            yield text, devices
+
+
+def _replicas(stage: Stage) -> list[tuple[int, ...]]:
+    return [stage.devices[first : first + stage.shards] for first in range(0, len(stage.devices), stage.shards)]
+
+
+def _replayed(simulation: Simulation, steps: Sequence[_Step]) -> int:
+    """The makespan when every action lasts for the median over the steps, of the replica that took longest."""
+    graph = simulation.graph
+    durations = list(graph.durations)
+    for task in range(graph.num_actions):
+        durations[task] = round(statistics.median(max(step.of_companies[graph.label(task)]) for step in steps))
+    longer = replace(graph, durations=durations)
+    starts = earliest_starts(longer, with_links(longer, simulation.orders))
+    return max(starts[task] + durations[task] for task in range(graph.num_actions))
+
+
+def _compute_kinds(simulation: Simulation, steps: Sequence[_Step]) -> Iterator[KindTimes]:
+    graph = simulation.graph
+    predicted: defaultdict[str, list[int]] = defaultdict(list)
+    measured: defaultdict[str, list[int]] = defaultdict(list)
+    for task in range(graph.num_actions):
+        text = graph.label(task)
+        kind = Action.parse(text).kind
+        predicted[kind].append(graph.durations[task])
+        for step in steps:
+            measured[kind] += step.of_companies[text]
+    for kind in in_order(predicted):
+        yield _kind(kind, predicted[kind], measured[kind])
+
+
+def _message_kinds(simulation: Simulation, steps: Sequence[_Step]) -> Iterator[KindTimes]:
+    workload = simulation.workload
+    predicted: defaultdict[str, list[int]] = defaultdict(list)
+    for dependency in workload.dependencies:
+        for hop in dependency.hops:
+            slots = workload.messages(dependency, hop)
+            for number in range(len(slots)):
+                sent = hop if slots.name(number)[1] is None else hop.part
+                predicted[dependency.payload].append(sent.duration_ns)
+    measured = _measured_messages(steps)
+    for payload in sorted(predicted, reverse=True):
+        for end in ("SEND", "RECV"):
+            yield _kind(f"{end}_{payload}", predicted[payload], measured[f"{end}_{payload}"])
+
+
+def _measured_messages(steps: Sequence[_Step]) -> Mapping[str, list[int]]:
+    found: defaultdict[str, list[int]] = defaultdict(list)
+    for step in steps:
+        for actions in step.actions:
+            for text, start, end in actions:
+                if "_" in text:
+                    found[Action.parse(text).kind].append(end - start)
+    return found
+
+
+def _kind(kind: str, predicted: Sequence[int], measured: Sequence[int]) -> KindTimes:
+    return KindTimes(
+        kind, len(predicted), statistics.mean(predicted), statistics.mean(measured), statistics.median(measured)
+    )
+
+
+def _device(simulation: Simulation, steps: Sequence[_Step], device: int) -> DeviceTimes:
+    busy = statistics.median(step.busy_ns(device) for step in steps)
+    waiting = statistics.median(step.waiting_ns(device) for step in steps)
+    sending = statistics.median(step.sending_ns(device) for step in steps)
+    outside = statistics.median(step.outside_ns(device) for step in steps)
+    iteration = statistics.median(step.iteration_ns for step in steps)
+    other = max(0, iteration - busy - waiting - sending - outside)
+    return DeviceTimes(simulation.rates.busy_ns[device], busy, waiting, sending, outside, other)

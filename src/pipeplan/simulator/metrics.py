@@ -1,0 +1,197 @@
+"""Figures of a timeline, and the critical path that sets its makespan.
+
+Figures of a timeline: makespan, how busy each device is, bubble rates, micro-batches in flight.
+
+The critical path: the chain of actions, each of which started when the one before let it, that set the makespan.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import add
+from typing import Literal
+
+from pipeplan.workload.task_graph import Orders, TaskGraph
+from pipeplan.workload.workload import Workload
+
+__all__ = ["CriticalStep", "Rates", "Reason", "critical_path", "in_flight", "iteration_time", "rates"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Figures of one iteration; times in ns, the iteration begins at 0.
+
+    ``busy_ns`` [device]; ``first_start_ns`` and ``last_end_ns`` [device], both 0 for a device without actions.
+    ``bubble_rate`` is of the iteration, ``1 - sum of busy / (D * makespan)``. ``bubble_rate_span`` is
+    ``1 - busy/span`` of the device with the longest time from its first start to its last end.
+    """
+
+    makespan_ns: int
+    busy_ns: tuple[int, ...]
+    first_start_ns: tuple[int, ...]
+    last_end_ns: tuple[int, ...]
+    bubble_rate: float
+    bubble_rate_span: float
+
+    @property
+    def span_ns(self) -> tuple[int, ...]:
+        """Time from the first start to the last end [device]."""
+        return tuple(last - first for first, last in zip(self.first_start_ns, self.last_end_ns, strict=True))
+
+    @property
+    def idle_ns(self) -> tuple[int, ...]:
+        """Time of the iteration in which nothing runs [device]."""
+        return tuple(self.makespan_ns - busy for busy in self.busy_ns)
+
+
+def rates(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> Rates:
+    """Figures of the timeline in which each task begins at ``starts`` [task], in ns; links count for nothing."""
+    durations = graph.durations
+    orders = graph.on_devices(orders)
+    busy = tuple(sum(map(durations.__getitem__, order)) for order in orders)
+    first = tuple(min(map(starts.__getitem__, order), default=0) for order in orders)
+    last = tuple(max((starts[task] + durations[task] for task in order), default=0) for order in orders)
+    makespan = max(last)
+    spans = [end - start for start, end in zip(first, last, strict=True)]
+    longest = spans.index(max(spans))  # ties: the smallest device
+    return Rates(
+        makespan_ns=makespan,
+        busy_ns=busy,
+        first_start_ns=first,
+        last_end_ns=last,
+        bubble_rate=_share_idle(sum(busy), len(busy) * makespan),
+        bubble_rate_span=_share_idle(busy[longest], spans[longest]),
+    )
+
+
+def iteration_time(workload: Workload, figures: Rates) -> int:
+    """Ns of an iteration: until each device has ended its last action and summed its stages' gradients."""
+    waits = [0] * len(workload.devices)
+    for stage in workload.stages:
+        for device in stage.devices:
+            waits[device] += stage.sync_ns
+    return max(map(sum, zip(figures.last_end_ns, waits, strict=True)))
+
+
+def in_flight(graph: TaskGraph, orders: Orders) -> tuple[int, ...]:
+    """The most micro-batches whose activations (or deferred weight gradients) each device holds at once.
+
+    On a device whose stages have micro-batches of unequal sizes, they are counted in units of the greatest
+    common divisor of the sizes.
+    """
+    return tuple(_in_flight(graph, device, order) for device, order in enumerate(graph.on_devices(orders)))
+
+
+def _in_flight(graph: TaskGraph, device: int, order: Sequence[int]) -> int:
+    """A unit of samples is in flight while the device holds bytes on its behalf, in any of its stages."""
+    workload, operation_of, offsets = graph.workload, graph.operation_of, graph.offsets
+    stages = [stage for stage in workload.stages if device in stage.devices]
+    pieces = 2 if any(stage.num_parted for stage in stages) else 1
+    unit = (math.gcd(*(stage.microbatch_size for stage in stages)) or 1) // pieces
+    effects = [(op.acquire_bytes, op.release_bytes) for op in workload.operations]
+    held = [0] * (workload.mini_batch // unit)
+    holding = most = 0
+    for task in order:
+        operation = operation_of[task]
+        acquire, release = effects[operation]
+        begin, end = workload.slots[operation].samples(task - offsets[operation])
+        units = range(begin // unit, end // unit)
+        if acquire:
+            for sample in units:
+                holding += not held[sample]
+                held[sample] += acquire
+            most = max(most, holding)
+        if release:
+            for sample in units:
+                holding -= 0 < held[sample] <= release
+                held[sample] -= release
+    return -(-most // pieces)
+
+
+def _share_idle(busy: int, available: int) -> float:
+    return (available - busy) / available if available else 0.0
+
+
+Reason = Literal["start", "device", "link", "dependency", "transfer"]
+
+
+@dataclass(frozen=True, slots=True)
+class CriticalStep:
+    """An action of the path and what it waited for: the iteration's start, or the action before it on the path.
+
+    ``device``: that action was on the same device until then. ``dependency``: it made the input. ``transfer``: it
+    made the input, which was on the way for ``lag_ns``. A message that may have to wait for its link is a step of
+    its own; ``link``: the message before it was on the link until then. ``slack_ns`` is by how much the action could be
+    later without making the iteration longer: 0 on the critical path.
+    """
+
+    task: int
+    reason: Reason
+    lag_ns: int = 0
+    slack_ns: int = 0
+
+
+def critical_path(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> list[CriticalStep]:
+    """From time 0 to the last end, found backwards from the last end (the first such task).
+
+    ``starts`` [task] are the earliest for these orders, so that every action begins at 0 or right when something
+    ends or arrives. Where several things let it, the device (or link) goes before inputs.
+    """
+    durations = graph.durations
+    inputs = _Inputs(graph.workload)
+    ends = [*map(add, starts, durations)]
+    task = ends.index(max(ends))
+    steps: list[CriticalStep] = []
+    while starts[task] > 0:
+        before = _before(graph, orders, starts, task)
+        step, task = _step(graph, starts, task, before, inputs.of(graph, task))
+        steps.append(step)
+    steps.append(CriticalStep(task, "start"))
+    return steps[::-1]
+
+
+def _step(
+    graph: TaskGraph, starts: Sequence[int], task: int, before: Sequence[int], inputs: Sequence[tuple[int, int]]
+) -> tuple[CriticalStep, int]:
+    """The step of a task that started after 0, and the task it waited for."""
+    for other in before:
+        if starts[other] + graph.durations[other] == starts[task]:
+            return CriticalStep(task, "device" if task < graph.num_actions else "link"), other
+    for other, lag in inputs:
+        if starts[other] + graph.durations[other] + lag == starts[task]:
+            return CriticalStep(task, "transfer" if lag else "dependency", lag), other
+    raise AssertionError(f"{graph.label(task)} starts at {starts[task]} and nothing let it start then")
+
+
+def _before(graph: TaskGraph, orders: Orders, starts: Sequence[int], task: int) -> list[int]:
+    """The tasks right before a task, one for each of its devices where there is one; orders are in time."""
+    places = (
+        (orders[device], bisect_left(orders[device], starts[task], key=starts.__getitem__))
+        for device in graph.devices_of(task)
+    )
+    return [order[place - 1] for order, place in places if place]
+
+
+class _Inputs:
+    """Looks up the tasks whose results a task needs, with their lags."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload, self._slots, self._part_lags = workload, workload.slots, workload.part_lags
+        self._sources: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for source, target, lag in workload.edges:
+            self._sources[target].append((source, lag))
+
+    def of(self, graph: TaskGraph, task: int) -> list[tuple[int, int]]:
+        """Pairs (task, lag in ns)."""
+        target = graph.operation_of[task]
+        slots, number = self._slots[target], task - graph.offsets[target]
+        found: list[tuple[int, int]] = []
+        for source, lag in self._sources[target]:
+            parts = 2 * min(slots.num_parted, self._slots[source].num_parted)
+            lag = self._part_lags.get((source, target), lag) if number < parts else lag
+            found.extend((graph.offsets[source] + m, lag) for m in self._workload.inputs_of(source, target, number))
+        return found

@@ -1,0 +1,180 @@
+"""The workload of a plan with other costs: another profile, another cluster. Stages and orders stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from pydantic import ValidationError
+
+from pipeplan.costs import build_workload, gradient_sync, transfer_time
+from pipeplan.errors import UsageError
+from pipeplan.files import Cluster, Placement, Plan, Profile
+from pipeplan.workload.action import is_instruction
+from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage
+from pipeplan.workload.workload import Workload
+
+__all__ = ["recosted", "relinked"]
+
+_Variant = bool
+"""Whether backward is split."""
+_Message = tuple[int, str, int]  # source stage, payload, target stage
+
+
+def recosted(plan: Plan, profile: Profile, cluster: Cluster | None) -> Workload:
+    """The plan's stages with the times and sizes of a profile; links are the cluster's, or cost nothing.
+
+    Raises:
+        UsageError: the profile does not have the plan's blocks, or no costs for what the plan does with them.
+    """
+    placement = _placement(plan, profile)
+    built = _Built(plan, profile, placement, cluster)
+    devices = built.any.devices if cluster is not None else plan.devices
+    return replace(
+        plan.workload,
+        devices=devices,
+        stages=tuple(built.stage(index) for index in range(len(plan.stages))),
+        operations=tuple(built.operation(operation) for operation in plan.operations),
+        dependencies=tuple(built.dependency(index) for index in range(len(plan.dependencies))),
+    )
+
+
+def relinked(plan: Plan, cluster: Cluster) -> Workload:
+    """The plan's work on the devices and links of another cluster.
+
+    A plan does not tell a fixed latency of the profile's from one of its cluster: messages without bytes keep
+    their times, others get the cluster's. With the profile, fixed latencies stay.
+
+    Raises:
+        UsageError: the cluster has fewer devices than the plan.
+    """
+    _require_devices(plan, cluster)
+    names = [kind.name for kind in cluster.devices for _ in range(kind.count)]
+    memory = cluster.memory_bytes
+    return replace(
+        plan.workload,
+        devices=tuple(Device(name=names[d], memory_bytes=memory[d]) for d in range(len(plan.devices))),
+        stages=tuple(_relinked_stage(plan, stage, cluster) for stage in plan.stages),
+        dependencies=tuple(
+            replace(dependency, hops=tuple(_relinked_hop(hop, cluster) for hop in dependency.hops))
+            for dependency in plan.dependencies
+        ),
+    )
+
+
+def _relinked_stage(plan: Plan, stage: Stage, cluster: Cluster) -> Stage:
+    """The stage with its gradients summed over the cluster's links."""
+    return replace(stage, sync_ns=gradient_sync(plan.stages, stage, cluster))
+
+
+def _relinked_hop(hop: Hop, cluster: Cluster) -> Hop:
+    if hop.bytes == 0:
+        return hop
+    latency, occupancy = transfer_time(cluster, hop.source_device, hop.target_device, hop.bytes)
+    return replace(hop, latency_ns=latency, occupancy_ns=occupancy)
+
+
+def _require_devices(plan: Plan, cluster: Cluster) -> None:
+    if cluster.num_devices < len(plan.devices):
+        raise UsageError(
+            f"cluster {cluster.name!r} has {cluster.num_devices} devices, the plan uses {len(plan.devices)}; "
+            "give a larger --cluster, or search a plan for this one"
+        )
+
+
+def _placement(plan: Plan, profile: Profile) -> Placement:
+    """The plan's stages as a placement that the profile accepts."""
+    try:
+        placement = plan.placed
+        profile.check_placement(placement)
+    except ValueError as error:
+        first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        text = first.removeprefix("Value error, ").replace("placement", "the plan's placement", 1)
+        raise UsageError(
+            f"profile {profile.name!r} does not fit the plan: {text}; give the --profile of the model the plan "
+            "was searched for, or search a plan for this one"
+        ) from None
+    for index, stage in enumerate(plan.stages):
+        if used := stage.configuration or next(iter(stage.configurations), None):
+            raise UsageError(
+                f"stages[{index}] of the plan has configuration {used!r}; plans with configurations "
+                "are simulated with their own costs: leave out --profile"
+            )
+    return placement
+
+
+class _Built:
+    """Workloads of a profile under the plan's placement, with each stage's backward whole and split."""
+
+    def __init__(self, plan: Plan, profile: Profile, placement: Placement, cluster: Cluster | None) -> None:
+        self._plan, self._name, self._cluster = plan, profile.name, cluster
+        split = {operation.stage for operation in plan.operations if operation.kind == "I"}
+        self._variant_of: list[_Variant] = [index in split for index in range(len(plan.stages))]
+        self._workloads: dict[_Variant, Workload] = {}
+        for variant in dict.fromkeys(self._variant_of):
+            self._workloads[variant] = build_workload(
+                profile,
+                placement,
+                num_microbatches=plan.num_microbatches,
+                microbatch_size=plan.microbatch_size,
+                split_backward=variant,
+                split_overhead_ns=plan.split_overhead_ns,
+                cluster=cluster,
+                memory_bytes=None if cluster else [device.memory_bytes for device in plan.devices],
+            )
+        self.any = next(iter(self._workloads.values()))
+        self._operations = {v: {op.id: op for op in w.operations} for v, w in self._workloads.items()}
+        self._hops = {v: _hops(w.dependencies) for v, w in self._workloads.items()}
+
+    def stage(self, index: int) -> Stage:
+        """A stage with the profile's parameters, gradients and optimizer state; one of instructions has none."""
+        if not self._plan.stages[index].blocks:
+            return self._plan.stages[index]
+        built = self._workloads[self._variant_of[index]].stages[index]
+        return replace(
+            self._plan.stages[index],
+            parameter_bytes=built.parameter_bytes,
+            gradient_bytes=built.gradient_bytes,
+            optimizer_bytes=built.optimizer_bytes,
+            sync_ns=built.sync_ns,
+        )
+
+    def operation(self, operation: Operation) -> Operation:
+        """An operation with the profile's time and memory; a profile knows nothing of instructions."""
+        if is_instruction(operation.kind):
+            return operation
+        found = self._operations[self._variant_of[operation.stage]].get(operation.id)
+        if found is None:
+            raise UsageError(
+                f"the plan runs {operation.id} on stage {operation.stage}, for which profile {self._name!r} has no "
+                "costs (input_grad_ns and weight_grad_ns); profile it again, or search with --split-backward no"
+            )
+        return found
+
+    def dependency(self, index: int) -> Dependency:
+        """A dependency with the profile's bytes; what stays on one device has none."""
+        dependency = self._plan.dependencies[index]
+        if dependency.has_instruction:
+            return self._relinked(dependency)
+        message = _message(dependency)
+        hops = self._hops[self._variant_of[message[0]]]
+        if message[0] != message[2] and message not in hops:
+            raise UsageError(
+                f"dependencies[{index}] of the plan hands {dependency.source} to {dependency.target}, but profile "
+                f"{self._name!r} has no such edge between their blocks"
+            )
+        return replace(dependency, hops=hops.get(message, ()))
+
+    def _relinked(self, dependency: Dependency) -> Dependency:
+        """A dependency of an instruction keeps its bytes and gets the cluster's times, where there is one."""
+        cluster = self._cluster
+        hops = dependency.hops if cluster is None else tuple(_relinked_hop(hop, cluster) for hop in dependency.hops)
+        return replace(dependency, hops=hops)
+
+
+def _hops(dependencies: Iterable[Dependency]) -> dict[_Message, tuple[Hop, ...]]:
+    return {_message(d): d.hops for d in dependencies if d.source_stage != d.target_stage}
+
+
+def _message(dependency: Dependency) -> _Message:
+    return dependency.source_stage, dependency.payload, dependency.target_stage

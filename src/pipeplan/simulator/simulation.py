@@ -1,0 +1,323 @@
+"""Simulating a plan: replaying its programs as they are, for more micro-batches, or with other costs.
+
+The orders that a plan's programs state: compute actions on devices, messages on the links where they may wait.
+
+Simulating a plan: replaying its programs as they are, for more micro-batches, or with other costs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+
+from pipeplan.errors import InvalidPlanError, UsageError
+from pipeplan.files import Cluster, Plan, Profile
+from pipeplan.simulator.metrics import CriticalStep, Rates, critical_path, in_flight, iteration_time, rates
+from pipeplan.simulator.recost import recosted, relinked
+from pipeplan.workload.action import operation_of, payload_of
+from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.elements import DeviceMemory, Repetend
+from pipeplan.workload.memory import Overflow, overflow, peak_memory
+from pipeplan.workload.slices import has_parts, in_parts, parts_before, whole, with_parts
+from pipeplan.workload.steady_state.rate import copy_ranges, repetend_rate, work_bound
+from pipeplan.workload.steady_state.repetend import extend
+from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
+from pipeplan.workload.workload import Workload
+
+__all__ = ["Simulation", "orders_of", "simulate"]
+
+
+_Name = tuple[str, str]
+"""What stands before and behind the micro-batch in a SEND."""
+
+
+def orders_of(plan: Plan, graph: TaskGraph) -> list[list[int]]:
+    """The orders of each device and link as task numbers of a graph of the plan, maybe with other costs.
+
+    Raises:
+        InvalidPlanError: an action is unknown, in the wrong program, there twice, or missing.
+    """
+    workload = graph.workload
+    orders = [_compute_order(graph, device, program) for device, program in enumerate(plan.programs)]
+    for link, (source, target) in enumerate(workload.links):
+        orders.append(_link_order(graph, link, source, target, plan.programs[source]))
+    return orders
+
+
+def _compute_order(graph: TaskGraph, device: int, program: Sequence[str]) -> list[int]:
+    workload = graph.workload
+    number: dict[str, int] = {}
+    for item, operation in enumerate(workload.operations):
+        if device in workload.resources[item]:
+            id_, tasks = operation.id, range(graph.offsets[item], graph.offsets[item + 1])
+            text = workload.slots[item].text
+            number.update({f"{id_}{text(m)}": task for m, task in enumerate(tasks)})
+    computes = [text for text in program if "_" not in text]  # a transfer is 1SEND_F0 or 2RECV_F0
+    _require_all(device, computes, number)
+    return [number[text] for text in computes]
+
+
+def _link_order(graph: TaskGraph, link: int, source: int, target: int, program: Sequence[str]) -> list[int]:
+    """The messages of a link in the order of the SENDs; others from the same device are passed over."""
+    numbered = enumerate(graph.workload.transfers, len(graph.workload.operations))
+    tasks = {item: range(*graph.offsets[item : item + 2]) for item, transfer in numbered if transfer.link == link}
+    number: dict[str, int] = {}
+    for (before, behind), item in _names(graph.workload, link, source).items():
+        text = graph.workload.slots[item].text
+        number.update({f"{before}{text(m)}{behind}": task for m, task in enumerate(tasks[item])})
+    order = [number[text] for text in program if text in number]
+    if not len(order) == len(set(order)) == sum(map(len, tasks.values())):
+        raise InvalidPlanError(
+            f"programs[{source}] does not have each SEND to device {target} once; pipeplan check tells all that is "
+            "wrong with the plan"
+        )
+    return order
+
+
+def _names(workload: Workload, link: int, device: int) -> dict[_Name, int]:
+    """{what a SEND in the device's program may say: the link's transfer it means}, where it can mean only one hop."""
+    ids = [operation.id for operation in workload.operations]
+    items = {
+        (ids[transfer.source], ids[transfer.target], transfer.hop.target_device): item
+        for item, transfer in enumerate(workload.transfers, len(ids))
+        if transfer.link == link
+    }
+    meant: dict[_Name, list[int | None]] = {}
+    for dependency in workload.dependencies:
+        for hop in dependency.hops:
+            if hop.source_device == device:
+                item = items.get((dependency.source, dependency.target, hop.target_device))
+                for name in _ways_to_say(dependency.source, dependency.target_stage, hop.target_device):
+                    meant.setdefault(name, []).append(item)
+    return {name: item for name, (item, *others) in meant.items() if item is not None and not others}
+
+
+def _ways_to_say(source: str, stage: int, device: int) -> list[_Name]:
+    """A message with its full name, and with those that leave out who gets it."""
+    source_stage, kind = operation_of(source)
+    before = f"{source_stage}SEND_{payload_of(kind)}"
+    return [(before, to_stage + to_device) for to_stage in ("", f">{stage}") for to_device in ("", f"@{device}")]
+
+
+def _require_all(device: int, actions: Sequence[str], expected: Mapping[str, int]) -> None:
+    """Require each expected action once and no other."""
+    present = set(actions)
+    wrong = next((f"has {text}, which does not run there" for text in actions if text not in expected), None)
+    if wrong is None and len(present) < len(actions):
+        wrong = f"has {next(text for text, count in Counter(actions).items() if count > 1)} more than once"
+    if wrong is None and len(present) < len(expected):
+        wrong = f"leaves out {next(text for text in expected if text not in present)}"
+    if wrong is not None:
+        raise InvalidPlanError(f"programs[{device}] {wrong}; pipeplan check tells all that is wrong with the plan")
+
+
+MAX_ACTIONS = 5_000_000
+"""Actions in one simulation; beyond that memory, not time, is the trouble."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """One iteration of a plan, replayed: when everything runs, and the figures that follow.
+
+    ``orders`` [device] and ``starts`` [task] are of ``graph``; messages that may have to wait are tasks of it, too.
+    ``lower_bound_ns`` and ``period_lower_bound_ns`` are the plan's where it was replayed as it is, otherwise those of
+    work and dependencies alone.
+    ``period_ns`` (per micro-batch) and ``bubble_rate_steady`` come from replaying the repetend without end; None
+    without one, or where that does not become periodic. ``copies`` [device] are the positions of the repetend's
+    first copy in the orders. ``overflow`` is the device most short of memory, None if all have enough.
+    ``as_planned`` says that number of micro-batches and costs are the plan's.
+    """
+
+    plan: Plan
+    workload: Workload
+    graph: TaskGraph
+    orders: list[list[int]]
+    starts: list[int]
+    rates: Rates
+    in_flight: tuple[int, ...]
+    memory: tuple[DeviceMemory, ...]
+    overflow: Overflow | None
+    critical_path: list[CriticalStep]
+    lower_bound_ns: int
+    period_lower_bound_ns: float
+    repetend: Repetend | None
+    copies: list[range] | None
+    period_ns: float | None
+    bubble_rate_steady: float | None
+    as_planned: bool
+
+    @property
+    def iteration_ns(self) -> int:
+        """The makespan, and after it the time to sum gradients over replicas."""
+        return iteration_time(self.workload, self.rates)
+
+    @property
+    def gap(self) -> float:
+        """``makespan / lower_bound - 1``."""
+        return max(0.0, self.rates.makespan_ns / self.lower_bound_ns - 1) if self.lower_bound_ns else 0.0
+
+    def path_times(self) -> tuple[dict[int, int], int]:
+        """Time of the critical path in ns: on each device (an action of several counts on its first), in transfers."""
+        on_device: dict[int, int] = {}
+        graph, transfers = self.graph, 0
+        for step in self.critical_path:
+            transfers += step.lag_ns
+            if step.task < graph.num_actions:
+                device = graph.devices_of(step.task)[0]
+                on_device[device] = on_device.get(device, 0) + graph.durations[step.task]
+            else:
+                transfers += graph.durations[step.task]
+        return on_device, transfers
+
+    def figures(self) -> dict[str, object]:
+        """The object of ``simulate --json``. What only a search knows is null.
+
+        ``devices`` has one entry per device; ``critical_path`` says how its time divides and lists its actions.
+        """
+        plan, rates, repetend = self.plan, self.rates, self.repetend
+        return {
+            "status": "optimal" if self.gap == 0 else "feasible",
+            "name": plan.name,
+            "placement": plan.placement,
+            "scheduler": plan.provenance.scheduler,
+            "num_devices": len(plan.devices),
+            "num_microbatches": self.workload.num_microbatches,
+            "microbatch_size": self.workload.microbatch_size,
+            "makespan_ns": rates.makespan_ns,
+            "iteration_ns": self.iteration_ns,
+            "lower_bound_ns": self.lower_bound_ns,
+            "gap": self.gap,
+            "period_ns": self.period_ns,
+            "period_lower_bound_ns": self.period_lower_bound_ns,
+            "unroll": None if repetend is None else repetend.unroll,
+            "span": None if repetend is None else repetend.span,
+            "bubble_rate": rates.bubble_rate,
+            "bubble_rate_span": rates.bubble_rate_span,
+            "bubble_rate_steady": self.bubble_rate_steady,
+            "peak_memory_bytes": [memory.peak_bytes for memory in self.memory],
+            "fits": self.overflow is None,
+            "search_seconds": None,
+            "repetend_seconds": None,
+            "devices": [_device(self, device) for device in range(len(plan.devices))],
+            "critical_path": _path(self),
+        }
+
+
+def _device(simulation: Simulation, device: int) -> dict[str, object]:
+    rates = simulation.rates
+    return {
+        "busy_ns": rates.busy_ns[device],
+        "idle_ns": rates.idle_ns[device],
+        "span_ns": rates.span_ns[device],
+        "in_flight": simulation.in_flight[device],
+        "num_actions": len(simulation.orders[device]),
+        "memory_limit_bytes": simulation.workload.devices[device].memory_bytes,
+        **asdict(simulation.memory[device]),
+    }
+
+
+def _path(simulation: Simulation) -> dict[str, object]:
+    on_device, transfers = simulation.path_times()
+    graph = simulation.graph
+    return {
+        "transfer_ns": transfers,
+        "device_ns": {str(device): time for device, time in sorted(on_device.items())},
+        "actions": [graph.label(step.task) for step in simulation.critical_path],
+    }
+
+
+def simulate(
+    plan: Plan,
+    num_microbatches: int | None = None,
+    profile: Profile | None = None,
+    cluster: Cluster | None = None,
+) -> Simulation:
+    """Replay a plan: every device runs its order, and every action starts as soon as it can.
+
+    With ``num_microbatches`` the plan's repetend is repeated; with a profile, times, sizes and messages are
+    those it gives for the plan's stages; with a cluster, devices and links are the cluster's.
+
+    Raises:
+        UsageError: the plan cannot be replayed for this number of micro-batches, profile or cluster.
+        InvalidPlanError: the plan's programs are not orders of its actions, or wait for each other.
+    """
+    workload = plan.workload
+    if profile is not None:
+        workload = recosted(plan, profile, cluster)
+    elif cluster is not None:
+        workload = relinked(plan, cluster)
+    as_planned = workload == plan.workload and num_microbatches in (None, plan.num_microbatches)
+    graph = task_graph(workload)
+    orders = orders_of(plan, graph)
+    if num_microbatches is not None and num_microbatches != plan.num_microbatches:
+        _require_size(workload, num_microbatches)
+        graph, orders = _extended(graph, orders, plan.repetend, num_microbatches)
+        workload = graph.workload
+    starts = earliest_starts(graph, orders)
+    repetend = plan.repetend
+    period, copies = (None, None) if repetend is None else _repetition(graph, orders, repetend)
+    return Simulation(
+        plan=plan,
+        workload=workload,
+        graph=graph,
+        orders=orders[: len(workload.devices)],
+        starts=starts,
+        rates=rates(graph, orders, starts),
+        in_flight=in_flight(graph, orders),
+        memory=peak_memory(graph, orders),
+        overflow=overflow(graph, orders),
+        critical_path=critical_path(graph, orders, starts),
+        lower_bound_ns=plan.predicted.lower_bound_ns if as_planned else makespan_bound(workload),
+        period_lower_bound_ns=_period_bound(plan, workload),
+        repetend=repetend,
+        copies=copies,
+        period_ns=None if period is None else float(period),
+        bubble_rate_steady=None if period is None else _steady_bubble_rate(workload, period),
+        as_planned=as_planned,
+    )
+
+
+def _extended(
+    graph: TaskGraph, orders: list[list[int]], repetend: Repetend | None, num_microbatches: int
+) -> tuple[TaskGraph, list[list[int]]]:
+    """The same for more micro-batches: the repetend is one of whole micro-batches."""
+    replaced, whole_orders = whole(graph, orders)
+    larger, longer = extend(replaced.workload, whole_orders, repetend, num_microbatches)
+    if not has_parts(graph.workload):
+        return task_graph(larger), longer
+    found = task_graph(with_parts(larger, graph.workload))
+    return found, in_parts(longer, found)
+
+
+def _repetition(graph: TaskGraph, orders: list[list[int]], repetend: Repetend) -> tuple[Fraction | None, list[range]]:
+    """Ns per micro-batch of the repetend, and on each device the positions of its first copy."""
+    replaced, whole_orders = whole(graph, orders)
+    period = repetend_rate(replaced.workload, whole_orders, repetend.first, repetend.unroll)
+    shifts = [parts_before(graph.workload, device) for device in range(len(graph.workload.devices))]
+    copies = copy_ranges(replaced.workload, whole_orders, repetend)
+    return period, [range(c.start + by, c.stop + by) for c, by in zip(copies, shifts, strict=False)]
+
+
+def _require_size(workload: Workload, num_microbatches: int) -> None:
+    actions = num_microbatches * len(workload.operations)
+    if actions > MAX_ACTIONS:
+        raise UsageError(
+            f"{num_microbatches} micro-batches of {len(workload.operations)} operations are {actions} actions, more "
+            f"than the {MAX_ACTIONS} of one simulation; lower --microbatches to "
+            f"{MAX_ACTIONS // len(workload.operations)} or less"
+        )
+
+
+def _steady_bubble_rate(workload: Workload, period: Fraction) -> float:
+    work = sum(op.duration_ns * len(workload.stages[op.stage].devices) for op in workload.operations)
+    return float(1 - work / (len(workload.devices) * period))
+
+
+def _period_bound(plan: Plan, workload: Workload) -> float:
+    """The plan's own bound where costs are the plan's: it holds for any number of micro-batches."""
+    own = plan.workload
+    if workload.with_microbatches(own.num_microbatches) == own:
+        return plan.predicted.period_lower_bound_ns
+    return float(work_bound(workload))

@@ -1,0 +1,331 @@
+"""What a workload is made of: devices, stages, operations, and what waits for what.
+
+What a field may hold, said once as an annotation: nothing reads it here, files enforce it where they are read.
+
+Bounds are annotated-types'; the classes here speak the protocol by which pydantic asks annotations, without needing it.
+
+What a workload is made of: devices, stages, operations, and what waits for what.
+
+Plain frozen objects that searches make and copy by the thousand. A plan's file has the same ones: what may stand in a
+field is said beside it (:mod:`pipeplan.workload.elements`), and enforced where a file is read or written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from annotated_types import Ge, Le, MaxLen, MinLen
+
+from pipeplan.units import MAX_BYTES, MAX_NS
+from pipeplan.workload.action import KIND_PATTERN, NUMBER_PATTERN, is_instruction, operation_of, payload_of
+from pipeplan.workload.mesh import SHARDS, Mesh
+from pipeplan.workload.samples import Slots
+
+__all__ = [
+    "MAX_DEVICES",
+    "Attribute",
+    "Bytes",
+    "Count",
+    "Dependency",
+    "Device",
+    "DeviceCount",
+    "DeviceMemory",
+    "Element",
+    "FirstProblemOnly",
+    "Hop",
+    "Index",
+    "Items",
+    "Kind",
+    "Matching",
+    "Meaning",
+    "Name",
+    "Nanoseconds",
+    "Operation",
+    "OperationId",
+    "PositiveNs",
+    "Repetend",
+    "Stage",
+    "mesh_of",
+    "slots_of",
+]
+
+
+MAX_COUNT = 1_000_000
+MAX_DEVICES = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Matching:
+    """A text that matches a regular expression."""
+
+    pattern: str
+
+    def __get_pydantic_core_schema__(self, source: type, handler: Callable[[type], dict[str, Any]]) -> dict[str, Any]:
+        return {**handler(source), "pattern": self.pattern}
+
+
+@dataclass(frozen=True, slots=True)
+class FirstProblemOnly:
+    """A list of which only the first problem is reported: noting a million of them would take a gigabyte."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        return {**handler(source), "fail_fast": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a field means, in the words of its file's JSON Schema; and its default, where that is a new object."""
+
+    text: str
+    default: dict[str, Any] | None = None
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        default = {} if self.default is None else {"default": self.default}
+        return {**default, **handler(core), "description": self.text}
+
+
+Item = TypeVar("Item")
+Items = Annotated[tuple[Item, ...], FirstProblemOnly()]
+"""A list of a file."""
+
+Nanoseconds = Annotated[int, Ge(0), Le(MAX_NS)]
+PositiveNs = Annotated[int, Ge(1), Le(MAX_NS)]
+Bytes = Annotated[int, Ge(0), Le(MAX_BYTES)]
+Count = Annotated[int, Ge(1), Le(MAX_COUNT)]
+DeviceCount = Annotated[int, Ge(1), Le(MAX_DEVICES)]
+Index = Annotated[int, Ge(0), Le(MAX_COUNT)]
+Name = Annotated[str, MinLen(1), MaxLen(256), Matching(r"^[^\x00-\x1f\x7f]+$")]
+Kind = Annotated[str, Matching(f"^{KIND_PATTERN}$")]
+OperationId = Annotated[str, Matching(f"^{NUMBER_PATTERN}{KIND_PATTERN}$")]
+
+
+Scalar = str | int | float | bool
+Attribute = Scalar | tuple[Scalar, ...]
+"""What an instruction's function is told beside its tensors."""
+
+
+class Element:
+    """Base of what stands in a file as it is: unknown keys refused, no conversion between types."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "extra": "forbid",
+        "strict": True,
+        "allow_inf_nan": False,
+        "revalidate_instances": "always",
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device(Element):
+    """A device the plan uses, and its memory (None is no limit)."""
+
+    name: Name = "device"
+    memory_bytes: Bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage(Element):
+    """A stage: blocks, device group, how it is split, and what it keeps on each of its devices.
+
+    Replica r stands on devices ``r * shards`` to ``(r + 1) * shards - 1`` of ``devices`` and works on the r-th of
+    equal shares of each micro-batch's samples.
+
+    A stage of instructions has no blocks; its micro-batches say how often they run.
+    """
+
+    blocks: Items[Name]
+    devices: Annotated[Items[Index], MinLen(1)]
+    shards: Count = 1
+    replicas: Count = 1
+    configuration: Name | None = None
+    configurations: Annotated[
+        Items[Name], Meaning("how each block is split over the shards, such as samples2-shards2; none: all")
+    ] = ()
+    microbatch_size: Annotated[Count, Meaning("samples in one micro-batch of this stage")]
+    recompute: bool = False
+    route: Annotated[Index, Meaning("of the plan's routes, the one whose micro-batches come here")] = 0
+    num_parted: Annotated[Index, Meaning("leading micro-batches whose forward runs in two parts")] = 0
+    sync_ns: Annotated[Nanoseconds, Meaning("summing gradients over replicas and routes, at the end")] = 0
+    parameter_bytes: Annotated[Bytes, Meaning("on each device of the stage, as the next two")] = 0
+    gradient_bytes: Bytes = 0
+    optimizer_bytes: Bytes = 0
+
+    def mesh_of(self, index: int) -> Mesh:
+        """How the devices of a replica stand for a block. Raises ValueError where ``check`` would refuse it."""
+        return mesh_of(self.configurations, index, self.shards)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation(Element):
+    """All actions of one kind and stage. They run on all devices of the stage together.
+
+    A kind that is none of F, B, I and W is an instruction's: an upper-case word for which whoever runs the plan has a
+    function, which gets the ``attributes``.
+    """
+
+    kind: Kind
+    stage: Index
+    duration_ns: PositiveNs
+    acquire_bytes: Annotated[Bytes, Meaning("taken on each device at the start")] = 0
+    release_bytes: Annotated[Bytes, Meaning("given back on each device at the end")] = 0
+    workspace_bytes: Annotated[Bytes, Meaning("held on each device while running")] = 0
+    part_ns: Annotated[PositiveNs | None, Meaning("of one part of a micro-batch that runs in two")] = None
+    attributes: Annotated[dict[Name, Attribute], Meaning("of an instruction, for its function", default={})] = field(
+        default_factory=dict
+    )
+
+    def __hash__(self) -> int:
+        return hash((self.id, self.duration_ns, self.acquire_bytes, self.release_bytes, self.workspace_bytes))
+
+    def __post_init__(self) -> None:
+        operation_of(self.id)
+        if self.attributes and not is_instruction(self.kind):
+            raise ValueError(f"attributes are for instructions, not for {self.kind}")
+
+    @property
+    def id(self) -> str:
+        """Stage and kind: ``2F``. With a micro-batch behind it, the text of an action."""
+        return f"{self.stage}{self.kind}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hop(Element):
+    """One message of a dependency, once per micro-batch: a SEND on one device and a RECV on another.
+
+    It carries those samples of the source's micro-batch that the target device works on. Where stages have replicas
+    or micro-batches of different sizes, those of some micro-batches alone may go this way: of every ``every`` the
+    ``run`` from number ``first`` on. A micro-batch that both stages run in parts is two messages of half the bytes
+    and occupancy.
+    """
+
+    source_device: Index
+    target_device: Index
+    every: Count = 1
+    run: Count = 1
+    first: Index = 0
+    bytes: Bytes = 0
+    latency_ns: Annotated[Nanoseconds, Meaning("time that occupies no link")] = 0
+    occupancy_ns: Annotated[Nanoseconds, Meaning("time that occupies the link")] = 0
+
+    @property
+    def duration_ns(self) -> int:
+        """Time from the producer's end until the consumer may start, on an idle link."""
+        return self.latency_ns + self.occupancy_ns
+
+    @property
+    def pattern(self) -> dict[str, int]:
+        """The fields of :class:`~pipeplan.workload.samples.Slots` that say which micro-batches go this way."""
+        return {"every": self.every, "run": self.run, "first": self.first}
+
+    @property
+    def part(self) -> Hop:
+        """The message of one part."""
+        half = -(-self.occupancy_ns // 2)
+        return replace(self, bytes=-(-self.bytes // 2), occupancy_ns=half)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dependency(Element):
+    """Actions of ``target`` start after the ``source`` actions that hold their samples, and after the hops.
+
+    Which samples an action holds is said in :mod:`pipeplan.workload.samples`; between stages of equal size and route
+    micro-batch m depends on micro-batch m. Where an instruction is at one of the ends, ``needs`` may say otherwise.
+    """
+
+    source: OperationId
+    target: OperationId
+    hops: Items[Hop] = ()
+    needs: Annotated[
+        tuple[Index, ...] | None,
+        Meaning("for each action of the target, how many of the source's first ones it waits for"),
+    ] = None
+
+    @property
+    def source_stage(self) -> int:
+        """Number of the source's stage."""
+        return operation_of(self.source)[0]
+
+    @property
+    def source_kind(self) -> str:
+        """The source's kind."""
+        return operation_of(self.source)[1]
+
+    @property
+    def target_stage(self) -> int:
+        """Number of the target's stage."""
+        return operation_of(self.target)[0]
+
+    @property
+    def target_kind(self) -> str:
+        """The target's kind."""
+        return operation_of(self.target)[1]
+
+    @property
+    def payload(self) -> str:
+        """What its messages carry: the source's outputs (F), gradients (B) or an instruction's results."""
+        return payload_of(self.source_kind)
+
+    @property
+    def has_instruction(self) -> bool:
+        """Whether an instruction is at either end."""
+        return is_instruction(self.source_kind) or is_instruction(self.target_kind)
+
+    @property
+    def lag_ns(self) -> int:
+        """Time between the source's end and the target's start: its slowest hop, 0 without hops."""
+        return max((hop.duration_ns for hop in self.hops), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repetend(Element):
+    """The part of the programs that repeats (Tessel III-C).
+
+    On each device it is a contiguous run of compute actions in which every operation of the device occurs
+    ``unroll`` times, on micro-batches ``first[operation]``, ``first[operation] + 1``, ...
+    """
+
+    unroll: Annotated[Count, Meaning("micro-batches that finish per repetend")]
+    repetend_ns: Annotated[PositiveNs, Meaning("time from one repetition to the next")]
+    first: Annotated[dict[OperationId, Index], MinLen(1)]
+
+    @property
+    def span(self) -> int:
+        """How many micro-batches a repetend reaches over (Tessel's N_R)."""
+        return max(self.first.values()) - min(self.first.values()) + self.unroll
+
+    @property
+    def period_ns(self) -> float:
+        """Time per micro-batch."""
+        return self.repetend_ns / self.unroll
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory(Element):
+    """Memory of one device at the moment it holds most: the five parts add up to ``peak_bytes``."""
+
+    parameter_bytes: Bytes
+    gradient_bytes: Bytes
+    optimizer_bytes: Bytes
+    activation_bytes: Bytes
+    workspace_bytes: Bytes
+    peak_bytes: Bytes
+
+
+def mesh_of(configurations: tuple[str, ...], index: int, shards: int) -> Mesh:
+    """How a stage's block number ``index`` is split over the devices of a replica. Raises ValueError."""
+    return Mesh.parse(configurations[index]) if configurations else Mesh(((SHARDS, shards),))
+
+
+def slots_of(stage: Stage, kind: str, mini_batch: int, num_routes: int) -> Slots:
+    """Which samples each action of an operation of this kind and stage holds."""
+    size = stage.microbatch_size
+    return Slots(
+        size=size,
+        stride=size * num_routes,
+        offset=size * stage.route,
+        count=mini_batch // (size * num_routes),
+        num_parted=stage.num_parted if kind == "F" else 0,
+    )

@@ -1,0 +1,93 @@
+"""Orders in which leading forwards run in two parts (AutoPipe III-C), and the same with whole micro-batches.
+
+A repetend is one of whole micro-batches, behind all parts, so what is said and done about repetition goes by way of
+the whole orders and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pipeplan.workload.elements import Repetend
+from pipeplan.workload.task_graph import Orders, TaskGraph, task_graph, with_links
+from pipeplan.workload.workload import Workload
+
+__all__ = ["has_parts", "in_parts", "parts_are_before", "parts_before", "whole", "with_parts", "without_parts"]
+
+
+def has_parts(workload: Workload) -> bool:
+    """Whether some forward runs in parts."""
+    return any(stage.num_parted for stage in workload.stages)
+
+
+def without_parts(workload: Workload) -> Workload:
+    """The same with whole micro-batches."""
+    return replace(
+        workload,
+        stages=tuple(replace(stage, num_parted=0) for stage in workload.stages),
+        operations=tuple(replace(operation, part_ns=None) for operation in workload.operations),
+    )
+
+
+def with_parts(workload: Workload, parted: Workload) -> Workload:
+    """A workload of whole micro-batches with the parts of another one like it."""
+    return replace(workload, stages=parted.stages, operations=parted.operations)
+
+
+def whole(graph: TaskGraph, orders: Orders) -> tuple[TaskGraph, list[list[int]]]:
+    """The graph and the orders with whole micro-batches in place of their first parts; links are first come.
+
+    A workload without parts stays as it is.
+    """
+    if not has_parts(graph.workload):
+        return graph, [list(order) for order in orders]
+    replaced = task_graph(without_parts(graph.workload))
+    found = []
+    for order in graph.on_devices(orders):
+        named = [(graph.operation_of[task], *_name(graph, task)) for task in order]
+        found.append([replaced.offsets[item] + microbatch for item, microbatch, part in named if part != 1])
+    return replaced, with_links(replaced, found)
+
+
+def in_parts(orders: Orders, graph: TaskGraph) -> list[list[int]]:
+    """Orders with whole micro-batches as tasks of a graph with parts, each part behind the other; links first come."""
+    replaced = task_graph(without_parts(graph.workload))
+    found = []
+    for order in graph.on_devices(orders):
+        tasks: list[int] = []
+        for task in order:
+            item = replaced.operation_of[task]
+            tasks += _tasks(graph, item, task - replaced.offsets[item])
+        found.append(tasks)
+    return with_links(graph, found)
+
+
+def parts_before(workload: Workload, device: int) -> int:
+    """By how many actions a device's order with parts is longer than that with whole micro-batches."""
+    return sum(stage.num_parted for stage in workload.stages if device in stage.devices)
+
+
+def parts_are_before(graph: TaskGraph, orders: Orders, repetend: Repetend) -> bool:
+    """Whether every part runs before the repetend of its device, which is found in the whole orders."""
+    counts = [
+        repetend.first[operation.id] + slots.num_parted
+        for operation, slots in zip(graph.workload.operations, graph.workload.slots, strict=False)  # messages are last
+    ]
+    behind: list[int] = []
+    for order in graph.on_devices(orders):
+        behind += order[sum(counts[item] for item in {graph.operation_of[task] for task in order}) :]
+    return all(_name(graph, task)[1] is None for task in behind)
+
+
+def _name(graph: TaskGraph, task: int) -> tuple[int, int | None]:
+    item = graph.operation_of[task]
+    return graph.workload.slots[item].name(task - graph.offsets[item])
+
+
+def _tasks(graph: TaskGraph, item: int, microbatch: int) -> Sequence[int]:
+    """The actions that run a micro-batch of an operation."""
+    slots, offset = graph.workload.slots[item], graph.offsets[item]
+    if microbatch < slots.num_parted:
+        return (offset + 2 * microbatch, offset + 2 * microbatch + 1)
+    return (offset + microbatch + slots.num_parted,)

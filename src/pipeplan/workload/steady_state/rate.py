@@ -1,0 +1,333 @@
+"""How fast a repetend goes when it is repeated without end, from the copies that orders contain.
+
+Where the orders of a schedule contain a repetend: prefix, copy and suffix on each device.
+
+A repetend (Tessel III-C) is said by ``first`` and ``unroll``: on each device the *copy* is a contiguous run in
+which every operation of the device occurs ``unroll`` times, on micro-batches ``first[operation]`` and on. What
+runs before it is the prefix, what runs after it the suffix.
+
+The orders of links are cut likewise, where a message's ``first`` is not stated: it lies between those of the
+operations at its ends, and of the places where a link's order can be cut it is the last.
+
+The steady state: at which distance copies of a repetend follow each other when they run without end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from operator import eq, sub
+
+from pipeplan.errors import InvalidPlanError, UsageError
+from pipeplan.workload.elements import Repetend
+from pipeplan.workload.task_graph import Orders
+from pipeplan.workload.workload import Workload
+
+__all__ = [
+    "Entry",
+    "begins_of",
+    "copy_ranges",
+    "link_begins",
+    "repetend_rate",
+    "repetend_time",
+    "require_cut",
+    "require_equal_sizes",
+    "split_order",
+    "steady_bubble_rate",
+    "steady_state",
+    "work_bound",
+]
+
+
+Entry = tuple[int, int]
+"""An action or message as (item, micro-batch), where all micro-batches have one size."""
+
+
+def copy_ranges(workload: Workload, orders: Orders, repetend: Repetend) -> list[range]:
+    """Positions of the copy in each device's (and link's) order; empty for a device without actions.
+
+    Raises:
+        InvalidPlanError: the orders do not contain the repetend as stated.
+    """
+    begins = begins_of(workload, orders, repetend.first, repetend.unroll)
+    found = []
+    for resource, order in enumerate(orders):
+        prefix, copy, _ = split_order(workload, resource, order, begins, repetend.unroll)
+        found.append(range(len(prefix), len(prefix) + len(copy)))
+    return found
+
+
+def begins_of(workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int) -> list[int]:
+    """[item] its first micro-batch in the copy: stated for operations, told from the links' orders for transfers.
+
+    Raises:
+        InvalidPlanError: a link's order cannot be cut.
+    """
+    begins = [first[operation.id] for operation in workload.operations] + [0] * len(workload.transfers)
+    for link, order in zip(workload.links, orders[len(workload.devices) :], strict=True):
+        entries = [divmod(task, workload.num_microbatches) for task in order]
+        found = link_begins(workload, entries, begins, unroll, dict.fromkeys(sorted({x for x, _ in entries}), 0))
+        if found is None:
+            raise InvalidPlanError(
+                f"the link from device {link[0]} to {link[1]} carries its messages in an order that has no part for "
+                "the repetend"
+            )
+        for item, begin in found.items():
+            begins[item] = begin
+    return begins
+
+
+def link_begins(
+    workload: Workload, entries: Sequence[Entry], begins: Sequence[int], unroll: int, passed: Mapping[int, int]
+) -> dict[int, int] | None:
+    """{transfer: its first micro-batch in the copy} for the last place where a link's order can be cut; None if none.
+
+    No message of a copy waits for a later copy, and none is waited for by an earlier one: ``begins`` [operation]
+    bound a transfer's by its source's and its target's. ``passed`` {transfer: micro-batches} are those before the first
+    place to be considered.
+    """
+    ends = {item: workload.transfers[item - len(workload.operations)] for item in passed}
+    counts, last = dict(passed), {item: count - 1 for item, count in passed.items()}
+    found: dict[int, int] | None = None
+    for at in range(sum(passed.values()), sum(begins[ends[item].source] for item in passed) + 1):
+        if (
+            all(begins[ends[x].target] <= counts[x] <= begins[ends[x].source] for x in counts)
+            and all(last[x] == counts[x] - 1 for x in counts)
+            and sorted(entries[at : at + unroll * len(counts)])
+            == [(x, counts[x] + u) for x in counts for u in range(unroll)]
+        ):
+            found = dict(counts)
+        if at < len(entries):
+            item, m = entries[at]
+            counts[item], last[item] = counts[item] + 1, max(last[item], m)
+    return found
+
+
+def split_order(
+    workload: Workload, resource: int, order: Sequence[int], begins: Sequence[int], unroll: int
+) -> tuple[list[Entry], list[Entry], list[Entry]]:
+    """Prefix, copy and suffix of the order of a device or link; ``begins`` [item] are micro-batches.
+
+    Raises:
+        InvalidPlanError: the order is not made like that; the text names the first action out of place.
+    """
+    entries = [divmod(task, workload.num_microbatches) for task in order]
+    here = {item for item, _ in entries}
+    begin = sum(begins[item] for item in here)
+    end = begin + unroll * len(here)
+    what = f"device {resource}" if resource < len(workload.devices) else "a link"
+    if end > len(entries):
+        raise InvalidPlanError(
+            f"{what} runs {len(entries)} actions, too few for the repetend, whose {unroll} of each operation "
+            f"would be actions {begin} to {end - 1}"
+        )
+    parts = entries[:begin], entries[begin:end], entries[end:]
+    ranges = ((-math.inf, 0), (0, unroll), (unroll, math.inf))
+    for index, (part, (low, high)) in enumerate(zip(parts, ranges, strict=True)):
+        for item, m in part:
+            if not low <= m - begins[item] < high:
+                raise InvalidPlanError(
+                    f"{what} runs {workload.label(item, m)} "
+                    f"{('before', 'inside', 'after')[index]} the repetend, which has its micro-batches "
+                    f"{begins[item]} to {begins[item] + unroll - 1}"
+                )
+    return parts
+
+
+def require_cut(workload: Workload, first: Mapping[str, int]) -> None:
+    """Require equal micro-batch sizes, and that no action of a copy waits for a later copy.
+
+    Raises:
+        UsageError: stages have micro-batches of unequal sizes.
+        InvalidPlanError: ``first`` makes a copy wait for a later one.
+    """
+    require_equal_sizes(workload)
+    for dependency in workload.dependencies:
+        source, target = dependency.source, dependency.target
+        if first[source] < first[target]:
+            raise InvalidPlanError(
+                f"repetend.first has {target} from micro-batch {first[target]} and {source}, which it waits for, "
+                f"from {first[source]}: a copy would wait for a later one"
+            )
+
+
+def require_equal_sizes(workload: Workload) -> None:
+    """Require that all micro-batches are alike on all stages; raises UsageError."""
+    for index, stage in enumerate(workload.stages):
+        if stage.microbatch_size != workload.microbatch_size:
+            raise UsageError(
+                f"a repetend needs one micro-batch size for all stages; stages[{index}] has "
+                f"{stage.microbatch_size}, the plan {workload.microbatch_size}"
+            )
+    if not workload.is_uniform:
+        raise UsageError("a repetend needs one route, no micro-batch in parts and no dependency with counts of its own")
+
+
+MAX_TASKS = 400_000
+"""The longest replay, in actions, in which a repetend must become periodic to count as one."""
+
+
+def steady_bubble_rate(workload: Workload, repetend: Repetend) -> float:
+    """``1 - sum over devices of busy time per repetend / (D * repetend)`` (Tessel Fig. 11, 12, Table II)."""
+    num_devices = len(workload.devices)
+    busy = sum(_work(workload)[:num_devices]) * repetend.unroll
+    available = num_devices * repetend.repetend_ns
+    return (available - busy) / available
+
+
+def work_bound(workload: Workload) -> int:
+    """Work of the busiest device or link for one micro-batch, in ns: no period is shorter."""
+    return max(_work(workload))
+
+
+def repetend_time(
+    workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int, *, max_tasks: int = MAX_TASKS
+) -> int | None:
+    """Time from one repetition to the next, in ns, once a long replay of the copies has become periodic.
+
+    This is by how much each copy more lengthens the makespan. None if consecutive copies do not come to equal
+    distances within ``max_tasks`` actions, for instance when they alternate and only a multiple of the unroll is
+    periodic.
+
+    Raises:
+        InvalidPlanError: the orders do not contain such a copy.
+    """
+    steady = _replayed(workload, orders, first, unroll, max_tasks)
+    return steady[1] if steady is not None and steady[0] == 1 else None
+
+
+def repetend_rate(workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int) -> Fraction | None:
+    """The same on average, in ns per micro-batch, also where consecutive copies come at distances that alternate.
+
+    Raises:
+        InvalidPlanError: the orders do not contain such a copy.
+    """
+    steady = _replayed(workload, orders, first, unroll, MAX_TASKS)
+    return None if steady is None else Fraction(steady[1], steady[0] * unroll)
+
+
+def _replayed(
+    workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int, max_tasks: int
+) -> tuple[int, int] | None:
+    """(cycle, time) of the copy that the orders contain; see :func:`steady_state`."""
+    require_cut(workload, first)
+    begins = begins_of(workload, orders, first, unroll)
+    runs = [split_order(workload, resource, order, begins, unroll)[1] for resource, order in enumerate(orders)]
+    return steady_state(workload, runs, begins, unroll, max_tasks)
+
+
+def steady_state(
+    workload: Workload, runs: Sequence[Sequence[Entry]], first: Sequence[int], unroll: int, max_tasks: int = MAX_TASKS
+) -> tuple[int, int] | None:
+    """(cycle, time): every ``cycle`` copies shift by ``time`` ns when copies run without end.
+
+    Starts obey a recurrence in (max, +), where a copy depends on the ``reach`` copies before it. When over a cycle
+    and that many copies every task has moved on by its own constant shift, and none waits for one that shifts by
+    more, what decides each start shifts with it, so it stays so for ever, and the largest shift is that of the
+    makespan. ``runs`` [device, link] is one copy, ``first`` [item]. None if that does not come about within
+    ``max_tasks`` actions.
+    """
+    copy = _CopyGraph.of(workload, runs, first, unroll)
+    if copy is None:
+        return None
+    starts: list[list[int]] = []
+    num_copies = 2 * copy.reach + 12
+    while num_copies * copy.num_tasks <= max_tasks:
+        copy.run(starts, num_copies)
+        for cycle in range(1, (num_copies - copy.reach) // 2 + 1):
+            shift = copy.steady_shift(starts, cycle)
+            if shift is not None:
+                return cycle, max(shift)
+        num_copies *= 2
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _CopyGraph:
+    """One copy as tasks, and what each waits for: (copies back, task, time from its start), in a runnable order."""
+
+    order: list[int]
+    waits: list[list[tuple[int, int, int]]]
+    reach: int
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self.order)
+
+    @classmethod
+    def of(
+        cls, workload: Workload, runs: Sequence[Sequence[Entry]], first: Sequence[int], unroll: int
+    ) -> _CopyGraph | None:
+        """None if the actions of one copy wait for each other."""
+        durations = workload.durations
+        waits: list[list[tuple[int, int, int]]] = [[] for _ in range(len(durations) * unroll)]
+        for source, target, lag in workload.edges:
+            for u in range(unroll):
+                ahead, back = divmod(first[target] + u - first[source], unroll)
+                waits[target * unroll + u].append((-ahead, source * unroll + back, durations[source] + lag))
+        for run in runs:
+            tasks = [item * unroll + m - first[item] for item, m in run]
+            for before, after in zip(tasks, tasks[1:], strict=False):
+                waits[after].append((0, before, durations[before // unroll]))
+            if tasks:
+                waits[tasks[0]].append((1, tasks[-1], durations[tasks[-1] // unroll]))
+        order = _topological(waits)
+        reach = max((back for wait in waits for back, _, _ in wait), default=0)
+        return None if order is None else cls(order, waits, max(1, reach))
+
+    def run(self, starts: list[list[int]], num_copies: int) -> None:
+        """Continue ``starts`` [copy][task] in ns to ``num_copies`` copies, each task as soon as it can."""
+        for k in range(len(starts), num_copies):
+            now = [0] * self.num_tasks
+            for task in self.order:
+                begin = 0
+                for back, other, delay in self.waits[task]:
+                    if back == 0:
+                        ready = now[other] + delay
+                    elif back <= k:
+                        ready = starts[k - back][other] + delay
+                    else:
+                        continue
+                    if ready > begin:
+                        begin = ready
+                now[task] = begin
+            starts.append(now)
+
+    def steady_shift(self, starts: Sequence[Sequence[int]], cycle: int) -> list[int] | None:
+        """Shift of each task over ``cycle`` copies if it will stay as it is, in ns; else None."""
+        shift = [after - before for before, after in zip(starts[-1 - cycle], starts[-1], strict=True)]
+        for k in range(len(starts) - self.reach - cycle, len(starts) - 1):
+            moved = map(sub, starts[k], starts[k - cycle])
+            if not all(map(eq, moved, shift)):
+                return None
+        if any(shift[other] > shift[task] for task in self.order for _, other, _ in self.waits[task]):
+            return None
+        return shift
+
+
+def _topological(waits: Sequence[Sequence[tuple[int, int, int]]]) -> list[int] | None:
+    """Tasks of one copy so that none comes before one of the same copy it waits for; None if there is a cycle."""
+    waiting = [sum(back == 0 for back, _, _ in wait) for wait in waits]
+    followers: list[list[int]] = [[] for _ in waits]
+    for task, wait in enumerate(waits):
+        for back, other, _ in wait:
+            if back == 0:
+                followers[other].append(task)
+    order = [task for task, count in enumerate(waiting) if count == 0]
+    for task in order:
+        for other in followers[task]:
+            waiting[other] -= 1
+            if waiting[other] == 0:
+                order.append(other)
+    return order if len(order) == len(waits) else None
+
+
+def _work(workload: Workload) -> list[int]:
+    """Work of each device, and of each link, for one micro-batch, in ns."""
+    work = [0] * workload.num_resources
+    for duration, resources in zip(workload.durations, workload.resources, strict=True):
+        for resource in resources:
+            work[resource] += duration
+    return work

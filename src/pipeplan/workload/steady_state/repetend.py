@@ -1,0 +1,355 @@
+"""The repetend of a schedule that somebody made: found, and repeated for more micro-batches.
+
+Finding the repetend of a schedule that somebody made, whatever made it.
+
+Replaying a schedule for more micro-batches by repeating its repetend (Tessel III-C).
+
+With ``first[source] >= first[target]`` for every dependency, nothing in a copy waits for a later copy, so prefix,
+any number of copies and suffix can be strung together without deadlock. A copy gives back what it takes, so
+memory stays as it was.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import islice, takewhile
+from operator import eq
+
+from pipeplan.errors import UsageError
+from pipeplan.workload.elements import MAX_COUNT, Repetend
+from pipeplan.workload.steady_state.rate import (
+    Entry,
+    begins_of,
+    copy_ranges,
+    link_begins,
+    repetend_rate,
+    repetend_time,
+    require_cut,
+    require_equal_sizes,
+    split_order,
+    steady_bubble_rate,
+    steady_state,
+    work_bound,
+)
+from pipeplan.workload.task_graph import Orders, TaskGraph
+from pipeplan.workload.workload import Workload
+
+__all__ = [
+    "copy_ranges",
+    "extend",
+    "find_repetend",
+    "repetend_rate",
+    "repetend_time",
+    "steady_bubble_rate",
+    "work_bound",
+]
+
+
+_SWEPT_UNROLL = 8
+"""Unrolls up to this are looked for at every moment of a run, larger ones where a sample of moments shows them."""
+
+_SAMPLES = 16
+
+
+def find_repetend(
+    graph: TaskGraph, orders: Orders, starts: Sequence[int], max_unroll: int | None = None
+) -> Repetend | None:
+    """The repetend of a schedule, or None if it has none with an unroll of at most half its micro-batches.
+
+    A moment cuts every device's and link's order in two, and no dependency points back over the cut. It begins a
+    repetend if on all of them the next actions contain every operation ``unroll`` times. Least time per micro-batch
+    wins, then least unroll, then least span, then the earliest cut in the middle half of the run.
+
+    Unrolls up to 8 are looked for at every moment; larger ones where one of 16 moments spread over the run
+    shows them, which finds any that lasts a sixteenth of the run.
+    """
+    require_equal_sizes(graph.workload)
+    search = _Search.of(graph, orders, starts)
+    if search is None:
+        return None
+    limit = graph.workload.num_microbatches // 2
+    limit = min(limit, max_unroll or limit)
+    bound = work_bound(graph.workload)
+    best, best_time = None, 0
+    unrolls = search.unrolls(limit)
+    for unroll in unrolls:
+        for cut in search.cuts(unroll):
+            cycle, time = search.steady_state(cut)
+            if cycle == 1 and (best is None or cut.rank(time) < best.rank(best_time)):
+                best, best_time = cut, time
+            elif cycle > 1 and unroll * cycle <= limit and unroll * cycle not in unrolls:
+                insort(unrolls, unroll * cycle)  # distances alternate: periodic over that many copies
+        if best is not None and best_time == bound * best.unroll:
+            break  # nothing beats the work bound
+    if best is None:
+        return None
+    ids = [operation.id for operation in graph.workload.operations]
+    first = dict(zip(ids, best.first, strict=False))  # what is behind the operations follows from the links' orders
+    return Repetend(unroll=best.unroll, repetend_ns=best_time, first=first)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """The order of one device or link, prepared for looking up windows.
+
+    ``entries`` and ``times`` [position]. ``balance`` [position] is equal at two positions exactly if between them
+    every operation occurs equally often: it numbers the vectors of counts relative to the first operation's.
+    """
+
+    entries: list[Entry]
+    times: list[int]
+    balance: list[int]
+    items: tuple[int, ...]
+
+    @property
+    def num_operations(self) -> int:
+        """Operations (or hops) that occur in it."""
+        return len(self.items)
+
+    @classmethod
+    def of(cls, entries: list[Entry], times: list[int]) -> _Line | None:
+        """None if an operation does not run its micro-batches in turn: then first and unroll say nothing."""
+        items = tuple(sorted({operation for operation, _ in entries}))
+        place = {operation: index for index, operation in enumerate(items)}
+        done = [0] * len(place)
+        numbers: dict[tuple[int, ...], int] = {}
+        balance = [numbers.setdefault(tuple(done), 0)]
+        for operation, m in entries:
+            index = place[operation]
+            if m != done[index]:
+                return None
+            done[index] += 1
+            relative = tuple(count - done[0] for count in done)
+            balance.append(numbers.setdefault(relative, len(numbers)))
+        return cls(entries, times, balance, items)
+
+    def window(self, position: int, unroll: int) -> list[Entry]:
+        """The next actions, ``unroll`` for each operation."""
+        return self.entries[position : position + unroll * self.num_operations]
+
+    def is_balanced(self, position: int, unroll: int) -> bool:
+        """Whether the window at a position holds every operation ``unroll`` times."""
+        end = position + unroll * self.num_operations
+        return end < len(self.balance) and self.balance[position] == self.balance[end]
+
+    def repeats(self, position: int, unroll: int) -> int:
+        """For how many micro-batches of each operation the order goes on as in the window of this unroll."""
+        width = unroll * self.num_operations
+        if width == 0:
+            return MAX_COUNT
+        operations = [operation for operation, _ in islice(self.entries, position, None)]
+        same = map(eq, operations, islice(operations, width, None))
+        return unroll + sum(1 for _ in takewhile(bool, same)) // self.num_operations
+
+    def balanced(self, unroll: int) -> list[bool]:
+        """The same for all positions."""
+        found = list(map(eq, self.balance, islice(self.balance, unroll * self.num_operations, None)))
+        return found + [False] * (len(self.balance) - len(found))
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A moment at which a repetend begins: ``positions`` [device, link] in the orders, ``first`` [item]."""
+
+    unroll: int
+    moment: int
+    positions: tuple[int, ...]
+    first: tuple[int, ...]
+    off_middle: bool
+
+    @property
+    def place(self) -> tuple[int, bool, int]:
+        """Of cuts with equal time and unroll, the smaller is the better: span, then where in the run it is."""
+        return (max(self.first) - min(self.first) + self.unroll, self.off_middle, self.moment)
+
+    def rank(self, time: int) -> tuple[Fraction, int, tuple[int, bool, int]]:
+        """Of all cuts, the smaller is the better; ``time`` is that of the repetend, in ns."""
+        return (Fraction(time, self.unroll), self.unroll, self.place)
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """A schedule in which repetends are looked for; ``steps`` are its distinct moments with who starts then."""
+
+    workload: Workload
+    lines: list[_Line]
+    steps: list[tuple[int, list[int]]]
+    makespan: int
+    steady: dict[object, tuple[int, int]]
+
+    @classmethod
+    def of(cls, graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> _Search | None:
+        """None if some operation does not run its micro-batches in turn."""
+        n = graph.workload.num_microbatches
+        lines = []
+        for order in orders:
+            line = _Line.of([divmod(task, n) for task in order], [starts[task] for task in order])
+            if line is None:
+                return None
+            lines.append(line)
+        steps: dict[int, list[int]] = {}
+        for device, line in enumerate(lines):
+            for time in line.times:
+                steps.setdefault(time, []).append(device)
+        makespan = max(start + duration for start, duration in zip(starts, graph.durations, strict=True))
+        return cls(graph.workload, lines, sorted(steps.items()), makespan, {})
+
+    def unrolls(self, limit: int) -> list[int]:
+        """Unrolls worth a sweep, ascending."""
+        shown = set(range(1, min(limit, _SWEPT_UNROLL) + 1))
+        stride = max(1, len(self.steps) // _SAMPLES)
+        positions = [0] * len(self.lines)
+        for index, (_, devices) in enumerate(self.steps):
+            if index % stride == 0:
+                shown.update(self._unrolls_at(positions, limit))
+            for device in devices:
+                positions[device] += 1
+        return sorted(shown)
+
+    def _unrolls_at(self, positions: Sequence[int], limit: int) -> Iterator[int]:
+        """Unrolls of repetends that begin at a cut, without those that only repeat a smaller one.
+
+        One that goes on for a quarter of the run is the steady state: larger ones add nothing.
+        """
+        smaller: list[tuple[int, int]] = []
+        for unroll in range(1, limit + 1):
+            if any(unroll % small == 0 and unroll <= reach for small, reach in smaller):
+                continue
+            if all(line.is_balanced(at, unroll) for line, at in zip(self.lines, positions, strict=True)):
+                reach = min(line.repeats(at, unroll) for line, at in zip(self.lines, positions, strict=True))
+                smaller.append((unroll, reach))
+                yield unroll
+                if reach >= max(2 * unroll, self.workload.num_microbatches // 4):
+                    return
+
+    def cuts(self, unroll: int) -> Iterator[_Cut]:
+        """Moments at which a repetend begins, the best of each run of consecutive ones.
+
+        Between moments a device moves on by at most one action. If its windows are balanced at both, the second
+        is the first without its first action and with that action's next repetition: both continue to the same
+        endless order, so all moments of a run have the same time.
+        """
+        balanced = [line.balanced(unroll) for line in self.lines]
+        if not all(map(any, balanced)):
+            return
+        home = [resources[0] for resources in self.workload.resources]
+        positions, first = [0] * len(self.lines), [0] * len(home)
+        missing = sum(not flags[0] for flags in balanced)
+        best: _Cut | None = None
+        until = -1
+        in_middle = False
+        for moment, devices in self.steps:
+            if missing == 0:
+                if best is None or in_middle != self._in_middle(moment):
+                    in_middle = self._in_middle(moment)
+                    until = first[0] + unroll  # cuts after one repetition are like those before
+                if first[0] <= until:
+                    cut = _Cut(unroll, moment, tuple(positions), tuple(first), not in_middle)
+                    best = cut if best is None or cut.place < best.place else best
+            elif best is not None:
+                yield best
+                best = None
+            for device in devices:
+                at = positions[device]
+                operation = self.lines[device].entries[at][0]
+                first[operation] += home[operation] == device
+                missing += balanced[device][at] - balanced[device][at + 1]
+                positions[device] = at + 1
+        if best is not None:
+            yield best
+
+    def _in_middle(self, moment: int) -> bool:
+        return self.makespan <= 4 * moment <= 3 * self.makespan
+
+    def steady_state(self, cut: _Cut) -> tuple[int, int]:
+        """(cycle, time in ns) of the repetend, once for cuts that continue to the same endless order.
+
+        Cycle 0 says that the replay does not become periodic.
+        """
+        num_devices = len(self.workload.devices)
+        first, positions = list(cut.first), list(cut.positions)
+        for link in range(num_devices, len(self.lines)):  # the place where all who read the repetend cut it
+            line = self.lines[link]
+            passed = {item: first[item] for item in line.items}
+            for item, begin in (link_begins(self.workload, line.entries, first, cut.unroll, passed) or passed).items():
+                positions[link] += begin - passed[item]
+                first[item] = begin
+        windows = [line.window(at, cut.unroll) for line, at in zip(self.lines, positions, strict=True)]
+        key = tuple(_endless(window, cut.unroll) for window in windows)
+        if key not in self.steady:
+            found = steady_state(self.workload, windows, first, cut.unroll)
+            self.steady[key] = found or (0, 0)
+        return self.steady[key]
+
+
+def _endless(window: Sequence[Entry], unroll: int) -> tuple[Entry, ...]:
+    """The endless order a window continues to, read from micro-batch 0 of its first operation."""
+    if not window:
+        return ()
+    anchor = min(operation for operation, _ in window)
+    at = next(index for index, (operation, m) in enumerate(window) if operation == anchor and m % unroll == 0)
+    base = window[at][1]
+    return tuple(
+        (operation, m - base + (unroll if index < at else 0))
+        for index, (operation, m) in (*islice(enumerate(window), at, None), *islice(enumerate(window), at))
+    )
+
+
+def extend(
+    workload: Workload, orders: Orders, repetend: Repetend | None, num_microbatches: int
+) -> tuple[Workload, list[list[int]]]:
+    """The same schedule for more micro-batches, by repeating the repetend (Tessel III-C).
+
+    Returns the larger workload and, per device and link, its order as task numbers of the larger workload's graph.
+
+    Raises:
+        UsageError: no repetend, fewer micro-batches than there are, or a number the unroll does not reach.
+        InvalidPlanError: the orders do not contain the repetend as stated.
+    """
+    before = workload.num_microbatches
+    if num_microbatches == before:
+        return workload, [list(order) for order in orders]
+    if repetend is None:
+        raise UsageError(
+            f"the plan has no repetend, so it holds for its {before} micro-batches only; search one for "
+            f"{num_microbatches}: pipeplan search PROFILE --microbatches {num_microbatches}"
+        )
+    require_cut(workload, repetend.first)
+    copies = _num_copies(before, repetend.unroll, num_microbatches)
+    larger = workload.with_microbatches(num_microbatches)
+    begins = begins_of(workload, orders, repetend.first, repetend.unroll)
+    return larger, [
+        _renumbered(split_order(workload, resource, order, begins, repetend.unroll), repetend.unroll, copies, larger)
+        for resource, order in enumerate(orders)
+    ]
+
+
+def _num_copies(before: int, unroll: int, wanted: int) -> int:
+    """How many copies more give the wanted number of micro-batches."""
+    if wanted < before:
+        raise UsageError(
+            f"the plan has {before} micro-batches and can be replayed with more, not with {wanted}; "
+            f"search one for fewer: pipeplan search PROFILE --microbatches {wanted}"
+        )
+    copies, rest = divmod(wanted - before, unroll)
+    if rest:
+        raise UsageError(
+            f"the plan's {before} micro-batches grow by {unroll} at a time (its repetend's unroll), so {wanted} "
+            f"cannot be reached; the nearest are --microbatches {wanted - rest} and {wanted - rest + unroll}"
+        )
+    return copies
+
+
+def _renumbered(
+    parts: tuple[list[Entry], list[Entry], list[Entry]], unroll: int, copies: int, larger: Workload
+) -> list[int]:
+    """Prefix, copy shifted by 0, U, ... kU micro-batches, suffix shifted by kU."""
+    prefix, copy, suffix = parts
+    count = larger.num_microbatches
+    renumbered = [item * count + m for item, m in prefix]
+    for k in range(copies + 1):
+        renumbered += [item * count + m + k * unroll for item, m in copy]
+    return renumbered + [item * count + m + copies * unroll for item, m in suffix]

@@ -1,0 +1,204 @@
+"""When actions start if every device runs its list in order and each action starts as soon as it can.
+
+The actions of a workload are numbered: micro-batch m of operation o is ``offsets[o] + m``. An *order* is, for
+each device, the numbers of its compute actions in the order they run; an action of several devices stands in
+each of their lists and starts on all of them together.
+
+Messages that may have to wait for their link are tasks, too, numbered behind the actions. The lists of the links, in
+the order in which they carry their messages, stand behind those of the devices.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pipeplan.errors import InvalidPlanError
+from pipeplan.workload.workload import Workload
+
+__all__ = ["Orders", "TaskGraph", "earliest_starts", "task_graph", "with_links"]
+
+Orders = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskGraph:
+    """All actions of a workload as numbered tasks, and behind them the messages that may have to wait for a link.
+
+    ``offsets`` has one entry per operation and transfer (:attr:`~pipeplan.workload.workload.Workload.transfers`), and the
+    total behind them; ``operation_of`` [task] is the number of that operation or transfer. ``durations`` [task] in ns;
+    ``successors`` [task] has pairs (task, lag in ns); ``num_predecessors`` [task].
+    """
+
+    workload: Workload
+    offsets: list[int]
+    operation_of: list[int]
+    durations: list[int]
+    successors: list[list[tuple[int, int]]]
+    num_predecessors: list[int]
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of actions, and of messages that may have to wait."""
+        return self.offsets[-1]
+
+    @property
+    def num_actions(self) -> int:
+        """Number of compute actions: the tasks below it."""
+        return self.offsets[len(self.workload.operations)]
+
+    def devices_of(self, task: int) -> tuple[int, ...]:
+        """The devices a task runs on; for a message its link's number behind the devices."""
+        return self.workload.resources[self.operation_of[task]]
+
+    def label(self, task: int) -> str:
+        """The task as an action's text: ``2F0``."""
+        operation = self.operation_of[task]
+        return self.workload.label(operation, task - self.offsets[operation])
+
+    def on_devices(self, orders: Orders) -> Orders:
+        """The orders of the devices alone, without those of links."""
+        return orders[: len(self.workload.devices)]
+
+
+def task_graph(workload: Workload) -> TaskGraph:
+    """Number the actions of a workload and join them by its dependencies."""
+    counts = [len(slots) for slots in workload.slots]
+    offsets = [0, *itertools.accumulate(counts)]
+    operation_of = [item for item, count in enumerate(counts) for _ in range(count)]
+    durations: list[int] = []
+    for slots, whole, part in zip(workload.slots, workload.durations, workload.part_durations, strict=True):
+        durations += [part] * (2 * slots.num_parted) + [whole] * (len(slots) - 2 * slots.num_parted)
+    successors: list[list[tuple[int, int]]] = [[] for _ in durations]
+    num_predecessors = [0] * len(durations)
+    for source, target, lag in workload.edges:
+        parts_end = offsets[source] + 2 * min(workload.slots[source].num_parted, workload.slots[target].num_parted)
+        part_lag = workload.part_lags.get((source, target), lag)
+        for task, before in _pairs(workload, offsets, source, target):
+            successors[before].append((task, part_lag if before < parts_end else lag))
+            num_predecessors[task] += 1
+    return TaskGraph(workload, offsets, operation_of, durations, successors, num_predecessors)
+
+
+def _pairs(workload: Workload, offsets: Sequence[int], source: int, target: int) -> Iterable[tuple[int, int]]:
+    """(task of the target, task of the source) wherever the one waits for the other."""
+    ours, theirs = range(offsets[target], offsets[target + 1]), range(offsets[source], offsets[source + 1])
+    if workload.slots[target] == workload.slots[source] and (source, target) not in workload.needs:
+        return zip(ours, theirs, strict=True)
+    return ((task, theirs[number]) for m, task in enumerate(ours) for number in workload.inputs_of(source, target, m))
+
+
+def earliest_starts(graph: TaskGraph, orders: Orders) -> list[int]:
+    """Start of every task in ns, when devices and links run ``orders`` and nothing waits longer than it must.
+
+    Cost is linear in tasks and dependencies. Where links have orders they must be there: :func:`with_links`.
+
+    Raises:
+        InvalidPlanError: the orders and the dependencies wait for each other; the text names stuck actions.
+    """
+    assert len(orders) == graph.workload.num_resources, "an order for each device and each link"
+    durations, successors = graph.durations, graph.successors
+    waiting = graph.num_predecessors.copy()
+    following = _following(graph, orders, waiting)
+    starts = [0] * len(durations)
+    ready = [task for task, count in enumerate(waiting) if count == 0]
+    done = 0
+    while ready:
+        task = ready.pop()
+        done += 1
+        end = starts[task] + durations[task]
+        for other in following[task]:
+            if starts[other] < end:
+                starts[other] = end
+            waiting[other] -= 1
+            if waiting[other] == 0:
+                ready.append(other)
+        for other, lag in successors[task]:
+            if starts[other] < end + lag:
+                starts[other] = end + lag
+            waiting[other] -= 1
+            if waiting[other] == 0:
+                ready.append(other)
+    if done < len(durations):
+        raise _stuck(graph, waiting)
+    return starts
+
+
+def with_links(graph: TaskGraph, orders: Orders) -> list[list[int]]:
+    """Orders of the devices, completed by those of the links: each carries its messages first come, first served.
+
+    Orders that have them keep them.
+
+    Raises:
+        InvalidPlanError: the orders and the dependencies wait for each other.
+    """
+    complete = len(orders) == graph.workload.num_resources
+    return [*map(list, orders), *([] if complete else _FirstCome(graph, orders).run())]
+
+
+class _FirstCome:
+    """Runs the orders of the devices in time; a message takes its link when it is made, or when the link is free."""
+
+    def __init__(self, graph: TaskGraph, orders: Orders) -> None:
+        self._graph = graph
+        self._waiting = graph.num_predecessors.copy()
+        self._following = _following(graph, orders, self._waiting)
+        self._starts = [0] * graph.num_tasks
+        self._links: list[list[int]] = [[] for _ in graph.workload.links]
+        self._free = [0] * len(self._links)
+        self._ends = [(graph.durations[task], task) for task, count in enumerate(self._waiting) if count == 0]
+
+    def run(self) -> list[list[int]]:
+        """The orders of the links."""
+        graph, done = self._graph, 0
+        heapq.heapify(self._ends)
+        while self._ends:
+            end, task = heapq.heappop(self._ends)
+            done += 1
+            for other in self._following[task]:
+                self._arrive(other, end)
+            for other, lag in graph.successors[task]:
+                if other < graph.num_actions:
+                    self._arrive(other, end + lag)
+                else:
+                    self._carry(other, end)
+        if done < graph.num_actions:
+            raise _stuck(graph, self._waiting)
+        return self._links
+
+    def _arrive(self, task: int, time: int) -> None:
+        """One of the things an action waits for is there at ``time``, which is not in the past."""
+        self._starts[task] = max(self._starts[task], time)
+        self._waiting[task] -= 1
+        if self._waiting[task] == 0:
+            heapq.heappush(self._ends, (self._starts[task] + self._graph.durations[task], task))
+
+    def _carry(self, message: int, made: int) -> None:
+        """Part after part of what a message carries is made; messages come here in the order in which all of it is."""
+        self._waiting[message] -= 1
+        if self._waiting[message]:
+            return
+        link = self._graph.devices_of(message)[0] - len(self._graph.workload.devices)
+        self._links[link].append(message)
+        self._free[link] = max(self._free[link], made) + self._graph.durations[message]
+        for other, lag in self._graph.successors[message]:
+            self._arrive(other, self._free[link] + lag)
+
+
+def _following(graph: TaskGraph, orders: Orders, waiting: list[int]) -> list[list[int]]:
+    """[task] the tasks right behind it in the orders; each then waits for one more."""
+    following: list[list[int]] = [[] for _ in graph.durations]
+    for order in orders:
+        for before, after in zip(order, order[1:], strict=False):
+            following[before].append(after)
+            waiting[after] += 1
+    return following
+
+
+def _stuck(graph: TaskGraph, waiting: Sequence[int]) -> InvalidPlanError:
+    stuck = [graph.label(task) for task, count in enumerate(waiting) if count > 0]
+    return InvalidPlanError(
+        f"{len(stuck)} actions wait for each other and can never start, among them {', '.join(stuck[:5])}"
+    )

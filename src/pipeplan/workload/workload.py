@@ -1,0 +1,251 @@
+"""Workload: everything there is to run in one iteration, before anybody says when.
+
+A plan is a workload with a schedule. Planners take a workload, simulation replays one in a given order.
+
+A *link* leads from one device to another and carries one message at a time, for the message's occupancy. Where
+messages may have to wait for it, they are *transfers*: things to run as operations are, on links instead of devices.
+Operations and transfers together are *items*, numbered: first the operations, then the transfers. Links
+are numbered behind the devices.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pipeplan.workload.action import Action, is_instruction, payload_of
+from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, slots_of
+from pipeplan.workload.samples import Slots
+
+__all__ = ["Transfer", "Workload"]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """The messages of one hop on a link where they may have to wait: those of the source's micro-batches that go there.
+
+    ``source`` and ``target`` number the operations at its ends, ``link`` is a number in :attr:`Workload.links`.
+    """
+
+    source: int
+    target: int
+    link: int
+    hop: Hop
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Stages on devices, their operations and dependencies, and how many micro-batches flow through.
+
+    ``operations`` are ordered so that dependencies point forward.
+    """
+
+    name: str
+    placement: str
+    num_microbatches: int
+    microbatch_size: int
+    devices: tuple[Device, ...]
+    stages: tuple[Stage, ...]
+    operations: tuple[Operation, ...]
+    dependencies: tuple[Dependency, ...]
+    num_routes: int = 1
+
+    def with_microbatches(self, num_microbatches: int) -> Workload:
+        """The same for another number of micro-batches."""
+        return replace(self, num_microbatches=num_microbatches)
+
+    def num_instances(self, operation: Operation) -> int:
+        """How many actions an operation has: one per micro-batch of its stage, and one more for each in two parts."""
+        return len(slots_of(self.stages[operation.stage], operation.kind, self.mini_batch, self.num_routes))
+
+    @property
+    def mini_batch(self) -> int:
+        """Samples in one iteration."""
+        return self.num_microbatches * self.microbatch_size
+
+    def static_bytes(self, device: int) -> int:
+        """Parameters, gradients and optimizer state that a device keeps throughout."""
+        return sum(
+            stage.parameter_bytes + stage.gradient_bytes + stage.optimizer_bytes
+            for stage in self.stages
+            if device in stage.devices
+        )
+
+    @cached_property
+    def links(self) -> tuple[tuple[int, int], ...]:
+        """(source device, target device) of the links on which messages may have to wait, ascending.
+
+        All messages of a link are made on one device, one after another. They never meet if each is made by
+        another operation and all operations that make them last at least as long as any occupies the link.
+        """
+        uses: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        for source, _, hop in self._occupying_hops():
+            uses[hop.source_device, hop.target_device].append((source, hop.occupancy_ns))
+        return tuple(sorted(link for link, messages in uses.items() if self._may_meet(messages)))
+
+    def _may_meet(self, messages: list[tuple[int, int]]) -> bool:
+        """Whether messages of one link, pairs (operation, occupancy in ns), may be under way at the same time."""
+        sources = {source for source, _ in messages}
+        least = min(self.operations[source].duration_ns for source in sources)
+        return len(sources) < len(messages) or max(occupancy for _, occupancy in messages) > least
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The hops that occupy one of the links, in the order of the dependencies."""
+        number = {link: index for index, link in enumerate(self.links)}
+        return tuple(
+            Transfer(source, target, number[hop.source_device, hop.target_device], hop)
+            for source, target, hop in self._occupying_hops()
+            if (hop.source_device, hop.target_device) in number
+        )
+
+    @cached_property
+    def item_of(self) -> dict[tuple[int, int, Hop], int]:
+        """{(source operation, target operation, hop): item} of the transfers."""
+        numbered = enumerate(self.transfers, len(self.operations))
+        return {(transfer.source, transfer.target, transfer.hop): item for item, transfer in numbered}
+
+    def _occupying_hops(self) -> Iterator[tuple[int, int, Hop]]:
+        """(operation, operation, hop) of each message that occupies a link."""
+        for source, target, dependency in self._ends:
+            yield from ((source, target, hop) for hop in dependency.hops if hop.occupancy_ns)
+
+    @cached_property
+    def _position(self) -> dict[str, int]:
+        return {operation.id: index for index, operation in enumerate(self.operations)}
+
+    @cached_property
+    def _ends(self) -> tuple[tuple[int, int, Dependency], ...]:
+        return tuple((self._position[d.source], self._position[d.target], d) for d in self.dependencies)
+
+    @cached_property
+    def num_resources(self) -> int:
+        """Devices, and links on which messages may have to wait."""
+        return len(self.devices) + len(self.links)
+
+    @cached_property
+    def durations(self) -> tuple[int, ...]:
+        """[item] ns that it takes its devices, or its link, for a whole micro-batch."""
+        compute = tuple(operation.duration_ns for operation in self.operations)
+        return compute + tuple(transfer.hop.occupancy_ns for transfer in self.transfers)
+
+    @cached_property
+    def part_durations(self) -> tuple[int, ...]:
+        """[item] ns that one of two parts of a micro-batch takes, where it runs in parts."""
+        compute = tuple(operation.part_ns or 0 for operation in self.operations)
+        return compute + tuple(transfer.hop.part.occupancy_ns for transfer in self.transfers)
+
+    @cached_property
+    def resources(self) -> tuple[tuple[int, ...], ...]:
+        """[item] its devices, or the number of its link behind the devices."""
+        compute = tuple(self.stages[operation.stage].devices for operation in self.operations)
+        return compute + tuple((len(self.devices) + transfer.link,) for transfer in self.transfers)
+
+    @cached_property
+    def slots(self) -> tuple[Slots, ...]:
+        """[item] which samples each of its actions, or messages, holds."""
+        compute = tuple(
+            slots_of(self.stages[operation.stage], operation.kind, self.mini_batch, self.num_routes)
+            for operation in self.operations
+        )
+        return compute + tuple(
+            _messages(compute[transfer.source], compute[transfer.target], transfer.hop) for transfer in self.transfers
+        )
+
+    def messages(self, dependency: Dependency, hop: Hop) -> Slots:
+        """Which samples each message of a hop is about."""
+        source, target = (self._position[id_] for id_ in (dependency.source, dependency.target))
+        return _messages(self.slots[source], self.slots[target], hop)
+
+    def work_of(self, item: int) -> int:
+        """Ns that all actions, or messages, of an item take."""
+        slots = self.slots[item]
+        whole = (len(slots) - 2 * slots.num_parted) * self.durations[item]
+        return whole + 2 * slots.num_parted * self.part_durations[item]
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether all micro-batches are alike: one size, one route, no parts, no counts of their own."""
+        whole = Slots(self.microbatch_size, self.microbatch_size, 0, self.num_microbatches)
+        return not self.needs and all(slots == whole for slots in self.slots)
+
+    @cached_property
+    def needs(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """{(source, target)} of dependencies that count: for each action of the target, how many of the source's."""
+        return {(source, target): each.needs for source, target, each in self._ends if each.needs is not None}
+
+    def inputs_of(self, source: int, target: int, number: int) -> range:
+        """The actions, or messages, of item ``source`` that an action of item ``target`` waits for."""
+        needs = self.needs.get((source, target))
+        if needs is not None:
+            return range(needs[number])
+        own, others = self.slots[target], self.slots[source]
+        return range(number, number + 1) if own == others else others.sharing(own.samples(number))
+
+    @cached_property
+    def instructions(self) -> tuple[Operation, ...]:
+        """The operations of kinds other than F, B, I and W."""
+        return tuple(operation for operation in self.operations if is_instruction(operation.kind))
+
+    @cached_property
+    def lags(self) -> tuple[tuple[int, int, int], ...]:
+        """What waits for what where every link is free: (operation, operation, lag in ns)."""
+        return tuple((source, target, dependency.lag_ns) for source, target, dependency in self._ends)
+
+    @cached_property
+    def edges(self) -> tuple[tuple[int, int, int], ...]:
+        """What waits for what: (item, item, lag in ns). A transfer stands between the operations at its ends."""
+        found: list[tuple[int, int, int]] = []
+        for source, target, dependency in self._ends:
+            alike = all(hop.run == hop.every for hop in dependency.hops)  # else some pairs have no message between them
+            free = [hop.duration_ns for hop in (self._free_hops(dependency) if alike else dependency.hops)]
+            if free or not dependency.hops:
+                found.append((source, target, max(free, default=0)))
+        for item, transfer in enumerate(self.transfers, len(self.operations)):
+            found.append((transfer.source, item, 0))
+            found.append((item, transfer.target, transfer.hop.latency_ns))
+        return tuple(found)
+
+    @cached_property
+    def part_lags(self) -> dict[tuple[int, int], int]:
+        """{(operation, operation): lag in ns} of the edges between them where both run a micro-batch in parts."""
+        return {
+            (source, target): max((hop.part.duration_ns for hop in self._free_hops(dependency)), default=0)
+            for source, target, dependency in self._ends
+            if self.slots[source].num_parted and self.slots[target].num_parted
+        }
+
+    def _free_hops(self, dependency: Dependency) -> list[Hop]:
+        """Messages that never wait for their link."""
+        links = set(self.links)
+        return [
+            hop
+            for hop in dependency.hops
+            if not hop.occupancy_ns or (hop.source_device, hop.target_device) not in links
+        ]
+
+    def rank(self, item: int) -> tuple[int, bool]:
+        """Sort key by which what an item waits for comes before it: a transfer stands right behind its source."""
+        is_transfer = item >= len(self.operations)
+        return (self.transfers[item - len(self.operations)].source if is_transfer else item, is_transfer)
+
+    def label(self, item: int, number: int) -> str:
+        """The text of an item's action: ``2F0``, or of a transfer's SEND with both ends: ``1SEND_F0>2@3``."""
+        slots = self.slots[item]
+        if item < len(self.operations):
+            return f"{self.operations[item].id}{slots.text(number)}"
+        transfer = self.transfers[item - len(self.operations)]
+        source, target = self.operations[transfer.source], self.operations[transfer.target]
+        kind = f"SEND_{payload_of(source.kind)}"
+        microbatch, part = slots.name(number)
+        return str(Action(source.stage, kind, microbatch, target.stage, transfer.hop.target_device, part))
+
+
+def _messages(source: Slots, target: Slots, hop: Hop) -> Slots:
+    """One message per micro-batch of the source; two where both ends run it in parts.
+
+    What the source runs in parts and the target does not is sent together (AutoPipe III-C).
+    """
+    return replace(source, num_parted=min(source.num_parted, target.num_parted), **hop.pattern)
