@@ -2,8 +2,8 @@
 
 ``frontier``: the cost frontiers of TensorOpt's models, and of stages inside pipelines; ``graphpipe``: the partitioner
 on the models of Table 3.1 and on graphs of many blocks with little memory; ``chain``: cuts for devices that run several
-stages, where what counts is the run they promise (:func:`pipeplan.partition.chain.interleaved_dp.run_time`). Every run is a process of
-its own, ended after --cpu seconds.
+stages, where what counts is the run they promise (:func:`pipeplan.partition.chain.interleaved_dp.run_time`). Every run
+is a process of its own, ended after --cpu seconds.
 
     python benchmarks/accelerators.py [--part frontier,graphpipe,chain] [--cells "on 8"] [--cpu 60]
 """

@@ -12,18 +12,6 @@ import pipeplan
 SOURCE = Path(pipeplan.__file__).parents[1]
 RUNTIME = "pipeplan.runtime"
 
-ROOMS = {
-    "training": "builtin_text checkpoint_files checkpoints damage data identity optimizing pieces train_options "
-    "training",
-    "executor": "buffers emulation executor flow holdings instructions layouts messages partners program rows sizes "
-    "stages tied together",
-    "profiling": "assembly communication estimator footprint measure partial profiler survey",
-    "models": "batches capture hugging_face importing loading model sequential shapes zoo",
-    "launch": "failures launch options progress start verdict worker",
-    "parallel": "clock cuts device modules precision share shards split_layers",
-}
-"""The modules of each room; a package stands for all that is in it."""
-
 ALLOWED = {
     "training": {"profiling", "executor", "models", "launch", "parallel"},
     "executor": {"models", "launch", "parallel"},
@@ -34,7 +22,7 @@ ALLOWED = {
 }
 """What a room may import of the others."""
 
-SPEC = f"{RUNTIME}.model"
+SPEC = f"{RUNTIME}.models.spec"
 """All that the executor may import of models/."""
 
 
@@ -50,14 +38,14 @@ def modules() -> dict[str, Path]:
 
 def runtime_modules() -> list[str]:
     """Those of runtime/ that are in a room."""
-    return sorted(name for name in modules() if name.startswith(f"{RUNTIME}."))
+    return sorted(name for name in modules() if name.count(".") > 2 and name.startswith(f"{RUNTIME}."))
 
 
 @cache
 def room_of(module: str) -> str | None:
     """The room of a module of runtime/."""
-    first = module.removeprefix(f"{RUNTIME}.").partition(".")[0]
-    return next((room for room, names in ROOMS.items() if first in names.split()), None)
+    room = module.removeprefix(f"{RUNTIME}.").partition(".")[0]
+    return room if room in ALLOWED else None
 
 
 def in_room(room: str) -> list[str]:

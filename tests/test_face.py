@@ -30,7 +30,6 @@ def test_importing_it_imports_nothing_heavy(module: str) -> None:
     assert said(f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])") == "[]\n"
 
 
-@pytest.mark.xfail(strict=True, reason="check/, frontier/ and simulate/ have such names until they move")
 def test_no_room_takes_the_name_of_a_public_function() -> None:
     """Importing a submodule puts it over a function of the same name."""
     pytest.importorskip("torch")

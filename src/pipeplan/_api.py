@@ -181,7 +181,7 @@ def require_torch(verb: str) -> None:
 def profile(
     model: Model, microbatch_sizes: Sequence[int], *, dtype: str = "float32", threads: int | None = None, **how: Any
 ) -> Profile:
-    """Measure a model block by block; see :func:`pipeplan.runtime.profiling.measure.profile_model`, which has the errors."""
+    """Measure a model block by block; see :func:`pipeplan.runtime.profiling.measure.profile_model`, also for errors."""
     import torch
 
     from pipeplan.runtime.profiling.measure import profile_model
@@ -197,7 +197,7 @@ def profile(
 def estimate(
     model: Model, microbatch_sizes: Sequence[int], *, device: str, dtype: str | None = None, **how: Any
 ) -> Profile:
-    """Estimate a model for a preset; see :func:`pipeplan.runtime.profiling.estimate.estimate_model`, which has the errors."""
+    """Estimate a model for a preset: :func:`pipeplan.runtime.profiling.estimate.estimate_model`, also for errors."""
     import torch
 
     from pipeplan.costs.presets import device_preset

@@ -54,7 +54,7 @@ class Mail:
 
 
 class MailChannels:
-    """As :class:`~pipeplan.runtime.executor.channels.Channels`; a pair's k-th receive gets its k-th message, as with NCCL."""
+    """As :class:`~pipeplan.runtime.executor.channels.Channels`; the k-th receive of a pair gets its k-th message."""
 
     def __init__(self, program: Program, specs: dict[str, TensorSpec], mail: Mail) -> None:
         self._program, self._specs, self._mail = program, specs, mail

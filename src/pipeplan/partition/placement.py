@@ -86,9 +86,10 @@ def place(
 
     With one stage per device the cut minimises the longest stage's forward + backward time, then the sum of squares,
     exactly. Where a device runs several stages (``chunks`` of them, 2 by default) it starts from that cut and levels
-    the devices' sums: as :mod:`pipeplan.partition.chain.rebalance` says. ``memory_bytes`` [device] holds for one micro-batch in
-    flight (:mod:`pipeplan.partition.chain.costs`); None is no limit. The ``bidirectional`` strategies have two routes, each
-    with its own copy of every block and every other micro-batch; the second stands the other way round.
+    the devices' sums: as :mod:`pipeplan.partition.chain.rebalance` says. ``memory_bytes`` [device] holds for one
+    micro-batch in flight (:mod:`pipeplan.partition.chain.costs`); None is no limit. The ``bidirectional`` strategies
+    have two routes, each with its own copy of every block and every other micro-batch; the second stands the other way
+    round.
 
     ``replicas`` neighbouring devices run each stage and share the ``microbatch_size`` samples of its micro-batches.
     With ``spread`` every shared block is a stage of its own on each route, split over all devices of a pipeline

@@ -1,12 +1,12 @@
 """Stages of a chain when each group of devices has a frontier of ways to run its blocks, not one cost.
 
 A group of g devices may run a run of blocks all in one way: it splits the samples (replicas), the blocks (shards),
-recomputes, or any mixture; or it may split each block in a way of its own (:mod:`pipeplan.partition.per_block_sharding`),
-recomputing or not. For every run of blocks these ways form a frontier of memory against time. Memory depends on the
-place in the pipeline, since the k-th stage from the end holds k micro-batches in flight (1F1B). Under a memory limit
-each stage takes the fastest way that fits, and a dynamic program over (stages from the end, devices, first block) finds
-the cuts whose slowest stage is quickest. Going through the limits from the top gives the frontier of the whole
-partition.
+recomputes, or any mixture; or it may split each block in a way of its own
+(:mod:`pipeplan.partition.per_block_sharding`), recomputing or not. For every run of blocks these ways form a frontier
+of memory against time. Memory depends on the place in the pipeline, since the k-th stage from the end holds k
+micro-batches in flight (1F1B). Under a memory limit each stage takes the fastest way that fits, and a dynamic program
+over (stages from the end, devices, first block) finds the cuts whose slowest stage is quickest. Going through the
+limits from the top gives the frontier of the whole partition.
 
 Of runs split block by block the program knows bounds at first. The frontiers of those in its best partitions are
 tracked, their times take the place of the bounds, and it runs again until no bounds are left in its best partitions:

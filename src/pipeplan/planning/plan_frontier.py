@@ -289,7 +289,7 @@ class StrategyPlan:
     index: int
 
     def __call__(self) -> Plan:
-        """Make it, or say why plans cannot run it, as :func:`pipeplan.planning.operator_strategies.plan_of_strategy` does."""
+        """Make it, or say why no plan can run it: :func:`pipeplan.planning.operator_strategies.plan_of_strategy`."""
         asked, strategy = self.request, self.splits.points[self.index].strategy
         return plan_of_strategy(
             asked.profile, self.splits.model, strategy, cluster=asked.cluster, memory_bytes=asked.memory_bytes

@@ -27,9 +27,9 @@ Orders = Sequence[Sequence[int]]
 class TaskGraph:
     """All actions of a workload as numbered tasks, and behind them the messages that may have to wait for a link.
 
-    ``offsets`` has one entry per operation and transfer (:attr:`~pipeplan.workload.workload.Workload.transfers`), and the
-    total behind them; ``operation_of`` [task] is the number of that operation or transfer. ``durations`` [task] in ns;
-    ``successors`` [task] has pairs (task, lag in ns); ``num_predecessors`` [task].
+    ``offsets`` has one entry per operation and transfer (:attr:`~pipeplan.workload.workload.Workload.transfers`), and
+    the total behind them; ``operation_of`` [task] is the number of that operation or transfer. ``durations`` [task] in
+    ns; ``successors`` [task] has pairs (task, lag in ns); ``num_predecessors`` [task].
     """
 
     workload: Workload

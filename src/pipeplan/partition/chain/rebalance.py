@@ -1,15 +1,15 @@
 """Cuts for devices that run several stages: level what the *devices* do, and keep stages short.
 
 The busiest device bounds the period, and the longest stage the time that a pipeline takes to fill: both together
-(:func:`~pipeplan.partition.chain.interleaved_dp.run_time`) come first, then the squares of the devices' sums, then the squares of the
-stages' times; none of this where memory is missing, which goes before all.
+(:func:`~pipeplan.partition.chain.interleaved_dp.run_time`) come first, then the squares of the devices' sums, then the
+squares of the stages' times; none of this where memory is missing, which goes before all.
 
-Cuts are improved one window at a time: a run of stages on different devices is cut anew with everything outside
-left as it is, exactly (:func:`~pipeplan.partition.chain.kernel.least_split` with what each device does outside the
-window added), with no stage longer than the longest is, and then with stages of any length. It ends where no window
-improves: a local optimum. Then better cuts are looked for exactly
-(:func:`~pipeplan.partition.chain.interleaved_dp.shortest_run`), unless that would take too long; in practice it takes a moment for the
-v-shape with two chunks, and for few dozen blocks otherwise.
+Cuts are improved one window at a time: a run of stages on different devices is cut anew with everything outside left as
+it is, exactly (:func:`~pipeplan.partition.chain.kernel.least_split` with what each device does outside the window
+added), with no stage longer than the longest is, and then with stages of any length. It ends where no window improves:
+a local optimum. Then better cuts are looked for exactly
+(:func:`~pipeplan.partition.chain.interleaved_dp.shortest_run`), unless that would take too long; in practice it takes a
+moment for the v-shape with two chunks, and for few dozen blocks otherwise.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Layers that devices split: linear layers, tables of words, and the loss over a split vocabulary.
 
-Each is built for one device's :class:`~pipeplan.runtime.parallel.sharding.Shards`, and is the whole layer for a device alone.
+Each is built for one device's :class:`~pipeplan.runtime.parallel.sharding.Shards`, and is the whole layer for a device
+alone.
 """
 
 from __future__ import annotations

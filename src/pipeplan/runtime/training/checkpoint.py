@@ -49,7 +49,8 @@ _PARAMETERS, _OPTIMIZER, _BUFFERS = "parameters/", "optimizer/", "buffers/"
 class TrainingState:
     """What one rank trains; ``buffers`` are by ``BLOCK.NAME``.
 
-    ``identity`` is what the training is, see :mod:`pipeplan.runtime.training.run_fingerprint`: only the same goes on from a checkpoint.
+    ``identity`` is what the training is, see :mod:`pipeplan.runtime.training.run_fingerprint`: only the same goes on
+    from a checkpoint.
     """
 
     parameters: Sequence[OwnedParameter]

@@ -39,7 +39,8 @@ class TrainOptions(RunOptions):
     if None. ``clip_norm`` is the largest norm of all gradients together, ``autocast`` the format that operators
     compute in, each None to leave it out.
 
-    ``data`` is where samples come from, see :func:`pipeplan.runtime.training.data.with_data`; None for those a model makes up.
+    ``data`` is where samples come from, see :func:`pipeplan.runtime.training.data.with_data`; None for those a model
+    makes up.
 
     ``checkpoint`` is the folder of checkpoints, written every ``checkpoint_every`` steps and after the last one, but
     not where loss or norm of gradients are not finite; ``keep_checkpoints`` of them are left there. ``resume`` goes on

@@ -1,7 +1,7 @@
 """Halves of transformer layers with an operator to a block, so that each operator can be split in a way of its own.
 
-The same layers as :mod:`pipeplan.runtime.models.zoo.layers`, but the query, key and value of a head lie together, so that a
-slice of their product has whole heads. Tensors between blocks are [samples, places, features].
+The same layers as :mod:`pipeplan.runtime.models.zoo.layers`, but the query, key and value of a head lie together, so
+that a slice of their product has whole heads. Tensors between blocks are [samples, places, features].
 """
 
 from __future__ import annotations
