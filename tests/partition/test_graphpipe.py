@@ -18,7 +18,7 @@ from pipeplan.partition.problem import Costs, Partition, PartitionProblem, Prici
 from pipeplan.partition.series_parallel import topological_order
 from pipeplan.schedule.stage_graph import kfkb_orders
 from pipeplan.workload.task_graph import earliest_starts, task_graph
-from stage_validity import StageGraph, costs_of, problems_of
+from references.stage_validity import StageGraph, costs_of, problems_of
 
 SIZES = (1, 2, 4, 8)
 

@@ -18,7 +18,7 @@ from pipeplan.partition.graph import shapes as shapes_module
 from pipeplan.partition.in_flight import KFKB, samples_in_flight
 from pipeplan.partition.problem import Costs, PartitionProblem, Pricing, Way, together
 from pipeplan.partition.series_parallel import Part, decompose, in_line, topological_order
-from stage_validity import StageGraph, costs_of, problems_of
+from references.stage_validity import StageGraph, costs_of, problems_of
 
 MINI_BATCH = 16
 PAIRS = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))

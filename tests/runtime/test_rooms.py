@@ -6,10 +6,10 @@ import networkx as nx
 import pytest
 from runtime_plans import placed_plan
 
-import replay_rank
 from pipeplan.files import PlacedStage
 from pipeplan.runtime.launch.local import watch_local
-from runtime_rooms import (
+from runtime_support import replay_rank
+from runtime_support.rooms import (
     ALLOWED,
     RUNTIME,
     SPEC,
@@ -83,7 +83,9 @@ def test_the_executor_replays_a_plan_alone() -> None:
     plan = placed_plan(replay_rank.chain(), stages, num_microbatches=3, microbatch_size=2, split=True)
     found: dict[int, dict[str, float]] = {}
     job = {"plan": plan.model_dump_json()}
-    watch_local("replay_rank:replay", plan.programs, job, 60 * 10**9, found.__setitem__, replay_rank.COMMAND)
+    watch_local(
+        "runtime_support.replay_rank:replay", plan.programs, job, 60 * 10**9, found.__setitem__, replay_rank.COMMAND
+    )
     assert sorted(found) == [0, 1, 2, 3]
     for rank, report in found.items():
         assert report["num_gradients"] > 0, rank

@@ -90,8 +90,8 @@ def _made_by(name: str, grain: Grain | None, seed: int) -> Model:
             return _captured(module, {"input": input}, short, grain)
     raise UsageError(
         f"model {name!r} is, or returned, {_told(made)}; give a pipeplan.runtime.models.spec.Model, or a module and "
-        "its example inputs: a tensor, or tensors by the names of the arguments, with samples in the first dimension; with "
-        "an nn.Sequential also targets, to train it"
+        "its example inputs: a tensor, or tensors by the names of the arguments, with samples in the first dimension; "
+        "with an nn.Sequential also targets, to train it"
     )
 
 

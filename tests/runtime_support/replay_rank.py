@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import runtime_rooms
 from pipeplan.files import Plan, parse
+from runtime_support import rooms
 
 COMMAND = (sys.executable, __file__)
 WIDTH, SEED = 5, 3
@@ -30,8 +30,8 @@ class Blocker(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Nothing, or an error."""
-        needless = fullname.startswith(f"{runtime_rooms.RUNTIME}.") and runtime_rooms.room_of(fullname) in NEEDLESS
-        if needless and not f"{runtime_rooms.SPEC}.".startswith(f"{fullname}."):
+        needless = fullname.startswith(f"{rooms.RUNTIME}.") and rooms.room_of(fullname) in NEEDLESS
+        if needless and not f"{rooms.SPEC}.".startswith(f"{fullname}."):
             raise ModuleNotFoundError(f"{fullname} is not for replaying a plan")
         return None
 
