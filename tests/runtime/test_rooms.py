@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import networkx as nx
 import pytest
-from runtime_plans import placed_plan
 
 from pipeplan.files import PlacedStage
 from pipeplan.runtime.launch.local import watch_local
 from runtime_support import replay_rank
+from runtime_support.plans import placed_plan
 from runtime_support.rooms import (
     ALLOWED,
     RUNTIME,

@@ -9,7 +9,6 @@ from itertools import groupby
 import pytest
 import torch
 import torch.nn.functional as F
-from runtime_threads import joined
 from torch import Tensor, nn
 
 from builders.requests import request_of
@@ -29,7 +28,7 @@ from pipeplan.runtime.parallel.share import Share
 from pipeplan.runtime.profiling.estimate import estimate_model
 from pipeplan.runtime.training.options import TrainOptions
 from runtime_support.plans import Unsplit, placed_plan
-from runtime_support.threads import require_equal_to_unsplit, together
+from runtime_support.threads import joined, require_equal_to_unsplit, together
 
 TINY = ["gpt2-tiny", "tessel-gpt-tiny", "tessel-mt5-tiny", "tessel-flava-tiny", "mmt-tiny", "dlrm-tiny"]
 TINY += ["candle-uno-tiny"]

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime_threads import joined
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
@@ -20,7 +19,7 @@ from pipeplan.runtime.parallel.share import Share
 from pipeplan.runtime.parallel.split_layers import RowLinear, WordEmbedding, cross_entropy
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, defer_weight_gradients
 from pipeplan.workload.mesh import Mesh
-from runtime_support.threads import together
+from runtime_support.threads import joined, together
 
 WORDS, WIDTH = 11, 6
 
