@@ -121,10 +121,10 @@ def _everything(graph: Any, besides: Any = None) -> dict[str, Any]:
 
 
 FRONTIER = {
-    "at once": Switch("frontier.tracking", "_AT_ONCE", -1),
-    "corridors": Switch("frontier.corridors", "_SHARE", 1.0),
-    "limits of sums": Switch("frontier.bounds", "Bounds.limit", lambda bounds, key: None),
-    "dominance": Switch("partition.block_splits", "undominated", _everything),
+    "at once": Switch("sharding.tracking", "_AT_ONCE", -1),
+    "corridors": Switch("sharding.tracking", "_SHARE", 1.0),
+    "limits of sums": Switch("sharding.bounds", "Bounds.limit", lambda bounds, key: None),
+    "dominance": Switch("partition.per_block_sharding", "undominated", _everything),
 }
 
 
@@ -159,9 +159,9 @@ def _distinct(devices: Any, totals: Any, differences: Any) -> Any:
 
 
 GRAPHPIPE = {
-    "least time from bounds": Switch("partition.graphpipe.search", "_lowest", lambda shapes, low, most, tolerance: low),
-    "bounds without memory": Switch("partition.graphpipe.shapes", "Shapes.unlimited", lambda shapes: shapes),
-    "fronts": Switch("partition.graphpipe.fronts", "_unbeaten", _distinct),
+    "least time from bounds": Switch("partition.graph.search", "_lowest", lambda shapes, low, most, tolerance: low),
+    "bounds without memory": Switch("partition.graph.shapes", "Shapes.unlimited", lambda shapes: shapes),
+    "fronts": Switch("partition.graph.feasibility", "_unbeaten_fronts", _distinct),
 }
 
 
@@ -201,9 +201,9 @@ def _pairs(chain: Chain) -> list[tuple[int, int]]:
 
 
 CHAIN = {
-    "exact cuts": Switch("partition.level", "shortest_run", lambda chain, below: None),
-    "windows over all devices": Switch("partition.level", "_windows", _pairs),
-    "windows": Switch("partition.level", "_windows", lambda chain: []),
+    "exact cuts": Switch("partition.chain.rebalance", "shortest_run", lambda chain, below: None),
+    "windows over all devices": Switch("partition.chain.rebalance", "_windows", _pairs),
+    "windows": Switch("partition.chain.rebalance", "_windows", lambda chain: []),
 }
 
 PARTS = {
