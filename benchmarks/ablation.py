@@ -36,7 +36,7 @@ from pipeplan.planning import Batch, Options, search_plan
 from pipeplan.schedule import search as searching
 from pipeplan.schedule.cpsat.solver import Budget, load_solver
 from pipeplan.schedule.search import search_schedule
-from pipeplan.schedule.state import State
+from pipeplan.schedule.state import SearchState
 from pipeplan.schedule.steady import MOST_ADOPTED
 from pipeplan.workload.steady_state.repetend import find_repetend
 from pipeplan.workload.workload import Workload
@@ -140,12 +140,12 @@ def switched(off: Off) -> Iterator[set[str]]:
             setattr(searching, step, kept[name])
 
 
-def _nothing(state: State) -> None:
+def _nothing(state: SearchState) -> None:
     """Stands for a step that is switched off."""
 
 
-def _watched(name: str, step: Callable[[State], None], telling: set[str]) -> Callable[[State], None]:
-    def watched(state: State) -> None:
+def _watched(name: str, step: Callable[[SearchState], None], telling: set[str]) -> Callable[[SearchState], None]:
+    def watched(state: SearchState) -> None:
         before = _known(state)
         step(state)
         if _known(state) != before:
@@ -154,7 +154,7 @@ def _watched(name: str, step: Callable[[State], None], telling: set[str]) -> Cal
     return watched
 
 
-def _known(state: State) -> tuple[Any, ...]:
+def _known(state: SearchState) -> tuple[Any, ...]:
     """All of a state that a later step can see."""
     found = [state.best, state.steady, state.pattern, *state.others]
     return (*map(id, found), state.bound, state.period_proved, state.budget.spent)

@@ -29,7 +29,7 @@ from pipeplan.schedule.list_scheduling import Policy, list_schedule
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import Rules, schedule_by_rules
 from pipeplan.schedule.rules.refill import refill
-from pipeplan.schedule.stage_graph.stages import Rule, Run, Stages
+from pipeplan.schedule.stage_graph.stages import Rule, Stages, TrialRun
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph, with_links
 from pipeplan.workload.workload import Workload
 
@@ -96,8 +96,8 @@ def rules_unit_steps(graph: TaskGraph) -> Loop:
 def greedy_trial(graph: TaskGraph) -> Loop:
     stages = Stages(graph)
     limits = [Rule(DEVICES - stage) for stage in range(stages.count)]
-    Run(stages, limits)  # what Stages keeps for all trials
-    return lambda: Run(stages, limits)
+    TrialRun(stages, limits)  # what Stages keeps for all trials
+    return lambda: TrialRun(stages, limits)
 
 
 def weight_refill(graph: TaskGraph) -> Loop:

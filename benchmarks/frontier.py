@@ -24,10 +24,10 @@ from tables import machine, markdown, note
 
 from pipeplan.costs.presets import cluster_of_paper, device_preset
 from pipeplan.errors import PipeplanError
-from pipeplan.examples.layout import Layout
+from pipeplan.examples.layout import ModelLayout
 from pipeplan.examples.models import family_of, model
 from pipeplan.files import Cluster, Profile
-from pipeplan.sharding.baselines import Point, data_parallel, fastest, one_mesh_for_all, split_everything
+from pipeplan.sharding.baselines import BaselinePoint, data_parallel, fastest, one_mesh_for_all, split_everything
 from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
 from pipeplan.sharding.configurations.details import Details, details_of
 from pipeplan.sharding.tracking import Tracked, track, turning_point
@@ -73,7 +73,7 @@ def trained_plainly(profile: Profile) -> Profile:
 @cache
 def transformer(hidden: int, layers: int) -> Profile:
     """The paper's Transformer with another width (heads of 64) and as many layers in encoder and decoder."""
-    layout = Layout(device_preset("v100-16gb"), [BATCH])
+    layout = ModelLayout(device_preset("v100-16gb"), [BATCH])
     family = family_of("tensoropt-transformer")
     replace(family, hidden=hidden, heads=hidden // 64, layers=layers).build(layout)
     whole = profile_of("transformer")
@@ -96,7 +96,7 @@ class Run:
         return turning_point(self.frontier.memory_bytes, self.frontier.time_ns) or 0
 
     def point(self, index: int) -> str:
-        return shown(Point(int(self.frontier.memory_bytes[index]), int(self.frontier.time_ns[index])))
+        return shown(BaselinePoint(int(self.frontier.memory_bytes[index]), int(self.frontier.time_ns[index])))
 
 
 def run(
@@ -117,11 +117,11 @@ def run_of(name: str, devices: int = DEVICES, *, dimensions: int = 3, within: fl
     return run(profile_of(name), cluster, devices, dimensions=dimensions, within=within)
 
 
-def shown(point: Point | None) -> str:
+def shown(point: BaselinePoint | None) -> str:
     return "-" if point is None else f"{point.memory_bytes / 1e9:.2f} GB, {point.time_ns / 1e6:.1f} ms"
 
 
-def attempted(planner: Callable[[CostModel], Point], built: CostModel) -> Point | None:
+def attempted(planner: Callable[[CostModel], BaselinePoint], built: CostModel) -> BaselinePoint | None:
     try:
         return planner(built)
     except PipeplanError:
@@ -225,7 +225,7 @@ def growth_part(limit: float) -> None:
 
 
 def decoder(layers: int) -> Profile:
-    layout = Layout(device_preset("v100-16gb"), [BATCH])
+    layout = ModelLayout(device_preset("v100-16gb"), [BATCH])
     replace(family_of("gpt2-345m"), layers=layers, vocabulary=50_176).build(layout)
     changed = {"blocks": tuple(layout.blocks), "edges": tuple(layout.edges)}
     return trained_plainly(profile_of("transformer").model_copy(update=changed))
@@ -266,7 +266,7 @@ def share(details: Details) -> float:
     return details.network_ns / (details.network_ns + details.compute_ns)
 
 
-def at_or_above(point: Point, frontier: Tracked) -> bool:
+def at_or_above(point: BaselinePoint, frontier: Tracked) -> bool:
     """Whether some point takes at most as much of both, up to the factor that the frontier is proved to."""
     below = frontier.memory_bytes <= point.memory_bytes * frontier.factor
     return bool((below & (frontier.time_ns <= point.time_ns * frontier.factor)).any())
@@ -313,7 +313,7 @@ def intra_part(limit: float) -> None:
     compared("within a node of 8, Transformer", runs)
     fast, slow = (done.frontier for _, done in runs)
     for memory, time in zip(slow.memory_bytes, slow.time_ns, strict=True):
-        assert at_or_above(Point(int(memory), int(time)), fast)
+        assert at_or_above(BaselinePoint(int(memory), int(time)), fast)
 
 
 def with_rate(cluster: Cluster, level: int, factor: float) -> Cluster:

@@ -28,7 +28,7 @@ from pipeplan.costs.communication import all_reduce_time
 from pipeplan.costs.presets import cluster_of_paper, device_preset
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import model
-from pipeplan.examples.layout import Layout
+from pipeplan.examples.layout import ModelLayout
 from pipeplan.examples.models import family_of
 from pipeplan.examples.parts import Stack
 from pipeplan.files import Cluster, Edge, PlacedStage, Placement, Profile, Source
@@ -434,12 +434,12 @@ def branches() -> None:
 def _uno(number: int) -> Profile:
     """CANDLE-Uno with another number of branches."""
     each = [1 << power for power in range(6, 13)]
-    layout = Layout(device_preset("v100-16gb"), each)
+    layout = ModelLayout(device_preset("v100-16gb"), each)
     replace(family_of("candle-uno"), branches=number).build(layout)
     return _profile(f"candle-uno-{number}", layout)
 
 
-def _profile(name: str, layout: Layout) -> Profile:
+def _profile(name: str, layout: ModelLayout) -> Profile:
     source = Source(method="estimated")
     return Profile(name=name, source=source, blocks=tuple(layout.blocks), edges=tuple(layout.edges))
 
@@ -459,7 +459,7 @@ def microbatches() -> None:
 def case_study() -> None:
     """Fig. 3.8 and 3.9: two branches of four layers on 8 devices, mini-batches of 64; memory so that the line has 2."""
     stack = Stack(4, 1024, 16, 256)
-    layout = Layout(device_preset("v100-16gb"), (1, 2, 4, 8, 16))
+    layout = ModelLayout(device_preset("v100-16gb"), (1, 2, 4, 8, 16))
     ends = [layout.layers(f"branch{branch}.layer", stack, []) for branch in range(2)]
     layout.joined("concatenation", [(end, stack.sample_bytes) for end in ends])
     profile = _profile("case study", layout)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from pipeplan.schedule.rules.files import read_rules as read_rules
     from pipeplan.schedule.rules.files import to_toml as to_toml
     from pipeplan.schedule.state import Progress as Progress
-    from pipeplan.simulator.measured import Comparison as MeasuredComparison
+    from pipeplan.simulator.measured import MeasuredComparison as MeasuredComparison
     from pipeplan.simulator.simulation import Simulation as Simulation
 
 _PARTS = {

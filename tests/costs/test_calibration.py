@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeplan.costs.blocks import PHASES, Known, Rates, Work, calibrate, fit_rates, likeness, measured_rows
+from pipeplan.costs.blocks import PHASES, DeviceRates, KnownRow, Work, calibrate, fit_rates, likeness, measured_rows
 from pipeplan.costs.operators import Kernel
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Profile, Source
 
-TRUE = Rates(flop_ns=0.01, byte_ns=0.1, kernel_ns=2000)
+TRUE = DeviceRates(flop_ns=0.01, byte_ns=0.1, kernel_ns=2000)
 
 
 def kernels(seed: int, count: int = 4) -> list[Kernel]:
@@ -28,12 +28,12 @@ def work(seed: int) -> Work:
     return {phase: kernels(10 * seed + index) for index, phase in enumerate(PHASES)}
 
 
-def known(seed: int, size: int = 1, operator: str = "x", slower: float = 1.0, together: float = 1.0) -> Known:
+def known(seed: int, size: int = 1, operator: str = "x", slower: float = 1.0, together: float = 1.0) -> KnownRow:
     own = work(100 * seed + size)
     times = {phase: round(slower * TRUE.time_ns(own[phase])) for phase in PHASES}
     backward = round(together * (times["input_grad_ns"] + times["weight_grad_ns"]))
     row = CostRow.model_validate({"microbatch_size": size, "backward_ns": backward, **times})
-    return Known(Block(id=f"b{seed}", operator=operator, parameter_bytes=seed, costs=(row,)), row, own)
+    return KnownRow(Block(id=f"b{seed}", operator=operator, parameter_bytes=seed, costs=(row,)), row, own)
 
 
 def test_rates_are_found_again() -> None:
@@ -87,7 +87,7 @@ def test_other_blocks_are_as_fast_as_their_kind() -> None:
 
 def test_the_nearest_size_tells() -> None:
     rows = [known(1, size, slower=slower) for size, slower in ((1, 1.0), (16, 3.0))]
-    rows = [Known(rows[0].block, each.row, each.work) for each in rows]
+    rows = [KnownRow(rows[0].block, each.row, each.work) for each in rows]
     fitted = calibrate(rows)
     by_size = fitted.blocks[likeness(rows[0].block), PHASES[0]]
     own = work(7)[PHASES[0]]

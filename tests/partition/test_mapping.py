@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from pipeplan.costs.communication import all_reduce_time, transfer_time
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source
-from pipeplan.partition.cluster_links import Links, LinkTime, Rooms, link_time
-from pipeplan.partition.mapping import Search, mapped
+from pipeplan.partition.cluster_links import GroupLinks, LinkTime, Rooms, link_time
+from pipeplan.partition.mapping import LayoutSearch, mapped
 
 Devices = tuple[int, ...]
 Memory = tuple[tuple[int, int | None], ...]  # (devices, bytes of each)
@@ -327,8 +327,8 @@ def test_a_search_ends_when_its_work_is_done(groups: tuple[int, ...], monkeypatc
     draw = Random(0)
     traffic = {(draw.randrange(len(groups)), draw.randrange(len(groups))): MEGABYTE for _ in groups}
     question = large(groups, traffic, MEGABYTE)
-    links = Links.of(question.groups, question.traffic, question.cluster, question.sync)
-    search = Search(links, Rooms.of(question.groups, [0] * len(groups), question.cluster))
+    links = GroupLinks.of(question.groups, question.traffic, question.cluster, question.sync)
+    search = LayoutSearch(links, Rooms.of(question.groups, [0] * len(groups), question.cluster))
     devices = search.best()
     assert search.left > -sum(links.work)
     assert question.told(devices) <= question.told(question.in_order())

@@ -17,7 +17,7 @@ from pipeplan.costs import stage_costs
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Source
 from pipeplan.partition.per_block_sharding import GroupSplits, UniformWay
-from pipeplan.partition.stage_frontier import Cut, StageFrontiers
+from pipeplan.partition.stage_frontier import ChainCut, StageFrontiers
 from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
 from pipeplan.sharding.configurations.details import StageModels
 from pipeplan.sharding.configurations.layouts import Layout
@@ -161,7 +161,7 @@ class Oracle:
         return min(len(cut) - place, self.number)
 
 
-def require_right(cut: Cut, oracle: Oracle, limit: float) -> None:
+def require_right(cut: ChainCut, oracle: Oracle, limit: float) -> None:
     """A cut takes what it says, and no stage of it more."""
     stages = cut.placement.stages
     assert cut.memory_bytes <= limit

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from builders.chains import chain_workload, with_devices_memory
 from builders.problems import problems
-from pipeplan.schedule.list_scheduling import Policy, Tuning, in_flight_limits, list_schedule, policies
+from pipeplan.schedule.list_scheduling import Policy, PolicySearch, in_flight_limits, list_schedule, policies
 from pipeplan.schedule.problem import Problem
 from pipeplan.workload.memory import fits
 from pipeplan.workload.task_graph import earliest_starts, task_graph
@@ -183,7 +183,7 @@ class TestPolicies:
 
 def proposed(problem: Problem, seed: int, tries: int) -> list[tuple[Policy, int | None]]:
     """The policies that are tried, with the makespan of each."""
-    tuning, graph, found = Tuning(problem, seed), task_graph(problem.workload), []
+    tuning, graph, found = PolicySearch(problem, seed), task_graph(problem.workload), []
     for _ in range(tries):
         policy = tuning.propose()
         orders = list_schedule(problem, policy)
@@ -216,7 +216,7 @@ class TestTuning:
             assert all(1 <= limit <= 4 for limit in policy.in_flight)
 
     def test_fruitless_counts_what_was_tried_since_the_best(self) -> None:
-        tuning, seen = Tuning(chain(4, 8), 0), set()
+        tuning, seen = PolicySearch(chain(4, 8), 0), set()
         for _ in range(400):
             seen.add(policy := tuning.propose())
             tuning.learn(policy, 1000)

@@ -20,7 +20,7 @@ from pipeplan.files import PlacedStage, Placement
 from pipeplan.planning.build_plan import assemble
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import DeviceRules, Rules, StageTraversal, TypeTraversal
-from pipeplan.schedule.rules.engine import Run, schedule_by_rules
+from pipeplan.schedule.rules.engine import RulesRun, schedule_by_rules
 from pipeplan.schedule.rules.language import First
 from pipeplan.workload.bounds import makespan_bound
 from pipeplan.workload.memory import fits
@@ -162,7 +162,7 @@ def test_memory_is_kept(problem: Problem, rules: Rules) -> None:
 def test_true_time_is_that_of_the_simulation(drawn: Placed, first: First, most: str | None) -> None:
     """Chains over busy links: what starts when in the rules' own time is what the simulation says of their orders."""
     graph = task_graph(drawn.workload)
-    run = Run(graph, Rules(types=TypeTraversal(first), in_flight=most, time="true"))
+    run = RulesRun(graph, Rules(types=TypeTraversal(first), in_flight=most, time="true"))
     starts = earliest_starts(graph, with_links(graph, run.run()))
     operations = drawn.workload.operations
     for x, operation in enumerate(operations):

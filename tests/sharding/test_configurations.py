@@ -16,9 +16,9 @@ from pipeplan.sharding.configurations import operations as ops
 from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
 from pipeplan.sharding.configurations.details import details_of
 from pipeplan.sharding.configurations.expansion import expand
-from pipeplan.sharding.configurations.layouts import Layout, Split
-from pipeplan.sharding.configurations.operation import Axis, Operation
-from pipeplan.sharding.configurations.pricing import Configuration, Scale, configurations
+from pipeplan.sharding.configurations.layouts import Layout, MeshSplit
+from pipeplan.sharding.configurations.operation import Axis, Splittable
+from pipeplan.sharding.configurations.pricing import Configuration, OperatorScale, configurations
 from pipeplan.sharding.configurations.resharding import Resharding
 from pipeplan.sharding.tracking import track
 
@@ -35,7 +35,7 @@ def axes(**sizes: int) -> tuple[Axis, ...]:
 
 
 BATCH = {"samples": 64}
-SPLIT_OPERATORS: list[tuple[Operation, int]] = [
+SPLIT_OPERATORS: list[tuple[Splittable, int]] = [
     (ops.Product(axes(**BATCH, places=32, rows=64, columns=128), 2), 257),
     (ops.Convolution(axes(**BATCH, places=32, rows=64, columns=128), 2), 257),
     (ops.Attention((*axes(**BATCH, places=64), Axis("features", 16, 64)), 2), 121),
@@ -52,16 +52,16 @@ SPLIT_OPERATORS: list[tuple[Operation, int]] = [
 
 
 @pytest.mark.parametrize(("operation", "count"), SPLIT_OPERATORS, ids=lambda each: type(each).__name__)
-def test_sizes_of_configuration_sets_on_16_devices(operation: Operation, count: int) -> None:
+def test_sizes_of_configuration_sets_on_16_devices(operation: Splittable, count: int) -> None:
     """Three axes 121, four 257: all meshes of up to three dimensions, copies allowed, where everything divides."""
-    found = configurations(operation, Scale(), V100, Resharding(cluster_of_paper("tensoropt"), 16))
+    found = configurations(operation, OperatorScale(), V100, Resharding(cluster_of_paper("tensoropt"), 16))
     assert len(found) == count
     assert len({each.name for each in found}) == count
 
 
 @pytest.mark.parametrize("operation", [each for each, _ in SPLIT_OPERATORS], ids=lambda each: type(each).__name__)
-def test_shares_hold_and_compute_no_more_than_the_whole(operation: Operation) -> None:
-    scale = Scale(parameter_bytes=operation.parameters * 2, state_bytes=operation.parameters * 16)
+def test_shares_hold_and_compute_no_more_than_the_whole(operation: Splittable) -> None:
+    scale = OperatorScale(parameter_bytes=operation.parameters * 2, state_bytes=operation.parameters * 16)
     alone = configurations(operation, scale, V100, Resharding(None, 1))[0]
     for each in configurations(operation, scale, V100, Resharding(None, 16)):
         parts = prod(split.extent for name, split in each.splits.items() if name in operation.weighted)
@@ -73,11 +73,11 @@ def test_shares_hold_and_compute_no_more_than_the_whole(operation: Operation) ->
 
 def test_a_product_split_by_rows_is_a_sum_and_by_columns_gives_one_back() -> None:
     product = ops.Product(axes(samples=64, places=1, rows=64, columns=64), 2)
-    scale = Scale(parameter_bytes=8192, state_bytes=65536)
+    scale = OperatorScale(parameter_bytes=8192, state_bytes=65536)
     found = {
         each.name: each for each in configurations(product, scale, V100, Resharding(cluster_of_paper("tensoropt"), 16))
     }
-    rows, columns = Split(16, 1), Split(16, 1)
+    rows, columns = MeshSplit(16, 1), MeshSplit(16, 1)
     assert found["rows16"].output == Layout(partial=rows)
     assert found["rows16"].input_gradients == (Layout(features=rows),)
     assert found["columns16"].output == Layout(features=columns)
@@ -85,7 +85,7 @@ def test_a_product_split_by_rows_is_a_sum_and_by_columns_gives_one_back() -> Non
     assert found["samples16"].sync_ns > 0
     assert found["rows16"].sync_ns == found["copies16"].sync_ns == 0
     assert found["samples2-columns8"].state_bytes == 65536 // 8
-    assert found["copies2-samples8"].output == Layout(samples=Split(8, 1))
+    assert found["copies2-samples8"].output == Layout(samples=MeshSplit(8, 1))
 
 
 def cheapest(found: tuple[Configuration, ...]) -> Configuration:

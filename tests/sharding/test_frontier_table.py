@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeplan.sharding.elimination import contract
-from pipeplan.sharding.table import Limit, Table, gather, product, table
+from pipeplan.sharding.table import PointLimit, Table, gather, product, table
 
 Cell = list[tuple[int, int]]
 
@@ -90,7 +90,7 @@ def test_what_is_wanted_of_a_contraction_is_in_it_and_nothing_wanted_is_missing(
 ) -> None:
     rng = np.random.default_rng(seed)
     left, right = random_table(rng, rows, middle, copies, high), random_table(rng, middle, columns, copies, high)
-    limit = Limit((share, 1.0), rng.uniform(0, 2 * high, (rows, columns)))
+    limit = PointLimit((share, 1.0), rng.uniform(0, 2 * high, (rows, columns)))
     everything, made = contract(left, right), contract(left, right, limit)
     for cell, points in enumerate(cells_of(everything)):
         wanted = {(m, t) for m, t in points if share * m + t <= limit.most.flat[cell]}

@@ -8,7 +8,7 @@ import pytest
 
 from pipeplan.costs.presets import cluster_of_paper
 from pipeplan.examples.models import model
-from pipeplan.sharding.baselines import Point, data_parallel, fastest, one_mesh_for_all, split_everything
+from pipeplan.sharding.baselines import BaselinePoint, data_parallel, fastest, one_mesh_for_all, split_everything
 from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
 from pipeplan.sharding.tracking import Tracked, track
 
@@ -20,7 +20,7 @@ def split(request: pytest.FixtureRequest) -> tuple[CostModel, Tracked]:
     return built, track(built.graph)
 
 
-def lies_on_or_above(point: Point, frontier: Tracked) -> bool:
+def lies_on_or_above(point: BaselinePoint, frontier: Tracked) -> bool:
     """Whether some strategy of the frontier is at most the point in both."""
     return bool(((frontier.memory_bytes <= point.memory_bytes) & (frontier.time_ns <= point.time_ns)).any())
 

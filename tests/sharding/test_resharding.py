@@ -12,7 +12,7 @@ from pipeplan.costs.presets import cluster_of_paper
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source
 from pipeplan.sharding.configurations.layouts import (
     Layout,
-    Split,
+    MeshSplit,
     Tensor,
     all_layouts,
     factorizations,
@@ -41,8 +41,8 @@ def two_nodes(devices: int, *, measured: tuple[MeasuredCurve, ...] = ()) -> Clus
 
 def test_meshes_are_ordered_factors() -> None:
     assert set(factorizations(16)) == {(16,), (2, 8), (4, 4), (8, 2), (2, 2, 4), (2, 4, 2), (4, 2, 2)}
-    assert splits_of((2, 8)) == (Split(2, 8), Split(8, 1))
-    assert mesh_name([("columns", Split(2, 1)), ("batch", Split(2, 8))], 16) == "batch2-copies4-columns2"
+    assert splits_of((2, 8)) == (MeshSplit(2, 8), MeshSplit(8, 1))
+    assert mesh_name([("columns", MeshSplit(2, 1)), ("batch", MeshSplit(2, 8))], 16) == "batch2-copies4-columns2"
 
 
 @pytest.mark.parametrize(("axes", "ways"), [(1, 11), (2, 45), (3, 121), (4, 257)])
@@ -57,8 +57,8 @@ def test_splits_divide_their_axes() -> None:
     for batch, columns in found:
         assert 4 % (batch.extent if batch else 1) == 0
         assert 9 % (columns.extent if columns else 1) == 0
-    assert (Split(4, 3), Split(3, 1)) in found
-    assert (Split(3, 4), None) not in found
+    assert (MeshSplit(4, 3), MeshSplit(3, 1)) in found
+    assert (MeshSplit(3, 4), None) not in found
 
 
 @pytest.mark.parametrize("devices", [2, 4, 6, 8])
@@ -144,7 +144,7 @@ def test_a_sum_over_two_nodes_is_taken_within_them_first() -> None:
     """Only an eighth of the tensor per device crosses the slow link, as in a hierarchical all-reduce."""
     resharding = Resharding(cluster_of_paper("tensoropt"), 16)
     tensor = Tensor((256, 1, 4096), 2**27)
-    path = resharding.path(tensor, Layout(partial=Split(16, 1)), Layout())
+    path = resharding.path(tensor, Layout(partial=MeshSplit(16, 1)), Layout())
     assert (path[0].how, path[-1].how) == ("scatter", "gather")
     crossing = [move for move in path if move.along and move.along.reach == 16]
     assert [tensor.local_bytes(move.source) for move in crossing] == [2**24]
@@ -153,9 +153,9 @@ def test_a_sum_over_two_nodes_is_taken_within_them_first() -> None:
 def test_groups_share_the_link_between_nodes() -> None:
     cluster = two_nodes(16)
     exchange = Exchange("all_gather", 10**8)
-    within = time_of_groups(cluster, exchange, groups_along([Split(8, 1)], 16))
+    within = time_of_groups(cluster, exchange, groups_along([MeshSplit(8, 1)], 16))
     assert within == pytest.approx(7 * (1000 + 1e9 * 10**8 / 8 / 10**11))
-    across = time_of_groups(cluster, exchange, groups_along([Split(2, 8)], 16))
+    across = time_of_groups(cluster, exchange, groups_along([MeshSplit(2, 8)], 16))
     assert across == pytest.approx(10_000 + 8 * 1e9 * 10**8 / 2 / 10**10)
     whole = time_of_groups(cluster, exchange, [list(range(16))])
     assert whole == pytest.approx(15 * (10_000 + 1e9 * 10**8 / 16 / 10**10))
@@ -174,7 +174,7 @@ def test_times_lie_between_measured_numbers_of_devices() -> None:
     )
     cluster = two_nodes(16, measured=curves)
     few, some, many = (
-        time_of_groups(cluster, Exchange("all_gather", 10**6), groups_along([Split(count, 1)], 16))
+        time_of_groups(cluster, Exchange("all_gather", 10**6), groups_along([MeshSplit(count, 1)], 16))
         for count in (2, 4, 8)
     )
     assert (few, many) == (2 * 10**6, 8 * 10**6)

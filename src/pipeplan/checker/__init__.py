@@ -12,12 +12,12 @@ from pipeplan.checker.facts import Facts
 from pipeplan.checker.inputs import check_cluster, check_profile
 from pipeplan.checker.programs import Messages, check_messages, read_programs
 from pipeplan.checker.repetend import check_repetend
-from pipeplan.checker.report import RULES, Figures, Findings, Problem, Report, check_figures, figures_of
+from pipeplan.checker.report import RULES, Figures, Findings, Report, Violation, check_figures, figures_of
 from pipeplan.checker.structure import check_structure
 from pipeplan.checker.timeline import Links, check_inputs, check_links, check_memory, check_timeline
 from pipeplan.files import Cluster, Plan, Profile
 
-__all__ = ["RULES", "Figures", "Problem", "Report", "check"]
+__all__ = ["RULES", "Figures", "Report", "Violation", "check"]
 
 
 def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = None) -> Report:

@@ -15,7 +15,7 @@ from fractions import Fraction
 from pipeplan.checker.facts import Facts
 from pipeplan.errors import InvalidPlanError
 
-__all__ = ["RULES", "Figures", "Findings", "Problem", "Report", "check_figures", "figures_of"]
+__all__ = ["RULES", "Figures", "Findings", "Report", "Violation", "check_figures", "figures_of"]
 
 
 RULES = (
@@ -33,7 +33,7 @@ _SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Violation:
     """A broken rule: which (as in docs/check.md), where in the file, and what is wrong, with the numbers."""
 
     rule: str
@@ -72,7 +72,7 @@ class Report:
     ``problems`` lists at most 100 of each rule, ``num_problems`` counts all; ``recomputed`` is what the plan comes to.
     """
 
-    problems: tuple[Problem, ...]
+    problems: tuple[Violation, ...]
     num_problems: int
     recomputed: Figures
 
@@ -109,7 +109,7 @@ class Report:
 class Findings:
     """Collects problems while a plan is checked."""
 
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[Violation] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, rule: str, place: str, message: str) -> None:
@@ -117,7 +117,7 @@ class Findings:
         assert rule in RULES, rule
         self.counts[rule] += 1
         if self.counts[rule] <= MAX_PER_RULE:
-            self.problems.append(Problem(rule, place, message))
+            self.problems.append(Violation(rule, place, message))
 
     def has(self, *rules: str) -> bool:
         """Whether one of these rules is broken."""

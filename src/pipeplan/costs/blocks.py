@@ -25,10 +25,10 @@ from pipeplan.files import Block, CostRow, Profile
 __all__ = [
     "PHASES",
     "Calibration",
-    "Known",
+    "DeviceRates",
+    "KnownRow",
     "Likeness",
     "Phase",
-    "Rates",
     "Work",
     "block_costs",
     "calibrate",
@@ -124,7 +124,7 @@ def likeness(block: Block) -> Likeness:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class DeviceRates:
     """ns per FLOP of matrix kernels, per byte that others move, and per kernel."""
 
     flop_ns: float
@@ -146,7 +146,7 @@ def _features(kernels: Iterable[Kernel]) -> tuple[int, int, int]:
     return flops, moved, count
 
 
-def fit_rates(samples: Sequence[tuple[Sequence[Kernel], int]]) -> Rates:
+def fit_rates(samples: Sequence[tuple[Sequence[Kernel], int]]) -> DeviceRates:
     """The rates nearest to measured times in ns, by squares of relative errors; none is negative.
 
     Raises:
@@ -164,11 +164,11 @@ def fit_rates(samples: Sequence[tuple[Sequence[Kernel], int]]) -> Rates:
             own = [row[index] for row in scaled]
             square = sum(value * value for value in own)
             found[index] = max(0.0, sum(a * b for a, b in zip(own, rest, strict=True)) / square) if square else 0.0
-    return Rates(*(value / unit for value, unit in zip(found, scale, strict=True)))
+    return DeviceRates(*(value / unit for value, unit in zip(found, scale, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownRow:
     """A measured row of a block, and the work that is behind it."""
 
     block: Block
@@ -185,7 +185,7 @@ class Calibration:
     from the measured times.
     """
 
-    rates: Rates
+    rates: DeviceRates
     blocks: Mapping[tuple[Likeness, Phase], Mapping[int, float]]
     operators: Mapping[tuple[str, Phase], float]
     together: Mapping[str, float]
@@ -207,7 +207,7 @@ class Calibration:
         return self.rates.time_ns(kernels) * by_size.get(nearest, usual)
 
 
-def calibrate(known: Sequence[Known]) -> Calibration:
+def calibrate(known: Sequence[KnownRow]) -> Calibration:
     """Fit rates and factors to measured rows.
 
     Raises:

@@ -50,7 +50,7 @@ class MeasuredRun:
 
 
 @dataclass(slots=True)
-class _Run:
+class _NcclRun:
     """A run while it is read. ``ranks`` are pairs of group and host; ``rows`` of bytes and microseconds."""
 
     test: str
@@ -117,7 +117,7 @@ def _parse_text(text: str, where: str) -> tuple[MeasuredRun, ...]:
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.lstrip("# ").split()
         if found := _DEVICES.match(line):
-            runs.append(_Run(test, where, int(found.group(1)) * int(found.group(2))))
+            runs.append(_NcclRun(test, where, int(found.group(1)) * int(found.group(2))))
         elif found := _RANK.match(line):
             _last(runs, test, where).ranks.append((found.group(1) or "0", found.group(2)))
         elif words[:2] == ["size", "count"]:
@@ -129,10 +129,10 @@ def _parse_text(text: str, where: str) -> tuple[MeasuredRun, ...]:
     return tuple(run.finished(_ranks_of_first_group(run) or run.per_process) for run in runs if run.rows)
 
 
-def _last(runs: list[_Run], test: str, where: str) -> _Run:
+def _last(runs: list[_NcclRun], test: str, where: str) -> _NcclRun:
     """The run being read; a new one if the text begins without a run's head."""
     if not runs:
-        runs.append(_Run(test, where))
+        runs.append(_NcclRun(test, where))
     return runs[-1]
 
 
@@ -142,7 +142,7 @@ def _require_times(header: list[str], where: str) -> list[str]:
     return header
 
 
-def _add_line(run: _Run, place: str, words: Sequence[str], header: Sequence[str]) -> None:
+def _add_line(run: _NcclRun, place: str, words: Sequence[str], header: Sequence[str]) -> None:
     """Take a line of the table. Where old versions have no ``#wrong`` they have a rounding error, which is no harm."""
     if len(words) < len(header):
         raise FileError(f"{run.where}: {place}: has {len(words)} columns, the table's head has {len(header)}")
@@ -151,7 +151,7 @@ def _add_line(run: _Run, place: str, words: Sequence[str], header: Sequence[str]
     run.add(place, row["size"], row["time"], None if wrong == "N/A" else wrong)
 
 
-def _ranks_of_first_group(run: _Run) -> int:
+def _ranks_of_first_group(run: _NcclRun) -> int:
     """Ranks that communicate with rank 0: ``NCCL_TESTS_SPLIT`` runs several groups at once."""
     return sum(group == run.ranks[0][0] for group, _ in run.ranks)
 
@@ -165,7 +165,7 @@ def _parse_json(text: str, where: str) -> tuple[MeasuredRun, ...]:
         data = json.loads(text)
         named = _TEST.search(Path(str(data["args"][0])).name)
         config = data["config"]
-        run = _Run(named.group(1) if named else "", where, int(config["nthreads"]) * int(config["ngpus"]))
+        run = _NcclRun(named.group(1) if named else "", where, int(config["nthreads"]) * int(config["ngpus"]))
         run.ranks = [(str(rank.get("group", 0)), str(rank["hostname"])) for rank in config["devices"]]
         for index, row in enumerate(data["results"]):
             body = row.get("out_of_place") or row["in_place"]

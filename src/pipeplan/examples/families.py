@@ -13,7 +13,7 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from pipeplan.costs.operators import Operator, activation, linear, norm, sequence_of
-from pipeplan.examples.layout import Layout
+from pipeplan.examples.layout import ModelLayout
 from pipeplan.examples.parts import (
     WIDTH,
     Part,
@@ -36,7 +36,7 @@ _TIED = "token-embedding"
 class Family(Protocol):
     """A model's dimensions."""
 
-    def build(self, layout: Layout) -> None:
+    def build(self, layout: ModelLayout) -> None:
         """Lays its blocks and edges out."""
 
 
@@ -65,7 +65,7 @@ class Decoder(_Layers):
     tied: bool = True
     shared: bool = False
 
-    def build(self, layout: Layout) -> None:
+    def build(self, layout: ModelLayout) -> None:
         """Embedding, layers, head."""
         stack, group = self.stack(causal=True), _TIED if self.tied else None
         tokens = layout.tokens(
@@ -81,7 +81,7 @@ class Encoder(_Layers):
 
     vocabulary: int
 
-    def build(self, layout: Layout) -> None:
+    def build(self, layout: ModelLayout) -> None:
         """Embedding, layers, head."""
         stack = self.stack()
         tokens = layout.tokens(
@@ -107,7 +107,7 @@ class EncoderDecoder(_Layers):
     biased: bool
     shared: bool
 
-    def build(self, layout: Layout) -> None:
+    def build(self, layout: ModelLayout) -> None:
         """Encoder with a norm at its end, decoder, head."""
         encoder, decoder = self.stack(biased=self.biased), self.stack(causal=True, biased=self.biased)
         tokens = layout.tokens("encoder.embedding", encoder, self.vocabulary, shared=self.shared, tied=_TIED)
@@ -136,7 +136,7 @@ class Tower(_Layers):
     vocabulary: int = 0
     patch: int = 0
 
-    def build(self, layout: Layout) -> tuple[str, Stack]:
+    def build(self, layout: ModelLayout) -> tuple[str, Stack]:
         """Embedding and layers; returns the last block's id, and the layers."""
         stack, id_ = self.stack(causal=bool(self.vocabulary)), f"{self.name}.embedding"
         if self.vocabulary:
@@ -153,7 +153,7 @@ class Contrastive:
     towers: tuple[Tower, ...]
     outputs: int
 
-    def build(self, layout: Layout) -> None:
+    def build(self, layout: ModelLayout) -> None:
         """Towers with a pool each, and the loss."""
         feeds = []
         for tower in self.towers:
@@ -180,7 +180,7 @@ class CrossEncoder(_Layers):
     tokens: int
     patch: int
 
-    def build(self, layout: Layout) -> None:
+    def build(self, layout: ModelLayout) -> None:
         """Both towers, the cross-encoder, a pool."""
         size = self.layers, self.hidden, self.heads
         text = Tower(*size, self.sequence, "text", vocabulary=self.vocabulary)
@@ -198,7 +198,7 @@ class MultiModal(_Layers):
     branches: int
     patch: int
 
-    def build(self, layout: Layout) -> None:
+    def build(self, layout: ModelLayout) -> None:
         """Branches, concatenation, a head with a number per token."""
         stack = self.stack()
         ends = []
@@ -223,7 +223,7 @@ class Recommendation:
     vocabulary: int
     width: int
 
-    def build(self, layout: Layout) -> None:
+    def build(self, layout: ModelLayout) -> None:
         """Dense and sparse branches, interaction, layers, a head with one number."""
         feeds = [(self._layers(layout, f"dense{branch}"), self.hidden * WIDTH) for branch in range(self.branches)]
         feeds += [
@@ -235,10 +235,10 @@ class Recommendation:
         last = layout.perceptron("top.layer", self.layers, numbers // WIDTH, self.hidden, [(joined, numbers)])
         layout.value_head(last, self.hidden)
 
-    def _layers(self, layout: Layout, branch: str) -> str:
+    def _layers(self, layout: ModelLayout, branch: str) -> str:
         return layout.perceptron(f"{branch}.layer", self.layers, self.hidden, self.hidden)
 
-    def _table(self, layout: Layout, branch: str) -> str:
+    def _table(self, layout: ModelLayout, branch: str) -> str:
         return layout.add(
             f"{branch}.embedding",
             "embedding",
@@ -255,7 +255,7 @@ class Response:
     layers: int
     hidden: int
 
-    def build(self, layout: Layout) -> None:
+    def build(self, layout: ModelLayout) -> None:
         """Branches, concatenation, a head with one number."""
         prefixes = [f"branch{branch}.layer" for branch in range(self.branches)]
         ends = [layout.perceptron(prefix, self.layers, self.hidden, self.hidden) for prefix in prefixes]
@@ -272,7 +272,7 @@ class Convolutions:
     side: int
     classes: int
 
-    def build(self, layout: Layout) -> None:
+    def build(self, layout: ModelLayout) -> None:
         """Convolutions, two linear layers, a class per image."""
         after, side, inputs = None, self.side, 3
         for group, outputs in enumerate(self.channels):
@@ -295,7 +295,7 @@ class Residual:
     side: int
     classes: int
 
-    def build(self, layout: Layout) -> None:
+    def build(self, layout: ModelLayout) -> None:
         """Stem, bottlenecks, a class per image."""
         side, channels = self.side // 4, 64
         after = layout.add("stem", "stem", image_stem(self.side, channels), dimensions={"side": self.side})
@@ -317,7 +317,7 @@ class Residual:
 
 
 @dataclass(config=_STRICT, frozen=True, slots=True)
-class Recurrent:
+class RecurrentModel:
     """LSTM layers over the frames of an utterance, each of ``frame`` numbers, and one of ``states`` for every frame."""
 
     layers: int
@@ -326,7 +326,7 @@ class Recurrent:
     steps: int
     states: int
 
-    def build(self, layout: Layout) -> None:
+    def build(self, layout: ModelLayout) -> None:
         """Layers, a state per frame."""
         after: list[tuple[str, int]] = []
         for layer in range(self.layers):
@@ -340,7 +340,7 @@ class Recurrent:
         _class_head(layout, *after[0], head, sizes)
 
 
-def _class_head(layout: Layout, after: str, sample_bytes: int, part: Part, dimensions: dict[str, int]) -> None:
+def _class_head(layout: ModelLayout, after: str, sample_bytes: int, part: Part, dimensions: dict[str, int]) -> None:
     layout.add("head", "head", part, after=[(after, sample_bytes)], dimensions=dimensions)
 
 
@@ -355,6 +355,6 @@ FAMILIES: dict[str, Callable[..., Family]] = {
     "candle-uno": Response,
     "vgg": Convolutions,
     "wide-resnet": Residual,
-    "lstm": Recurrent,
+    "lstm": RecurrentModel,
 }
 """Families as the catalog names them."""

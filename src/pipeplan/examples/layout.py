@@ -25,13 +25,13 @@ from pipeplan.examples.parts import (
 )
 from pipeplan.files import Block, Edge
 
-__all__ = ["RECIPE", "Layout"]
+__all__ = ["RECIPE", "ModelLayout"]
 
 RECIPE = "mixed-precision-adam"
 """What training holds of every parameter, a recipe of the catalog."""
 
 
-class Layout:
+class ModelLayout:
     """Collects blocks and edges in topological order, with a cost row per number of shards and micro-batch size."""
 
     def __init__(

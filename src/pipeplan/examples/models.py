@@ -14,7 +14,7 @@ from pipeplan.costs.presets import device_preset
 from pipeplan.costs.stage_cost import state_recipe
 from pipeplan.errors import UsageError
 from pipeplan.examples.families import FAMILIES, Family
-from pipeplan.examples.layout import RECIPE, Layout
+from pipeplan.examples.layout import RECIPE, ModelLayout
 from pipeplan.examples.parts import WIDTH
 from pipeplan.files import Cluster, Profile, Source
 
@@ -69,7 +69,7 @@ def model(
     if not sizes or sizes[0] < 1 or sizes[-1] > _MOST_SAMPLES:
         raise UsageError(f"--microbatch must be sizes from 1 to {_MOST_SAMPLES}, not {sizes}")
     groups = _usable(shards, cluster)
-    layout = Layout(preset, sizes, shards=groups, prices=None if cluster is None else prices_in(cluster))
+    layout = ModelLayout(preset, sizes, shards=groups, prices=None if cluster is None else prices_in(cluster))
     family_of(name).build(layout)
     split = _SPLIT.format(cluster.name if cluster is not None else preset.title) if groups[-1] > 1 else ""
     return Profile(

@@ -57,17 +57,17 @@ class ShapeCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _Kind:
     """How to lay a shape out: a builder, where it is drawn, and what it asks of the number of devices."""
 
-    build: Callable[[_Layout], None]
+    build: Callable[[_ShapeLayout], None]
     reference: str
     notes: str = ""
     even: bool = False
     chunks: int | None = 1  # None: the user chooses
 
 
-class _Layout:
+class _ShapeLayout:
     """Collects blocks, edges and stages in topological order."""
 
     def __init__(self, num_devices: int, chunks: int, costs: ShapeCosts) -> None:
@@ -124,7 +124,7 @@ def shape(name: str, num_devices: int, *, chunks: int | None = None, costs: Shap
         raise UsageError(f"there is no shape {name!r}; choose from {', '.join(SHAPES)}")
     kind, costs = SHAPES[name], costs or ShapeCosts()
     _require(name, kind, num_devices, chunks, costs)
-    layout = _Layout(num_devices, kind.chunks or chunks or 2, costs)
+    layout = _ShapeLayout(num_devices, kind.chunks or chunks or 2, costs)
     kind.build(layout)
     return Profile(
         name=f"shape-{name}",
@@ -135,7 +135,7 @@ def shape(name: str, num_devices: int, *, chunks: int | None = None, costs: Shap
     )
 
 
-def _require(name: str, kind: _Shape, num_devices: int, chunks: int | None, costs: ShapeCosts) -> None:
+def _require(name: str, kind: _Kind, num_devices: int, chunks: int | None, costs: ShapeCosts) -> None:
     if not 1 <= num_devices <= MAX_DEVICES:
         raise UsageError(f"shape-{name} stands on 1 to {MAX_DEVICES} devices, not {num_devices}; change --devices")
     if kind.even and num_devices % 2:
@@ -182,69 +182,67 @@ def _row(costs: ShapeCosts) -> CostRow:
     )
 
 
-def _v(layout: _Layout) -> None:
+def _v(layout: _ShapeLayout) -> None:
     layout.chain(range(layout.num_devices))
 
 
-def _x(layout: _Layout) -> None:
+def _x(layout: _ShapeLayout) -> None:
     layout.chain(range(layout.num_devices), prefix="down")
     layout.chain(range(layout.num_devices - 1, -1, -1), prefix="up")
 
 
-def _m(layout: _Layout) -> None:
+def _m(layout: _ShapeLayout) -> None:
     layout.chain(range(layout.num_devices), after=layout.shared("embedding"))
 
 
-def _mllm(layout: _Layout) -> None:
+def _mllm(layout: _ShapeLayout) -> None:
     last = layout.chain(range(layout.num_devices), after=layout.shared("embedding"))
     layout.shared("head", [last])
 
 
-def _nn(layout: _Layout) -> None:
+def _nn(layout: _ShapeLayout) -> None:
     half = layout.num_devices // 2
     encoded = layout.chain(range(half), after=layout.shared("embedding"), prefix="encoder")
     joined = layout.shared("decoder-embedding", [encoded])
     layout.chain(range(half, layout.num_devices), after=joined, prefix="decoder")
 
 
-def _k(layout: _Layout) -> None:
+def _k(layout: _ShapeLayout) -> None:
     half = layout.num_devices // 2
     text = layout.chain(range(half), prefix="text")
     image = layout.chain(range(half, layout.num_devices), prefix="image")
     layout.shared("cross-encoder", [text, image], holds=True)
 
 
-def _circular(layout: _Layout) -> None:
+def _circular(layout: _ShapeLayout) -> None:
     devices = [stage % layout.num_devices for stage in range(layout.chunks * layout.num_devices)]
     layout.chain(devices, parts=layout.chunks)
 
 
-def _zbv(layout: _Layout) -> None:
+def _zbv(layout: _ShapeLayout) -> None:
     down = list(range(layout.num_devices))
     layout.chain([*down, *reversed(down)], parts=2)
 
 
 _PER_DEVICE = "Costs are given per device and divided among its chunks; the first chunks take the remainders."
 
-SHAPES: dict[str, _Shape] = {
-    "v": _Shape(_v, "Tessel (HPCA'24), Fig. 1 (a): V-shape, a chain over the devices"),
-    "x": _Shape(
+SHAPES: dict[str, _Kind] = {
+    "v": _Kind(_v, "Tessel (HPCA'24), Fig. 1 (a): V-shape, a chain over the devices"),
+    "x": _Kind(
         _x,
         "Tessel (HPCA'24), Fig. 1 (b): X-shape, the bidirectional placement of Chimera (SC'21)",
         notes="One micro-batch is the pair of one going down and one going up, each at full cost.",
     ),
-    "m": _Shape(_m, "Tessel (HPCA'24), Fig. 8 (a): M-shape, GPT with its embedding on all devices"),
-    "mllm": _Shape(_mllm, "FlexPipe, Fig. 1: MLLM, embedding and head on all devices around a chain"),
-    "nn": _Shape(_nn, "Tessel (HPCA'24), Fig. 8 (d): NN-shape, mT5 with its embedding on all devices", even=True),
-    "k": _Shape(_k, "Tessel (HPCA'24), Fig. 8 (g): K-shape, Flava with two branches and a joint encoder", even=True),
-    "circular": _Shape(
+    "m": _Kind(_m, "Tessel (HPCA'24), Fig. 8 (a): M-shape, GPT with its embedding on all devices"),
+    "mllm": _Kind(_mllm, "FlexPipe, Fig. 1: MLLM, embedding and head on all devices around a chain"),
+    "nn": _Kind(_nn, "Tessel (HPCA'24), Fig. 8 (d): NN-shape, mT5 with its embedding on all devices", even=True),
+    "k": _Kind(_k, "Tessel (HPCA'24), Fig. 8 (g): K-shape, Flava with two branches and a joint encoder", even=True),
+    "circular": _Kind(
         _circular,
         "Megatron-LM (SC'21): interleaved stages, stage s on device s mod D",
         notes=_PER_DEVICE,
         chunks=None,
     ),
-    "zbv": _Shape(
-        _zbv, "Zero Bubble (ICLR'24): ZB-V, two chunks per device, down then up", notes=_PER_DEVICE, chunks=2
-    ),
+    "zbv": _Kind(_zbv, "Zero Bubble (ICLR'24): ZB-V, two chunks per device, down then up", notes=_PER_DEVICE, chunks=2),
 }
 """Every shape by name."""

@@ -181,7 +181,7 @@ def parse(data: bytes | str, model: type[Model], where: str = "<data>") -> Model
     current = current_version(kind)
     complaint = f"{where}: not a valid {kind} file (docs/schema/{kind}.schema.json describes it):"
     try:
-        head = _Head.model_validate_json(data)
+        head = _FileHead.model_validate_json(data)
         _require_kind(head.kind, kind, where)
         if problem := _version_problem(head.schema_version, current):
             raise FileError(complaint, [problem])
@@ -195,7 +195,7 @@ def parse(data: bytes | str, model: type[Model], where: str = "<data>") -> Model
         raise FileError(f"{where}: not readable as JSON: {error}") from None
 
 
-class _Head(BaseModel):
+class _FileHead(BaseModel):
     """What says how to read the rest. A file without a version is of the first, which let it be left out."""
 
     model_config = ConfigDict(extra="ignore")
@@ -204,7 +204,7 @@ class _Head(BaseModel):
     schema_version: Any = 1
 
 
-def _version(head: _Head) -> str:
+def _version(head: _FileHead) -> str:
     missing = "schema_version" not in head.model_fields_set
     return f"version {head.schema_version}{', which one without schema_version is' * missing}"
 

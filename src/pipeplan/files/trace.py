@@ -174,7 +174,7 @@ def read_trace(path: str, num_devices: int) -> MeasuredTrace:
     """
     where = "<stdin>" if path == "-" else path
     try:
-        file = _File.model_validate_json(read_bytes(path))
+        file = _TraceFile.model_validate_json(read_bytes(path))
         events = [_Event.model_validate(event) for event in file.traceEvents if _is_measured(event)]
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -211,7 +211,7 @@ class _About(_Lenient):
     emulated: bool = False
 
 
-class _File(_Lenient):
+class _TraceFile(_Lenient):
     otherData: _About
     traceEvents: list[dict[str, Any]]
 

@@ -15,7 +15,7 @@ from pipeplan.costs.communication import all_reduce_time, transfer_time
 from pipeplan.errors import InfeasibleError
 from pipeplan.files import Cluster
 
-__all__ = ["LinkTime", "Links", "Rooms", "Tie", "Traffic", "link_time"]
+__all__ = ["GroupLinks", "LinkTime", "Rooms", "Tie", "Traffic", "link_time"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def link_time(
     devices: Sequence[Sequence[int]], traffic: Traffic, cluster: Cluster, *, sync: Sequence[int] = ()
 ) -> LinkTime:
     """How long links are busy when each group stands on its ``devices``, ascending; the rest as for :func:`mapped`."""
-    links = Links.of([len(each) for each in devices], traffic, cluster, sync)
+    links = GroupLinks.of([len(each) for each in devices], traffic, cluster, sync)
     return LinkTime.of([links.time(tie, devices[tie.first], devices[tie.second]) for tie in links.ties])
 
 
@@ -108,7 +108,7 @@ class Tie:
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class GroupLinks:
     """All ties; those around each group, and the pairs of devices in them; devices in one unit of each level."""
 
     ties: tuple[Tie, ...]
@@ -117,7 +117,7 @@ class Links:
     sizes: tuple[int, ...]
 
     @staticmethod
-    def of(groups: Sequence[int], traffic: Traffic, cluster: Cluster, sync: Sequence[int]) -> Links:
+    def of(groups: Sequence[int], traffic: Traffic, cluster: Cluster, sync: Sequence[int]) -> GroupLinks:
         """What groups with so many devices each keep busy."""
         couples = sorted({(min(pair), max(pair)) for pair, size in traffic.items() if size and pair[0] != pair[1]})
         ties = [_talk(g, h, groups, traffic, cluster) for g, h in couples]
@@ -128,7 +128,7 @@ class Links:
                 around[group].append(index)
         work = tuple(sum(len(ties[index].pairs) for index in indices) for indices in around)
         sizes = tuple(level.group_size for level in cluster.levels)
-        return Links(tuple(ties), tuple(map(tuple, around)), work, sizes)
+        return GroupLinks(tuple(ties), tuple(map(tuple, around)), work, sizes)
 
     def level(self, source: int, target: int) -> int:
         """The number of the level on which two devices talk; 0 as well where there are no levels."""

@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster
-from pipeplan.partition.cluster_links import Links, LinkTime, Rooms, Traffic
+from pipeplan.partition.cluster_links import GroupLinks, LinkTime, Rooms, Traffic
 
 if TYPE_CHECKING:
     import networkx as nx
 
-__all__ = ["Change", "Devices", "Layout", "Search", "exchanges", "lines", "mapped"]
+__all__ = ["Change", "Devices", "GroupLayout", "LayoutSearch", "exchanges", "lines", "mapped"]
 
 
 Devices = tuple[int, ...]
@@ -41,7 +41,7 @@ Way = Callable[[Sequence[int], Sequence[int]], list[Devices]]
 """The devices of groups of so many, in order, out of those that are free, in order."""
 
 
-def lines(links: Links, rooms: Rooms) -> set[tuple[Devices, ...]]:
+def lines(links: GroupLinks, rooms: Rooms) -> set[tuple[Devices, ...]]:
     """Groups along the devices in several orders and ways, and simply one after another where they have memory so."""
     plain, followed = list(range(len(rooms.groups))), _followed(links, len(rooms.groups))
     orders = [plain, followed, _gathered(links, rooms)]
@@ -52,7 +52,7 @@ def lines(links: Links, rooms: Rooms) -> set[tuple[Devices, ...]]:
     return found | {naive} if all(rooms.fits(g, device) for g, own in enumerate(naive) for device in own) else found
 
 
-def _followed(links: Links, num_groups: int) -> list[int]:
+def _followed(links: GroupLinks, num_groups: int) -> list[int]:
     """Depth first, from the first group on, along what is busiest."""
     order: dict[int, None] = {}
     for start in range(num_groups):
@@ -66,7 +66,7 @@ def _followed(links: Links, num_groups: int) -> list[int]:
     return list(order)
 
 
-def _gathered(links: Links, rooms: Rooms) -> list[int]:
+def _gathered(links: GroupLinks, rooms: Rooms) -> list[int]:
     """Groups joined over the ties that gain most, while what is joined fits a unit; innermost units first."""
     part = {group: [group] for group in range(len(rooms.groups))}
     ties = sorted(links.ties, key=lambda tie: tie.least - tie.most)
@@ -79,7 +79,7 @@ def _gathered(links: Links, rooms: Rooms) -> list[int]:
     return [group for head, members in part.items() if head == members[0] for group in members]
 
 
-def _graph(links: Links) -> nx.Graph:
+def _graph(links: GroupLinks) -> nx.Graph:
     """Groups, and what each two gain if they talk on the quickest level instead of the slowest."""
     import networkx as nx
 
@@ -180,10 +180,10 @@ class Change:
     total: int
 
 
-class Layout:
+class GroupLayout:
     """Groups on devices, and how long each tie keeps links busy."""
 
-    def __init__(self, links: Links, rooms: Rooms, devices: Sequence[Devices]) -> None:
+    def __init__(self, links: GroupLinks, rooms: Rooms, devices: Sequence[Devices]) -> None:
         self.links, self.rooms = links, rooms
         self.devices = list(devices)
         self.owner = [-1] * len(rooms.memory)
@@ -191,7 +191,7 @@ class Layout:
         self.times = [links.time(tie, devices[tie.first], devices[tie.second]) for tie in links.ties]
         self._add_up()
 
-    def copy(self) -> Layout:
+    def copy(self) -> GroupLayout:
         """Another one, to be changed by itself."""
         other = copy(self)
         other.devices, other.owner, other.times = self.devices[:], self.owner[:], self.times[:]
@@ -277,7 +277,7 @@ class Layout:
         return sorted({*groups, *(group for tie in ties for group in (tie.first, tie.second))})
 
 
-def exchanges(layout: Layout, group: int) -> Iterator[Exchange]:
+def exchanges(layout: GroupLayout, group: int) -> Iterator[Exchange]:
     """Exchanges that may bring a group nearer to those it talks to on too slow a level."""
     own, near = layout.devices[group], layout.wanted(group)
     small = len(layout.owner) <= SMALL
@@ -328,7 +328,7 @@ def mapped(
     """
     _check(groups, traffic, sync, needs)
     rooms = Rooms.of(groups, needs or [0] * len(groups), cluster)
-    return Search(Links.of(groups, traffic, cluster, sync), rooms).best()
+    return LayoutSearch(GroupLinks.of(groups, traffic, cluster, sync), rooms).best()
 
 
 def _check(groups: Sequence[int], traffic: Traffic, sync: Sequence[int], needs: Sequence[int]) -> None:
@@ -342,10 +342,10 @@ def _check(groups: Sequence[int], traffic: Traffic, sync: Sequence[int], needs: 
             raise UsageError(f"traffic {pair} names a group that is not one of the {len(groups)}, numbered from 0")
 
 
-class Search:
+class LayoutSearch:
     """A search for a layout that keeps links busy for the least time."""
 
-    def __init__(self, links: Links, rooms: Rooms) -> None:
+    def __init__(self, links: GroupLinks, rooms: Rooms) -> None:
         self.links, self.rooms = links, rooms
         self.least = sum(tie.least for tie in links.ties)
         self.left = MOST_WORK
@@ -353,15 +353,15 @@ class Search:
 
     def best(self) -> tuple[Devices, ...]:
         """The devices of the best layout found."""
-        layouts = [Layout(self.links, self.rooms, line) for line in lines(self.links, self.rooms)]
+        layouts = [GroupLayout(self.links, self.rooms, line) for line in lines(self.links, self.rooms)]
         starts = sorted(layouts, key=lambda layout: (layout.time, layout.devices))[:NUM_STARTS]
         found = [self._followed(self._descended(start.copy(), range(len(start.devices)))) for start in starts]
         return _tidy(min([starts[0], *found], key=lambda layout: layout.time))
 
-    def _ended(self, layout: Layout) -> bool:
+    def _ended(self, layout: GroupLayout) -> bool:
         return self.left <= 0 or layout.time.total_ns <= self.least
 
-    def _followed(self, layout: Layout) -> Layout:
+    def _followed(self, layout: GroupLayout) -> GroupLayout:
         """The layout after random exchanges that led to better ones."""
         failed = 0
         while failed < NUM_KICKS and not self._ended(layout):
@@ -371,7 +371,7 @@ class Search:
             layout = min(other, layout, key=lambda each: each.time)
         return layout
 
-    def _kick(self, layout: Layout) -> set[int]:
+    def _kick(self, layout: GroupLayout) -> set[int]:
         """Make up to three random exchanges; the groups that have moved."""
         moved: set[int] = set()
         for _ in range(self.random.randint(1, 3)):
@@ -383,7 +383,7 @@ class Search:
                 moved |= change.devices.keys()
         return moved
 
-    def _descended(self, layout: Layout, groups: Iterable[int]) -> Layout:
+    def _descended(self, layout: GroupLayout, groups: Iterable[int]) -> GroupLayout:
         """The layout after every exchange that helps, looking at these groups and at all near what changes."""
         waiting = dict.fromkeys(groups)
         while waiting and not self._ended(layout):
@@ -395,7 +395,7 @@ class Search:
                 waiting.update(dict.fromkeys(layout.near(change.devices)))
         return layout
 
-    def _best_change(self, layout: Layout, group: int) -> Change | None:
+    def _best_change(self, layout: GroupLayout, group: int) -> Change | None:
         """Of the exchanges that a group looks at the best, None where none helps."""
         best, time, seen = None, layout.time, set[tuple[int, int, int]]()
         for exchange in exchanges(layout, group):
@@ -411,7 +411,7 @@ class Search:
         return best
 
 
-def _tidy(layout: Layout) -> tuple[Devices, ...]:
+def _tidy(layout: GroupLayout) -> tuple[Devices, ...]:
     """The same in every unit and memory, but there the groups in order on the first devices."""
     alike = defaultdict[tuple[int, float], list[int]](list)
     for device in range(len(layout.owner)):

@@ -18,14 +18,14 @@ from pipeplan.partition.chain.costs import Array, Chain
 from pipeplan.partition.chain.rebalance import Allowed, evenest, levelled, roomiest
 from pipeplan.units import format_bytes
 
-__all__ = ["STRATEGIES", "Cut", "Strategy", "can_spread", "follows", "in_topological_order", "place"]
+__all__ = ["STRATEGIES", "Cut", "PlacementStrategy", "can_spread", "follows", "in_topological_order", "place"]
 
 Positions = list[list[int]]
 """[route][stage] the position that runs it: positions are devices, or groups of devices that are replicas."""
 
 
 @dataclass(frozen=True, slots=True)
-class Strategy:
+class PlacementStrategy:
     """Where the stages of a chain stand.
 
     ``positions`` gives [stage] the position that runs it, for a number of positions and of chunks (stages per
@@ -56,12 +56,12 @@ def _one_each(positions: int, chunks: int) -> list[int]:
     return list(range(positions))
 
 
-STRATEGIES: dict[str, Strategy] = {
-    "one-to-one": Strategy(_one_each),
-    "circular": Strategy(_in_turn, chunked=True),
-    "v-shape": Strategy(_zigzag, chunked=True),
-    "bidirectional": Strategy(_one_each, two_ways=True),
-    "bidirectional-v-shape": Strategy(_zigzag, chunked=True, two_ways=True),
+STRATEGIES: dict[str, PlacementStrategy] = {
+    "one-to-one": PlacementStrategy(_one_each),
+    "circular": PlacementStrategy(_in_turn, chunked=True),
+    "v-shape": PlacementStrategy(_zigzag, chunked=True),
+    "bidirectional": PlacementStrategy(_one_each, two_ways=True),
+    "bidirectional-v-shape": PlacementStrategy(_zigzag, chunked=True, two_ways=True),
 }
 """Every strategy by the name ``--placement`` takes."""
 

@@ -101,7 +101,7 @@ def decompose(
     costs = [1 if weights is None else weights[block] for block in order.names]
     below = _reach(order.successors)
     before = max(_heads(range(len(costs)), costs, order.successors).values())
-    reduction = _Reduction(list(costs), _reduced(order.successors, below))
+    reduction = _GraphReduction(list(costs), _reduced(order.successors, below))
     reduction.run()
     position = {block: at for at, block in enumerate(blocks)}
     tree = _flat(_joined(reduction), order.names, [position[block] for block in index])
@@ -187,7 +187,7 @@ class _Join:
 
 
 @dataclass(slots=True)
-class _Reduction:
+class _GraphReduction:
     """Nodes of a graph and what has been joined in them; ``alive`` nodes stand for parts.
 
     Sets of neighbours are compared by sums of random numbers first (``keys``), which change with a neighbour in one
@@ -284,7 +284,7 @@ class _Reduction:
 # What no reduction joins ---------------------------------------------------------------------------------------
 
 
-def _joined(reduction: _Reduction) -> int | _Join:
+def _joined(reduction: _GraphReduction) -> int | _Join:
     """One part: what the reductions left, cut where that costs least."""
     left = [node for node, alive in enumerate(reduction.alive) if alive]
     if len(left) == 1:
@@ -303,7 +303,7 @@ class _Cutting:
     below: list[int]
 
     @classmethod
-    def of(cls, reduction: _Reduction, left: Sequence[int]) -> _Cutting:
+    def of(cls, reduction: _GraphReduction, left: Sequence[int]) -> _Cutting:
         """The nodes that a reduction left."""
         order = _ordered([str(node) for node in left], _named(reduction.after, left)).names
         index = {int(name): at for at, name in enumerate(order)}

@@ -39,11 +39,11 @@ from pipeplan.partition.per_block_sharding import (
 )
 from pipeplan.time_limit import checkpoint
 
-__all__ = ["Cut", "StageFrontiers"]
+__all__ = ["ChainCut", "StageFrontiers"]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ChainCut:
     """A partition: ns of its slowest stage for one micro-batch, and bytes of the device that needs most.
 
     ``splits`` are the strategies of stages, by their place, whose blocks are each split in a way of its own.
@@ -102,7 +102,7 @@ class StageFrontiers:
             raise UsageError(_no_way(profile, microbatch_size))
         return cls(order, num_microbatches, tuple(found), own)
 
-    def fastest(self, num_devices: int, memory_bytes: int | None, most: int | None = None) -> list[Cut]:
+    def fastest(self, num_devices: int, memory_bytes: int | None, most: int | None = None) -> list[ChainCut]:
         """For every number of stages, the partition of all devices with the quickest slowest stage that fits.
 
         Those that promise the quickest iterations come first, and at most so many are looked for.
@@ -133,13 +133,13 @@ class _Cuts:
     frontiers: StageFrontiers
     num_devices: int
     limit: float
-    groups: list[dict[int, _Group]] = field(init=False)
+    groups: list[dict[int, _GroupTimes]] = field(init=False)
 
     def __post_init__(self) -> None:
         places = min(self.num_devices, len(self.frontiers.order))
         self.groups = [{}, *(self._groups(place) for place in range(1, places + 1))]
 
-    def _groups(self, place: int) -> dict[int, _Group]:
+    def _groups(self, place: int) -> dict[int, _GroupTimes]:
         """What groups of every size take for every run of blocks."""
         checkpoint()
         runs, splits = self.frontiers.runs, self.frontiers.splits
@@ -147,7 +147,7 @@ class _Cuts:
         most = self.num_devices - place + 1  # every other stage behind it has one at least
         sizes = sorted(size for size in {each.way.num_devices for each in runs} | set(splits) if size <= most)
         return {
-            size: _Group.of(
+            size: _GroupTimes.of(
                 [each for each in runs if each.way.num_devices == size],
                 [each.holding(in_flight) for each in splits.get(size, ())],
                 in_flight,
@@ -184,7 +184,7 @@ class _Cuts:
         new = [self.groups[place][size].settle(begin, end) for place, size, begin, end in sorted(wanted)]  # all of them
         return any(new)
 
-    def cut(self, draft: _Draft) -> Cut:
+    def cut(self, draft: _Draft) -> ChainCut:
         """The partition of a settled draft, on the devices in order."""
         placed: list[PlacedStage] = []
         splits: dict[int, RunPoint] = {}
@@ -214,7 +214,7 @@ class _Cuts:
                 )
             first, memory = first + size, max(memory, bytes_)
         placement = Placement(strategy="stage graph", num_devices=self.num_devices, stages=tuple(placed))
-        return Cut(placement, draft.slowest_ns, int(memory), splits)
+        return ChainCut(placement, draft.slowest_ns, int(memory), splits)
 
 
 @dataclass(slots=True)
@@ -242,7 +242,7 @@ class _Own:
 
 
 @dataclass(slots=True)
-class _Group:
+class _GroupTimes:
     """What a group of devices takes for every run of blocks: ns, infinite where nothing fits, [n + 1, n + 1].
 
     ``uniform`` is all blocks in one way, the fastest that fits; ``own`` each in its own.
@@ -270,7 +270,7 @@ class _Group:
         in_flight: int,
         limit: float,
         num_blocks: int,
-    ) -> _Group:
+    ) -> _GroupTimes:
         """Of the ways of a group, and of the frontiers of its runs."""
         none = np.full((num_blocks + 1, num_blocks + 1), np.inf)  # argmin needs one
         needed = [over_all(num_blocks, partial(each.costs.memory, in_flight=in_flight), np.inf) for each in runs]
@@ -305,7 +305,7 @@ class _Group:
         return True
 
 
-def _price(groups: Mapping[int, _Group], sizes: Sequence[int], last: int) -> Callable[[Array, Array], FloatArray]:
+def _price(groups: Mapping[int, _GroupTimes], sizes: Sequence[int], last: int) -> Callable[[Array, Array], FloatArray]:
     """What stages take on groups of each size, some of which may be too large, for cuts numbered from the end."""
     none = np.full((last + 1, last + 1), np.inf)
     times = np.stack([groups[size].times if size in groups else none for size in sizes])

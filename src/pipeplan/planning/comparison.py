@@ -107,7 +107,7 @@ def compare_on(placements: Sequence[Placement | str], request: Request, progress
     The time limit is shared between them. An interruption ends the search or the timing under way; on the placements
     after it the search only has its start, and the classic schedules are still timed.
     """
-    rows = _Rows(request)
+    rows = _RowsSoFar(request)
     for index, wanted in enumerate(placements):
         asked = replace(
             request,
@@ -133,7 +133,7 @@ def _has_chunks(wanted: Placement | str) -> bool:
 _Failure = InfeasibleError | SearchTimeoutError | UsageError
 
 
-class _Rows:
+class _RowsSoFar:
     """What the comparison knows so far, placement after placement, so that an interruption leaves it whole."""
 
     def __init__(self, request: Request) -> None:

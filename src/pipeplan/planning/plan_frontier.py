@@ -123,14 +123,14 @@ def plan_frontier(request: Request, *, quickest: bool = False) -> PlanFrontier:
 class _Searched:
     """What was found, whether there was more to try, and the partitions of the chain that are left."""
 
-    search: _Search
+    search: _FrontierSearch
     interrupted: bool
     partitions: Iterator[PartitionTrial]
 
 
 def _searched(request: Request, seconds: float, quickest: bool) -> _Searched:
     """Try everything in turn, until the time is up."""
-    search = _Search(Limit(seconds))
+    search = _FrontierSearch(Limit(seconds))
     requests = request.by_devices
     splits = GroupSplits(request.profile, request.cluster)
     partitions = in_turn([chains(asked, splits, quickest=quickest) for asked in requests])
@@ -173,7 +173,7 @@ def _why(request: Request, found: _Searched) -> PipeplanError:
 
 
 @dataclass(slots=True)
-class _Search:
+class _FrontierSearch:
     """What has been found until the time is up."""
 
     limit: Limit

@@ -57,10 +57,10 @@ def search_plan(request: Request, *, progress: Progress | None = None) -> Result
         UsageError: a request that contradicts the profile.
     """
     load_solver()
-    return _Search(request, Budget(request.time_limit, request.seed, request.deterministic), progress).run()
+    return _PlanSearch(request, Budget(request.time_limit, request.seed, request.deterministic), progress).run()
 
 
-class _Search:
+class _PlanSearch:
     """What a search knows: trials in the order they were made, and why the others are not among them."""
 
     def __init__(self, request: Request, budget: Budget, progress: Progress | None) -> None:

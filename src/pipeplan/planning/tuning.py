@@ -20,7 +20,7 @@ from pipeplan.planning.infeasibility import shortage
 from pipeplan.planning.request import Request
 from pipeplan.planning.result import Result
 from pipeplan.planning.search import most_telling
-from pipeplan.planning.tuning_cells import Cache, Cell, Rows, TuningRow, cell_of, rows_of, schedule_of, settled_cell
+from pipeplan.planning.tuning_cells import Cache, Cell, CellRows, TuningRow, cell_of, rows_of, schedule_of, settled_cell
 from pipeplan.planning.tuning_workers import Work, Workers
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.state import Progress
@@ -113,7 +113,7 @@ Looked = TypeVar("Looked", bound=_Looked)
 
 
 @dataclass(slots=True)
-class _Point:
+class _GridPoint:
     """A point of the grid, its text, and what is known of it."""
 
     choice: Choice | PlacementCandidate
@@ -168,7 +168,7 @@ class _Tuner:
             num_open=num_cells - self.num_unfit - self.num_skipped - self.num_done,
         )
 
-    def _look_into(self, waiting: deque[_Point]) -> None:
+    def _look_into(self, waiting: deque[_GridPoint]) -> None:
         """Place points and try their cells, in turn, until all are done or time is up.
 
         Before there is a plan, few are placed and one cell after another is tried, the most promising first.
@@ -191,22 +191,22 @@ class _Tuner:
     def _best_ns(self) -> float:
         return min((row.iteration_ns for _, row in self.found), default=math.inf)
 
-    def _points(self) -> deque[_Point]:
+    def _points(self) -> deque[_GridPoint]:
         """The grid, to be placed: what has few micro-batches is quickly looked into, so it comes first."""
-        points: list[_Point] = []
+        points: list[_GridPoint] = []
         for choice in grid(self.request):
             if isinstance(choice, UsageError):
                 self.failures.append(choice)
             else:
-                points.append(_Point(choice, repr(choice)))
+                points.append(_GridPoint(choice, repr(choice)))
         return deque(sorted(points, key=lambda point: point.choice.batch.num_microbatches))
 
-    def _placed(self, waiting: deque[_Point], until: float) -> list[_Point]:
+    def _placed(self, waiting: deque[_GridPoint], until: float) -> list[_GridPoint]:
         """The next points, placed, until there has been time for it.
 
         What cannot be placed for other reasons than memory, or is there already, is none of the grid.
         """
-        found: list[_Point] = []
+        found: list[_GridPoint] = []
         while waiting and (self._elapsed < until or not found) and not self.workers.stopped:
             points = [waiting.popleft() for _ in range(min(_PLACED if self.found else _ROUND, len(waiting)))]
             cells = self._look_up("cell", Cell, cell_of, points, [point.choice for point in points])
@@ -219,7 +219,7 @@ class _Tuner:
                     found += [point] if cell.candidate is not None else []
         return found
 
-    def _round(self, points: Sequence[_Point]) -> None:
+    def _round(self, points: Sequence[_GridPoint]) -> None:
         """Look into those that may become the best; their bounds may rise when their devices are chosen."""
         live = self._live(points)
         settled = self._look_up("settled cell", Cell, settled_cell, live, [point.cell for point in live])
@@ -227,7 +227,7 @@ class _Tuner:
             point.cell = cell
             self._note_failure(point)
         live = self._live([point for point in live if point.cell.settled])
-        found = self._look_up("rows", Rows, rows_of, live, [point.cell for point in live])
+        found = self._look_up("rows", CellRows, rows_of, live, [point.cell for point in live])
         for point, rows in zip(live, found, strict=True):
             unfit = rows.complete and not rows.rows
             if unfit:
@@ -236,7 +236,7 @@ class _Tuner:
             self.num_done += rows.complete and not unfit
             self.found += [(point.cell, row) for row in rows.rows]
 
-    def _live(self, points: Sequence[_Point]) -> list[_Point]:
+    def _live(self, points: Sequence[_GridPoint]) -> list[_GridPoint]:
         """Those that may become the best."""
         best = self._best_ns
         live = [point for point in points if point.cell.bound_ns < best]
@@ -248,20 +248,20 @@ class _Tuner:
         what: str,
         kind: type[Looked],
         work: Work[Item, Looked],
-        points: Sequence[_Point],
+        points: Sequence[_GridPoint],
         items: Sequence[Item],
     ) -> list[Looked]:
         """What the cache or the work says of each point; nothing where it was stopped."""
         known = [self.cache.get(what, point.text, kind) for point in points]
         new = [number for number, found in enumerate(known) if found is None]
-        self.num_known += len(known) - len(new) if kind is Rows else 0
+        self.num_known += len(known) - len(new) if kind is CellRows else 0
         for number, found in zip(new, self.workers.run(work, [items[number] for number in new]), strict=False):
             known[number] = found
             if found.complete:
                 self.cache.put(what, points[number].text, found)
         return [found if found is not None else kind() for found in known]
 
-    def _note_failure(self, point: _Point) -> None:
+    def _note_failure(self, point: _GridPoint) -> None:
         if point.cell.failure:
             self.failures.append(point.cell.error)
             self.num_unfit += point.cell.unfit

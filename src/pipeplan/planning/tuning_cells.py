@@ -36,7 +36,7 @@ from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
 
-__all__ = ["Cache", "Cell", "Rows", "TuningRow", "cell_of", "rows_of", "schedule_of", "settled_cell"]
+__all__ = ["Cache", "Cell", "CellRows", "TuningRow", "cell_of", "rows_of", "schedule_of", "settled_cell"]
 
 
 _HEADER = {"kind": "tuning", "schema_version": 1}
@@ -200,7 +200,7 @@ class TuningRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class CellRows:
     """What is known of a cell's rows, and whether that is all."""
 
     rows: list[TuningRow] = field(default_factory=list)
@@ -247,10 +247,10 @@ def _with_free_links(request: Request) -> Request:
     return replace(request, cluster=None, memory_bytes=most)
 
 
-def rows_of(request: Request, cell: Cell, stopped: Callable[[], bool]) -> Rows:
+def rows_of(request: Request, cell: Cell, stopped: Callable[[], bool]) -> CellRows:
     """A row for each schedule that the built-in rules make, or those there was time for."""
     assert cell.candidate is not None
-    found = Rows(complete=True)
+    found = CellRows(complete=True)
     for workload in workloads(request, cell.candidate):
         problem = Problem.of(workload)
         rules = _rules(problem.workload)

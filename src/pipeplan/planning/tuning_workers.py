@@ -92,7 +92,7 @@ class Workers:
         return work(self._request, item, lambda: self.stopped)
 
 
-class _Known:
+class _WorkerState:
     """What a process knows."""
 
     request: Request
@@ -101,12 +101,12 @@ class _Known:
 
 
 def _begin(request: Request, stop: Event, limit: Limit) -> None:
-    _Known.request, _Known.stop, _Known.limit = request, stop, limit
+    _WorkerState.request, _WorkerState.stop, _WorkerState.limit = request, stop, limit
 
 
 def _apply(work: Work[Item, Found], item: Item) -> Found:
-    return work(_Known.request, item, _stopped)
+    return work(_WorkerState.request, item, _stopped)
 
 
 def _stopped() -> bool:
-    return _Known.stop.is_set() or _Known.limit.expired
+    return _WorkerState.stop.is_set() or _WorkerState.limit.expired

@@ -20,7 +20,7 @@ from rich.text import Text
 from pipeplan.planning.frontier_result import FrontierPoint, FrontierResult
 from pipeplan.units import format_bytes, format_ns, named_devices
 
-__all__ = ["Scale", "frontier_svg", "print_frontier"]
+__all__ = ["UnitScale", "frontier_svg", "print_frontier"]
 
 
 _PLAIN_WIDTH = 120
@@ -82,7 +82,7 @@ def _plot(points: Sequence[FrontierPoint]) -> Iterator[str]:
     """Time against memory; a digit or letter is the number of devices where there are several, X the turning point."""
     counts = sorted({point.num_devices for point in points})
     signs = {count: _DOT if len(counts) == 1 else _SIGNS[i % len(_SIGNS)] for i, count in enumerate(counts)}
-    x, y = Scale.of([p.memory_bytes for p in points]), Scale.of([p.time_ns for p in points])
+    x, y = UnitScale.of([p.memory_bytes for p in points]), UnitScale.of([p.time_ns for p in points])
     cells = [[" "] * _WIDTH for _ in range(_HEIGHT)]
     for point in sorted(points, key=lambda each: each.turning_point):
         row = _HEIGHT - 1 - round(y.at(point.time_ns) * (_HEIGHT - 1))
@@ -100,14 +100,14 @@ def _plot(points: Sequence[FrontierPoint]) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class UnitScale:
     """From values to 0..1 between their least and largest."""
 
     least: int
     width: int
 
     @classmethod
-    def of(cls, values: Sequence[int]) -> Scale:
+    def of(cls, values: Sequence[int]) -> UnitScale:
         """From the least to the largest of these."""
         return cls(min(values), max(max(values) - min(values), 1))
 
@@ -127,7 +127,7 @@ Place = Callable[[FrontierPoint], tuple[float, float]]
 def frontier_svg(report: FrontierResult) -> str:
     """The text of an SVG file: a dot with a tooltip per point, turning points and the chosen one ringed and named."""
     points = report.points
-    x, y = Scale.of([p.memory_bytes for p in points]), Scale.of([p.time_ns for p in points])
+    x, y = UnitScale.of([p.memory_bytes for p in points]), UnitScale.of([p.time_ns for p in points])
 
     def place(point: FrontierPoint) -> tuple[float, float]:
         across = _MARGIN + x.at(point.memory_bytes) * (_RIGHT - _MARGIN)
@@ -180,7 +180,7 @@ def _legend(counts: Sequence[int]) -> Iterator[str]:
         yield f'<text x="{left + 16}" y="{up}">{named_devices(count)}</text>'
 
 
-def _axes(x: Scale, y: Scale) -> Iterator[str]:
+def _axes(x: UnitScale, y: UnitScale) -> Iterator[str]:
     """Memory across and time up, each with ticks at even distances."""
     yield f'<path d="M{_MARGIN} {_MARGIN}V{_BOTTOM}H{_RIGHT}" stroke="#999"/>'
     for tick in range(_TICKS):

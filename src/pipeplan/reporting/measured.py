@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeplan.reporting.terminal import console_for, kind_name, shown_rows
-from pipeplan.simulator.measured import Comparison, DeviceTimes, KindTimes
+from pipeplan.simulator.measured import DeviceTimes, KindTimes, MeasuredComparison
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.units import format_ns
 from pipeplan.workload.action import is_instruction
@@ -23,7 +23,7 @@ _MESSAGE_NAMES |= {"SEND_B": "send gradients", "RECV_B": "wait for gradients"}
 
 
 def print_comparison(
-    simulation: Simulation, comparison: Comparison, file: TextIO | None = None, width: int | None = None
+    simulation: Simulation, comparison: MeasuredComparison, file: TextIO | None = None, width: int | None = None
 ) -> None:
     """Print the tables, to stdout unless ``file`` is given; ``width`` as in ``print_simulation``."""
     console = console_for(file, width)
@@ -31,7 +31,7 @@ def print_comparison(
         console.print(part)
 
 
-def _headline(simulation: Simulation, comparison: Comparison) -> RenderableType:
+def _headline(simulation: Simulation, comparison: MeasuredComparison) -> RenderableType:
     steps = len(comparison.iterations_ns)
     how = "emulated" if comparison.emulated else "measured"
     left = "; the first one, which warms up, is left out" if comparison.num_left_out else ""
@@ -39,7 +39,7 @@ def _headline(simulation: Simulation, comparison: Comparison) -> RenderableType:
     return Text.assemble((simulation.plan.name, "bold"), text)
 
 
-def _figures(comparison: Comparison) -> Table:
+def _figures(comparison: MeasuredComparison) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_row(
         "predicted", format_ns(comparison.predicted_ns), f"bubble rate {comparison.predicted_bubble_rate:.2%}"
@@ -56,7 +56,7 @@ def _figures(comparison: Comparison) -> Table:
     return table
 
 
-def _kinds(comparison: Comparison) -> Table:
+def _kinds(comparison: MeasuredComparison) -> Table:
     table = _table("kind", "count", "predicted", "mean", "median", "mean to predicted")
     for kind in comparison.kinds:
         table.add_row(
@@ -78,7 +78,7 @@ def _named(kind: str) -> str:
     return _MESSAGE_NAMES.get(kind) or f"{'send' if end == 'SEND' else 'wait for'} what {payload} made"
 
 
-def _devices(comparison: Comparison) -> Table:
+def _devices(comparison: MeasuredComparison) -> Table:
     shares = ["waiting", "sending", "outside", "other"]
     table = _table("device", "busy, predicted", "busy", "", *shares, "idle, predicted", "idle")
     for row in shown_rows(len(comparison.devices), _MAX_ROWS):
@@ -89,7 +89,7 @@ def _devices(comparison: Comparison) -> Table:
     return table
 
 
-def _device(comparison: Comparison, device: DeviceTimes) -> list[str]:
+def _device(comparison: MeasuredComparison, device: DeviceTimes) -> list[str]:
     busy = device.predicted_busy_ns
     return [
         format_ns(busy),

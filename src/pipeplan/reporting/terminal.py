@@ -20,8 +20,8 @@ from rich.text import Text
 
 from pipeplan.files import Plan
 from pipeplan.reporting.timeline import (
-    Cell,
-    Window,
+    TimelineCell,
+    TimelineWindow,
     device_row,
     odd_stages,
     repetend_time_range,
@@ -327,7 +327,7 @@ def _legend(simulation: Simulation, marks: str) -> Text:
     return text
 
 
-def _append_cells(text: Text, cells: Sequence[Cell], marks: str) -> None:
+def _append_cells(text: Text, cells: Sequence[TimelineCell], marks: str) -> None:
     for cell in cells:
         if cell.kind is None:
             text.append(marks[1], style="dim")
@@ -335,7 +335,7 @@ def _append_cells(text: Text, cells: Sequence[Cell], marks: str) -> None:
             text.append(cell.text or marks[0], style=_STYLES.get(cell.kind, _INSTRUCTION_STYLE))
 
 
-def _ruler(simulation: Simulation, parts: Sequence[Window], label: int) -> str:
+def _ruler(simulation: Simulation, parts: Sequence[TimelineWindow], label: int) -> str:
     """Times where parts begin and where the run ends; brackets around one repetition of the repetend."""
     repetition = repetend_time_range(simulation)
     rulers = []

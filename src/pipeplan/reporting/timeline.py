@@ -21,8 +21,8 @@ from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.action import in_order, is_instruction
 
 __all__ = [
-    "Cell",
-    "Window",
+    "TimelineCell",
+    "TimelineWindow",
     "device_row",
     "odd_stages",
     "repetend_time_range",
@@ -52,7 +52,7 @@ def odd_stages(simulation: Simulation, device: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TimelineWindow:
     """A part of the run, from ``start_ns`` to ``end_ns``, drawn in ``num_cells`` cells."""
 
     start_ns: int
@@ -66,14 +66,14 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class TimelineCell:
     """One character of a row: the kind that runs there (None is idle) and a letter or digit of the action, if any."""
 
     kind: str | None
     text: str = ""
 
 
-def windows(simulation: Simulation, num_cells: int) -> list[Window]:
+def windows(simulation: Simulation, num_cells: int) -> list[TimelineWindow]:
     """The whole run if an action of median length keeps a cell; otherwise its beginning, its repetend and its end.
 
     Without a repetend the middle part is from the middle of the run. In parts, an action of median length has
@@ -87,10 +87,10 @@ def windows(simulation: Simulation, num_cells: int) -> list[Window]:
     if repetend is not None:
         length = max(length, repetend[1] - repetend[0])
     if makespan / median <= num_cells or 3 * length >= makespan:
-        return [Window(0, makespan, num_cells)]
+        return [TimelineWindow(0, makespan, num_cells)]
     middle = (makespan - length) // 2 if repetend is None else repetend[0]
     middle = min(max(middle, length), makespan - 2 * length)
-    return [Window(start, start + length, part_cells) for start in (0, middle, makespan - length)]
+    return [TimelineWindow(start, start + length, part_cells) for start in (0, middle, makespan - length)]
 
 
 def repetend_time_range(simulation: Simulation) -> tuple[int, int] | None:
@@ -102,7 +102,7 @@ def repetend_time_range(simulation: Simulation) -> tuple[int, int] | None:
     return start, start + round(simulation.period_ns * simulation.repetend.unroll)
 
 
-def device_row(simulation: Simulation, device: int, window: Window) -> list[Cell]:
+def device_row(simulation: Simulation, device: int, window: TimelineWindow) -> list[TimelineCell]:
     """The cells of one device in a window.
 
     A cell has the kind that takes most of its time, or is idle if nothing runs for half of it. Where an action
@@ -124,10 +124,10 @@ def device_row(simulation: Simulation, device: int, window: Window) -> list[Cell
         shown = label if right - left >= len(label) else label[: min(1, right - left)]
         for offset, letter in enumerate(shown):
             texts[left + offset] = letter
-    return [Cell(kind, text if kind else "") for kind, text in zip(kinds, texts, strict=True)]
+    return [TimelineCell(kind, text if kind else "") for kind, text in zip(kinds, texts, strict=True)]
 
 
-def _inside(simulation: Simulation, device: int, window: Window) -> list[int]:
+def _inside(simulation: Simulation, device: int, window: TimelineWindow) -> list[int]:
     """Tasks of the device that run in the window."""
     starts, durations = simulation.starts, simulation.graph.durations
     return [
@@ -137,7 +137,7 @@ def _inside(simulation: Simulation, device: int, window: Window) -> list[int]:
     ]
 
 
-def _kinds(simulation: Simulation, device: int, window: Window) -> list[str | None]:
+def _kinds(simulation: Simulation, device: int, window: TimelineWindow) -> list[str | None]:
     """The kind that prevails in each cell."""
     graph = simulation.graph
     width = (window.end_ns - window.start_ns) / window.num_cells
@@ -174,7 +174,7 @@ text { font: 11px sans-serif; fill: #222 }
 
 def timeline_svg(simulation: Simulation) -> str:
     """The text of an SVG file. Every second stage of a device is paler."""
-    scale = _Scale.of(simulation)
+    scale = _TimeScale.of(simulation)
     height = _TOP + _ROW * len(simulation.orders) + _MARGIN
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{scale.width}" height="{height}" '
@@ -191,14 +191,14 @@ def timeline_svg(simulation: Simulation) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scale:
+class _TimeScale:
     """From time in ns to pixels."""
 
     pixels_per_ns: float
     width: int
 
     @classmethod
-    def of(cls, simulation: Simulation) -> _Scale:
+    def of(cls, simulation: Simulation) -> _TimeScale:
         makespan = simulation.rates.makespan_ns
         wanted = makespan * _MEDIAN_BAR / statistics.median(simulation.graph.durations[: simulation.graph.num_actions])
         inner = min(max(wanted, _MIN_WIDTH), _MAX_WIDTH)
@@ -237,7 +237,7 @@ def _class(kind: str) -> str:
     return "instruction" if is_instruction(kind) else kind
 
 
-def _axis(simulation: Simulation, scale: _Scale, height: int) -> Iterator[str]:
+def _axis(simulation: Simulation, scale: _TimeScale, height: int) -> Iterator[str]:
     """A line and a label at every round time, about 100 pixels apart."""
     step = _round_step(100 / scale.pixels_per_ns)
     for tick in range(0, simulation.rates.makespan_ns + 1, step):
@@ -254,7 +254,7 @@ def _round_step(at_least: float) -> int:
     return next(step for step in (power, 2 * power, 5 * power) if step >= at_least)
 
 
-def _row(simulation: Simulation, scale: _Scale, device: int) -> Iterator[str]:
+def _row(simulation: Simulation, scale: _TimeScale, device: int) -> Iterator[str]:
     """A device's label and bars."""
     graph, starts = simulation.graph, simulation.starts
     y = _TOP + _ROW * device
@@ -281,7 +281,7 @@ def _row(simulation: Simulation, scale: _Scale, device: int) -> Iterator[str]:
     yield "</g>"
 
 
-def _repetend(simulation: Simulation, scale: _Scale) -> Iterator[str]:
+def _repetend(simulation: Simulation, scale: _TimeScale) -> Iterator[str]:
     """A frame around the repetend's first copy on each device."""
     if simulation.copies is None or simulation.repetend is None:
         return

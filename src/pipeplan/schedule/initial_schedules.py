@@ -5,15 +5,15 @@ from __future__ import annotations
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.repetend import sequential_time, solve_pattern
-from pipeplan.schedule.list_scheduling import Tuning, list_schedule
+from pipeplan.schedule.list_scheduling import PolicySearch, list_schedule
 from pipeplan.schedule.rules.sweep import built_in_rules, sweeping
-from pipeplan.schedule.state import State
+from pipeplan.schedule.state import SearchState
 from pipeplan.schedule.steady import compose, microbatch_by_microbatch
 
 __all__ = ["CHEAP_TASKS", "first_schedule", "offer_built_in", "offer_classics", "offer_rules"]
 
 
-def first_schedule(state: State) -> None:
+def first_schedule(state: SearchState) -> None:
     """A valid schedule at once: one micro-batch after another; where that does not fit, the slowest pattern.
 
     A micro-batch alone needs the least memory, and the pattern may run its branches in any order.
@@ -35,7 +35,7 @@ def first_schedule(state: State) -> None:
         )
 
 
-def offer_classics(state: State, *, automatic: bool) -> None:
+def offer_classics(state: SearchState, *, automatic: bool) -> None:
     """Offer the classic schedules: those that are made by trying rules, or the others.
 
     The others are looked at even if no time is left, so that the result is never worse; and, where there are few
@@ -53,7 +53,7 @@ CHEAP_TASKS = 5000
 """Up to this many actions the classic schedules take milliseconds and are tried in any case."""
 
 
-def offer_built_in(state: State) -> None:
+def offer_built_in(state: SearchState) -> None:
     """The built-in rules (FlexPipe, section 6), or some of them where there are many actions."""
     graph, budget = state.graph, state.budget
     limit = budget.used + budget.seconds * _BUILT_IN_SHARE
@@ -74,12 +74,12 @@ _SECONDS_PER_SWEPT_TASK = 5e-5
 """What running rules and separating gradients costs per action where seconds are deterministic."""
 
 
-def offer_rules(state: State) -> None:
+def offer_rules(state: SearchState) -> None:
     """Rules tried in time, the better ones changed a little, until that stops to help."""
     problem, budget = state.problem, state.budget
     if any(len(devices) > 1 for devices in problem.devices):
         return  # greedy loses alignment where several devices must be free at once
-    tuning = Tuning(problem, budget.seed)
+    tuning = PolicySearch(problem, budget.seed)
     limit = budget.used + budget.seconds * _LISTING_SHARE
     while not state.finished and budget.used < limit and tuning.fruitless < _FRUITLESS:
         policy = tuning.propose()

@@ -20,7 +20,7 @@ from random import Random
 
 from pipeplan.schedule.problem import Problem
 
-__all__ = ["Effect", "Policy", "Tuning", "in_flight_limits", "list_schedule", "policies", "still_needed"]
+__all__ = ["Effect", "Policy", "PolicySearch", "in_flight_limits", "list_schedule", "policies", "still_needed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,7 @@ def _needs(problem: Problem, device: int) -> list[int]:
     return still_needed([each[x] for x in problem.on_device[device]])
 
 
-class Tuning:
+class PolicySearch:
     """Local search over policies: which to try next, given what the ones before were worth.
 
     First every limit of :func:`in_flight_limits` with a few settings of the switches, then all settings with the best

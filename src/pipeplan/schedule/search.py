@@ -17,7 +17,7 @@ from pipeplan.schedule.initial_schedules import CHEAP_TASKS, first_schedule, off
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.language import Rules
 from pipeplan.schedule.rules.sweep import schedule_of_rules
-from pipeplan.schedule.state import Candidate, Progress, Schedule, State
+from pipeplan.schedule.state import Candidate, Progress, Schedule, SearchState
 from pipeplan.schedule.steady import (
     MOST_ADOPTED,
     adopt_repetitions,
@@ -67,12 +67,12 @@ def search_schedule(
     _require_known_kinds(workload)
     problem = Problem.of(workload)
     if scheduler in CLASSIC:
-        return _restored(problem, _one_classic(State.of(problem, budget, progress), scheduler))
+        return _restored(problem, _one_classic(SearchState.of(problem, budget, progress), scheduler))
     if scheduler not in SEARCHING:
         known_names = ", ".join((*SEARCHING, "rules", *CLASSIC))
         raise UsageError(f"--scheduler {scheduler!r} is not known; choose from {known_names}")
     repeated = _repeated(problem, budget, scheduler, unroll, progress)
-    state = State.of(problem, budget, progress)
+    state = SearchState.of(problem, budget, progress)
     if known is not None and scheduler == "auto":
         orders = known.orders[: len(workload.devices)]
         own = orders if problem.reduction is None else problem.reduction.to_reduced(orders)
@@ -145,7 +145,7 @@ def _restored(problem: Problem, found: Schedule) -> Schedule:
     return replace(found, workload=workload, graph=graph, orders=orders, starts=starts, makespan_ns=makespan)
 
 
-def _searched(state: State, scheduler: str, unroll: int | None) -> Schedule:
+def _searched(state: SearchState, scheduler: str, unroll: int | None) -> Schedule:
     """Search until proved, out of time, or interrupted."""
     try:
         first_schedule(state)
@@ -157,7 +157,7 @@ def _searched(state: State, scheduler: str, unroll: int | None) -> Schedule:
         return _result(state)
 
 
-def _improve(state: State, scheduler: str, unroll: int | None) -> Schedule:
+def _improve(state: SearchState, scheduler: str, unroll: int | None) -> Schedule:
     """Everything after the first valid schedule, most valuable first, as long as there is time."""
     early = scheduler == "auto" and state.graph.num_tasks <= CHEAP_TASKS
     if early:
@@ -181,7 +181,7 @@ def _improve(state: State, scheduler: str, unroll: int | None) -> Schedule:
     return _result(state)
 
 
-def _with_less_memory(state: State) -> None:
+def _with_less_memory(state: SearchState) -> None:
     """The best schedule cannot be repeated: look for one as short that can, with no more memory than one that can.
 
     Without a cap, patterns with many micro-batches in flight are as good as any to the solver; with one it finds
@@ -201,7 +201,7 @@ def _with_less_memory(state: State) -> None:
         state.steady = other.steady
 
 
-def _result(state: State) -> Schedule:
+def _result(state: SearchState) -> Schedule:
     chosen = state.chosen
     return Schedule(
         state.problem.workload,
@@ -219,7 +219,7 @@ def _result(state: State) -> Schedule:
     )
 
 
-def _one_classic(state: State, name: str) -> Schedule:
+def _one_classic(state: SearchState, name: str) -> Schedule:
     classic = CLASSIC[name]
     reason = classic.applies(state.problem)
     if reason is not None:
@@ -247,10 +247,10 @@ def _repeated(
     if count < 2 * fewer:
         return None
     with budget.share(budget.remaining * _SHORTER_SHARE) as share:
-        state = State.of(Problem.of(problem.workload.with_microbatches(fewer)), share, progress)
+        state = SearchState.of(Problem.of(problem.workload.with_microbatches(fewer)), share, progress)
         found = _searched(state, scheduler, unroll)
     longer = [_extended(state, candidate, count) for candidate in (state.best, state.steady) if candidate is not None]
-    whole = State.of(problem, budget, progress)
+    whole = SearchState.of(problem, budget, progress)
     for orders in longer:
         whole.offer(None if orders is None else whole.candidate(orders, state.chosen.scheduler))
     if whole.best is None:
@@ -282,7 +282,7 @@ _SHORTER_SHARE = 0.8
 """The part of the time in which the shorter run is searched; the rest is for repeating it."""
 
 
-def _extended(state: State, candidate: Candidate, count: int) -> list[list[int]] | None:
+def _extended(state: SearchState, candidate: Candidate, count: int) -> list[list[int]] | None:
     """The orders of a schedule for more micro-batches; None without a repetend that reaches them."""
     repetend = find_repetend(state.graph, candidate.orders, candidate.starts, MOST_ADOPTED)
     if repetend is None or (count - state.problem.num_microbatches) % repetend.unroll:

@@ -15,7 +15,7 @@ from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph, with_links
 from pipeplan.workload.workload import Workload
 
-__all__ = ["Candidate", "Progress", "Schedule", "State"]
+__all__ = ["Candidate", "Progress", "Schedule", "SearchState"]
 
 Progress = Callable[[str, int, int, float], None]
 """Called with what is being done, the best makespan and the bound (ns), and seconds since the search began."""
@@ -67,7 +67,7 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class State:
+class SearchState:
     """What the search knows so far: the best schedule, and the best of those with a repetition frozen in them.
 
     ``others`` are the best few of different makespan or memory, the best one among them.
@@ -86,7 +86,7 @@ class State:
     repetend_seconds: float | None = None
 
     @classmethod
-    def of(cls, problem: Problem, budget: Budget, progress: Progress | None) -> State:
+    def of(cls, problem: Problem, budget: Budget, progress: Progress | None) -> SearchState:
         """Nothing but the bounds."""
         graph = task_graph(problem.workload)
         return cls(problem, graph, budget, progress, makespan_bound(problem), period_proved=period_bound(problem))

@@ -13,7 +13,7 @@ from fractions import Fraction
 from pipeplan.schedule.bounds import period_bound
 from pipeplan.schedule.cpsat.repetend import Pattern, least_period, shortest_way_through
 from pipeplan.schedule.problem import Problem
-from pipeplan.schedule.state import State
+from pipeplan.schedule.state import SearchState
 from pipeplan.workload.elements import Repetend
 from pipeplan.workload.steady_state.rate import begins_of
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
@@ -113,7 +113,7 @@ def microbatch_by_microbatch(problem: Problem, in_flight: int = 1) -> list[list[
     return orders
 
 
-def search_repetend(state: State, unroll: int | None) -> None:
+def search_repetend(state: SearchState, unroll: int | None) -> None:
     """The best pattern of this unroll, or of unroll 1 if it is open, replayed as it is and with its shortest way."""
     share = state.budget.seconds / (_REPETEND_SHARE if unroll is None else 3)
     least = least_period(
@@ -129,7 +129,7 @@ def search_repetend(state: State, unroll: int | None) -> None:
         _take_pattern(state, least.pattern, share)
 
 
-def _take_pattern(state: State, pattern: Pattern, share: float) -> None:
+def _take_pattern(state: SearchState, pattern: Pattern, share: float) -> None:
     """Replay a pattern better than what is known, as it is and with its shortest way through."""
     _offer_pattern(state, pattern)
     state.pattern, _ = shortest_way_through(
@@ -138,7 +138,7 @@ def _take_pattern(state: State, pattern: Pattern, share: float) -> None:
     _offer_pattern(state, state.pattern)
 
 
-def adopt_repetitions(state: State) -> None:
+def adopt_repetitions(state: SearchState) -> None:
     """Where a good schedule has a repetition of its own that is quicker than the pattern's, that is the pattern."""
     for candidate in state.others:
         if candidate.frozen or state.problem.num_microbatches < 2 or state.budget.expired:
@@ -153,7 +153,7 @@ def adopt_repetitions(state: State) -> None:
             state.repetend_seconds = state.budget.elapsed
 
 
-def search_unrolled(state: State) -> None:
+def search_unrolled(state: SearchState) -> None:
     """Several micro-batches per repetend, where one rounds the period up: only for less than what is known."""
     problem, budget = state.problem, state.budget
     bound = period_bound(problem)
@@ -183,6 +183,6 @@ MOST_ADOPTED = 8
 """... but taken from schedules that have them."""
 
 
-def _offer_pattern(state: State, pattern: Pattern) -> None:
+def _offer_pattern(state: SearchState, pattern: Pattern) -> None:
     middle = middle_repetition(state.problem, pattern)
     state.offer(state.candidate(compose(state.problem, pattern), "repetend", frozenset(middle)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipeplan.schedule.cpsat.window_model import reschedule
-from pipeplan.schedule.state import Candidate, State
+from pipeplan.schedule.state import Candidate, SearchState
 
 __all__ = ["improve_ramps", "improve_windows", "solve_whole"]
 
@@ -13,7 +13,7 @@ _WINDOW_TASKS = (40, 80, 160, 320)
 """Sizes of windows in which everything may change: what CP-SAT decides in about a second, and less."""
 
 
-def improve_ramps(state: State) -> None:
+def improve_ramps(state: SearchState) -> None:
     """Reschedule what runs before and after the frozen repetition: warmup and cooldown, as Tessel's IV-C."""
     limit = state.budget.used + state.budget.seconds / _RAMP_SHARE
     for size in _WINDOW_TASKS:
@@ -30,13 +30,13 @@ _RAMP_SHARE = 8
 """The part of the time limit that the ramps of a repeatable schedule get, at most."""
 
 
-def _steady_is_done(state: State, limit: float) -> bool:
+def _steady_is_done(state: SearchState, limit: float) -> bool:
     if state.steady is None or state.budget.expired or state.budget.used > limit:
         return True
     return state.steady.makespan <= state.bound
 
 
-def solve_whole(state: State) -> None:
+def solve_whole(state: SearchState) -> None:
     """The whole horizon as one problem, which also proves a bound."""
     if state.graph.num_tasks > _WHOLE_HORIZON_TASKS:
         return
@@ -63,7 +63,7 @@ _SMALL_TASKS, _SMALL_SHARE = 200, 0.85
 """... and up to this many it is worth most of the time left, since it ends with a proof."""
 
 
-def improve_windows(state: State) -> None:
+def improve_windows(state: SearchState) -> None:
     """Reschedule windows that slide over the whole schedule, from its two ends first, growing while nothing helps."""
     for size in _WINDOW_TASKS:
         improved = True
@@ -98,7 +98,7 @@ def _windows(candidate: Candidate, size: int) -> list[tuple[int, int]]:
     return windows
 
 
-def _try_window(state: State, candidate: Candidate, begin: int, end: int) -> bool:
+def _try_window(state: SearchState, candidate: Candidate, begin: int, end: int) -> bool:
     """Offer the candidate with a better order of a window, if there is one; whether it was better."""
     found = reschedule(
         state.problem,

@@ -20,42 +20,42 @@ import numpy as np
 from pipeplan.errors import UsageError
 from pipeplan.sharding.configurations.building import CostModel
 from pipeplan.sharding.configurations.details import details_of
-from pipeplan.sharding.configurations.layouts import Split, factorizations, splits_of
-from pipeplan.sharding.configurations.operation import Operation
+from pipeplan.sharding.configurations.layouts import MeshSplit, factorizations, splits_of
+from pipeplan.sharding.configurations.operation import Splittable
 from pipeplan.sharding.configurations.pricing import Rule, Splits
 from pipeplan.sharding.graph import CostGraph
 from pipeplan.sharding.table import Table
 from pipeplan.sharding.tracking import track
 
-__all__ = ["Point", "data_parallel", "fastest", "one_mesh_for_all", "split_everything"]
+__all__ = ["BaselinePoint", "data_parallel", "fastest", "one_mesh_for_all", "split_everything"]
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class BaselinePoint:
     """Memory per device and time of a strategy."""
 
     memory_bytes: int
     time_ns: int
 
 
-def data_parallel(model: CostModel) -> Point:
+def data_parallel(model: CostModel) -> BaselinePoint:
     """Samples over all devices, everywhere; gradients of all parameters are summed.
 
     Raises:
         UsageError: the devices do not divide the samples.
     """
-    whole = Split(model.resharding.devices, 1)
+    whole = MeshSplit(model.resharding.devices, 1)
     found = track(_restricted(model, lambda operation, splits: splits == {"samples": whole}).graph)
-    return Point(int(found.memory_bytes[-1]), int(found.time_ns[-1]))
+    return BaselinePoint(int(found.memory_bytes[-1]), int(found.time_ns[-1]))
 
 
-def fastest(model: CostModel) -> Point:
+def fastest(model: CostModel) -> BaselinePoint:
     """The least time by a search that sees no memory, and the memory that its strategy takes."""
     found = track(_times_of(model.graph))
-    return Point(details_of(model, found.strategy(len(found.time_ns) - 1)).memory_bytes, int(found.time_ns[-1]))
+    return BaselinePoint(details_of(model, found.strategy(len(found.time_ns) - 1)).memory_bytes, int(found.time_ns[-1]))
 
 
-def split_everything(model: CostModel) -> Point:
+def split_everything(model: CostModel) -> BaselinePoint:
     """The least memory where no device has what another has.
 
     Raises:
@@ -63,29 +63,31 @@ def split_everything(model: CostModel) -> Point:
     """
     devices = model.resharding.devices
 
-    def rule(operation: Operation, splits: Splits) -> bool:
+    def rule(operation: Splittable, splits: Splits) -> bool:
         own = {axis.name for axis in operation.axes}
         needed = operation.weighted & own or own
         return prod(split.extent for name, split in splits.items() if name in needed) == devices
 
     found = track(_restricted(model, rule).graph)
-    return Point(int(found.memory_bytes[0]), int(found.time_ns[0]))
+    return BaselinePoint(int(found.memory_bytes[0]), int(found.time_ns[0]))
 
 
-def one_mesh_for_all(model: CostModel) -> list[Point]:
+def one_mesh_for_all(model: CostModel) -> list[BaselinePoint]:
     """The frontier of strategies that Mesh-TensorFlow can express, memory ascending."""
-    points: list[Point] = []
+    points: list[BaselinePoint] = []
     for mesh in factorizations(model.resharding.devices):
         for fixed in _choices(mesh):
             try:
                 found = track(_on_mesh(model, splits_of(mesh), fixed).graph)
             except (UsageError, ValueError):  # an operator, or a tensor between two, cannot be split so
                 continue
-            points += [Point(*pair) for pair in zip(found.memory_bytes.tolist(), found.time_ns.tolist(), strict=True)]
+            points += [
+                BaselinePoint(*pair) for pair in zip(found.memory_bytes.tolist(), found.time_ns.tolist(), strict=True)
+            ]
     return _frontier(points)
 
 
-def _choices(mesh: tuple[int, ...]) -> Iterator[dict[str, Split | None]]:
+def _choices(mesh: tuple[int, ...]) -> Iterator[dict[str, MeshSplit | None]]:
     """Along which dimension of the mesh samples and places lie."""
     dimensions = (None, *splits_of(mesh))
     for samples in dimensions:
@@ -94,8 +96,8 @@ def _choices(mesh: tuple[int, ...]) -> Iterator[dict[str, Split | None]]:
                 yield {"samples": samples, "places": places}
 
 
-def _on_mesh(model: CostModel, dimensions: tuple[Split, ...], fixed: dict[str, Split | None]) -> CostModel:
-    def rule(operation: Operation, splits: Splits) -> bool:
+def _on_mesh(model: CostModel, dimensions: tuple[MeshSplit, ...], fixed: dict[str, MeshSplit | None]) -> CostModel:
+    def rule(operation: Splittable, splits: Splits) -> bool:
         own = {axis.name for axis in operation.axes if axis.size > 1}
         return set(splits.values()) <= set(dimensions) and all(
             splits.get(name) == split for name, split in fixed.items() if name in own
@@ -128,8 +130,8 @@ def _times_of(graph: CostGraph) -> CostGraph:
     )
 
 
-def _frontier(points: list[Point]) -> list[Point]:
-    kept: list[Point] = []
+def _frontier(points: list[BaselinePoint]) -> list[BaselinePoint]:
+    kept: list[BaselinePoint] = []
     for point in sorted(points, key=lambda each: (each.memory_bytes, each.time_ns)):
         if not kept or point.time_ns < kept[-1].time_ns:
             kept.append(point)

@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeplan.sharding.elimination import Expression, in_order
-from pipeplan.sharding.table import FloatArray, IntArray, Limit, Table, Weights, spread, weighed
+from pipeplan.sharding.table import FloatArray, IntArray, PointLimit, Table, Weights, spread, weighed
 from pipeplan.time_limit import checkpoint
 
 __all__ = [
@@ -309,12 +309,12 @@ class Bounds:
             useful[corner.under(key, table, table.cells, np.flatnonzero(~useful))] = True
         return useful
 
-    def limit(self, key: int) -> Limit | None:
+    def limit(self, key: int) -> PointLimit | None:
         """What of such a table is worth making, where one line says it."""
         if len(self.corners) > 1:
             return None
         weighing, most = self.corners[0].weighings[-1], self.corners[0].most[-1]
-        return Limit(weighing.solved.at, most * (1 + _RELAXED) - weighing.rest[key])
+        return PointLimit(weighing.solved.at, most * (1 + _RELAXED) - weighing.rest[key])
 
 
 def bounds_of(root: Expression, num_weightings: int) -> Bounds:

@@ -34,7 +34,7 @@ from pipeplan.sharding.graph import CostGraph
 from pipeplan.sharding.table import (
     CellPairs,
     IntArray,
-    Limit,
+    PointLimit,
     Points,
     Table,
     Wanted,
@@ -124,7 +124,7 @@ _BATCH_POINTS = 1 << 21
 """Sums held at once: as many as stay near the caches (16 MiB an array)."""
 
 
-def contract(left: Table, right: Table, limit: Limit | None = None, *, batch_points: int = _BATCH_POINTS) -> Table:
+def contract(left: Table, right: Table, limit: PointLimit | None = None, *, batch_points: int = _BATCH_POINTS) -> Table:
     """The table of ``left.rows`` x ``right.columns`` cells, or what is wanted of it.
 
     ``batch_points`` bounds the sums held at once.

@@ -18,10 +18,10 @@ import numpy as np
 from pipeplan.sharding.bounds import Bounds, inside
 from pipeplan.sharding.elimination import Expression, Reduced, contract, in_order
 from pipeplan.sharding.graph import CostGraph, Strategy
-from pipeplan.sharding.table import FloatArray, IntArray, Limit, Table, gather, product, select
+from pipeplan.sharding.table import FloatArray, IntArray, PointLimit, Table, gather, product, select
 from pipeplan.time_limit import checkpoint
 
-__all__ = ["Part", "Reducing", "Strategies", "Tables", "Whole", "evaluate", "points_taken"]
+__all__ = ["ReducedPart", "Reducing", "Strategies", "Tables", "Whole", "evaluate", "points_taken"]
 
 
 Tables = dict[int, Table]
@@ -56,7 +56,7 @@ def _sums(part: Expression, sources: Sequence[Table]) -> int:
     return int((sources[0].counts * sources[1].counts).sum()) if part.operation == "product" else 0
 
 
-def _computed(part: Expression, sources: Sequence[Table], limit: Limit | None) -> Table:
+def _computed(part: Expression, sources: Sequence[Table], limit: PointLimit | None) -> Table:
     if part.given is not None:
         return part.given
     if part.cells is not None:
@@ -82,7 +82,7 @@ _MERGED = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ReducedPart:
     """A graph that eliminations reduce to one cell: all of the given one, or with some operators held to a choice.
 
     ``places`` says which of an operator's configurations are left, by their places in the given graph.
@@ -92,21 +92,21 @@ class Part:
     places: Mapping[str, IntArray]
 
     @classmethod
-    def of(cls, graph: CostGraph) -> Part:
+    def of(cls, graph: CostGraph) -> ReducedPart:
         """All of a graph."""
         return cls(graph, {node.name: np.arange(len(node.configurations)) for node in graph.nodes})
 
-    def fewer(self, kept: Mapping[str, IntArray]) -> Part:
+    def fewer(self, kept: Mapping[str, IntArray]) -> ReducedPart:
         """With these configurations of what is left."""
         places = {name: old[kept[name]] for name, old in self.places.items()}
-        return Part(self.graph.restricted(kept), places)
+        return ReducedPart(self.graph.restricted(kept), places)
 
-    def held(self, name: str, choice: int) -> Part:
+    def held(self, name: str, choice: int) -> ReducedPart:
         """With one configuration of an operator, all others as they are."""
         everything = {each: np.arange(len(left)) for each, left in self.places.items()}
         return self.fewer({**everything, name: np.array([choice])})
 
-    def same(self, other: Part) -> bool:
+    def same(self, other: ReducedPart) -> bool:
         """Whether both leave the same configurations."""
         return all(np.array_equal(left, other.places[name]) for name, left in self.places.items())
 
@@ -136,7 +136,7 @@ class Strategies:
 class Whole:
     """A part as one expression of one cell, with those of its operators and tensors in it, and eliminations by kind."""
 
-    part: Part
+    part: ReducedPart
     expression: Expression
     rows: Mapping[str, Expression]
     edges: tuple[Expression, ...]
@@ -173,13 +173,13 @@ class Reducing:
     linear: bool = True
     merged: int = _MERGED
 
-    def parts(self, graph: CostGraph) -> tuple[list[Part], int]:
+    def parts(self, graph: CostGraph) -> tuple[list[ReducedPart], int]:
         """The graph, or one part for each of the heuristics; and how many operators they hold to a choice.
 
         One chooses for least memory, one for least time, one for least of both, all along.
         """
-        whole = Part.of(graph)
-        found: list[Part] = []
+        whole = ReducedPart.of(graph)
+        found: list[ReducedPart] = []
         held = 0
         for weights in ((1.0, 0.0), (0.0, 1.0), None):
             part, settled = whole, 0
@@ -192,7 +192,7 @@ class Reducing:
                 found.append(part)
         return found, held
 
-    def _choice(self, part: Part, weights: tuple[float, float] | None) -> tuple[str, int] | None:
+    def _choice(self, part: ReducedPart, weights: tuple[float, float] | None) -> tuple[str, int] | None:
         """The operator with most neighbours that cannot be eliminated exactly, and its configuration."""
         reduced, _, _ = Reduced.of(part.graph)
         if self._reduce(reduced):
@@ -201,7 +201,7 @@ class Reducing:
         node = max(left or set(reduced.nodes) - reduced.joint, key=lambda each: (len(reduced.neighbours(each)), -each))
         return part.graph.order()[node], _promising(reduced, node, weights)
 
-    def whole(self, part: Part) -> Whole:
+    def whole(self, part: ReducedPart) -> Whole:
         """A part that needs no heuristics, as one expression."""
         reduced, rows, edges = Reduced.of(part.graph)
         done = self._reduce(reduced)

@@ -14,7 +14,7 @@ Work on arrays spread over the cores: numpy lets other threads run while it comp
 Product: the sums of every point of one frontier with every point of another, or of those sums that are wanted.
 
 Most sums of large frontiers are of no use to the whole, and what is of use is known beforehand: a cell's sums are
-wanted up to a weighted cost (:class:`Limit`). With the points of one side in order of that cost, each point of the
+wanted up to a weighted cost (:class:`PointLimit`). With the points of one side in order of that cost, each point of the
 other is added to the first so many of them, and the rest is never made.
 """
 
@@ -34,7 +34,7 @@ __all__ = [
     "CellPairs",
     "FloatArray",
     "IntArray",
-    "Limit",
+    "PointLimit",
     "Points",
     "Ranked",
     "Table",
@@ -228,7 +228,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class PointLimit:
     """What is wanted of a table: points with ``weights`` . (memory, time) up to ``most`` of their cell, [R, C]."""
 
     weights: Weights
@@ -289,12 +289,12 @@ class Ranked:
 class Wanted:
     """Which sums of the points of two tables are wanted: those up to a limit of the cell that they go to."""
 
-    limit: Limit
+    limit: PointLimit
     left: Ranked
     right: Ranked
 
     @classmethod
-    def of(cls, left: Table, right: Table, limit: Limit | None) -> Wanted | None:
+    def of(cls, left: Table, right: Table, limit: PointLimit | None) -> Wanted | None:
         """What is wanted of the sums of two tables, None if that is everything."""
         if limit is None or not left.num_points or not right.num_points:
             return None
@@ -310,7 +310,7 @@ class Wanted:
         return self.left.order[a[of]], self.right.order[b], pairs.into[pair[of]]
 
 
-def product(left: Table, right: Table, limit: Limit | None = None) -> Table:
+def product(left: Table, right: Table, limit: PointLimit | None = None) -> Table:
     """Cell by cell, every point of one with every point of the other, reduced; one row or column is used for all."""
     shape = np.broadcast_shapes((left.rows, left.columns), (right.rows, right.columns))
     sides = [

@@ -45,7 +45,7 @@ from pipeplan.sharding.bounds import (
 )
 from pipeplan.sharding.elimination import Expression
 from pipeplan.sharding.graph import CostGraph, Strategy
-from pipeplan.sharding.reducing import Part, Reducing, Strategies, Tables, Whole, evaluate, points_taken
+from pipeplan.sharding.reducing import ReducedPart, Reducing, Strategies, Tables, Whole, evaluate, points_taken
 from pipeplan.sharding.table import IntArray, Points, Weights, reduce_points, union
 
 __all__ = ["Found", "Tracked", "computed", "fewer", "gap_by_gap", "track", "turning_point"]
@@ -91,7 +91,7 @@ _MANY_SUMS = 300_000
 _RELAXED = 1e-9
 
 
-def fewer(whole: Whole, bounds: Bounds) -> Part:
+def fewer(whole: Whole, bounds: Bounds) -> ReducedPart:
     """The part without configurations that the bounds rule out; equal operators keep the same."""
     kept = {}
     for node in whole.part.graph.nodes:
@@ -100,7 +100,7 @@ def fewer(whole: Whole, bounds: Bounds) -> Part:
     return whole.part.fewer(kept)
 
 
-def gap_by_gap(reducing: Reducing, part: Part, within: float) -> list[Found]:
+def gap_by_gap(reducing: Reducing, part: ReducedPart, within: float) -> list[Found]:
     """The frontier of a part as the frontiers of its gaps, each exact or up to a factor of 1 + ``within``."""
     whole = reducing.whole(part)
     root = whole.expression
@@ -227,7 +227,7 @@ def track(
     return Tracked(kept.memory_bytes, kept.time_ns, exact, done, num_computed, tuple(found), kept.picks, factor)
 
 
-def _found(reducing: Reducing, part: Part, pruned: bool, within: float) -> list[Found]:
+def _found(reducing: Reducing, part: ReducedPart, pruned: bool, within: float) -> list[Found]:
     """The frontier of a part that needs no heuristics, at once where that is not too much, else gap by gap."""
     if not pruned:
         everything = computed(reducing.whole(part))

@@ -20,7 +20,7 @@ from pipeplan.workload.action import Action, in_order
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.task_graph import earliest_starts, with_links
 
-__all__ = ["Comparison", "DeviceTimes", "KindTimes", "compared"]
+__all__ = ["DeviceTimes", "KindTimes", "MeasuredComparison", "compared"]
 
 _Span = tuple[int, int]
 
@@ -62,7 +62,7 @@ class DeviceTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class MeasuredComparison:
     """Predicted against measured.
 
     ``iterations_ns`` are those of the steps that count, behind ``num_left_out``. ``replayed_ns`` is the makespan when
@@ -136,7 +136,7 @@ class Comparison:
         }
 
 
-def compared(simulation: Simulation, trace: MeasuredTrace) -> Comparison:
+def compared(simulation: Simulation, trace: MeasuredTrace) -> MeasuredComparison:
     """What a simulation predicts against what a run of its plan measured.
 
     Raises:
@@ -152,7 +152,7 @@ def compared(simulation: Simulation, trace: MeasuredTrace) -> Comparison:
     left_out = 1 if len(trace.steps) > 1 else 0
     steps = [_Step(simulation, actions, trace.emulated) for actions in trace.steps[left_out:]]
     iterations = tuple(step.iteration_ns for step in steps)
-    return Comparison(
+    return MeasuredComparison(
         emulated=trace.emulated,
         num_left_out=left_out,
         predicted_ns=simulation.rates.makespan_ns,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-__all__ = ["COPIES", "PLACES", "SAMPLES", "SHARDS", "Axis", "Mesh"]
+__all__ = ["COPIES", "PLACES", "SAMPLES", "SHARDS", "Mesh", "MeshAxis"]
 
 SAMPLES = "samples"
 """The axis along which devices share the samples."""
@@ -29,7 +29,7 @@ _AXIS = re.compile(r"([a-z]+)([1-9][0-9]{0,5})")
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Axis:
+class MeshAxis:
     """``size`` devices whose numbers differ by ``stride``."""
 
     size: int
@@ -44,15 +44,15 @@ class Axis:
         """Where along the axis a device is."""
         return device // self.stride % self.size
 
-    def shared(self, other: Axis) -> int:
+    def shared(self, other: MeshAxis) -> int:
         """The largest size such that both begin with an axis of that size: devices there have the same place on it."""
         if self.size * self.stride != other.size * other.stride:
             return 1
         return math.gcd(self.size, other.size)
 
-    def without(self, size: int) -> Axis:
+    def without(self, size: int) -> MeshAxis:
         """What is left of the axis behind its first part of so many."""
-        return Axis(self.size // size, self.stride)
+        return MeshAxis(self.size // size, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +88,16 @@ class Mesh:
         return dict(self.axes).get(name, 1)
 
     @property
-    def named(self) -> tuple[tuple[str, Axis], ...]:
+    def named(self) -> tuple[tuple[str, MeshAxis], ...]:
         """The axes, and where they lie."""
         sizes = [size for _, size in self.axes]
         return tuple(
-            (name, Axis(size, math.prod(sizes[number + 1 :]))) for number, (name, size) in enumerate(self.axes)
+            (name, MeshAxis(size, math.prod(sizes[number + 1 :]))) for number, (name, size) in enumerate(self.axes)
         )
 
-    def axis(self, name: str) -> Axis:
+    def axis(self, name: str) -> MeshAxis:
         """Where an axis lies; of size 1 where there is none of the name."""
-        return dict(self.named).get(name, Axis(1, 1))
+        return dict(self.named).get(name, MeshAxis(1, 1))
 
     def plane_without(self, names: Collection[str], device: int) -> tuple[Mesh, tuple[int, ...]]:
         """The mesh without some axes, and the devices that stand on it: those at this one's place along all of them."""

@@ -24,12 +24,12 @@ from pipeplan.runtime.models.sequential import sequential_model
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.models.zoo import ZOO
 from pipeplan.runtime.models.zoo.gpt import GPTSize
-from pipeplan.runtime.parallel.parameter_slices import Cut, Part, Slice
+from pipeplan.runtime.parallel.parameter_slices import Cut, ParameterPart, Slice
 from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.training.trainer import require_splittable
 from pipeplan.sharding.configurations.building import CostOptions, cost_model
 from pipeplan.simulator.simulation import simulate
-from pipeplan.workload.mesh import COPIES, SAMPLES, SHARDS, Axis, Mesh
+from pipeplan.workload.mesh import COPIES, SAMPLES, SHARDS, Mesh, MeshAxis
 from runtime_support.models import branches
 from runtime_support.plans import TRAINING, Unsplit, placed_plan, profile_of
 from runtime_support.threads import require_equal_to_unsplit, together
@@ -163,7 +163,7 @@ def test_matrix_products_can_be_split_in_every_way() -> None:
 @settings(max_examples=40)
 def test_tensors_become_what_the_next_block_takes(devices: int, data: st.DataObject) -> None:
     """From any layout to any other every device gets its part of the same tensor, and its gradient comes back."""
-    axes = [Axis(size, stride) for size in (1, 2, 4, 8) for stride in (1, 2, 4) if size * stride <= devices]
+    axes = [MeshAxis(size, stride) for size in (1, 2, 4, 8) for stride in (1, 2, 4) if size * stride <= devices]
     fitting = [each for each in product(axes, repeat=3) if all(apart(a, b) for a, b in combinations(each, 2))]
     source, target = (TensorLayout(*data.draw(st.sampled_from(fitting))) for _ in range(2))
     whole = torch.arange(512.0).reshape(8, 8, 8)
@@ -194,7 +194,7 @@ def test_tensors_become_what_the_next_block_takes(devices: int, data: st.DataObj
                 place = self.members.index(shards.index)
                 return [found[place] for found in self.gather(torch.stack(list(pieces)))]
 
-        def place(axis: Axis) -> Shards:
+        def place(axis: MeshAxis) -> Shards:
             return Shards(axis.size, axis.place(shards.index), Line(axis.of(shards.index)))
 
         own = part(source, whole, shards.index).clone().requires_grad_()
@@ -208,7 +208,7 @@ def test_tensors_become_what_the_next_block_takes(devices: int, data: st.DataObj
         assert torch.equal(gradient, part(source, torch.cos(whole), device))
 
 
-def apart(a: Axis, b: Axis) -> bool:
+def apart(a: MeshAxis, b: MeshAxis) -> bool:
     """Whether two axes can be of one mesh."""
     if 1 in (a.size, b.size):
         return True
@@ -248,7 +248,11 @@ def apart_by_heads(together_: torch.Tensor, heads: int) -> torch.Tensor:
 def test_a_mesh_is_its_text() -> None:
     mesh = Mesh.parse("samples2-shards3-copies2")
     assert (str(mesh), mesh.size) == ("samples2-shards3-copies2", 12)
-    assert (mesh.axis("samples"), mesh.axis("shards"), mesh.axis("rows")) == (Axis(2, 6), Axis(3, 2), Axis(1, 1))
+    assert (mesh.axis("samples"), mesh.axis("shards"), mesh.axis("rows")) == (
+        MeshAxis(2, 6),
+        MeshAxis(3, 2),
+        MeshAxis(1, 1),
+    )
     assert mesh.axis("shards").of(9) == (7, 9, 11)
     assert mesh.plane_without(("samples",), 8) == (Mesh.parse("shards3-copies2"), (6, 7, 8, 9, 10, 11))
     for text in ("samples", "samples2-samples2", "2", "samples0", "samples2--shards2", "Samples2", ""):
@@ -262,7 +266,7 @@ def test_parts_of_tiles_make_up_the_whole() -> None:
     for row in range(2):
         for column in range(3):
             for copy in range(2):
-                part = Part((Slice(Cut(1), 2, row), Slice(Cut(0), 3, column)), 2, copy)
+                part = ParameterPart((Slice(Cut(1), 2, row), Slice(Cut(0), 3, column)), 2, copy)
                 assert part.adds == (copy == 0)
                 if part.adds:
                     part.spread(part.within(whole), added)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.spec import BlockSpec, Model
-from pipeplan.runtime.parallel.parameter_slices import Cut, Part, Slice
+from pipeplan.runtime.parallel.parameter_slices import Cut, ParameterPart, Slice
 from pipeplan.runtime.parallel.sharding import Shards, Split, share_of
 from pipeplan.runtime.parallel.share import Share
 from pipeplan.runtime.parallel.split_layers import RowLinear, WordEmbedding, cross_entropy
@@ -99,8 +99,8 @@ def test_shares_make_what_the_whole_makes(name: str, count: int) -> None:
     whole = defer_weight_gradients(build().double())
 
     def share(shards: Shards) -> dict[str, Tensor]:
-        slices = {key: Part((Slice(cut, shards.count, shards.index),)) for key, cut in cuts.items()}
-        module = share_of(whole, build(shards).double(), lambda key: slices.get(key, Part()))
+        slices = {key: ParameterPart((Slice(cut, shards.count, shards.index),)) for key, cut in cuts.items()}
+        module = share_of(whole, build(shards).double(), lambda key: slices.get(key, ParameterPart()))
         return ran(defer_weight_gradients(module), split=True)
 
     found, expected = together(count, share), ran(whole, split=False)

@@ -34,7 +34,7 @@ from pipeplan.partition.chain.costs import Array, ChainCosts, Place
 from pipeplan.partition.chain.kernel import Programme
 from pipeplan.partition.problem import Partition, PartitionProblem, Way
 
-__all__ = ["MAX_DOWNSETS", "Mask", "Stages", "downsets", "for_each_size", "least_bottleneck", "pipedream", "piper"]
+__all__ = ["MAX_DOWNSETS", "Mask", "StageTable", "downsets", "for_each_size", "least_bottleneck", "pipedream", "piper"]
 
 
 Mask = NDArray[np.bool_]
@@ -59,7 +59,7 @@ def for_each_size(
 
 
 @dataclass(frozen=True, slots=True)
-class Stages:
+class StageTable:
     """Every possible stage between two cuts, in every way: [way, stage] ns for the mini-batch, and room.
 
     ``waits`` is the part of ``times`` that is the gradients' all-reduce, ``room`` the micro-batches a stage has memory
@@ -75,7 +75,9 @@ class Stages:
     number: Array
 
     @classmethod
-    def of(cls, problem: PartitionProblem, ways: Sequence[Way], sums: ChainCosts, begins: Array, ends: Array) -> Stages:
+    def of(
+        cls, problem: PartitionProblem, ways: Sequence[Way], sums: ChainCosts, begins: Array, ends: Array
+    ) -> StageTable:
         """Those between these cuts, with ``sums`` [row, cut]."""
         rows = [way.row for way in ways]
         waits = _waits(problem, ways, sums.parameters[0, ends] - sums.parameters[0, begins])
@@ -87,7 +89,7 @@ class Stages:
         return cls(tuple(ways), begins, ends, times, waits, room, number)
 
     @classmethod
-    def of_chain(cls, problem: PartitionProblem, ways: Sequence[Way], order: Sequence[str]) -> Stages:
+    def of_chain(cls, problem: PartitionProblem, ways: Sequence[Way], order: Sequence[str]) -> StageTable:
         """Those of blocks in this order."""
         return cls.of(problem, ways, problem.chain(order), *np.triu_indices(len(order) + 1, 1))
 
@@ -105,7 +107,7 @@ def _waits(problem: PartitionProblem, ways: Sequence[Way], sizes: Array) -> Arra
     return np.array(each, dtype=np.int64)[:, places]
 
 
-def least_bottleneck(problem: PartitionProblem, stages: Stages) -> tuple[int, list[tuple[int, int, Way]]] | None:
+def least_bottleneck(problem: PartitionProblem, stages: StageTable) -> tuple[int, list[tuple[int, int, Way]]] | None:
     """The slowest stage's ns, and (begin, end, way) of each stage, of the partition whose slowest stage is least slow.
 
     The programme goes over (stages after a cut, cut, devices left), because the memory of a stage depends on how many
@@ -130,7 +132,7 @@ def least_bottleneck(problem: PartitionProblem, stages: Stages) -> tuple[int, li
     return value, [(last - end, last - begin, stages.ways[way]) for begin, end, way in traced]
 
 
-def _price(stages: Stages, times: Array) -> Callable[[Array, Array], Array]:
+def _price(stages: StageTable, times: Array) -> Callable[[Array, Array], Array]:
     """What stages take, for cuts that are numbered from the end."""
     last = len(stages.number) - 1
     return lambda begins, ends: times[:, stages.number[last - ends, last - begins]]
@@ -154,7 +156,7 @@ def pipedream(problem: PartitionProblem) -> Iterator[Partition]:
     order = problem.order
 
     def planned(ways: Sequence[Way]) -> Partition | None:
-        found = least_bottleneck(problem, Stages.of_chain(problem, ways, order))
+        found = least_bottleneck(problem, StageTable.of_chain(problem, ways, order))
         if found is None:
             return None
         placed = problem.placed([(order[begin:end], way) for begin, end, way in found[1]])
@@ -179,7 +181,7 @@ def piper(problem: PartitionProblem, max_downsets: int = MAX_DOWNSETS) -> Iterat
     begins, ends = _nested(cuts)
 
     def planned(ways: Sequence[Way]) -> Partition | None:
-        found = least_bottleneck(problem, Stages.of(problem, ways, sums, begins, ends))
+        found = least_bottleneck(problem, StageTable.of(problem, ways, sums, begins, ends))
         if found is None:
             return None
         stages = [(np.flatnonzero(cuts[end] & ~cuts[begin]), way) for begin, end, way in found[1]]

@@ -20,7 +20,7 @@ from itertools import accumulate
 import numpy as np
 
 from pipeplan.costs import UNLIMITED
-from pipeplan.partition.baselines.bottleneck import Stages, for_each_size
+from pipeplan.partition.baselines.bottleneck import StageTable, for_each_size
 from pipeplan.partition.problem import Partition, PartitionProblem, Way
 
 __all__ = ["Load", "dapple", "latency"]
@@ -57,7 +57,7 @@ def pivot_of(stages: tuple[Load, ...], num_microbatches: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _DappleStage:
     """A stage: blocks begin .. end-1 and a way, by number."""
 
     begin: int
@@ -65,11 +65,11 @@ class _Part:
     way: int
 
 
-Suffix = tuple[_Part, ...]
+Suffix = tuple[_DappleStage, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Search:
+class _DappleSearch:
     """Plans for one micro-batch size; ``loads`` and ``room`` [begin][end][way] of every range of blocks.
 
     ``kept`` is, by (first block of what was cut off, devices it takes), the best of it with its latency.
@@ -84,9 +84,9 @@ class _Search:
     kept: dict[tuple[int, int], tuple[int, Suffix]]
 
     @classmethod
-    def of(cls, problem: PartitionProblem, ways: Sequence[Way], order: Sequence[str]) -> _Search:
+    def of(cls, problem: PartitionProblem, ways: Sequence[Way], order: Sequence[str]) -> _DappleSearch:
         sums, rows, count = problem.chain(order), [way.row for way in ways], len(order)
-        stages = Stages.of_chain(problem, ways, order)
+        stages = StageTable.of_chain(problem, ways, order)
         forward = (sums.forward[:, stages.ends] - sums.forward[:, stages.begins])[rows]
         each = (forward, sums.time(stages.begins, stages.ends)[rows] - forward, stages.waits, stages.room)
         table = np.zeros((count + 1, count + 1, len(ways), len(each)), dtype=np.int64)
@@ -104,7 +104,7 @@ class _Search:
                 if (end, used) in self.kept:
                     suffix = self.kept[end, used][1]
                     value, way = self._whole(end, self.num_devices - used, suffix, must_fit=True)
-                    best = min(best, (value, (_Part(0, end, way), *suffix)), key=lambda plan: plan[0])
+                    best = min(best, (value, (_DappleStage(0, end, way), *suffix)), key=lambda plan: plan[0])
                     self._extend(end, used, suffix)
         return best
 
@@ -112,7 +112,7 @@ class _Search:
         """Cut one more stage off before ``end``, in every way that leaves a block and a device for the first."""
         for begin in range(1, end):
             for index, way in enumerate(self.ways):
-                state, part = (begin, used + way.replicas), _Part(begin, end, index)
+                state, part = (begin, used + way.replicas), _DappleStage(begin, end, index)
                 if state[1] >= self.num_devices or not self._fits(part, len(suffix)):
                     continue
                 value, _ = self._whole(begin, self.num_devices - state[1], (part, *suffix), must_fit=False)
@@ -126,12 +126,12 @@ class _Search:
             (
                 (latency((self.loads[0][end][index], *later), self.num_microbatches), index)
                 for index, way in enumerate(self.ways)
-                if way.replicas <= devices and (not must_fit or self._fits(_Part(0, end, index), len(suffix)))
+                if way.replicas <= devices and (not must_fit or self._fits(_DappleStage(0, end, index), len(suffix)))
             ),
             default=(UNLIMITED, 0),
         )
 
-    def _fits(self, part: _Part, later: int) -> bool:
+    def _fits(self, part: _DappleStage, later: int) -> bool:
         return self.room[part.begin][part.end][part.way] >= min(self.num_microbatches, later + 1)
 
 
@@ -147,7 +147,7 @@ def dapple(problem: PartitionProblem) -> Iterator[Partition]:
     order = problem.order
 
     def planned(ways: Sequence[Way]) -> Partition | None:
-        value, parts = _Search.of(problem, ways, order).best()
+        value, parts = _DappleSearch.of(problem, ways, order).best()
         if value >= UNLIMITED:
             return None
         stages = [(order[part.begin : part.end], ways[part.way]) for part in parts]

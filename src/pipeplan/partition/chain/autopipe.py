@@ -123,7 +123,7 @@ class Planned:
 
 
 @dataclass(slots=True)
-class _Search:
+class _AutoPipeSearch:
     costs: ChainCosts
     num_microbatches: int
     balance: ShortestStages
@@ -237,7 +237,7 @@ def _planned(
             f"no cut of {costs.num_blocks} blocks into {num_stages} stages fits into memory: "
             f"{fits.shortfall(num_stages)}; raise --memory or --devices, or lower --microbatch-size"
         )
-    search = _Search(costs, num_microbatches, balance)
+    search = _AutoPipeSearch(costs, num_microbatches, balance)
     start = balance.begins_of(costs.num_blocks, num_stages)
     search.run(start)
     if fits is not None and not search.fitting(fits):

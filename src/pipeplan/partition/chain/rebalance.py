@@ -40,7 +40,7 @@ def evenest(chain: Chain, allowed: Allowed) -> Cuts | None:
 
     Each stage fits onto its device alone, and is one that is ``allowed``.
     """
-    window = _Window.of(chain, (), 0, chain.num_stages)
+    window = _StageWindow.of(chain, (), 0, chain.num_stages)
     return window.cut(window.load, lambda kind, begins, ends: allowed(begins, ends) & window.fits(kind, begins, ends))
 
 
@@ -60,7 +60,7 @@ def roomiest(chain: Chain) -> Cuts:
 
     Where nothing can fit, no more is done than to have cuts to tell of.
     """
-    window = _Window.of(chain, (), 0, chain.num_stages)
+    window = _StageWindow.of(chain, (), 0, chain.num_stages)
     begins = window.cut(window.shortage)
     assert begins is not None  # there are as many blocks as stages, and nothing has to fit
     done = chain.num_stages == len(chain.memory) or chain.hopeless
@@ -103,7 +103,7 @@ def _recut(chain: Chain, begins: Cuts, first: int, last: int, longest: int, *, f
 
     A pair of stages on one device is cut as if each stood alone: what they do together stays.
     """
-    window = _Window.of(chain, begins, first, last)
+    window = _StageWindow.of(chain, begins, first, last)
 
     def fits(kind: int, begins: Array, ends: Array) -> NDArray[np.bool_]:
         short: NDArray[np.bool_] = chain.costs.time(begins, ends) <= longest
@@ -114,7 +114,7 @@ def _recut(chain: Chain, begins: Cuts, first: int, last: int, longest: int, *, f
 
 
 @dataclass(frozen=True, slots=True)
-class _Outside:
+class _OutsideWindow:
     """What a device does for its stages outside a window, in ns and bytes, and its memory's ``limit``."""
 
     time: int
@@ -123,7 +123,7 @@ class _Outside:
     limit: int
 
     @classmethod
-    def of(cls, chain: Chain, device: int, low: int, ranges: Sequence[Range]) -> _Outside:
+    def of(cls, chain: Chain, device: int, low: int, ranges: Sequence[Range]) -> _OutsideWindow:
         """That of ``ranges``, in the order of the chain; the window begins at block ``low``."""
         limit = chain.memory[device]
         return cls(
@@ -135,17 +135,17 @@ class _Outside:
 
 
 @dataclass(frozen=True, slots=True)
-class _Window:
+class _StageWindow:
     """Stages in a row that together have blocks low..high-1; ``kinds`` [stage] indexes what differs between them."""
 
     chain: Chain
     low: int
     high: int
     kinds: tuple[int, ...]
-    outside: tuple[_Outside, ...]
+    outside: tuple[_OutsideWindow, ...]
 
     @classmethod
-    def of(cls, chain: Chain, begins: Cuts, first: int, last: int) -> _Window:
+    def of(cls, chain: Chain, begins: Cuts, first: int, last: int) -> _StageWindow:
         """Stages first..last-1 where the others begin at ``begins``."""
         low = begins[first] if first else 0
         high = begins[last] if last < chain.num_stages else chain.num_blocks
@@ -154,7 +154,7 @@ class _Window:
             for stage, (device, blocks) in enumerate(zip(chain.devices, chain.ranges(begins), strict=True)):
                 if not first <= stage < last:
                     others[device].append(blocks)
-        each = [_Outside.of(chain, device, low, others[device]) for device in chain.devices[first:last]]
+        each = [_OutsideWindow.of(chain, device, low, others[device]) for device in chain.devices[first:last]]
         distinct = tuple(dict.fromkeys(each))
         return cls(chain, low, high, tuple(distinct.index(one) for one in each), distinct)
 

@@ -16,16 +16,16 @@ from collections.abc import Iterator
 import numpy as np
 
 from pipeplan.partition.graph.needs import Integers
-from pipeplan.partition.graph.shapes import Group, Left, Run, Shape, Shapes
+from pipeplan.partition.graph.shapes import BlockRun, Group, Left, Shape, Shapes
 from pipeplan.partition.problem import Costs
 
-__all__ = ["NEVER", "Bounds"]
+__all__ = ["NEVER", "PartBounds"]
 
 NEVER = 1 << 40
 """More devices than there can be."""
 
 
-class Bounds:
+class PartBounds:
     """Of all parts of a tree, for stages that take at most ``most_ns`` for the mini-batch."""
 
     def __init__(self, shapes: Shapes, most_ns: int) -> None:
@@ -199,7 +199,7 @@ class Bounds:
             if self._problem.time(int(times[index]), load[0].parameter_bytes, choices[index]) <= self.most_ns
         ]
 
-    def _is_good(self, run: Run, choice: int, microbatches: int) -> bool:
+    def _is_good(self, run: BlockRun, choice: int, microbatches: int) -> bool:
         """Whether a stage is quick enough and fits."""
         if self._problem.time(run.time, run.parameter_bytes, self.shapes.choices[choice]) > self.most_ns:
             return False

@@ -12,7 +12,7 @@ small and lose nothing:
   with a shorter one stays one when the run takes over what it left, since leaving out blocks never costs more.
 - The same holds for a run that takes the end of one of the branches before it: it takes as much as it can.
 - A solution is left out if it takes more devices than are left when everything else takes its fewest
-  (:class:`~pipeplan.partition.graph.bounds.Bounds`).
+  (:class:`~pipeplan.partition.graph.bounds.PartBounds`).
 - Parts of one shape before the same need have the same solutions.
 """
 
@@ -24,13 +24,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeplan.partition.graph.bounds import NEVER, Bounds
+from pipeplan.partition.graph.bounds import NEVER, PartBounds
 from pipeplan.partition.graph.needs import Integers, Need
 from pipeplan.partition.graph.shapes import Group, Shape
 from pipeplan.partition.problem import Way
 from pipeplan.time_limit import checkpoint
 
-__all__ = ["Candidates", "Entry", "Front", "Question", "Solution", "Trace"]
+__all__ = ["Candidates", "Entry", "EntryTrace", "Front", "Question", "Solution"]
 
 
 _CHUNK = 256
@@ -47,15 +47,15 @@ class Entry(NamedTuple):
     end: int
     group: Group
     choice: Way | None
-    inside: Trace | None
+    inside: EntryTrace | None
     kept: int = 0
 
 
-class Trace(NamedTuple):
+class EntryTrace(NamedTuple):
     """Entries, the last added first."""
 
     entry: Entry
-    rest: Trace | None
+    rest: EntryTrace | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Candidates:
     devices: Integers
     totals: Integers
     differences: Integers
-    trace: Callable[[int], Trace | None]
+    trace: Callable[[int], EntryTrace | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Front:
     devices: Integers
     totals: Integers
     differences: Integers
-    traces: list[Trace | None]
+    traces: list[EntryTrace | None]
 
     @classmethod
     def start(cls, need: Need) -> Front:
@@ -131,7 +131,7 @@ class Solution(NamedTuple):
 
     devices: int
     need: Need
-    trace: Trace | None
+    trace: EntryTrace | None
 
 
 class _Runs(NamedTuple):
@@ -147,7 +147,7 @@ class _Runs(NamedTuple):
 class Question:
     """Whether stages can be found that take at most ``bounds.most_ns`` for the mini-batch, in the memory there is."""
 
-    def __init__(self, bounds: Bounds, num_devices: int) -> None:
+    def __init__(self, bounds: PartBounds, num_devices: int) -> None:
         self._bounds, self._shapes, self._needs = bounds, bounds.shapes, bounds.shapes.needs
         self._slack = num_devices - bounds.fewest()
         self._solved: dict[tuple[int, Need], Front] = {}
@@ -229,8 +229,8 @@ class Question:
         rows, columns = which
         choices = self._shapes.choices
 
-        def trace(index: int) -> Trace:
-            return Trace(Entry(begin, end, (), choices[columns[index]], None), after.traces[rows[index]])
+        def trace(index: int) -> EntryTrace:
+            return EntryTrace(Entry(begin, end, (), choices[columns[index]], None), after.traces[rows[index]])
 
         return Candidates(runs.devices[which], runs.totals[which], runs.differences[which], trace)
 
@@ -239,7 +239,7 @@ class Question:
     ) -> Iterator[Candidates]:
         """Solutions with a run that takes the end of one of the branches before it, and the rest of those."""
         fewest = self._bounds.table(shape.number)[begin - 1]
-        found: dict[tuple[int, int, int, Need], tuple[int, Trace | None, int]] = {}
+        found: dict[tuple[int, int, int, Need], tuple[int, EntryTrace | None, int]] = {}
         for row, choice in zip(*(each.tolist() for each in np.nonzero(runs.first == begin)), strict=True):
             need = Need(int(runs.totals[row, choice]), int(runs.differences[row, choice]))
             state, devices = self._needs.state(need), int(runs.devices[row, choice])
@@ -265,14 +265,14 @@ class Question:
                 yield self._inside(entry, devices, self._parallel(child, need), after.traces[index], fewest, most)
 
     def _inside(
-        self, entry: Entry, devices: int, inside: Front, before: Trace | None, fewest: Integers, most: int
+        self, entry: Entry, devices: int, inside: Front, before: EntryTrace | None, fewest: Integers, most: int
     ) -> Candidates:
         """Solutions of parallel parts as entries of a series."""
         least = devices + inside.devices + fewest[self._needs.states(inside.totals, inside.differences)]
         which = np.flatnonzero(least <= most)
 
-        def trace(index: int) -> Trace:
-            return Trace(entry._replace(inside=inside.traces[which[index]]), before)
+        def trace(index: int) -> EntryTrace:
+            return EntryTrace(entry._replace(inside=inside.traces[which[index]]), before)
 
         return Candidates(devices + inside.devices[which], inside.totals[which], inside.differences[which], trace)
 
@@ -306,8 +306,8 @@ class Question:
         totals, differences = (each[0, kept] for each in self._needs.after(held))
         choices = self._shapes.choices
 
-        def trace(index: int) -> Trace:
-            return Trace(Entry(0, 0, group, choices[kept[index]], None), None)
+        def trace(index: int) -> EntryTrace:
+            return EntryTrace(Entry(0, 0, group, choices[kept[index]], None), None)
 
         return Front.best([Candidates(self._needs.replicas[kept], totals, differences, trace)])
 
@@ -318,11 +318,11 @@ class Question:
         totals = np.maximum(rest.totals[rows], taken.totals[columns])
         differences = np.maximum(rest.differences[rows], taken.differences[columns])
 
-        def trace(index: int) -> Trace:
+        def trace(index: int) -> EntryTrace:
             inside, before = taken.traces[columns[index]], rest.traces[rows[index]]
             if len(group) == 1:
-                return Trace(Entry(0, 0, group, None, inside), before)
+                return EntryTrace(Entry(0, 0, group, None, inside), before)
             assert inside is not None
-            return Trace(inside.entry, before)
+            return EntryTrace(inside.entry, before)
 
         return Candidates(devices[rows, columns], *self._needs.largest(totals, differences), trace)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
-from pipeplan.partition.graph.bounds import Bounds
-from pipeplan.partition.graph.feasibility import Entry, Question, Solution, Trace
+from pipeplan.partition.graph.bounds import PartBounds
+from pipeplan.partition.graph.feasibility import Entry, EntryTrace, Question, Solution
 from pipeplan.partition.graph.shapes import Shapes, grouped
 from pipeplan.partition.in_flight import flows
 from pipeplan.partition.problem import Costs, Partition, PartitionProblem, Way, together
@@ -111,20 +111,20 @@ def _lowest(shapes: Shapes, low: int, most: int, tolerance: float) -> int:
     """The least bottleneck from ``low`` on that the bounds allow, or less by the tolerance; above ``most`` if none."""
     num_devices = shapes.problem.num_devices
     step, high = max(1, low // 64), min(low, most)
-    while Bounds(shapes, high).fewest() > num_devices:
+    while PartBounds(shapes, high).fewest() > num_devices:
         far = low < 8 * step <= 2 * low  # once, before all that is left is tried in vain
-        if high == most or (far and Bounds(shapes, most).fewest() > num_devices):
+        if high == most or (far and PartBounds(shapes, most).fewest() > num_devices):
             return most + 1
         low, high, step = high + 1, min(most, high + step), 2 * step
     while high - low > tolerance * low:
         middle = (low + high) // 2
-        low, high = (low, middle) if Bounds(shapes, middle).fewest() <= num_devices else (middle + 1, high)
+        low, high = (low, middle) if PartBounds(shapes, middle).fewest() <= num_devices else (middle + 1, high)
     return low
 
 
 def _answer(shapes: Shapes, most_ns: int) -> Solution | None:
     """Stages that take at most so long."""
-    return Question(Bounds(shapes, most_ns), shapes.problem.num_devices).answer()
+    return Question(PartBounds(shapes, most_ns), shapes.problem.num_devices).answer()
 
 
 def _longest(shapes: Shapes) -> int:
@@ -145,7 +145,7 @@ def _load(problem: PartitionProblem, blocks: Sequence[str]) -> Costs:
     return together(problem.costs[name] for name in blocks)
 
 
-def _stages(shapes: Shapes, part: Part, trace: Trace | None) -> Iterator[Staged]:
+def _stages(shapes: Shapes, part: Part, trace: EntryTrace | None) -> Iterator[Staged]:
     children = part.parts if part.kind == "series" else (part,)
     for entry in _entries(trace):
         names = tuple(name for child in children[entry.begin : entry.end] for name in child.blocks)
@@ -171,7 +171,7 @@ def _shortened(shapes: Shapes, part: Part, entry: Entry) -> tuple[list[tuple[int
     return branches, tuple(name for child in children[entry.kept :] for name in child.blocks)
 
 
-def _branches(shapes: Shapes, branches: Sequence[tuple[int, Part]], trace: Trace | None) -> Iterator[Staged]:
+def _branches(shapes: Shapes, branches: Sequence[tuple[int, Part]], trace: EntryTrace | None) -> Iterator[Staged]:
     """Stages of parallel branches: entries name shapes, any branch of that shape will do."""
     of_shape: dict[int, deque[Part]] = defaultdict(deque)
     for number, branch in branches:
@@ -184,7 +184,7 @@ def _branches(shapes: Shapes, branches: Sequence[tuple[int, Part]], trace: Trace
             yield tuple(name for branch in group for name in branch.blocks), entry.choice
 
 
-def _entries(trace: Trace | None) -> Iterator[Entry]:
+def _entries(trace: EntryTrace | None) -> Iterator[Entry]:
     while trace is not None:
         yield trace.entry
         trace = trace.rest

@@ -24,7 +24,7 @@ from pipeplan.partition.graph.needs import Integers, Needs
 from pipeplan.partition.problem import Costs, PartitionProblem, together
 from pipeplan.partition.series_parallel import Part
 
-__all__ = ["MAX_GROUPS", "Group", "Run", "Shape", "Shapes", "Split", "grouped"]
+__all__ = ["MAX_GROUPS", "BlockRun", "Group", "Shape", "Shapes", "Split", "grouped"]
 
 
 def grouped(tree: Part, weights: Mapping[str, int], grain: int) -> Part:
@@ -74,7 +74,7 @@ Split = tuple[Left, tuple[tuple[Left, Group], ...]]
 """Branches that are left, and every group that can be taken from them with what is left then."""
 
 
-class Run(NamedTuple):
+class BlockRun(NamedTuple):
     """What blocks that run one after another cost on a device, for one number of samples: in total."""
 
     time: int
@@ -83,9 +83,9 @@ class Run(NamedTuple):
     parameter_bytes: int
     static_bytes: int
 
-    def with_tail(self, tail: Run) -> Run:
+    def with_tail(self, tail: BlockRun) -> BlockRun:
         """Both in one stage."""
-        return Run(
+        return BlockRun(
             self.time + tail.time,
             self.activations + tail.activations,
             max(self.workspace, tail.workspace),
@@ -115,11 +115,11 @@ class Shape:
     statics: Sequence[int] = ()
     workspaces: Sequence[Sequence[list[int]]] = ()
 
-    def run(self, begin: int, end: int, row: int) -> Run:
+    def run(self, begin: int, end: int, row: int) -> BlockRun:
         """Sums over a run, for so many samples."""
         power = (end - begin).bit_length() - 1
         largest = self.workspaces[power][row]
-        return Run(
+        return BlockRun(
             self.times[row][end] - self.times[row][begin],
             self.activations[row][end] - self.activations[row][begin],
             max(largest[begin], largest[end - (1 << power)]),

@@ -17,11 +17,11 @@ from pipeplan.runtime.executor.rank_program import StagePart
 from pipeplan.runtime.executor.sample_ownership import Numbers
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.sharding import Shards
-from pipeplan.workload.mesh import PLACES, SAMPLES, Axis
+from pipeplan.workload.mesh import PLACES, SAMPLES, MeshAxis
 
 __all__ = ["WHOLE", "StageLayouts", "TensorLayout"]
 
-_ALONE = Axis(1, 1)
+_ALONE = MeshAxis(1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,12 @@ class TensorLayout:
     The second is places, where a tensor has three.
     """
 
-    samples: Axis = _ALONE
-    features: Axis = _ALONE
-    places: Axis = _ALONE
+    samples: MeshAxis = _ALONE
+    features: MeshAxis = _ALONE
+    places: MeshAxis = _ALONE
 
     @property
-    def dimensions(self) -> tuple[tuple[int, Axis], ...]:
+    def dimensions(self) -> tuple[tuple[int, MeshAxis], ...]:
         """Each dimension with the axis that cuts it."""
         return (0, self.samples), (1, self.places), (-1, self.features)
 
@@ -45,7 +45,7 @@ WHOLE = TensorLayout()
 """On every device."""
 
 
-def _nobody(axis: Axis) -> Shards:
+def _nobody(axis: MeshAxis) -> Shards:
     """The place of a device that is alone on every axis."""
     return Shards()
 
@@ -62,7 +62,7 @@ class StageLayouts:
 
     taken: Mapping[str, TensorLayout] = field(default_factory=dict)
     given: Mapping[str, TensorLayout] = field(default_factory=dict)
-    place: Callable[[Axis], Shards] = _nobody
+    place: Callable[[MeshAxis], Shards] = _nobody
 
     @classmethod
     def of(cls, part: StagePart, model: Model, along: Callable[[tuple[int, ...]], Shards]) -> StageLayouts:
@@ -113,7 +113,7 @@ class StageLayouts:
         return tensor
 
 
-def _exchanges(given: Mapping[int, Axis], taken: Mapping[int, Axis]) -> list[tuple[int, int]]:
+def _exchanges(given: Mapping[int, MeshAxis], taken: Mapping[int, MeshAxis]) -> list[tuple[int, int]]:
     """Dimensions of which one gives up the axis that the other is to be cut along, and nothing else happens to both."""
     return [
         (gone, come)

@@ -17,7 +17,7 @@ from pipeplan.runtime.executor.sample_ownership import Numbers, SampleOwnership
 from pipeplan.runtime.parallel.share import Share
 from pipeplan.workload.action import Action, is_instruction
 from pipeplan.workload.elements import Attribute, Stage
-from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Axis, Mesh
+from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh, MeshAxis
 
 __all__ = [
     "CustomOpPart",
@@ -83,7 +83,7 @@ class StagePart:
         """Whether the stage's loss is this rank's to count: of devices that split a block, the first one's."""
         return self.place == 0
 
-    def line(self, axis: Axis) -> tuple[int, ...]:
+    def line(self, axis: MeshAxis) -> tuple[int, ...]:
         """The ranks along an axis of the group, in order."""
         return tuple(self.group[number] for number in axis.of(self.place))
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from pipeplan.errors import UsageError
 from pipeplan.runtime.executor.process_groups import Ranks, groups_of
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.parallel.parameter_slices import Part
+from pipeplan.runtime.parallel.parameter_slices import ParameterPart
 from pipeplan.runtime.parallel.share import Share
 
 __all__ = ["SharedParameters", "require_equal_copies"]
@@ -44,7 +44,7 @@ class _SharedParameter:
 
     holders: tuple[Holder, ...]
     shape: tuple[int, ...]
-    ranks_of: Mapping[Part, Ranks]
+    ranks_of: Mapping[ParameterPart, Ranks]
 
     @property
     def name(self) -> str:
@@ -56,7 +56,7 @@ class _SharedParameter:
         """Whether it is split in one way everywhere, so that copies of a part are all there is to sum."""
         return len({part.kind for part in self.ranks_of}) == 1
 
-    def number(self, part: Part) -> tuple[int, ...]:
+    def number(self, part: ParameterPart) -> tuple[int, ...]:
         """Parts of one number are summed: of one share where all are alike, else all."""
         return part.number if self.alike else ()
 
@@ -68,7 +68,7 @@ class _SharedParameter:
             found[self.number(part)].update(ranks)
         return {number: tuple(sorted(found[number])) for number in sorted(found)}
 
-    def stores(self, part: Part, rank: int) -> bool:
+    def stores(self, part: ParameterPart, rank: int) -> bool:
         """Whether the part is this rank's to count: it is of the first kind, and this the first rank that has it."""
         first = next(iter(self.ranks_of))
         return part.kind == first.kind and part.adds and rank == min(self.ranks_of[part])
@@ -79,7 +79,7 @@ class _GradientSum:
     """A parameter whose gradients are summed: what this rank has of it; the whole's shape where parts are unlike."""
 
     name: str
-    held: Mapping[Part, nn.Parameter]
+    held: Mapping[ParameterPart, nn.Parameter]
     shape: tuple[int, ...] | None
 
     @property
@@ -210,7 +210,7 @@ def _families(model: Model, holders: Iterable[tuple[Share, int]]) -> list[_Share
     tied = {holder for group in model.tied for holder in group}
     found = []
     for group in (*model.tied, *((holder,) for holder in shapes if holder not in tied)):
-        parts: dict[Part, set[int]] = defaultdict(set)
+        parts: dict[ParameterPart, set[int]] = defaultdict(set)
         for block, name in group:
             for share, ranks in ranks_of[block].items():
                 parts[model.part_of(share, name)] |= ranks
@@ -220,9 +220,11 @@ def _families(model: Model, holders: Iterable[tuple[Share, int]]) -> list[_Share
     return found
 
 
-def _made_one(family: _SharedParameter, model: Model, modules: Mapping[Share, nn.Module]) -> dict[Part, nn.Parameter]:
+def _made_one(
+    family: _SharedParameter, model: Model, modules: Mapping[Share, nn.Module]
+) -> dict[ParameterPart, nn.Parameter]:
     """What this rank has of a parameter; holders of equal parts use the first one's."""
-    held: dict[Part, nn.Parameter] = {}
+    held: dict[ParameterPart, nn.Parameter] = {}
     for block, name in family.holders:
         for share, module in modules.items():
             if share.block == block:

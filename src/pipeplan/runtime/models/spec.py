@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.parallel.parameter_slices import Part, Slice
+from pipeplan.runtime.parallel.parameter_slices import ParameterPart, Slice
 from pipeplan.runtime.parallel.sharding import WHOLE, Shards, Split, share_of
 from pipeplan.runtime.parallel.share import Share
 from pipeplan.runtime.parallel.weight_grads import defer_weight_gradients
@@ -215,7 +215,7 @@ class Model:
                     )
         return found
 
-    def part_of(self, share: Share, parameter: str) -> Part:
+    def part_of(self, share: Share, parameter: str) -> ParameterPart:
         """What a device with this share of a block has of a parameter. Raises UsageError if it cannot be split so."""
         splits, slices, copies, copy = self._splits_of(share), [], 1, 0
         for name, axis in share.mesh.named:
@@ -224,7 +224,7 @@ class Model:
                 slices.append(Slice(splits[name].cuts[parameter], axis.size, place))
             else:
                 copies, copy = copies * axis.size, copy * axis.size + place
-        return Part(tuple(slices), copies, copy)
+        return ParameterPart(tuple(slices), copies, copy)
 
     def slices_of(self, share: Share) -> tuple[str | None, str | None]:
         """Axes along which a share's inputs, and its output, are slices of the last dimension; None where whole."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeplan.errors import UsageError
 
-__all__ = ["Cut", "Part", "Slice", "range_of"]
+__all__ = ["Cut", "ParameterPart", "Slice", "range_of"]
 
 
 def range_of(total: int, count: int, index: int) -> tuple[int, int]:
@@ -71,7 +71,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ParameterPart:
     """What a device has of a parameter: all of it, or a slice along each axis of a mesh that cuts it.
 
     Of the devices that split the block, ``copies`` have this part and the same gradient of it; this is number ``copy``.

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.parallel.parameter_slices import Cut, Part, Slice, range_of
+from pipeplan.runtime.parallel.parameter_slices import Cut, ParameterPart, Slice, range_of
 
-__all__ = ["WHOLE", "Collectives", "Cut", "Part", "Shards", "Slice", "Split", "share_of"]
+__all__ = ["WHOLE", "Collectives", "Cut", "ParameterPart", "Shards", "Slice", "Split", "share_of"]
 
 
 _Map = Callable[[Tensor], Tensor]
@@ -156,7 +156,7 @@ class Split:
     gives: bool = False
 
 
-def share_of(whole: nn.Module, made: nn.Module, part_of: Callable[[str], Part]) -> nn.Module:
+def share_of(whole: nn.Module, made: nn.Module, part_of: Callable[[str], ParameterPart]) -> nn.Module:
     """The module ``made`` for one device, with its parts of the whole block's parameters, by name.
 
     Raises:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from pipeplan._version import __version__
-from pipeplan.costs.blocks import Calibration, Known, Work, calibrate, likeness, measured_rows
+from pipeplan.costs.blocks import Calibration, KnownRow, Work, calibrate, likeness, measured_rows
 from pipeplan.costs.communication import prices_in, prices_of
 from pipeplan.costs.operators import Kernel
 from pipeplan.costs.presets import DevicePreset
@@ -145,7 +145,7 @@ def _fitted(measured: Profile, reference: Model, dtype: torch.dtype) -> Calibrat
         )
     sizes = sorted({row.microbatch_size for _, row in rows})
     works = {(b.key.block, b.key.size): work for b, work in _counted(splits, sizes, dtype, False, None)}
-    return calibrate([Known(block, row, works[kinds[likeness(block)], row.microbatch_size]) for block, row in rows])
+    return calibrate([KnownRow(block, row, works[kinds[likeness(block)], row.microbatch_size]) for block, row in rows])
 
 
 def _told(measured: Profile, fitted: Calibration, estimated: Profile) -> str:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from pipeplan.runtime.parallel.parameter_slices import Part
+from pipeplan.runtime.parallel.parameter_slices import ParameterPart
 
 __all__ = ["ChunkLoadPlanner", "ChunkSavePlanner", "OwnedParameter", "ParameterChunk", "whole_chunk"]
 
@@ -51,7 +51,7 @@ class OwnedParameter:
     name: str
     parameter: nn.Parameter
     whole: torch.Size
-    part: Part
+    part: ParameterPart
     stored: bool
 
     def pieces(self, tensor: Tensor) -> list[ParameterChunk]:

@@ -72,7 +72,7 @@ def reschedule(
     window = _cut(problem, graph, orders, starts, begin_ns, makespan if end_ns is None else end_ns)
     if not window.tasks or window.passing >= makespan:
         return Rescheduled(None, None, True)
-    model = _Model(problem, graph, window, makespan)
+    model = _WindowModel(problem, graph, window, makespan)
     unit = problem.time_unit
     heard = None if on_solution is None else lambda value, bound: on_solution(value * unit, bound * unit)
     answer = solve(model.model, budget, limit, on_solution=heard)
@@ -150,7 +150,7 @@ def _paths_after(graph: TaskGraph, after: Orders) -> dict[int, int]:
     return through
 
 
-class _Model:
+class _WindowModel:
     """Variables, constraints and objective of one window, in units of the problem's time unit."""
 
     def __init__(self, problem: Problem, graph: TaskGraph, window: _Window, makespan: int) -> None:

@@ -58,7 +58,7 @@ class _Lane:
 
 
 @dataclass(slots=True)
-class _Device:
+class _DeviceLanes:
     """One device's lanes and what its last actions were."""
 
     settings: DeviceSettings
@@ -245,7 +245,7 @@ class Chooser:
                 return task
         return self._filling(mine)
 
-    def _filling(self, mine: _Device) -> int | None:
+    def _filling(self, mine: _DeviceLanes) -> int | None:
         """A weight gradient for a device that has nothing else to do."""
         if not mine.owed or not (mine.settings.weights_fill or mine.left == 0 or self._pressed):
             return None
@@ -281,7 +281,7 @@ class Chooser:
         lane = self._devices[device].lanes.get(_BACKWARD.get(kind, kind))
         return [] if lane is None else [x for x in lane.operations if self._kind[x] == kind]
 
-    def _device(self, device: int, settings: DeviceSettings, depths: Sequence[tuple[int, int]]) -> _Device:
+    def _device(self, device: int, settings: DeviceSettings, depths: Sequence[tuple[int, int]]) -> _DeviceLanes:
         lanes: dict[str, _Lane] = {}
         for x, kind in enumerate(self._kind):
             if device in self._callers[x] and kind != "W":
@@ -300,7 +300,7 @@ class Chooser:
             return [lanes[name] for name in names if name in lanes]
 
         resources = self._graph.workload.resources[: len(self._kind)]
-        return _Device(
+        return _DeviceLanes(
             settings,
             lanes,
             ordered("B", "F"),

@@ -61,7 +61,7 @@ def with_instruction(workload: Workload, instruction: CustomOp, cluster: Cluster
         )
     operation = _operation(workload, instruction, stage, cluster)
     grown = replace(workload, stages=(*workload.stages, stage), operations=(*workload.operations, operation))
-    joined = _Joined(grown, instruction, operation)
+    joined = _TiedOp(grown, instruction, operation)
     dependencies = joined.dependencies(sources, targets)
     return replace(grown, operations=_sorted(grown.operations, dependencies, place), dependencies=dependencies)
 
@@ -174,7 +174,7 @@ def _of_blocks(workload: Workload, pattern: str, *, last: bool) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Joined:
+class _TiedOp:
     """Ties an instruction's operation into a workload that has its stage."""
 
     workload: Workload

@@ -49,7 +49,7 @@ def schedule_by_rules(graph: TaskGraph, rules: Rules) -> list[list[int]]:
 def unseparated(graph: TaskGraph, rules: Rules) -> list[list[int]]:
     """The same without separation, whatever the rules say of it."""
     with naming(rules):
-        return Run(graph, rules).run()
+        return RulesRun(graph, rules).run()
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class _Call:
     missing: int
 
 
-class Run:
+class RulesRun:
     """One run of the rules in steps, or in time. It is the :class:`State` that user functions see."""
 
     def __init__(self, graph: TaskGraph, rules: Rules) -> None:

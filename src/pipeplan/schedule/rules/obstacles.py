@@ -23,7 +23,7 @@ __all__ = ["Memory", "Obstacle", "stuck_error"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Chain:
+class _RouteMemory:
     """The operations of one route on a limited device, weight gradients left out; ``needs`` as in still_needed."""
 
     device: int
@@ -44,7 +44,7 @@ class Memory:
         ]
         self._held = [0] * len(workload.devices)
         self._begins = [self._begin(x, graph.offsets[x]) for x in range(len(self._effects))]
-        self._chains: list[list[_Chain]] = [[] for _ in self._effects]  # [operation] one per limited device of it
+        self._chains: list[list[_RouteMemory]] = [[] for _ in self._effects]  # [operation] one per limited device of it
         for device in range(len(self._held)):
             self._add_chains(device)
 
@@ -83,11 +83,11 @@ class Memory:
             mine = [x for x in there if routes[x] == route]
             needs = still_needed([self._effects[x] for x in mine])
             others = [x for x in mine if self._effects[x].kind != "W"]
-            chain = _Chain(device, memory - workload.static_bytes(device), others, needs)
+            chain = _RouteMemory(device, memory - workload.static_bytes(device), others, needs)
             for x in mine:
                 self._chains[x].append(chain)
 
-    def _oldest_needs(self, chain: _Chain, x: int) -> int:
+    def _oldest_needs(self, chain: _RouteMemory, x: int) -> int:
         """Bytes that the oldest samples on a device and route still take after an action of an operation."""
         begins = self._begins
         oldest = min(begins[y] for y in chain.operations)

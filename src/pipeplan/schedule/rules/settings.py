@@ -39,7 +39,7 @@ class DeviceSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _SubmodulePart:
     """The stages of one submodule and route: ``chain`` without, ``shared`` those with more devices than others."""
 
     chain: list[int]
@@ -112,7 +112,7 @@ class Resolved:
         return next((i for i, rules in patterns if stage.blocks and fnmatchcase(stage.blocks[0], rules.blocks)), None)
 
     @cached_property
-    def _parts(self) -> Mapping[tuple[int | None, int], _Part]:
+    def _parts(self) -> Mapping[tuple[int | None, int], _SubmodulePart]:
         """{(submodule, route): its stages}"""
         stages = self._workload.stages
         members: dict[tuple[int | None, int], list[int]] = {}
@@ -122,7 +122,7 @@ class Resolved:
         for key, numbers in members.items():
             least = min(len(stages[number].devices) for number in numbers)
             chain = [number for number in numbers if len(stages[number].devices) == least]
-            parts[key] = _Part(chain, [number for number in numbers if number not in set(chain)])
+            parts[key] = _SubmodulePart(chain, [number for number in numbers if number not in set(chain)])
         return parts
 
     @cached_property
@@ -141,7 +141,7 @@ class Resolved:
             leader[find(stage_of[target])] = find(stage_of[source])
         return [find(stage) for stage in range(len(leader))]
 
-    def _part(self, stage: int) -> _Part:
+    def _part(self, stage: int) -> _SubmodulePart:
         return self._parts[self._submodule_of[stage], self._connected[stage]]
 
     def _sizes(self, stage: int) -> dict[str, int]:

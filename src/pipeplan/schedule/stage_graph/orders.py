@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from pipeplan.errors import UsageError
 from pipeplan.partition.in_flight import KFKB, kfkb_word, samples_in_flight
-from pipeplan.schedule.stage_graph.stages import NEVER, Rule, Run, Stages
+from pipeplan.schedule.stage_graph.stages import NEVER, Rule, Stages, TrialRun
 from pipeplan.workload.memory import fits
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, with_links
 from pipeplan.workload.workload import Workload
@@ -142,7 +142,7 @@ def greedy_orders(workload: Workload, graph: TaskGraph) -> Orders:
 _MOST_STARTS = 500_000
 
 
-def _first_run(stages: Stages) -> Run:
+def _first_run(stages: Stages) -> TrialRun:
     """With as many samples in flight as there is room for, or as short with as many as 1F1B has, or somewhat more.
 
     Where that leaves too few for a stage with larger micro-batches, memory is not looked at.
@@ -155,19 +155,19 @@ def _first_run(stages: Stages) -> Run:
         held[stage] = stages.needed(stage, 1, ones, held)
     for quarters in (4, 5, 6, 8, 12):
         some = [min(rule.samples, samples * quarters // 4) for rule, samples in zip(best.rules, held, strict=True)]
-        run = Run(stages, list(map(Rule, some)), best.makespan)
+        run = TrialRun(stages, list(map(Rule, some)), best.makespan)
         if run.makespan <= best.makespan:
             return run
     return best
 
 
-def _fullest(stages: Stages, samples: Sequence[int], forward_first: bool) -> Run:
-    return Run(stages, [Rule(most, forward_first) for most in samples])
+def _fullest(stages: Stages, samples: Sequence[int], forward_first: bool) -> TrialRun:
+    return TrialRun(stages, [Rule(most, forward_first) for most in samples])
 
 
-def _tightened(stages: Stages, best: Run, stage: int) -> Run:
+def _tightened(stages: Stages, best: TrialRun, stage: int) -> TrialRun:
     """As short a run with the fewest samples of a stage in flight; backwards first, if that is as short."""
-    found: dict[int, Run] = {}
+    found: dict[int, TrialRun] = {}
     size, most = stages.sizes[stage], best.most_held
     guess = stages.needed(stage, 1, [1] * stages.count, most) // size
 
@@ -177,7 +177,7 @@ def _tightened(stages: Stages, best: Run, stage: int) -> Run:
                 return False
             rules = best.rules.copy()
             rules[stage] = Rule(count * size, forward_first)
-            run = Run(stages, rules, best.makespan)
+            run = TrialRun(stages, rules, best.makespan)
             if run.makespan <= best.makespan:
                 found[count] = run
                 return True

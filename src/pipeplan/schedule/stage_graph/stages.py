@@ -16,7 +16,7 @@ from itertools import groupby
 from pipeplan.partition.in_flight import KFKB, samples_in_flight
 from pipeplan.workload.task_graph import Orders, TaskGraph
 
-__all__ = ["NEVER", "Rule", "Run", "Stages", "samples_held"]
+__all__ = ["NEVER", "Rule", "Stages", "TrialRun", "samples_held"]
 
 
 NEVER = 2**62
@@ -210,7 +210,7 @@ class Rule:
     forward_first: bool = False
 
 
-class Run:
+class TrialRun:
     """All devices in time. Whatever of its actions can run first by the rules, a device runs as soon as it is free.
 
     ``orders`` of the devices; ``makespan`` in ns, very large where it would be over ``limit`` or where the rules leave

@@ -23,16 +23,23 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, Profile
 from pipeplan.sharding.configurations.expansion import Link, OperatorGraph, OperatorNode, expand
 from pipeplan.sharding.configurations.layouts import MOST_DIMENSIONS, Layout, Tensor
-from pipeplan.sharding.configurations.operation import Axis, Operation
+from pipeplan.sharding.configurations.operation import Axis, Splittable
 from pipeplan.sharding.configurations.operations import Data
-from pipeplan.sharding.configurations.pricing import Configuration, Rule, Scale, Taken, configurations, recomputed
+from pipeplan.sharding.configurations.pricing import (
+    Configuration,
+    OperatorScale,
+    Rule,
+    Taken,
+    configurations,
+    recomputed,
+)
 from pipeplan.sharding.configurations.resharding import Resharding
 from pipeplan.sharding.configurations.whole_blocks import row_for
 from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode
 from pipeplan.sharding.table import IntArray, Table, table
 from pipeplan.time_limit import checkpoint
 
-__all__ = ["VARIANTS", "CostModel", "CostOptions", "Need", "cost_graph", "cost_model"]
+__all__ = ["VARIANTS", "CostModel", "CostOptions", "TensorNeed", "cost_graph", "cost_model"]
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -62,7 +69,7 @@ class CostOptions:
     recompute: bool = False
 
 
-class Need(NamedTuple):
+class TensorNeed(NamedTuple):
     """Whether backward needs a tensor where it was given and where it is taken, and whether it is kept anyway."""
 
     given: bool
@@ -87,7 +94,7 @@ class CostModel:
     operators: OperatorGraph
     resharding: Resharding
     device: DevicePreset
-    scales: dict[str, Scale]
+    scales: dict[str, OperatorScale]
     options: CostOptions
 
     @cached_property
@@ -97,7 +104,7 @@ class CostModel:
         Raises:
             UsageError: an operator has none.
         """
-        known: dict[tuple[Operation, Scale], tuple[Configuration, ...]] = {}
+        known: dict[tuple[Splittable, OperatorScale], tuple[Configuration, ...]] = {}
         found = {}
         for node in self.operators.nodes:
             checkpoint()
@@ -216,7 +223,7 @@ class CostModel:
         return table(memory, time)
 
     def _edge_table(
-        self, link: Link, sources: Sequence[Configuration], targets: Sequence[Configuration], need: Need
+        self, link: Link, sources: Sequence[Configuration], targets: Sequence[Configuration], need: TensorNeed
     ) -> Table:
         """Variants before, after and both, [Ks, Kt, 3]: bytes kept on the edge and time to reshard."""
         tensor = self.tensor(link)
@@ -268,14 +275,16 @@ class CostModel:
         needing = sum(self._taken(link) for link in self._takers.get(node.name, []))
         return needing > 1 or (node.operation.keeps_output and not self._takers.get(node.name))
 
-    def needs(self, link: Link) -> Need:
+    def needs(self, link: Link) -> TensorNeed:
         """Who needs a link's tensor: the first of several answers for the giver's copy, unless the giver keeps it."""
         source = self._nodes[link.source]
         first = self._takers[link.source][0] is link
-        return Need(source.operation.keeps_output and first, self._taken(link), self._kept(source))
+        return TensorNeed(source.operation.keeps_output and first, self._taken(link), self._kept(source))
 
 
-def _held(tensor: Tensor, given: Sequence[Layout], taken: Sequence[Layout], moved: BoolArray, need: Need) -> IntArray:
+def _held(
+    tensor: Tensor, given: Sequence[Layout], taken: Sequence[Layout], moved: BoolArray, need: TensorNeed
+) -> IntArray:
     """Bytes that a tensor holds beyond what its giver keeps, of each variant: before, after, both, [Ks, Kt, 3]."""
     before = np.array([tensor.local_bytes(each) for each in given], np.int64)[:, None] * (need.held and not need.kept)
     after = np.array([tensor.local_bytes(each) for each in taken], np.int64)[None, :] * need.held
@@ -370,7 +379,7 @@ def _loader(node: OperatorNode, devices: int) -> OperatorNode:
     return OperatorNode(f"{node.name}/data", node.block, data)
 
 
-def _scales(profile: Profile, operators: OperatorGraph, preset: DevicePreset) -> dict[str, Scale]:
+def _scales(profile: Profile, operators: OperatorGraph, preset: DevicePreset) -> dict[str, OperatorScale]:
     by_block: dict[str, list[OperatorNode]] = defaultdict(list)
     for node in operators.nodes:
         by_block[node.block].append(node)
@@ -381,7 +390,7 @@ def _scales(profile: Profile, operators: OperatorGraph, preset: DevicePreset) ->
     }
 
 
-def _block_scales(block: Block, nodes: Sequence[OperatorNode], preset: DevicePreset) -> Iterable[Scale]:
+def _block_scales(block: Block, nodes: Sequence[OperatorNode], preset: DevicePreset) -> Iterable[OperatorScale]:
     """Its operators in proportion: times so that they add up to its row's, bytes to its parameters'."""
     forward, backward = _told_and_measured(block, nodes, preset)
     counts = [_parameters(node.operation) for node in nodes]
@@ -389,10 +398,10 @@ def _block_scales(block: Block, nodes: Sequence[OperatorNode], preset: DevicePre
     for count in counts:
         parameters = block.parameter_bytes * count // total
         state = 2 * parameters + block.optimizer_bytes * count // total
-        yield Scale(forward, backward, parameters, state)
+        yield OperatorScale(forward, backward, parameters, state)
 
 
-def _parameters(operation: Operation) -> int:
+def _parameters(operation: Splittable) -> int:
     return operation.parameters if operation.kind != "block" else 1
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from pipeplan.costs.operators import Operator
-from pipeplan.sharding.configurations.building import CostModel, Need
+from pipeplan.sharding.configurations.building import CostModel, TensorNeed
 from pipeplan.sharding.configurations.expansion import Link, OperatorGraph, OperatorNode
 from pipeplan.sharding.configurations.layouts import Layout, Tensor
-from pipeplan.sharding.configurations.operation import Numbers, Operation
-from pipeplan.sharding.configurations.pricing import Configuration, Scale
+from pipeplan.sharding.configurations.operation import Numbers, Splittable
+from pipeplan.sharding.configurations.pricing import Configuration, OperatorScale
 from pipeplan.sharding.configurations.resharding import Move
 from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, Strategy
 
@@ -113,7 +113,7 @@ def _tensor(model: CostModel, link: Link, variant: str, source: Configuration, t
     return TensorDetail(link, variant, tensor.num_bytes, held, forward, again, backward, spent[0], spent[1] + spent[2])
 
 
-def _held_bytes(tensor: Tensor, given: Layout, taken: Layout, need: Need, variant: str) -> int:
+def _held_bytes(tensor: Tensor, given: Layout, taken: Layout, need: TensorNeed, variant: str) -> int:
     """As :func:`pipeplan.sharding.configurations.building` counts it, for one pair of layouts."""
     if not need.held:
         return 0
@@ -129,7 +129,7 @@ OUTSIDE = "outside of the stage"
 
 
 @dataclass(frozen=True)
-class _Outside(Operation):
+class _OtherStages(Splittable):
     """Other stages, at the far end of a tensor, where it is whole."""
 
     passed: Tensor = field(kw_only=True)
@@ -175,7 +175,7 @@ class StageModels:
                 behind[link.source] = replace(link, target=outside.name, port=0)
                 nodes.append(outside)
         operators = OperatorGraph(tuple(nodes), (*inner, *before.values(), *behind.values()))
-        scales = {node.name: model.scales.get(node.name, Scale()) for node in nodes}
+        scales = {node.name: model.scales.get(node.name, OperatorScale()) for node in nodes}
         return cls(replace(model, operators=operators, scales=scales), inner, before, behind)
 
     def holding(self, in_flight: int) -> StageModels:
@@ -224,4 +224,4 @@ class StageModels:
 
 
 def _outside(name: str, tensor: Tensor, width: int) -> OperatorNode:
-    return OperatorNode(name, OUTSIDE, _Outside((), width, passed=tensor))
+    return OperatorNode(name, OUTSIDE, _OtherStages((), width, passed=tensor))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pipeplan.files import Block, Edge, Profile
 from pipeplan.sharding.configurations import operations as ops
-from pipeplan.sharding.configurations.operation import Axis, Operation
+from pipeplan.sharding.configurations.operation import Axis, Splittable
 from pipeplan.sharding.configurations.whole_blocks import WholeBlock, WordTable, shards_axis, single_operator
 
 __all__ = ["Link", "OperatorGraph", "OperatorNode", "expand"]
@@ -25,7 +25,7 @@ class OperatorNode:
 
     name: str
     block: str
-    operation: Operation
+    operation: Splittable
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class _Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _BlockNumbers:
     """What is known of a block besides itself: samples, bytes per number, bytes per sample in and out."""
 
     block: Block
@@ -82,12 +82,12 @@ class _Known:
 class _Builder:
     """The operators of one block as they are put together."""
 
-    def __init__(self, known: _Known, inputs: Sequence[_Flow], gradients: Sequence[bool]) -> None:
+    def __init__(self, known: _BlockNumbers, inputs: Sequence[_Flow], gradients: Sequence[bool]) -> None:
         self.known, self.inputs, self.gradients = known, inputs, gradients
         self.nodes: list[OperatorNode] = []
         self.links: list[Link] = []
 
-    def add(self, name: str, operation: Operation, *after: str) -> str:
+    def add(self, name: str, operation: Splittable, *after: str) -> str:
         """An operator fed by others; returns its name."""
         full = f"{self.known.block.id}/{name}"
         self.nodes.append(OperatorNode(full, self.known.block.id, operation))
@@ -119,7 +119,7 @@ def expand(profile: Profile, samples: int, *, width: int = 2, whole_blocks: bool
     for id_ in profile.topological_order():
         incoming = [edge for edge in profile.edges if edge.target == id_]
         outgoing = max((edge.bytes_per_sample for edge in profile.edges if edge.source == id_), default=0)
-        known = _Known(by_id[id_], samples, width, tuple(edge.bytes_per_sample for edge in incoming), outgoing)
+        known = _BlockNumbers(by_id[id_], samples, width, tuple(edge.bytes_per_sample for edge in incoming), outgoing)
         flow, built = _expanded(known, incoming, flows, whole_blocks=whole_blocks)
         flows[id_] = flow
         nodes += built.nodes
@@ -128,7 +128,7 @@ def expand(profile: Profile, samples: int, *, width: int = 2, whole_blocks: bool
 
 
 def _expanded(
-    known: _Known, incoming: Sequence[Edge], flows: Mapping[str, _Flow], *, whole_blocks: bool
+    known: _BlockNumbers, incoming: Sequence[Edge], flows: Mapping[str, _Flow], *, whole_blocks: bool
 ) -> tuple[_Flow, _Builder]:
     inputs = [flows[edge.source] for edge in incoming]
     built = _Builder(known, inputs, [edge.gradient for edge in incoming])
@@ -149,7 +149,7 @@ def _whole(built: _Builder, incoming: Sequence[Edge]) -> str:
     return name
 
 
-def _block(known: _Known, *, learns: bool) -> WholeBlock:
+def _block(known: _BlockNumbers, *, learns: bool) -> WholeBlock:
     """A block by its rows; an embedding by its width, too, which nothing else changes the sense of."""
     axes = (known.batch, shards_axis(known.block))
     by_width = known.block.operator == "embedding" and "sequence" in known.block.dimensions
@@ -181,7 +181,7 @@ def _joined(built: _Builder, sample_numbers: int) -> str:
 # Transformers: [samples, positions, hidden] between the halves of layers.
 
 
-def _sequence_axes(known: _Known, *more: Axis) -> tuple[Axis, ...]:
+def _sequence_axes(known: _BlockNumbers, *more: Axis) -> tuple[Axis, ...]:
     return (known.batch, known.along("places", "sequence"), *more)
 
 
@@ -210,7 +210,7 @@ def _attention(built: _Builder) -> _Flow:
     return _Flow(_residual(built, last, entry), beside)
 
 
-def _projection(known: _Known, heads: int, size: int) -> Operation:
+def _projection(known: _BlockNumbers, heads: int, size: int) -> Splittable:
     axes = _sequence_axes(known, Axis("rows", heads, size, "heads"), known.along("columns", "hidden"))
     return ops.Product(axes, known.width)
 
@@ -285,11 +285,11 @@ def _token_pool(built: _Builder) -> _Flow:
 # Layers of numbers per sample, or per place of a sample.
 
 
-def _rows_per_sample(known: _Known, inputs: int) -> int:
+def _rows_per_sample(known: _BlockNumbers, inputs: int) -> int:
     return max(1, sum(known.taken) // (inputs * known.width)) if known.taken else 1
 
 
-def _layer_axes(known: _Known, inputs: str, outputs: str) -> tuple[Axis, ...]:
+def _layer_axes(known: _BlockNumbers, inputs: str, outputs: str) -> tuple[Axis, ...]:
     """Axes of a product. The numbers of one place may be an image's, channel by channel, which then divide them."""
     size = known.size(inputs)
     places = _rows_per_sample(known, size)
@@ -351,7 +351,7 @@ def _recurrent(built: _Builder) -> _Flow:
 # Images: [samples, rows of pixels, channels].
 
 
-def _image_axes(known: _Known, side: int, *more: Axis) -> tuple[Axis, ...]:
+def _image_axes(known: _BlockNumbers, side: int, *more: Axis) -> tuple[Axis, ...]:
     return (known.batch, Axis("places", side, side, "side"), *more)
 
 

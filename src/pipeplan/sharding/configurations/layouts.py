@@ -25,7 +25,7 @@ __all__ = [
     "DIMENSIONS",
     "MOST_DIMENSIONS",
     "Layout",
-    "Split",
+    "MeshSplit",
     "Tensor",
     "all_layouts",
     "factorizations",
@@ -45,10 +45,10 @@ DIMENSIONS = ("samples", "places", "features")
 class Layout(NamedTuple):
     """The split of every dimension, None where it is whole on every device, and the split it is partial along."""
 
-    samples: Split | None = None
-    places: Split | None = None
-    features: Split | None = None
-    partial: Split | None = None
+    samples: MeshSplit | None = None
+    places: MeshSplit | None = None
+    features: MeshSplit | None = None
+    partial: MeshSplit | None = None
 
     @property
     def shards(self) -> int:
@@ -63,7 +63,7 @@ class Layout(NamedTuple):
         """Whether it is whole everywhere and no sum."""
         return not any(self)
 
-    def used(self) -> tuple[Split, ...]:
+    def used(self) -> tuple[MeshSplit, ...]:
         """Every split in it."""
         return tuple(split for split in self if split)
 
@@ -88,7 +88,7 @@ class Tensor:
 def all_layouts(devices: int) -> tuple[Layout, ...]:
     """Every layout on so many devices, of meshes of any number of dimensions."""
     runs = [
-        Split(extent, stride)
+        MeshSplit(extent, stride)
         for extent in range(2, devices + 1)
         for stride in range(1, devices + 1)
         if devices % (extent * stride) == 0
@@ -96,9 +96,9 @@ def all_layouts(devices: int) -> tuple[Layout, ...]:
     return tuple(Layout(*each) for each in _combinations(runs, devices))
 
 
-def _combinations(runs: Sequence[Split], devices: int) -> list[tuple[Split | None, ...]]:
+def _combinations(runs: Sequence[MeshSplit], devices: int) -> list[tuple[MeshSplit | None, ...]]:
     """Choices for the four entries of a layout, built entry by entry so that few are looked at in vain."""
-    found: list[tuple[Split | None, ...]] = [()]
+    found: list[tuple[MeshSplit | None, ...]] = [()]
     for _ in Layout._fields:
         found = [
             (*start, each)
@@ -112,7 +112,7 @@ MOST_DIMENSIONS = 3
 """Dimensions of a mesh."""
 
 
-class Split(NamedTuple):
+class MeshSplit(NamedTuple):
     """A dimension of a mesh: ``extent`` devices, ``stride`` apart in their numbers."""
 
     extent: int
@@ -128,19 +128,19 @@ class Split(NamedTuple):
         return device // self.stride % self.extent
 
     @property
-    def parts(self) -> tuple[tuple[Split, Split], ...]:
+    def parts(self) -> tuple[tuple[MeshSplit, MeshSplit], ...]:
         """Every way to see it as two dimensions, the one with the larger stride first."""
         return tuple(
-            (Split(self.extent // low, self.stride * low), Split(low, self.stride))
+            (MeshSplit(self.extent // low, self.stride * low), MeshSplit(low, self.stride))
             for low in range(2, self.extent)
             if self.extent % low == 0
         )
 
-    def after(self, major: Split | None) -> Split | None:
+    def after(self, major: MeshSplit | None) -> MeshSplit | None:
         """The split by ``major`` and then by this one, where the two are one dimension; by this one without it."""
         if major is None:
             return self
-        return Split(major.extent * self.extent, self.stride) if major.stride == self.reach else None
+        return MeshSplit(major.extent * self.extent, self.stride) if major.stride == self.reach else None
 
 
 @cache
@@ -158,23 +158,25 @@ def factorizations(count: int, most: int = MOST_DIMENSIONS) -> tuple[tuple[int, 
     )
 
 
-def splits_of(mesh: Sequence[int]) -> tuple[Split, ...]:
+def splits_of(mesh: Sequence[int]) -> tuple[MeshSplit, ...]:
     """The dimensions of a mesh as splits, the first changing slowest."""
     found, stride = [], 1
     for extent in reversed(mesh):
-        found.append(Split(extent, stride))
+        found.append(MeshSplit(extent, stride))
         stride *= extent
     return tuple(reversed(found))
 
 
-def ways_to_split(devices: int, sizes: Sequence[int], most: int = MOST_DIMENSIONS) -> list[tuple[Split | None, ...]]:
+def ways_to_split(
+    devices: int, sizes: Sequence[int], most: int = MOST_DIMENSIONS
+) -> list[tuple[MeshSplit | None, ...]]:
     """Every valid way to split axes of these sizes over a number of devices; None is an axis that is not split.
 
     For every mesh, each of its dimensions splits at most one axis and each axis is split by at most one, whose extent
     divides the axis; along dimensions that split nothing all devices do the same. Each way is listed once, however
     many meshes show it.
     """
-    found: dict[tuple[Split | None, ...], None] = {}
+    found: dict[tuple[MeshSplit | None, ...], None] = {}
     for mesh in factorizations(devices, most):
         dimensions = splits_of(mesh)
         for used in range(len(dimensions) + 1):
@@ -186,7 +188,7 @@ def ways_to_split(devices: int, sizes: Sequence[int], most: int = MOST_DIMENSION
     return list(found)
 
 
-def nested(splits: Sequence[Split], devices: int) -> bool:
+def nested(splits: Sequence[MeshSplit], devices: int) -> bool:
     """Whether the splits are dimensions of one mesh of so many devices."""
     outer = devices
     for split in sorted(splits, key=lambda each: -each.stride):
@@ -196,7 +198,7 @@ def nested(splits: Sequence[Split], devices: int) -> bool:
     return True
 
 
-def mesh_name(splits: Sequence[tuple[str, Split]], devices: int) -> str:
+def mesh_name(splits: Sequence[tuple[str, MeshSplit]], devices: int) -> str:
     """A configuration in words, such as ``batch2-copies4-columns2``: the mesh in order and what each dimension splits.
 
     ``copies`` are devices that do the same.
@@ -205,7 +207,7 @@ def mesh_name(splits: Sequence[tuple[str, Split]], devices: int) -> str:
     return "-".join(words) or "whole"
 
 
-def _in_order(splits: Sequence[tuple[str, Split]], devices: int) -> Iterator[tuple[str, int]]:
+def _in_order(splits: Sequence[tuple[str, MeshSplit]], devices: int) -> Iterator[tuple[str, int]]:
     outer = devices
     for name, split in sorted(splits, key=lambda each: -each[1].stride):
         if outer > split.reach:

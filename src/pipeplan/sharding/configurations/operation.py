@@ -25,7 +25,7 @@ from pipeplan.costs.operators import Kernel, Operator
 from pipeplan.costs.presets import DevicePreset
 from pipeplan.sharding.configurations.layouts import Tensor
 
-__all__ = ["IMAGE", "Axis", "InnerExchange", "Map", "Numbers", "Operation", "Times", "tokens"]
+__all__ = ["IMAGE", "Axis", "InnerExchange", "Map", "Numbers", "Splittable", "Times", "tokens"]
 
 Map = tuple[str | None, str | None, str | None]
 """Which axis of the operator each dimension of a tensor is: samples, places, features; None where it is whole."""
@@ -81,7 +81,7 @@ class Times(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Operation(ABC):
+class Splittable(ABC):
     """One operator of a model, for all samples of a micro-batch.
 
     ``width`` is bytes per number. ``learns``: whether a gradient goes back to its input. Operators that are equal cost

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pipeplan.costs import operators as forms
 from pipeplan.costs.operators import Kernel, Operator
 from pipeplan.sharding.configurations.layouts import ANY, Tensor
-from pipeplan.sharding.configurations.operation import IMAGE, InnerExchange, Numbers, Operation, tokens
+from pipeplan.sharding.configurations.operation import IMAGE, InnerExchange, Numbers, Splittable, tokens
 
 __all__ = [
     "Activation",
@@ -35,7 +35,7 @@ _INT64 = 8
 
 
 @dataclass(frozen=True)
-class Product(Operation):
+class Product(Splittable):
     """A matrix product with a weight: [samples, places, rows] to [samples, places, columns]."""
 
     bias: bool = True
@@ -51,7 +51,7 @@ class Product(Operation):
 
 
 @dataclass(frozen=True)
-class Convolution(Operation):
+class Convolution(Splittable):
     """A convolution of images: places are rows of the output, rows input channels, columns output channels.
 
     Where the rows of images are split, neighbours hand each other the edges that the kernel reaches over.
@@ -89,7 +89,7 @@ class Convolution(Operation):
 
 
 @dataclass(frozen=True)
-class Norm(Operation):
+class Norm(Splittable):
     """A norm of each token over its features: a mean and a deviation, summed over shares of the features."""
 
     bias: bool = True
@@ -105,7 +105,7 @@ class Norm(Operation):
 
 
 @dataclass(frozen=True)
-class BatchNorm(Operation):
+class BatchNorm(Splittable):
     """A norm of each channel over samples and pixels, whose statistics are summed over shares of these."""
 
     kind = "batch-norm"
@@ -120,7 +120,7 @@ class BatchNorm(Operation):
 
 
 @dataclass(frozen=True)
-class Activation(Operation):
+class Activation(Splittable):
     """An element-wise function that keeps its input."""
 
     kind = "element-wise"
@@ -130,7 +130,7 @@ class Activation(Operation):
 
 
 @dataclass(frozen=True)
-class Relu(Operation):
+class Relu(Splittable):
     """An element-wise function that keeps its output."""
 
     kind = "element-wise"
@@ -142,7 +142,7 @@ class Relu(Operation):
 
 
 @dataclass(frozen=True)
-class Add(Operation):
+class Add(Splittable):
     """The sum of two tensors."""
 
     kind = "element-wise"
@@ -154,7 +154,7 @@ class Add(Operation):
 
 
 @dataclass(frozen=True)
-class MaxPool(Operation):
+class MaxPool(Splittable):
     """The largest around every second pixel of every second row; places are rows of the output."""
 
     kind = "pool"
@@ -167,7 +167,7 @@ class MaxPool(Operation):
 
 
 @dataclass(frozen=True)
-class AveragePool(Operation):
+class AveragePool(Splittable):
     """The mean over places; shares of them leave a partial sum."""
 
     kind = "pool"
@@ -181,7 +181,7 @@ class AveragePool(Operation):
 
 
 @dataclass(frozen=True)
-class FirstPlace(Operation):
+class FirstPlace(Splittable):
     """A view of the first place of each sample; who does not have it adds nothing to the partial sum."""
 
     kind = "pool"
@@ -193,7 +193,7 @@ class FirstPlace(Operation):
 
 
 @dataclass(frozen=True)
-class Concatenation(Operation):
+class Concatenation(Splittable):
     """Several tensors joined along places or features, which therefore stay whole; ``sample_numbers`` of a sample."""
 
     sample_numbers: int = 1
@@ -212,7 +212,7 @@ class Concatenation(Operation):
 
 
 @dataclass(frozen=True)
-class Attention(Operation):
+class Attention(Splittable):
     """Fused self-attention of [samples, places, heads * 3 head sizes]: queries, keys and values of a head together.
 
     Shares of the places gather keys and values, and sum their gradients.
@@ -241,7 +241,7 @@ class Attention(Operation):
 
 
 @dataclass(frozen=True)
-class CrossAttention(Operation):
+class CrossAttention(Splittable):
     """Fused attention of queries to the keys and values of another sequence, which is whole on every device."""
 
     head_size: int = 64
@@ -261,7 +261,7 @@ class CrossAttention(Operation):
 
 
 @dataclass(frozen=True)
-class Embedding(Operation):
+class Embedding(Splittable):
     """Rows of a table by indices: [samples, places] to [samples, places, columns]; ``rows`` are its entries."""
 
     kind = "embedding"
@@ -278,7 +278,7 @@ class Embedding(Operation):
 
 
 @dataclass(frozen=True)
-class Loss(Operation):
+class Loss(Splittable):
     """Cross-entropy of [samples, places, classes]; shares of the classes sum three numbers per token."""
 
     kind = "loss"
@@ -294,7 +294,7 @@ class Loss(Operation):
 
 
 @dataclass(frozen=True)
-class Recurrent(Operation):
+class Recurrent(Splittable):
     """An LSTM layer over the ``steps`` of each sample: rows are numbers of its input, columns its cells.
 
     Shares of the cells gather the state in every step and scatter its gradient; shares of the rows, which take a share
@@ -343,7 +343,7 @@ class Recurrent(Operation):
 
 
 @dataclass(frozen=True)
-class Data(Operation):
+class Data(Splittable):
     """Inputs of the model as they are loaded: samples over all devices, which is data parallelism (section 4.2)."""
 
     devices: int = 1

@@ -13,25 +13,25 @@ from pipeplan.sharding.configurations.layouts import (
     ANY,
     MOST_DIMENSIONS,
     Layout,
-    Split,
+    MeshSplit,
     Tensor,
     mesh_name,
     ways_to_split,
 )
-from pipeplan.sharding.configurations.operation import InnerExchange, Map, Operation
+from pipeplan.sharding.configurations.operation import InnerExchange, Map, Splittable
 from pipeplan.sharding.configurations.resharding import Resharding, groups_along
 
-__all__ = ["Configuration", "Rule", "Scale", "Splits", "Taken", "configurations", "recomputed"]
+__all__ = ["Configuration", "OperatorScale", "Rule", "Splits", "Taken", "configurations", "recomputed"]
 
-Splits = Mapping[str, Split]
+Splits = Mapping[str, MeshSplit]
 """The split of every axis that is split."""
 
-Rule = Callable[[Operation, Splits], bool]
+Rule = Callable[[Splittable, Splits], bool]
 """Whether a configuration is looked at: planners that restrict what may be split are such rules."""
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class OperatorScale:
     """What a profile says of an operator beyond its closed form.
 
     ``forward`` and ``backward`` are measured over told time of its block; ``state_bytes`` are its unsplit parameters,
@@ -108,8 +108,8 @@ def recomputed(way: Configuration, inputs: Collection[Taken]) -> Configuration:
 
 
 def configurations(
-    operation: Operation,
-    scale: Scale,
+    operation: Splittable,
+    scale: OperatorScale,
     device: DevicePreset,
     resharding: Resharding,
     *,
@@ -127,10 +127,10 @@ def configurations(
 
 
 def _priced(
-    operation: Operation,
+    operation: Splittable,
     splits: Splits,
     extents: Mapping[str, int],
-    scale: Scale,
+    scale: OperatorScale,
     device: DevicePreset,
     resharding: Resharding,
 ) -> Configuration:
@@ -171,7 +171,7 @@ def _exchanged(exchanges: tuple[InnerExchange, ...], splits: Splits, resharding:
     return forward, backward
 
 
-def _exchange_ns(inner: InnerExchange, split: Split, resharding: Resharding) -> float:
+def _exchange_ns(inner: InnerExchange, split: MeshSplit, resharding: Resharding) -> float:
     exchange = inner.exchange
     if exchange is not None:
         return time_of_groups(resharding.cluster, exchange, groups_along([split], resharding.devices))
@@ -183,7 +183,7 @@ def _exchange_ns(inner: InnerExchange, split: Split, resharding: Resharding) -> 
     return float(send_time(resharding.cluster, pairs, inner.num_bytes))
 
 
-def _sum_ns(size: int, split: Split, resharding: Resharding) -> float:
+def _sum_ns(size: int, split: MeshSplit, resharding: Resharding) -> float:
     """Time to add up gradients of so many bytes along a split: the cheapest way from a sum to a whole tensor."""
     if not size:
         return 0.0
@@ -196,7 +196,7 @@ def _layout(taken: Map, splits: Splits) -> Layout:
     return Layout(samples, places, features)
 
 
-def _partial(operation: Operation, taken: Map, splits: Splits) -> Layout:
+def _partial(operation: Splittable, taken: Map, splits: Splits) -> Layout:
     """The layout of a tensor that is a sum along whatever the operator splits and the tensor does not have."""
     lacking = [split for name, split in splits.items() if name not in taken and name not in operation.combined]
     assert len(lacking) <= 1, f"{operation.kind} leaves a sum along {lacking}"

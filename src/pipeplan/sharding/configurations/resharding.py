@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from pipeplan.costs.communication import BusiestPair, Combining, Exchange, busiest_pair, time_of_groups
 from pipeplan.files import Cluster
-from pipeplan.sharding.configurations.layouts import DIMENSIONS, Layout, Split, Tensor, all_layouts, nested
+from pipeplan.sharding.configurations.layouts import DIMENSIONS, Layout, MeshSplit, Tensor, all_layouts, nested
 
 __all__ = ["Move", "Resharding", "groups_along", "moves_between_all"]
 
@@ -52,12 +52,12 @@ class Move:
     how: How
     source: Layout
     target: Layout
-    along: Split | None = None
+    along: MeshSplit | None = None
     given: str = ""
     taken: str = ""
 
 
-def groups_along(along: Sequence[Split], devices: int) -> list[list[int]]:
+def groups_along(along: Sequence[MeshSplit], devices: int) -> list[list[int]]:
     """The groups of devices that differ in nothing but their coordinates along these splits."""
     found: dict[int, list[int]] = {}
     for device in range(devices):
@@ -102,7 +102,7 @@ def _moves_from(layout: Layout, devices: int) -> Iterator[Move]:
                 yield Move("scatter", layout, gained.target, along=freed, taken=name)
 
 
-def _gaining(layout: Layout, name: str, runs: Sequence[Split], how: How) -> Iterator[Move]:
+def _gaining(layout: Layout, name: str, runs: Sequence[MeshSplit], how: How) -> Iterator[Move]:
     """The dimension is split along each of these devices too, where that leaves it one split."""
     for run in runs:
         split = run.after(getattr(layout, name))
@@ -110,23 +110,23 @@ def _gaining(layout: Layout, name: str, runs: Sequence[Split], how: How) -> Iter
             yield Move(how, layout, layout._replace(**{name: split}), along=run, taken=name)
 
 
-def _minor_parts(split: Split | None) -> list[tuple[Split | None, Split]]:
+def _minor_parts(split: MeshSplit | None) -> list[tuple[MeshSplit | None, MeshSplit]]:
     """What can be given up so that the pieces stay in order: all of a split, or its minor part; and what is kept."""
     return [(None, split), *split.parts] if split else []
 
 
-def _any_parts(split: Split | None) -> list[tuple[Split | None, Split]]:
+def _any_parts(split: MeshSplit | None) -> list[tuple[MeshSplit | None, MeshSplit]]:
     """All of a split, or either part of it; a sum has no order."""
     return [*_minor_parts(split), *((minor, major) for major, minor in split.parts)] if split else []
 
 
-def _free_runs(layout: Layout, devices: int) -> list[Split]:
+def _free_runs(layout: Layout, devices: int) -> list[MeshSplit]:
     used = layout.used()
     return [run for run in _runs(devices) if nested([*used, run], devices)]
 
 
 @cache
-def _runs(devices: int) -> tuple[Split, ...]:
+def _runs(devices: int) -> tuple[MeshSplit, ...]:
     return tuple(layout.samples for layout in all_layouts(devices) if layout.samples and not any(layout[1:]))
 
 

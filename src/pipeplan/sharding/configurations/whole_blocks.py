@@ -23,7 +23,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow
 from pipeplan.sharding.configurations import operations as ops
 from pipeplan.sharding.configurations.layouts import ANY, Tensor
-from pipeplan.sharding.configurations.operation import Axis, InnerExchange, Map, Numbers, Operation, Times
+from pipeplan.sharding.configurations.operation import Axis, InnerExchange, Map, Numbers, Splittable, Times
 
 __all__ = ["WholeBlock", "WordTable", "row_for", "shards_axis", "single_operator"]
 
@@ -40,7 +40,7 @@ _SCALED = (
 
 
 @dataclass(frozen=True)
-class WholeBlock(Operation):
+class WholeBlock(Splittable):
     """A block by its rows: samples can be split, and what its rows for several shards split.
 
     Collectives among the shards are in the rows' times, and inputs and output are whole on each of them.
@@ -138,7 +138,7 @@ def _shard_counts(block: Block) -> set[int]:
 
 
 @dataclass(frozen=True)
-class _Alone(Operation):
+class _Alone(Splittable):
     """An operator that keeps a copy of its own of whatever its backward needs, each where it lies."""
 
     keeps: ClassVar[tuple[bool, ...]] = (False,)
@@ -149,7 +149,7 @@ class _Alone(Operation):
 
 
 @dataclass(frozen=True)
-class _Layer(_Alone, ops.Product):
+class _ExecutedLayer(_Alone, ops.Product):
     """A matrix product that shares of the rows sum; ``bent``: with a function of each number, whose output is kept."""
 
     bent: bool = False
@@ -168,23 +168,23 @@ class _Layer(_Alone, ops.Product):
 
 
 @dataclass(frozen=True)
-class _Norm(_Alone, ops.Norm):
+class _ExecutedNorm(_Alone, ops.Norm):
     """A norm."""
 
 
 @dataclass(frozen=True)
-class _Attention(_Alone, ops.Attention):
+class _ExecutedAttention(_Alone, ops.Attention):
     """The middle of attention."""
 
 
 @dataclass(frozen=True)
-class _Activation(_Alone, ops.Activation):
+class _ExecutedActivation(_Alone, ops.Activation):
     """A function of each number."""
 
 
 def single_operator(
     block: Block, samples: int, width: int, taken: Sequence[int], *, learns: bool = True
-) -> Operation | None:
+) -> Splittable | None:
     """The operator that a block is, by its kind and the names of its dimensions; None if it is not known to be one.
 
     Args:
@@ -199,15 +199,15 @@ def single_operator(
     return make(block.dimensions, batch, width, sum(taken), learns) if make is not None else None
 
 
-def _linear(sizes: Numbers, batch: Axis, width: int, taken: int, learns: bool) -> Operation | None:
+def _linear(sizes: Numbers, batch: Axis, width: int, taken: int, learns: bool) -> Splittable | None:
     """With a function of each number behind it; more places than one are for the block to know."""
     if taken > sizes["inputs"] * width:
         return None
-    return _Layer(_product_axes(sizes, batch, 1), width, learns=learns, bent=True)
+    return _ExecutedLayer(_product_axes(sizes, batch, 1), width, learns=learns, bent=True)
 
 
-def _product(sizes: Numbers, batch: Axis, width: int, taken: int, learns: bool) -> Operation:
-    return _Layer(_product_axes(sizes, batch, sizes["sequence"]), width, learns=learns)
+def _product(sizes: Numbers, batch: Axis, width: int, taken: int, learns: bool) -> Splittable:
+    return _ExecutedLayer(_product_axes(sizes, batch, sizes["sequence"]), width, learns=learns)
 
 
 def _product_axes(sizes: Numbers, batch: Axis, places: int) -> tuple[Axis, ...]:
@@ -215,22 +215,22 @@ def _product_axes(sizes: Numbers, batch: Axis, places: int) -> tuple[Axis, ...]:
     return batch, Axis("places", places, called="sequence"), rows, columns
 
 
-def _attention(sizes: Numbers, batch: Axis, width: int, taken: int, learns: bool) -> Operation:
+def _attention(sizes: Numbers, batch: Axis, width: int, taken: int, learns: bool) -> Splittable:
     size = sizes["hidden"] // sizes["heads"]
     axes = _image(sizes, batch, Axis("features", sizes["heads"], size, "heads"))
-    return _Attention(axes, width, learns=learns, head_size=size)
+    return _ExecutedAttention(axes, width, learns=learns, head_size=size)
 
 
-def _of_numbers(operation: type[Operation]) -> Callable[[Numbers, Axis, int, int, bool], Operation]:
+def _of_numbers(operation: type[Splittable]) -> Callable[[Numbers, Axis, int, int, bool], Splittable]:
     """An operator that knows of features alone."""
 
-    def made(sizes: Numbers, batch: Axis, width: int, taken: int, learns: bool) -> Operation:
+    def made(sizes: Numbers, batch: Axis, width: int, taken: int, learns: bool) -> Splittable:
         return operation(_image(sizes, batch, Axis("features", sizes["hidden"], called="hidden")), width, learns=learns)
 
     return made
 
 
-def _loss(sizes: Numbers, batch: Axis, width: int, taken: int, learns: bool) -> Operation:
+def _loss(sizes: Numbers, batch: Axis, width: int, taken: int, learns: bool) -> Splittable:
     words = Axis("features", sizes["vocabulary"], called="vocabulary")
     return ops.Loss(_image(sizes, batch, words), width, learns=learns)
 
@@ -239,12 +239,12 @@ def _image(sizes: Numbers, batch: Axis, features: Axis) -> tuple[Axis, ...]:
     return batch, Axis("places", sizes["sequence"], called="sequence"), features
 
 
-_KINDS: dict[tuple[str, tuple[str, ...]], Callable[[Numbers, Axis, int, int, bool], Operation | None]] = {
+_KINDS: dict[tuple[str, tuple[str, ...]], Callable[[Numbers, Axis, int, int, bool], Splittable | None]] = {
     ("linear", ("inputs", "outputs")): _linear,
     ("product", ("inputs", "outputs", "sequence")): _product,
-    ("norm", ("hidden", "sequence")): _of_numbers(_Norm),
+    ("norm", ("hidden", "sequence")): _of_numbers(_ExecutedNorm),
     ("attention-core", ("heads", "hidden", "sequence")): _attention,
-    ("activation", ("hidden", "sequence")): _of_numbers(_Activation),
+    ("activation", ("hidden", "sequence")): _of_numbers(_ExecutedActivation),
     ("add", ("hidden", "sequence")): _of_numbers(ops.Add),
     ("loss", ("sequence", "vocabulary")): _loss,
 }

@@ -67,7 +67,7 @@ def find_repetend(
     shows them, which finds any that lasts a sixteenth of the run.
     """
     require_equal_sizes(graph.workload)
-    search = _Search.of(graph, orders, starts)
+    search = _RepetendSearch.of(graph, orders, starts)
     if search is None:
         return None
     limit = graph.workload.num_microbatches // 2
@@ -151,7 +151,7 @@ class _Line:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _RepetendStart:
     """A moment at which a repetend begins: ``positions`` [device, link] in the orders, ``first`` [item]."""
 
     unroll: int
@@ -171,7 +171,7 @@ class _Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class _Search:
+class _RepetendSearch:
     """A schedule in which repetends are looked for; ``steps`` are its distinct moments with who starts then."""
 
     workload: Workload
@@ -181,7 +181,7 @@ class _Search:
     steady: dict[object, tuple[int, int]]
 
     @classmethod
-    def of(cls, graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> _Search | None:
+    def of(cls, graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> _RepetendSearch | None:
         """None if some operation does not run its micro-batches in turn."""
         n = graph.workload.num_microbatches
         lines = []
@@ -225,7 +225,7 @@ class _Search:
                 if reach >= max(2 * unroll, self.workload.num_microbatches // 4):
                     return
 
-    def cuts(self, unroll: int) -> Iterator[_Cut]:
+    def cuts(self, unroll: int) -> Iterator[_RepetendStart]:
         """Moments at which a repetend begins, the best of each run of consecutive ones.
 
         Between moments a device moves on by at most one action. If its windows are balanced at both, the second
@@ -238,7 +238,7 @@ class _Search:
         home = [resources[0] for resources in self.workload.resources]
         positions, first = [0] * len(self.lines), [0] * len(home)
         missing = sum(not flags[0] for flags in balanced)
-        best: _Cut | None = None
+        best: _RepetendStart | None = None
         until = -1
         in_middle = False
         for moment, devices in self.steps:
@@ -247,7 +247,7 @@ class _Search:
                     in_middle = self._in_middle(moment)
                     until = first[0] + unroll  # cuts after one repetition are like those before
                 if first[0] <= until:
-                    cut = _Cut(unroll, moment, tuple(positions), tuple(first), not in_middle)
+                    cut = _RepetendStart(unroll, moment, tuple(positions), tuple(first), not in_middle)
                     best = cut if best is None or cut.place < best.place else best
             elif best is not None:
                 yield best
@@ -264,7 +264,7 @@ class _Search:
     def _in_middle(self, moment: int) -> bool:
         return self.makespan <= 4 * moment <= 3 * self.makespan
 
-    def steady_state(self, cut: _Cut) -> tuple[int, int]:
+    def steady_state(self, cut: _RepetendStart) -> tuple[int, int]:
         """(cycle, time in ns) of the repetend, once for cuts that continue to the same endless order.
 
         Cycle 0 says that the replay does not become periodic.
