@@ -119,7 +119,7 @@ def cases() -> dict[str, Case]:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, RunResult]:
-    reports = reports_of(cases(), "emulation_rank:emulate_all", RANK)
+    reports = reports_of(cases(), "runtime_support.emulation_rank:emulate_all", RANK)
     return {name: RunResult.from_json(ranks[0]["result"]) for name, ranks in reports.items()}
 
 

@@ -142,7 +142,8 @@ def told(cases: Mapping[str, list[Leg]], *, dies: bool = False) -> dict[str, lis
     def listen(rank: int, report: Mapping[str, Any]) -> None:
         found[report["name"]].append(report["legs"])
 
-    watch_local("checkpoint_rank:work", [()] * 4, {"cases": job, "dies": dies}, TRAINING.timeout_ns, listen, RANK)
+    asked = {"cases": job, "dies": dies}
+    watch_local("runtime_support.checkpoint_rank:work", [()] * 4, asked, TRAINING.timeout_ns, listen, RANK)
     return found
 
 
