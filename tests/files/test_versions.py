@@ -402,6 +402,7 @@ def test_a_new_version_gets_its_form_and_schema(second: type[Profile], tmp_path:
 
 
 def test_chains_of_helpers_are_the_recorded_ones() -> None:
-    """The plan of these tests is the recorded profile's."""
+    """The plan of these tests is the recorded profile's, which says in other words that it is made up."""
+    recorded = parse(json.dumps(OLD["file"]), Profile)
     profile = chain_profile(2, split=(12, 9), lag=7, weight_grad_bytes=1500)
-    assert parse(json.dumps(OLD["file"]), Profile) == profile
+    assert recorded == profile.model_copy(update={"source": recorded.source})

@@ -8,6 +8,7 @@ file.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field, fields, replace
@@ -230,7 +231,14 @@ Ends = Annotated[tuple[End, ...], BeforeValidator(_listed)]
 
 
 def _attributes(table: Mapping[str, Any]) -> Mapping[str, Attribute]:
-    return {key: tuple(each) if isinstance(each, list) else each for key, each in table.items()}
+    found = {key: tuple(each) if isinstance(each, list) else each for key, each in table.items()}
+    if not all(_is_scalar(each) for value in found.values() for each in _listed(value)):
+        raise ValueError("attributes are texts, finite numbers, booleans and lists of them")
+    return found
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
 
 
 @usage_errors
