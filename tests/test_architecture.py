@@ -17,7 +17,7 @@ import pytest
 
 from builders.profiles import profile_of
 from pipeplan.files import CostRow, write_file
-from runtime_support.rooms import imports_of, modules
+from runtime_support.rooms import RUNTIME, SPEC, imports_of, modules
 from support.commands import pipeplan
 from support.paths import ROOT
 
@@ -142,6 +142,10 @@ def test_imports_follow_the_picture() -> None:
             assert height[source] > height[target], module
     inside = {name: -index for index, names in enumerate(runtime_levels()) for name in names}
     assert all(inside[source] > inside[target] for _, source, target in imports_between("pipeplan.runtime"))
+    executor = {
+        name for module in modules() if module.startswith(f"{RUNTIME}.executor.") for name in imports_of(module)
+    }
+    assert {name for name in executor if name.startswith(f"{RUNTIME}.models")} == {SPEC}
 
 
 def test_the_heavy_ones_are_where_the_page_says() -> None:
