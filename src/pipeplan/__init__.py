@@ -1,6 +1,7 @@
 """pipeplan: a planner for pipeline-parallel training and inference of large neural networks.
 
-Importing it takes a moment: what a function needs is imported when it is called.
+Here: the public face, lazy: what a function needs is imported when it is called. Not here: anything that does the work,
+which starts in :mod:`pipeplan._api`; the rooms and their order are in ``docs/architecture.md``.
 """
 
 from __future__ import annotations

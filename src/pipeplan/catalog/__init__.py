@@ -1,5 +1,5 @@
 """Data and nothing else: devices, clusters of the papers, sizes of models, scheduling rules, recipes of training state.
 
-A new member is a new file in its folder (:mod:`pipeplan.catalog.reading` lists them); what the data means, and code of
-any kind, lives in the rooms that read it.
+Here: one file per member, in a folder per kind, which :mod:`pipeplan.catalog.reading` lists. Not here: what the data
+means, and code of any other kind; that lives in the rooms that read it.
 """

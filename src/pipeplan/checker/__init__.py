@@ -1,7 +1,7 @@
 """Is this plan right? Everything is recomputed from the plan's own numbers, by code that knows no planner.
 
-Nothing here imports a solver, a schedule, a simulation or the lowering: what these make passes through here. All
-rules are listed in docs/check.md.
+Here: the rules of a right plan, all listed in ``docs/check.md``. Not here: a solver, a schedule, a simulation or the
+lowering; what these make passes through here. Time and memory are computed a second time, apart from workload.
 """
 
 from __future__ import annotations

@@ -1,1 +1,5 @@
-"""The command line: one file per verb, joined in :mod:`pipeplan.cli.main`."""
+"""The command line, whose verbs are joined in :mod:`pipeplan.cli.main`.
+
+Here: one file per verb, which reads flags, calls :mod:`pipeplan._api` and prints. Not here: planning, measuring,
+running; tables and drawings (reporting).
+"""

@@ -1,4 +1,8 @@
-"""What things cost: interpolation over micro-batch size, stages, links."""
+"""What things cost: blocks between measured sizes, operators by closed forms, links, stages, training state.
+
+Here: a profile and a placement become a workload. Not here: measuring (runtime.profiling), the figures of devices and
+clusters (catalog), what follows from costs in time (workload).
+"""
 
 from pipeplan.costs.blocks import block_costs
 from pipeplan.costs.communication import transfer_time

@@ -1,4 +1,8 @@
-"""What things are: profile, cluster, placement, action, plan. Frozen types, JSON in and out."""
+"""The file formats: profile, cluster, placement, plan; frozen types, JSON in and out, every version read.
+
+Here: what a file may say, its versions and migrations, traces. Not here: what follows from it in time and memory
+(workload), whether a plan is right (checker).
+"""
 
 from pipeplan.files.base import File, FileModel, Source
 from pipeplan.files.cluster import Cluster, DeviceKind, LinkLevel, MeasuredCurve

@@ -1,6 +1,7 @@
 """Planning: a :class:`Request` in, a result out, from searching, comparing, tuning, and frontiers.
 
-What schedules, partitions and splits stages lives in rooms of its own.
+Here: which candidates there are, how they share the time, and the plan that is built of the best. Not here: making
+schedules, partitions and splits, which have rooms of their own; tables of results (reporting).
 """
 
 from pipeplan.planning.build_plan import assemble

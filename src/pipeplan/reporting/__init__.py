@@ -1,1 +1,4 @@
-"""What a simulation looks like: figures as JSON, tables and a timeline for the terminal, SVG, traces."""
+"""What results look like: tables, plots and a timeline for the terminal, SVG, traces.
+
+Here: layout alone. Not here: the figures, which results have (planning, simulator, costs).
+"""

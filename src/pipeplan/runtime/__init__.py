@@ -1,1 +1,4 @@
-"""Everything that imports torch: models, measuring them, and running plans."""
+"""Everything that runs a model: measuring, training, and replaying plans, with torch.
+
+Here: rooms for training, profiling, executor, models, launch, parallel. Not here: planning; a plan comes in as a file.
+"""

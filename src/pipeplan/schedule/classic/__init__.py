@@ -1,4 +1,7 @@
-"""The classic schedules: rules files of the catalog, or a few lines on a common base."""
+"""The classic schedules: rules files of the catalog, or a few lines on a common base.
+
+Here: the table of all of them by name, and those that no rules file says. Not here: rules (rules) and their engine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Schedules as rules (FlexPipe): a language, a file for it, and the scheduler that runs it."""
+"""Schedules as rules (FlexPipe): a language, a file for it, and the scheduler that runs it.
+
+Here: how rules are read and run. Not here: the rules files that ship (catalog), where rules place a model (planning).
+"""
 
 from pipeplan.schedule.rules.custom_ops import with_instruction, with_instructions
 from pipeplan.schedule.rules.engine import schedule_by_rules

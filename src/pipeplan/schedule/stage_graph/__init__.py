@@ -5,8 +5,10 @@ forwards in turn. *Greedy* (3.10.1): backwards as soon as their gradients are th
 the iteration time needs. Algorithm 4 as printed falls short of its own Fig. 3.5; what is different here and why is said
 in ``docs/algorithms/graph-schedules.md``.
 
-Orders are those of the devices alone; links carry first come, first served. *Samples in flight* of a stage are those
-between the start of their forward and the end of their backward (of W, where it is split).
+Here: orders of the devices alone. Not here: which blocks form the stages (partition.graph).
+
+Links carry first come, first served. *Samples in flight* of a stage are those between the start of their forward and
+the end of their backward (of W, where it is split).
 """
 
 from pipeplan.schedule.stage_graph.orders import best_kfkb_orders, greedy_orders, kfkb_orders, least_ks

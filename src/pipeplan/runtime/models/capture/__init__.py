@@ -1,4 +1,8 @@
-"""Capturing a model: from a module to named blocks and edges, by ``torch.export``."""
+"""Capturing a model: from a module to named blocks and edges, by ``torch.export``.
+
+Here: tracing a module and grouping its operators into blocks. Not here: which module a name means (models.load), models
+that come in blocks already (zoo, sequential).
+"""
 
 from pipeplan.runtime.models.capture.to_blocks import capture, parameters_of, replay
 

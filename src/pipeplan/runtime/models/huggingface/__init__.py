@@ -1,4 +1,7 @@
-"""Models of Hugging Face configurations: a local file or a class's name with arguments, never a download."""
+"""Models of Hugging Face configurations: a local file or a class's name with arguments, never a download.
+
+Here: building, splitting and feeding models of transformers. Not here: cutting them into blocks (capture).
+"""
 
 from pipeplan.runtime.models.huggingface.build import LoadedModel, load
 from pipeplan.runtime.models.huggingface.to_blocks import collectives_of, load_configuration

@@ -1,4 +1,7 @@
-"""The zoo: models in plain PyTorch, cut into blocks; sizes of papers and tiny ones, by name."""
+"""The zoo: models in plain PyTorch, cut into blocks, by name.
+
+Here: families of models and their layers. Not here: their sizes (catalog), their estimated profiles (examples).
+"""
 
 from pipeplan.runtime.models.zoo.registry import ZOO, zoo_model
 
