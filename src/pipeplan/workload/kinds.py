@@ -38,6 +38,8 @@ class Role(Enum):
     CACHE = "cache"
     CUSTOM = "custom"
 
+    __hash__ = object.__hash__  # that of Enum runs in Python
+
 
 BACKWARD_ROLES = (Role.BACKWARD, Role.INPUT_GRAD)
 """Roles that return gradients to the stages whose outputs were used."""

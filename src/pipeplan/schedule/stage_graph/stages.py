@@ -24,6 +24,9 @@ NEVER = 2**62
 """More than any time in ns, or any number of samples."""
 
 
+_RANKS = {Role.FORWARD: 2, Role.WEIGHT_GRAD: 3}
+
+
 @dataclass
 class Stages:
     """What is said of the stages of a task graph, in samples and micro-batches; and how many actions trials started."""
@@ -51,6 +54,11 @@ class Stages:
     def roles(self) -> list[Role]:
         """[operation]"""
         return [operation.role for operation in self.graph.workload.operations]
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """[operation] what goes first where several could run: backwards, forwards, weight gradients."""
+        return [_RANKS.get(role, 1) for role in self.roles]
 
     @cached_property
     def stage_of(self) -> list[int]:
@@ -137,11 +145,12 @@ class Stages:
         needs = [0] * graph.num_tasks
         for item in sorted(range(len(workload.durations)), key=workload.rank, reverse=True):
             behind = left = 0
+            is_forward = item < len(self.roles) and self.roles[item] is Role.FORWARD
             for task in reversed(range(*graph.offsets[item : item + 2])):
                 ways = [lag + needs[other] for other, lag in graph.successors[task]]
                 left += graph.durations[task]
                 needs[task] = graph.durations[task] + max([behind, *ways])
-                if item < len(self.roles) and self.roles[item] is Role.FORWARD:
+                if is_forward:
                     needs[task] = max(needs[task], left + self._backwards_left(item, task, needs))
                 behind = needs[task]
         return needs
@@ -240,9 +249,10 @@ class Run:
 
     def _rank(self, operation: int) -> tuple[int, int, int]:
         """Sort key of what goes first: backwards, forwards, weight gradients; then by depth."""
-        stage, role = self._stages.stage_of[operation], self._stages.roles[operation]
-        role_rank = {Role.FORWARD: 0 if self.rules[stage].forward_first else 2, Role.WEIGHT_GRAD: 3}.get(role, 1)
-        return role_rank, -self._stages.depths[stage], operation
+        stage, rank = self._stages.stage_of[operation], self._stages.ranks[operation]
+        if rank == _RANKS[Role.FORWARD] and self.rules[stage].forward_first:
+            rank = 0
+        return rank, -self._stages.depths[stage], operation
 
     def _run(self) -> None:
         done = 0
