@@ -41,9 +41,10 @@ from pipeplan.schedule.rules import (
 from pipeplan.schedule.rules.files import parse_rules
 from pipeplan.schedule.search import first_look, search_schedule
 from pipeplan.simulator.simulation import simulate
-from pipeplan.workload.action import Action, in_order
+from pipeplan.workload.action import Action
 from pipeplan.workload.bounds import makespan_bound
 from pipeplan.workload.elements import Dependency, Operation
+from pipeplan.workload.kinds import in_order
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph, with_links
 from pipeplan.workload.workload import Workload
 

@@ -12,8 +12,8 @@ from pipeplan.costs import block_costs, transfer_time
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, sha256_of
-from pipeplan.workload.action import is_instruction
 from pipeplan.workload.elements import Dependency, Hop, Operation, Stage
+from pipeplan.workload.kinds import is_instruction
 
 __all__ = ["check_cluster", "check_profile"]
 

@@ -9,8 +9,9 @@ from pipeplan.checker.facts import deliveries_of, goes_with, period_of, replicas
 from pipeplan.checker.report import Findings
 from pipeplan.files import Plan
 from pipeplan.files.placement import configuration_problem
-from pipeplan.workload.action import COMPUTE_KINDS, in_order, is_instruction, operation_of
+from pipeplan.workload.action import operation_of
 from pipeplan.workload.elements import Dependency, Operation
+from pipeplan.workload.kinds import COMPUTE_KINDS, in_order, is_instruction
 
 __all__ = ["check_structure"]
 

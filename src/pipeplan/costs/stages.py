@@ -14,6 +14,7 @@ from pipeplan.costs.stage_cost import StageCost
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, Edge, PlacedStage, Placement, Profile
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, slots_of
+from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.samples import carried
 from pipeplan.workload.workload import Workload
 
@@ -238,7 +239,7 @@ def gradient_sync(stages: Iterable[Stage], stage: Stage, cluster: Cluster | None
 
 def _with_parts(profile: Profile, stage: Stage, operation: Operation) -> Operation:
     """A forward that runs some micro-batches in two parts says how long one takes."""
-    if operation.kind != "F" or not stage.num_parted:
+    if operation.role is not Role.FORWARD or not stage.num_parted:
         return operation
     if stage.configurations:
         raise UsageError(
@@ -310,12 +311,10 @@ def _dependencies(
     cluster: Cluster | None,
 ) -> tuple[Dependency, ...]:
     """Within a stage F before B or I, I before W; between stages of a route outputs down the edges, gradients up."""
-    kinds: dict[int, set[str]] = defaultdict(set)
-    for operation in operations:
-        kinds[operation.stage].add(operation.kind)
-    back = {stage: "I" if "I" in kinds[stage] else "B" for stage in kinds}
-    found = [Dependency(source=f"{stage}F", target=f"{stage}{back[stage]}") for stage in sorted(kinds)]
-    found += [Dependency(source=f"{stage}I", target=f"{stage}W") for stage in sorted(kinds) if back[stage] == "I"]
+    back = {operation.stage: operation.kind for operation in operations if operation.role in BACKWARD_ROLES}
+    deferred = {operation.stage for operation in operations if operation.role is Role.WEIGHT_GRAD}
+    found = [Dependency(source=f"{stage}F", target=f"{stage}{back[stage]}") for stage in sorted(back)]
+    found += [Dependency(source=f"{stage}{back[stage]}", target=f"{stage}W") for stage in sorted(deferred)]
     for (source, target), edges in sorted(_crossing(profile, stages).items()):
         hops = _hops(stages[source], stages[target], num_routes, _distinct(edges), cluster)
         found.append(Dependency(source=f"{source}F", target=f"{target}F", hops=hops))

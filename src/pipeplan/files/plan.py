@@ -32,6 +32,7 @@ from pipeplan.workload.elements import (
     Stage,
     slots_of,
 )
+from pipeplan.workload.kinds import Role
 from pipeplan.workload.samples import Slots
 from pipeplan.workload.workload import Workload
 
@@ -161,7 +162,7 @@ class Plan(File):
             if operation.id in seen:
                 raise ValueError(f"operations[{number}] repeats operation {operation.id}")
             seen.add(operation.id)
-            parted = operation.kind == "F" and self.stages[operation.stage].num_parted > 0
+            parted = operation.role is Role.FORWARD and self.stages[operation.stage].num_parted > 0
             if parted != (operation.part_ns is not None):
                 raise ValueError(f"operations[{number}].part_ns is for forwards of stages with num_parted, and for all")
 

@@ -6,8 +6,11 @@ backwards that are left. How many samples it holds at most follows from those of
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+from pipeplan.workload.kinds import Role
 
 __all__ = ["KFKB", "Flow", "best_k", "flows", "kfkb_word", "samples_in_flight"]
 
@@ -68,16 +71,16 @@ def flows(sizes: Sequence[int], edges: Iterable[tuple[int, int]], mini_batch: in
     return held
 
 
-def kfkb_word(stage: KFKB, in_flight: int, mini_batch: int) -> Iterator[str]:
-    """``"F"`` and ``"B"`` in the order of a stage's schedule; each kind goes through the micro-batches in order."""
+def kfkb_word(stage: KFKB, in_flight: int, mini_batch: int) -> Iterator[Role]:
+    """Forwards and backwards in the order of a stage's schedule; each role goes through the micro-batches in order."""
     count = mini_batch // stage.microbatch_size
     forwards = min(count, -(-in_flight // stage.microbatch_size))
     backwards = 0
-    yield from "F" * forwards
+    yield from itertools.repeat(Role.FORWARD, forwards)
     while backwards < count:
         some = min(stage.k, count - backwards)
-        yield from "B" * some
+        yield from itertools.repeat(Role.BACKWARD, some)
         backwards += some
         more = min(stage.k, count - forwards)
-        yield from "F" * more
+        yield from itertools.repeat(Role.FORWARD, more)
         forwards += more

@@ -17,6 +17,7 @@ from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.state import Progress
 from pipeplan.simulator.metrics import rates
+from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.task_graph import earliest_starts, task_graph, with_links
 
@@ -200,7 +201,7 @@ def _ours(result: Result, recompute: bool) -> ComparisonRow:
     return ComparisonRow(
         OURS,
         plan.placement,
-        any(operation.kind == "I" for operation in plan.operations),
+        any(operation.role is Role.INPUT_GRAD for operation in plan.operations),
         recompute,
         True,
         predicted.makespan_ns,
@@ -243,7 +244,7 @@ def _row(name: str, problem: Problem, recompute: bool, bound_ns: int) -> Compari
     return ComparisonRow(
         name,
         problem.workload.placement,
-        "I" in problem.kinds,
+        Role.INPUT_GRAD in problem.roles,
         recompute,
         over is None,
         figures.makespan_ns,

@@ -16,6 +16,7 @@ from pipeplan.planning.trials import Trial, iteration_of, workloads
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.state import Progress, Schedule
 from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import fits
 from pipeplan.workload.slices import in_parts
 from pipeplan.workload.task_graph import earliest_starts, task_graph
@@ -115,7 +116,7 @@ def _retimed(request: Request, trial: Trial, placement: Placement, mark: str) ->
     """
     base = trial.best
     assert base is not None
-    split = any(operation.kind == "I" for operation in base.workload.operations)
+    split = any(operation.role is Role.INPUT_GRAD for operation in base.workload.operations)
     (workload,) = workloads(replace(request, split_backward=split), replace(trial.candidate, placement=placement))
     graph = task_graph(workload)
     orders = in_parts(base.orders, graph)
@@ -158,6 +159,6 @@ def _places(workload: Workload) -> list[int]:
     places = [0] * len(workload.stages)
     for dependency in sorted(workload.dependencies, key=lambda each: each.source_stage):
         source, target = dependency.source_stage, dependency.target_stage
-        if dependency.source_kind == dependency.target_kind == "F":
+        if dependency.source_role is dependency.target_role is Role.FORWARD:
             places[target] = max(places[target], places[source] + 1)
     return places

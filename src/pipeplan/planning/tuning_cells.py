@@ -32,6 +32,7 @@ from pipeplan.schedule.rules.sweep import Swept, built_in_rules, run_rules, swee
 from pipeplan.schedule.search import timed
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.metrics import iteration_time, rates
+from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
@@ -308,4 +309,4 @@ def _row(candidate: PlacementCandidate, schedule: Schedule, rules: Rules) -> Tun
 
 def is_split(workload: Workload) -> bool:
     """Whether backward has two parts."""
-    return any(operation.kind == "W" for operation in workload.operations)
+    return any(operation.role is Role.WEIGHT_GRAD for operation in workload.operations)

@@ -9,11 +9,12 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeplan.reporting.terminal import console_for, kind_name, shown_rows
+from pipeplan.reporting.terminal import console_for, shown_rows
+from pipeplan.reporting.timeline import kind_name
 from pipeplan.simulator.measured import DeviceTimes, KindTimes, MeasuredComparison
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.units import format_ns
-from pipeplan.workload.action import is_instruction
+from pipeplan.workload.kinds import is_instruction
 
 __all__ = ["print_comparison"]
 

@@ -23,6 +23,7 @@ from pipeplan.reporting.timeline import (
     TimelineCell,
     TimelineWindow,
     device_row,
+    kind_name,
     odd_stages,
     repetend_time_range,
     runs_by_device,
@@ -30,10 +31,10 @@ from pipeplan.reporting.timeline import (
 )
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
-from pipeplan.workload.action import in_order
 from pipeplan.workload.elements import Stage
+from pipeplan.workload.kinds import Role, in_order, role_of
 
-__all__ = ["bottleneck", "console_for", "kind_name", "print_simulation", "print_stages", "report", "shown_rows"]
+__all__ = ["bottleneck", "console_for", "print_simulation", "print_stages", "report", "shown_rows"]
 
 
 _STAGES_WIDTH = 120
@@ -134,9 +135,12 @@ def _shortened(names: Sequence[str]) -> str:
     return f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
-_KIND_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-
-_STYLES = {"F": "white on blue", "B": "black on yellow", "I": "black on cyan", "W": "white on magenta"}
+_STYLES = {
+    Role.FORWARD: "white on blue",
+    Role.BACKWARD: "black on yellow",
+    Role.INPUT_GRAD: "black on cyan",
+    Role.WEIGHT_GRAD: "white on magenta",
+}
 _INSTRUCTION_STYLE = "black on green"
 _MEMORY_PARTS = {
     "parameters": "parameter_bytes",
@@ -149,11 +153,6 @@ _PLAIN_WIDTH = 120
 _MAX_ROWS = 16
 _MAX_TIMELINE_ROWS = 32
 _MAX_RUNS = 12
-
-
-def kind_name(kind: str) -> str:
-    """A kind in words; an instruction has its own."""
-    return _KIND_NAMES.get(kind, "instruction")
 
 
 def print_simulation(simulation: Simulation, file: TextIO | None = None, width: int | None = None) -> None:
@@ -321,7 +320,7 @@ def _timeline(simulation: Simulation, width: int, marks: str) -> Text:
 def _legend(simulation: Simulation, marks: str) -> Text:
     text = Text()
     for kind in in_order(operation.kind for operation in simulation.workload.operations):
-        text.append(kind, style=_STYLES.get(kind, _INSTRUCTION_STYLE))
+        text.append(kind, style=_STYLES.get(role_of(kind), _INSTRUCTION_STYLE))
         text.append(f" {kind_name(kind)}  ")
     text.append(f"{marks[1]} idle; the number is the micro-batch")
     return text
@@ -332,7 +331,7 @@ def _append_cells(text: Text, cells: Sequence[TimelineCell], marks: str) -> None
         if cell.kind is None:
             text.append(marks[1], style="dim")
         else:
-            text.append(cell.text or marks[0], style=_STYLES.get(cell.kind, _INSTRUCTION_STYLE))
+            text.append(cell.text or marks[0], style=_STYLES.get(role_of(cell.kind), _INSTRUCTION_STYLE))
 
 
 def _ruler(simulation: Simulation, parts: Sequence[TimelineWindow], label: int) -> str:

@@ -18,18 +18,32 @@ from xml.sax.saxutils import escape
 
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
-from pipeplan.workload.action import in_order, is_instruction
+from pipeplan.workload.kinds import Role, in_order, is_instruction, role_of
 
 __all__ = [
     "TimelineCell",
     "TimelineWindow",
     "device_row",
+    "kind_name",
     "odd_stages",
     "repetend_time_range",
     "runs_by_device",
     "timeline_svg",
     "windows",
 ]
+
+
+_ROLE_NAMES = {
+    Role.FORWARD: "forward",
+    Role.BACKWARD: "backward",
+    Role.INPUT_GRAD: "input gradient",
+    Role.WEIGHT_GRAD: "weight gradient",
+}
+
+
+def kind_name(kind: str) -> str:
+    """A kind in words; an instruction has its own."""
+    return _ROLE_NAMES.get(role_of(kind), "instruction")
 
 
 def runs_by_device(simulation: Simulation) -> list[tuple[int, list[str]]]:
@@ -153,7 +167,6 @@ def _kinds(simulation: Simulation, device: int, window: TimelineWindow) -> list[
     return [max(cell, key=cell.__getitem__) if sum(cell.values()) >= 0.5 else None for cell in taken]
 
 
-_KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 _LEFT, _TOP, _ROW, _BAR, _MARGIN = 80, 76, 24, 20, 16
 _DIGIT = 6.2
 """Width of a digit of the bars' font, in pixels."""
@@ -225,7 +238,7 @@ def _heading(simulation: Simulation) -> Iterator[str]:
     yield f'<text x="{_MARGIN}" y="36">{_text(", ".join(figures))}</text>'
     x = _MARGIN
     for kind in in_order(operation.kind for operation in workload.operations):
-        name = f"{kind} (instruction)" if is_instruction(kind) else _KINDS[kind]
+        name = f"{kind} (instruction)" if is_instruction(kind) else kind_name(kind)
         yield f'<rect class="{_class(kind)}" x="{x}" y="43" width="12" height="12"/>'
         yield f'<text x="{x + 17}" y="53">{name}</text>'
         x += 34 + 7 * len(name)

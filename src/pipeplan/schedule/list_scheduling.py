@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from pipeplan.schedule.problem import Problem
+from pipeplan.workload.kinds import Role
 
 __all__ = ["Effect", "Policy", "PolicySearch", "in_flight_limits", "list_schedule", "policies", "still_needed"]
 
@@ -27,7 +28,7 @@ __all__ = ["Effect", "Policy", "PolicySearch", "in_flight_limits", "list_schedul
 class Effect:
     """What an operation does to the memory of each of its devices, in bytes: taken at its start, while, at its end."""
 
-    kind: str
+    role: Role
     acquire: int
     workspace: int
     release: int
@@ -39,8 +40,8 @@ def still_needed(effects: Sequence[Effect]) -> list[int]:
     ``effects`` are those of a device's operations in order. Weight gradients only give back, at the end; they need
     nothing but their workspace, and are not counted as done.
     """
-    others = [effect for effect in effects if effect.kind != "W"]
-    at_end = max((effect.workspace for effect in effects if effect.kind == "W"), default=0)
+    others = [effect for effect in effects if effect.role is not Role.WEIGHT_GRAD]
+    at_end = max((effect.workspace for effect in effects if effect.role is Role.WEIGHT_GRAD), default=0)
     needs = [at_end] * (len(others) + 1)
     for done in reversed(range(len(others))):
         effect = others[done]
@@ -119,8 +120,8 @@ class _Listing:
         self._count = problem.num_microbatches
         self._device = [devices[0] for devices in problem.devices]
         self._followers = problem.outgoing
-        self._forward = [kind == "F" for kind in problem.kinds]
-        self._weight = [kind == "W" for kind in problem.kinds]
+        self._forward = [role is Role.FORWARD for role in problem.roles]
+        self._weight = [role is Role.WEIGHT_GRAD for role in problem.roles]
         self._missing = [[len(sources)] * self._count for sources in problem.incoming]
         self._arrival = [[0] * self._count for _ in problem.durations]
         self._next = [0] * problem.num_operations
@@ -237,7 +238,7 @@ class _Listing:
 
 
 def _needs(problem: Problem, device: int) -> list[int]:
-    effects = zip(problem.kinds, problem.acquire, problem.workspace, problem.release, strict=True)
+    effects = zip(problem.roles, problem.acquire, problem.workspace, problem.release, strict=True)
     each = [Effect(*effect) for effect in effects]
     return still_needed([each[x] for x in problem.on_device[device]])
 

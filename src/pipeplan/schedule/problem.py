@@ -17,6 +17,7 @@ from functools import cached_property
 from pipeplan.errors import InfeasibleError
 from pipeplan.schedule.reduction import Reduction
 from pipeplan.units import format_bytes
+from pipeplan.workload.kinds import Role
 from pipeplan.workload.workload import Workload
 
 __all__ = ["Hold", "Problem"]
@@ -105,10 +106,10 @@ class Problem:
         return self.workload.num_microbatches
 
     @cached_property
-    def kinds(self) -> tuple[str, ...]:
-        """[operation] its kind: F, B, I or W; SEND for a message."""
-        kinds = [operation.kind for operation in self.workload.operations]
-        return (*kinds, *["SEND"] * (self.num_operations - len(kinds)))
+    def roles(self) -> tuple[Role, ...]:
+        """[operation] what it is for; a message is NETWORK."""
+        roles = [operation.role for operation in self.workload.operations]
+        return (*roles, *[Role.NETWORK] * (self.num_operations - len(roles)))
 
     @cached_property
     def order(self) -> tuple[int, ...]:
@@ -215,7 +216,7 @@ class Problem:
                 operation = part[operation]
             return operation
 
-        forwards = {x for x, kind in enumerate(self.kinds) if kind == "F"}
+        forwards = {x for x, role in enumerate(self.roles) if role is Role.FORWARD}
         waits = [(source, target) for source, target, _ in self.workload.lags]
         last = forwards - {source for source, target in waits if target in forwards}
         for source, target in waits:

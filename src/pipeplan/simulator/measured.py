@@ -16,8 +16,9 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Plan, sha256_of
 from pipeplan.files.trace import MeasuredTrace, TimedText
 from pipeplan.simulator.simulation import Simulation
-from pipeplan.workload.action import Action, in_order
+from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Stage
+from pipeplan.workload.kinds import in_order
 from pipeplan.workload.task_graph import earliest_starts, with_links
 
 __all__ = ["DeviceTimes", "KindTimes", "MeasuredComparison", "compared"]

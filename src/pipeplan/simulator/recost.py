@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from pipeplan.costs import build_workload, gradient_sync, transfer_time
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Placement, Plan, Profile
-from pipeplan.workload.action import is_instruction
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage
+from pipeplan.workload.kinds import Role, is_instruction
 from pipeplan.workload.workload import Workload
 
 __all__ = ["recosted", "relinked"]
@@ -108,7 +108,7 @@ class _Built:
 
     def __init__(self, plan: Plan, profile: Profile, placement: Placement, cluster: Cluster | None) -> None:
         self._plan, self._name, self._cluster = plan, profile.name, cluster
-        split = {operation.stage for operation in plan.operations if operation.kind == "I"}
+        split = {operation.stage for operation in plan.operations if operation.role is Role.INPUT_GRAD}
         self._variant_of: list[_Variant] = [index in split for index in range(len(plan.stages))]
         self._workloads: dict[_Variant, Workload] = {}
         for variant in dict.fromkeys(self._variant_of):

@@ -16,9 +16,10 @@ from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.simulator.metrics import CriticalStep, Rates, critical_path, in_flight, iteration_time, rates
 from pipeplan.simulator.recost import recosted, relinked
-from pipeplan.workload.action import operation_of, payload_of
+from pipeplan.workload.action import operation_of
 from pipeplan.workload.bounds import makespan_bound
 from pipeplan.workload.elements import DeviceMemory, Repetend
+from pipeplan.workload.kinds import payload_of
 from pipeplan.workload.memory import Overflow, overflow, peak_memory
 from pipeplan.workload.slices import has_parts, in_parts, parts_before, whole, with_parts
 from pipeplan.workload.steady_state.rate import copy_ranges, repetend_rate, work_bound

@@ -17,31 +17,24 @@ make for others travels under their own name: ``5SEND_ALLGATHER0``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from pipeplan.workload.kinds import RECV, SEND, Role, role_of
+
 __all__ = [
     "ACTION_PATTERN",
-    "COMPUTE_KINDS",
     "KIND_PATTERN",
     "NUMBER_PATTERN",
     "Action",
-    "in_order",
-    "is_instruction",
     "is_instruction_word",
     "operation_of",
-    "payload_of",
 ]
-
-COMPUTE_KINDS = ("F", "B", "I", "W")
-"""Forward, (full) backward, input gradient, weight gradient."""
 
 KIND_PATTERN = "([FBIW]|[A-Z]{3,24})"
 """A compute kind, or an instruction's word; ``SEND`` and ``RECV`` are taken."""
 
-_PAYLOAD = {"F": "F", "B": "B", "I": "B", "W": ""}
-_RESERVED = ("SEND", "RECV")
+_RESERVED = (SEND, RECV)
 
 NUMBER_PATTERN = "(0|[1-9][0-9]{0,6})"
 """A stage, micro-batch or device: one spelling for each number, so that equal actions are equal texts."""
@@ -103,6 +96,11 @@ class Action:
         return f"{self.stage}{self.kind}{self.microbatch}{part}{peer_stage}{peer_device}"
 
     @property
+    def role(self) -> Role:
+        """What the action is for."""
+        return role_of(self.kind)
+
+    @property
     def is_compute(self) -> bool:
         """Whether the action is an operation's: computing or an instruction; otherwise it sends or receives."""
         return "_" not in self.kind
@@ -123,27 +121,9 @@ class Action:
         return self.kind.rpartition("_")[2]
 
 
-def payload_of(kind: str) -> str:
-    """What an operation of this kind sends: ``F`` outputs, ``B`` gradients of inputs, else the instruction's own.
-
-    Of ``W``, which has nothing to send, it is empty.
-    """
-    return _PAYLOAD.get(kind, kind)
-
-
-def is_instruction(kind: str) -> bool:
-    """Whether a kind is none of F, B, I and W."""
-    return kind not in COMPUTE_KINDS
-
-
 def is_instruction_word(text: str) -> bool:
     """Whether a text can be the kind of an instruction."""
     return re.fullmatch("[A-Z]{3,24}", text) is not None and text not in _RESERVED
-
-
-def in_order(kinds: Iterable[str]) -> list[str]:
-    """Each of the kinds once: F, B, I, W, then instructions by name."""
-    return sorted(set(kinds), key=lambda kind: ((*COMPUTE_KINDS, kind).index(kind), kind))
 
 
 @lru_cache(maxsize=1 << 16)

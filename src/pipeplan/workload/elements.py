@@ -19,7 +19,8 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from annotated_types import Ge, Le, MaxLen, MinLen
 
 from pipeplan.units import MAX_BYTES, MAX_NS
-from pipeplan.workload.action import KIND_PATTERN, NUMBER_PATTERN, is_instruction, operation_of, payload_of
+from pipeplan.workload.action import KIND_PATTERN, NUMBER_PATTERN, operation_of
+from pipeplan.workload.kinds import Role, is_instruction, payload_of, role_of
 from pipeplan.workload.mesh import SHARDS, Mesh
 from pipeplan.workload.samples import Slots
 
@@ -186,6 +187,11 @@ class Operation(Element):
             raise ValueError(f"attributes are for instructions, not for {self.kind}")
 
     @property
+    def role(self) -> Role:
+        """What the operation is for."""
+        return role_of(self.kind)
+
+    @property
     def id(self) -> str:
         """Stage and kind: ``2F``. With a micro-batch behind it, the text of an action."""
         return f"{self.stage}{self.kind}"
@@ -254,6 +260,11 @@ class Dependency(Element):
         return operation_of(self.source)[1]
 
     @property
+    def source_role(self) -> Role:
+        """What the source is for."""
+        return role_of(self.source_kind)
+
+    @property
     def target_stage(self) -> int:
         """Number of the target's stage."""
         return operation_of(self.target)[0]
@@ -262,6 +273,11 @@ class Dependency(Element):
     def target_kind(self) -> str:
         """The target's kind."""
         return operation_of(self.target)[1]
+
+    @property
+    def target_role(self) -> Role:
+        """What the target is for."""
+        return role_of(self.target_kind)
 
     @property
     def payload(self) -> str:
@@ -327,5 +343,5 @@ def slots_of(stage: Stage, kind: str, mini_batch: int, num_routes: int) -> Slots
         stride=size * num_routes,
         offset=size * stage.route,
         count=mini_batch // (size * num_routes),
-        num_parted=stage.num_parted if kind == "F" else 0,
+        num_parted=stage.num_parted if role_of(kind) is Role.FORWARD else 0,
     )

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pipeplan.workload.action import Action, is_instruction, payload_of
+from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, slots_of
+from pipeplan.workload.kinds import is_instruction, payload_of
 from pipeplan.workload.samples import Slots
 
 __all__ = ["Transfer", "Workload"]

@@ -23,8 +23,9 @@ from pipeplan.runtime.executor.rank_program import CustomOpPart, Program, Progra
 from pipeplan.runtime.executor.sample_ownership import Numbers
 from pipeplan.runtime.executor.stage import MiniBatch, StageError, stage_errors
 from pipeplan.runtime.executor.tensor_slots import Produced, Received, TensorSpec
-from pipeplan.workload.action import is_instruction, is_instruction_word
+from pipeplan.workload.action import is_instruction_word
 from pipeplan.workload.elements import Attribute
+from pipeplan.workload.kinds import is_instruction
 
 __all__ = ["Context", "CustomFunction", "CustomOpRunner", "HeldOutput", "custom_ops_of", "register"]
 

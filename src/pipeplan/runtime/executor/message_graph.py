@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
-from pipeplan.workload.action import is_instruction
 from pipeplan.workload.elements import Dependency, Hop
+from pipeplan.workload.kinds import BACKWARD_ROLES, Role, is_instruction, role_of
 
 __all__ = ["Hops", "Message", "MessageGraph", "hops_of", "model_messages", "planned_messages"]
 
@@ -36,6 +36,11 @@ class Message:
     payload: str
     source: int
     target: int
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether it carries gradients of outputs."""
+        return role_of(self.payload) is Role.BACKWARD
 
     @classmethod
     def of(cls, dependency: Dependency) -> Message:
@@ -70,11 +75,11 @@ class MessageGraph:
 
     def takes(self, stage: int, backward: bool = False) -> tuple[Message, ...]:
         """What brings a stage's forward or backward, or its custom op, what it works on."""
-        return tuple(each for each in self.tensors if each.target == stage and (each.payload == "B") == backward)
+        return tuple(each for each in self.tensors if each.target == stage and each.is_gradient == backward)
 
     def gives(self, stage: int, backward: bool = False) -> tuple[Message, ...]:
         """What takes along what a stage's forward or backward, or its custom op, made."""
-        return tuple(each for each in self.tensors if each.source == stage and (each.payload == "B") == backward)
+        return tuple(each for each in self.tensors if each.source == stage and each.is_gradient == backward)
 
 
 def model_messages(plan: Plan, edges: Sequence[tuple[str, str]], model: str) -> MessageGraph:
@@ -109,7 +114,12 @@ def planned_messages(plan: Plan) -> MessageGraph:
     }
     for each in plan.dependencies:
         pair = each.target_stage, each.source_stage
-        if not each.has_instruction and each.source_kind != "F" and pair[0] != pair[1] and pair not in crossings:
+        if (
+            not each.has_instruction
+            and each.source_role is not Role.FORWARD
+            and pair[0] != pair[1]
+            and pair not in crossings
+        ):
             raise UsageError(
                 f"the plan makes the backward of stage {pair[0]} wait for that of stage {pair[1]}, but no forward of "
                 f"stage {pair[1]} waits for one of stage {pair[0]}: there is nothing to have a gradient"
@@ -157,7 +167,7 @@ def _gradients(plan: Plan, crossings: Collection[_Pair]) -> set[_Pair]:
     back = {
         (dependency.target_stage, dependency.source_stage)
         for dependency in plan.dependencies
-        if dependency.source_kind in ("B", "I") and dependency.target_kind in ("B", "I")
+        if dependency.source_role in BACKWARD_ROLES and dependency.target_role in BACKWARD_ROLES
     }
     return back & set(crossings)
 
@@ -210,8 +220,7 @@ def _following_of(plan: Plan) -> _Following:
 
 def _carries_forward(dependency: Dependency) -> bool:
     """Whether outputs go along a dependency: from a forward or a custom op to a forward or a custom op."""
-    kinds = dependency.source_kind, dependency.target_kind
-    return all(kind == "F" or is_instruction(kind) for kind in kinds)
+    return {dependency.source_role, dependency.target_role} <= {Role.FORWARD, Role.CUSTOM}
 
 
 def _watched(plan: Plan, tensors: Collection[Message]) -> list[Dependency]:
@@ -219,7 +228,7 @@ def _watched(plan: Plan, tensors: Collection[Message]) -> list[Dependency]:
     return [
         each
         for each in plan.dependencies
-        if each.source_kind == "F" and is_instruction(each.target_kind) and Message.of(each) not in tensors
+        if each.source_role is Role.FORWARD and is_instruction(each.target_kind) and Message.of(each) not in tensors
     ]
 
 
@@ -229,7 +238,7 @@ def _require_same_edges(plan: Plan, crossings: Collection[_Pair], model: str) ->
         source, target = dependency.source_stage, dependency.target_stage
         if source == target or dependency.has_instruction:
             continue
-        forward = dependency.source_kind == "F" and dependency.target_kind == "F"
+        forward = dependency.source_role is dependency.target_role is Role.FORWARD
         pair = (source, target) if forward else (target, source)
         if pair not in crossings:
             raise UsageError(

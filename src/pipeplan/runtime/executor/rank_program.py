@@ -15,8 +15,9 @@ from pipeplan.files import Plan
 from pipeplan.runtime.executor.message_graph import Message, MessageGraph, hops_of, model_messages, planned_messages
 from pipeplan.runtime.executor.sample_ownership import Numbers, SampleOwnership
 from pipeplan.runtime.parallel.share import Share
-from pipeplan.workload.action import Action, is_instruction
+from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Attribute, Stage
+from pipeplan.workload.kinds import Role, is_instruction
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh, MeshAxis
 
 __all__ = [
@@ -224,7 +225,7 @@ class _Lowering:
             group=_group_of(stage, self._rank),
             place=stage.devices.index(self._rank) % stage.shards,
             recompute=stage.recompute,
-            split=any(each.stage == index and each.kind == "I" for each in self._plan.operations),
+            split=any(each.stage == index and each.role is Role.INPUT_GRAD for each in self._plan.operations),
             inputs={source: names for (source, target), names in crossings.items() if target == index},
             outputs={target: names for (source, target), names in crossings.items() if source == index},
             returns=frozenset(source for source, target in gradients if target == index),
@@ -254,9 +255,9 @@ class _Lowering:
         samples = self._ownership.forwards(action.stage, self._rank, action.microbatch, action.part)
         if is_instruction(action.kind):
             return self._custom_step(counter, action, samples[0])
-        if action.kind == "W":
+        if action.role is Role.WEIGHT_GRAD:
             return ProgramStep(counter, action, samples)
-        backward = action.kind != "F"
+        backward = action.role is not Role.FORWARD
         takes, gives = self._flow.takes(action.stage, backward), self._flow.gives(action.stage, backward)
         return ProgramStep(
             counter,

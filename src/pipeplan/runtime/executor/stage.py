@@ -27,6 +27,7 @@ from pipeplan.runtime.executor.tensor_slots import Produced, Received
 from pipeplan.runtime.models.spec import BlockSpec
 from pipeplan.runtime.parallel.device import Autocast, precise
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, warn_if_nothing_waits
+from pipeplan.workload.kinds import Role
 
 __all__ = ["MiniBatch", "StageError", "StageRunner", "stage_errors"]
 
@@ -154,11 +155,11 @@ class StageRunner:
 
     def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
         """Run F, B, I or W; what each takes and gives is as below."""
-        if step.action.kind == "F":
+        if step.action.role is Role.FORWARD:
             (own,) = step.samples
             received = dict(itertools.chain.from_iterable(inputs.values()))
             return {own: self.forward(own, received, samples)}
-        if step.action.kind == "W":
+        if step.action.role is Role.WEIGHT_GRAD:
             self.weight_gradients(step.action.microbatch)
             return {}
         return self.backward(step.action.microbatch, {own: inputs.get(own, ()) for own in step.samples})

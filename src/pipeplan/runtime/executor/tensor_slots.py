@@ -16,6 +16,7 @@ from torch import Tensor
 from pipeplan.errors import UsageError
 from pipeplan.runtime.executor.message_graph import Message
 from pipeplan.runtime.executor.sample_ownership import Numbers
+from pipeplan.workload.kinds import Role, role_of
 
 __all__ = ["Made", "Produced", "Received", "Taking", "TensorSlots", "TensorSpec"]
 
@@ -113,7 +114,7 @@ class Taking:
     def _joined(self, spec: TensorSpec, found: Sequence[Tensor]) -> Tensor:
         """One tensor of what is in the runs' slots."""
         if spec.axis is None:
-            if self.message.payload == "F":
+            if role_of(self.message.payload) is Role.FORWARD:
                 return found[0]
             return torch.stack([tensor * part for tensor, part in zip(found, self.parts, strict=True)]).sum(0)
         rows = [spec.rows(each, begin, end) for each, (_, begin, end) in zip(found, self.runs, strict=True)]

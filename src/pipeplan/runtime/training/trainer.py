@@ -43,6 +43,7 @@ from pipeplan.runtime.training.optimizer import Updater, clip_gradients
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.runtime.training.run_fingerprint import identity_of
 from pipeplan.workload.elements import Stage
+from pipeplan.workload.kinds import Role, role_of
 
 __all__ = ["Trainer", "autocast_of", "require_splittable", "train", "train_job", "travelling"]
 
@@ -410,7 +411,8 @@ def _require_agreement(
             first, expected = ends.setdefault(message, (other, tensors))
             if tensors != expected:
                 payload, source, target = message.split()
-                what = {"F": "outputs", "B": "gradients"}.get(payload, f"outputs after {payload}")
+                named = {Role.FORWARD: "outputs", Role.BACKWARD: "gradients"}
+                what = named.get(role_of(payload), f"outputs after {payload}")
                 raise UsageError(
                     f"ranks {first} and {other} expect different {what} between stages {source} and {target}: "
                     f"{', '.join(expected)} and {', '.join(tensors)}; the model must be the same on all ranks"

@@ -16,15 +16,24 @@ from pipeplan.errors import UsageError
 from pipeplan.schedule.rules.language import ReadyAction, Rules, State
 from pipeplan.schedule.rules.obstacles import Obstacle
 from pipeplan.schedule.rules.settings import DeviceSettings, Resolved, Traversal
+from pipeplan.workload.kinds import BACKWARD_ROLES, Role, role_of
 from pipeplan.workload.task_graph import TaskGraph
 
 __all__ = ["Chooser"]
 
-_BACKWARD = {"B": "B", "I": "B"}
-"""Kinds that share a lane, and its name; every other kind is a lane of its own."""
+_FORWARD, _BACKWARD = _IN_TURN = "forward", "backward"
+"""The lanes of forwards and of backwards, whole or of inputs; every other kind has a lane with its own name."""
 
 _SHARED = "shared"
-"""The lane of stages on several devices where they go first: no kind is written so."""
+"""The lane of stages on several devices where they go first. No kind is written as any of these three."""
+
+
+def _lane_of(kind: str) -> str:
+    """The name of the lane in which actions of a kind wait."""
+    role = role_of(kind)
+    if role is Role.FORWARD:
+        return _FORWARD
+    return _BACKWARD if role in BACKWARD_ROLES else kind
 
 
 @dataclass(slots=True)
@@ -67,7 +76,7 @@ class _DeviceLanes:
     forward_first: list[_Lane]
     left: int  # actions other than weight gradients that have not started
     owed: deque[int] = field(default_factory=deque)  # weight gradients that could start
-    last: str | None = None  # F or B, the lane of the last forward or backward
+    last: str | None = None  # the lane of the last forward or backward
     run: int = 0  # how many of them in a row
 
     def ordered(self) -> list[_Lane]:
@@ -77,10 +86,10 @@ class _DeviceLanes:
     def _backward_goes_first(self) -> bool:
         settings, first = self.settings, self.settings.types.first
         if first == "interleaved":
-            return self.run >= settings.forward_unit if self.last != "B" else self.run < settings.backward_unit
+            return self.run >= settings.forward_unit if self.last != _BACKWARD else self.run < settings.backward_unit
         if first == "bwd-first":
-            return self.last != "F" or self.run % settings.forward_unit == 0
-        return self.last == "B" and self.run % settings.backward_unit != 0
+            return self.last != _FORWARD or self.run % settings.forward_unit == 0
+        return self.last == _BACKWARD and self.run % settings.backward_unit != 0
 
 
 class Chooser:
@@ -97,6 +106,7 @@ class Chooser:
         operations = graph.workload.operations
         self._graph, self._obstacle, self._state = graph, obstacle, state
         self._kind: list[str] = [operation.kind for operation in operations]
+        self._defers = [operation.role is Role.WEIGHT_GRAD for operation in operations]
         self._stage = [operation.stage for operation in operations]
         self._number: dict[tuple[str, int], int] = {
             (operation.kind, operation.stage): x for x, operation in enumerate(operations)
@@ -106,11 +116,11 @@ class Chooser:
         self._callers = [callers(graph, x) for x in range(len(operations))]
         self._last = {instruction.kind for instruction in rules.instructions if instruction.last}
         self._pressed = False
-        self._lane_of = [_BACKWARD.get(kind, kind) for kind in self._kind]
+        self._lane_of = [_lane_of(kind) for kind in self._kind]
         self._several = {x for x, devices in enumerate(graph.workload.resources[: len(operations)]) if len(devices) > 1}
         if rules.shared_first:
             lanes = enumerate(self._lane_of)
-            self._lane_of = [_SHARED if x in self._several and name in "FB" else name for x, name in lanes]
+            self._lane_of = [_SHARED if x in self._several and name in _IN_TURN else name for x, name in lanes]
         waiting = {target for _, target, _ in graph.workload.lags}
         self._is_first = [x not in waiting for x in range(len(operations))]
         self._since: dict[int, int] = {}  # [action of several devices] when it became ready
@@ -168,7 +178,7 @@ class Chooser:
         heapq.heappush(self._queues[x], task)
         if x in self._several:
             self._since[task] = self._state.now
-        if self._kind[x] == "W":
+        if self._defers[x]:
             for device in self._callers[x]:
                 self._devices[device].owed.append(task)
         return self._callers[x]
@@ -186,7 +196,7 @@ class Chooser:
         else:
             self._queues[x].remove(task)
             heapq.heapify(self._queues[x])
-        if self._kind[x] == "W":
+        if self._defers[x]:
             for device in self._callers[x]:
                 self._devices[device].owed.remove(task)
         return task
@@ -194,9 +204,8 @@ class Chooser:
     def started(self, task: int) -> None:
         """Count an action that starts; turns and units go on where it was the devices' own choice."""
         x = self._graph.operation_of[task]
-        kind = self._kind[x]
         self._left[x] -= 1
-        if kind == "W":
+        if self._defers[x]:
             return
         for device in self._graph.devices_of(task):
             self._devices[device].left -= 1
@@ -204,7 +213,7 @@ class Chooser:
         for device in self._callers[x]:
             mine = self._devices[device]
             mine.lanes[name].started(x)
-            if name in "FB":
+            if name in _IN_TURN:
                 mine.run = mine.run + 1 if mine.last == name else 1
                 mine.last = name
 
@@ -220,7 +229,7 @@ class Chooser:
             task = self._pick(device, lane)
             if task is not None:
                 return task
-            if types.wait and lane.name in "FB" and self._is_waited_for(lane):
+            if types.wait and lane.name in _IN_TURN and self._is_waited_for(lane):
                 break
         return self._filling(mine)
 
@@ -236,10 +245,10 @@ class Chooser:
     def _by_function(self, device: int, kinds: Sequence[str]) -> int | None:
         mine = self._devices[device]
         for kind in (_SHARED, *kinds):
-            if kind == "W":
+            if role_of(kind) is Role.WEIGHT_GRAD:
                 task = next((owed for owed in mine.owed if self._obstacle(owed) is None), None)
             else:
-                lane = mine.lanes.get(_BACKWARD.get(kind, kind))
+                lane = mine.lanes.get(_lane_of(kind))
                 task = None if lane is None else self._pick(device, lane)
             if task is not None:
                 return task
@@ -276,23 +285,23 @@ class Chooser:
         return None
 
     def _operations(self, device: int, kind: str) -> list[int]:
-        if kind == "W":
-            return [x for x, callers in enumerate(self._callers) if self._kind[x] == "W" and device in callers]
-        lane = self._devices[device].lanes.get(_BACKWARD.get(kind, kind))
+        if role_of(kind) is Role.WEIGHT_GRAD:
+            return [x for x, callers in enumerate(self._callers) if self._kind[x] == kind and device in callers]
+        lane = self._devices[device].lanes.get(_lane_of(kind))
         return [] if lane is None else [x for x in lane.operations if self._kind[x] == kind]
 
     def _device(self, device: int, settings: DeviceSettings, depths: Sequence[tuple[int, int]]) -> _DeviceLanes:
         lanes: dict[str, _Lane] = {}
-        for x, kind in enumerate(self._kind):
-            if device in self._callers[x] and kind != "W":
+        for x in range(len(self._kind)):
+            if device in self._callers[x] and not self._defers[x]:
                 name = self._lane_of[x]
-                traversal = settings.backward if name == "B" else settings.forward
+                traversal = settings.backward if name == _BACKWARD else settings.forward
                 lanes.setdefault(name, _Lane(name, [], traversal, traversal.interval)).operations.append(x)
         for lane in lanes.values():
             lane.operations.sort(
                 key=lambda x: depths[self._stage[x]], reverse=lane.traversal.rules.direction == "depth-first"
             )
-        others = sorted(lanes.keys() - {"F", "B"})
+        others = sorted(lanes.keys() - set(_IN_TURN))
 
         def ordered(*between: str) -> list[_Lane]:
             names = [name for name in others if name not in self._last]
@@ -303,9 +312,9 @@ class Chooser:
         return _DeviceLanes(
             settings,
             lanes,
-            ordered("B", "F"),
-            ordered("F", "B"),
-            sum(self._left[x] for x, there in enumerate(resources) if device in there and self._kind[x] != "W"),
+            ordered(_BACKWARD, _FORWARD),
+            ordered(_FORWARD, _BACKWARD),
+            sum(self._left[x] for x, there in enumerate(resources) if device in there and not self._defers[x]),
         )
 
 

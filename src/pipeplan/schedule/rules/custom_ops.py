@@ -18,8 +18,9 @@ from pipeplan.costs.communication import all_gather_time
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster
 from pipeplan.schedule.rules.language import CustomOp, Ready
-from pipeplan.workload.action import is_instruction, operation_of
+from pipeplan.workload.action import operation_of
 from pipeplan.workload.elements import Dependency, Hop, Operation, Stage, slots_of
+from pipeplan.workload.kinds import Role, is_instruction
 from pipeplan.workload.samples import Slots
 from pipeplan.workload.workload import Workload
 
@@ -146,9 +147,12 @@ def _found(workload: Workload, name: int | str, *, last: bool) -> list[str]:
     instructions = [operation.id for operation in workload.instructions if operation.kind == name]
     if isinstance(name, int) and f"{name}F" in ids:
         return [f"{name}F"]
-    split = f"{str(name)[:-1]}I"  # a backward in two parts begins with the input gradient
-    if name in ids or (str(name).endswith("B") and split in ids):
-        return [str(name) if name in ids else split]
+    if name in ids:
+        return [str(name)]
+    # a backward in two parts begins with the input gradient
+    split = {f"{each.stage}B": each.id for each in workload.operations if each.role is Role.INPUT_GRAD}
+    if name in split:
+        return [split[str(name)]]
     return instructions or _of_blocks(workload, str(name), last=last)
 
 
@@ -162,7 +166,7 @@ def _of_blocks(workload: Workload, pattern: str, *, last: bool) -> list[str]:
     steps = [
         (each.source_stage, each.target_stage)
         for each in workload.dependencies
-        if each.source_kind == each.target_kind == "F" and {each.source_stage, each.target_stage} <= stages
+        if each.source_role is each.target_role is Role.FORWARD and {each.source_stage, each.target_stage} <= stages
     ]
     inner = {source if last else target for source, target in steps}
     return [f"{stage}F" for stage in sorted(stages - inner)]

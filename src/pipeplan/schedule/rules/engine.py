@@ -22,6 +22,7 @@ from pipeplan.schedule.rules.language import ReadyAction, Rules, naming
 from pipeplan.schedule.rules.obstacles import Memory, Obstacle, stuck_error
 from pipeplan.schedule.rules.separation import Joined, separate
 from pipeplan.schedule.rules.settings import Resolved
+from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.task_graph import TaskGraph
 
 __all__ = ["schedule_by_rules", "unseparated"]
@@ -76,7 +77,8 @@ class RulesRun:
         self._devices = workload.resources
         self._together = [len(devices) > 1 for devices in workload.resources]
         self._stage = [operation.stage for operation in operations]
-        self._kind: list[str] = [operation.kind for operation in operations]
+        self._role = [operation.role for operation in operations]
+        self._is_forward = [role is Role.FORWARD for role in self._role]
         self._own = [not shared for shared in self._resolved.is_shared]
         self._waiting = graph.num_predecessors.copy()
         self._arrival = [0] * graph.num_tasks
@@ -89,7 +91,7 @@ class RulesRun:
         self._calls: list[_Call | None] = [None] * len(workload.devices)
         self._startable: list[_Call] = []
         self._woken = set(range(len(workload.devices)))
-        self._every = [self._resolved.every[o.stage].get(o.kind, 0) for o in operations]
+        self._every = [self._resolved.every[o.stage].get(o.role, 0) for o in operations]
         self._earliest = [0] * len(operations)
         self._events: list[tuple[int, int]] = []  # (time, task) ends; behind num_tasks arrivals, twice that operations
         self._orders: list[list[int]] = [[] for _ in workload.devices]
@@ -210,7 +212,7 @@ class RulesRun:
     def _calling_order(self, pick: tuple[int, int]) -> tuple[int, int]:
         if self._shared_first:
             return self._chooser.calling_order(pick[1])
-        return self._kind[self.graph.operation_of[pick[1]]] not in "BI", pick[0]
+        return self._role[self.graph.operation_of[pick[1]]] not in BACKWARD_ROLES, pick[0]
 
     def _call(self, device: int, task: int) -> None:
         """Call all devices of an action together, unless another call came before that it cannot be beside."""
@@ -248,10 +250,9 @@ class RulesRun:
 
     def _flight_change(self, x: int, task: int) -> int:
         """+1 where an action brings a micro-batch into flight, -1 where it takes one out."""
-        kind = self._kind[x]
-        if kind == "F":
+        if self._is_forward[x]:
             return int(not self._is_second_part(x, task))
-        return -1 if kind in ("B", "I") else 0
+        return -1 if self._role[x] in BACKWARD_ROLES else 0
 
     def _is_second_part(self, x: int, task: int) -> bool:
         number = task - self.graph.offsets[x]
@@ -260,12 +261,12 @@ class RulesRun:
     def obstacle(self, task: int) -> Obstacle | None:
         """What keeps a ready action from starting by the rules; None if nothing does."""
         x = self.graph.operation_of[task]
-        stage, kind = self._stage[x], self._kind[x]
+        stage = self._stage[x]
         if self.now < self._earliest[x]:
             return Obstacle("every", stage, self._every[x])
         if x in self._asking and not any(self._asks(x, y) for y in self._asking[x]):
             return Obstacle("shared_first", stage)
-        if kind == "F" and not self._is_second_part(x, task):
+        if self._is_forward[x] and not self._is_second_part(x, task):
             limit = self._limits[stage]
             if limit is not None and self._in_flight[stage] >= limit:
                 return Obstacle("in_flight", stage, limit)
@@ -284,18 +285,18 @@ class RulesRun:
 
     def _askers(self) -> dict[int, list[int]]:
         """{forward on several devices that waits for nothing: forwards behind it on one device}"""
-        lags, kinds = self.graph.workload.lags, self._kind
-        first = set(range(len(kinds))) - {target for _, target, _ in lags}
+        lags, forward = self.graph.workload.lags, self._is_forward
+        first = set(range(len(forward))) - {target for _, target, _ in lags}
         asking: dict[int, list[int]] = {}
         for x, y, _ in lags:
             alike = self._chooser.left(x) == self._chooser.left(y)
-            if x in first and kinds[x] == kinds[y] == "F" and self._together[x] and not self._together[y] and alike:
+            if x in first and forward[x] and forward[y] and self._together[x] and not self._together[y] and alike:
                 asking.setdefault(x, []).append(y)
         return asking
 
     def _callers_kept_by(self, device: int) -> set[int]:
         """The devices that may choose actions which what this device starts can allow: by its limits, or as it asks."""
-        there = {x for x, devices in enumerate(self._devices[: len(self._kind)]) if device in devices}
+        there = {x for x, devices in enumerate(self._devices[: len(self._role)]) if device in devices}
         kept = {x for x, behind in self._asking.items() if there.intersection(behind)}
         if self._device_limits[device] is not None or self._memory is not None:
             kept |= {x for x in there if self._together[x]}

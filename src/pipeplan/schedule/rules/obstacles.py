@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.schedule.list_scheduling import Effect, still_needed
+from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import acquired_bytes
 from pipeplan.workload.task_graph import TaskGraph
 
@@ -39,7 +40,7 @@ class Memory:
         workload = graph.workload
         self._graph = graph
         self._effects = [
-            Effect(each.kind, each.acquire_bytes, each.workspace_bytes, each.release_bytes)
+            Effect(each.role, each.acquire_bytes, each.workspace_bytes, each.release_bytes)
             for each in workload.operations
         ]
         self._held = [0] * len(workload.devices)
@@ -82,7 +83,7 @@ class Memory:
         for route in sorted(set(routes.values())):
             mine = [x for x in there if routes[x] == route]
             needs = still_needed([self._effects[x] for x in mine])
-            others = [x for x in mine if self._effects[x].kind != "W"]
+            others = [x for x in mine if self._effects[x].role is not Role.WEIGHT_GRAD]
             chain = _RouteMemory(device, memory - workload.static_bytes(device), others, needs)
             for x in mine:
                 self._chains[x].append(chain)

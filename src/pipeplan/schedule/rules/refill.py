@@ -6,6 +6,7 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 
+from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import acquired_bytes
 from pipeplan.workload.task_graph import Orders, TaskGraph
 
@@ -223,7 +224,7 @@ def _flushing(graph: TaskGraph, num_devices: int) -> list[int]:
     """[device] bytes beside what it holds that its W need while they run."""
     needs = [0] * num_devices
     for item, operation in enumerate(graph.workload.operations):
-        if operation.kind == "W":
+        if operation.role is Role.WEIGHT_GRAD:
             for device in graph.workload.resources[item]:
                 needs[device] = max(needs[device], operation.acquire_bytes + operation.workspace_bytes)
     return needs

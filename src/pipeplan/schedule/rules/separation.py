@@ -24,6 +24,7 @@ from itertools import islice
 from pipeplan.errors import InvalidPlanError
 from pipeplan.schedule.rules.refill import refill
 from pipeplan.workload.elements import Dependency, Operation
+from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import memory_levels
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph, with_links
 from pipeplan.workload.workload import Workload
@@ -54,8 +55,9 @@ def separated(graph: TaskGraph, orders: Orders, *, tries: int | None = None) -> 
 
 def _weights(graph: TaskGraph) -> frozenset[int]:
     """The weight gradients that nothing waits for."""
-    kinds = enumerate(operation.kind for operation in graph.workload.operations)
-    tasks = (task for item, kind in kinds if kind == "W" for task in range(*graph.offsets[item : item + 2]))
+    roles = enumerate(operation.role for operation in graph.workload.operations)
+    items = [item for item, role in roles if role is Role.WEIGHT_GRAD]
+    tasks = (task for item in items for task in range(*graph.offsets[item : item + 2]))
     return frozenset(task for task in tasks if not graph.successors[task])
 
 
@@ -214,11 +216,13 @@ class Joined:
     def of(cls, given: TaskGraph) -> Joined:
         """Join I and W of every stage."""
         operations = given.workload.operations
-        weights = {operation.stage: number for number, operation in enumerate(operations) if operation.kind == "W"}
+        weights = {
+            operation.stage: number for number, operation in enumerate(operations) if operation.role is Role.WEIGHT_GRAD
+        }
         parts = tuple(
-            (number, weights[operation.stage]) if operation.kind == "I" else (number,)
+            (number, weights[operation.stage]) if operation.role is Role.INPUT_GRAD else (number,)
             for number, operation in enumerate(operations)
-            if operation.kind != "W"
+            if operation.role is not Role.WEIGHT_GRAD
         )
         return cls(given, task_graph(_joined(given.workload, parts)), parts)
 

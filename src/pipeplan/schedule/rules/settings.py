@@ -11,6 +11,7 @@ from pipeplan.errors import UsageError
 from pipeplan.schedule.rules.language import Rules, Settings, StageTraversal, TypeTraversal
 from pipeplan.schedule.rules.numbers import Limit, evaluate
 from pipeplan.workload.elements import Stage
+from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.workload import Workload
 
 __all__ = ["DeviceSettings", "Resolved", "Traversal"]
@@ -68,8 +69,8 @@ class Resolved:
         return [(self._sizes(stage)["s"], stage) for stage in range(len(self._workload.stages))]
 
     @cached_property
-    def every(self) -> list[dict[str, int]]:
-        """[stage] {kind: steps from one start to the next, at least}; nothing where they may follow at once."""
+    def every(self) -> list[dict[Role, int]]:
+        """[stage] {role: steps from one start to the next, at least}; nothing where they may follow at once."""
         return [self._paces(stage) for stage in range(len(self._workload.stages))]
 
     @cached_property
@@ -169,12 +170,12 @@ class Resolved:
         own = next((rules for rules in self._rules.devices if device in rules.devices), None)
         return settings if own is None else settings.under(own)
 
-    def _paces(self, stage: int) -> dict[str, int]:
+    def _paces(self, stage: int) -> dict[Role, int]:
         settings, sizes = self._settings(stage, self._workload.stages[stage].devices[0]), self._sizes(stage)
-        rules = {"F": settings.forward, "B": settings.backward, "I": settings.backward}
+        rules = {Role.FORWARD: settings.forward, **dict.fromkeys(BACKWARD_ROLES, settings.backward)}
         return {
-            kind: evaluate("every", each.every, sizes)
-            for kind, each in rules.items()
+            role: evaluate("every", each.every, sizes)
+            for role, each in rules.items()
             if each is not None and each.every is not None
         }
 

@@ -26,6 +26,7 @@ from pipeplan.schedule.rules.separation import Joined, Timed, separated
 from pipeplan.schedule.rules.settings import Resolved
 from pipeplan.schedule.state import Schedule
 from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import fits, overflow
 from pipeplan.workload.task_graph import TaskGraph, task_graph, with_links
 from pipeplan.workload.workload import Workload
@@ -203,7 +204,7 @@ def built_in_rules(
     firsts: tuple[First, ...] = ("bwd-first", "interleaved", "fwd-first") if forward_first else _FIRSTS
     directions = _traversals(workload)
     fit = any(device.memory_bytes is not None for device in workload.devices)
-    split = any(operation.kind == "W" for operation in workload.operations)
+    split = any(operation.role is Role.WEIGHT_GRAD for operation in workload.operations)
     tried = (
         Rules(
             types=TypeTraversal(first),

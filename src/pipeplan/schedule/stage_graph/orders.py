@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pipeplan.errors import UsageError
 from pipeplan.partition.in_flight import KFKB, kfkb_word, samples_in_flight
 from pipeplan.schedule.stage_graph.stages import NEVER, Rule, Stages, TrialRun
+from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import fits
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, with_links
 from pipeplan.workload.workload import Workload
@@ -97,9 +98,9 @@ def _require_one_stage_each(workload: Workload) -> None:
             seen[device] = index
 
 
-def _words(stages: Stages, ks: Sequence[int]) -> list[list[str]]:
-    """[stage] ``"F"`` and ``"B"`` in the order of its kFkB schedule."""
-    words: list[list[str]] = [[] for _ in ks]
+def _words(stages: Stages, ks: Sequence[int]) -> list[list[Role]]:
+    """[stage] forwards and backwards in the order of its kFkB schedule."""
+    words: list[list[Role]] = [[] for _ in ks]
     held = [0] * stages.count
     for stage in reversed(range(stages.count)):
         size, samples = stages.sizes[stage], stages.totals[stage]
@@ -109,14 +110,14 @@ def _words(stages: Stages, ks: Sequence[int]) -> list[list[str]]:
     return words
 
 
-def _least_start(stages: Stages, stage: int, k: int, after: int, word: Sequence[str]) -> int:
+def _least_start(stages: Stages, stage: int, k: int, after: int, word: Sequence[Role]) -> int:
     """Forwards a stage must start with, or its backwards would wait for ones that wait for its forwards.
 
     Before its backward number j it has done k forwards more for every k backwards; ``word`` says how many the stage
     after it runs before the backward whose gradients backward j waits for.
     """
     size, other = stages.sizes[stage], stages.sizes[after]
-    forwards = [index - count for count, index in enumerate(i for i, kind in enumerate(word) if kind == "B")]
+    forwards = [index - count for count, index in enumerate(i for i, role in enumerate(word) if role is Role.BACKWARD)]
     return max(
         -(-forwards[((j + 1) * size - 1) // other] * other // size) - j // k * k for j in range(stages.counts[stage])
     )

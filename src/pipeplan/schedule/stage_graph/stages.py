@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import groupby
 
 from pipeplan.partition.in_flight import KFKB, samples_in_flight
+from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.task_graph import Orders, TaskGraph
 
 __all__ = ["NEVER", "Rule", "Stages", "TrialRun", "samples_held"]
@@ -21,6 +22,9 @@ __all__ = ["NEVER", "Rule", "Stages", "TrialRun", "samples_held"]
 
 NEVER = 2**62
 """More than any time in ns, or any number of samples."""
+
+
+_RANKS = {Role.FORWARD: 2, Role.WEIGHT_GRAD: 3}
 
 
 @dataclass
@@ -47,9 +51,14 @@ class Stages:
         return [workload.mini_batch // (size * workload.num_routes) for size in self.sizes]
 
     @cached_property
-    def kinds(self) -> list[str]:
+    def roles(self) -> list[Role]:
         """[operation]"""
-        return [operation.kind for operation in self.graph.workload.operations]
+        return [operation.role for operation in self.graph.workload.operations]
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """[operation] what goes first where several could run: backwards, forwards, weight gradients."""
+        return [_RANKS.get(role, 1) for role in self.roles]
 
     @cached_property
     def stage_of(self) -> list[int]:
@@ -57,14 +66,14 @@ class Stages:
         return [operation.stage for operation in self.graph.workload.operations]
 
     @cached_property
-    def operation_of(self) -> dict[tuple[int, str], int]:
-        """{(stage, kind): operation}"""
-        return {pair: x for x, pair in enumerate(zip(self.stage_of, self.kinds, strict=True))}
+    def operation_of(self) -> dict[tuple[int, Role], int]:
+        """{(stage, role): operation}"""
+        return {pair: x for x, pair in enumerate(zip(self.stage_of, self.roles, strict=True))}
 
     @cached_property
     def devices(self) -> tuple[tuple[int, ...], ...]:
         """[operation]"""
-        return self.graph.workload.resources[: len(self.kinds)]
+        return self.graph.workload.resources[: len(self.roles)]
 
     @cached_property
     def on_device(self) -> list[list[int]]:
@@ -75,8 +84,11 @@ class Stages:
     @cached_property
     def after(self) -> list[list[int]]:
         """[stage] the stages its outputs go to."""
-        ends = ((d.source, d.target) for d in self.graph.workload.dependencies)
-        edges = [(int(source[:-1]), int(target[:-1])) for source, target in ends if source[-1] == target[-1] == "F"]
+        edges = [
+            (each.source_stage, each.target_stage)
+            for each in self.graph.workload.dependencies
+            if each.source_role is each.target_role is Role.FORWARD
+        ]
         return [sorted({target for source, target in edges if source == stage}) for stage in range(self.count)]
 
     @cached_property
@@ -115,12 +127,12 @@ class Stages:
     @cached_property
     def taken(self) -> list[int]:
         """[action] samples that it brings into flight."""
-        return list(self._samples("F"))
+        return list(self._samples(Role.FORWARD))
 
     @cached_property
     def given(self) -> list[int]:
         """[action] samples that are no longer in flight after it."""
-        return list(self._samples("BW"))
+        return list(self._samples(Role.BACKWARD, Role.WEIGHT_GRAD))
 
     @cached_property
     def needs(self) -> list[int]:
@@ -133,11 +145,12 @@ class Stages:
         needs = [0] * graph.num_tasks
         for item in sorted(range(len(workload.durations)), key=workload.rank, reverse=True):
             behind = left = 0
+            is_forward = item < len(self.roles) and self.roles[item] is Role.FORWARD
             for task in reversed(range(*graph.offsets[item : item + 2])):
                 ways = [lag + needs[other] for other, lag in graph.successors[task]]
                 left += graph.durations[task]
                 needs[task] = graph.durations[task] + max([behind, *ways])
-                if item < len(self.kinds) and self.kinds[item] == "F":
+                if is_forward:
                     needs[task] = max(needs[task], left + self._backwards_left(item, task, needs))
                 behind = needs[task]
         return needs
@@ -145,16 +158,16 @@ class Stages:
     def _backwards_left(self, forward: int, task: int, needs: Sequence[int]) -> int:
         """Ns of the backwards that come after a forward, and of the way of the last one's gradients."""
         stage, graph = self.stage_of[forward], self.graph
-        backward = self.operation_of.get((stage, "B"), self.operation_of.get((stage, "I"), 0))
+        backward = next((x for role in BACKWARD_ROLES if (x := self.operation_of.get((stage, role))) is not None), 0)
         microbatch, _ = graph.workload.slots[forward].name(task - graph.offsets[forward])
         last = graph.offsets[backward + 1] - 1
         return (self.counts[stage] - microbatch - 1) * graph.durations[last] + needs[last]
 
-    def _samples(self, kinds: str) -> Iterator[int]:
-        for kind, slots in zip(self.kinds, self.graph.workload.slots, strict=False):
+    def _samples(self, *roles: Role) -> Iterator[int]:
+        for role, slots in zip(self.roles, self.graph.workload.slots, strict=False):
             for number in range(len(slots)):
                 begin, end = slots.samples(number)
-                yield end - begin if kind in kinds else 0
+                yield end - begin if role in roles else 0
 
     def of_task(self, task: int) -> int:
         """The stage of an action."""
@@ -166,17 +179,18 @@ class Stages:
         after = ((KFKB(ks[other], self.sizes[other]), held[other]) for other in self.after[stage])
         return min(self.totals[stage], max((samples_in_flight(own, *flow) for flow in after), default=own.samples))
 
-    def tasks(self, stage: int, word: Iterable[str]) -> Iterator[int]:
-        """The actions of a stage in the order of ``"F"`` and ``"B"``, which mean whole micro-batches."""
-        forward = iter(self._by_microbatch(stage, "F"))
-        backwards = [iter(self._by_microbatch(stage, kind)) for kind in "BIW" if (stage, kind) in self.operation_of]
-        for letter in word:
-            for tasks in [forward] if letter == "F" else backwards:
+    def tasks(self, stage: int, word: Iterable[Role]) -> Iterator[int]:
+        """The actions of a stage in the order of forwards and backwards, which mean whole micro-batches."""
+        back = (*BACKWARD_ROLES, Role.WEIGHT_GRAD)
+        forward = iter(self._by_microbatch(stage, Role.FORWARD))
+        backwards = [iter(self._by_microbatch(stage, role)) for role in back if (stage, role) in self.operation_of]
+        for turn in word:
+            for tasks in [forward] if turn is Role.FORWARD else backwards:
                 yield from next(tasks)
 
-    def _by_microbatch(self, stage: int, kind: str) -> list[list[int]]:
-        """[micro-batch] its actions of this kind: one, or two parts."""
-        operation = self.operation_of[stage, kind]
+    def _by_microbatch(self, stage: int, role: Role) -> list[list[int]]:
+        """[micro-batch] its actions of this role: one, or two parts."""
+        operation = self.operation_of[stage, role]
         slots, first = self.graph.workload.slots[operation], self.graph.offsets[operation]
         numbers = groupby(range(len(slots)), key=lambda number: slots.name(number)[0])
         return [[first + number for number in group] for _, group in numbers]
@@ -235,9 +249,10 @@ class TrialRun:
 
     def _rank(self, operation: int) -> tuple[int, int, int]:
         """Sort key of what goes first: backwards, forwards, weight gradients; then by depth."""
-        stage, kind = self._stages.stage_of[operation], self._stages.kinds[operation]
-        kind_rank = {"F": 0 if self.rules[stage].forward_first else 2, "W": 3}.get(kind, 1)
-        return kind_rank, -self._stages.depths[stage], operation
+        stage, rank = self._stages.stage_of[operation], self._stages.ranks[operation]
+        if rank == _RANKS[Role.FORWARD] and self.rules[stage].forward_first:
+            rank = 0
+        return rank, -self._stages.depths[stage], operation
 
     def _run(self) -> None:
         done = 0

@@ -1,0 +1,169 @@
+"""Roles instead of letters: where kinds may be named, and what adding one in ``workload/kinds.py`` is enough for."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import pipeplan
+from builders.chains import chain_workload
+from pipeplan.schedule.list_scheduling import in_flight_limits, list_schedule, policies
+from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.rules.engine import schedule_by_rules
+from pipeplan.schedule.rules.language import Rules
+from pipeplan.schedule.stage_graph.stages import Rule, Run, Stages
+from pipeplan.workload.action import Action, operation_of
+from pipeplan.workload.elements import Operation
+from pipeplan.workload.kinds import (
+    COMPUTE_KINDS,
+    KINDS,
+    Kind,
+    Resource,
+    Role,
+    in_order,
+    is_instruction,
+    kind_of,
+    payload_of,
+    role_of,
+)
+from pipeplan.workload.task_graph import task_graph
+from pipeplan.workload.workload import Workload
+
+ALLOWED = {
+    "checker/inputs.py": "the specification, independent of the rest",
+    "checker/structure.py": "the specification, independent of the rest",
+    "partition/baselines/slicer.py": "steps of the paper's simulator",
+    "partition/chain/autopipe_simulator.py": "steps of the paper's simulator",
+    "schedule/classic/base.py": "classic schedules are scripts of letters",
+}
+"""Modules that compare with a kind's letter, and why they may. Tables keyed by letters count as comparisons.
+
+The text grammar, file readers and ``workload/kinds.py`` might, too, and do not."""
+
+
+def test_only_a_few_modules_compare_with_a_kinds_letter() -> None:
+    source = Path(pipeplan.__file__).parent
+    found = {
+        str(path.relative_to(source)): lines
+        for path in sorted(source.rglob("*.py"))
+        if (lines := compared_with_letters(path.read_text()))
+    }
+    assert not {path: lines for path, lines in found.items() if path not in ALLOWED}
+    assert found.keys() == ALLOWED.keys(), "a module that no longer compares letters leaves the list"
+    assert len(ALLOWED) <= 10
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kind == 'F'",
+        "'W' != kind",
+        "source == target == 'F'",
+        "kind in 'BI'",
+        "kind not in ('B', 'I')",
+        "kind in {'F', 'ALLGATHER'}",
+        "'I' in kinds",
+        "kind in frozenset('BI')",
+        "{'F': 1, 'W': 2}.get(kind)",
+        "match kind:\n    case 'B' | 'I':\n        pass",
+        "kind.startswith('F')",
+        "kind.endswith('B')",
+    ],
+)
+def test_comparisons_are_found(text: str) -> None:
+    assert compared_with_letters(text) == [ast.parse(text).body[0].lineno + text.count("\n    case")]
+
+
+@pytest.mark.parametrize("text", ["kind = 'F'", "f'{stage}F'", "role is Role.FORWARD", "unit == 'GB'", "kind in ''"])
+def test_what_only_names_a_letter_is_left_alone(text: str) -> None:
+    assert compared_with_letters(text) == []
+
+
+def compared_with_letters(text: str) -> list[int]:
+    """The lines on which something is compared with a kind's letter, looked for among some, or looked up by one."""
+    return sorted({line for node in ast.walk(ast.parse(text)) for line in _lines(node)})
+
+
+def _lines(node: ast.AST) -> Iterator[int]:
+    sides: list[ast.expr | None] = []
+    if isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+    elif isinstance(node, ast.MatchValue):
+        sides = [node.value]
+    elif isinstance(node, ast.Dict) and all(key is not None and _letters(key) for key in node.keys):
+        sides = list(node.keys)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        sides = list(node.args) if node.func.attr in ("startswith", "endswith") else []
+    yield from (side.lineno for side in sides if side is not None and _letters(side))
+
+
+def _letters(node: ast.expr) -> bool:
+    """Whether an expression is letters of kinds, or a display of some."""
+    if isinstance(node, ast.Tuple | ast.List | ast.Set):
+        return any(map(_letters, node.elts))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("set", "frozenset", "tuple"):
+        return any(map(_letters, node.args))
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return is_text and bool(node.value) and set(node.value) <= set(COMPUTE_KINDS)
+
+
+def test_the_kinds_there_are() -> None:
+    roles = [Role.FORWARD, Role.BACKWARD, Role.INPUT_GRAD, Role.WEIGHT_GRAD]
+    assert [kind_of(name) for name in COMPUTE_KINDS] == [
+        Kind(name, role, Resource.COMPUTE, payload)
+        for name, role, payload in zip(COMPUTE_KINDS, roles, ["F", "B", "B", ""], strict=True)
+    ]
+    assert kind_of("SEND_F") == Kind("SEND_F", Role.NETWORK, Resource.LINK, "F")
+    assert kind_of("RECV_GATHER") == Kind("RECV_GATHER", Role.NETWORK, Resource.LINK, "GATHER")
+    assert kind_of("GATHER") == Kind("GATHER", Role.CUSTOM, Resource.COMPUTE, "GATHER")
+    assert [is_instruction(name) for name in ("GATHER", "B", "SEND_F", "SEND")] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("letter", COMPUTE_KINDS)
+def test_a_kind_added_to_the_list_is_known_everywhere(letter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a stage's actions have another name and the same role, the engines give the same orders."""
+    given = chain_workload(3, 5, split=None if letter == "B" else (12, 7), weight_grad_bytes=500, memory_bytes=3000)
+    before, role = orders_of(given), role_of(letter)
+
+    monkeypatch.setitem(KINDS, "NOVEL", Kind("NOVEL", role, Resource.COMPUTE, payload_of(letter)))
+    named = renamed(given, letter, "NOVEL")
+
+    assert any(operation.kind == "NOVEL" for operation in named.operations)
+    assert [operation.role for operation in named.operations] == [operation.role for operation in given.operations]
+    assert Action.parse("1NOVEL2").role is role
+    assert Operation(kind="NOVEL", stage=0, duration_ns=1).role is role
+    assert not named.instructions
+    assert in_order(["NOVEL", "B"]) == ["B", "NOVEL"]
+    assert Problem.of(named).roles == Problem.of(given).roles
+    assert orders_of(named) == before
+
+
+def renamed(workload: Workload, letter: str, name: str) -> Workload:
+    """The same workload with another name for one kind."""
+
+    def other(id_: str) -> str:
+        stage, kind = operation_of(id_)
+        return f"{stage}{name}" if kind == letter else id_
+
+    return replace(
+        workload,
+        operations=tuple(replace(each, kind=name) if each.kind == letter else each for each in workload.operations),
+        dependencies=tuple(
+            replace(each, source=other(each.source), target=other(each.target)) for each in workload.dependencies
+        ),
+    )
+
+
+def orders_of(workload: Workload) -> list[object]:
+    """What every engine makes of a workload: rules in steps and in memory, list scheduling, runs of a stage graph."""
+    graph, problem = task_graph(workload), Problem.of(workload)
+    stages = Stages(graph)
+    return [
+        schedule_by_rules(graph, Rules()),
+        schedule_by_rules(graph, Rules(time="true", fit_memory=True)),
+        [list_schedule(problem, policy) for policy in policies(in_flight_limits(problem))],
+        (stages.taken, stages.given, stages.needs),
+        Run(stages, [Rule(2)] * stages.count).orders,
+    ]
