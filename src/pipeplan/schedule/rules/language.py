@@ -232,7 +232,8 @@ Ends = Annotated[tuple[End, ...], BeforeValidator(_listed)]
 
 def _attributes(table: Mapping[str, Any]) -> Mapping[str, Attribute]:
     found = {key: tuple(each) if isinstance(each, list) else each for key, each in table.items()}
-    if not all(_is_scalar(each) for value in found.values() for each in _listed(value)):
+    stated = [each if isinstance(each, tuple) else (each,) for each in found.values()]
+    if not all(_is_scalar(value) for values in stated for value in values):
         raise ValueError("attributes are texts, finite numbers, booleans and lists of them")
     return found
 
