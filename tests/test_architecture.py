@@ -153,7 +153,7 @@ def test_the_heavy_ones_are_where_the_page_says() -> None:
     for module in modules():
         for heavy in {name.partition(".")[0] for name in imports_of(module)} & set(where):
             where[heavy].add(module.removeprefix("pipeplan."))
-    assert {name.partition(".")[0] for name in where["torch"]} == {"runtime", "_api"}
+    assert {name.partition(".")[0] for name in where["torch"]} == {"runtime"}
     assert all(name.startswith("schedule.cpsat") for name in where["ortools"])
     assert not any("pydantic" in name for module in modules() if ".workload" in module for name in imports_of(module))
 

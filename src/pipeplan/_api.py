@@ -182,31 +182,25 @@ def profile(
     model: Model, microbatch_sizes: Sequence[int], *, dtype: str = "float32", threads: int | None = None, **how: Any
 ) -> Profile:
     """Measure a model block by block; see :func:`pipeplan.runtime.profiling.measure.profile_model`, also for errors."""
-    import torch
-
+    from pipeplan.runtime.profiling.build_profile import dtype_of, on_threads
     from pipeplan.runtime.profiling.measure import profile_model
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
-    try:
-        return profile_model(model, microbatch_sizes, dtype=getattr(torch, dtype), **how)
-    finally:
-        torch.set_num_threads(before)
+    with on_threads(threads):
+        return profile_model(model, microbatch_sizes, dtype=dtype_of(dtype), **how)
 
 
 def estimate(
     model: Model, microbatch_sizes: Sequence[int], *, device: str, dtype: str | None = None, **how: Any
 ) -> Profile:
     """Estimate a model for a preset: :func:`pipeplan.runtime.profiling.estimate.estimate_model`, also for errors."""
-    import torch
-
     from pipeplan.costs.presets import device_preset
     from pipeplan.runtime.models.load import reference_model
+    from pipeplan.runtime.profiling.build_profile import dtype_of
     from pipeplan.runtime.profiling.estimate import estimate_model
 
     preset = device_preset(device)
     how["reference"] = reference_model(model, how.get("calibration"))
-    return estimate_model(model, microbatch_sizes, device=preset, dtype=getattr(torch, dtype or preset.dtype), **how)
+    return estimate_model(model, microbatch_sizes, device=preset, dtype=dtype_of(dtype or preset.dtype), **how)
 
 
 # Links ------------------------------------------------------------------------------------------------------------

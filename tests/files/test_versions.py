@@ -48,7 +48,8 @@ ROOT = TESTS.parent
 RECORDED: list[dict[str, Any]] = json.loads((TESTS / "golden" / "fingerprints_1.json").read_text(encoding="utf-8"))
 """Files of version 1 with the fingerprints they had before there were versions."""
 
-SHIPPED = [*sorted((ROOT / "profiles").glob("*.json")), *sorted((ROOT / "src/pipeplan/costs/clusters").glob("*.json"))]
+CLUSTERS = ROOT / "src/pipeplan/catalog/clusters"
+SHIPPED = [*sorted((ROOT / "profiles").glob("*.json")), *sorted(CLUSTERS.glob("*.json"))]
 
 
 # Forms and fingerprints ----------------------------------------------------------------------------------------

@@ -1,9 +1,4 @@
-"""A plan's operations by number, and which samples have to be brought where.
-
-Which samples have to be brought from one stage to the devices of another, from what each device works on.
-
-A plan's operations by number, so that checking is quick.
-"""
+"""A plan's operations by number, and which samples have to be brought where."""
 
 from __future__ import annotations
 

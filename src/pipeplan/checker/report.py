@@ -1,9 +1,4 @@
-"""What a check found, and the predicted figures recomputed.
-
-What a check found: problems, each with its rule and place, and the figures it recomputed.
-
-Rules about predicted figures: each is what the start times give.
-"""
+"""What a check found, and the predicted figures recomputed."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Rules about links, start times and memory: what happens on devices and links as time passes.
-
-Rules about links: a link carries one message at a time, in the order in which its device sends them.
-
-Rules about start times: inputs are there, devices do one thing at a time, and nothing waits longer than it must.
-
-Rules about memory (design section 5): what each device holds while each of its actions runs.
-"""
+"""Rules about links, start times and memory: what happens on devices and links as time passes."""
 
 from __future__ import annotations
 

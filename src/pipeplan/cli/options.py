@@ -1,9 +1,4 @@
-"""Options that several verbs share: their types, and those of the verbs that search.
-
-Option types that several verbs share.
-
-The flags of the verbs that search, and the request they make.
-"""
+"""Options that several verbs share: their types, and those of the verbs that search."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""``pipeplan profile``: costs of a model, measured or estimated; times of links; a look at a profile.
-
-The part of ``pipeplan profile`` that is about links: measure them, or read what nccl-tests printed.
-
-``pipeplan profile``: costs of a model, measured or estimated; times of links; a look at a profile.
-"""
+"""``pipeplan profile``: costs of a model, measured or estimated; times of links; a look at a profile."""
 
 from __future__ import annotations
 

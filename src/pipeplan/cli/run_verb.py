@@ -1,9 +1,4 @@
-"""``pipeplan run``: train a model with a plan on torch.distributed.
-
-The flags of ``pipeplan run`` that say how a model is trained; each has the name of a field of ``TrainOptions``.
-
-``pipeplan run``: train a model with a plan on torch.distributed.
-"""
+"""``pipeplan run``: train a model with a plan on torch.distributed."""
 
 from __future__ import annotations
 

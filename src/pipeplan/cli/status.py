@@ -1,9 +1,4 @@
-"""What is said while work goes on, how it is interrupted, and where results go.
-
-Where results go: found out before the work that makes them.
-
-What is said on stderr while work goes on, and how it is interrupted.
-"""
+"""What is said while work goes on, how it is interrupted, and where results go."""
 
 from __future__ import annotations
 

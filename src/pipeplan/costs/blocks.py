@@ -1,7 +1,5 @@
 """Costs of one block: between the sizes that were measured, and fitted to what was measured.
 
-Costs of one block for any micro-batch size between the measured ones.
-
 Fitting a device's rates to measured blocks, so that what was not measured can be told from what was.
 
 First three rates that all blocks share: time per FLOP of matrix products, per byte moved by other kernels, and per

@@ -1,9 +1,5 @@
 """What it costs to move bytes: between two devices, within a group, and in all groups of a mesh at once.
 
-What it costs to move bytes between two devices of a cluster.
-
-What it costs the devices of a group to combine or exchange arrays: rings over links, or measured times.
-
 What collectives cost when all groups of a device mesh run them at once, and share the links between nodes.
 
 The groups along one dimension of a mesh are alike, and every one of them runs the collective at the same time. A link

@@ -1,9 +1,4 @@
-"""What a stage costs each of its devices, and what training holds of every parameter.
-
-What training holds of every parameter beside the copy it computes with: recipes, one file each in the catalog.
-
-What a stage costs each of its devices.
-"""
+"""What a stage costs each of its devices, and what training holds of every parameter."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class ShapeCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _ShapeKind:
     """How to lay a shape out: a builder, where it is drawn, and what it asks of the number of devices."""
 
     build: Callable[[_ShapeLayout], None]
@@ -135,7 +135,7 @@ def shape(name: str, num_devices: int, *, chunks: int | None = None, costs: Shap
     )
 
 
-def _require(name: str, kind: _Kind, num_devices: int, chunks: int | None, costs: ShapeCosts) -> None:
+def _require(name: str, kind: _ShapeKind, num_devices: int, chunks: int | None, costs: ShapeCosts) -> None:
     if not 1 <= num_devices <= MAX_DEVICES:
         raise UsageError(f"shape-{name} stands on 1 to {MAX_DEVICES} devices, not {num_devices}; change --devices")
     if kind.even and num_devices % 2:
@@ -226,23 +226,27 @@ def _zbv(layout: _ShapeLayout) -> None:
 
 _PER_DEVICE = "Costs are given per device and divided among its chunks; the first chunks take the remainders."
 
-SHAPES: dict[str, _Kind] = {
-    "v": _Kind(_v, "Tessel (HPCA'24), Fig. 1 (a): V-shape, a chain over the devices"),
-    "x": _Kind(
+SHAPES: dict[str, _ShapeKind] = {
+    "v": _ShapeKind(_v, "Tessel (HPCA'24), Fig. 1 (a): V-shape, a chain over the devices"),
+    "x": _ShapeKind(
         _x,
         "Tessel (HPCA'24), Fig. 1 (b): X-shape, the bidirectional placement of Chimera (SC'21)",
         notes="One micro-batch is the pair of one going down and one going up, each at full cost.",
     ),
-    "m": _Kind(_m, "Tessel (HPCA'24), Fig. 8 (a): M-shape, GPT with its embedding on all devices"),
-    "mllm": _Kind(_mllm, "FlexPipe, Fig. 1: MLLM, embedding and head on all devices around a chain"),
-    "nn": _Kind(_nn, "Tessel (HPCA'24), Fig. 8 (d): NN-shape, mT5 with its embedding on all devices", even=True),
-    "k": _Kind(_k, "Tessel (HPCA'24), Fig. 8 (g): K-shape, Flava with two branches and a joint encoder", even=True),
-    "circular": _Kind(
+    "m": _ShapeKind(_m, "Tessel (HPCA'24), Fig. 8 (a): M-shape, GPT with its embedding on all devices"),
+    "mllm": _ShapeKind(_mllm, "FlexPipe, Fig. 1: MLLM, embedding and head on all devices around a chain"),
+    "nn": _ShapeKind(_nn, "Tessel (HPCA'24), Fig. 8 (d): NN-shape, mT5 with its embedding on all devices", even=True),
+    "k": _ShapeKind(
+        _k, "Tessel (HPCA'24), Fig. 8 (g): K-shape, Flava with two branches and a joint encoder", even=True
+    ),
+    "circular": _ShapeKind(
         _circular,
         "Megatron-LM (SC'21): interleaved stages, stage s on device s mod D",
         notes=_PER_DEVICE,
         chunks=None,
     ),
-    "zbv": _Kind(_zbv, "Zero Bubble (ICLR'24): ZB-V, two chunks per device, down then up", notes=_PER_DEVICE, chunks=2),
+    "zbv": _ShapeKind(
+        _zbv, "Zero Bubble (ICLR'24): ZB-V, two chunks per device, down then up", notes=_PER_DEVICE, chunks=2
+    ),
 }
 """Every shape by name."""

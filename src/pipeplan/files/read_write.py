@@ -1,7 +1,5 @@
 """Reading and writing the file formats: strict, every version there was, atomic; ``-`` is stdin or stdout.
 
-Writing the file formats: laid out for readers, atomically, ``-`` for stdout.
-
 Reading the file formats: strict, every version there was, ``-`` for stdin.
 
 Files are data from strangers: reading one imports no code, opens no other file and runs nothing. Every

@@ -6,8 +6,6 @@ A predicted and a measured timeline have the same form and differ in the *proces
 stand beside each other in one file. Each device has a track for compute and one for communication, and further
 ones where transfers overlap. ``ts`` and ``dur`` are microseconds as floats; ``round(ts * 1000)`` is the exact
 number of nanoseconds.
-
-Reading the traces that runs write: when every action of every step really ran.
 """
 
 from __future__ import annotations

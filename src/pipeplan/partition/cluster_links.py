@@ -1,9 +1,4 @@
-"""Device groups on a cluster's devices: which have the memory, and how long links are busy.
-
-Which devices have the memory that groups need.
-
-How long links are busy with groups on given devices: what is made small, and what it is made of.
-"""
+"""Device groups on a cluster's devices: which have the memory, and how long links are busy."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 """Which devices of a cluster each stage group stands on, so that links are busy for little time.
 
-Groups along the devices, in several orders: where a search may start.
-
-Groups on devices, and what exchanges of devices change.
-
 Which devices of a cluster each stage group stands on, so that links are busy for little time (LinkTime).
 
 Groups are put along the devices in several orders and ways. The two best layouts are then made better by exchanges. An

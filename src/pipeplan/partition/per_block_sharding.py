@@ -1,7 +1,5 @@
 """Stages whose blocks are all split alike, or each in its own way.
 
-Stages that run all of their blocks in one way: what every run of blocks costs with each of them.
-
 Stages whose blocks are each split in a way of its own: the cost frontiers of all runs of blocks on a device group.
 
 A chain of n blocks has n (n + 1) / 2 runs, and each has a frontier (TensorOpt, section 3), which takes part of a second

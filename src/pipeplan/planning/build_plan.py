@@ -1,9 +1,4 @@
-"""From a schedule to its plan: assembled, checked, with its provenance.
-
-From the orders of a workload to its plan: programs, predicted figures, repetend.
-
-From a schedule to its plan: assembled, checked, with where it comes from.
-"""
+"""From a schedule to its plan: assembled, checked, with its provenance."""
 
 from __future__ import annotations
 

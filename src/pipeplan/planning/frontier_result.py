@@ -1,9 +1,4 @@
-"""What a frontier is: its points, what is proved of them, and what a reader must know beside them.
-
-What a frontier is: its points, what is proved of them, and how to make their plans.
-
-What a reader of a frontier must know beside its points: what was taken for granted, and what is done twice.
-"""
+"""What a frontier is: its points, what is proved of them, and what a reader must know beside them."""
 
 from __future__ import annotations
 

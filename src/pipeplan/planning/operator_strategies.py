@@ -4,8 +4,6 @@ Strategies as plans: one stage whose blocks are each split as a point of the cos
 
 A strategy of whole blocks is what the executor runs: its meshes are the stage's configurations, and what it costs is
 the stage's: times of forward and backward with all that is exchanged in them, sums of gradients once per iteration.
-
-Stages of any form whose blocks are each split in a way of its own: a point of the stage's own cost frontier.
 """
 
 from __future__ import annotations

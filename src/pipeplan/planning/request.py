@@ -1,9 +1,4 @@
-"""What is asked of a search: the request, its defaults, and how its mini-batch is cut.
-
-The mini-batch of an iteration, and how it is cut into micro-batches.
-
-What is asked of a search, and what its defaults are.
-"""
+"""What is asked of a search: the request, its defaults, and how its mini-batch is cut."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Cells of the auto-tuner's grid: evaluated under every built-in rule, and kept in a file.
 
-Rows that are known already, in a file: a line of JSON for each cell, appended when it is done.
-
 One cell of the grid: a placement with sizes and recomputation, under every built-in rule (FlexPipe, section 6).
 """
 

@@ -1,9 +1,4 @@
-"""Comparisons of schedules, and rankings of an auto-tuning, as tables.
-
-A comparison of schedules as a table.
-
-A tuning as a table.
-"""
+"""Comparisons of schedules, and rankings of an auto-tuning, as tables."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A frontier as a table, as a plot in the terminal, and as SVG.
-
-What a frontier says: a table, and a plot of time against memory in the terminal.
-
-A frontier drawn as SVG: time against memory, a line per number of devices.
-"""
+"""A frontier as a table, as a plot in the terminal, and as SVG."""
 
 from __future__ import annotations
 

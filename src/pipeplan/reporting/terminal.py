@@ -1,7 +1,5 @@
 """A simulation for people: figures, devices, stages, timeline and critical path.
 
-The stages of a plan for people: their blocks, their work, and the device that everything waits for.
-
 A simulation for people: figures, devices, timeline and critical path on a terminal or in a text file.
 
 Everything can be read without colour: bars carry their kind and micro-batch as text.

@@ -1,11 +1,4 @@
-"""The timeline of a simulation: as rows of characters, and as plain SVG.
-
-What several renderers of a simulation show alike.
-
-The timeline as rows of characters, one row per device: what is in each cell, without saying how it looks.
-
-The timeline as plain SVG: one bar per action and device, with tooltips, a time axis and a legend.
-"""
+"""The timeline of a simulation: as rows of characters, and as plain SVG."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 """List scheduling: every device, whenever it is free, takes one of its ready actions by fixed rules.
 
-How much room a device's micro-batches in flight need to run to their end.
-
-List scheduling: every device, whenever it is free, takes one of its ready actions by fixed rules.
-
 The rules are those of the zero-bubble papers' automatic schedules (Qi et al., ICLR'24, section 3.1, and NeurIPS'24),
 said for any placement of single-device stages, with true durations, latencies and memory: backward before forward,
 forward while memory lasts, weight gradients where a device would wait otherwise. A few switches decide the doubtful

@@ -1,9 +1,4 @@
-"""The steady state: repetends searched, taken from good schedules, and unrolled into schedules.
-
-From a pattern to a schedule for N micro-batches: the pattern replayed, and simple schedules that always work.
-
-The steady state: repetends searched, taken from good schedules, and unrolled where memory asks for it.
-"""
+"""The steady state: repetends searched, taken from good schedules, and unrolled into schedules."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """What frontier tracking works on: operators with configurations, those never needed left out.
 
 What frontier tracking works on: operators with configurations, and tensors between them (TensorOpt section 2.1).
-
-Configurations that another one of the same operator replaces everywhere, at no more memory and time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """A graph reduced to one expression, and expressions computed as frontiers.
 
-Expressions computed as frontiers, and strategies read off them.
-
 A graph reduced to one expression: exactly where that can be, else with operators held to a choice (Algorithm 2).
 """
 

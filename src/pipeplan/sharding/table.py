@@ -9,8 +9,6 @@ per configuration of its source and a column per configuration of its target. Al
 Every point of a table made from others knows the points it was made of (``picks``), so that a strategy is read off by
 walking back, whichever operations led there.
 
-Work on arrays spread over the cores: numpy lets other threads run while it computes.
-
 Product: the sums of every point of one frontier with every point of another, or of those sums that are wanted.
 
 Most sums of large frontiers are of no use to the whole, and what is of use is known beforehand: a cell's sums are

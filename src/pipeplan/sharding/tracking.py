@@ -1,7 +1,5 @@
 """Frontier tracking: the frontier of a graph, gap by gap where it is large, its strategies and its knee.
 
-Frontiers, or parts of one, from which strategies can be read off after the tables they came from are gone.
-
 Large frontiers, gap by gap of their hull.
 
 Neighbours on the hull (:mod:`pipeplan.sharding.bounds`) have a line below which there is no strategy, and a frontier

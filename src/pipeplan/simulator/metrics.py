@@ -1,9 +1,4 @@
-"""Figures of a timeline, and the critical path that sets its makespan.
-
-Figures of a timeline: makespan, how busy each device is, bubble rates, micro-batches in flight.
-
-The critical path: the chain of actions, each of which started when the one before let it, that set the makespan.
-"""
+"""Figures of a timeline, and the critical path that sets its makespan."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Simulating a plan: replaying its programs as they are, for more micro-batches, or with other costs.
-
-The orders that a plan's programs state: compute actions on devices, messages on the links where they may wait.
-
-Simulating a plan: replaying its programs as they are, for more micro-batches, or with other costs.
-"""
+"""Simulating a plan: replaying its programs as they are, for more micro-batches, or with other costs."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@ What a field may hold, said once as an annotation: nothing reads it here, files 
 
 Bounds are annotated-types'; the classes here speak the protocol by which pydantic asks annotations, without needing it.
 
-What a workload is made of: devices, stages, operations, and what waits for what.
-
 Plain frozen objects that searches make and copy by the thousand. A plan's file has the same ones: what may stand in a
 field is said beside it (:mod:`pipeplan.workload.elements`), and enforced where a file is read or written.
 """

@@ -1,7 +1,5 @@
 """AutoPipe's planner: the master stage moved forward from the balanced split on, within memory.
 
-Whether the stages of a cut fit, each with the micro-batches that 1F1B holds there.
-
 AutoPipe's heuristic search (III-B2): from the balanced split on, move the master stage forward; then polish.
 """
 

@@ -1,7 +1,5 @@
 """Can all stages take at most a given time? Solutions that no other beats, from the last part to the first.
 
-Solutions that no other beats in devices and in both numbers of their need.
-
 Can all stages take at most so long? Answered for parts from the last to the first.
 
 Of a part before stages with some need (:mod:`~pipeplan.partition.graph.needs`) only those solutions are kept that

@@ -1,11 +1,4 @@
-"""A rank's device: which it is, when its actions ran, and in which number format it computes.
-
-When actions began and ended: the host's clock on CPU, events of the stream that computes on CUDA.
-
-The device of a rank.
-
-Number formats under autocast: parameters stay as they are, operators that gain from it compute in a short format.
-"""
+"""A rank's device: which it is, when its actions ran, and in which number format it computes."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from pydantic import ValidationError
@@ -15,7 +16,7 @@ from pipeplan.runtime.models.spec import Collective, Model
 from pipeplan.runtime.profiling.block_graph import BlockGraph, BlockNode, block_graph_of
 from pipeplan.runtime.profiling.rounds import Kind, SharedModel
 
-__all__ = ["Price", "costs_of", "priced_by", "profile_of", "splits_of", "unsplit_of"]
+__all__ = ["Price", "costs_of", "dtype_of", "on_threads", "priced_by", "profile_of", "splits_of", "unsplit_of"]
 
 _RECIPE = "adamw"
 """What training is taken to hold of every parameter, a recipe of the catalog."""
@@ -24,6 +25,24 @@ _FLOAT32_BYTES = 4
 
 Price = Callable[[Collective, int, int], int]
 """Time in ns of a collective for so many samples among so many devices."""
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The number format of a name such as ``float32``."""
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+@contextmanager
+def on_threads(count: int | None) -> Iterator[None]:
+    """CPU operators inside run on this many threads; None leaves them as they are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def splits_of(

@@ -4,8 +4,6 @@ Where checkpoints lie: one folder per step, which has its name only when all of 
 
 Needs no torch. A checkpoint is written into a hidden folder and renamed at the end; an old one is renamed before it is
 removed. So whatever has the name of a checkpoint is one, whenever a process or the machine dies.
-
-Reading a checkpoint that may be damaged: files that are missing, cut short, or not what was written.
 """
 
 from __future__ import annotations

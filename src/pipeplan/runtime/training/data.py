@@ -1,7 +1,5 @@
 """Samples of a training: texts, token files and datasets, and a text made here that a small model can learn.
 
-A text that a small model can learn, made here: sums in words.
-
 Samples of a training: texts, token files and datasets, in place of those that a model makes up.
 
 Sample n of the training, counted from its first step on, is number n of a shuffled dataset, shuffled anew each time

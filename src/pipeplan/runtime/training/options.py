@@ -1,9 +1,4 @@
-"""What a training is asked for, and what came of a run beside what its plan predicted.
-
-What a training is asked for. Needs no torch: the command line makes it, and ranks read it from JSON.
-
-A run that has ended, beside what its plan predicted.
-"""
+"""What a training is asked for, and what came of a run beside what its plan predicted."""
 
 from __future__ import annotations
 

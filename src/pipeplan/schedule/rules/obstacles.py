@@ -4,8 +4,6 @@ Room on each device while rules choose: no forward starts that its device could 
 
 The rule is that of list scheduling (:mod:`pipeplan.schedule.list_scheduling`), for stages of any number of devices and
 for micro-batches of any size.
-
-Why no action can start any more, in words.
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@ Which are stashed is found by backtracking, as the paper has it: from every bubb
 waited for, stashing each W that stood in the way, again and again until none does. Stashing all of them is tried
 beside it, W then going into bubbles that are a little too short for them, too, and the shortest result is kept: it is
 never longer than what was given. Each try is one replay in time, near-linear in the actions.
-
-Backward as one action again: what rules choose among before gradients are separated (FlexPipe's BwdPass).
 """
 
 from __future__ import annotations

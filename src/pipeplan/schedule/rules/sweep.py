@@ -1,7 +1,5 @@
 """Rules as a source of schedules: one set, or all built-in ones tried.
 
-Rules as a source of schedules for a search: those of one set of rules, or the best of the built-in ones.
-
 The built-in rules, all tried (FlexPipe, section 6): what rules alone find on a placement.
 """
 

@@ -1,7 +1,5 @@
 """GraphPipe's schedules of stage graphs: kFkB and greedy.
 
-kFkB: how many forwards a stage starts with, by Table 3.2, then k backwards and k forwards in turn.
-
 Greedy: backwards as soon as they can run, no more samples in flight than the iteration time needs (3.10.1).
 """
 

@@ -1,9 +1,4 @@
-"""What schedules of stage graphs ask of a task graph, and trial runs under limits of samples in flight.
-
-What the schedules of stage graphs ask of a task graph: sizes, neighbours, samples in flight.
-
-A trial of the greedy schedule: all devices in time, under rules of how many samples stages may have in flight.
-"""
+"""What schedules of stage graphs ask of a task graph, and trial runs under limits of samples in flight."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """What a strategy is made of, for a whole model and for the stages of a pipeline.
 
-What a strategy is made of: the configuration of every operator, and what happens to every tensor between two.
-
 Stages of a pipeline as cost models: parts of a model of whole blocks, with what enters and leaves them.
 
 Tensors come to a stage whole on every device of its group, and go on so: its first blocks cut what they take and gather

@@ -8,8 +8,6 @@ runs before it is the prefix, what runs after it the suffix.
 
 The orders of links are cut likewise, where a message's ``first`` is not stated: it lies between those of the
 operations at its ends, and of the places where a link's order can be cut it is the last.
-
-The steady state: at which distance copies of a repetend follow each other when they run without end.
 """
 
 from __future__ import annotations

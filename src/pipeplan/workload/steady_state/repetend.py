@@ -1,7 +1,5 @@
 """The repetend of a schedule that somebody made: found, and repeated for more micro-batches.
 
-Finding the repetend of a schedule that somebody made, whatever made it.
-
 Replaying a schedule for more micro-batches by repeating its repetend (Tessel III-C).
 
 With ``first[source] >= first[target]`` for every dependency, nothing in a copy waits for a later copy, so prefix,

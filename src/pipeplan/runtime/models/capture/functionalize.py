@@ -4,8 +4,6 @@ Operators that change tensors in place, as operators that make new ones.
 
 A block may not change what another made, nor a tensor that starts its graph. So what is changed gets a successor,
 which whoever comes later takes instead; a tensor that is changed through a view of it is put together again.
-
-What a captured forward is made of: its operators, and what in them depends on samples, format and device.
 """
 
 from __future__ import annotations

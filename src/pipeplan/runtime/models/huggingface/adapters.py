@@ -1,7 +1,5 @@
 """Made-up batches for transformers' models, and modules around these that take them by name.
 
-Made-up batches: texts that count up, noise for images. Sample i is the same however many samples there are.
-
 Modules around transformers' models that take the tensors of a batch by name and return one summed loss.
 
 Losses are sums over predictions, not means, so that gradients add up over micro-batches, and are accumulated in

@@ -4,8 +4,6 @@ Models with branches side by side, of the form and the sizes of GraphPipe's (sec
 
 MMT: branches of transformer layers, one for each kind of input. DLRM: branches of linear layers for dense features and
 tables for sparse ones. CANDLE-Uno: branches of linear layers. All are concatenated before what follows.
-
-Flava as Tessel has it (section VI-D): a tower for text, one for images, a cross-encoder over the tokens of both.
 """
 
 from __future__ import annotations
