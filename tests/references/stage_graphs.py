@@ -80,14 +80,12 @@ class StageGraph:
     def _operation(self, kind: str, stage: int, held: int) -> Operation:
         time = self.sizes[stage] * (self.forward if kind == "F" else self.backward)[stage]
         held *= self.sizes[stage]
-        return Operation.model_validate(
-            {
-                "kind": kind,
-                "stage": stage,
-                "duration_ns": time if kind != "W" else 1,
-                "acquire_bytes": held if kind == "F" else 0,
-                "release_bytes": 0 if kind == "F" else held,
-            }
+        return Operation(
+            kind=kind,
+            stage=stage,
+            duration_ns=time if kind != "W" else 1,
+            acquire_bytes=held if kind == "F" else 0,
+            release_bytes=0 if kind == "F" else held,
         )
 
 
