@@ -222,7 +222,7 @@ def four_devices(plan: Plan) -> Plan:
     )
 
 
-def reports_of(cases: Mapping[str, Case], work: str = "runtime_rank:compare", command: Sequence[str] = RANK) -> Reports:
+def reports_of(cases: Mapping[str, Case], work: str = "runtime_support.executor_rank:compare", command: Sequence[str] = RANK) -> Reports:
     """What 4 real processes report of all cases, for which they are started once."""
     found: Reports = defaultdict(dict)
 
