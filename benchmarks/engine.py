@@ -30,6 +30,8 @@ from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import Rules, schedule_by_rules
 from pipeplan.schedule.rules.refill import refill
 from pipeplan.schedule.stage_graph.stages import Rule, Stages, TrialRun
+from pipeplan.workload.elements import Hop
+from pipeplan.workload.kinds import Role
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph, with_links
 from pipeplan.workload.workload import Workload
 
@@ -56,25 +58,15 @@ def drawn_workload(num_microbatches: int, *, busy: bool, seed: int = 1) -> Workl
     )
     random = Random(seed)
     operations = tuple(
-        operation.model_copy(update={"duration_ns": random.randint(40 if operation.kind == "W" else 80, 120)})
+        replace(operation, duration_ns=random.randint(40 if operation.role is Role.WEIGHT_GRAD else 80, 120))
         for operation in workload.operations
     )
-    dependencies = tuple(
-        dependency.model_copy(
-            update={
-                "hops": tuple(
-                    hop.model_copy(
-                        update={
-                            "latency_ns": random.randint(1, 20),
-                            "occupancy_ns": random.randint(130, 180) if busy else 0,
-                        }
-                    )
-                    for hop in dependency.hops
-                )
-            }
-        )
-        for dependency in workload.dependencies
-    )
+
+    def drawn(hop: Hop) -> Hop:
+        latency = random.randint(1, 20)
+        return replace(hop, latency_ns=latency, occupancy_ns=random.randint(130, 180) if busy else 0)
+
+    dependencies = tuple(replace(each, hops=tuple(map(drawn, each.hops))) for each in workload.dependencies)
     return replace(workload, operations=operations, dependencies=dependencies)
 
 
@@ -104,7 +96,9 @@ def weight_refill(graph: TaskGraph) -> Loop:
     workload = graph.workload
     orders = _one_f_one_b(graph)
     weights = frozenset(
-        task for task in range(graph.num_actions) if workload.operations[graph.operation_of[task]].kind == "W"
+        task
+        for task in range(graph.num_actions)
+        if workload.operations[graph.operation_of[task]].role is Role.WEIGHT_GRAD
     )
     kept = [[task for task in order if task not in weights] for order in orders]
     expected = earliest_starts(graph, with_links(graph, kept))
