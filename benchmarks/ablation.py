@@ -32,7 +32,7 @@ from pipeplan.costs.presets import cluster_of_paper
 from pipeplan.errors import PipeplanError
 from pipeplan.examples import shape
 from pipeplan.files import read_profile
-from pipeplan.planning import Batch, Options, search_plan
+from pipeplan.planning import Batch, Request, search_plan
 from pipeplan.schedule import search as searching
 from pipeplan.schedule.cpsat.solver import Budget, load_solver
 from pipeplan.schedule.search import search_schedule
@@ -113,16 +113,18 @@ def _profile_cells() -> Iterator[Cell]:
 def _planned(name: str, devices: int, limit: float) -> Found:
     profile = read_profile(str(planning.PROFILES / f"{name}.json"))
     sizes = profile.microbatch_sizes
-    plan = search_plan(
+    request = Request(
         profile,
-        "auto",
+        devices,
         Batch(8 * devices, sizes[-1]),
-        Options(time_limit=limit, deterministic=True),
-        num_devices=devices,
+        "auto",
         cluster=cluster_of_paper("graphpipe", devices),
         memory_bytes=planning.MEMORY[name],
         sizes=sizes,
-    ).plan
+        time_limit=limit,
+        deterministic=True,
+    )
+    plan = search_plan(request).plan
     return plan.predicted.iteration_ns, plan.repetend is not None
 
 

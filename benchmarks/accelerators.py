@@ -142,7 +142,7 @@ def graphpipe_cells() -> Iterator[tuple[str, Cell]]:
 
 def _task(name: str, devices: int) -> Measured:
     task = partitions.task_of(name, devices)
-    return timed(lambda: task.ours().value_ns)
+    return timed(lambda: task.ours().bottleneck_ns)
 
 
 def _sized(blocks: int, branches: int, devices: int) -> Measured:
