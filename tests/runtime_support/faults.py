@@ -142,7 +142,7 @@ def _locally(plan: Plan, options: TrainOptions) -> str:
     job = {"plan": plan.model_dump_json(), "options": options.as_json()}
     try:
         launch.watch_local(
-            "faults:train_otherwise", plan.programs, job, options.timeout_ns, lambda rank, report: None, RANK
+            "runtime_support.faults:train_otherwise", plan.programs, job, options.timeout_ns, lambda rank, report: None, RANK
         )
     except PipeplanError as error:
         return str(error)
