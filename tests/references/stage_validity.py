@@ -10,6 +10,7 @@ from pipeplan.costs import StageCost
 from pipeplan.files import PlacedStage, Placement
 from pipeplan.partition.in_flight import KFKB, flows, kfkb_word
 from pipeplan.partition.problem import Costs
+from pipeplan.workload.kinds import Role
 
 Edges = Sequence[tuple[str, str]]
 
@@ -61,7 +62,7 @@ class StageGraph:
         """Samples in a stage's micro-batch."""
         return self.stages[index].microbatch_size or 0
 
-    def word(self, index: int) -> list[str]:
+    def word(self, index: int) -> list[Role]:
         """A stage's 1F1B."""
         return list(kfkb_word(KFKB(1, self.size(index)), self.in_flight[index], self.mini_batch))
 
@@ -115,7 +116,7 @@ def _schedules(graph: StageGraph) -> Iterator[str]:
             continue
         ahead = most = 0
         for kind in graph.word(index):
-            ahead += 1 if kind == "F" else -1
+            ahead += 1 if kind is Role.FORWARD else -1
             most = max(most, ahead)
             if ahead < 0:
                 yield f"C4: stage {index} runs a backward before its forward"
@@ -127,9 +128,9 @@ def _schedules(graph: StageGraph) -> Iterator[str]:
 def _stuck(graph: StageGraph) -> Iterator[str]:
     """C5, by running all schedules at once: what waits for samples that do not come."""
     left = [graph.word(index)[::-1] for index in range(len(graph.stages))]
-    done = [{"F": 0, "B": 0} for _ in graph.stages]
-    ahead = {"F": [[a for a, b in graph.edges if b == s] for s in range(len(left))]}
-    ahead["B"] = [[b for a, b in graph.edges if a == s] for s in range(len(left))]
+    done = [{Role.FORWARD: 0, Role.BACKWARD: 0} for _ in graph.stages]
+    ahead = {Role.FORWARD: [[a for a, b in graph.edges if b == s] for s in range(len(left))]}
+    ahead[Role.BACKWARD] = [[b for a, b in graph.edges if a == s] for s in range(len(left))]
     moved = True
     while moved:
         moved = False
@@ -141,4 +142,5 @@ def _stuck(graph: StageGraph) -> Iterator[str]:
                 moved = True
     for index, rest in enumerate(left):
         if rest:
-            yield f"C5: stage {index} waits for {rest[-1]} of sample {done[index][rest[-1]]} without end"
+            kind = "F" if rest[-1] is Role.FORWARD else "B"
+            yield f"C5: stage {index} waits for {kind} of sample {done[index][rest[-1]]} without end"

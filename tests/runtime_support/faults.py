@@ -141,9 +141,8 @@ def run_with(fault: Fault, plan: Plan, options: TrainOptions, *, torchrun: bool 
 def _locally(plan: Plan, options: TrainOptions) -> str:
     job = {"plan": plan.model_dump_json(), "options": options.as_json()}
     try:
-        launch.watch_local(
-            "runtime_support.faults:train_otherwise", plan.programs, job, options.timeout_ns, lambda rank, report: None, RANK
-        )
+        work = "runtime_support.faults:train_otherwise"
+        launch.watch_local(work, plan.programs, job, options.timeout_ns, lambda rank, report: None, RANK)
     except PipeplanError as error:
         return str(error)
     return ""
