@@ -241,7 +241,7 @@ import os
 import time
 import torch
 from torch import nn
-from pipeplan.runtime import partial
+from pipeplan.runtime.profiling import resume as partial
 from pipeplan.runtime.models.spec import BlockSpec, Model
 
 partial._SAVE_EVERY_S = 0.0

@@ -118,7 +118,8 @@ class Programme:
         begins = candidates[ends]
         if len(ends) < self.num_cuts - 1:
             begins = begins[:, : max(1, int((begins >= 0).sum(axis=1).max()))]
-        prices = price(np.maximum(begins, 0), ends[:, None]).astype(before.dtype, copy=False)
+        prices = price(np.maximum(begins, 0), ends[:, None])
+        prices = np.where(begins >= 0, prices, 0).astype(before.dtype, copy=False)  # others might overflow when squared
         joined = self.join(before[self.left].take(begins, axis=2), prices)  # [devices, way, end, candidate]
         joined = joined.transpose((0, 2, 1, 3) if self.by_way else (0, 2, 3, 1))
         flat = joined.reshape(len(self.left), len(ends), -1)
