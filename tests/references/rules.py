@@ -11,6 +11,7 @@ from functools import cache
 
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.settings import Resolved
+from pipeplan.workload.kinds import role_of
 from pipeplan.workload.task_graph import TaskGraph
 
 LANE = {"I": "B"}
@@ -179,7 +180,7 @@ class Reference:
 
     def next(self, task: int) -> int:
         """When the operation of an action that has begun may start the next one."""
-        return self.begun[task] + self.resolved.every[self.stage(task)].get(self.kind(task), 0)
+        return self.begun[task] + self.resolved.every[self.stage(task)].get(role_of(self.kind(task)), 0)
 
     def may(self, task: int) -> bool:
         if not self.is_asked_for(task):
