@@ -189,7 +189,7 @@ def test_hanayo_is_a_list_schedule_with_as_many_open_as_devices(
     devices = [(d,) for chunk in range(chunks) for d in (down if chunk % 2 == 0 else down[::-1])]
     workload = with_random_times(chain_workload(num_devices, count, devices=devices), Random(seed))
     policy = Policy(patience=0.0, in_flight=(num_devices,) * num_devices)
-    assert ordered(workload, "hanayo") == list_schedule(Problem.of(workload), policy)
+    assert ordered(workload, "hanayo") == list_schedule(Problem.of(workload), task_graph(workload), policy)
 
 
 @settings(max_examples=60)

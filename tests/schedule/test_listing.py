@@ -69,7 +69,7 @@ def require_whole(problem: Problem, orders: list[list[int]]) -> None:
 @given(st.data())
 def test_what_is_returned_is_complete_and_within_memory(data: st.DataObject) -> None:
     problem = data.draw(st.one_of(chains(), problems()))
-    orders = list_schedule(problem, data.draw(rules(problem.num_devices)))
+    orders = list_schedule(problem, task_graph(problem.workload), data.draw(rules(problem.num_devices)))
     if orders is not None:
         require_whole(problem, orders)
 
@@ -79,7 +79,7 @@ def test_what_is_returned_is_complete_and_within_memory(data: st.DataObject) -> 
 def test_never_stuck_on_a_chain_that_one_micro_batch_fits(data: st.DataObject) -> None:
     """One stage per device: wherever one micro-batch after another fits, every policy finds an order."""
     problem = data.draw(chains(("one",)))
-    orders = list_schedule(problem, data.draw(rules(problem.num_devices)))
+    orders = list_schedule(problem, task_graph(problem.workload), data.draw(rules(problem.num_devices)))
     assert orders is not None
     require_whole(problem, orders)
 
@@ -90,14 +90,14 @@ def test_never_stuck_without_limits(data: st.DataObject) -> None:
     """Several stages per device, any memory that holds everything."""
     tight = data.draw(chains())
     problem = replace(tight, capacity=(None,) * tight.num_devices)
-    assert list_schedule(problem, data.draw(rules(problem.num_devices))) is not None
+    assert list_schedule(problem, task_graph(problem.workload), data.draw(rules(problem.num_devices))) is not None
 
 
 @settings(max_examples=100)
 @given(st.data())
 def test_kinds_stay_in_the_order_of_micro_batches(data: st.DataObject) -> None:
     problem = data.draw(chains())
-    orders = list_schedule(problem, data.draw(rules(problem.num_devices))) or []
+    orders = list_schedule(problem, task_graph(problem.workload), data.draw(rules(problem.num_devices))) or []
     for order, x in ((order, x) for order in orders for x in range(problem.num_operations)):
         done = [task for task in order if task // problem.num_microbatches == x]
         assert done == sorted(done)
@@ -128,7 +128,7 @@ class TestPolicy:
 
     def orders(self, policy: Policy, problem: Problem | None = None) -> list[str]:
         problem = problem or chain(2, 3)
-        found = list_schedule(problem, policy)
+        found = list_schedule(problem, task_graph(problem.workload), policy)
         assert found is not None
         return labels(problem, found)
 
@@ -147,7 +147,9 @@ class TestPolicy:
     def test_weight_gradients_need_room_for_their_workspace(self) -> None:
         """Two micro-batches' activations fill the memory; then there were none left for any weight gradient."""
         workload = chain_workload(1, 2, split=(10, 10), activation_bytes=2, weight_grad_bytes=2, memory_bytes=4)
-        problem = replace(Problem.of(workload), workspace=(0, 0, 1))
+        forward, input_grad, weight_grad = workload.operations
+        operations = (forward, input_grad, replace(weight_grad, workspace_bytes=1))
+        problem = Problem.of(replace(workload, operations=operations), require_room=False)
         assert self.orders(Policy(), problem) == ["0F0 0I0 0W0 0F1 0I1 0W1"]
 
     @pytest.mark.parametrize("room", [1, 2, 3, 4])
@@ -156,7 +158,8 @@ class TestPolicy:
         assert first.index("0I0") <= room
 
     def test_stages_of_several_devices_are_not_its_job(self) -> None:
-        assert list_schedule(Problem.of(chain_workload(2, 2, devices=[(0, 1), (0,)])), Policy()) is None
+        problem = Problem.of(chain_workload(2, 2, devices=[(0, 1), (0,)]))
+        assert list_schedule(problem, task_graph(problem.workload), Policy()) is None
 
 
 class TestPolicies:
@@ -186,7 +189,7 @@ def proposed(problem: Problem, seed: int, tries: int) -> list[tuple[Policy, int 
     tuning, graph, found = PolicySearch(problem, seed), task_graph(problem.workload), []
     for _ in range(tries):
         policy = tuning.propose()
-        orders = list_schedule(problem, policy)
+        orders = list_schedule(problem, task_graph(problem.workload), policy)
         length = (
             None if orders is None else max(map(sum, zip(earliest_starts(graph, orders), graph.durations, strict=True)))
         )

@@ -163,7 +163,8 @@ def test_true_time_is_that_of_the_simulation(drawn: Placed, first: First, most: 
     """Chains over busy links: what starts when in the rules' own time is what the simulation says of their orders."""
     graph = task_graph(drawn.workload)
     run = RulesRun(graph, Rules(types=TypeTraversal(first), in_flight=most, time="true"))
-    starts = earliest_starts(graph, with_links(graph, run.run()))
+    run.run()
+    starts = earliest_starts(graph, with_links(graph, run.device_orders))
     operations = drawn.workload.operations
     for x, operation in enumerate(operations):
         for number in range(graph.offsets[x + 1] - graph.offsets[x]):

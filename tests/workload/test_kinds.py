@@ -163,7 +163,7 @@ def orders_of(workload: Workload) -> list[object]:
     return [
         schedule_by_rules(graph, Rules()),
         schedule_by_rules(graph, Rules(time="true", fit_memory=True)),
-        [list_schedule(problem, policy) for policy in policies(in_flight_limits(problem))],
+        [list_schedule(problem, graph, policy) for policy in policies(in_flight_limits(problem))],
         (stages.taken, stages.given, stages.needs),
-        TrialRun(stages, [Rule(2)] * stages.count).orders,
+        TrialRun(stages, [Rule(2)] * stages.count).device_orders,
     ]

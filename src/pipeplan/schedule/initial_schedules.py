@@ -83,7 +83,7 @@ def offer_rules(state: SearchState) -> None:
     limit = budget.used + budget.seconds * _LISTING_SHARE
     while not state.finished and budget.used < limit and tuning.fruitless < _FRUITLESS:
         policy = tuning.propose()
-        orders = list_schedule(problem, policy)
+        orders = list_schedule(problem, state.graph, policy)
         candidate = None if orders is None else state.candidate(orders, "rules")
         tuning.learn(policy, None if candidate is None else candidate.makespan)
         state.offer(candidate)

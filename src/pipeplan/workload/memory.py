@@ -1,20 +1,209 @@
-"""What devices hold when they run their orders, whatever the times (design section 5).
+"""What devices hold beyond parameters, gradients and optimizer state while actions run, and whether more has room.
 
-A device runs one action at a time, so memory follows from its order alone: activations are taken at the start
-of an action, given back at its end, and workspace is held while it runs.
+An action takes what the workload's holds say at its start, which their last target gives back at its end; workspace is
+held while it runs. :class:`MemoryState` follows starts and ends in time. Where all that holds memory on a device runs
+on its compute, one after another, order alone says it all: an action's start and end are then one step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from pipeplan.units import format_bytes
 from pipeplan.workload.elements import DeviceMemory
+from pipeplan.workload.kinds import Role
+from pipeplan.workload.samples import Slots
 from pipeplan.workload.task_graph import Orders, TaskGraph
-from pipeplan.workload.workload import Workload
+from pipeplan.workload.workload import Hold, MemoryKind, Workload
 
-__all__ = ["Overflow", "acquired_bytes", "fits", "memory_levels", "overflow", "peak_memory"]
+__all__ = ["MemoryState", "Overflow", "capacities", "fits", "memory_levels", "overflow", "peak_memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One route on a limited device: its operations, weight gradients left out, and what a micro-batch still needs.
+
+    ``needs`` [operations done] bytes that one micro-batch still takes, at most, until it has given everything back.
+    """
+
+    device: int
+    capacity: int
+    operations: tuple[int, ...]
+    needs: tuple[int, ...]
+
+
+class MemoryState:
+    """What every device holds at a moment, and whether it has room for an action.
+
+    ``held`` [device] bytes beyond the static ones. ``capacity`` [device] is what it may hold of them, None without
+    limit; by default what its memory leaves.
+
+    In time, every action has its :meth:`start` and its :meth:`end`, which come in order, ends before starts of the same
+    moment; ``peak`` [device] and ``at_peak`` [device] {kind: bytes} are then of the first moment at which it held most.
+    :meth:`run` is both in one step, for those who only know the order; it leaves out the peak.
+    """
+
+    def __init__(self, graph: TaskGraph, capacity: Sequence[int | None] | None = None) -> None:
+        workload = graph.workload
+        self.held = [0] * workload.num_resources
+        self.peak = self.held.copy()
+        self.at_peak: list[Mapping[MemoryKind, int]] = [{} for _ in self.held]
+        self._capacity = capacities(workload) if capacity is None else capacity
+        self._graph, self._operation_of, self._resources = graph, graph.operation_of, workload.resources
+        self._acquire, self._workspace, self._release = workload.acquire, workload.workspace, workload.release
+        self._num_parted = [2 * slots.num_parted for slots in workload.slots]
+        self._begins_of = [_begins(slots, workload.mini_batch) for slots in workload.slots]
+        self._begins = [begins[0] for begins in self._begins_of]
+        self._places: list[list[_Place]] = [[] for _ in workload.resources]  # [operation] on its limited devices
+        self._by_kind: list[Counter[MemoryKind]] = [Counter() for _ in self.held]
+        self._targets_left: dict[tuple[int, int], int] = {}  # {(hold, micro-batch): targets that have not ended}
+        for device, limit in enumerate(self._capacity[: len(workload.devices)]):
+            if limit is not None:
+                self._add_places(device, limit)
+
+    def full(self, task: int) -> int | None:
+        """The first device that has no room for an action while it runs; None if all have."""
+        x = self._operation_of[task]
+        for place in self._places[x]:
+            if self.held[place.device] + self.acquired(task) + self._workspace[x] > place.capacity:
+                return place.device
+        return None
+
+    def missing(self, task: int) -> int | None:
+        """The same, or a device that could then not run its oldest samples to their end.
+
+        Of an action that takes nothing, nothing is asked.
+        """
+        x = self._operation_of[task]
+        places, workspace = self._places[x], self._workspace[x]
+        if not places or self._acquire[x] + workspace == 0:
+            return None
+        acquired = self.acquired(task)
+        for place in places:
+            held = self.held[place.device] + acquired
+            if held + workspace > place.capacity:
+                return place.device
+            if held - self._release[x] + self._oldest_needs(place, x) > place.capacity:
+                return place.device
+        return None
+
+    def levels(self, device: int, task: int) -> tuple[int, int]:
+        """Bytes that a device would hold while an action runs, and after it."""
+        x = self._operation_of[task]
+        held = self.held[device] + self.acquired(task)
+        return held + self._workspace[x], held - self._release[x]
+
+    def acquired(self, task: int) -> int:
+        """What an action takes at its start; of a micro-batch in two parts the second takes what is left of it."""
+        x = self._operation_of[task]
+        number = task - self._graph.offsets[x]
+        return self._acquire[x] if number >= self._num_parted[x] else _part_of(self._acquire[x], number)
+
+    def run(self, task: int) -> None:
+        """An action runs; what it gives back is free before its devices start anything else."""
+        x = self._operation_of[task]
+        change = self.acquired(task) - self._release[x]
+        for device in self._resources[x]:
+            self.held[device] += change
+        begins = self._begins_of[x][task + 1 - self._graph.offsets[x]]
+        if self._begins[x] < begins:
+            self._begins[x] = begins
+
+    def start(self, task: int) -> None:
+        """An action starts, and takes what it acquires and its workspace."""
+        x = self._operation_of[task]
+        number = task - self._graph.offsets[x]
+        for kind, size in self._taken[x].items():
+            self._change(self._resources[x], kind, _part_of(size, number) if number < self._num_parted[x] else size)
+        self._change(self._resources[x], MemoryKind.WORKSPACE, self._workspace[x])
+        for device in self._resources[x]:
+            if self.held[device] > self.peak[device]:
+                self.peak[device], self.at_peak[device] = self.held[device], self._by_kind[device].copy()
+
+    def end(self, task: int) -> None:
+        """An action has ended, and gives back its workspace and what it is the last target of."""
+        x = self._operation_of[task]
+        self._change(self._resources[x], MemoryKind.WORKSPACE, -self._workspace[x])
+        for number, hold in self._given[x]:
+            place = number, task - self._graph.offsets[x]
+            self._targets_left[place] = self._targets_left.get(place, len(hold.targets)) - 1
+            if not self._targets_left[place]:
+                self._change(self._resources[hold.source], hold.kind, -hold.size)
+
+    def _change(self, devices: Sequence[int], kind: MemoryKind, size: int) -> None:
+        for device in devices:
+            self.held[device] += size
+            self._by_kind[device][kind] += size
+
+    @cached_property
+    def _taken(self) -> list[Counter[MemoryKind]]:
+        """[operation] {kind: bytes} that it takes at its start, beside its workspace."""
+        taken: list[Counter[MemoryKind]] = [Counter() for _ in self._resources]
+        for hold in self._graph.workload.holds:
+            taken[hold.source][hold.kind] += hold.size
+        return taken
+
+    @cached_property
+    def _given(self) -> list[list[tuple[int, Hold]]]:
+        """[operation] the holds, with their numbers, of which it is a target."""
+        given: list[list[tuple[int, Hold]]] = [[] for _ in self._resources]
+        for number, hold in enumerate(self._graph.workload.holds):
+            for x in hold.targets:
+                given[x].append((number, hold))
+        return given
+
+    def _add_places(self, device: int, capacity: int) -> None:
+        """Note a limited device for each of its operations."""
+        workload = self._graph.workload
+        there = [x for x, operation in enumerate(workload.operations) if device in self._resources[x]]
+        for route in sorted({workload.stages[workload.operations[x].stage].route for x in there}):
+            mine = [x for x in there if workload.stages[workload.operations[x].stage].route == route]
+            others = tuple(x for x in mine if workload.operations[x].role is not Role.WEIGHT_GRAD)
+            place = _Place(device, capacity, others, self._needs(mine))
+            for x in mine:
+                self._places[x].append(place)
+
+    def _needs(self, operations: Sequence[int]) -> tuple[int, ...]:
+        """[operations done] of a device's operations in order: see :class:`_Place`.
+
+        Weight gradients only give back, at the end; they need nothing but their workspace, and are not counted as done.
+        """
+        roles = {x: self._graph.workload.operations[x].role for x in operations}
+        others = [x for x in operations if roles[x] is not Role.WEIGHT_GRAD]
+        weights = [self._workspace[x] for x in operations if roles[x] is Role.WEIGHT_GRAD]
+        needs = [max(weights, default=0)]
+        for x in reversed(others):
+            needs.append(self._acquire[x] + max(self._workspace[x], needs[-1] - self._release[x], 0))
+        return tuple(reversed(needs))
+
+    def _oldest_needs(self, place: _Place, x: int) -> int:
+        """Bytes that the oldest samples on a device and route still take after an action of an operation."""
+        begins = [self._begins[y] for y in place.operations]
+        oldest = min(begins)
+        done = len(begins) - begins.count(oldest)
+        return place.needs[done + (self._begins[x] == oldest and x in place.operations)]
+
+
+@lru_cache(maxsize=4096)
+def _begins(slots: Slots, mini_batch: int) -> tuple[int, ...]:
+    """[action] its first sample; behind the last action, the end of the mini-batch."""
+    return (*(slots.samples(number)[0] for number in range(len(slots))), mini_batch)
+
+
+def _part_of(size: int, number: int) -> int:
+    """What the first or second of two parts takes."""
+    return size // 2 if number % 2 else size - size // 2
+
+
+def capacities(workload: Workload) -> list[int | None]:
+    """[device] bytes that its memory leaves beside the static ones; None without limit."""
+    return [
+        None if device.memory_bytes is None else device.memory_bytes - workload.static_bytes(index)
+        for index, device in enumerate(workload.devices)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +255,19 @@ def peak_memory(graph: TaskGraph, orders: Orders) -> tuple[DeviceMemory, ...]:
 
 def memory_levels(graph: TaskGraph, order: Sequence[int]) -> list[int]:
     """Bytes beyond the static ones that a device holds while each action of its order runs [action]."""
-    operations = graph.workload.operations
+    workload, offsets, operation_of = graph.workload, graph.offsets, graph.operation_of
+    effects = list(zip(offsets, workload.acquire, workload.workspace, workload.release, strict=False))
+    parted = {x for x, slots in enumerate(workload.slots) if slots.num_parted}
     held, levels = 0, []
     for task in order:
-        operation = operations[graph.operation_of[task]]
-        acquired = acquired_bytes(graph, task)
-        levels.append(held + acquired + operation.workspace_bytes)
-        held += acquired - operation.release_bytes
+        x = operation_of[task]
+        offset, acquired, workspace, release = effects[x]
+        if x in parted and task - offset < 2 * workload.slots[x].num_parted:
+            acquired = _part_of(acquired, task - offset)
+        held += acquired
+        levels.append(held + workspace)
+        held -= release
     return levels
-
-
-def acquired_bytes(graph: TaskGraph, task: int) -> int:
-    """What an action takes at its start; of a micro-batch in two parts the second takes what is left of it."""
-    item = graph.operation_of[task]
-    acquired = graph.workload.operations[item].acquire_bytes
-    number = task - graph.offsets[item]
-    if number >= 2 * graph.workload.slots[item].num_parted:
-        return acquired
-    return acquired // 2 if number % 2 else acquired - acquired // 2
 
 
 def fits(graph: TaskGraph, orders: Orders) -> bool:

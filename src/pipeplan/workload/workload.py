@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property
 
 from pipeplan.workload.action import Action
@@ -20,7 +21,7 @@ from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage
 from pipeplan.workload.kinds import is_instruction, payload_of
 from pipeplan.workload.samples import Slots
 
-__all__ = ["Transfer", "Workload"]
+__all__ = ["Hold", "MemoryKind", "Transfer", "Workload"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,32 @@ class Transfer:
     target: int
     link: int
     hop: Hop
+
+
+class MemoryKind(Enum):
+    """What memory is held for, beside parameters, gradients and optimizer state, which stay throughout."""
+
+    ACTIVATION = "activation"
+    WORKSPACE = "workspace"
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """``size`` bytes kept for every micro-batch on each device of ``source``, an operation.
+
+    From the start of its action on, to the end of the last of the actions of ``targets`` for that micro-batch.
+    """
+
+    kind: MemoryKind
+    size: int
+    source: int
+    targets: tuple[int, ...]
+
+    @property
+    def target(self) -> int:
+        """The target of a hold that has one alone."""
+        (target,) = self.targets
+        return target
 
 
 @dataclass(frozen=True)
@@ -184,6 +211,45 @@ class Workload:
             return range(needs[number])
         own, others = self.slots[target], self.slots[source]
         return range(number, number + 1) if own == others else others.sharing(own.samples(number))
+
+    @cached_property
+    def holds(self) -> tuple[Hold, ...]:
+        """What each stage takes, with where it is given back; of what a stage holds, the oldest is given back first.
+
+        One micro-batch of a stage takes in F (and I) and gives back in B, or in I and W.
+        """
+        found: list[Hold] = []
+        for stage in range(len(self.stages)):
+            open_: list[list[int]] = []  # [operation, bytes left]
+            for x, operation in enumerate(self.operations):
+                if operation.stage != stage:
+                    continue
+                if operation.acquire_bytes:
+                    open_.append([x, operation.acquire_bytes])
+                left = operation.release_bytes
+                while left:
+                    given = min(left, open_[0][1])
+                    found.append(Hold(MemoryKind.ACTIVATION, given, open_[0][0], (x,)))
+                    left -= given
+                    open_[0][1] -= given
+                    if open_[0][1] == 0:
+                        open_.pop(0)
+        return tuple(found)
+
+    @cached_property
+    def acquire(self) -> tuple[int, ...]:
+        """[item] bytes that its action takes on each of its devices, at its start."""
+        return tuple(sum(hold.size for hold in self.holds if hold.source == x) for x in range(len(self.durations)))
+
+    @cached_property
+    def release(self) -> tuple[int, ...]:
+        """[item] bytes that its action gives back on each of its devices, at its end, as the only target of holds."""
+        return tuple(sum(hold.size for hold in self.holds if hold.targets == (x,)) for x in range(len(self.durations)))
+
+    @cached_property
+    def workspace(self) -> tuple[int, ...]:
+        """[item] bytes that its action has on each of its devices while it runs."""
+        return tuple(operation.workspace_bytes for operation in self.operations) + (0,) * len(self.transfers)
 
     @cached_property
     def instructions(self) -> tuple[Operation, ...]:

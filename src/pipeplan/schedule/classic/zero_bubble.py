@@ -30,7 +30,7 @@ def automatic(depth: int | None) -> Callable[[Problem, TaskGraph], Orders]:
         bounded = problem if depth is None else replace(problem, capacity=_room(problem, depth))
         limits = [None, *(limit for limit in in_flight_limits(bounded) if len(set(limit)) == len(limit))]
         tried = islice(policies(limits[:3]), max(_LEAST_TRIED, _TASKS_TRIED // graph.num_tasks))
-        found = [order for policy in tried if (order := list_schedule(bounded, policy)) is not None]
+        found = [order for policy in tried if (order := list_schedule(bounded, graph, policy)) is not None]
         return min([*found, *_handcrafted(problem, graph, depth)], key=lambda order: makespan(graph, order))
 
     return orders

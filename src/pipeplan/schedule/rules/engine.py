@@ -19,10 +19,12 @@ from dataclasses import dataclass
 
 from pipeplan.schedule.rules.choosing import Chooser
 from pipeplan.schedule.rules.language import ReadyAction, Rules, naming
-from pipeplan.schedule.rules.obstacles import Memory, Obstacle, stuck_error
+from pipeplan.schedule.rules.obstacles import Obstacle, stuck_error
 from pipeplan.schedule.rules.separation import Joined, separate
 from pipeplan.schedule.rules.settings import Resolved
+from pipeplan.workload.engine import Engine
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role
+from pipeplan.workload.memory import MemoryState
 from pipeplan.workload.task_graph import TaskGraph
 
 __all__ = ["schedule_by_rules", "unseparated"]
@@ -50,7 +52,9 @@ def schedule_by_rules(graph: TaskGraph, rules: Rules) -> list[list[int]]:
 def unseparated(graph: TaskGraph, rules: Rules) -> list[list[int]]:
     """The same without separation, whatever the rules say of it."""
     with naming(rules):
-        return RulesRun(graph, rules).run()
+        run = RulesRun(graph, rules)
+        run.run()
+    return run.device_orders
 
 
 @dataclass(slots=True)
@@ -61,52 +65,48 @@ class _Call:
     missing: int
 
 
-class RulesRun:
+class RulesRun(Engine):
     """One run of the rules in steps, or in time. It is the :class:`State` that user functions see."""
 
     def __init__(self, graph: TaskGraph, rules: Rules) -> None:
-        self.graph = graph
-        self.now = 0
+        super().__init__(graph, unit_steps=rules.time == "unit")
         operations, workload = graph.workload.operations, graph.workload
-        self._unit = rules.time == "unit"
         self._resolved = Resolved(workload, rules)
         self._limits = self._resolved.in_flight
         self._device_limits = [settings.limit for settings in self._resolved.devices]
         self._checks = rules.checks
-        self._memory = Memory(graph) if rules.fit_memory else None
-        self._devices = workload.resources
+        self._memory = MemoryState(graph) if rules.fit_memory else None
         self._together = [len(devices) > 1 for devices in workload.resources]
         self._stage = [operation.stage for operation in operations]
         self._role = [operation.role for operation in operations]
         self._is_forward = [role is Role.FORWARD for role in self._role]
+        self._flight = [1 if role is Role.FORWARD else -1 if role in BACKWARD_ROLES else 0 for role in self._role]
+        offsets = zip(graph.offsets, workload.slots, strict=False)
+        self._parts_end = [first + 2 * slots.num_parted for first, slots in offsets]
         self._own = [not shared for shared in self._resolved.is_shared]
-        self._waiting = graph.num_predecessors.copy()
-        self._arrival = [0] * graph.num_tasks
         self._begun: list[int | None] = [None] * graph.num_actions
         self._in_flight = [0] * len(workload.stages)
-        self._on_device = [0] * len(workload.devices)
-        self._left = self._num_actions = graph.num_actions
-        self._link_free = [0] * len(workload.links)
-        self._busy = [False] * len(workload.devices)
-        self._calls: list[_Call | None] = [None] * len(workload.devices)
+        self._num_devices = len(workload.devices)
+        self._on_device = [0] * self._num_devices
+        self._left = graph.num_actions
+        self._calls: list[_Call | None] = [None] * self._num_devices
         self._startable: list[_Call] = []
-        self._woken = set(range(len(workload.devices)))
+        self._woken = set(range(self._num_devices))
         self._every = [self._resolved.every[o.stage].get(o.role, 0) for o in operations]
         self._earliest = [0] * len(operations)
-        self._events: list[tuple[int, int]] = []  # (time, task) ends; behind num_tasks arrivals, twice that operations
-        self._orders: list[list[int]] = [[] for _ in workload.devices]
+        self._arriving: dict[int, list[int]] = {}  # {time: actions that are ready then}
         self._chooser = Chooser(graph, rules, self._resolved, self.obstacle, self)
         self._shared_first = rules.shared_first
         self._asking: dict[int, list[int]] = {}
         if rules.shared_first:
             self._asking = self._askers()
         self._attentive = self._chooser.has_functions or bool(rules.checks)
-        self._watchers = [self._callers_kept_by(device) for device in range(len(workload.devices))]
+        self._watchers = [self._callers_kept_by(device) for device in range(self._num_devices)]
 
     # what user functions see (language.State)
 
     def steps(self, device: int) -> int:
-        return len(self._orders[device])
+        return len(self.orders[device])
 
     def step_of(self, kind: str, stage: int, microbatch: int) -> int | None:
         x = self._chooser.operation(kind, stage)
@@ -124,139 +124,126 @@ class RulesRun:
 
     # the run
 
-    def run(self) -> list[list[int]]:
-        """Every device's order."""
-        for task, count in enumerate(self._waiting):
+    def run(self) -> None:
+        """Go from moment to moment until everything has started.
+
+        An event is a device that is free, or (the number behind the devices) actions that are ready, or behind that an
+        operation that may start again.
+        """
+        for task, count in enumerate(self.waiting[: self.graph.num_actions]):
             if count == 0:
-                self._arrive(task)
+                self._woken.update(self._chooser.add(task))
+        self.events.clear()
         self._choose()
         while self._left:
-            if self._events:
+            if self.events:
                 self._advance()
                 self._choose()
             elif not self._stir():
-                raise stuck_error(self.graph, self._waiting, self._begun, self.obstacle)
-        return self._orders
+                raise stuck_error(self.graph, self.waiting, self._begun, self.obstacle)
 
     def _advance(self) -> None:
         """Go on to the next moment at which something ends or arrives, and take all in that does."""
-        events, graph = self._events, self.graph
+        events, num_devices = self.events, self._num_devices
         self.now = now = events[0][0]
         while events and events[0][0] == now:
-            task = heapq.heappop(events)[1]
-            if task >= 2 * graph.num_tasks:
-                self._woken.update(self._chooser.callers_of(task - 2 * graph.num_tasks))
-            elif task >= graph.num_tasks:
-                self._arrive(task - graph.num_tasks)
-            else:
-                self._end(task)
-
-    def _end(self, task: int) -> None:
-        """Its devices are free, and what depends on it waits for one thing less."""
-        for device in self._devices[self.graph.operation_of[task]]:
-            self._busy[device] = False
-            call = self._calls[device]
-            if call is None:
-                self._woken.add(device)
-                continue
-            call.missing -= 1
-            if call.missing == 0:
-                self._startable.append(call)
-        self._resolve(task, self.now)
-
-    def _resolve(self, task: int, end: int) -> None:
-        """The dependency resolver: an action, or a message, has ended."""
-        waiting, unit = self._waiting, self._unit
-        for other, lag in self.graph.successors[task]:
-            waiting[other] -= 1
-            if unit:
-                if waiting[other] == 0:
-                    self._arrive(other)
-                continue
-            time = self._arrival[other] = max(self._arrival[other], end + lag)
-            if waiting[other] == 0:
-                if time > self.now and other < self._num_actions:
-                    heapq.heappush(self._events, (time, other + self.graph.num_tasks))
-                else:
-                    self._arrive(other)
-
-    def _arrive(self, task: int) -> None:
-        """All that a task waits for is there: an action is ready, a message takes its link as soon as that is free."""
-        graph = self.graph
-        if task < self._num_actions:
+            number = heapq.heappop(events)[1]
+            if number < num_devices:
+                self._end(number)
+            elif number > num_devices:
+                self._woken.update(self._chooser.callers_of(number - num_devices - 1))
+        for task in sorted(self._arriving.pop(now, ())):
             self._woken.update(self._chooser.add(task))
+
+    def _end(self, device: int) -> None:
+        """A device is free, or has come to what it is called for."""
+        call = self._calls[device]
+        if call is None:
+            self._woken.add(device)
             return
-        end = self.now
-        if not self._unit:
-            link = graph.devices_of(task)[0] - len(self._busy)
-            end = self._link_free[link] = max(self._link_free[link], self.now) + graph.durations[task]
-        self._resolve(task, end)
+        call.missing -= 1
+        if call.missing == 0:
+            self._startable.append(call)
+
+    def arrived(self, task: int) -> None:
+        """Nobody sees an action before it is ready."""
+        time = self.ready_at[task]
+        if time in self._arriving:
+            self._arriving[time].append(task)
+        else:
+            self._arriving[time] = [task]
+            heapq.heappush(self.events, (time, self._num_devices))
+
+    def choose(self, device: int) -> int | None:
+        """The action that a device would start now, perhaps together with others, which it then calls."""
+        return self._chooser.choose(device)
 
     def _choose(self) -> None:
         """All free devices choose; then they start what they chose, calls for several devices first."""
-        asked: Iterable[int] = range(len(self._busy)) if self._attentive else sorted(self._woken)
-        free = [device for device in asked if not self._busy[device] and self._calls[device] is None]
-        picks = [(device, task) for device in free if (task := self._chooser.choose(device)) is not None]
+        asked: Iterable[int] = range(self._num_devices) if self._attentive else sorted(self._woken)
+        free, now = self.free, self.now
+        idle = [device for device in asked if free[device] <= now and self._calls[device] is None]
+        picks = [(device, task) for device in idle if (task := self.choose(device)) is not None]
         self._woken.clear()
         for call in self._startable:
-            self._start(call.task)
+            self.start(call.task)
         self._startable.clear()
-        together = [pick for pick in picks if self._together[self.graph.operation_of[pick[1]]]]
+        together = [pick for pick in picks if self._together[self._operation_of[pick[1]]]]
         for device, task in sorted(together, key=self._calling_order):
             self._call(device, task)
         for device, task in picks:
-            alone = not self._together[self.graph.operation_of[task]]
-            if alone and self._calls[device] is None and not self._busy[device]:
-                self._start(self._chooser.take(task))
+            alone = not self._together[self._operation_of[task]]
+            if alone and self._calls[device] is None and free[device] <= now:
+                self.start(self._chooser.take(task))
 
     def _calling_order(self, pick: tuple[int, int]) -> tuple[int, int]:
         if self._shared_first:
             return self._chooser.calling_order(pick[1])
-        return self._role[self.graph.operation_of[pick[1]]] not in BACKWARD_ROLES, pick[0]
+        return self._role[self._operation_of[pick[1]]] not in BACKWARD_ROLES, pick[0]
 
     def _call(self, device: int, task: int) -> None:
         """Call all devices of an action together, unless another call came before that it cannot be beside."""
-        devices = self.graph.devices_of(task)
-        if self._busy[device] or any(self._calls[other] for other in devices) or self.obstacle(task) is not None:
+        devices, now = self.graph.devices_of(task), self.now
+        busy = self.free[device] > now or any(self._calls[other] for other in devices)
+        if busy or self.obstacle(task) is not None:
             self._woken.add(device)
             return
-        call = _Call(self._chooser.take(task), sum(self._busy[other] for other in devices))
+        call = _Call(self._chooser.take(task), sum(self.free[other] > now for other in devices))
         for other in devices:
             self._calls[other] = call
         if call.missing == 0:
-            self._start(task)
+            self.start(task)
 
-    def _start(self, task: int) -> None:
-        graph, x = self.graph, self.graph.operation_of[task]
-        devices, stage = self._devices[x], self._stage[x]
+    def start(self, task: int) -> None:
+        super().start(task)
+        x = self._operation_of[task]
         self._left -= 1
         self._begun[task] = self.now
         self._chooser.started(task)
         if self._memory is not None:
-            self._memory.start(task)
-        change = self._flight_change(x, task)
-        self._in_flight[stage] += change
-        for device in devices:
-            self._orders[device].append(task)
-            self._busy[device] = True
+            self._memory.run(task)
+        for device in self._resources[x]:
             self._calls[device] = None
-            self._woken.update(self._watchers[device])
-            if self._own[stage]:
-                self._on_device[device] += change
-        heapq.heappush(self._events, (self.now + (1 if self._unit else graph.durations[task]), task))
+            if self._watchers[device]:
+                self._woken.update(self._watchers[device])
+        self._fly(x, task)
         if self._every[x]:
             self._earliest[x] = self.now + self._every[x]
-            heapq.heappush(self._events, (self._earliest[x], 2 * graph.num_tasks + x))
+            heapq.heappush(self.events, (self._earliest[x], self._num_devices + 1 + x))
 
-    def _flight_change(self, x: int, task: int) -> int:
-        """+1 where an action brings a micro-batch into flight, -1 where it takes one out."""
-        if self._is_forward[x]:
-            return int(not self._is_second_part(x, task))
-        return -1 if self._role[x] in BACKWARD_ROLES else 0
+    def _fly(self, x: int, task: int) -> None:
+        """A forward brings a micro-batch into flight, its second part no other; a backward takes one out."""
+        change = self._flight[x]
+        if not change or (change > 0 and self._is_second_part(x, task)):
+            return
+        stage = self._stage[x]
+        self._in_flight[stage] += change
+        if self._own[stage]:
+            for device in self._resources[x]:
+                self._on_device[device] += change
 
     def _is_second_part(self, x: int, task: int) -> bool:
-        number = task - self.graph.offsets[x]
-        return number % 2 == 1 and number < 2 * self.graph.workload.slots[x].num_parted
+        return task < self._parts_end[x] and (task - self.graph.offsets[x]) % 2 == 1
 
     def obstacle(self, task: int) -> Obstacle | None:
         """What keeps a ready action from starting by the rules; None if nothing does."""
@@ -296,7 +283,7 @@ class RulesRun:
 
     def _callers_kept_by(self, device: int) -> set[int]:
         """The devices that may choose actions which what this device starts can allow: by its limits, or as it asks."""
-        there = {x for x, devices in enumerate(self._devices[: len(self._role)]) if device in devices}
+        there = {x for x, devices in enumerate(self._resources[: len(self._role)]) if device in devices}
         kept = {x for x, behind in self._asking.items() if there.intersection(behind)}
         if self._device_limits[device] is not None or self._memory is not None:
             kept |= {x for x in there if self._together[x]}
@@ -313,9 +300,9 @@ class RulesRun:
         for _ in range(_PATIENCE if self._attentive else 0):
             self.now += 1
             self._choose()
-            if self._events:
+            if self.events:
                 return True
-        self._woken.update(range(len(self._busy)))
+        self._woken.update(range(self._num_devices))
         with self._chooser.pressed():
             self._choose()
-        return bool(self._events)
+        return bool(self.events)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
 from pipeplan.partition.in_flight import KFKB, samples_in_flight
+from pipeplan.workload.engine import Engine
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.task_graph import Orders, TaskGraph
 
@@ -205,9 +205,6 @@ def samples_held(graph: TaskGraph, orders: Orders) -> list[int]:
     return most
 
 
-_END, _TRY = 0, 1
-
-
 @dataclass(frozen=True, slots=True)
 class Rule:
     """When a stage may run a forward: if it then has at most so many samples in flight.
@@ -219,7 +216,7 @@ class Rule:
     forward_first: bool = False
 
 
-class TrialRun:
+class TrialRun(Engine):
     """All devices in time. Whatever of its actions can run first by the rules, a device runs as soon as it is free.
 
     ``orders`` of the devices; ``makespan`` in ns, very large where it would be over ``limit`` or where the rules leave
@@ -227,20 +224,21 @@ class TrialRun:
     """
 
     def __init__(self, stages: Stages, rules: list[Rule], limit: int = NEVER) -> None:
-        graph = stages.graph
+        super().__init__(stages.graph)
         self.rules = rules
-        self.orders: list[list[int]] = [[] for _ in graph.workload.devices]
         self.makespan = 0
         self.most_held = [0] * stages.count
-        self._stages, self._graph, self._limit = stages, graph, limit
+        self._stages, self._limit = stages, limit
         self._held = [0] * stages.count
-        self._next = graph.offsets[:-1]
-        self._waiting = graph.num_predecessors.copy()
-        self._arrival = [0] * graph.num_tasks
-        self._free = [0] * graph.workload.num_resources
+        self._next, self._ends = stages.graph.offsets[:-1], stages.graph.offsets[1:]
         self._ranked = [sorted(operations, key=self._rank) for operations in stages.on_device]
-        self._events = [(0, _TRY, device) for device in range(len(self.orders))]
-        self._run()
+        self.run()
+        started = sum(self._next) - sum(stages.graph.offsets[:-1])
+        devices = zip(self.device_orders, self.free, strict=False)
+        running = {order[-1] for order, free in devices if free > self.now}
+        stages.num_starts += started - len(running)
+        if self.makespan > limit or started < stages.graph.num_actions:
+            self.makespan = NEVER
 
     def _rank(self, operation: int) -> tuple[int, int, int]:
         """Sort key of what goes first: backwards, forwards, weight gradients; then by depth."""
@@ -249,70 +247,32 @@ class TrialRun:
             rank = 0
         return rank, -self._stages.depths[stage], operation
 
-    def _run(self) -> None:
-        done = 0
-        while self._events and self.makespan <= self._limit:
-            now, what, number = heapq.heappop(self._events)
-            if what == _END:
-                self._end(number, now)
-                done += 1
-            elif self._free[number] <= now:
-                self._choose(number, now)
-        self._stages.num_starts += done
-        if done < self._graph.num_actions:
-            self.makespan = NEVER
-
-    def _choose(self, device: int, now: int) -> None:
-        """Start the first of a device's actions that can run; if its other devices are busy, wait for them."""
+    def choose(self, device: int) -> int | None:
+        """The first of a device's actions that can run; if its other devices are busy, it waits for them."""
+        stages, now = self._stages, self.now
         for operation in self._ranked[device]:
             task = self._next[operation]
-            if task < self._graph.offsets[operation + 1] and self._can_run(task, operation, now):
-                devices = self._stages.devices[operation]
-                if all(self._free[other] <= now for other in devices):
-                    self._start(task, operation, devices, now)
-                return
+            if task == self._ends[operation] or self.waiting[task] or self.ready_at[task] > now:
+                continue
+            stage, taken = stages.stage_of[operation], stages.taken[task]
+            if not taken or self._held[stage] + taken <= self.rules[stage].samples:
+                devices = stages.devices[operation]
+                alone = len(devices) == 1 or all(self.free[other] <= now for other in devices)
+                return task if alone else None
+        return None
 
-    def _can_run(self, task: int, operation: int, now: int) -> bool:
-        if self._waiting[task] or self._arrival[task] > now:
-            return False
-        stage, taken = self._stages.stage_of[operation], self._stages.taken[task]
-        return not taken or self._held[stage] + taken <= self.rules[stage].samples
-
-    def _start(self, task: int, operation: int, devices: Iterable[int], now: int) -> None:
-        end = now + self._graph.durations[task]
-        self.makespan = max(self.makespan, now + self._stages.needs[task])
+    def start(self, task: int) -> None:
+        """Start an action; what it gives back is free before its devices start anything else."""
+        super().start(task)
+        operation = self._operation_of[task]
         stage = self._stages.stage_of[operation]
         self._next[operation] = task + 1
-        self._held[stage] += self._stages.taken[task]
-        self.most_held[stage] = max(self.most_held[stage], self._held[stage])
-        for device in devices:
-            self._free[device] = end
-            self.orders[device].append(task)
-        heapq.heappush(self._events, (end, _END, task))
-
-    def _end(self, task: int, now: int) -> None:
-        operation = self._graph.operation_of[task]
-        self._held[self._stages.stage_of[operation]] -= self._stages.given[task]
-        for device in self._stages.devices[operation]:
-            heapq.heappush(self._events, (now, _TRY, device))
-        for other, lag in self._graph.successors[task]:
-            if other < self._graph.num_actions:
-                self._arrive(other, now + lag)
-            else:
-                self._carry(other, now)
-
-    def _arrive(self, task: int, time: int) -> None:
-        """One of the things an action waits for is there at ``time``."""
-        self._arrival[task] = max(self._arrival[task], time)
-        self._waiting[task] -= 1
-        if self._waiting[task] == 0:
-            for device in self._stages.devices[self._graph.operation_of[task]]:
-                if self._free[device] <= self._arrival[task]:
-                    heapq.heappush(self._events, (self._arrival[task], _TRY, device))
-
-    def _carry(self, message: int, made: int) -> None:
-        """A message takes its link when it is made, or when the link is free."""
-        (link,) = self._graph.devices_of(message)
-        self._free[link] = max(self._free[link], made) + self._graph.durations[message]
-        for other, lag in self._graph.successors[message]:
-            self._arrive(other, self._free[link] + lag)
+        held = self._held[stage] + self._stages.taken[task]
+        self._held[stage] = held - self._stages.given[task]
+        if self.most_held[stage] < held:
+            self.most_held[stage] = held
+        latest = self.now + self._stages.needs[task]
+        if self.makespan < latest:
+            self.makespan = latest
+            if latest > self._limit:
+                self.events.clear()

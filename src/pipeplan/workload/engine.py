@@ -1,0 +1,98 @@
+"""The event loop of all list schedulers: whoever is free is asked what to start, and what it starts wakes others.
+
+Here: when devices are free, when what an action waits for has arrived, links that carry first come, first served.
+Not here: which of its ready actions a device takes. That is for subclasses, the choosers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from heapq import heappop, heappush
+
+from pipeplan.workload.task_graph import TaskGraph
+
+__all__ = ["Engine"]
+
+
+class Engine(ABC):
+    """One run of a task graph in time; a subclass is a chooser.
+
+    ``now`` in ns. ``waiting`` [task] what it still waits for; once that is 0, its sources have begun, and it may start
+    from ``ready_at`` [task] ns on. ``free`` [device, link] ns at which it can run something else; ``orders``
+    [device, link] what it has run. ``events`` is a heap of (ns, device): when a device is to be asked.
+
+    With ``unit_steps`` every action takes 1 instead of its duration, and messages nothing. With ``links_choose`` links
+    are asked as devices are; otherwise they carry their messages first come, first served.
+    """
+
+    def __init__(self, graph: TaskGraph, *, unit_steps: bool = False, links_choose: bool = False) -> None:
+        workload = graph.workload
+        self.graph = graph
+        self.now = 0
+        self.waiting = graph.num_predecessors.copy()
+        self.ready_at = [0] * graph.num_tasks
+        self.free = [0] * workload.num_resources
+        self.orders: list[list[int]] = [[] for _ in self.free]
+        self.events = [(0, device) for device in range(len(self.free) if links_choose else len(workload.devices))]
+        self.durations = graph.durations
+        self._resources, self._operation_of, self._successors = workload.resources, graph.operation_of, graph.successors
+        self._num_chosen = graph.num_tasks if links_choose else graph.num_actions
+        self._lag_factor = 0 if unit_steps else 1
+        if unit_steps:
+            self.durations = [1] * graph.num_actions + [0] * (graph.num_tasks - graph.num_actions)
+
+    @property
+    def device_orders(self) -> list[list[int]]:
+        """[device] what it has run; links are left out."""
+        return self.orders[: len(self.graph.workload.devices)]
+
+    @abstractmethod
+    def choose(self, device: int) -> int | None:
+        """What a device that is free starts now, all of whose devices are free; None to wait for the next event."""
+
+    def arrived(self, task: int) -> None:
+        """All sources of an action have begun: its devices are asked once it is ready, if they are free then."""
+        ready = self.ready_at[task]
+        for device in self._resources[self._operation_of[task]]:
+            if self.free[device] <= ready:
+                heappush(self.events, (ready, device))
+
+    def run(self) -> None:
+        """Ask devices, event by event, until there are none."""
+        events, free = self.events, self.free
+        while events:
+            self.now, device = heappop(events)
+            if free[device] <= self.now:
+                task = self.choose(device)
+                if task is not None:
+                    self.start(task)
+
+    def start(self, task: int) -> None:
+        """An action starts now, on all of its devices."""
+        end, events = self.now + self.durations[task], self.events
+        for device in self._resources[self._operation_of[task]]:
+            self.free[device] = end
+            self.orders[device].append(task)
+            heappush(events, (end, device))
+        self._hand_on(task, end)
+
+    def _hand_on(self, task: int, end: int) -> None:
+        """What waits for a task, which ends at ``end``, waits for one thing less."""
+        waiting, ready_at, factor = self.waiting, self.ready_at, self._lag_factor
+        for other, lag in self._successors[task]:
+            time = end + lag * factor
+            if ready_at[other] < time:
+                ready_at[other] = time
+            waiting[other] -= 1
+            if not waiting[other]:
+                if other < self._num_chosen:
+                    self.arrived(other)
+                else:
+                    self._carry(other)
+
+    def _carry(self, message: int) -> None:
+        """A message takes its link when all of it is made, or when the link is free."""
+        (link,) = self._resources[self._operation_of[message]]
+        end = self.free[link] = max(self.free[link], self.ready_at[message]) + self.durations[message]
+        self.orders[link].append(message)
+        self._hand_on(message, end)
