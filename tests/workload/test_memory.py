@@ -1,0 +1,130 @@
+"""What devices hold, by MemoryState, beside the checker's own account and sums over all moments."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+from random import Random
+
+import networkx as nx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from builders.drawn import placed, placed_chains, workloads
+from builders.orders import random_orders
+from pipeplan.checker.facts import Facts
+from pipeplan.checker.programs import Programs
+from pipeplan.checker.report import Findings
+from pipeplan.checker.timeline import check_memory
+from pipeplan.planning.build_plan import assemble
+from pipeplan.workload.memory import MemoryState, memory_levels, peak_memory
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
+from pipeplan.workload.workload import Hold, MemoryKind, Workload
+
+SEEDS = st.integers(0, 2**32)
+ORDERS = 50
+"""Of each workload; of 200 workloads they are 10,000."""
+
+
+def followed(graph: TaskGraph, starts: list[int]) -> MemoryState:
+    """The state after all actions have started and ended at these times."""
+    state = MemoryState(graph)
+    starting = [(starts[task], 1, task) for task in range(graph.num_actions)]
+    ending = [(starts[task] + graph.durations[task], 0, task) for task in range(graph.num_actions)]
+    for _, is_start, task in sorted(starting + ending):
+        (state.start if is_start else state.end)(task)
+    return state
+
+
+def checked(facts: Facts, orders: Orders) -> tuple[int, ...]:
+    """[device] peak by the checker, in bytes."""
+    first = [0]
+    for count in facts.counts:
+        first.append(first[-1] + count)
+    entry = {first[x] + number: (x, number) for x, count in enumerate(facts.counts) for number in range(count)}
+    compute = [[entry[task] for task in order] for order in orders]
+    return check_memory(facts, Programs(compute, compute, [{} for _ in orders]), Findings())
+
+
+@settings(max_examples=200)
+@given(workloads() | (placed() | placed_chains()).map(lambda drawn: drawn.workload), SEEDS)
+def test_peaks_are_the_checkers(workload: Workload, seed: int) -> None:
+    graph, random = task_graph(workload), Random(seed)
+    facts = Facts.of(assemble(graph, random_orders(graph, random), 1, Fraction(1), "random"))
+    for _ in range(ORDERS):
+        orders = random_orders(graph, random)
+        state = followed(graph, earliest_starts(graph, orders))
+        expected = checked(facts, graph.on_devices(orders))
+        for device, (peak, memory) in enumerate(zip(expected, peak_memory(graph, orders), strict=True)):
+            assert state.held[device] == 0
+            assert workload.static_bytes(device) + state.peak[device] == memory.peak_bytes == peak
+            assert state.at_peak[device].get(MemoryKind.ACTIVATION, 0) == memory.activation_bytes
+            assert state.at_peak[device].get(MemoryKind.WORKSPACE, 0) == memory.workspace_bytes
+            assert state.peak[device] == max(memory_levels(graph, orders[device]), default=0)
+
+
+# Holds that overlap in time -----------------------------------------------------------------------------------
+
+
+def with_holds(workload: Workload, random: Random) -> Workload:
+    """Drawn anew: of several targets, on other stages, too, which all come after the source."""
+    follows: nx.DiGraph[int] = nx.DiGraph((source, target) for source, target, _ in workload.lags)
+    holds = []
+    for source in follows:
+        later = sorted(nx.descendants(follows, source)) or [source]
+        for _ in range(random.randint(0, 2)):
+            targets = tuple(random.sample(later, random.randint(1, min(3, len(later)))))
+            holds.append(Hold(random.choice(list(MemoryKind)), random.randint(1, 9), source, targets))
+    changed = workload.with_microbatches(workload.num_microbatches)
+    vars(changed)["holds"] = tuple(holds)
+    return changed
+
+
+def loose_starts(graph: TaskGraph, random: Random) -> list[int]:
+    """Each action some time after what it depends on, whatever else its devices do then."""
+    starts = [random.randint(0, 9) for _ in range(graph.num_tasks)]
+    for task in nx.topological_sort(nx.DiGraph(_edges(graph))):
+        end = starts[task] + graph.durations[task]
+        for other, _ in graph.successors[task]:
+            starts[other] = max(starts[other], end + random.randint(0, 9))
+    return starts
+
+
+def _edges(graph: TaskGraph) -> list[tuple[int, int]]:
+    return [(task, other) for task, successors in enumerate(graph.successors) for other, _ in successors]
+
+
+def held_at(graph: TaskGraph, starts: list[int], moment: int) -> list[Counter[MemoryKind]]:
+    """[device] {kind: bytes} at a moment: what is held for each micro-batch, and the workspace of what runs."""
+    workload = graph.workload
+    held: list[Counter[MemoryKind]] = [Counter() for _ in workload.devices]
+    ends = [start + duration for start, duration in zip(starts, graph.durations, strict=True)]
+
+    def add(x: int, kind: MemoryKind, size: int, begin: int, end: int) -> None:
+        for device in workload.resources[x] if begin <= moment < end else ():
+            held[device][kind] += size
+
+    for m in range(workload.num_microbatches):
+        for hold in workload.holds:
+            until = max(ends[graph.offsets[x] + m] for x in hold.targets)
+            add(hold.source, hold.kind, hold.size, starts[graph.offsets[hold.source] + m], until)
+        for x, operation in enumerate(workload.operations):
+            task = graph.offsets[x] + m
+            add(x, MemoryKind.WORKSPACE, operation.workspace_bytes, starts[task], ends[task])
+    return held
+
+
+@settings(max_examples=100)
+@given(workloads(unequal=False), SEEDS)
+def test_holds_that_overlap_in_time_add_up(workload: Workload, seed: int) -> None:
+    """Several actions of a device at once, as on its compute and its network; holds of several kinds and targets."""
+    random = Random(seed)
+    graph = task_graph(with_holds(workload.with_microbatches(3), random))
+    starts = loose_starts(graph, random)
+    state = followed(graph, starts)
+    moments = [held_at(graph, starts, moment) for moment in sorted(set(starts))]
+    for device in range(len(workload.devices)):
+        sums = [sum(held[device].values()) for held in moments]
+        assert state.held[device] == 0
+        assert state.peak[device] == max(sums)
+        assert Counter(state.at_peak[device]) == moments[sums.index(max(sums))][device]
