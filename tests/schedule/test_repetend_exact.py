@@ -70,7 +70,7 @@ def _index_assignments(problem: Problem, most: int) -> Iterator[tuple[int, ...]]
     sources = [[s for s, t, _ in problem.edges if t == target] for target in range(problem.num_operations)]
     copies = [
         (hold.source, hold.target, capacity // hold.size)
-        for hold in problem.holds
+        for hold in problem.workload.holds
         for capacity in (problem.capacity[device] for device in problem.devices[hold.source])
         if capacity is not None
     ]

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from pipeplan.schedule.cpsat.memory_precedences import memory_recurrences
-from pipeplan.schedule.problem import Hold, Problem
+from pipeplan.schedule.problem import Problem
+from pipeplan.workload.workload import Hold
 
 __all__ = ["makespan_bound", "period_bound", "work_bound"]
 
@@ -222,4 +223,4 @@ def _one_machine(problem: Problem, device: int, heads: list[list[int]], tails: l
 
 
 def _holds_on(problem: Problem, device: int) -> list[Hold]:
-    return [hold for hold in problem.holds if device in problem.devices[hold.source]]
+    return [hold for hold in problem.workload.holds if device in problem.devices[hold.source]]

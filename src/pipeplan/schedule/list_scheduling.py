@@ -17,7 +17,7 @@ from random import Random
 from pipeplan.schedule.problem import Problem
 from pipeplan.workload.engine import Engine
 from pipeplan.workload.kinds import Role
-from pipeplan.workload.memory import MemoryState
+from pipeplan.workload.memory import MemoryState, num_that_fit
 from pipeplan.workload.task_graph import TaskGraph
 
 __all__ = ["Policy", "PolicySearch", "in_flight_limits", "list_schedule", "policies"]
@@ -58,7 +58,8 @@ def in_flight_limits(problem: Problem) -> list[tuple[int, ...]]:
     it. It falls by 0 (memory alone), 1/2, 1 (1F1B) or 2 (ZB-H2) per device.
     """
     devices, count = range(problem.num_devices), problem.num_microbatches
-    room = min((_room(problem, device) for device in devices), default=count)
+    each = [sum(problem.acquire[x] for x in problem.on_device[device]) for device in devices]
+    room = int(min(count, *map(num_that_fit, problem.capacity, each)))
     firsts = dict.fromkeys(min(first, count) for first in (room, room + 1, 2 * room - 1, 2 * room, len(devices)))
     return list(
         dict.fromkeys(
@@ -67,15 +68,6 @@ def in_flight_limits(problem: Problem) -> list[tuple[int, ...]]:
             for slope in (0.0, 0.5, 1.0, 2.0)
         )
     )
-
-
-def _room(problem: Problem, device: int) -> int:
-    """Micro-batches whose activations fit on a device at once; all of them without a limit."""
-    capacity = problem.capacity[device]
-    each = sum(problem.acquire[x] for x in problem.on_device[device])
-    if capacity is None or each == 0:
-        return problem.num_microbatches
-    return max(1, min(problem.num_microbatches, capacity // each))
 
 
 def list_schedule(problem: Problem, graph: TaskGraph, policy: Policy) -> list[list[int]] | None:

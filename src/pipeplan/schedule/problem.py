@@ -18,18 +18,10 @@ from pipeplan.errors import InfeasibleError
 from pipeplan.schedule.reduction import Reduction
 from pipeplan.units import format_bytes
 from pipeplan.workload.kinds import Role
+from pipeplan.workload.memory import capacities
 from pipeplan.workload.workload import Workload
 
-__all__ = ["Hold", "Problem"]
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """``size`` bytes kept on the devices of both operations, from the start of one to the end of the other."""
-
-    source: int
-    target: int
-    size: int
+__all__ = ["Problem"]
 
 
 @dataclass(frozen=True)
@@ -64,20 +56,15 @@ class Problem:
         reduction = Reduction.of(workload)
         workload = workload if reduction is None else reduction.reduced
         rank = workload.rank
-        none = (0,) * len(workload.transfers)
         problem = cls(
             workload,
             workload.durations,
             workload.resources,
-            (*(operation.acquire_bytes for operation in workload.operations), *none),
-            (*(operation.release_bytes for operation in workload.operations), *none),
-            (*(operation.workspace_bytes for operation in workload.operations), *none),
+            workload.acquire,
+            workload.release,
+            workload.workspace,
             workload.edges,
-            tuple(
-                None if device.memory_bytes is None else device.memory_bytes - workload.static_bytes(index)
-                for index, device in enumerate(workload.devices)
-            )
-            + (None,) * len(workload.links),
+            tuple(capacities(workload)) + (None,) * len(workload.links),
             reduction,
         )
         assert all(rank(source) < rank(target) for source, target, _ in problem.edges)
@@ -174,30 +161,6 @@ class Problem:
         return tuple(tails)
 
     @cached_property
-    def holds(self) -> tuple[Hold, ...]:
-        """What each stage takes, with where it is given back; oldest is given back first.
-
-        One micro-batch of a stage takes in F (and I) and gives back in B, or in I and W. Both ends are on all
-        devices of the stage.
-        """
-        found: list[Hold] = []
-        for stage in range(len(self.workload.stages)):
-            open_: list[list[int]] = []  # [operation, bytes left]
-            for operation in self.stage_operations[stage]:
-                if self.acquire[operation]:
-                    open_.append([operation, self.acquire[operation]])
-                left = self.release[operation]
-                while left:
-                    source, size = open_[0]
-                    given = min(left, size)
-                    found.append(Hold(source, operation, given))
-                    left -= given
-                    open_[0][1] -= given
-                    if open_[0][1] == 0:
-                        open_.pop(0)
-        return tuple(found)
-
-    @cached_property
     def stage_operations(self) -> tuple[tuple[int, ...], ...]:
         """[stage] its operations in the order they depend on each other: F, B or F, I, W."""
         found: list[list[int]] = [[] for _ in self.workload.stages]
@@ -250,7 +213,7 @@ class Problem:
         While an operation runs, everything is held that was taken by what it depends on and is given back by what
         depends on it.
         """
-        here = [hold for hold in self.holds if device in self.devices[hold.source]]
+        here = [hold for hold in self.workload.holds if device in self.devices[hold.source]]
         return max(
             (
                 self.workspace[x]

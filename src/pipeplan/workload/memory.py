@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import inf
 
 from pipeplan.units import format_bytes
 from pipeplan.workload.elements import DeviceMemory
@@ -19,7 +20,7 @@ from pipeplan.workload.samples import Slots
 from pipeplan.workload.task_graph import Orders, TaskGraph
 from pipeplan.workload.workload import Hold, MemoryKind, Workload
 
-__all__ = ["MemoryState", "Overflow", "capacities", "fits", "memory_levels", "overflow", "peak_memory"]
+__all__ = ["MemoryState", "Overflow", "capacities", "fits", "memory_levels", "num_that_fit", "overflow", "peak_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +197,11 @@ def _begins(slots: Slots, mini_batch: int) -> tuple[int, ...]:
 def _part_of(size: int, number: int) -> int:
     """What the first or second of two parts takes."""
     return size // 2 if number % 2 else size - size // 2
+
+
+def num_that_fit(capacity: int | None, each: int) -> float:
+    """How many micro-batches of so many bytes each a device has room for at once: at least one; inf without limit."""
+    return inf if capacity is None or each == 0 else max(1, capacity // each)
 
 
 def capacities(workload: Workload) -> list[int | None]:

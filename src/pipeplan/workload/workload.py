@@ -11,7 +11,7 @@ are numbered behind the devices.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -239,12 +239,19 @@ class Workload:
     @cached_property
     def acquire(self) -> tuple[int, ...]:
         """[item] bytes that its action takes on each of its devices, at its start."""
-        return tuple(sum(hold.size for hold in self.holds if hold.source == x) for x in range(len(self.durations)))
+        return self._sums((hold.source, hold.size) for hold in self.holds)
 
     @cached_property
     def release(self) -> tuple[int, ...]:
         """[item] bytes that its action gives back on each of its devices, at its end, as the only target of holds."""
-        return tuple(sum(hold.size for hold in self.holds if hold.targets == (x,)) for x in range(len(self.durations)))
+        return self._sums((hold.target, hold.size) for hold in self.holds if len(hold.targets) == 1)
+
+    def _sums(self, sizes: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+        """[item] what the pairs (item, bytes) add up to."""
+        found = [0] * len(self.durations)
+        for x, size in sizes:
+            found[x] += size
+        return tuple(found)
 
     @cached_property
     def workspace(self) -> tuple[int, ...]:

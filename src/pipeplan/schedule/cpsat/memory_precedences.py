@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeplan.schedule.problem import Hold, Problem
+from pipeplan.schedule.problem import Problem
+from pipeplan.workload.workload import Hold
 
 __all__ = ["Recurrence", "memory_recurrences"]
 
@@ -34,7 +35,7 @@ def memory_recurrences(problem: Problem) -> list[Recurrence]:
     for device, capacity in enumerate(problem.capacity):
         if capacity is None:
             continue
-        holds = [hold for hold in problem.holds if device in problem.devices[hold.source]]
+        holds = [hold for hold in problem.workload.holds if device in problem.devices[hold.source]]
         for target in problem.on_device[device]:
             begun = [hold for hold in holds if problem.path(hold.source, target) >= 0]
             room = capacity - problem.workspace[target]

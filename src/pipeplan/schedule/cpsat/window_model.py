@@ -226,7 +226,7 @@ class _WindowModel:
         end = makespan // self._unit
         intervals: list[cp_model.IntervalVar] = []
         demands: list[int] = []
-        for hold in self._problem.holds:
+        for hold in self._problem.workload.holds:
             if device not in self._problem.devices[hold.source]:
                 continue
             for m in range(self._count):

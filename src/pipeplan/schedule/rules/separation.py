@@ -23,7 +23,7 @@ from pipeplan.errors import InvalidPlanError
 from pipeplan.schedule.rules.refill import refill
 from pipeplan.workload.elements import Dependency, Operation
 from pipeplan.workload.kinds import Role
-from pipeplan.workload.memory import memory_levels
+from pipeplan.workload.memory import capacities, memory_levels
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph, with_links
 from pipeplan.workload.workload import Workload
 
@@ -122,12 +122,9 @@ class _Case:
 
 def _capacity(graph: TaskGraph, orders: Orders) -> tuple[int | None, ...]:
     """[device] bytes beside the static ones that it may hold: what it has left, or held before if that is more."""
-    workload = graph.workload
     return tuple(
-        None
-        if device.memory_bytes is None
-        else max(device.memory_bytes - workload.static_bytes(index), *memory_levels(graph, orders[index]), 0)
-        for index, device in enumerate(workload.devices)
+        None if limit is None else max(limit, *memory_levels(graph, order), 0)
+        for limit, order in zip(capacities(graph.workload), orders, strict=False)
     )
 
 

@@ -10,6 +10,7 @@ from itertools import groupby
 from pipeplan.partition.in_flight import KFKB, samples_in_flight
 from pipeplan.workload.engine import Engine
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role
+from pipeplan.workload.memory import capacities, num_that_fit
 from pipeplan.workload.task_graph import Orders, TaskGraph
 
 __all__ = ["NEVER", "Rule", "Stages", "TrialRun", "samples_held"]
@@ -108,16 +109,16 @@ class Stages:
     @cached_property
     def room(self) -> list[int]:
         """[stage] samples that its devices could hold the activations of if they held no other stage's."""
-        return [min(total, self._room(stage)) for stage, total in enumerate(self.totals)]
+        capacity = capacities(self.graph.workload)
+        return [self._room(stage, capacity) for stage in range(self.count)]
 
-    def _room(self, stage: int) -> int:
-        workload = self.graph.workload
-        own = [operation for operation in workload.operations if operation.stage == stage]
-        each = sum(operation.acquire_bytes for operation in own)
-        workspace = max(operation.workspace_bytes for operation in own)
-        limits = ((device, workload.devices[device].memory_bytes) for device in workload.stages[stage].devices)
-        left = (memory - workload.static_bytes(device) - workspace for device, memory in limits if memory is not None)
-        return max(1, min(left, default=NEVER) // max(1, each)) * self.sizes[stage]
+    def _room(self, stage: int, capacity: Sequence[int | None]) -> int:
+        workload, own = self.graph.workload, [x for x, other in enumerate(self.stage_of) if other == stage]
+        each = sum(workload.acquire[x] for x in own)
+        workspace = max(workload.workspace[x] for x in own)
+        limits = (capacity[device] for device in workload.stages[stage].devices)
+        fitting = min(num_that_fit(None if limit is None else limit - workspace, each) for limit in limits)
+        return int(min(self.counts[stage], fitting)) * self.sizes[stage]
 
     @cached_property
     def taken(self) -> list[int]:
