@@ -8,7 +8,7 @@ with 24 micro-batches, large with 192. On busy links every message also takes it
 makes it, so that it is a task, too. Both loops run in turn in one process, as many pairs as given for small ones and a
 fifth of them for large ones; times are of the processor, ratios are of the medians. What is made once per workload
 (task graph, problem) is left out; building the loop's own state counts. The loops before are kept in
-tests/references/loops; the links' own loop, which is the faster one, stayed.
+tests/references/loops.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from pipeplan.schedule.rules import Rules, schedule_by_rules
 from pipeplan.schedule.rules.refill import refill
 from pipeplan.schedule.stage_graph.stages import Rule, Stages, TrialRun
 from pipeplan.workload.elements import Hop
+from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import Role
-from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 from references.loops import listing, trial  # a package beside the tests
 from references.loops import refill as old_refill
 from references.loops import rules as old_rules
-from references.loops.first_come import Replay
+from references.loops.first_come import FirstCome
 
 DEVICES = 8
 SIZES = {"small": 24, "large": 192}
@@ -111,21 +112,15 @@ def weight_refill(graph: TaskGraph) -> Pair:
     weights = frozenset(
         task for task in range(graph.num_actions) if roles[graph.operation_of[task]] is Role.WEIGHT_GRAD
     )
-    kept = [[task for task in order if task not in weights] for order in orders]
-    expected = earliest_starts(graph, with_links(graph, kept))
+    kept = [[task for task in order if task not in weights] for order in with_links(graph, orders)]
+    expected = earliest_starts(graph, kept)
     arguments = (graph, orders, weights, Problem.of(workload).capacity, expected, 0.0)
     return lambda: old_refill.refill(*arguments), lambda: refill(*arguments)
 
 
 def first_come(graph: TaskGraph) -> Pair:
     orders = _one_f_one_b(graph)
-
-    def on_engine() -> list[list[int]]:
-        replay = Replay(graph, orders)
-        replay.run()
-        return replay.orders
-
-    return lambda: with_links(graph, orders), on_engine
+    return lambda: [*orders, *FirstCome(graph, orders).run()], lambda: with_links(graph, orders)
 
 
 def _one_f_one_b(graph: TaskGraph) -> list[list[int]]:

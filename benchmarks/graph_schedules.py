@@ -24,8 +24,9 @@ from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Source
 from pipeplan.partition.graph import graphpipe
 from pipeplan.partition.problem import PartitionProblem
 from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders, kfkb_orders, samples_held
+from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import peak_memory
-from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
 MINI_BATCHES = {"mmt": 16, "mmt-2": 16, "dlrm-8": 64, "candle-uno-8": 1024}

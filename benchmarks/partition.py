@@ -38,7 +38,8 @@ from pipeplan.partition.graph.shapes import grouped
 from pipeplan.partition.problem import Costs, Partition, PartitionProblem, Pricing, Way, together
 from pipeplan.partition.series_parallel import decompose
 from pipeplan.schedule.stage_graph import kfkb_orders
-from pipeplan.workload.task_graph import earliest_starts, task_graph, with_links
+from pipeplan.workload.engine import with_links
+from pipeplan.workload.task_graph import earliest_starts, task_graph
 
 DEVICES = (4, 8, 16, 32)
 MEMORY = 16_000_000_000

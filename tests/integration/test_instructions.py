@@ -44,8 +44,9 @@ from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.action import Action
 from pipeplan.workload.bounds import makespan_bound
 from pipeplan.workload.elements import Dependency, Operation
+from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import in_order
-from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
 GATHER = CustomOp("GATHER", after=("image.*", "text.*"), before=("loss",), every=2, duration_ns=7)

@@ -22,8 +22,9 @@ from pipeplan.schedule.search import search_schedule
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.bounds import makespan_bound as replay_bound
 from pipeplan.workload.elements import Dependency, Hop
+from pipeplan.workload.engine import with_links
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
-from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
 times = st.integers(0, 5)

@@ -16,8 +16,9 @@ from builders.chains import chain_workload
 from builders.orders import random_orders
 from pipeplan.errors import InvalidPlanError
 from pipeplan.workload.elements import Device
+from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits, peak_memory
-from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
 Orders = Sequence[Sequence[int]]

@@ -27,8 +27,9 @@ from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.files import named_rules, parse_rules, shipped_rules
+from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import peak_memory
-from pipeplan.workload.task_graph import Orders, earliest_starts, task_graph, with_links
+from pipeplan.workload.task_graph import Orders, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 from references.known_orders import KNOWN, known_orders
 from references.shared_insertion import SharedInsertion

@@ -19,8 +19,9 @@ from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders, kfkb_orders, least_ks, samples_held
 from pipeplan.workload.elements import Device
+from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits
-from pipeplan.workload.task_graph import earliest_starts, task_graph, with_links
+from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 from references.stage_graphs import (
     StageGraph,

@@ -18,7 +18,8 @@ from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.reduction import Reduction
 from pipeplan.schedule.search import first_look, search_schedule
-from pipeplan.workload.task_graph import earliest_starts, task_graph, with_links
+from pipeplan.workload.engine import with_links
+from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
 SIZES = (1, 2, 4)

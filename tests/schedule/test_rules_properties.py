@@ -23,8 +23,9 @@ from pipeplan.schedule.rules import DeviceRules, Rules, StageTraversal, TypeTrav
 from pipeplan.schedule.rules.engine import RulesRun, schedule_by_rules
 from pipeplan.schedule.rules.language import First
 from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits
-from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 from references.rules import Reference
 

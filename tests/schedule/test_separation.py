@@ -16,8 +16,9 @@ from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.language import Rules
 from pipeplan.schedule.rules.separation import Joined, separate
+from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits, peak_memory
-from pipeplan.workload.task_graph import Orders, TaskGraph, task_graph, with_links
+from pipeplan.workload.task_graph import Orders, TaskGraph, task_graph
 from pipeplan.workload.workload import Workload
 from references.separation import best_of_all, kind, length, num_placings, random_case, weights_at_once, with_room
 

@@ -18,8 +18,9 @@ from pipeplan.simulator.metrics import in_flight, rates
 from pipeplan.simulator.simulation import orders_of
 from pipeplan.workload.bounds import makespan_bound
 from pipeplan.workload.elements import Hop
+from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits, overflow, peak_memory
-from pipeplan.workload.task_graph import earliest_starts, task_graph, with_links
+from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 from references.replay import replay
 

@@ -18,11 +18,12 @@ from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.metrics import iteration_time, rates
 from pipeplan.workload.elements import Repetend
+from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.slices import parts_are_before, whole
 from pipeplan.workload.steady_state.rate import steady_bubble_rate
 from pipeplan.workload.steady_state.repetend import find_repetend
-from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, with_links
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts
 from pipeplan.workload.workload import Workload
 
 __all__ = ["assemble", "planned"]

@@ -17,9 +17,10 @@ from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.state import Progress
 from pipeplan.simulator.metrics import rates
+from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import overflow, peak_memory
-from pipeplan.workload.task_graph import earliest_starts, task_graph, with_links
+from pipeplan.workload.task_graph import earliest_starts, task_graph
 
 __all__ = ["OURS", "Comparison", "ComparisonRow", "NotThere", "compare", "compare_on"]
 

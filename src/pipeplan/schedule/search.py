@@ -28,9 +28,10 @@ from pipeplan.schedule.steady import (
 from pipeplan.schedule.windows import improve_ramps, improve_windows, solve_whole
 from pipeplan.time_limit import checkpoint
 from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
-from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
 __all__ = ["SEARCHING", "Progress", "Schedule", "first_look", "search_schedule", "timed"]

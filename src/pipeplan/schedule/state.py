@@ -11,8 +11,9 @@ from pipeplan.schedule.bounds import makespan_bound, period_bound
 from pipeplan.schedule.cpsat.repetend import Pattern
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.problem import Problem
+from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import overflow, peak_memory
-from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
 __all__ = ["Candidate", "Progress", "Schedule", "SearchState"]

@@ -18,8 +18,9 @@ from pipeplan.files.trace import MeasuredTrace, TimedText
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Stage
+from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import in_order
-from pipeplan.workload.task_graph import earliest_starts, with_links
+from pipeplan.workload.task_graph import earliest_starts
 
 __all__ = ["DeviceTimes", "KindTimes", "MeasuredComparison", "compared"]
 

@@ -1,17 +1,18 @@
 """The event loop of all list schedulers: whoever is free is asked what to start, and what it starts wakes others.
 
-Here: when devices are free, when what an action waits for has arrived, links that carry first come, first served.
-Not here: which of its ready actions a device takes. That is for subclasses, the choosers.
+Here: when devices are free, when what an action waits for has arrived, links that carry first come, first served; and
+the plainest chooser, which runs given orders. Not here: the others, which choose among ready actions.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from pipeplan.workload.task_graph import TaskGraph
+from pipeplan.workload.task_graph import Orders, TaskGraph, stuck_error
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "with_links"]
 
 
 class Engine(ABC):
@@ -96,3 +97,61 @@ class Engine(ABC):
         end = self.free[link] = max(self.free[link], self.ready_at[message]) + self.durations[message]
         self.orders[link].append(message)
         self._hand_on(message, end)
+
+
+def with_links(graph: TaskGraph, orders: Orders) -> list[list[int]]:
+    """Orders of the devices, completed by those of the links: each carries its messages first come, first served.
+
+    Orders that have them keep them.
+
+    Raises:
+        InvalidPlanError: the orders and the dependencies wait for each other.
+    """
+    if len(orders) == graph.workload.num_resources:
+        return [*map(list, orders)]
+    replay = _Replay(graph, orders)
+    replay.run()
+    if not replay.is_complete:
+        done = {task for order in replay.orders for task in order}
+        raise stuck_error(graph, [task for task in range(graph.num_tasks) if task not in done])
+    return replay.orders
+
+
+_NONE = -1
+
+
+class _Replay(Engine):
+    """Devices run their orders as soon as they can."""
+
+    def __init__(self, graph: TaskGraph, orders: Orders) -> None:
+        super().__init__(graph)
+        self._left = [[_NONE, *reversed(order)] for order in orders]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything has run."""
+        return all(left == [_NONE] for left in self._left)
+
+    def choose(self, device: int) -> int | None:
+        task = self._left[device][-1]
+        if task == _NONE or self.waiting[task]:
+            return None
+        if self.ready_at[task] > self.now:
+            heappush(self.events, (self.ready_at[task], device))
+            return None
+        devices = self._resources[self._operation_of[task]]
+        return task if len(devices) == 1 or self._all_wait_for(task, devices) else None
+
+    def _all_wait_for(self, task: int, devices: Sequence[int]) -> bool:
+        return all(self.free[device] <= self.now and self._left[device][-1] == task for device in devices)
+
+    def arrived(self, task: int) -> None:
+        ready = self.ready_at[task]
+        for device in self._resources[self._operation_of[task]]:
+            if self.free[device] <= ready and self._left[device][-1] == task:
+                heappush(self.events, (ready, device))
+
+    def start(self, task: int) -> None:
+        for device in self._resources[self._operation_of[task]]:
+            self._left[device].pop()
+        super().start(task)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeplan.workload.elements import Repetend
-from pipeplan.workload.task_graph import Orders, TaskGraph, task_graph, with_links
+from pipeplan.workload.engine import with_links
+from pipeplan.workload.task_graph import Orders, TaskGraph, task_graph
 from pipeplan.workload.workload import Workload
 
 __all__ = ["has_parts", "in_parts", "parts_are_before", "parts_before", "whole", "with_parts", "without_parts"]

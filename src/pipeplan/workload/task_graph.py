@@ -10,7 +10,6 @@ the order in which they carry their messages, stand behind those of the devices.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pipeplan.errors import InvalidPlanError
 from pipeplan.workload.workload import Workload
 
-__all__ = ["Orders", "TaskGraph", "earliest_starts", "task_graph", "with_links"]
+__all__ = ["Orders", "TaskGraph", "earliest_starts", "stuck_error", "task_graph"]
 
 Orders = Sequence[Sequence[int]]
 
@@ -93,7 +92,8 @@ def _pairs(workload: Workload, offsets: Sequence[int], source: int, target: int)
 def earliest_starts(graph: TaskGraph, orders: Orders) -> list[int]:
     """Start of every task in ns, when devices and links run ``orders`` and nothing waits longer than it must.
 
-    Cost is linear in tasks and dependencies. Where links have orders they must be there: :func:`with_links`.
+    Cost is linear in tasks and dependencies. Links that may be busy need orders, too
+    (:func:`~pipeplan.workload.engine.with_links`).
 
     Raises:
         InvalidPlanError: the orders and the dependencies wait for each other; the text names stuck actions.
@@ -122,73 +122,8 @@ def earliest_starts(graph: TaskGraph, orders: Orders) -> list[int]:
             if waiting[other] == 0:
                 ready.append(other)
     if done < len(durations):
-        raise _stuck(graph, waiting)
+        raise stuck_error(graph, [task for task, count in enumerate(waiting) if count > 0])
     return starts
-
-
-def with_links(graph: TaskGraph, orders: Orders) -> list[list[int]]:
-    """Orders of the devices, completed by those of the links: each carries its messages first come, first served.
-
-    Orders that have them keep them.
-
-    Raises:
-        InvalidPlanError: the orders and the dependencies wait for each other.
-    """
-    complete = len(orders) == graph.workload.num_resources
-    return [*map(list, orders), *([] if complete else _FirstCome(graph, orders).run())]
-
-
-class _FirstCome:
-    """Runs the orders of the devices in time; a message takes its link when it is made, or when the link is free.
-
-    A loop of its own beside :class:`~pipeplan.workload.engine.Engine`, where nothing is chosen: the same on the engine
-    gives equal orders and takes 1.1 to 1.4 times as long.
-    """
-
-    def __init__(self, graph: TaskGraph, orders: Orders) -> None:
-        self._graph = graph
-        self._waiting = graph.num_predecessors.copy()
-        self._following = _following(graph, orders, self._waiting)
-        self._starts = [0] * graph.num_tasks
-        self._links: list[list[int]] = [[] for _ in graph.workload.links]
-        self._free = [0] * len(self._links)
-        self._ends = [(graph.durations[task], task) for task, count in enumerate(self._waiting) if count == 0]
-
-    def run(self) -> list[list[int]]:
-        """The orders of the links."""
-        graph, done = self._graph, 0
-        heapq.heapify(self._ends)
-        while self._ends:
-            end, task = heapq.heappop(self._ends)
-            done += 1
-            for other in self._following[task]:
-                self._arrive(other, end)
-            for other, lag in graph.successors[task]:
-                if other < graph.num_actions:
-                    self._arrive(other, end + lag)
-                else:
-                    self._carry(other, end)
-        if done < graph.num_actions:
-            raise _stuck(graph, self._waiting)
-        return self._links
-
-    def _arrive(self, task: int, time: int) -> None:
-        """One of the things an action waits for is there at ``time``, which is not in the past."""
-        self._starts[task] = max(self._starts[task], time)
-        self._waiting[task] -= 1
-        if self._waiting[task] == 0:
-            heapq.heappush(self._ends, (self._starts[task] + self._graph.durations[task], task))
-
-    def _carry(self, message: int, made: int) -> None:
-        """Part after part of what a message carries is made; messages come here in the order in which all of it is."""
-        self._waiting[message] -= 1
-        if self._waiting[message]:
-            return
-        link = self._graph.devices_of(message)[0] - len(self._graph.workload.devices)
-        self._links[link].append(message)
-        self._free[link] = max(self._free[link], made) + self._graph.durations[message]
-        for other, lag in self._graph.successors[message]:
-            self._arrive(other, self._free[link] + lag)
 
 
 def _following(graph: TaskGraph, orders: Orders, waiting: list[int]) -> list[list[int]]:
@@ -201,8 +136,7 @@ def _following(graph: TaskGraph, orders: Orders, waiting: list[int]) -> list[lis
     return following
 
 
-def _stuck(graph: TaskGraph, waiting: Sequence[int]) -> InvalidPlanError:
-    stuck = [graph.label(task) for task, count in enumerate(waiting) if count > 0]
-    return InvalidPlanError(
-        f"{len(stuck)} actions wait for each other and can never start, among them {', '.join(stuck[:5])}"
-    )
+def stuck_error(graph: TaskGraph, stuck: Sequence[int]) -> InvalidPlanError:
+    """The error that names actions which wait for each other."""
+    named = ", ".join(map(graph.label, stuck[:5]))
+    return InvalidPlanError(f"{len(stuck)} actions wait for each other and can never start, among them {named}")

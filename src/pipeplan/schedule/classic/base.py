@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from pipeplan.schedule.problem import Problem
 from pipeplan.workload import task_graph as timing
-from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.engine import with_links
+from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
 __all__ = [

@@ -22,9 +22,10 @@ from itertools import islice
 from pipeplan.errors import InvalidPlanError
 from pipeplan.schedule.rules.refill import refill
 from pipeplan.workload.elements import Dependency, Operation
+from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import capacities, memory_levels
-from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
 __all__ = ["Joined", "Timed", "separate", "separated"]

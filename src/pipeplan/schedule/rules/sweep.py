@@ -24,9 +24,10 @@ from pipeplan.schedule.rules.separation import Joined, Timed, separated
 from pipeplan.schedule.rules.settings import Resolved
 from pipeplan.schedule.state import Schedule
 from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import fits, overflow
-from pipeplan.workload.task_graph import TaskGraph, task_graph, with_links
+from pipeplan.workload.task_graph import TaskGraph, task_graph
 from pipeplan.workload.workload import Workload
 
 __all__ = ["Swept", "built_in_rules", "run_rules", "schedule_of_rules", "sweep", "sweeping"]

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from pipeplan.errors import UsageError
 from pipeplan.partition.in_flight import KFKB, kfkb_word, samples_in_flight
 from pipeplan.schedule.stage_graph.stages import NEVER, Rule, Stages, TrialRun
+from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import fits
-from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, with_links
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts
 from pipeplan.workload.workload import Workload
 
 __all__ = ["best_kfkb_orders", "greedy_orders", "kfkb_orders", "least_ks"]
