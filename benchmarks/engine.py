@@ -33,8 +33,8 @@ from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.list_scheduling import Policy, list_schedule
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import Rules, schedule_by_rules
-from pipeplan.schedule.rules.refill import refill
-from pipeplan.schedule.stage_graph.stages import Rule, Stages, TrialRun
+from pipeplan.schedule.rules.separation import refill
+from pipeplan.schedule.stage_graph import Rule, Stages, TrialRun
 from pipeplan.workload.elements import Hop
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import Role

@@ -27,7 +27,7 @@ from pipeplan.planning.rule_placements import SUBMODULES, place_by_rules
 from pipeplan.planning.trials import Trial, iteration_of
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import Rules
-from pipeplan.schedule.rules.files import named_rules
+from pipeplan.schedule.rules.language import named_rules
 from pipeplan.schedule.search import search_schedule
 
 GPUS, MINI_BATCH, SIZES = 40, 128, (1, 2, 4)

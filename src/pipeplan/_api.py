@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from pipeplan.runtime.training.options import RunOutcome as RunOutcome
     from pipeplan.runtime.training.options import TrainOptions as TrainOptions
     from pipeplan.schedule.rules import Rules as Rules
-    from pipeplan.schedule.rules.files import read_rules as read_rules
-    from pipeplan.schedule.rules.files import to_toml as to_toml
+    from pipeplan.schedule.rules.language import read_rules as read_rules
+    from pipeplan.schedule.rules.language import to_toml as to_toml
     from pipeplan.schedule.state import Progress as Progress
     from pipeplan.simulator.measured import MeasuredComparison as MeasuredComparison
     from pipeplan.simulator.simulation import Simulation as Simulation
@@ -64,7 +64,7 @@ _PARTS = {
     "pipeplan.runtime.launch.job": ("RunOptions",),
     "pipeplan.runtime.profiling.resume": ("UnfinishedProfile",),
     "pipeplan.runtime.training.options": ("TrainOptions",),
-    "pipeplan.schedule.rules.files": ("read_rules", "to_toml"),
+    "pipeplan.schedule.rules.language": ("read_rules", "to_toml"),
 }
 """What goes in and out of the functions here, and the modules that have it."""
 

@@ -14,7 +14,7 @@ from pipeplan.costs.stage_cost import RECIPES, StateRecipe, state_recipe
 from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS
 from pipeplan.examples.models import family_of
-from pipeplan.schedule.rules.files import named_rules, shipped_rules
+from pipeplan.schedule.rules.language import named_rules, shipped_rules
 
 ROOT = Path(catalog.__file__).parent
 READERS = {"clusters", "devices", "models", "recipes", "rules"}

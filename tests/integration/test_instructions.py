@@ -38,7 +38,7 @@ from pipeplan.schedule.rules import (
     with_instruction,
     with_instructions,
 )
-from pipeplan.schedule.rules.files import parse_rules
+from pipeplan.schedule.rules.language import parse_rules
 from pipeplan.schedule.search import first_look, search_schedule
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.action import Action

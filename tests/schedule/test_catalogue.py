@@ -26,7 +26,7 @@ from pipeplan.schedule.list_scheduling import Policy, list_schedule
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.engine import schedule_by_rules
-from pipeplan.schedule.rules.files import named_rules, parse_rules, shipped_rules
+from pipeplan.schedule.rules.language import named_rules, parse_rules, shipped_rules
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.task_graph import Orders, earliest_starts, task_graph

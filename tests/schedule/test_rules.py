@@ -25,9 +25,9 @@ from pipeplan.schedule.rules import (
     TypeTraversal,
 )
 from pipeplan.schedule.rules.engine import schedule_by_rules
-from pipeplan.schedule.rules.files import named_rules
-from pipeplan.schedule.rules.numbers import evaluate
+from pipeplan.schedule.rules.language import named_rules
 from pipeplan.schedule.rules.sweep import built_in_rules, run_rules, schedule_of_rules
+from pipeplan.schedule.rules.values import evaluate
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
 

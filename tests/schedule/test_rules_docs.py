@@ -6,7 +6,7 @@ import contextlib
 import io
 import re
 
-from pipeplan.schedule.rules.files import parse_rules
+from pipeplan.schedule.rules.language import parse_rules
 from support.paths import ROOT
 
 TEXT = (ROOT / "docs" / "algorithms" / "rules.md").read_text()

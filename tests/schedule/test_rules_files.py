@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from builders.chains import chain_workload, shared_workload
 from pipeplan.errors import FileError, UsageError
 from pipeplan.schedule.rules import DeviceRules, Rules, StageTraversal, SubmoduleRules, TypeTraversal
-from pipeplan.schedule.rules.files import parse_rules, read_rules, shipped_rules, to_toml
+from pipeplan.schedule.rules.language import parse_rules, read_rules, shipped_rules, to_toml
 from pipeplan.schedule.rules.sweep import built_in_rules, run_rules, sweep
 from pipeplan.workload.bounds import makespan_bound
 from pipeplan.workload.task_graph import task_graph

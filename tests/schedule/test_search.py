@@ -15,7 +15,7 @@ from pipeplan.schedule import initial_schedules as starts
 from pipeplan.schedule import search as search_module
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import Rules
-from pipeplan.schedule.rules.files import named_rules
+from pipeplan.schedule.rules.language import named_rules
 from pipeplan.schedule.search import search_schedule
 from pipeplan.schedule.state import Schedule
 from pipeplan.workload.memory import fits

@@ -18,8 +18,8 @@ from pipeplan.schedule.list_scheduling import Policy, in_flight_limits, list_sch
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import Rules, StageTraversal, TypeTraversal
 from pipeplan.schedule.rules.engine import RulesRun
-from pipeplan.schedule.rules.refill import refill
-from pipeplan.schedule.stage_graph.stages import NEVER, Rule, Stages, TrialRun
+from pipeplan.schedule.rules.separation import refill
+from pipeplan.schedule.stage_graph import NEVER, Rule, Stages, TrialRun
 from pipeplan.workload.elements import Hop
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import Role

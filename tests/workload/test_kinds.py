@@ -13,7 +13,7 @@ from pipeplan.schedule.list_scheduling import in_flight_limits, list_schedule, p
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.language import Rules
-from pipeplan.schedule.stage_graph.stages import Rule, Stages, TrialRun
+from pipeplan.schedule.stage_graph import Rule, Stages, TrialRun
 from pipeplan.workload.action import Action, operation_of
 from pipeplan.workload.elements import Operation
 from pipeplan.workload.kinds import (

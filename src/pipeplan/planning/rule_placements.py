@@ -10,7 +10,7 @@ from pipeplan.files import PlacedStage, Placement, Profile
 from pipeplan.partition import STRATEGIES, Submodule, place_submodules
 from pipeplan.partition.placement import Cut, follows
 from pipeplan.schedule.rules import Rules, SubmoduleRules
-from pipeplan.schedule.rules.numbers import evaluate
+from pipeplan.schedule.rules.values import evaluate
 
 __all__ = ["SUBMODULES", "follows_rules", "place_by_rules", "strategy_of"]
 

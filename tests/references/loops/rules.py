@@ -6,9 +6,8 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pipeplan.schedule.rules.choosing import Chooser
+from pipeplan.schedule.rules.choosing import Chooser, Obstacle, stuck_error
 from pipeplan.schedule.rules.language import ReadyAction, Rules
-from pipeplan.schedule.rules.obstacles import Obstacle, stuck_error
 from pipeplan.schedule.rules.settings import Resolved
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.task_graph import TaskGraph

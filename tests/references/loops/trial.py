@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
-from pipeplan.schedule.stage_graph.stages import NEVER, Rule, Stages
+from pipeplan.schedule.stage_graph import NEVER, Rule, Stages
 from pipeplan.workload.kinds import Role
 
 __all__ = ["TrialRun"]

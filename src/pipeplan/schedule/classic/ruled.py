@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from pipeplan.schedule.classic.base import Orders, makespan
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.engine import schedule_by_rules
-from pipeplan.schedule.rules.files import named_rules
+from pipeplan.schedule.rules.language import named_rules
 from pipeplan.workload.task_graph import TaskGraph, task_graph
 from pipeplan.workload.workload import Workload
 

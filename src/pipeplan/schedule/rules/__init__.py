@@ -5,7 +5,6 @@ Here: how rules are read and run. Not here: the rules files that ship (catalog),
 
 from pipeplan.schedule.rules.custom_ops import with_instruction, with_instructions
 from pipeplan.schedule.rules.engine import schedule_by_rules
-from pipeplan.schedule.rules.files import read_rules
 from pipeplan.schedule.rules.language import (
     Check,
     CustomOp,
@@ -16,6 +15,7 @@ from pipeplan.schedule.rules.language import (
     State,
     SubmoduleRules,
     TypeTraversal,
+    read_rules,
 )
 from pipeplan.schedule.rules.sweep import built_in_rules, sweep
 

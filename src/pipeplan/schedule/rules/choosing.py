@@ -14,12 +14,37 @@ from dataclasses import dataclass, field
 
 from pipeplan.errors import UsageError
 from pipeplan.schedule.rules.language import ReadyAction, Rules, State
-from pipeplan.schedule.rules.obstacles import Obstacle
 from pipeplan.schedule.rules.settings import DeviceSettings, Resolved, Traversal
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role, role_of
 from pipeplan.workload.task_graph import TaskGraph
 
-__all__ = ["Chooser"]
+__all__ = ["Chooser", "Obstacle"]
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """What keeps a ready action from starting: a key of the rules, the stage or device it is about, and its limit."""
+
+    key: str
+    number: int
+    limit: int = 0
+    name: str = ""
+
+    def __str__(self) -> str:
+        match self.key:
+            case "in_flight":
+                return f"stage {self.number} has its {self.limit} micro-batches in flight (in_flight)"
+            case "in_flight_device":
+                return f"device {self.number} has its {self.limit} micro-batches in flight (in_flight_device)"
+            case "every":
+                return f"stage {self.number} starts one in {self.limit} steps (every)"
+            case "shared_first":
+                return f"stage {self.number} goes no further ahead than what stands behind it asks for (shared_first)"
+            case "memory":
+                return f"device {self.number} has no room for it beside its oldest micro-batch (fit_memory)"
+            case _:
+                return f"the check {self.name} refuses it"
+
 
 _FORWARD, _BACKWARD = _IN_TURN = "forward", "backward"
 """The lanes of forwards and of backwards, whole or of inputs; every other kind has a lane with its own name."""

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from pipeplan.errors import UsageError
 from pipeplan.schedule.rules.language import Rules, Settings, StageTraversal, TypeTraversal
-from pipeplan.schedule.rules.numbers import Limit, evaluate
+from pipeplan.schedule.rules.values import Limit, evaluate
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.workload import Workload
@@ -146,7 +146,7 @@ class Resolved:
         return self._parts[self._submodule_of[stage], self._connected[stage]]
 
     def _sizes(self, stage: int) -> dict[str, int]:
-        """The names that numbers may use (:data:`~pipeplan.schedule.rules.numbers.NAMES`)."""
+        """The names that numbers may use (:data:`~pipeplan.schedule.rules.values.NAMES`)."""
         stages, part = self._workload.stages, self._part(stage)
         groups = list(dict.fromkeys(stages[number].devices for number in part.chain))
         group = stages[stage].devices

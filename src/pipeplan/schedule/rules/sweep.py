@@ -19,9 +19,9 @@ from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.engine import schedule_by_rules, unseparated
 from pipeplan.schedule.rules.language import First, Rules, StageTraversal, TypeTraversal
-from pipeplan.schedule.rules.numbers import Limit
 from pipeplan.schedule.rules.separation import Joined, Timed, separated
 from pipeplan.schedule.rules.settings import Resolved
+from pipeplan.schedule.rules.values import Limit
 from pipeplan.schedule.state import Schedule
 from pipeplan.workload.bounds import makespan_bound
 from pipeplan.workload.engine import with_links
