@@ -91,15 +91,10 @@ class Stages:
         return {pair: x for x, pair in enumerate(zip(self.stage_of, self.roles, strict=True))}
 
     @cached_property
-    def devices(self) -> tuple[tuple[int, ...], ...]:
-        """[operation]"""
-        return self.graph.workload.resources[: len(self.roles)]
-
-    @cached_property
     def on_device(self) -> list[list[int]]:
         """[device] its operations."""
         devices = range(len(self.graph.workload.devices))
-        return [[x for x, there in enumerate(self.devices) if device in there] for device in devices]
+        return [[x for x, there in enumerate(self.graph.workload.resources) if device in there] for device in devices]
 
     @cached_property
     def after(self) -> list[list[int]]:
@@ -138,8 +133,8 @@ class Stages:
 
     def _room(self, stage: int, capacity: Sequence[int | None]) -> int:
         workload, own = self.graph.workload, [x for x, other in enumerate(self.stage_of) if other == stage]
-        each = sum(workload.acquire[x] for x in own)
-        workspace = max(workload.workspace[x] for x in own)
+        each = sum(workload.effects[x].acquire for x in own)
+        workspace = max(workload.effects[x].workspace for x in own)
         limits = (capacity[device] for device in workload.stages[stage].devices)
         fitting = min(num_that_fit(None if limit is None else limit - workspace, each) for limit in limits)
         return int(min(self.counts[stage], fitting)) * self.sizes[stage]
@@ -189,10 +184,6 @@ class Stages:
                 begin, end = slots.samples(number)
                 yield end - begin if role in roles else 0
 
-    def of_task(self, task: int) -> int:
-        """The stage of an action."""
-        return self.stage_of[self.graph.operation_of[task]]
-
     def needed(self, stage: int, k: int, ks: Sequence[int], held: Sequence[int]) -> int:
         """Samples in flight of a stage by Table 3.2, given those of the stages after it."""
         own = KFKB(k, self.sizes[stage])
@@ -222,7 +213,7 @@ def samples_held(graph: TaskGraph, orders: Orders) -> list[int]:
     held, most = [0] * stages.count, [0] * stages.count
     for device, order in enumerate(graph.on_devices(orders)):
         for task in order:
-            stage = stages.of_task(task)
+            stage = stages.stage_of[graph.operation_of[task]]
             if device == graph.workload.stages[stage].devices[0]:
                 held[stage] += stages.taken[task]
                 most[stage] = max(most[stage], held[stage])
@@ -281,7 +272,7 @@ class TrialRun(Engine):
                 continue
             stage, taken = stages.stage_of[operation], stages.taken[task]
             if not taken or self._held[stage] + taken <= self.rules[stage].samples:
-                devices = stages.devices[operation]
+                devices = self._resources[operation]
                 alone = len(devices) == 1 or all(self.free[other] <= now for other in devices)
                 return task if alone else None
         return None

@@ -54,8 +54,7 @@ class MemoryState:
         self.at_peak: list[Mapping[MemoryKind, int]] = [{} for _ in self.held]
         self._capacity = capacities(workload) if capacity is None else capacity
         self._graph, self._operation_of, self._resources = graph, graph.operation_of, workload.resources
-        self._acquire, self._workspace, self._release = workload.acquire, workload.workspace, workload.release
-        self._num_parted = [2 * slots.num_parted for slots in workload.slots]
+        self._effects = workload.effects
         self._begins_of = [_begins(slots, workload.mini_batch) for slots in workload.slots]
         self._begins = [begins[0] for begins in self._begins_of]
         self._places: list[list[_Place]] = [[] for _ in workload.resources]  # [operation] on its limited devices
@@ -67,9 +66,8 @@ class MemoryState:
 
     def full(self, task: int) -> int | None:
         """The first device that has no room for an action while it runs; None if all have."""
-        x = self._operation_of[task]
-        for place in self._places[x]:
-            if self.held[place.device] + self.acquired(task) + self._workspace[x] > place.capacity:
+        for place in self._places[self._operation_of[task]]:
+            if self.levels(place.device, task)[0] > place.capacity:
                 return place.device
         return None
 
@@ -79,34 +77,39 @@ class MemoryState:
         Of an action that takes nothing, nothing is asked.
         """
         x = self._operation_of[task]
-        places, workspace = self._places[x], self._workspace[x]
-        if not places or self._acquire[x] + workspace == 0:
+        places = self._places[x]
+        if not places:
             return None
-        acquired = self.acquired(task)
+        acquired, workspace, release, num_parts = self._effects[x]
+        if acquired + workspace == 0:
+            return None
+        if num_parts:
+            acquired = self.acquired(task)
         for place in places:
             held = self.held[place.device] + acquired
             if held + workspace > place.capacity:
                 return place.device
-            if held - self._release[x] + self._oldest_needs(place, x) > place.capacity:
+            if held - release + self._oldest_needs(place, x) > place.capacity:
                 return place.device
         return None
 
     def levels(self, device: int, task: int) -> tuple[int, int]:
         """Bytes that a device would hold while an action runs, and after it."""
-        x = self._operation_of[task]
+        _, workspace, release, _ = self._effects[self._operation_of[task]]
         held = self.held[device] + self.acquired(task)
-        return held + self._workspace[x], held - self._release[x]
+        return held + workspace, held - release
 
     def acquired(self, task: int) -> int:
         """What an action takes at its start; of a micro-batch in two parts the second takes what is left of it."""
         x = self._operation_of[task]
+        acquired, _, _, num_parts = self._effects[x]
         number = task - self._graph.offsets[x]
-        return self._acquire[x] if number >= self._num_parted[x] else _part_of(self._acquire[x], number)
+        return acquired if number >= num_parts else _part_of(acquired, number)
 
     def run(self, task: int) -> None:
         """An action runs; what it gives back is free before its devices start anything else."""
         x = self._operation_of[task]
-        change = self.acquired(task) - self._release[x]
+        change = self.acquired(task) - self._effects[x].release
         for device in self._resources[x]:
             self.held[device] += change
         begins = self._begins_of[x][task + 1 - self._graph.offsets[x]]
@@ -118,8 +121,10 @@ class MemoryState:
         x = self._operation_of[task]
         number = task - self._graph.offsets[x]
         for kind, size in self._taken[x].items():
-            self._change(self._resources[x], kind, _part_of(size, number) if number < self._num_parted[x] else size)
-        self._change(self._resources[x], MemoryKind.WORKSPACE, self._workspace[x])
+            self._change(
+                self._resources[x], kind, _part_of(size, number) if number < self._effects[x].num_parts else size
+            )
+        self._change(self._resources[x], MemoryKind.WORKSPACE, self._effects[x].workspace)
         for device in self._resources[x]:
             if self.held[device] > self.peak[device]:
                 self.peak[device], self.at_peak[device] = self.held[device], self._by_kind[device].copy()
@@ -127,7 +132,7 @@ class MemoryState:
     def end(self, task: int) -> None:
         """An action has ended, and gives back its workspace and what it is the last target of."""
         x = self._operation_of[task]
-        self._change(self._resources[x], MemoryKind.WORKSPACE, -self._workspace[x])
+        self._change(self._resources[x], MemoryKind.WORKSPACE, -self._effects[x].workspace)
         for number, hold in self._given[x]:
             place = number, task - self._graph.offsets[x]
             self._targets_left[place] = self._targets_left.get(place, len(hold.targets)) - 1
@@ -174,10 +179,11 @@ class MemoryState:
         """
         roles = {x: self._graph.workload.operations[x].role for x in operations}
         others = [x for x in operations if roles[x] is not Role.WEIGHT_GRAD]
-        weights = [self._workspace[x] for x in operations if roles[x] is Role.WEIGHT_GRAD]
+        weights = [self._effects[x].workspace for x in operations if roles[x] is Role.WEIGHT_GRAD]
         needs = [max(weights, default=0)]
         for x in reversed(others):
-            needs.append(self._acquire[x] + max(self._workspace[x], needs[-1] - self._release[x], 0))
+            acquired, workspace, release, _ = self._effects[x]
+            needs.append(acquired + max(workspace, needs[-1] - release, 0))
         return tuple(reversed(needs))
 
     def _oldest_needs(self, place: _Place, x: int) -> int:
@@ -234,42 +240,24 @@ class Overflow:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Peak:
-    """Beyond parameters, gradients and optimizer: bytes held at the first moment of the peak, and by which task."""
-
-    activation_bytes: int
-    workspace_bytes: int
-    task: int | None
-
-    @property
-    def total(self) -> int:
-        return self.activation_bytes + self.workspace_bytes
-
-
 def peak_memory(graph: TaskGraph, orders: Orders) -> tuple[DeviceMemory, ...]:
     """The five parts of each device's memory at the first moment of its peak.
 
     Activations are what is held then, with what the running action took at its start; a device without actions
     holds its parameters, gradients and optimizer state.
     """
-    return tuple(
-        _device_memory(graph.workload, device, _peak(graph, order))
-        for device, order in enumerate(graph.on_devices(orders))
-    )
+    return tuple(_device_memory(graph, device, order) for device, order in enumerate(graph.on_devices(orders)))
 
 
 def memory_levels(graph: TaskGraph, order: Sequence[int]) -> list[int]:
     """Bytes beyond the static ones that a device holds while each action of its order runs [action]."""
-    workload, offsets, operation_of = graph.workload, graph.offsets, graph.operation_of
-    effects = list(zip(offsets, workload.acquire, workload.workspace, workload.release, strict=False))
-    parted = {x for x, slots in enumerate(workload.slots) if slots.num_parted}
+    effects, offsets, operation_of = graph.workload.effects, graph.offsets, graph.operation_of
     held, levels = 0, []
     for task in order:
         x = operation_of[task]
-        offset, acquired, workspace, release = effects[x]
-        if x in parted and task - offset < 2 * workload.slots[x].num_parted:
-            acquired = _part_of(acquired, task - offset)
+        acquired, workspace, release, num_parts = effects[x]
+        if num_parts and task - offsets[x] < num_parts:
+            acquired = _part_of(acquired, task - offsets[x])
         held += acquired
         levels.append(held + workspace)
         held -= release
@@ -287,34 +275,30 @@ def overflow(graph: TaskGraph, orders: Orders) -> Overflow | None:
     for index, (device, order) in enumerate(zip(graph.workload.devices, graph.on_devices(orders), strict=True)):
         if device.memory_bytes is None:
             continue
-        peak = _peak(graph, order)
-        needed = graph.workload.static_bytes(index) + peak.total
+        highest, task = _peak(graph, order)
+        needed = graph.workload.static_bytes(index) + highest
         if needed - device.memory_bytes > (worst.over_bytes if worst is not None else 0):
-            action = graph.label(peak.task) if peak.task is not None else ""
+            action = graph.label(task) if task is not None else ""
             worst = Overflow(index, action, needed, device.memory_bytes)
     return worst
 
 
-def _peak(graph: TaskGraph, order: Sequence[int]) -> _Peak:
+def _peak(graph: TaskGraph, order: Sequence[int]) -> tuple[int, int | None]:
+    """Bytes beyond the static ones at the first moment of the peak, and the action that runs then."""
     levels = memory_levels(graph, order)
     highest = max(levels, default=0)
-    if highest == 0:
-        return _Peak(0, 0, None)
-    task = order[levels.index(highest)]
-    workspace = graph.workload.operations[graph.operation_of[task]].workspace_bytes
-    return _Peak(highest - workspace, workspace, task)
+    return highest, order[levels.index(highest)] if highest else None
 
 
-def _device_memory(workload: Workload, device: int, peak: _Peak) -> DeviceMemory:
-    stages = [stage for stage in workload.stages if device in stage.devices]
-    parameters = sum(stage.parameter_bytes for stage in stages)
-    gradients = sum(stage.gradient_bytes for stage in stages)
-    optimizer = sum(stage.optimizer_bytes for stage in stages)
+def _device_memory(graph: TaskGraph, device: int, order: Sequence[int]) -> DeviceMemory:
+    highest, task = _peak(graph, order)
+    workspace = 0 if task is None else graph.workload.effects[graph.operation_of[task]].workspace
+    stages = [stage for stage in graph.workload.stages if device in stage.devices]
     return DeviceMemory(
-        parameter_bytes=parameters,
-        gradient_bytes=gradients,
-        optimizer_bytes=optimizer,
-        activation_bytes=peak.activation_bytes,
-        workspace_bytes=peak.workspace_bytes,
-        peak_bytes=parameters + gradients + optimizer + peak.total,
+        parameter_bytes=sum(stage.parameter_bytes for stage in stages),
+        gradient_bytes=sum(stage.gradient_bytes for stage in stages),
+        optimizer_bytes=sum(stage.optimizer_bytes for stage in stages),
+        activation_bytes=highest - workspace,
+        workspace_bytes=workspace,
+        peak_bytes=graph.workload.static_bytes(device) + highest,
     )

@@ -11,17 +11,18 @@ are numbered behind the devices.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, slots_of
 from pipeplan.workload.kinds import is_instruction, payload_of
 from pipeplan.workload.samples import Slots
 
-__all__ = ["Hold", "MemoryKind", "Transfer", "Workload"]
+__all__ = ["Effect", "Hold", "MemoryKind", "Transfer", "Workload"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,19 @@ class Hold:
         """The target of a hold that has one alone."""
         (target,) = self.targets
         return target
+
+
+class Effect(NamedTuple):
+    """What an action does to the memory of each of its devices, in bytes: taken at its start, while, at its end.
+
+    The first ``num_parts`` actions of an operation are halves of micro-batches, and take halves; ``release`` is what it
+    gives back as the only target of holds.
+    """
+
+    acquire: int
+    workspace: int
+    release: int
+    num_parts: int
 
 
 @dataclass(frozen=True)
@@ -237,26 +251,17 @@ class Workload:
         return tuple(found)
 
     @cached_property
-    def acquire(self) -> tuple[int, ...]:
-        """[item] bytes that its action takes on each of its devices, at its start."""
-        return self._sums((hold.source, hold.size) for hold in self.holds)
-
-    @cached_property
-    def release(self) -> tuple[int, ...]:
-        """[item] bytes that its action gives back on each of its devices, at its end, as the only target of holds."""
-        return self._sums((hold.target, hold.size) for hold in self.holds if len(hold.targets) == 1)
-
-    def _sums(self, sizes: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-        """[item] what the pairs (item, bytes) add up to."""
-        found = [0] * len(self.durations)
-        for x, size in sizes:
-            found[x] += size
-        return tuple(found)
-
-    @cached_property
-    def workspace(self) -> tuple[int, ...]:
-        """[item] bytes that its action has on each of its devices while it runs."""
-        return tuple(operation.workspace_bytes for operation in self.operations) + (0,) * len(self.transfers)
+    def effects(self) -> tuple[Effect, ...]:
+        """[item] what each of its actions does to the memory of its devices; nothing where it is a transfer."""
+        acquire, release = [0] * len(self.operations), [0] * len(self.operations)
+        for hold in self.holds:
+            acquire[hold.source] += hold.size
+            if len(hold.targets) == 1:
+                release[hold.target] += hold.size
+        workspace = [operation.workspace_bytes for operation in self.operations]
+        num_parts = [2 * slots.num_parted for slots in self.slots]
+        found = map(Effect, acquire, workspace, release, num_parts)
+        return (*found, *[Effect(0, 0, 0, 0)] * len(self.transfers))
 
     @cached_property
     def instructions(self) -> tuple[Operation, ...]:

@@ -6,7 +6,8 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pipeplan.schedule.rules.choosing import Chooser, Obstacle, stuck_error
+from pipeplan.schedule.rules.choosing import Chooser, Obstacle
+from pipeplan.schedule.rules.engine import stuck_error
 from pipeplan.schedule.rules.language import ReadyAction, Rules
 from pipeplan.schedule.rules.settings import Resolved
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role

@@ -62,7 +62,7 @@ class TrialRun:
         for operation in self._ranked[device]:
             task = self._next[operation]
             if task < self._graph.offsets[operation + 1] and self._can_run(task, operation, now):
-                devices = self._stages.devices[operation]
+                devices = self._graph.workload.resources[operation]
                 if all(self._free[other] <= now for other in devices):
                     self._start(task, operation, devices, now)
                 return
@@ -88,7 +88,7 @@ class TrialRun:
     def _end(self, task: int, now: int) -> None:
         operation = self._graph.operation_of[task]
         self._held[self._stages.stage_of[operation]] -= self._stages.given[task]
-        for device in self._stages.devices[operation]:
+        for device in self._graph.workload.resources[operation]:
             heapq.heappush(self._events, (now, _TRY, device))
         for other, lag in self._graph.successors[task]:
             if other < self._graph.num_actions:
@@ -101,7 +101,7 @@ class TrialRun:
         self._arrival[task] = max(self._arrival[task], time)
         self._waiting[task] -= 1
         if self._waiting[task] == 0:
-            for device in self._stages.devices[self._graph.operation_of[task]]:
+            for device in self._graph.workload.resources[self._graph.operation_of[task]]:
                 if self._free[device] <= self._arrival[task]:
                     heapq.heappush(self._events, (self._arrival[task], _TRY, device))
 

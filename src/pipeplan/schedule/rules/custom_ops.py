@@ -7,8 +7,6 @@ depend on each other where they hold the same samples then gives the counts that
 
 from __future__ import annotations
 
-import heapq
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -272,23 +270,14 @@ def _sorted(operations: Sequence[Operation], dependencies: Sequence[Dependency],
     Raises:
         UsageError: some wait for each other.
     """
+    import networkx as nx  # which takes time, and few workloads have instructions
+
     position = {operation.id: index for index, operation in enumerate(operations)}
-    waiting = [0] * len(operations)
-    following: defaultdict[int, list[int]] = defaultdict(list)
-    for each in dependencies:
-        following[position[each.source]].append(position[each.target])
-        waiting[position[each.target]] += 1
-    ready = [(not is_instruction(operations[x].kind), x) for x, count in enumerate(waiting) if not count]
-    heapq.heapify(ready)
-    found: list[Operation] = []
-    while ready:
-        _, index = heapq.heappop(ready)
-        found.append(operations[index])
-        for other in following[index]:
-            waiting[other] -= 1
-            if not waiting[other]:
-                heapq.heappush(ready, (not is_instruction(operations[other].kind), other))
-    if len(found) < len(operations):
-        stuck = [operations[x].id for x, count in enumerate(waiting) if count]
+    follows: nx.DiGraph[int] = nx.DiGraph()
+    follows.add_nodes_from(range(len(operations)))
+    follows.add_edges_from((position[each.source], position[each.target]) for each in dependencies)
+    if not nx.is_directed_acyclic_graph(follows):
+        stuck = [operations[source].id for source, *_ in nx.find_cycle(follows)]
         raise UsageError(f"{place}: {', '.join(stuck[:8])} would wait for each other; change after or before")
-    return tuple(found)
+    order = nx.lexicographical_topological_sort(follows, lambda x: (not is_instruction(operations[x].kind), x))
+    return tuple(operations[x] for x in order)

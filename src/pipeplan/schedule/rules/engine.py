@@ -28,7 +28,7 @@ from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.memory import MemoryState
 from pipeplan.workload.task_graph import TaskGraph
 
-__all__ = ["schedule_by_rules", "unseparated"]
+__all__ = ["schedule_by_rules", "stuck_error", "unseparated"]
 
 _PATIENCE = 100
 """Steps without any action after which user functions that still refuse everything are taken to refuse it for good."""
@@ -141,7 +141,7 @@ class RulesRun(Engine):
                 self._advance()
                 self._choose()
             elif not self._stir():
-                raise _stuck_error(self.graph, self.waiting, self._begun, self.obstacle)
+                raise stuck_error(self.graph, self.waiting, self._begun, self.obstacle)
 
     def _advance(self) -> None:
         """Go on to the next moment at which something ends or arrives, and take all in that does."""
@@ -309,7 +309,7 @@ class RulesRun(Engine):
         return bool(self.events)
 
 
-def _stuck_error(
+def stuck_error(
     graph: TaskGraph,
     waiting: Sequence[int],
     begun: Sequence[int | None],
