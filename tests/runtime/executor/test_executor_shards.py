@@ -22,6 +22,7 @@ from pipeplan.sharding.tracking import track
 from pipeplan.workload.mesh import Mesh
 from runtime_support import models as runtime_models
 from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, model_plan, placed_plan, reports_of
+from support.marks import asked_for, slow_but
 
 WORDED, TRANSLATING, PAIRING = (f"runtime_support.models:{name}" for name in ("worded", "translating", "pairing"))
 ALL = (0, 1, 2, 3)
@@ -229,12 +230,12 @@ def middle_of_frontier(name: str) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def reports() -> Reports:
+def reports(request: pytest.FixtureRequest) -> Reports:
     """[case][rank] what 4 real processes report, started once for all cases."""
-    return reports_of(cases())
+    return reports_of(asked_for(request, cases()))
 
 
-@pytest.mark.parametrize("name", list(cases()))
+@slow_but("name", cases(), lambda name: not name.endswith(("full", "recomputed")))
 def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
     plan, options = cases()[name]
     check(plan).require(name)
