@@ -108,7 +108,7 @@ def _stages(name: str) -> Measured:
 
     def call() -> float:
         sizes = stage_frontiers.SIZE, stage_frontiers.NUMBER, stage_frontiers.DEVICES
-        own = StageFrontiers.of(profile, *sizes, (False, True), cluster)
+        own = StageFrontiers(profile, *sizes, (False, True), cluster)
         most = max(cut.memory_bytes for cut in own.fastest(stage_frontiers.DEVICES, None))
         return sum(stage_frontiers.promised(own, int(0.7**step * most)) or 0 for step in range(5))
 

@@ -1,6 +1,4 @@
-"""Stages whose blocks are all split alike, or each in its own way.
-
-Stages whose blocks are each split in a way of its own: the cost frontiers of all runs of blocks on a device group.
+"""Stages whose blocks are each split in a way of its own: the cost frontiers of all runs of blocks on a device group.
 
 A chain of n blocks has n (n + 1) / 2 runs, and each has a frontier (TensorOpt, section 3), which takes part of a second
 to track. What every run takes *at least* is known at once instead: but for changes of layout every block is by itself,
@@ -11,82 +9,21 @@ bounds, and has the frontiers tracked of those runs alone that the best partitio
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipeplan.costs import group_costs
-from pipeplan.costs.communication import all_reduce_time
-from pipeplan.errors import PipeplanError, UsageError
-from pipeplan.files import Cluster, Profile
-from pipeplan.partition.chain.costs import ChainCosts, FloatArray, over_all
+from pipeplan.errors import PipeplanError
+from pipeplan.files import Cluster, PlacedStage, Profile
+from pipeplan.partition.chain.costs import FloatArray
 from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
-from pipeplan.sharding.configurations.details import OUTSIDE, StageModels
+from pipeplan.sharding.configurations.details import SplitBlocks, StageModels, split_blocks
 from pipeplan.sharding.graph import CostGraph, Strategy, undominated
 from pipeplan.sharding.table import IntArray
 from pipeplan.sharding.tracking import Tracked, track
 
-__all__ = ["BlockSplits", "GroupSplits", "RunFrontiers", "RunPoint", "UniformRuns", "UniformWay", "UniformWays"]
-
-
-@dataclass(frozen=True, slots=True)
-class UniformWay:
-    """How a device group runs all of its blocks."""
-
-    replicas: int
-    shards: int
-    recompute: bool
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of the group."""
-        return self.replicas * self.shards
-
-
-@dataclass(frozen=True, slots=True)
-class UniformRuns:
-    """What a way costs for every run of blocks, with a share of the gradients' all-reduce in each micro-batch.
-
-    ``time`` [begin, end] in ns is infinite where there is no run.
-    """
-
-    way: UniformWay
-    costs: ChainCosts
-    time: FloatArray
-
-
-@dataclass(frozen=True, slots=True)
-class UniformWays:
-    """What every run of blocks takes where all blocks run in one way."""
-
-    profile: Profile
-    order: tuple[str, ...]
-    microbatch_size: int
-    num_microbatches: int
-    cluster: Cluster | None
-
-    def possible(self, group: int, recompute: Sequence[bool]) -> Iterator[UniformRuns]:
-        """Every way of a group that all blocks have costs for."""
-        for split in sorted(set.intersection(*({row.shards for row in block.costs} for block in self.profile.blocks))):
-            if group % split == 0 and self.microbatch_size % (group // split) == 0:
-                for again in recompute:
-                    try:
-                        yield self._runs(UniformWay(group // split, split, again))
-                    except UsageError:  # this size was not profiled with so many shards
-                        continue
-
-    def _runs(self, way: UniformWay) -> UniformRuns:
-        size = self.microbatch_size // way.replicas
-        alone = [[block] for block in self.order]
-        given = group_costs(self.profile, alone, size, way.shards, recompute=way.recompute)
-        peers = range(0, way.num_devices, way.shards)
-        added_up = [all_reduce_time(self.cluster, peers, cost.parameter_bytes) for cost in given]
-        shares = [-(-each // self.num_microbatches) for each in added_up]
-        each = zip(given, shares, strict=True)
-        costs = ChainCosts.of([replace(cost, backward_ns=cost.backward_ns + share) for cost, share in each])
-        return UniformRuns(way, costs, over_all(len(given), costs.time, math.inf))
+__all__ = ["BlockSplits", "GroupSplits", "RunFrontiers", "RunPoint"]
 
 
 _WEIGHTINGS = 24
@@ -113,16 +50,20 @@ class RunPoint:
         return self.strategy.time_ns
 
     @property
-    def recompute(self) -> bool:
-        """Whether blocks keep their inputs alone."""
-        return self.model.options.recompute
+    def split(self) -> SplitBlocks:
+        """What its devices run."""
+        return split_blocks(self.model, self.strategy)
 
-    @property
-    def configurations(self) -> tuple[str, ...]:
-        """How each block is split."""
-        chosen, ways = self.strategy.configurations, self.model.configurations
-        blocks = [node.name for node in self.model.operators.nodes if node.block != OUTSIDE]
-        return tuple(ways[name][chosen[name]].name for name in blocks)
+    def placed(self, devices: tuple[int, ...]) -> PlacedStage:
+        """The stage on these devices."""
+        split = self.split
+        return PlacedStage(
+            blocks=split.blocks,
+            devices=devices,
+            shards=len(devices),
+            recompute=self.model.options.recompute,
+            configurations=split.configurations,
+        )
 
 
 @dataclass(slots=True)

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeplan.costs import StageCost, group_costs
+from pipeplan.costs import StageCost
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import PlacedStage, Placement, Profile
 from pipeplan.partition.chain.costs import Array, Chain
 from pipeplan.partition.chain.rebalance import Allowed, evenest, levelled, roomiest
+from pipeplan.partition.problem import Pricing
 from pipeplan.units import format_bytes
 
 __all__ = ["STRATEGIES", "Cut", "PlacementStrategy", "can_spread", "follows", "in_topological_order", "place"]
@@ -105,9 +106,9 @@ def place(
     shared = _spread(profile, positions) if spread else ()
     order = [block for block in profile.topological_order() if block not in shared]
     _require_blocks(profile, strategy, num_devices, replicas, order, routes)
-    size = microbatch_size // replicas
-    costs = group_costs(profile, [[block] for block in order], size, recompute=recompute)
-    everywhere = group_costs(profile, [[block] for block in shared * len(routes)], size, positions, recompute=recompute)
+    pricing = Pricing(microbatch_size // replicas, recompute)
+    costs = pricing.costs(profile, order)
+    everywhere = pricing._replace(shards=positions).costs(profile, shared * len(routes))
     groups = _groups(positions, replicas, strided=bool(shared))
     limits = _limits(memory_bytes or [None] * num_devices, groups, everywhere)
     chain = Chain.of(costs, routes[0], [None if limit is None else limit // len(routes) for limit in limits])
@@ -233,7 +234,7 @@ def _limits(
     memory: Sequence[int | None], groups: Sequence[Sequence[int]], everywhere: Sequence[StageCost]
 ) -> list[int | None]:
     """[position] what its devices all have beside the blocks that stand everywhere."""
-    taken = sum(2 * each.parameter_bytes + each.optimizer_bytes + each.activation_bytes for each in everywhere)
+    taken = sum(each.static_bytes + each.activation_bytes for each in everywhere)
     known = [[limit for device in group if (limit := memory[device]) is not None] for group in groups]
     return [max(0, min(limits) - taken) if limits else None for limits in known]
 

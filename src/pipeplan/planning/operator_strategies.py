@@ -15,56 +15,17 @@ from fractions import Fraction
 from pipeplan._version import __version__
 from pipeplan.checker import check
 from pipeplan.costs import StageCost, build_workload
-from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, PlacedStage, Placement, Plan, Profile, Provenance, sha256_of
 from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.planning.build_plan import assemble
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.sharding.configurations.building import CostModel
-from pipeplan.sharding.configurations.details import OUTSIDE, Details, details_of
+from pipeplan.sharding.configurations.details import split_blocks
 from pipeplan.sharding.graph import Strategy
 from pipeplan.workload.bounds import makespan_bound
 from pipeplan.workload.task_graph import TaskGraph, task_graph
 
-__all__ = ["SplitBlocks", "StageSplits", "plan_of_strategy", "split_blocks"]
-
-
-@dataclass(frozen=True, slots=True)
-class SplitBlocks:
-    """Blocks in the order they run, how each is split over the devices of a stage, and what that costs per device."""
-
-    blocks: tuple[str, ...]
-    configurations: tuple[str, ...]
-    costs: StageCost
-
-
-def split_blocks(model: CostModel, strategy: Strategy) -> SplitBlocks:
-    """What a stage runs by a strategy of whole blocks.
-
-    Times add up to the strategy's for one micro-batch; what workspace takes while a block runs comes on top of its
-    memory.
-
-    Raises:
-        UsageError: the strategy splits operators inside of blocks, loads data by an operator of its own, or makes
-            tensors again for backward.
-    """
-    details = _inside(details_of(model, strategy))
-    blocks = tuple(each.name for each in details.operators)
-    for each in details.operators:
-        if each.name != each.block:
-            raise UsageError(
-                f"the strategy splits {each.name!r}, an operator of block {each.block!r}, and plans run whole blocks; "
-                "track the frontier of whole blocks"
-            )
-    again = next((each.link for each in details.tensors if each.again), None)
-    if again is not None:
-        raise UsageError(
-            f"the strategy makes the output of {again.source!r} again for the backward of {again.target!r}, and plans "
-            "keep what backward needs; track a frontier of blocks that keep it themselves"
-        )
-    devices = model.resharding.devices
-    names = tuple(each.configuration.name for each in details.operators)
-    return SplitBlocks(blocks, names if devices > 1 else (), _costs(details, strategy, model.options.microbatches))
+__all__ = ["StageSplits", "plan_of_strategy"]
 
 
 def plan_of_strategy(
@@ -116,36 +77,6 @@ def plan_of_strategy(
     )
     check(plan, profile, cluster if memory_bytes is None else None).require("the plan of the strategy")
     return plan
-
-
-def _inside(details: Details) -> Details:
-    """The operators of a stage, without what stands for other stages; changes of what these exchange with it stay."""
-    return replace(details, operators=tuple(each for each in details.operators if each.block != OUTSIDE))
-
-
-def _costs(details: Details, strategy: Strategy, microbatches: int) -> StageCost:
-    """What a stage takes; forward and backward together take what the strategy does, to the nanosecond."""
-    chosen = [each.configuration for each in details.operators]
-    state = sum(each.state_bytes for each in chosen)
-    parameters = min(sum(each.parameter_bytes for each in chosen), state // 2)
-    forward = sum(each.forward_ns for each in chosen) + sum(each.forward_ns for each in details.tensors)
-    sums = sum(-(-each.sync_ns // microbatches) for each in chosen)
-    backward, weights = strategy.time_ns - sums - forward, sum(each.weight_grad_ns for each in chosen)
-    deferred = [each.deferred_bytes for each in chosen if each.deferred_bytes is not None]
-    parted = len(deferred) == len(chosen)
-    return StageCost(
-        forward_ns=max(1, forward),
-        backward_ns=max(1, backward),
-        input_grad_ns=max(1, backward - weights) if parted else None,
-        weight_grad_ns=max(1, weights) if parted else None,
-        activation_bytes=sum(each.kept_bytes for each in details.operators)
-        + sum(each.held_bytes for each in details.tensors),
-        weight_grad_bytes=sum(deferred) if parted else 0,
-        workspace_bytes=max(each.workspace_bytes for each in chosen),
-        parameter_bytes=parameters,
-        optimizer_bytes=state - 2 * parameters,
-        sync_ns=sum(each.sync_ns for each in chosen),
-    )
 
 
 def _order(graph: TaskGraph, in_flight: int) -> list[int]:
@@ -205,12 +136,5 @@ class StageSplits:
         point = min((each for each in points if each is not None), key=lambda each: each.time_ns, default=None)
         if point is None:
             return None
-        split = split_blocks(point.model, point.strategy)
-        ways = {
-            "blocks": split.blocks,
-            "configurations": split.configurations,
-            "shards": len(stage.devices),
-            "replicas": 1,
-            "recompute": point.recompute,
-        }
-        return stage.model_copy(update=ways), split.costs
+        placed = point.placed(stage.devices)
+        return placed.model_copy(update={"microbatch_size": stage.microbatch_size}), point.split.costs

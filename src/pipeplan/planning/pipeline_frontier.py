@@ -12,7 +12,6 @@ from pipeplan.errors import PipeplanError
 from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.partition.stage_frontier import StageFrontiers
 from pipeplan.planning.candidates import PlacementCandidate, graphs, open_sizes
-from pipeplan.planning.operator_strategies import split_blocks
 from pipeplan.planning.request import Batch, Request
 
 __all__ = ["STEP", "PartitionTrial", "chains", "in_turn", "own_placement", "stage_graphs"]
@@ -58,7 +57,7 @@ def _of_size(request: Request, splits: GroupSplits, size: int, steps: Sequence[f
     given = request.profile, size, batch.num_microbatches, request.num_devices
     how = _recomputes(request), request.cluster, splits
     try:
-        stages = StageFrontiers.of(*given, *how)
+        stages = StageFrontiers(*given, *how)
     except PipeplanError as error:
         yield PartitionTrial(request, error)
     else:
@@ -87,8 +86,7 @@ def _limited(request: Request, stages: StageFrontiers, batch: Batch, step: float
             return
         asked = replace(request, memory_bytes=limit)
         for cut in cuts:
-            splits = {place: split_blocks(point.model, point.strategy).costs for place, point in cut.splits.items()}
-            candidate = PlacementCandidate(cut.placement, batch, False, "frontier", given=splits or None)
+            candidate = PlacementCandidate(cut.placement, batch, False, "frontier", given=cut.given or None)
             yield PartitionTrial(asked, candidate, cut.slowest_ns * (batch.num_microbatches + cut.num_stages - 1))
         limit = int(step * max(cut.memory_bytes for cut in cuts))
 

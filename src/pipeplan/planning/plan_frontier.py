@@ -22,11 +22,12 @@ from pipeplan.planning.build_plan import planned
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.device_mapping import on_cluster
 from pipeplan.planning.infeasibility import rounded_up
-from pipeplan.planning.operator_strategies import StageSplits, plan_of_strategy, split_blocks
+from pipeplan.planning.operator_strategies import StageSplits, plan_of_strategy
 from pipeplan.planning.pipeline_frontier import STEP, PartitionTrial, chains, in_turn, own_placement, stage_graphs
 from pipeplan.planning.request import Request, Splitting
 from pipeplan.planning.sharding_frontier import Splits, split_frontier
 from pipeplan.planning.trials import Trial
+from pipeplan.sharding.configurations.details import split_blocks
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices
 from pipeplan.workload.memory import peak_memory

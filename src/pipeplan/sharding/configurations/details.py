@@ -12,7 +12,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from pipeplan.costs import StageCost
 from pipeplan.costs.operators import Operator
+from pipeplan.errors import UsageError
 from pipeplan.sharding.configurations.building import CostModel, TensorNeed
 from pipeplan.sharding.configurations.expansion import Link, OperatorGraph, OperatorNode
 from pipeplan.sharding.configurations.layouts import Layout, Tensor
@@ -21,7 +23,16 @@ from pipeplan.sharding.configurations.pricing import Configuration, OperatorScal
 from pipeplan.sharding.configurations.resharding import Move
 from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, Strategy
 
-__all__ = ["OUTSIDE", "Details", "OperatorDetail", "StageModels", "TensorDetail", "details_of"]
+__all__ = [
+    "OUTSIDE",
+    "Details",
+    "OperatorDetail",
+    "SplitBlocks",
+    "StageModels",
+    "TensorDetail",
+    "details_of",
+    "split_blocks",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +131,70 @@ def _held_bytes(tensor: Tensor, given: Layout, taken: Layout, need: TensorNeed, 
     if variant == "both" and given != taken:
         return before + after
     return after if variant == "after" else before
+
+
+@dataclass(frozen=True, slots=True)
+class SplitBlocks:
+    """Blocks in the order they run, how each is split over the devices of a stage, and what that costs per device."""
+
+    blocks: tuple[str, ...]
+    configurations: tuple[str, ...]
+    costs: StageCost
+
+
+def split_blocks(model: CostModel, strategy: Strategy) -> SplitBlocks:
+    """What a stage runs by a strategy of whole blocks.
+
+    Times add up to the strategy's for one micro-batch; what workspace takes while a block runs comes on top of its
+    memory.
+
+    Raises:
+        UsageError: the strategy splits operators inside of blocks, loads data by an operator of its own, or makes
+            tensors again for backward.
+    """
+    details = details_of(model, strategy)
+    details = replace(details, operators=tuple(each for each in details.operators if each.block != OUTSIDE))
+    blocks = tuple(each.name for each in details.operators)
+    for each in details.operators:
+        if each.name != each.block:
+            raise UsageError(
+                f"the strategy splits {each.name!r}, an operator of block {each.block!r}, and plans run whole blocks; "
+                "track the frontier of whole blocks"
+            )
+    again = next((each.link for each in details.tensors if each.again), None)
+    if again is not None:
+        raise UsageError(
+            f"the strategy makes the output of {again.source!r} again for the backward of {again.target!r}, and plans "
+            "keep what backward needs; track a frontier of blocks that keep it themselves"
+        )
+    devices = model.resharding.devices
+    names = tuple(each.configuration.name for each in details.operators)
+    return SplitBlocks(blocks, names if devices > 1 else (), _stage_cost(details, strategy, model.options.microbatches))
+
+
+def _stage_cost(details: Details, strategy: Strategy, microbatches: int) -> StageCost:
+    """What a stage takes; forward and backward together take what the strategy does, to the nanosecond."""
+    chosen = [each.configuration for each in details.operators]
+    state = sum(each.state_bytes for each in chosen)
+    parameters = min(sum(each.parameter_bytes for each in chosen), state // 2)
+    forward = sum(each.forward_ns for each in chosen) + sum(each.forward_ns for each in details.tensors)
+    sums = sum(-(-each.sync_ns // microbatches) for each in chosen)
+    backward, weights = strategy.time_ns - sums - forward, sum(each.weight_grad_ns for each in chosen)
+    deferred = [each.deferred_bytes for each in chosen if each.deferred_bytes is not None]
+    parted = len(deferred) == len(chosen)
+    return StageCost(
+        forward_ns=max(1, forward),
+        backward_ns=max(1, backward),
+        input_grad_ns=max(1, backward - weights) if parted else None,
+        weight_grad_ns=max(1, weights) if parted else None,
+        activation_bytes=sum(each.kept_bytes for each in details.operators)
+        + sum(each.held_bytes for each in details.tensors),
+        weight_grad_bytes=sum(deferred) if parted else 0,
+        workspace_bytes=max(each.workspace_bytes for each in chosen),
+        parameter_bytes=parameters,
+        optimizer_bytes=state - 2 * parameters,
+        sync_ns=sum(each.sync_ns for each in chosen),
+    )
 
 
 OUTSIDE = "outside of the stage"
