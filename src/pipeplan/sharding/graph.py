@@ -13,6 +13,7 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
+from pipeplan.costs import UNLIMITED
 from pipeplan.sharding.table import IntArray, Table, gather
 
 __all__ = ["CostEdge", "CostGraph", "CostNode", "Strategy", "undominated"]
@@ -108,9 +109,6 @@ def _shape(what: str, costs: Table, expected: tuple[int, int]) -> None:
         raise ValueError(f"{what}: no configuration is allowed")
 
 
-_NEVER = np.iinfo(np.int64).max
-
-
 def undominated(graph: CostGraph, besides: Mapping[str, IntArray] | None = None) -> dict[str, IntArray]:
     """The configurations of every operator, by their places, without which some strategies would be missed.
 
@@ -151,7 +149,7 @@ def _costs(table: Table) -> IntArray | None:
     counts = table.counts
     if counts.max(initial=0) > 1:
         return None
-    found = np.full((2, *counts.shape), _NEVER)
+    found = np.full((2, *counts.shape), UNLIMITED)
     found[:, counts > 0] = table.memory_bytes, table.time_ns
     return found
 

@@ -238,21 +238,8 @@ class _NestedCosts(ChainCosts):
     @classmethod
     def over(cls, chain: ChainCosts, members: Mask) -> _NestedCosts:
         """Of the blocks of a chain."""
-
-        def over(sums: Array) -> Array:
-            values: Array = np.diff(sums) @ members.T.astype(np.int64)
-            return values
-
-        return cls(
-            over(chain.forward),
-            over(chain.compute),
-            over(chain.activations),
-            over(chain.parameters),
-            over(chain.static),
-            chain.widest,
-            members=members,
-            workspaces=chain.widest[:, 0],
-        )
+        sums: Array = np.diff(chain.sums) @ members.T.astype(np.int64)
+        return cls(sums, chain.widest, members=members, workspaces=chain.widest[:, 0])
 
     def workspace(self, begins: Place, ends: Place) -> Array:
         """The largest of the blocks between two sets, block after block so that memory does for millions of pairs."""

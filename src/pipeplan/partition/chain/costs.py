@@ -21,7 +21,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeplan.costs import UNLIMITED, StageCost
+from pipeplan.costs import UNLIMITED, StageCost, state_bytes
 
 __all__ = ["Array", "Chain", "ChainCosts", "FloatArray", "Held", "Place", "Range", "Repeat", "StageTimes", "over_all"]
 
@@ -160,18 +160,14 @@ Repeat = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class ChainCosts:
-    """Running sums [..., block + 1] of what blocks cost, in ns and bytes.
+    """Running ``sums`` [kind, ..., block + 1] of what blocks cost, in ns and bytes.
 
     ``widest`` [..., power, begin] is the largest workspace of the 2^power blocks from ``begin`` on. ``repeated``
     [begin, end] are bytes that the blocks of a range count as held more than once. ``transfer_ns`` is what sending
     between any two stages takes, where that is looked at.
     """
 
-    forward: Array
-    compute: Array
-    activations: Array
-    parameters: Array
-    static: Array
+    sums: Array
     widest: Array
     repeated: Array | None = None
     transfer_ns: int = 0
@@ -179,26 +175,66 @@ class ChainCosts:
     @classmethod
     def of(cls, costs: Sequence[StageCost], repeats: Iterable[Repeat] = (), transfer_ns: int = 0) -> Self:
         """Those of blocks with these ``costs`` [block], each as a stage of its own."""
-        forward, compute, activations, parameters, static = _sums([costs])[:, 0]
-        repeated = _sums_inside(list(repeats), len(costs))
-        return cls(forward, compute, activations, parameters, static, _widest([costs])[0], repeated, transfer_ns)
+        return cls(_sums([costs])[:, 0], _widest([costs])[0], _sums_inside(list(repeats), len(costs)), transfer_ns)
 
     @classmethod
     def of_rows(cls, rows: Sequence[Sequence[StageCost]]) -> Self:
         """Those of the same blocks for several rows: all results then begin with [row]."""
-        forward, compute, activations, parameters, static = _sums(rows)
-        return cls(forward, compute, activations, parameters, static, _widest(rows))
+        return cls(_sums(rows), _widest(rows))
+
+    @property
+    def forward(self) -> Array:
+        """Ns of forward before each cut, [..., cut], as all of these."""
+        return self._sum(0)
+
+    @property
+    def compute(self) -> Array:
+        """Ns of forward and backward."""
+        return self._sum(1)
+
+    @property
+    def activations(self) -> Array:
+        """Bytes for each micro-batch in flight."""
+        return self._sum(2)
+
+    @property
+    def parameters(self) -> Array:
+        """Bytes of parameters."""
+        return self._sum(3)
+
+    @property
+    def static(self) -> Array:
+        """Bytes that are held all the time."""
+        return self._sum(4)
+
+    def _sum(self, kind: int) -> Array:
+        found: Array = self.sums[kind]
+        return found
 
     @property
     def num_blocks(self) -> int:
         """Blocks in the chain."""
-        return int(self.compute.shape[-1]) - 1
+        return int(self.sums.shape[-1]) - 1
 
     def stages(self, begins: Sequence[int]) -> StageTimes:
         """What each stage takes when the chain is cut so, for a single row."""
         bounds = np.array((*begins, self.num_blocks))
         forwards, totals = np.diff(self.forward[bounds]), np.diff(self.compute[bounds])
         return StageTimes(tuple(forwards.tolist()), tuple((totals - forwards).tolist()), self.transfer_ns)
+
+    def stage(self, begin: int, end: int, row: int) -> StageCost:
+        """What one range costs as a stage, of several rows."""
+        between = self.sums[:, row, end] - self.sums[:, row, begin]
+        forward, compute, activations, parameters, static = between.tolist()
+        power = (end - begin).bit_length() - 1
+        return StageCost(
+            forward,
+            compute - forward,
+            activation_bytes=activations,
+            workspace_bytes=int(max(self.widest[row, power, begin], self.widest[row, power, end - (1 << power)])),
+            parameter_bytes=parameters,
+            optimizer_bytes=static - state_bytes(parameters),
+        )
 
     def time(self, begins: Place, ends: Place) -> Array:
         """Ns of forward and backward."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeplan.costs import UNLIMITED
 from pipeplan.partition.chain.costs import Array, Chain, Held, Range
 from pipeplan.partition.chain.interleaved_dp import PER_DEVICE, run_time, shortest_run
 from pipeplan.partition.chain.kernel import Cost, Fits, least_split
@@ -27,9 +28,6 @@ from pipeplan.partition.chain.kernel import Cost, Fits, least_split
 __all__ = ["Allowed", "evenest", "levelled", "roomiest"]
 
 Cuts = tuple[int, ...]
-
-_ENDLESS = 2**62
-"""Bytes of a memory without limit."""
 
 Allowed = Callable[[Array, Array], NDArray[np.bool_]]
 """(begins, ends) -> whether blocks begin..end-1 may be a stage; fewer of them may be if all may."""
@@ -130,7 +128,7 @@ class _OutsideWindow:
             sum(chain.time(*each) for each in ranges),
             chain.held([each for each in ranges if each[0] < low]),
             chain.held([each for each in ranges if each[0] >= low]),
-            _ENDLESS if limit is None else limit,
+            UNLIMITED if limit is None else limit,
         )
 
 

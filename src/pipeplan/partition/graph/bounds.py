@@ -15,14 +15,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from pipeplan.costs import UNLIMITED, StageCost
 from pipeplan.partition.graph.needs import Integers
-from pipeplan.partition.graph.shapes import BlockRun, Group, Left, Shape, Shapes
+from pipeplan.partition.graph.shapes import Group, Left, Shape, Shapes
 from pipeplan.partition.problem import Costs
 
 __all__ = ["NEVER", "PartBounds"]
 
-NEVER = 1 << 40
-"""More devices than there can be."""
+NEVER = UNLIMITED >> 20
+"""More devices than there can be, of which many add up to less than what an integer holds."""
 
 
 class PartBounds:
@@ -104,10 +105,10 @@ class PartBounds:
         key = (number, begin, end, choice, branch, microbatches)
         if key not in self._kept:
             row, part = self.shapes.choices[choice].row, self.shapes[branch]
-            run, low, high = self.shapes[number].run(begin, end, row), 0, len(part.children)
+            run, low, high = self.shapes[number].sums.stage(begin, end, row), 0, len(part.children)
             while low < high:
                 middle = (low + high) // 2
-                whole = run.with_tail(part.run(middle, len(part.children), row))
+                whole = run + part.sums.stage(middle, len(part.children), row)
                 low, high = (low, middle) if self._is_good(whole, choice, microbatches) else (middle + 1, high)
             self._kept[key] = low
         return self._kept[key]
@@ -182,7 +183,7 @@ class PartBounds:
 
     def _reached(self, shape: Shape, index: int) -> Iterator[int]:
         choice, time, begin = self.shapes.choices[index], self._problem.time, 0
-        times, sizes = shape.times[choice.row], shape.parameters
+        times, sizes = shape.sums.compute[choice.row].tolist(), shape.sums.parameters[choice.row].tolist()
         yield 0
         for end in range(1, len(shape.children) + 1):
             while begin < end and time(times[end] - times[begin], sizes[end] - sizes[begin], choice) > self.most_ns:
@@ -199,9 +200,9 @@ class PartBounds:
             if self._problem.time(int(times[index]), load[0].parameter_bytes, choices[index]) <= self.most_ns
         ]
 
-    def _is_good(self, run: BlockRun, choice: int, microbatches: int) -> bool:
+    def _is_good(self, run: StageCost, choice: int, microbatches: int) -> bool:
         """Whether a stage is quick enough and fits."""
-        if self._problem.time(run.time, run.parameter_bytes, self.shapes.choices[choice]) > self.most_ns:
+        if self._problem.time(run.compute_ns, run.parameter_bytes, self.shapes.choices[choice]) > self.most_ns:
             return False
         limit = self._problem.memory_bytes
-        return limit is None or run.static_bytes + microbatches * run.activations + run.workspace <= limit
+        return limit is None or run.memory_bytes(microbatches) <= limit

@@ -14,17 +14,16 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
-from pipeplan.costs import UNLIMITED
 from pipeplan.partition.chain.costs import ChainCosts
 from pipeplan.partition.graph.needs import Integers, Needs
 from pipeplan.partition.problem import Costs, PartitionProblem, together
 from pipeplan.partition.series_parallel import Part
 
-__all__ = ["MAX_GROUPS", "BlockRun", "Group", "Shape", "Shapes", "Split", "grouped"]
+__all__ = ["MAX_GROUPS", "Group", "Shape", "Shapes", "Split", "grouped"]
 
 
 def grouped(tree: Part, weights: Mapping[str, int], grain: int) -> Part:
@@ -74,34 +73,13 @@ Split = tuple[Left, tuple[tuple[Left, Group], ...]]
 """Branches that are left, and every group that can be taken from them with what is left then."""
 
 
-class BlockRun(NamedTuple):
-    """What blocks that run one after another cost on a device, for one number of samples: in total."""
-
-    time: int
-    activations: int
-    workspace: int
-    parameter_bytes: int
-    static_bytes: int
-
-    def with_tail(self, tail: BlockRun) -> BlockRun:
-        """Both in one stage."""
-        return BlockRun(
-            self.time + tail.time,
-            self.activations + tail.activations,
-            max(self.workspace, tail.workspace),
-            self.parameter_bytes + tail.parameter_bytes,
-            self.static_bytes + tail.static_bytes,
-        )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Shape:
     """A kind of part.
 
-    ``children`` are shapes by number: in order for a series, sorted for parallel parts, itself for a block. Running
-    sums over at least the children of a series or block: ``times`` and ``activations`` [samples][child + 1],
-    ``parameters`` and ``statics`` [child + 1]; ``workspaces`` [power][samples][child] is the largest of 2 ** power
-    children from there on. ``work`` is the least ns of all devices for the mini-batch.
+    ``children`` are shapes by number: in order for a series, sorted for parallel parts, itself for a block. ``costs``
+    are the running sums over at least the children of a series or block, [row] first. ``work`` is the least ns of all
+    devices for the mini-batch.
     """
 
     number: int
@@ -109,23 +87,13 @@ class Shape:
     children: tuple[int, ...]
     load: Costs
     work: int
-    times: Sequence[list[int]] = ()
-    activations: Sequence[list[int]] = ()
-    parameters: Sequence[int] = ()
-    statics: Sequence[int] = ()
-    workspaces: Sequence[Sequence[list[int]]] = ()
+    costs: ChainCosts | None = None
 
-    def run(self, begin: int, end: int, row: int) -> BlockRun:
-        """Sums over a run, for so many samples."""
-        power = (end - begin).bit_length() - 1
-        largest = self.workspaces[power][row]
-        return BlockRun(
-            self.times[row][end] - self.times[row][begin],
-            self.activations[row][end] - self.activations[row][begin],
-            max(largest[begin], largest[end - (1 << power)]),
-            self.parameters[end] - self.parameters[begin],
-            self.statics[end] - self.statics[begin],
-        )
+    @property
+    def sums(self) -> ChainCosts:
+        """Of a series or block."""
+        assert self.costs is not None
+        return self.costs
 
 
 class Shapes:
@@ -140,7 +108,7 @@ class Shapes:
         self.of: dict[Part, int] = {}
         self._known: dict[Hashable, int] = {}
         self._beginnings: dict[int, tuple[int, int]] = {}
-        self._capacities: dict[int, list[list[Integers]]] = {}
+        self._capacities: dict[tuple[int, int], Integers] = {}
         self._longest: dict[tuple[int, int], Integers] = {}
         self._loads: dict[Group, Costs] = {}
         for part in tree.post_order():
@@ -190,13 +158,13 @@ class Shapes:
         """The series (or block) that a shape is the beginning of, often itself, and how many of its children it has."""
         return self._beginnings.get(number, (number, len(self.shapes[number].children)))
 
-    def capacities(self, number: int, end: int) -> list[Integers]:
-        """[row][first child] micro-batches of which a run before ``end`` can hold the activations, ascending."""
-        if number not in self._capacities:
-            limit, shape = self.problem.memory_bytes, self.shapes[number]
-            assert limit is not None
-            self._capacities[number] = [_capacities(shape, each, limit) for each in range(1, len(shape.children) + 1)]
-        return self._capacities[number][end - 1]
+    def capacities(self, number: int, end: int) -> Integers:
+        """[row, first child] micro-batches of which a run before ``end`` can hold the activations, ascending."""
+        if (number, end) not in self._capacities:
+            assert self.problem.memory_bytes is not None
+            found = self.shapes[number].sums.room(np.arange(end), np.full(end, end), self.problem.memory_bytes)
+            self._capacities[number, end] = found
+        return self._capacities[number, end]
 
     def longest(self, number: int, end: int) -> Integers:
         """[state, choice] first child of the longest run before ``end`` that fits before what needs that."""
@@ -256,7 +224,8 @@ class Shapes:
         if whole is not None:
             shape = replace(whole, number=number, kind=kind, children=children, load=total, work=work)
         elif kind != "parallel":
-            shape = _with_sums(shape, parts or [shape])
+            loads = [part.load for part in parts or [shape]]
+            shape = replace(shape, costs=ChainCosts.of_rows(list(zip(*loads, strict=True))))
         self.shapes.append(shape)
         return number
 
@@ -288,27 +257,3 @@ class Shapes:
     def nothing_left(self, number: int) -> Left:
         """What is left when no branch of a parallel part is."""
         return tuple(0 for _ in self.splits(number)[0][0])
-
-
-def _with_sums(shape: Shape, parts: Sequence[Shape]) -> Shape:
-    """As lists, of which single numbers are quicker to get than of arrays."""
-    sums = ChainCosts.of_rows(list(zip(*(part.load for part in parts), strict=True)))
-    return replace(
-        shape,
-        times=sums.compute.tolist(),
-        activations=sums.activations.tolist(),
-        parameters=sums.parameters[0].tolist(),
-        statics=sums.static[0].tolist(),
-        workspaces=np.moveaxis(sums.widest, 1, 0).tolist(),
-    )
-
-
-def _capacities(shape: Shape, end: int, limit: int) -> list[Integers]:
-    """[row][first child]; -1 where a run does not even fit without activations."""
-    room = limit - (shape.statics[end] - np.array(shape.statics[:end]))
-    found = []
-    for times, row in zip(shape.activations, shape.workspaces[0], strict=True):
-        left = room - np.maximum.accumulate(np.array(row[end - 1 :: -1] if end > 1 else row[:1]))[::-1]
-        held = times[end] - np.array(times[:end])
-        found.append(np.where(left < 0, -1, np.where(held > 0, left // np.maximum(held, 1), UNLIMITED)))
-    return found

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from pipeplan.costs import StageCost
+from pipeplan.costs import StageCost, state_bytes
 from pipeplan.costs.operators import Operator
 from pipeplan.errors import UsageError
 from pipeplan.sharding.configurations.building import CostModel, TensorNeed
@@ -176,7 +176,7 @@ def _stage_cost(details: Details, strategy: Strategy, microbatches: int) -> Stag
     """What a stage takes; forward and backward together take what the strategy does, to the nanosecond."""
     chosen = [each.configuration for each in details.operators]
     state = sum(each.state_bytes for each in chosen)
-    parameters = min(sum(each.parameter_bytes for each in chosen), state // 2)
+    parameters = min(sum(each.parameter_bytes for each in chosen), state // state_bytes(1))
     forward = sum(each.forward_ns for each in chosen) + sum(each.forward_ns for each in details.tensors)
     sums = sum(-(-each.sync_ns // microbatches) for each in chosen)
     backward, weights = strategy.time_ns - sums - forward, sum(each.weight_grad_ns for each in chosen)
@@ -192,7 +192,7 @@ def _stage_cost(details: Details, strategy: Strategy, microbatches: int) -> Stag
         weight_grad_bytes=sum(deferred) if parted else 0,
         workspace_bytes=max(each.workspace_bytes for each in chosen),
         parameter_bytes=parameters,
-        optimizer_bytes=state - 2 * parameters,
+        optimizer_bytes=state - state_bytes(parameters),
         sync_ns=sum(each.sync_ns for each in chosen),
     )
 
