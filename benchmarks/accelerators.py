@@ -2,7 +2,7 @@
 
 ``frontier``: the cost frontiers of TensorOpt's models, and of stages inside pipelines; ``graphpipe``: the partitioner
 on the models of Table 3.1 and on graphs of many blocks with little memory; ``chain``: cuts for devices that run several
-stages, where what counts is the run they promise (:func:`pipeplan.partition.chain.interleaved_dp.run_time`). Every run
+stages, where what counts is the run they promise (:func:`pipeplan.partition.chain.rebalance.run_time`). Every run
 is a process of its own, ended after --cpu seconds.
 
     python benchmarks/accelerators.py [--part frontier,graphpipe,chain] [--cells "on 8"] [--cpu 60]
@@ -35,7 +35,7 @@ from pipeplan.files import read_profile
 from pipeplan.partition import graph as graphpipe
 from pipeplan.partition import placement as strategies
 from pipeplan.partition.chain.costs import Chain
-from pipeplan.partition.chain.interleaved_dp import run_time
+from pipeplan.partition.chain.rebalance import run_time
 from pipeplan.partition.stage_frontier import StageFrontiers
 from pipeplan.sharding.configurations.building import CostOptions, cost_model
 

@@ -17,10 +17,9 @@ from pipeplan.costs import StageCost, group_costs
 from pipeplan.costs.presets import device_preset
 from pipeplan.examples import model
 from pipeplan.files import PlacedStage
-from pipeplan.partition.baselines import dapple
-from pipeplan.partition.baselines.slicer import num_to_split, sliced
+from pipeplan.partition.baselines import dapple, num_to_split, sliced
 from pipeplan.partition.chain import Cuts, Fitting, autopipe, plan_chain, timeline
-from pipeplan.partition.chain.autopipe_simulator import Step
+from pipeplan.partition.chain.autopipe import Step
 from pipeplan.partition.chain.costs import ChainCosts, StageTimes
 from pipeplan.partition.problem import PartitionProblem
 

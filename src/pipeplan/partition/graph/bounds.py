@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from pipeplan.costs import UNLIMITED, StageCost
-from pipeplan.partition.graph.needs import Integers
+from pipeplan.partition.graph.in_flight import Integers
 from pipeplan.partition.graph.shapes import Group, Left, Shape, Shapes
 from pipeplan.partition.problem import Costs
 

@@ -2,7 +2,7 @@
 
 Can all stages take at most so long? Answered for parts from the last to the first.
 
-Of a part before stages with some need (:mod:`~pipeplan.partition.graph.needs`) only those solutions are kept that
+Of a part before stages with some need (:mod:`~pipeplan.partition.graph.in_flight`) only those solutions are kept that
 no other beats in devices and need, so that work does not grow with the number of devices. These facts keep the fronts
 small and lose nothing:
 
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeplan.partition.graph.bounds import NEVER, PartBounds
-from pipeplan.partition.graph.needs import Integers, Need
+from pipeplan.partition.graph.in_flight import Integers, Need
 from pipeplan.partition.graph.shapes import Group, Shape
 from pipeplan.partition.problem import Way
 from pipeplan.time_limit import checkpoint

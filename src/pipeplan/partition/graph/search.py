@@ -10,8 +10,8 @@ from typing import Literal
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.partition.graph.bounds import PartBounds
 from pipeplan.partition.graph.feasibility import Entry, EntryTrace, Question, Solution
+from pipeplan.partition.graph.in_flight import flows
 from pipeplan.partition.graph.shapes import Shapes, grouped
-from pipeplan.partition.in_flight import flows
 from pipeplan.partition.problem import Costs, Partition, PartitionProblem, Way, together
 from pipeplan.partition.series_parallel import Part, SeriesParallel, decompose, in_line, topological_order
 from pipeplan.units import format_bytes, named_devices

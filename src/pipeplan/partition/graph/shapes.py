@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from pipeplan.partition.chain.costs import ChainCosts
-from pipeplan.partition.graph.needs import Integers, Needs
+from pipeplan.partition.graph.in_flight import Integers, Needs
 from pipeplan.partition.problem import Costs, PartitionProblem, together
 from pipeplan.partition.series_parallel import Part
 

@@ -40,7 +40,7 @@ from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode
 from pipeplan.sharding.table import IntArray, Table, table
 from pipeplan.time_limit import checkpoint
 
-__all__ = ["VARIANTS", "CostModel", "CostOptions", "TensorNeed", "cost_graph", "cost_model"]
+__all__ = ["VARIANTS", "CostModel", "CostOptions", "TensorNeed", "cost_model"]
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -317,19 +317,6 @@ def cost_model(
         operators = _loaded(operators, devices)
     resharding = Resharding(cluster, devices)
     return CostModel(operators, resharding, preset, _scales(profile, operators, preset), options)
-
-
-def cost_graph(
-    profile: Profile,
-    cluster: Cluster | None,
-    devices: int,
-    samples: int,
-    *,
-    device: str | None = None,
-    options: CostOptions = CostOptions(),
-) -> CostGraph:
-    """The graph of :func:`cost_model`: what frontier tracking works on."""
-    return cost_model(profile, cluster, devices, samples, device=device, options=options).graph
 
 
 def _preset_of(profile: Profile, cluster: Cluster | None) -> DevicePreset:

@@ -151,10 +151,6 @@ class Splittable(ABC):
         """The axis of this name."""
         return next(axis for axis in self.axes if axis.name == name)
 
-    def input_map(self, port: int) -> Map:
-        """The map of an input; the last one said holds for all after it."""
-        return self.inputs[min(port, len(self.inputs) - 1)]
-
     def keeps_input(self, port: int) -> bool:
         """Whether backward needs an input; the last one said holds for all after it."""
         return self.keeps[min(port, len(self.keeps) - 1)]
