@@ -37,7 +37,7 @@ from pipeplan.partition import placement as strategies
 from pipeplan.partition.chain.costs import Chain
 from pipeplan.partition.chain.rebalance import run_time
 from pipeplan.partition.stage_frontier import StageFrontiers
-from pipeplan.sharding.configurations.building import CostOptions, cost_model
+from pipeplan.sharding.cost_model import CostOptions, cost_model
 
 PROFILES = Path(__file__).parents[1] / "profiles"
 WORSE, SLOWER = 1.001, 1.5

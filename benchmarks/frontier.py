@@ -28,8 +28,8 @@ from pipeplan.examples.layout import ModelLayout
 from pipeplan.examples.models import family_of, model
 from pipeplan.files import Cluster, Profile
 from pipeplan.sharding.baselines import BaselinePoint, data_parallel, fastest, one_mesh_for_all, split_everything
-from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
-from pipeplan.sharding.configurations.details import Details, details_of
+from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
+from pipeplan.sharding.details import Details, details_of
 from pipeplan.sharding.tracking import Tracked, track, turning_point
 
 BATCH = 256

@@ -19,10 +19,10 @@ from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Source
 from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.partition.problem import Way
 from pipeplan.partition.stage_frontier import ChainCut, StageFrontiers
-from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
-from pipeplan.sharding.configurations.details import StageModels
-from pipeplan.sharding.configurations.layouts import Layout
-from pipeplan.sharding.configurations.pricing import Configuration
+from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
+from pipeplan.sharding.details import StageModels
+from pipeplan.sharding.layouts import Layout
+from pipeplan.sharding.operators import Configuration
 
 SIZE = 4
 Taken = tuple[int, int]

@@ -17,8 +17,8 @@ from pipeplan.files.plan import Plan
 from pipeplan.planning import Batch, Request, Splitting
 from pipeplan.planning.operator_strategies import plan_of_strategy
 from pipeplan.planning.sharding_frontier import split_frontier
-from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
-from pipeplan.sharding.configurations.details import split_blocks
+from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
+from pipeplan.sharding.details import split_blocks
 from pipeplan.sharding.graph import Strategy
 from pipeplan.sharding.tracking import Tracked, track
 from pipeplan.simulator.simulation import simulate

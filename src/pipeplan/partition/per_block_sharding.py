@@ -17,8 +17,8 @@ import numpy as np
 from pipeplan.errors import PipeplanError
 from pipeplan.files import Cluster, PlacedStage, Profile
 from pipeplan.partition.chain.costs import FloatArray
-from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
-from pipeplan.sharding.configurations.details import SplitBlocks, StageModels, split_blocks
+from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
+from pipeplan.sharding.details import SplitBlocks, StageModels, split_blocks
 from pipeplan.sharding.graph import CostGraph, Strategy, undominated
 from pipeplan.sharding.table import IntArray
 from pipeplan.sharding.tracking import Tracked, track

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pipeplan.files import Plan, Profile
 from pipeplan.planning.request import Request
-from pipeplan.sharding.configurations.building import CostModel
+from pipeplan.sharding.cost_model import CostModel
 from pipeplan.sharding.graph import Strategy
 from pipeplan.units import format_bytes, format_ns, named_devices
 

@@ -19,8 +19,8 @@ from pipeplan.files import Cluster, PlacedStage, Placement, Plan, Profile, Prove
 from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.planning.build_plan import assemble
 from pipeplan.planning.candidates import PlacementCandidate
-from pipeplan.sharding.configurations.building import CostModel
-from pipeplan.sharding.configurations.details import split_blocks
+from pipeplan.sharding.cost_model import CostModel
+from pipeplan.sharding.details import split_blocks
 from pipeplan.sharding.graph import Strategy
 from pipeplan.workload.bounds import makespan_bound
 from pipeplan.workload.task_graph import TaskGraph, task_graph

@@ -27,7 +27,7 @@ from pipeplan.planning.pipeline_frontier import STEP, PartitionTrial, chains, in
 from pipeplan.planning.request import Request, Splitting
 from pipeplan.planning.sharding_frontier import Splits, split_frontier
 from pipeplan.planning.trials import Trial
-from pipeplan.sharding.configurations.details import split_blocks
+from pipeplan.sharding.details import split_blocks
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices
 from pipeplan.workload.memory import peak_memory

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeplan.planning.request import Request, Splitting
-from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
+from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
 from pipeplan.sharding.graph import CostGraph, Strategy
 from pipeplan.sharding.table import IntArray
 from pipeplan.sharding.tracking import Tracked, track
@@ -85,7 +85,7 @@ def split_frontier(request: Request, splitting: Splitting, *, seconds: float = 0
     in any case.
 
     Raises:
-        UsageError: as :func:`pipeplan.sharding.configurations.building.cost_model`.
+        UsageError: as :func:`pipeplan.sharding.cost_model.cost_model`.
     """
     begun = time.monotonic()
     options = CostOptions(blocks=splitting.whole_blocks, data_parallel_loading=splitting.data_parallel_loading)

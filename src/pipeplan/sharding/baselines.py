@@ -18,12 +18,11 @@ from math import prod
 import numpy as np
 
 from pipeplan.errors import UsageError
-from pipeplan.sharding.configurations.building import CostModel
-from pipeplan.sharding.configurations.details import details_of
-from pipeplan.sharding.configurations.layouts import MeshSplit, factorizations, splits_of
-from pipeplan.sharding.configurations.operation import Splittable
-from pipeplan.sharding.configurations.pricing import Rule, Splits
+from pipeplan.sharding.cost_model import CostModel
+from pipeplan.sharding.details import details_of
 from pipeplan.sharding.graph import CostGraph
+from pipeplan.sharding.layouts import MeshSplit
+from pipeplan.sharding.operators import Rule, Splits, Splittable, factorizations, splits_of
 from pipeplan.sharding.table import Table
 from pipeplan.sharding.tracking import track
 

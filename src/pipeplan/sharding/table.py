@@ -1,6 +1,4 @@
-"""Tables of frontiers: union, reduce and product on them, on several cores.
-
-Tables of frontiers, and union and reduce on them (TensorOpt section 3.1).
+"""Tables of frontiers, and union, reduce and product on them (TensorOpt section 3.1).
 
 A frontier is a set of points (memory, time) of which none is at most another in both. A :class:`Table` holds one
 frontier for every cell of a matrix: a node's costs are one row with a cell per configuration, an edge's costs a row
@@ -8,8 +6,6 @@ per configuration of its source and a column per configuration of its target. Al
 
 Every point of a table made from others knows the points it was made of (``picks``), so that a strategy is read off by
 walking back, whichever operations led there.
-
-Product: the sums of every point of one frontier with every point of another, or of those sums that are wanted.
 
 Most sums of large frontiers are of no use to the whole, and what is of use is known beforehand: a cell's sums are
 wanted up to a weighted cost (:class:`PointLimit`). With the points of one side in order of that cost, each point of the

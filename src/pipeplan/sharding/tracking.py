@@ -1,17 +1,12 @@
-"""Frontier tracking: the frontier of a graph, gap by gap where it is large, its strategies and its knee.
+"""Frontier tracking (TensorOpt, Algorithms 2 and 3): all strategies that no other beats in memory and time.
 
-Large frontiers, gap by gap of their hull.
-
-Neighbours on the hull (:mod:`pipeplan.sharding.bounds`) have a line below which there is no strategy, and a frontier
-point between them lies in the triangle over that line. Most lie close to the line. So what is looked at first is a
-*corridor*: all strategies that cost, in the line's weights, at most a small share of what the triangle's corner does
-beyond the line. That leaves few configurations, few points in each cell and few sums of points. What was found says
-whether it was enough: a strategy not found must be in a corner between two neighbours that were, and where all corners
-lie in the corridor there is none. Else the corridor is made wider, at most up to the highest corner left.
-
-Frontier tracking (TensorOpt, Algorithms 2 and 3): all strategies that no other beats in memory and time.
-
-The turning point of a frontier (TensorOpt section 5.1): below it time rises rapidly, above it memory buys little.
+Large frontiers are tracked gap by gap of their hull. Neighbours on the hull (:mod:`pipeplan.sharding.bounds`) have a
+line below which there is no strategy, and a frontier point between them lies in the triangle over that line. Most lie
+close to the line. So what is looked at first is a *corridor*: all strategies that cost, in the line's weights, at most
+a small share of what the triangle's corner does beyond the line. That leaves few configurations, few points in each
+cell and few sums of points. What was found says whether it was enough: a strategy not found must be in a corner between
+two neighbours that were, and where all corners lie in the corridor there is none. Else the corridor is made wider, at
+most up to the highest corner left.
 """
 
 from __future__ import annotations
@@ -41,12 +36,34 @@ from pipeplan.sharding.bounds import (
     solved,
     weighing,
 )
-from pipeplan.sharding.elimination import Expression
-from pipeplan.sharding.graph import CostGraph, Strategy
-from pipeplan.sharding.reducing import ReducedPart, Reducing, Strategies, Tables, Whole, evaluate, points_taken
-from pipeplan.sharding.table import IntArray, Points, Weights, reduce_points, union
+from pipeplan.sharding.elimination import ReducedPart, Reducing, Strategies, Whole
+from pipeplan.sharding.graph import CostGraph, Expression, Strategy, contract, in_order
+from pipeplan.sharding.table import (
+    IntArray,
+    PointLimit,
+    Points,
+    Table,
+    Weights,
+    gather,
+    product,
+    reduce_points,
+    select,
+    union,
+)
+from pipeplan.time_limit import checkpoint
 
-__all__ = ["Found", "Tracked", "computed", "fewer", "gap_by_gap", "track", "turning_point"]
+__all__ = [
+    "Found",
+    "Tables",
+    "Tracked",
+    "computed",
+    "evaluate",
+    "fewer",
+    "gap_by_gap",
+    "points_taken",
+    "track",
+    "turning_point",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +81,59 @@ class Found:
     def within(self, factor: float) -> Found:
         """The same, proved up to a factor."""
         return replace(self, factor=factor)
+
+
+Tables = dict[int, Table]
+"""What has been computed, by an expression's key."""
+
+
+def evaluate(
+    root: Expression, tables: Tables, bounds: Bounds | None = None, *, most_sums: float = math.inf
+) -> int | None:
+    """Computes the table of an expression; every distinct part is computed once and stays in ``tables``.
+
+    With ``bounds`` points that no frontier of the whole has use for are dropped. Tells how many pairs of points were
+    offered to products; None if they would have been more than ``most_sums``.
+    """
+    num_sums = 0
+    for part in in_order(root):
+        checkpoint()
+        if part.key not in tables:
+            sources = [tables[source.key] for source in part.sources]
+            num_sums += _sums(part, sources)
+            if num_sums > most_sums:
+                return None
+            made = _computed(part, sources, bounds.limit(part.key) if bounds else None)
+            tables[part.key] = select(made, bounds.useful(part.key, made)) if bounds else made
+    return num_sums
+
+
+def _sums(part: Expression, sources: Sequence[Table]) -> int:
+    """How many pairs of points a part offers."""
+    if part.operation == "contract":
+        return int((sources[0].counts @ sources[1].counts).sum())
+    return int((sources[0].counts * sources[1].counts).sum()) if part.operation == "product" else 0
+
+
+def _computed(part: Expression, sources: Sequence[Table], limit: PointLimit | None) -> Table:
+    if part.given is not None:
+        return part.given
+    if part.cells is not None:
+        return gather(sources[0], part.cells)
+    left, right = sources
+    return contract(left, right, limit) if part.operation == "contract" else product(left, right, limit)
+
+
+def points_taken(root: Expression, tables: Tables) -> dict[Expression, IntArray]:
+    """The point of every given table that is in each point of the whole, [P]."""
+    taken: dict[Expression, IntArray] = {}
+    stack = [(root, np.arange(tables[root.key].num_points))]
+    while stack:
+        part, points = stack.pop()
+        if part.given is not None:
+            taken[part] = points
+        stack.extend((source, tables[part.key].picks[s, points]) for s, source in enumerate(part.sources))
+    return taken
 
 
 def computed(whole: Whole, bounds: Bounds | None = None, *, most_sums: float = math.inf) -> Found | None:

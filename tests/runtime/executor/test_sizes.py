@@ -21,7 +21,7 @@ from pipeplan.runtime.profiling.block_graph import block_graph_of
 from pipeplan.runtime.profiling.build_profile import profile_of
 from pipeplan.runtime.profiling.estimate import estimate_model
 from pipeplan.runtime.training.trainer import travelling
-from pipeplan.sharding.configurations.building import CostOptions, cost_model
+from pipeplan.sharding.cost_model import CostOptions, cost_model
 from pipeplan.sharding.tracking import track
 from pipeplan.units import format_bytes
 

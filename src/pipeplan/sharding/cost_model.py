@@ -22,22 +22,23 @@ from pipeplan.costs import state_bytes
 from pipeplan.costs.presets import PRESETS, DevicePreset, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, Profile
-from pipeplan.sharding.configurations.expansion import Link, OperatorGraph, OperatorNode, expand
-from pipeplan.sharding.configurations.layouts import MOST_DIMENSIONS, Layout, Tensor
-from pipeplan.sharding.configurations.operation import Axis, Splittable
-from pipeplan.sharding.configurations.operations import Data
-from pipeplan.sharding.configurations.pricing import (
+from pipeplan.sharding.expansion import Link, OperatorGraph, OperatorNode, expand
+from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode
+from pipeplan.sharding.layouts import Layout, Resharding, Tensor
+from pipeplan.sharding.operator_kinds import Data
+from pipeplan.sharding.operators import (
+    MOST_DIMENSIONS,
+    Axis,
     Configuration,
     OperatorScale,
     Rule,
+    Splittable,
     Taken,
     configurations,
     recomputed,
 )
-from pipeplan.sharding.configurations.resharding import Resharding
-from pipeplan.sharding.configurations.whole_blocks import row_for
-from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode
 from pipeplan.sharding.table import IntArray, Table, table
+from pipeplan.sharding.whole_blocks import row_for
 from pipeplan.time_limit import checkpoint
 
 __all__ = ["VARIANTS", "CostModel", "CostOptions", "TensorNeed", "cost_model"]

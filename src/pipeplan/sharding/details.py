@@ -1,6 +1,4 @@
-"""What a strategy is made of, for a whole model and for the stages of a pipeline.
-
-Stages of a pipeline as cost models: parts of a model of whole blocks, with what enters and leaves them.
+"""What a strategy is made of, what a stage runs by it, and the stages of a pipeline as cost models.
 
 Tensors come to a stage whole on every device of its group, and go on so: its first blocks cut what they take and gather
 the gradient that they give, its last ones gather what they give and cut their gradient.
@@ -15,13 +13,11 @@ from functools import cached_property
 from pipeplan.costs import StageCost, state_bytes
 from pipeplan.costs.operators import Operator
 from pipeplan.errors import UsageError
-from pipeplan.sharding.configurations.building import CostModel, TensorNeed
-from pipeplan.sharding.configurations.expansion import Link, OperatorGraph, OperatorNode
-from pipeplan.sharding.configurations.layouts import Layout, Tensor
-from pipeplan.sharding.configurations.operation import Numbers, Splittable
-from pipeplan.sharding.configurations.pricing import Configuration, OperatorScale
-from pipeplan.sharding.configurations.resharding import Move
+from pipeplan.sharding.cost_model import CostModel, TensorNeed
+from pipeplan.sharding.expansion import Link, OperatorGraph, OperatorNode
 from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, Strategy
+from pipeplan.sharding.layouts import Layout, Move, Tensor
+from pipeplan.sharding.operators import Configuration, Numbers, OperatorScale, Splittable
 
 __all__ = [
     "OUTSIDE",
@@ -123,7 +119,7 @@ def _tensor(model: CostModel, link: Link, variant: str, source: Configuration, t
 
 
 def _held_bytes(tensor: Tensor, given: Layout, taken: Layout, need: TensorNeed, variant: str) -> int:
-    """As :func:`pipeplan.sharding.configurations.building` counts it, for one pair of layouts."""
+    """As :func:`pipeplan.sharding.cost_model` counts it, for one pair of layouts."""
     if not need.held:
         return 0
     before = 0 if need.kept else tensor.local_bytes(given)

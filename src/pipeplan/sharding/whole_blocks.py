@@ -1,12 +1,6 @@
-"""Blocks that are not expanded into operators: with their profile's costs, or as the executor runs them.
+"""Blocks as single operators: with their profile's costs, or, where the executor runs one operator, as it runs it.
 
-A block as one operator, with the costs that its profile has for it.
-
-These are the configurations that the executor runs: what is split inside of a block is summed before it ends.
-
-Blocks of one operator, as the executor runs them: sums are made before they end, and all they need they keep.
-
-A linear layer by itself, and the operators of models that have a block for each.
+What is split inside of a block is summed before it ends, and a block keeps all it needs.
 """
 
 from __future__ import annotations
@@ -21,9 +15,9 @@ from pipeplan.costs.operators import Operator
 from pipeplan.costs.presets import DevicePreset
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow
-from pipeplan.sharding.configurations import operations as ops
-from pipeplan.sharding.configurations.layouts import ANY, Tensor
-from pipeplan.sharding.configurations.operation import Axis, InnerExchange, Map, Numbers, Splittable, Times
+from pipeplan.sharding import operator_kinds as ops
+from pipeplan.sharding.layouts import ANY, Tensor
+from pipeplan.sharding.operators import Axis, InnerExchange, Map, Numbers, Splittable, Times
 
 __all__ = ["WholeBlock", "WordTable", "row_for", "shards_axis", "single_operator"]
 

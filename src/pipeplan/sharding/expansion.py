@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeplan.files import Block, Edge, Profile
-from pipeplan.sharding.configurations import operations as ops
-from pipeplan.sharding.configurations.operation import Axis, Splittable
-from pipeplan.sharding.configurations.whole_blocks import WholeBlock, WordTable, shards_axis, single_operator
+from pipeplan.sharding import operator_kinds as ops
+from pipeplan.sharding.operators import Axis, Splittable
+from pipeplan.sharding.whole_blocks import WholeBlock, WordTable, shards_axis, single_operator
 
 __all__ = ["Link", "OperatorGraph", "OperatorNode", "expand"]
 
