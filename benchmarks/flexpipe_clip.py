@@ -23,7 +23,7 @@ from pipeplan.examples import model
 from pipeplan.files import Plan
 from pipeplan.planning import Batch, PlacementCandidate, Request
 from pipeplan.planning.build_plan import planned
-from pipeplan.planning.rule_placements import SUBMODULES, place_by_rules
+from pipeplan.planning.request import SUBMODULES, place_by_rules
 from pipeplan.planning.trials import Trial, iteration_of
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import Rules

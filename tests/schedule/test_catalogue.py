@@ -21,7 +21,7 @@ from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import CostRow, Profile
 from pipeplan.partition import place
 from pipeplan.planning import Batch, choose_placement, search_plan
-from pipeplan.planning.rule_placements import place_by_rules
+from pipeplan.planning.request import place_by_rules
 from pipeplan.schedule.list_scheduling import Policy, list_schedule
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import with_instructions

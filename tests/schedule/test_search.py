@@ -10,7 +10,7 @@ from builders.towers import towers
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.planning import Batch, choose_placement, resolve_batch, search_plan
-from pipeplan.planning.rule_placements import SUBMODULES, place_by_rules
+from pipeplan.planning.request import SUBMODULES, place_by_rules
 from pipeplan.schedule import initial_schedules as starts
 from pipeplan.schedule import search as search_module
 from pipeplan.schedule.cpsat.solver import Budget

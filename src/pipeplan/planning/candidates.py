@@ -12,15 +12,14 @@ from pipeplan.costs import StageCost
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Block, Placement, Profile
-from pipeplan.partition import STRATEGIES, can_spread, place
+from pipeplan.partition import STRATEGIES, can_spread, place, place_submodules
 from pipeplan.partition.baselines import dapple, pipedream, piper
 from pipeplan.partition.chain import autopipe
 from pipeplan.partition.chain.costs import Chain
 from pipeplan.partition.chain.rebalance import roomiest
 from pipeplan.partition.graph import graphpipe
 from pipeplan.partition.problem import Partition, PartitionProblem, free
-from pipeplan.planning.request import Batch, Request
-from pipeplan.planning.rule_placements import SUBMODULES, place_by_rules
+from pipeplan.planning.request import SUBMODULES, Batch, Request, submodules_of
 from pipeplan.time_limit import Limit, TimeUpError
 
 __all__ = [
@@ -206,9 +205,9 @@ def _by_submodules(
     request: Request, choice: Choice, source: str, cut: Callable[[Chain], tuple[int, ...]] | None
 ) -> PlacementCandidate:
     assert request.rules is not None  # choose_placement
-    placement = place_by_rules(
-        request.rules,
+    placement = place_submodules(
         request.profile,
+        submodules_of(request.rules, request.num_devices // choice.replicas),
         request.num_devices,
         microbatch_size=choice.batch.microbatch_size,
         memory_bytes=request.memory,

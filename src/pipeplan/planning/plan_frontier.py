@@ -11,28 +11,139 @@ most its memory, time and devices.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from heapq import merge
+from itertools import product
 
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.files import Plan
 from pipeplan.partition.per_block_sharding import GroupSplits
+from pipeplan.partition.stage_frontier import StageFrontiers
 from pipeplan.planning.build_plan import planned
-from pipeplan.planning.candidates import PlacementCandidate
-from pipeplan.planning.device_mapping import on_cluster
+from pipeplan.planning.candidates import PlacementCandidate, graphs, open_sizes
 from pipeplan.planning.infeasibility import rounded_up
-from pipeplan.planning.operator_strategies import StageSplits, plan_of_strategy
-from pipeplan.planning.pipeline_frontier import STEP, PartitionTrial, chains, in_turn, own_placement, stage_graphs
-from pipeplan.planning.request import Request, Splitting
-from pipeplan.planning.sharding_frontier import Splits, split_frontier
-from pipeplan.planning.trials import Trial
+from pipeplan.planning.request import Batch, Request, Splitting
+from pipeplan.planning.sharding_frontier import Splits, plan_of_strategy, split_frontier, split_stages
+from pipeplan.planning.trials import Trial, on_cluster
 from pipeplan.sharding.details import split_blocks
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices
 from pipeplan.workload.memory import peak_memory
 
-__all__ = ["PlanFrontier", "PlanPoint", "StrategyPlan", "plan_frontier"]
+__all__ = [
+    "STEP",
+    "PartitionTrial",
+    "PlanFrontier",
+    "PlanPoint",
+    "StrategyPlan",
+    "chains",
+    "in_turn",
+    "own_placement",
+    "plan_frontier",
+    "stage_graphs",
+]
+
+
+STEP = 0.92
+"""Each memory limit is at most so much of what the partition before took: frontiers of thousands help nobody."""
+
+_COARSE = STEP**4
+"""The same where limits are looked at for the first time: there may not be time for all."""
+
+_GRAPHS = 20
+"""One stage graph may take a part of the time as if so many were to share it."""
+
+_SCHEDULED = 3
+"""Of the partitions under a limit, with 1, 2, 3 ... stages, so many are scheduled: those that should be quickest."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionTrial:
+    """A partition, or why there is none, and the request it is for; ``promised_ns`` of one iteration, 0 if unknown.
+
+    ``open``: its stages may yet be split block by block.
+    """
+
+    request: Request
+    candidate: PlacementCandidate | PipeplanError
+    promised_ns: int = 0
+    open: bool = False
+
+
+def chains(request: Request, splits: GroupSplits, *, quickest: bool = False) -> Iterator[PartitionTrial]:
+    """Partitions of the chain with micro-batches of every size, under limit after limit.
+
+    The sizes in turn, or the partitions that promise the ``quickest`` iterations first.
+    """
+    steps = (STEP,) if quickest else (_COARSE, STEP)
+    sizes = [_of_size(request, splits, size, steps) for size in open_sizes(request)]
+    return merge(*sizes, key=lambda asked: asked.promised_ns) if quickest else in_turn(sizes)
+
+
+def _of_size(request: Request, splits: GroupSplits, size: int, steps: Sequence[float]) -> Iterator[PartitionTrial]:
+    batch = Batch(request.batch.mini_batch // size, size)
+    given = request.profile, size, batch.num_microbatches, request.num_devices
+    how = _recomputes(request), request.cluster, splits
+    try:
+        stages = StageFrontiers(*given, *how)
+    except PipeplanError as error:
+        yield PartitionTrial(request, error)
+    else:
+        for step in steps:
+            yield from _limited(request, stages, batch, step)
+
+
+def _recomputes(request: Request) -> Sequence[bool]:
+    return (False, True) if request.recompute is None else (request.recompute,)
+
+
+def own_placement(request: Request) -> Iterator[PlacementCandidate]:
+    """The placement that the profile says itself, if it is for so many devices, with micro-batches of every size."""
+    placement = request.profile.placement
+    if placement is not None and placement.num_devices == request.num_devices:
+        for size, recompute in product(open_sizes(request), _recomputes(request)):
+            batch = Batch(request.batch.mini_batch // size, size)
+            yield PlacementCandidate(placement, batch, recompute, "the profile's own")
+
+
+def _limited(request: Request, stages: StageFrontiers, batch: Batch, step: float) -> Iterator[PartitionTrial]:
+    limit = request.least_memory
+    while True:
+        cuts = stages.fastest(request.num_devices, limit, _SCHEDULED)
+        if not cuts:
+            return
+        asked = replace(request, memory_bytes=limit)
+        for cut in cuts:
+            candidate = PlacementCandidate(cut.placement, batch, False, "frontier", given=cut.given or None)
+            yield PartitionTrial(asked, candidate, cut.slowest_ns * (batch.num_microbatches + cut.num_stages - 1))
+        limit = int(step * max(cut.memory_bytes for cut in cuts))
+
+
+def stage_graphs(request: Request, memories: Sequence[int]) -> Iterator[PartitionTrial]:
+    """GraphPipe's stages under the request's limit, then under those that points were found for."""
+    limits: list[int | None] = [request.least_memory]
+    for memory in memories:
+        if limits[-1] is None or memory <= STEP * limits[-1]:
+            limits.append(memory)
+    for limit in limits:
+        asked = replace(request, memory_bytes=limit)
+        for found in graphs(replace(asked, time_limit=request.time_limit / _GRAPHS)):
+            yield PartitionTrial(asked, found, open=True)
+
+
+def in_turn(found: Sequence[Iterator[PartitionTrial]]) -> Iterator[PartitionTrial]:
+    """One of each, again and again, none before it is its turn: there may not be time for all."""
+    waiting = deque(found)
+    while waiting:
+        turn = waiting.popleft()
+        for asked in turn:
+            yield asked
+            waiting.append(turn)
+            break
+
 
 _CHAINS, _SPLIT = 0.6, 0.85
 """Parts of the time after which partitions of the chain, and split stages, make way for what else there is."""
@@ -143,7 +254,7 @@ def _searched(request: Request, seconds: float, quickest: bool) -> _Searched:
         search.try_all(partitions, share[0])
         others = [stage_graphs(each, search.memories(each.num_devices)) for each in requests]
         joined = search.try_all(in_turn(others), share[1])
-        split = search.try_all(_split(StageSplits(splits), search.by_devices(requests)))
+        split = search.try_all(_split(splits, search.by_devices(requests)))
         interrupted = not (search.try_all(partitions) and split and joined)
     except (KeyboardInterrupt, TimeUpError):
         interrupted = True
@@ -290,23 +401,23 @@ class StrategyPlan:
     index: int
 
     def __call__(self) -> Plan:
-        """Make it, or say why no plan can run it: :func:`pipeplan.planning.operator_strategies.plan_of_strategy`."""
+        """Make it, or say why no plan can run it: :func:`pipeplan.planning.sharding_frontier.plan_of_strategy`."""
         asked, strategy = self.request, self.splits.points[self.index].strategy
         return plan_of_strategy(
             asked.profile, self.splits.model, strategy, cluster=asked.cluster, memory_bytes=asked.memory_bytes
         )
 
 
-def _split(splits: StageSplits, best: Sequence[Sequence[_Tried]]) -> Iterator[PartitionTrial]:
+def _split(splits: GroupSplits, best: Sequence[Sequence[_Tried]]) -> Iterator[PartitionTrial]:
     """The points again with every stage on several devices split as its own frontier says, under the same limits."""
     return in_turn([_split_points(splits, points) for points in best])
 
 
-def _split_points(splits: StageSplits, best: Sequence[_Tried]) -> Iterator[PartitionTrial]:
+def _split_points(splits: GroupSplits, best: Sequence[_Tried]) -> Iterator[PartitionTrial]:
     for tried in best:
         if tried.candidate is None:
             continue
-        found = splits.split(tried.candidate, tried.request.least_memory)
+        found = split_stages(splits, tried.candidate, tried.request.least_memory)
         if found is not None:
             yield PartitionTrial(tried.request, found)
 

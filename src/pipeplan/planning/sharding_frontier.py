@@ -1,21 +1,38 @@
-"""The frontier of a whole model split over devices without a pipeline (TensorOpt's setting)."""
+"""A whole model split over devices without a pipeline (TensorOpt's setting): its frontier, and its strategies as plans.
+
+A strategy of whole blocks is what the executor runs: its meshes are the stage's configurations, and what it costs is
+the stage's: times of forward and backward with all that is exchanged in them, sums of gradients once per iteration.
+"""
 
 from __future__ import annotations
 
+import math
+import platform
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import numpy as np
 
+from pipeplan._version import __version__
+from pipeplan.checker import check
+from pipeplan.costs import StageCost, build_workload
+from pipeplan.files import Cluster, PlacedStage, Placement, Plan, Profile, Provenance, sha256_of
+from pipeplan.partition.per_block_sharding import BlockSplits, GroupSplits, RunPoint
+from pipeplan.planning.build_plan import assemble
+from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Request, Splitting
 from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
+from pipeplan.sharding.details import split_blocks
 from pipeplan.sharding.graph import CostGraph, Strategy
 from pipeplan.sharding.table import IntArray
 from pipeplan.sharding.tracking import Tracked, track
+from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.task_graph import TaskGraph, task_graph
 
-__all__ = ["SplitPoint", "Splits", "most_frequent", "split_frontier"]
+__all__ = ["SplitPoint", "Splits", "most_frequent", "plan_of_strategy", "split_frontier", "split_stages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,3 +188,107 @@ def _with_workspace(tracked: Tracked, sizes: Mapping[str, IntArray], kept: Mappi
         whole = replace(strategy, configurations=chosen)
         found.append(SplitPoint(whole, strategy.memory_bytes + workspace, workspace))
     return found
+
+
+def plan_of_strategy(
+    profile: Profile,
+    model: CostModel,
+    strategy: Strategy,
+    *,
+    cluster: Cluster | None = None,
+    memory_bytes: int | None = None,
+) -> Plan:
+    """The plan that runs a strategy on all of the model's devices, checked.
+
+    With the micro-batches that the model's options say, of which so many hold activations at once; their simulated
+    time and memory are the strategy's.
+
+    Args:
+        profile: of which the model is.
+        model: with whole blocks.
+        strategy: of the model's graph.
+        cluster: the model's; its first devices are named in the plan.
+        memory_bytes: of every device, if not the cluster's.
+
+    Raises:
+        UsageError: as :func:`split_blocks`.
+        InvalidPlanError: it needs more memory than a device has.
+    """
+    split, options, devices = split_blocks(model, strategy), model.options, model.resharding.devices
+    samples = model.operators.nodes[0].operation.axis("samples").size
+    stage = PlacedStage(
+        blocks=split.blocks, devices=tuple(range(devices)), shards=devices, configurations=split.configurations
+    )
+    workload = build_workload(
+        profile,
+        Placement(strategy="strategy", num_devices=devices, stages=(stage,)),
+        num_microbatches=options.microbatches,
+        microbatch_size=samples,
+        cluster=cluster,
+        memory_bytes=None if memory_bytes is None else [memory_bytes] * devices,
+        given={0: split.costs},
+    )
+    graph = task_graph(workload)
+    plan = assemble(
+        graph,
+        [_order(graph, options.in_flight)] * devices,
+        makespan_bound(workload),
+        Fraction(split.costs.forward_ns + split.costs.backward_ns),
+        "strategy",
+        provenance=_provenance(profile, cluster, samples, options.microbatches),
+    )
+    check(plan, profile, cluster if memory_bytes is None else None).require("the plan of the strategy")
+    return plan
+
+
+def _order(graph: TaskGraph, in_flight: int) -> list[int]:
+    """Forwards as far ahead as micro-batches may hold activations at once, each backward as soon as it can."""
+    forwards, backwards = (range(graph.offsets[index], graph.offsets[index + 1]) for index in (0, 1))
+    ahead = min(in_flight, len(forwards)) - 1
+    order = list(forwards[:ahead])
+    for microbatch, task in enumerate(backwards):
+        order += [*forwards[ahead + microbatch : ahead + microbatch + 1], task]
+    return order
+
+
+def _provenance(profile: Profile, cluster: Cluster | None, samples: int, microbatches: int) -> Provenance:
+    return Provenance(
+        profile=profile.name,
+        profile_sha256=sha256_of(profile),
+        cluster_sha256=sha256_of(cluster) if cluster is not None else "",
+        options={"num_microbatches": microbatches, "microbatch_size": samples},
+        versions={"pipeplan": __version__, "python": platform.python_version()},
+    )
+
+
+def split_stages(
+    known: GroupSplits, candidate: PlacementCandidate, memory_bytes: int | None
+) -> PlacementCandidate | None:
+    """The candidate with every stage on several devices at the quickest point of its frontier that memory allows.
+
+    The k-th stage from the end holds k micro-batches in flight. None where no stage has such a point.
+    """
+    stages = list(candidate.placement.stages)
+    given: dict[int, StageCost] = {}
+    limit = math.inf if memory_bytes is None else memory_bytes
+    for place, stage in enumerate(stages):
+        if len(stage.devices) == 1:
+            continue
+        in_flight = min(len(stages) - place, candidate.batch.num_microbatches)
+        size = stage.microbatch_size or candidate.batch.microbatch_size
+        splits = known.of(len(stage.devices), size, candidate.batch.mini_batch // size, (False, True))
+        point = _quickest(splits, set(stage.blocks), in_flight, limit)
+        if point is not None:
+            stages[place] = point.placed(stage.devices).model_copy(update={"microbatch_size": stage.microbatch_size})
+            given[place] = point.split.costs
+    if not given:
+        return None
+    placement = candidate.placement.model_copy(update={"stages": tuple(stages)})
+    return replace(candidate, placement=placement, source=f"{candidate.source}, split", given=given)
+
+
+def _quickest(splits: Sequence[BlockSplits], blocks: Collection[str], in_flight: int, limit: float) -> RunPoint | None:
+    points = [
+        each.holding(in_flight).quickest([name for name in each.order if name in blocks], limit) for each in splits
+    ]
+    return min((each for each in points if each is not None), key=lambda each: each.time_ns, default=None)

@@ -19,9 +19,8 @@ from pipeplan._version import __version__
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.files import sha256_of
 from pipeplan.planning.candidates import Choice, PlacementCandidate, placed
-from pipeplan.planning.device_mapping import may_move, on_cluster
 from pipeplan.planning.request import Request
-from pipeplan.planning.trials import Trial, workloads
+from pipeplan.planning.trials import Trial, may_move, on_cluster, workloads
 from pipeplan.schedule.bounds import makespan_bound
 from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.reduction import device_groups
