@@ -55,7 +55,7 @@ def candidates(request: Request, rules: Rules) -> Iterator[PlacementCandidate]:
         try:
             placement = place_submodules(
                 request.profile,
-                submodules_of(rules, GPUS),
+                submodules_of(rules, GPUS // replicas),
                 GPUS,
                 microbatch_size=batch.microbatch_size,
                 memory_bytes=request.memory,

@@ -349,8 +349,8 @@ def _planned(
     """The same with Algorithm 1's table at hand."""
     if fits is not None and not fits.any_cut(num_stages):
         raise InfeasibleError(
-            f"no cut of {costs.num_blocks} blocks into {num_stages} stages fits into memory: "
-            f"{fits.shortfall(num_stages)}; raise --memory or --devices, or lower --microbatch-size"
+            f"no cut of {costs.num_blocks} blocks into {num_stages} stages fits into memory; raise --memory or "
+            "--devices, or lower --microbatch-size"
         )
     search = _AutoPipeSearch(costs, num_microbatches, balance)
     start = balance.begins_of(costs.num_blocks, num_stages)
@@ -423,8 +423,7 @@ def autopipe(problem: PartitionProblem) -> Iterator[Partition]:
     if best is None:
         raise InfeasibleError(
             f"no pipeline depth that divides {problem.num_devices} devices fits into memory and shares out a "
-            f"mini-batch of {problem.mini_batch} samples{_nearest(depths)}; raise --memory or --devices, or lower "
-            "--microbatch-size"
+            f"mini-batch of {problem.mini_batch} samples; raise --memory or --devices, or lower --microbatch-size"
         )
     depth, planned = best
     stages = [(order[begin:end], depth.way) for begin, end in pairwise((*planned.begins, len(order)))]
@@ -445,12 +444,3 @@ def _depths(problem: PartitionProblem, order: Sequence[str]) -> list[_Depth]:
             fits = None if limit is None else Fitting(costs, limit, count)
             found.append(_Depth(way, stages, count, costs, fits))
     return found
-
-
-def _nearest(depths: Sequence[_Depth]) -> str:
-    """What is missing at the depth that needs least, where that is known."""
-    known = [(depth.fits, depth.num_stages) for depth in depths if depth.fits is not None]
-    if not known:
-        return ""
-    fits, stages = min(known, key=lambda each: each[0].least_bytes(each[1])[0])
-    return f": {fits.shortfall(stages)}"

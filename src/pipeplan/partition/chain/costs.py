@@ -14,7 +14,6 @@ the results come back.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -23,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeplan.costs import UNLIMITED, StageCost, state_bytes
-from pipeplan.units import format_bytes
 
 __all__ = [
     "Array",
@@ -323,51 +321,22 @@ class Fitting:
 
     def all_fit(self, begins: Sequence[int]) -> bool:
         """Whether every stage of a cut does."""
-        return bool((self._needs_of(begins) <= self.memory_bytes).all())
+        bounds = np.array((*begins, self.costs.num_blocks))
+        return bool(self.fits(len(begins), np.arange(len(begins)), bounds[:-1], bounds[1:]).all())
 
     def any_cut(self, num_stages: int) -> bool:
-        """Whether some cut into so many stages fits."""
-        return self._greedy(num_stages, self.memory_bytes) is not None
-
-    def least_bytes(self, num_stages: int) -> tuple[int, int]:
-        """The least memory that every device must have for some cut into so many stages, and the stage that needs it.
-
-        At most as many stages as blocks.
-        """
-        most = int(self.needs(num_stages, 0, 0, self.costs.num_blocks))
-        least = bisect_left(range(most), True, key=lambda limit: self._greedy(num_stages, limit) is not None)
-        cut = self._greedy(num_stages, least)
-        assert cut is not None  # no stage of any cut needs more than all blocks together
-        return least, int(self._needs_of(cut).argmax())
-
-    def shortfall(self, num_stages: int) -> str:
-        """What is missing for so many stages, in words."""
-        (least, stage), most = self.least_bytes(num_stages), self.memory_bytes
-        return (
-            f"at a depth of {num_stages} stage {stage} needs {format_bytes(least)} at least, "
-            f"{format_bytes(max(0, least - most))} more than the {format_bytes(most)} there are"
-        )
-
-    def _needs_of(self, begins: Sequence[int]) -> Array:
-        """[stage] bytes."""
-        bounds = np.array((*begins, self.costs.num_blocks))
-        return self.needs(len(begins), np.arange(len(begins)), bounds[:-1], bounds[1:])
-
-    def _greedy(self, num_stages: int, limit: int) -> tuple[int, ...] | None:
-        """The cut whose stages, first to last, take as much as fits into ``limit``; None if blocks are left over.
+        """Whether some cut into so many stages fits: that whose stages, first to last, take as much as fits.
 
         More blocks never need less, so if any cut fits this one does.
         """
-        begins: list[int] = []
         begin, count = 0, self.costs.num_blocks
         for stage in range(num_stages):
             ends = np.arange(begin + 1, count - (num_stages - stage - 1) + 1)
-            fitting = int(np.searchsorted(self.needs(num_stages, stage, begin, ends), limit, side="right"))
+            fitting = int(self.fits(num_stages, stage, begin, ends).sum())
             if not fitting:
-                return None
-            begins.append(begin)
+                return False
             begin = int(ends[fitting - 1])
-        return tuple(begins) if begin == count else None
+        return begin == count
 
 
 def over_all(num_blocks: int, of: Callable[[Array, Array], Array], none: float) -> FloatArray:
