@@ -22,7 +22,7 @@ from pipeplan.planning.frontier_result import (
     share_notes,
     sharing_notes,
 )
-from pipeplan.planning.plan_frontier import PlanFrontier, StrategyPlan, plan_frontier
+from pipeplan.planning.plan_frontier import PlanFrontier, plan_frontier
 from pipeplan.planning.request import Batch, Request, Splitting, resolve_batch
 from pipeplan.planning.sharding_frontier import SplitPoint, Splits, most_frequent, split_frontier
 from pipeplan.sharding.tracking import turning_point
@@ -127,7 +127,7 @@ def _of_splits(request: Request, splitting: Splitting) -> FrontierResult:
         count, limit = own.num_devices, own.least_memory
         marked = _with_turning_points([_split_point(splits, each) for each in splits.points])
         fitting = [index for index, each in enumerate(marked) if limit is None or each.memory_bytes <= limit]
-        plans += [StrategyPlan(own, splits, index) for index in fitting]
+        plans += [partial(splits.plan, own, index) for index in fitting]
         points += [replace(marked[index], price_per_hour=_price_per_hour(own)) for index in fitting]
         notes += sharing_notes(count, samples, [marked[index].repeated or 0.0 for index in fitting], splits.model)
         least = splits.points[0].memory_bytes

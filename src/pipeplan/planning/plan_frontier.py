@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import merge
 from itertools import product
 
@@ -26,7 +27,7 @@ from pipeplan.planning.build_plan import planned
 from pipeplan.planning.candidates import PlacementCandidate, graphs, open_sizes
 from pipeplan.planning.infeasibility import rounded_up
 from pipeplan.planning.request import Batch, Request, Splitting
-from pipeplan.planning.sharding_frontier import Splits, plan_of_strategy, split_frontier, split_stages
+from pipeplan.planning.sharding_frontier import Splits, split_frontier, split_stages
 from pipeplan.planning.trials import Trial, on_cluster
 from pipeplan.sharding.details import split_blocks
 from pipeplan.time_limit import Limit, TimeUpError
@@ -38,7 +39,6 @@ __all__ = [
     "PartitionTrial",
     "PlanFrontier",
     "PlanPoint",
-    "StrategyPlan",
     "chains",
     "in_turn",
     "own_placement",
@@ -254,7 +254,7 @@ def _searched(request: Request, seconds: float, quickest: bool) -> _Searched:
         search.try_all(partitions, share[0])
         others = [stage_graphs(each, search.memories(each.num_devices)) for each in requests]
         joined = search.try_all(in_turn(others), share[1])
-        split = search.try_all(_split(splits, search.by_devices(requests)))
+        split = search.try_all(in_turn([_split(splits, points) for points in search.by_devices(requests)]))
         interrupted = not (search.try_all(partitions) and split and joined)
     except (KeyboardInterrupt, TimeUpError):
         interrupted = True
@@ -378,9 +378,8 @@ def _one_stage(request: Request, within: float) -> Iterator[_Tried]:
     limit = request.least_memory
     for index, point in enumerate(splits.points):
         if (limit is None or point.memory_bytes <= limit) and _runs(splits, index):
-            yield _Tried(
-                request, point.memory_bytes, point.workspace_bytes, point.time_ns, StrategyPlan(request, splits, index)
-            )
+            plan = partial(splits.plan, request, index)
+            yield _Tried(request, point.memory_bytes, point.workspace_bytes, point.time_ns, plan)
 
 
 def _runs(splits: Splits, index: int) -> bool:
@@ -392,32 +391,10 @@ def _runs(splits: Splits, index: int) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class StrategyPlan:
-    """The plan of a strategy, made when it is wanted."""
-
-    request: Request
-    splits: Splits
-    index: int
-
-    def __call__(self) -> Plan:
-        """Make it, or say why no plan can run it: :func:`pipeplan.planning.sharding_frontier.plan_of_strategy`."""
-        asked, strategy = self.request, self.splits.points[self.index].strategy
-        return plan_of_strategy(
-            asked.profile, self.splits.model, strategy, cluster=asked.cluster, memory_bytes=asked.memory_bytes
-        )
-
-
-def _split(splits: GroupSplits, best: Sequence[Sequence[_Tried]]) -> Iterator[PartitionTrial]:
+def _split(splits: GroupSplits, best: Sequence[_Tried]) -> Iterator[PartitionTrial]:
     """The points again with every stage on several devices split as its own frontier says, under the same limits."""
-    return in_turn([_split_points(splits, points) for points in best])
-
-
-def _split_points(splits: GroupSplits, best: Sequence[_Tried]) -> Iterator[PartitionTrial]:
     for tried in best:
-        if tried.candidate is None:
-            continue
-        found = split_stages(splits, tried.candidate, tried.request.least_memory)
+        found = tried.candidate and split_stages(splits, tried.candidate, tried.request.least_memory)
         if found is not None:
             yield PartitionTrial(tried.request, found)
 
@@ -446,21 +423,13 @@ def _tried(asked: PartitionTrial, candidate: PlacementCandidate, best: Sequence[
     if trial.best is None or trial.value_ns is None:
         return None
     peak = max(peak_memory(trial.best.graph, trial.best.orders), key=lambda each: each.peak_bytes)
-    plan, still_open = _TrialPlan(request, trial), trial.candidate if asked.open else None
+    plan, still_open = partial(_trial_plan, request, trial), trial.candidate if asked.open else None
     return _Tried(request, peak.peak_bytes, peak.workspace_bytes, trial.value_ns, plan, still_open)
 
 
-@dataclass(frozen=True, slots=True)
-class _TrialPlan:
-    """The plan of a trial, made when it is wanted."""
-
-    request: Request
-    trial: Trial
-
-    def __call__(self) -> Plan:
-        trial = self.trial
-        assert trial.best is not None
-        return planned(self.request, trial.candidate, trial.settled, trial.best.workload)
+def _trial_plan(request: Request, trial: Trial) -> Plan:
+    assert trial.best is not None
+    return planned(request, trial.candidate, trial.settled, trial.best.workload)
 
 
 def _with(best: Sequence[_Tried], found: _Tried) -> list[_Tried]:

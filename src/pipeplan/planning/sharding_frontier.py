@@ -71,6 +71,11 @@ class Splits:
         """Whether no strategy at all beats a point."""
         return self.settled and self.tracked.exact and self.factor == 1
 
+    def plan(self, request: Request, index: int) -> Plan:
+        """That of a point, or why no plan can run it, as :func:`plan_of_strategy` says."""
+        strategy, memory = self.points[index].strategy, request.memory_bytes
+        return plan_of_strategy(request.profile, self.model, strategy, cluster=request.cluster, memory_bytes=memory)
+
     def words(self, strategy: Strategy) -> str:
         """A strategy in a few words: its most frequent configurations."""
         names = {node.name: node.configurations for node in self.model.graph.nodes}
