@@ -46,22 +46,7 @@ from pipeplan.partition.chain.costs import Array, ChainCosts, Place, StageTimes
 from pipeplan.partition.chain.kernel import Programme
 from pipeplan.partition.problem import Partition, PartitionProblem, Way
 
-__all__ = [
-    "MAX_DOWNSETS",
-    "Load",
-    "Mask",
-    "Sliced",
-    "StageTable",
-    "dapple",
-    "downsets",
-    "for_each_size",
-    "latency",
-    "least_bottleneck",
-    "num_to_split",
-    "pipedream",
-    "piper",
-    "sliced",
-]
+__all__ = ["dapple", "downsets", "latency", "num_to_split", "pipedream", "piper", "sliced"]
 
 
 Mask = NDArray[np.bool_]

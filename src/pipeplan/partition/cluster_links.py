@@ -10,7 +10,7 @@ from pipeplan.costs.communication import all_reduce_time, transfer_time
 from pipeplan.errors import InfeasibleError
 from pipeplan.files import Cluster
 
-__all__ = ["GroupLinks", "LinkTime", "Rooms", "Tie", "Traffic", "link_time"]
+__all__ = ["GroupLinks", "LinkTime", "Rooms", "Traffic", "link_time"]
 
 
 @dataclass(frozen=True, slots=True)

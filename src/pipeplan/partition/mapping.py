@@ -28,7 +28,7 @@ from pipeplan.partition.cluster_links import GroupLinks, LinkTime, Rooms, Traffi
 if TYPE_CHECKING:
     import networkx as nx
 
-__all__ = ["Change", "Devices", "GroupLayout", "LayoutSearch", "exchanges", "lines", "mapped"]
+__all__ = ["LayoutSearch", "mapped"]
 
 
 Devices = tuple[int, ...]

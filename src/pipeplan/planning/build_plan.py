@@ -25,7 +25,7 @@ from pipeplan.workload.steady_state.repetend import find_repetend
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, with_links
 from pipeplan.workload.workload import Workload
 
-__all__ = ["Result", "assemble", "number", "planned"]
+__all__ = ["Result", "assemble", "planned"]
 
 
 def assemble(

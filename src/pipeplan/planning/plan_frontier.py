@@ -34,17 +34,7 @@ from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices
 from pipeplan.workload.memory import peak_memory
 
-__all__ = [
-    "STEP",
-    "PartitionTrial",
-    "PlanFrontier",
-    "PlanPoint",
-    "chains",
-    "in_turn",
-    "own_placement",
-    "plan_frontier",
-    "stage_graphs",
-]
+__all__ = ["PlanFrontier", "chains", "plan_frontier"]
 
 
 STEP = 0.92

@@ -15,17 +15,7 @@ from pipeplan.partition.placement import follows
 from pipeplan.schedule.rules import Rules, SubmoduleRules
 from pipeplan.schedule.rules.numbers import evaluate
 
-__all__ = [
-    "SUBMODULES",
-    "Batch",
-    "Request",
-    "Splitting",
-    "choose_placement",
-    "follows_rules",
-    "resolve_batch",
-    "strategy_of",
-    "submodules_of",
-]
+__all__ = ["SUBMODULES", "Batch", "Request", "Splitting", "choose_placement", "resolve_batch", "submodules_of"]
 
 
 @dataclass(frozen=True, slots=True)

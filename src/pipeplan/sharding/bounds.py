@@ -43,7 +43,6 @@ __all__ = [
     "inside",
     "level",
     "optimum",
-    "outside",
     "solved",
     "weighing",
 ]

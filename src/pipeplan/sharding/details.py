@@ -19,16 +19,7 @@ from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, Strategy
 from pipeplan.sharding.layouts import Layout, Move, Tensor
 from pipeplan.sharding.operators import Configuration, Numbers, OperatorScale, Splittable
 
-__all__ = [
-    "OUTSIDE",
-    "Details",
-    "OperatorDetail",
-    "SplitBlocks",
-    "StageModels",
-    "TensorDetail",
-    "details_of",
-    "split_blocks",
-]
+__all__ = ["Details", "SplitBlocks", "StageModels", "details_of", "split_blocks"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from pipeplan.sharding.table import (
 )
 from pipeplan.time_limit import checkpoint
 
-__all__ = ["Reduced", "ReducedPart", "Reducing", "Strategies", "Whole"]
+__all__ = ["ReducedPart", "Reducing", "Strategies", "Whole"]
 
 
 @dataclass(slots=True)

@@ -48,7 +48,6 @@ __all__ = [
     "all_layouts",
     "groups_along",
     "moves_between_all",
-    "nested",
 ]
 
 

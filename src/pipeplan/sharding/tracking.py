@@ -52,18 +52,7 @@ from pipeplan.sharding.table import (
 )
 from pipeplan.time_limit import checkpoint
 
-__all__ = [
-    "Found",
-    "Tables",
-    "Tracked",
-    "computed",
-    "evaluate",
-    "fewer",
-    "gap_by_gap",
-    "points_taken",
-    "track",
-    "turning_point",
-]
+__all__ = ["Tracked", "track", "turning_point"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,18 +27,7 @@ from pipeplan.partition.chain.costs import Array, ChainCosts, Fitting, StageTime
 from pipeplan.partition.chain.kernel import ShortestStages, least_split
 from pipeplan.partition.problem import Partition, PartitionProblem, Way
 
-__all__ = [
-    "Cuts",
-    "Measured",
-    "Planned",
-    "Step",
-    "Timeline",
-    "autopipe",
-    "measured",
-    "plan_chain",
-    "steps_in_order",
-    "timeline",
-]
+__all__ = ["Cuts", "Planned", "Step", "Timeline", "autopipe", "measured", "plan_chain", "steps_in_order", "timeline"]
 
 
 Step = tuple[str, int, int]

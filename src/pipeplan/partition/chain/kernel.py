@@ -20,18 +20,7 @@ from numpy.typing import NDArray
 from pipeplan.costs import UNLIMITED
 from pipeplan.partition.chain.costs import Array
 
-__all__ = [
-    "MOST_RANGES",
-    "Cost",
-    "Fits",
-    "Layer",
-    "Programme",
-    "ShortestStages",
-    "balanced_split",
-    "first_holding",
-    "least_split",
-    "shortest_first",
-]
+__all__ = ["Cost", "Fits", "Programme", "ShortestStages", "balanced_split", "least_split", "shortest_first"]
 
 Values = NDArray[Any]
 """Integers of 64 bits, or of any size where these are too short; floats only where costs are floats."""

@@ -32,17 +32,7 @@ from pipeplan.costs import UNLIMITED
 from pipeplan.partition.chain.costs import Array, Chain, Held, Range
 from pipeplan.partition.chain.kernel import Cost, Fits, balanced_split, least_split
 
-__all__ = [
-    "MAX_STEPS",
-    "PER_DEVICE",
-    "Allowed",
-    "evenest",
-    "least_busiest",
-    "levelled",
-    "roomiest",
-    "run_time",
-    "shortest_run",
-]
+__all__ = ["Allowed", "evenest", "levelled", "roomiest", "run_time", "shortest_run"]
 
 
 PER_DEVICE = 4

@@ -28,7 +28,7 @@ from pipeplan.partition.graph.shapes import Group, Shape
 from pipeplan.partition.problem import Way
 from pipeplan.time_limit import checkpoint
 
-__all__ = ["Candidates", "Entry", "EntryTrace", "Front", "Question", "Solution"]
+__all__ = ["Entry", "EntryTrace", "Question", "Solution"]
 
 
 _CHUNK = 256

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from pipeplan.partition.problem import Way
 from pipeplan.workload.kinds import Role
 
-__all__ = ["GRID", "KFKB", "Integers", "Need", "Needs", "flows", "kfkb_word", "samples_in_flight"]
+__all__ = ["KFKB", "Integers", "Need", "Needs", "flows", "kfkb_word", "samples_in_flight"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from pipeplan.partition.graph.in_flight import Integers, Needs
 from pipeplan.partition.problem import Costs, PartitionProblem, together
 from pipeplan.partition.series_parallel import Part
 
-__all__ = ["MAX_GROUPS", "Group", "Shape", "Shapes", "Split", "grouped"]
+__all__ = ["Group", "Shape", "Shapes", "grouped"]
 
 
 def grouped(tree: Part, weights: Mapping[str, int], grain: int) -> Part:
