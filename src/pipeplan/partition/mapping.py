@@ -1,12 +1,9 @@
-"""Which devices of a cluster each stage group stands on, so that links are busy for little time.
+"""Which devices of a cluster each stage group stands on, so that links are busy for little time (LinkTime).
 
-Which devices of a cluster each stage group stands on, so that links are busy for little time (LinkTime).
-
-Groups are put along the devices in several orders and ways. The two best layouts are then made better by exchanges. An
-exchange swaps two equally long runs of devices with all that stands on them: single devices, whole groups, whole units
-such as nodes; each group looks around those it talks to. Where no exchange helps any more, a few random ones are made
-and followed, and kept if that leads to something better (iterated local search). ``docs/algorithms/mapping.md`` has the
-reasons, and how good it is.
+Groups are put along the devices in several orders and ways. The two best layouts are then made better by exchanges of
+two equally long runs of devices with all that stands on them: single devices, whole groups, whole units such as nodes.
+Where none helps any more, a few random ones are made and followed, and kept if that leads to something better (iterated
+local search). ``docs/algorithms/mapping.md`` has the reasons, and how good it is.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Stages whose blocks are each split in a way of its own: the cost frontiers of all runs of blocks on a device group.
 
-A chain of n blocks has n (n + 1) / 2 runs, and each has a frontier (TensorOpt, section 3), which takes part of a second
-to track. What every run takes *at least* is known at once instead: but for changes of layout every block is by itself,
-and for a weighting of memory against time the best of each is a minimum. Sums of these minima bound the time that a run
-takes in some memory (the Lagrangian dual of choosing a configuration for every block). The partitioner works with the
-bounds, and has the frontiers tracked of those runs alone that the best partitions would be made of.
+Each run has a frontier (TensorOpt, section 3), which takes part of a second to track. What every run takes *at least*
+is known at once: but for changes of layout every block is by itself, and for a weighting of memory against time the
+best of each is a minimum. Sums of these minima bound the time that a run takes in some memory (the Lagrangian dual of
+choosing a configuration for every block). Only what the best partitions would be made of is tracked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Changes to a placement that keep its schedule's orders, where they make the iteration shorter.
-
-Leading forwards in two parts (AutoPipe III-C), and stages that need not recompute after all.
-"""
+"""Changes to a placement that keep its schedule's orders: forwards in two parts (AutoPipe III-C), no recomputation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Cells of the auto-tuner's grid: evaluated under every built-in rule, and kept in a file.
-
-One cell of the grid: a placement with sizes and recomputation, under every built-in rule (FlexPipe, section 6).
-"""
+"""Cells of the auto-tuner's grid (FlexPipe, section 6): placements under every built-in rule, kept in a file."""
 
 from __future__ import annotations
 

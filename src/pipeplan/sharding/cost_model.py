@@ -1,10 +1,9 @@
 """The cost graph of a profile: every operator with its configurations, every tensor with what lies between them.
 
-Memory is counted once. A tensor that backward needs is held where it is needed: by the operator that takes it, in the
-layout it takes it in, or by the one that gives it. Where these differ there are the paper's three variants (section
-4.2, tensor reuse): *both* copies are kept, or only that *before* or *after* resharding, and the other is made again
-for backward. A tensor that several operators need is kept as it was given, and each of them keeps its own copy beside
-it or makes it again.
+A tensor that backward needs is held where it is needed: by the operator that takes it, in the layout it takes it in,
+or by the one that gives it. Where these differ there are the paper's three variants (section 4.2, tensor reuse):
+*both* copies are kept, or only that *before* or *after* resharding, and the other is made again for backward. A tensor
+that several operators need is kept as it was given, and each of them keeps its own copy beside it or makes it again.
 """
 
 from __future__ import annotations

@@ -1,15 +1,7 @@
 """What stages of a chain cost, for one choice of cuts and for many ranges of blocks at once.
 
-A chain of blocks to be cut into stages on given devices: what a choice of cuts means for each device.
-
-Cuts are given as ``begins``: the first block of each stage. Memory is what a device takes at the very least, when
-one micro-batch is in flight: parameters, gradients and optimizer state of all its stages, the activations of its
-stages up to the one that runs, and that one's workspace.
-
-What stages of a chain cost, for many ranges of blocks at once.
-
 A range has blocks begin..end-1 and is given by its two ends: two integers or two arrays of any equal shapes, as which
-the results come back.
+the results come back. Cuts are given as ``begins``: the first block of each stage.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Can all stages take at most a given time? Solutions that no other beats, from the last part to the first.
 
-Can all stages take at most so long? Answered for parts from the last to the first.
-
 Of a part before stages with some need (:mod:`~pipeplan.partition.graph.in_flight`) only those solutions are kept that
 no other beats in devices and need, so that work does not grow with the number of devices. These facts keep the fronts
 small and lose nothing:

@@ -1,10 +1,7 @@
-"""Parts of the graph that are not taken apart, and equal parts made one.
+"""Parts of a graph with equal loads and equal structure, made one: what is solved once for all of them.
 
-Coarser parts: blocks that are never taken apart, so that less has to be searched (GraphPipe 3.5).
-
-Parts with equal loads and equal structure, made one: what is solved once for all of them.
-
-A *run* is children begin..end-1 of a series as one stage. Sums over runs are differences of running sums.
+A *run* is children begin..end-1 of a series as one stage. Blocks may be taken together before, never to be taken apart,
+so that less has to be searched (GraphPipe 3.5).
 """
 
 from __future__ import annotations
