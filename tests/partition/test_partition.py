@@ -19,7 +19,7 @@ from pipeplan.partition.chain import kernel as chain_kernel
 from pipeplan.partition.chain import rebalance
 from pipeplan.partition.chain.costs import Chain, Held
 from pipeplan.partition.chain.kernel import least_split
-from pipeplan.partition.chain.rebalance import levelled, roomiest, shortest_run
+from pipeplan.partition.chain.rebalance import least_short, levelled, shortest_run
 from references.split import slow_split
 
 TIMES = st.sampled_from([0, 1, 1, 2, 3, 5, 8, 30])
@@ -311,7 +311,7 @@ def test_roomiest_misses_least(blocks: list[tuple[int, int, int, int]], limits: 
     def shortage(begins: Sequence[int]) -> int:
         return max(device_bytes(blocks, begins, [0, 1, 2], device) - limits[device] for device in range(3))
 
-    assert shortage(roomiest(chain)) == min(shortage(each) for each in cuts(len(blocks), 3))
+    assert shortage(least_short(chain)) == min(shortage(each) for each in cuts(len(blocks), 3))
 
 
 # Placements --------------------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ class StageCost:
         """Bytes with so many micro-batches in flight."""
         return self.static_bytes + in_flight * self.activation_bytes + self.workspace_bytes
 
-    def room(self, limit: int) -> int:
+    def most_in_flight(self, limit: int) -> int:
         """Micro-batches of which so many bytes hold the activations; -1 if they do not even hold the rest."""
         left = limit - self.static_bytes - self.workspace_bytes
         return -1 if left < 0 else left // self.activation_bytes if self.activation_bytes else UNLIMITED

@@ -72,10 +72,10 @@ def for_each_size(
 
 @dataclass(frozen=True, slots=True)
 class StageTable:
-    """Every possible stage between two cuts, in every way: [way, stage] ns for the mini-batch, and room.
+    """Every possible stage between two cuts, in every way: [way, stage] ns for the mini-batch.
 
-    ``waits`` is the part of ``times`` that is the gradients' all-reduce, ``room`` the micro-batches a stage has memory
-    for. ``number`` [begin, end] is a stage's place, -1 where there is none.
+    ``waits`` is the part of ``times`` that is the gradients' all-reduce, ``most`` the micro-batches whose
+    activations it can hold. ``number`` [begin, end] is a stage's place, -1 where there is none.
     """
 
     ways: tuple[Way, ...]
@@ -83,7 +83,7 @@ class StageTable:
     ends: Array
     times: Array
     waits: Array
-    room: Array
+    most: Array
     number: Array
 
     @classmethod
@@ -95,10 +95,10 @@ class StageTable:
         waits = _waits(problem, ways, sums.parameters[0, ends] - sums.parameters[0, begins])
         times = problem.mini_batch // ways[0].microbatch_size * sums.time(begins, ends)[rows] + waits
         limit = problem.memory_bytes
-        room = np.full_like(times, UNLIMITED) if limit is None else sums.room(begins, ends, limit)[rows]
+        most = np.full_like(times, UNLIMITED) if limit is None else sums.most_in_flight(begins, ends, limit)[rows]
         number = np.full((sums.num_blocks + 1, sums.num_blocks + 1), -1)
         number[begins, ends] = np.arange(len(begins))
-        return cls(tuple(ways), begins, ends, times, waits, room, number)
+        return cls(tuple(ways), begins, ends, times, waits, most, number)
 
     @classmethod
     def of_chain(cls, problem: PartitionProblem, ways: Sequence[Way], order: Sequence[str]) -> StageTable:
@@ -106,14 +106,14 @@ class StageTable:
         return cls.of(problem, ways, problem.chain(order), *np.triu_indices(len(order) + 1, 1))
 
     def fitting(self, num_microbatches: int, later: int) -> Mask:
-        """[way, stage] whether there is room with so many stages after it; no more than all micro-batches are ever in
+        """[way, stage] whether it fits with ``later`` stages after it; no more than all micro-batches are ever in
         flight."""
-        fits: Mask = self.room >= min(num_microbatches, later + 1)
+        fits: Mask = self.most >= min(num_microbatches, later + 1)
         return fits
 
 
 def _waits(problem: PartitionProblem, ways: Sequence[Way], sizes: Array) -> Array:
-    """[way, stage] ns of the all-reduce of so many bytes."""
+    """[way, stage] ns of the all-reduce of these sizes."""
     distinct, places = np.unique(sizes, return_inverse=True)
     each = [[problem.waiting(size, way) for size in distinct.tolist()] for way in ways]
     return np.array(each, dtype=np.int64)[:, places]
@@ -306,7 +306,7 @@ Suffix = tuple[_DappleStage, ...]
 
 @dataclass(frozen=True, slots=True)
 class _DappleSearch:
-    """Plans for one micro-batch size; ``loads`` and ``room`` [begin][end][way] of every range of blocks.
+    """Plans for one micro-batch size; ``loads`` and ``most`` [begin][end][way] of every range of blocks.
 
     ``kept`` is, by (first block of what was cut off, devices it takes), the best of it with its latency.
     """
@@ -316,7 +316,7 @@ class _DappleSearch:
     num_microbatches: int
     ways: tuple[Way, ...]
     loads: list[list[list[Load]]]
-    room: list[list[list[int]]]
+    most: list[list[list[int]]]
     kept: dict[tuple[int, int], tuple[int, Suffix]]
 
     @classmethod
@@ -324,7 +324,7 @@ class _DappleSearch:
         sums, rows, count = problem.chain(order), [way.row for way in ways], len(order)
         stages = StageTable.of_chain(problem, ways, order)
         forward = (sums.forward[:, stages.ends] - sums.forward[:, stages.begins])[rows]
-        each = (forward, sums.time(stages.begins, stages.ends)[rows] - forward, stages.waits, stages.room)
+        each = (forward, sums.time(stages.begins, stages.ends)[rows] - forward, stages.waits, stages.most)
         table = np.zeros((count + 1, count + 1, len(ways), len(each)), dtype=np.int64)
         table[stages.begins, stages.ends] = np.stack(each).T
         loads = [[[(f, b, w) for f, b, w, _ in of] for of in row] for row in table.tolist()]
@@ -368,7 +368,7 @@ class _DappleSearch:
         )
 
     def _fits(self, part: _DappleStage, later: int) -> bool:
-        return self.room[part.begin][part.end][part.way] >= min(self.num_microbatches, later + 1)
+        return self.most[part.begin][part.end][part.way] >= min(self.num_microbatches, later + 1)
 
 
 def dapple(problem: PartitionProblem) -> Iterator[Partition]:

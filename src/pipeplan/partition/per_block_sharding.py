@@ -29,7 +29,7 @@ _WEIGHTINGS = 24
 """Weightings of memory against time at most by which runs are bounded."""
 
 _FEW = 64
-"""Up to so many configurations of a block are few."""
+"""Up to this many configurations of a block are few."""
 
 _ROUNDING = 1e-9
 """So much less than their floating-point sums say do bounds promise."""
@@ -97,7 +97,7 @@ class BlockSplits:
         return BlockSplits(self.order, self.models.recomputing())
 
     def holding(self, in_flight: int) -> RunFrontiers:
-        """With so many micro-batches in flight."""
+        """With this number of micro-batches in flight."""
         if in_flight not in self._known:
             self._known[in_flight] = RunFrontiers.of(self.order, self.models.holding(in_flight))
         return self._known[in_flight]
@@ -147,17 +147,17 @@ class RunFrontiers:
         return cls(order, models, [(table.memory_bytes, table.time_ns) for table in tables], workspaces, useful)
 
     def least_times(self, limit: float) -> FloatArray:
-        """Ns below which no strategy of a run is that fits into so many bytes; infinite where none fits.
+        """[begin, end] ns that no strategy of a run that fits into ``limit`` bytes is below; infinite where none fits.
 
         What blocks hold adds up. Of workspace a run has at least the most that one of its blocks cannot do without.
         """
-        room = limit - _largest([sizes.min() for sizes in self.workspaces.values()])
+        space = limit - _largest([sizes.min() for sizes in self.workspaces.values()])
         runs = np.tri(len(self.order) + 1, k=-1, dtype=np.bool_).T
-        possible = runs & (_sums([memory.min() for memory, _ in self.costs]) <= room)
+        possible = runs & (_sums([memory.min() for memory, _ in self.costs]) <= space)
         found = _sums([time.min() for _, time in self.costs])
         for weight in self._weightings() if np.isfinite(limit) else ():
             best = _sums([(time + weight * memory).min() for memory, time in self.costs])
-            np.maximum(found, best - weight * room, out=found)
+            np.maximum(found, best - weight * space, out=found)
         return np.where(possible, np.floor(found * (1 - _ROUNDING)), np.inf)
 
     def _weightings(self) -> Sequence[float]:
@@ -167,7 +167,7 @@ class RunFrontiers:
         return every[:: -(-len(every) // _WEIGHTINGS)] if every else []
 
     def quickest(self, blocks: Sequence[str], limit: float) -> RunPoint | None:
-        """The quickest strategy of blocks, a run or any others, that fits into so many bytes; None where none does."""
+        """The quickest strategy of blocks, a run or others, that fits into ``limit`` bytes; None where none does."""
         key = self._key(blocks)
         if key not in self._known:
             sizes = {name: self.workspaces[name] for name in blocks}
@@ -250,7 +250,7 @@ class _Levels:
         return best
 
     def _level(self, below: int | None) -> _Level | None:
-        """The frontier of the configurations with workspace below so many bytes; None where there is none."""
+        """The frontier of the configurations with workspace ``below`` some bytes; None where there is none."""
         if below not in self._known:
             kept = {
                 name: useful if below is None else useful[self.workspaces[name][useful] < below]

@@ -15,7 +15,7 @@ from pipeplan.costs import StageCost
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import PlacedStage, Placement, Profile
 from pipeplan.partition.chain.costs import Array, Chain
-from pipeplan.partition.chain.rebalance import Allowed, evenest, levelled, roomiest
+from pipeplan.partition.chain.rebalance import Allowed, evenest, least_short, levelled
 from pipeplan.partition.problem import Pricing
 from pipeplan.units import format_bytes
 
@@ -180,7 +180,7 @@ def _connected(profile: Profile) -> dict[str, int]:
 
 
 def can_spread(profile: Profile, shards: int) -> bool:
-    """Whether there are shared blocks, and all have costs for being split over so many devices."""
+    """Whether there are shared blocks, and all have costs for being split over ``shards`` devices."""
     shared = [block for block in profile.blocks if block.shared]
     return shards > 1 and bool(shared) and all(shards in {row.shards for row in block.costs} for block in shared)
 
@@ -301,7 +301,7 @@ def _cut(chain: Chain, allowed: Allowed) -> tuple[int, ...]:
     if begins is not None and crowded:
         begins = levelled(chain, begins)
     if begins is None or any(chain.missing(begins)):
-        begins = roomiest(chain)
+        begins = least_short(chain)
         if crowded and not any(chain.missing(begins)):
             begins = levelled(chain, begins)
     return begins

@@ -139,7 +139,7 @@ class PartitionProblem:
     ) -> PartitionProblem:
         """The question about a profile; by default micro-batch sizes are the powers of two that divide the mini-batch.
 
-        ``recompute`` lists the choices that every stage has; with ``replicas`` all have so many.
+        ``recompute`` lists the choices that every stage has; ``replicas`` is their number for all stages.
 
         Raises:
             UsageError: sizes of which one does not divide the next, or the mini-batch; or none that the profile has
@@ -193,11 +193,11 @@ class PartitionProblem:
         return self.time(cost.compute_ns, cost.parameter_bytes, way)
 
     def memory_of(self, costs: Costs, way: Way, in_flight: int) -> int:
-        """Bytes on each device of a stage that has so many samples in flight."""
+        """Bytes on each device of a stage with this number of samples in flight."""
         return costs[way.row].memory_bytes(-(-in_flight // way.microbatch_size))
 
     def fits(self, costs: Costs, way: Way) -> bool:
-        """Whether a stage with these costs has room for one micro-batch."""
+        """Whether a stage with these costs fits with one micro-batch in flight."""
         return self.memory_bytes is None or costs[way.row].memory_bytes(1) <= self.memory_bytes
 
     def work(self, costs: Costs) -> int:

@@ -68,7 +68,7 @@ class SplitKind(Protocol):
     """A kind of way in which one device group can split stages."""
 
     def under(self, in_flight: int, limit: float) -> RunTimes:
-        """With so many micro-batches in flight and so many bytes on each device."""
+        """With this number of micro-batches in flight and ``limit`` bytes on each device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class ChainCut:
 
 @dataclass(frozen=True)
 class StageFrontiers:
-    """The frontiers of all runs of a profile's blocks, for so many micro-batches of one size.
+    """The frontiers of all runs of a profile's blocks, for a number of micro-batches of one size.
 
     ``most_devices`` are those of the largest group; ``recompute`` lists the choices of every stage. ``known`` are
     frontiers of the same profile that may have been looked at already.
@@ -138,7 +138,7 @@ class StageFrontiers:
     def fastest(self, num_devices: int, memory_bytes: int | None, most: int | None = None) -> list[ChainCut]:
         """For every number of stages, the partition of all devices with the quickest slowest stage that fits.
 
-        Those that promise the quickest iterations come first, and at most so many are looked for.
+        Those that promise the quickest iterations come first, and ``most`` bounds how many are looked for.
         """
         search = _Cuts(self, num_devices, np.inf if memory_bytes is None else memory_bytes)
         while True:
@@ -382,7 +382,7 @@ def _block_by_block(frontiers: StageFrontiers, num_devices: int) -> Iterator[Spl
 
 
 SPLITS: tuple[Callable[[StageFrontiers, int], Iterator[SplitKind]], ...] = (_all_alike, _block_by_block)
-"""The kinds of ways in which a group of so many devices can split stages; of equally quick ones the first is taken."""
+"""The kinds of ways in which a group of devices can split stages; of equally quick ones the first is taken."""
 
 
 def _no_way(profile: Profile, microbatch_size: int) -> str:

@@ -82,7 +82,7 @@ def assemble(
 
 
 def _repetend(graph: TaskGraph, orders: Orders) -> Repetend | None:
-    """The repetend, where micro-batches are all alike behind those that run in parts."""
+    """The repetend, where micro-batches are all alike after those that run in parts."""
     replaced, whole_orders = whole(graph, orders)
     if not replaced.workload.is_uniform:
         return None

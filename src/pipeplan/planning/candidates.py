@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 MOST_PUBLISHED = {"PipeDream": 4_000, "DAPPLE": 500, "Piper": 500}
-"""Published planners are asked for up to so many blocks times devices; beyond that they take too long."""
+"""Blocks times devices up to which published planners are asked; beyond that they take too long."""
 
 MOST_DOWNSETS = 500
 """Piper is asked where the graph has no more sets of blocks that may come before a cut."""
@@ -329,7 +329,7 @@ def _graph(request: Request, sizes: Sequence[int], chunks: int = 1) -> Placement
 
 
 def _around(placement: Placement, num_devices: int) -> Placement:
-    """Stages on so many devices in order, round and round where they have more."""
+    """Stages on ``num_devices`` in order, round and round where they have more."""
     taken = [tuple(sorted(device % num_devices for device in stage.devices)) for stage in placement.stages]
     return Placement(
         strategy="stage graph" if sum(map(len, taken)) <= num_devices else "stage graph, circular",

@@ -9,7 +9,7 @@ from functools import partial
 
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.files import Placement
-from pipeplan.partition.chain.rebalance import roomiest
+from pipeplan.partition.chain.rebalance import least_short
 from pipeplan.planning.candidates import CandidateOrError, Choice, PlacementCandidate, graphs, grid, placed
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import Trial
@@ -49,7 +49,7 @@ class _Fit:
 
 
 def shortage(request: Request, error: InfeasibleError, seconds: float) -> InfeasibleError:
-    """The error that tells by how many bytes nothing fits, where, and what would do; ``error`` where that is unknown.
+    """The error that says by how many bytes nothing fits, where, and what would do; ``error`` where that is unknown.
 
     What would do is looked for with known schedules, for at most about ``seconds``; what is said was found to fit, and
     where time has run out it is said that less may do.
@@ -152,7 +152,7 @@ class _Least:
         return True
 
     def _chain(self, request: Request) -> _Fit | None:
-        return _first_fit(request, self._timely(placed(request, point, roomiest) for point in _points(request)))
+        return _first_fit(request, self._timely(placed(request, point, least_short) for point in _points(request)))
 
     def _graph(self, request: Request) -> _Fit | None:
         return _first_fit(request, self._timely(graphs(request)))
@@ -169,7 +169,7 @@ def _points(request: Request) -> list[Choice | PlacementCandidate]:
 
 
 def _point_fit(point: Choice | PlacementCandidate, request: Request) -> _Fit | None:
-    return _first_fit(request, [placed(request, point, roomiest)])
+    return _first_fit(request, [placed(request, point, least_short)])
 
 
 def _first_fit(request: Request, found: Iterable[CandidateOrError]) -> _Fit | None:

@@ -1,12 +1,12 @@
 """The frontier over whole plans: iteration time against memory per device against devices.
 
 One stage on all devices comes first, split block by block as each point of its cost frontier says, and the profile's
-own placement in less and less memory, where it is for so many devices. Then, for every number of devices and every
-micro-batch size, stages are cut under one memory limit after another, from none down to where nothing fits; each stage
-takes its way to run from its device group's frontier (:mod:`pipeplan.partition.stage_frontier`), and every partition
-gets the best known schedule under that limit. While there is time, GraphPipe's stages join them, and those that stand
-are tried again with each block split in a way of its own. What is simulated counts: a point stays if no other has at
-most its memory, time and devices.
+own placement in less and less memory, where it is for that number of devices. Then, for every number of devices and
+every micro-batch size, stages are cut under one memory limit after another, from none down to where nothing fits; each
+stage takes its way to run from its device group's frontier (:mod:`pipeplan.partition.stage_frontier`), and every
+partition gets the best known schedule under that limit. While there is time, GraphPipe's stages join them, and those
+that stand are tried again with each block split in a way of its own. What is simulated counts: a point stays if no
+other has at most its memory, time and devices.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ __all__ = ["PlanFrontier", "chains", "plan_frontier"]
 
 
 STEP = 0.92
-"""Each memory limit is at most so much of what the partition before took: frontiers of thousands help nobody."""
+"""Each memory limit is at most this part of what the partition before took: frontiers of thousands help nobody."""
 
 _COARSE = STEP**4
 """The same where limits are looked at for the first time: there may not be time for all."""
 
 _GRAPHS = 20
-"""One stage graph may take a part of the time as if so many were to share it."""
+"""One stage graph may take its part of the time, were this many to share it."""
 
 _SCHEDULED = 3
-"""Of the partitions under a limit, with 1, 2, 3 ... stages, so many are scheduled: those that should be quickest."""
+"""How many of the partitions under a limit, with 1, 2, 3 ... stages, are scheduled: those that should be quickest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def _recomputes(request: Request) -> Sequence[bool]:
 
 
 def own_placement(request: Request) -> Iterator[PlacementCandidate]:
-    """The placement that the profile says itself, if it is for so many devices, with micro-batches of every size."""
+    """The profile's own placement, if it is for that number of devices, with micro-batches of every size."""
     placement = request.profile.placement
     if placement is not None and placement.num_devices == request.num_devices:
         for size, recompute in product(open_sizes(request), _recomputes(request)):
@@ -343,7 +343,7 @@ class _FrontierSearch:
             self.best = _with(self.best, tried)
 
     def memories(self, num_devices: int) -> list[int]:
-        """The memory of the points on so many devices, most first."""
+        """The memory of the points on ``num_devices``, most first."""
         return sorted(
             (each.memory_bytes for each in self.best if each.request.num_devices == num_devices), reverse=True
         )
@@ -355,7 +355,7 @@ class _FrontierSearch:
 
 
 def _one_stage(request: Request, within: float) -> Iterator[_Tried]:
-    """The cost frontier of the whole model on all devices; nothing where its costs cannot be told.
+    """The cost frontier of the whole model on all devices; nothing where its costs are not known.
 
     One device splits nothing, and what it runs must be profiled: it is left to the partitions.
     """

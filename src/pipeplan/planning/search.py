@@ -25,7 +25,7 @@ from pipeplan.workload.workload import Workload
 __all__ = ["most_telling", "search_plan"]
 
 _ROUNDS = ((8, 0.4), (3, 0.5), (1, 1.0))
-"""In each round so many of the best candidates share this part of the time that is left."""
+"""(candidates, part): in each round this many of the best candidates share that part of the time left."""
 
 _LOOKING = 0.5
 """The part of the time that is left in which candidates are looked at, once there is a plan; then some are searched."""
@@ -34,7 +34,7 @@ _LAST = 0.1
 """With less than this part of the time left no more candidates are looked at."""
 
 _FINALISTS = 3
-"""So many of the best candidates are refined at the end."""
+"""How many of the best candidates are refined at the end."""
 
 _EXPLAINING = 1.0
 """Seconds, at least, in which it is looked for what would do where nothing fits."""

@@ -51,7 +51,7 @@ class SplitPoint:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """The strategies of a model on so many devices, and what their costs came from.
+    """The strategies of a model on a number of devices, and what their costs came from.
 
     ``points`` are those that no other one found beats in peak memory and time, least memory first. That some point
     takes at most ``factor`` times the memory and time of any strategy is proved of the whole peak if no strategy with
@@ -103,7 +103,7 @@ def _unbeaten(points: Iterable[SplitPoint]) -> Iterator[SplitPoint]:
 def split_frontier(request: Request, splitting: Splitting, *, seconds: float = 0.0) -> Splits:
     """Track the frontier of a profile on a request's devices, for iterations of its mini-batch as one micro-batch.
 
-    Strategies with less workspace may take so many ``seconds`` more; the exact frontier of whole blocks looks for some
+    Strategies with less workspace may take ``seconds`` more; the exact frontier of whole blocks looks for some
     in any case.
 
     Raises:
@@ -205,7 +205,7 @@ def plan_of_strategy(
 ) -> Plan:
     """The plan that runs a strategy on all of the model's devices, checked.
 
-    With the micro-batches that the model's options say, of which so many hold activations at once; their simulated
+    With the micro-batches that the model's options say, and how many hold activations at once; their simulated
     time and memory are the strategy's.
 
     Args:

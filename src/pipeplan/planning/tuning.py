@@ -131,10 +131,10 @@ def _stopped() -> bool:
 
 
 _PLACED, _PLACING = 32, 0.4
-"""Once there is a plan, so many points of the grid are placed at once, and more for this part of the time left."""
+"""Points of the grid placed at once when there is a plan, and the part of the time left in which more are."""
 
 _ROUND = 8
-"""Cells of a round, once there is a plan: so many processes can share them. As many are placed for the first plan."""
+"""Cells of a round, once there is a plan, for processes to share. As many are placed for the first plan."""
 
 _NO_RULES = (
     "no built-in rules make a schedule that fits into the devices' memory; raise --memory or --devices, lower "
@@ -187,7 +187,7 @@ class Tuning:
 
 
 def tune(request: Request, *, workers: int = 1, cache: str | None = None, progress: Progress | None = None) -> Tuning:
-    """Look into the grid that the request leaves open, by so many processes, until all is known or time is up.
+    """Look into the grid that the request leaves open, on ``workers`` processes, until all is known or time is up.
 
     ``cache`` names a file that keeps what is found, and from which a tuning that was interrupted goes on.
 

@@ -138,7 +138,7 @@ def _read(path: Path, number: int, line: bytes) -> dict[str, object]:
 
 
 _MOST_STARTED = 150_000
-"""All built-in rules are tried where they start so many actions together at most; else section 6's alone."""
+"""All built-in rules are tried where together they start at most this many actions; else section 6's alone."""
 
 
 @dataclass(frozen=True, slots=True)

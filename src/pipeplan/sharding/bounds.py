@@ -308,7 +308,7 @@ class Bounds:
 
 
 def bounds_of(root: Expression, num_weightings: int) -> Bounds:
-    """Bounds from at most so many weightings, of which the first two are least memory and least time."""
+    """Bounds from at most ``num_weightings``, of which the first two are least memory and least time."""
     ends = ends_of(root)
     known: dict[Weights, Weighing] = {each.solved.at: each for each in ends}
 

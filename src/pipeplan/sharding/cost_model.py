@@ -179,7 +179,7 @@ class CostModel:
         return tuple(edges)
 
     def holding(self, in_flight: int) -> CostModel:
-        """The same with so many micro-batches that hold activations at once."""
+        """The same with this number of micro-batches that hold activations at once."""
         changed = self._with_known(replace(self, options=replace(self.options, in_flight=in_flight)))
         if not any(edge.costs.memory_bytes.any() for edge in self._cost_edges):  # then they do not change, either
             vars(changed)["_cost_edges"] = self._cost_edges
@@ -327,8 +327,8 @@ def _preset_of(profile: Profile, cluster: Cluster | None) -> DevicePreset:
                 return preset
     if profile.source.dtype == "float32" and profile.source.method == "measured":
         return device_preset("cpu")
-    told = profile.source.device
-    why = f"is for {told!r}, of which nothing more is known" if told else "does not say which device its times are of"
+    said = profile.source.device
+    why = f"is for {said!r}, of which nothing more is known" if said else "does not say which device its times are of"
     raise UsageError(
         f"profile {profile.name!r} {why}, and the times of split blocks are worked out for a known one; "
         f"give --device, one of {', '.join(PRESETS)}"
@@ -380,7 +380,7 @@ def _scales(profile: Profile, operators: OperatorGraph, preset: DevicePreset) ->
 
 def _block_scales(block: Block, nodes: Sequence[OperatorNode], preset: DevicePreset) -> Iterable[OperatorScale]:
     """Its operators in proportion: times so that they add up to its row's, bytes to its parameters'."""
-    forward, backward = _told_and_measured(block, nodes, preset)
+    forward, backward = _measured_over_computed(block, nodes, preset)
     counts = [_parameters(node.operation) for node in nodes]
     total = max(1, sum(counts))
     for count in counts:
@@ -393,7 +393,7 @@ def _parameters(operation: Splittable) -> int:
     return operation.parameters if operation.kind != "block" else 1
 
 
-def _told_and_measured(block: Block, nodes: Sequence[OperatorNode], preset: DevicePreset) -> tuple[float, float]:
+def _measured_over_computed(block: Block, nodes: Sequence[OperatorNode], preset: DevicePreset) -> tuple[float, float]:
     """Times of the block's row over those of its operators, forward and backward, at the nearest size it has."""
     samples = nodes[0].operation.axis("samples").size
     sizes = [row.microbatch_size for row in block.costs if row.shards == 1]
@@ -403,13 +403,13 @@ def _told_and_measured(block: Block, nodes: Sequence[OperatorNode], preset: Devi
     times = [
         node.operation.times({**node.operation.numbers(), "samples": row.microbatch_size}, preset) for node in nodes
     ]
-    told_forward = sum(each.forward_ns for each in times)
-    told_backward = sum(each.input_grad_ns + each.weight_grad_ns for each in times)
+    computed_forward = sum(each.forward_ns for each in times)
+    computed_backward = sum(each.input_grad_ns + each.weight_grad_ns for each in times)
     if row.input_grad_ns is not None and row.weight_grad_ns is not None:
         backward = row.input_grad_ns + row.weight_grad_ns
     else:
         backward = row.backward_ns or 0
     return (
-        row.forward_ns / told_forward if told_forward and row.forward_ns else 1.0,
-        backward / told_backward if told_backward and backward else 1.0,
+        row.forward_ns / computed_forward if computed_forward and row.forward_ns else 1.0,
+        backward / computed_backward if computed_backward and backward else 1.0,
     )

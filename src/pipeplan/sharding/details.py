@@ -210,36 +210,36 @@ class _OtherStages(Splittable):
 class StageModels:
     """The cost models of all stages that can be cut out of a model.
 
-    ``whole`` has an outside before every operator that takes a tensor and one behind every operator that gives one; no
-    stage has all of them. ``before`` are the links from the former, for each of the ``inner`` links, and ``behind``
+    ``whole`` has an outside before every operator that takes a tensor and one after every operator that gives one; no
+    stage has all of them. ``before`` are the links from the former, for each of the ``inner`` links, and ``after``
     those to the latter, by their source.
     """
 
     whole: CostModel
     inner: tuple[Link, ...]
     before: dict[Link, Link]
-    behind: dict[str, Link]
+    after: dict[str, Link]
 
     @classmethod
     def of(cls, model: CostModel) -> StageModels:
         """Of a model of whole blocks."""
         nodes, inner = list(model.operators.nodes), model.operators.links
         before: dict[Link, Link] = {}
-        behind: dict[str, Link] = {}
+        after: dict[str, Link] = {}
         for number, link in enumerate(inner):
             outside = _outside(f"{OUTSIDE}, before {number}", model.tensor(link), nodes[0].operation.width)
             before[link] = replace(link, source=outside.name)
             nodes.append(outside)
-            if link.source not in behind:
-                outside = replace(outside, name=f"{OUTSIDE}, behind {number}")
-                behind[link.source] = replace(link, target=outside.name, port=0)
+            if link.source not in after:
+                outside = replace(outside, name=f"{OUTSIDE}, after {number}")
+                after[link.source] = replace(link, target=outside.name, port=0)
                 nodes.append(outside)
-        operators = OperatorGraph(tuple(nodes), (*inner, *before.values(), *behind.values()))
+        operators = OperatorGraph(tuple(nodes), (*inner, *before.values(), *after.values()))
         scales = {node.name: model.scales.get(node.name, OperatorScale()) for node in nodes}
-        return cls(replace(model, operators=operators, scales=scales), inner, before, behind)
+        return cls(replace(model, operators=operators, scales=scales), inner, before, after)
 
     def holding(self, in_flight: int) -> StageModels:
-        """With so many micro-batches that hold activations at once."""
+        """With this number of micro-batches that hold activations at once."""
         return replace(self, whole=self.whole.holding(in_flight))
 
     def recomputing(self) -> StageModels:
@@ -250,7 +250,7 @@ class StageModels:
         """What enters a stage, and what leaves it."""
         entering = [self.before[link] for link in self.inner if link.target in blocks and link.source not in blocks]
         going = [link.source for link in self.inner if link.source in blocks and link.target not in blocks]
-        return (*entering, *(self.behind[source] for source in dict.fromkeys(going)))
+        return (*entering, *(self.after[source] for source in dict.fromkeys(going)))
 
     def links(self, blocks: Collection[str]) -> tuple[Link, ...]:
         """The tensors inside a stage, and then its ends."""

@@ -161,7 +161,7 @@ class Reduced:
 
 
 _MERGED = 4096
-"""Branch elimination makes at most so many configurations; a node that would make more is settled by heuristics."""
+"""Configurations that branch elimination may make; a node that would make more is settled by heuristics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class ReducedPart:
 
 @dataclass(frozen=True, slots=True)
 class Strategies:
-    """P strategies, by ascending memory, told without the tables that they were found in; all arrays are [P]."""
+    """P strategies, by ascending memory, without the tables that they were found in; all arrays are [P]."""
 
     memory_bytes: IntArray
     time_ns: IntArray

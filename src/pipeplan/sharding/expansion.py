@@ -108,7 +108,7 @@ class _Builder:
 
 
 def expand(profile: Profile, samples: int, *, width: int = 2, whole_blocks: bool = False) -> OperatorGraph:
-    """The operators of a profile's blocks for a micro-batch of so many samples; ``width`` is bytes per number.
+    """The operators of a profile's blocks for a micro-batch of ``samples``; ``width`` is bytes per number.
 
     With ``whole_blocks`` every block is one operator.
     """

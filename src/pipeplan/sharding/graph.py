@@ -282,7 +282,7 @@ def contract(left: Table, right: Table, limit: PointLimit | None = None, *, batc
 
 
 def _batches(sums: IntArray, batch_points: int) -> Iterator[IntArray]:
-    """Runs of cells, row by row, of at most so many sums (or a single cell), from the sums of each, [R, C]."""
+    """Runs of cells, row by row, of at most ``batch_points`` sums (or a single cell), from the sums of each, [R, C]."""
     ends = np.cumsum(sums.ravel())
     start = 0
     while start < len(ends):

@@ -5,7 +5,7 @@ its hidden numbers or channels. A layout says which split each dimension has, an
 sum of what the devices along one split hold.
 
 Devices 0 to n - 1 form a mesh, the last dimension's coordinate changing fastest. A *split* is one of its dimensions by
-itself: so many devices, a stride apart. Saying splits instead of meshes makes configurations of different meshes
+itself: a number of devices, a stride apart. Saying splits instead of meshes makes configurations of different meshes
 comparable: [2, 8] with the second dimension unused and [2, 2, 4] with the last two unused are one.
 
 Layouts are the nodes of a graph, and an edge joins two of which one becomes the other by one step:
@@ -101,7 +101,7 @@ class Tensor:
 
 @cache
 def all_layouts(devices: int) -> tuple[Layout, ...]:
-    """Every layout on so many devices, of meshes of any number of dimensions."""
+    """Every layout on ``devices``, of meshes of any number of dimensions."""
     runs = [
         MeshSplit(extent, stride)
         for extent in range(2, devices + 1)
@@ -155,7 +155,7 @@ class MeshSplit(NamedTuple):
 
 
 def nested(splits: Sequence[MeshSplit], devices: int) -> bool:
-    """Whether the splits are dimensions of one mesh of so many devices."""
+    """Whether the splits are dimensions of one mesh of ``devices``."""
     outer = devices
     for split in sorted(splits, key=lambda each: -each.stride):
         if outer % split.reach:
@@ -201,7 +201,7 @@ def groups_along(along: Sequence[MeshSplit], devices: int) -> list[list[int]]:
 
 @cache
 def moves_between_all(devices: int) -> tuple[Move, ...]:
-    """Every step between two layouts on so many devices."""
+    """Every step between two layouts on ``devices``."""
     layouts = all_layouts(devices)
     found = [move for layout in layouts for move in _moves_from(layout, devices)]
     shapes: dict[tuple[int, ...], list[Layout]] = {}

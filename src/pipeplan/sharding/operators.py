@@ -74,7 +74,7 @@ class Axis:
     called: str = ""
 
     def share(self, extent: int) -> int:
-        """Numbers on one of so many devices."""
+        """Numbers on one of ``extent`` devices."""
         return self.size // extent * self.unit
 
 
@@ -129,7 +129,7 @@ class Splittable(ABC):
 
     @abstractmethod
     def share(self, numbers: Numbers) -> Operator:
-        """Costs of a share that has so many numbers of each axis."""
+        """Costs of a share with these numbers of each axis."""
 
     def exchanges(self, numbers: Numbers) -> tuple[InnerExchange, ...]:
         """What the shares exchange in the middle of it; it counts where the axis is split."""
@@ -203,7 +203,7 @@ MOST_DIMENSIONS = 3
 
 @cache
 def factorizations(count: int, most: int = MOST_DIMENSIONS) -> tuple[tuple[int, ...], ...]:
-    """Every mesh of ``count`` devices: ordered factors above 1, at most so many; none for a single device."""
+    """Every mesh of ``count`` devices: at most ``most`` ordered factors above 1; none for a single device."""
     if count == 1:
         return ((),)
     if most == 0:
@@ -277,8 +277,8 @@ Rule = Callable[[Splittable, Splits], bool]
 class OperatorScale:
     """What a profile says of an operator beyond its closed form.
 
-    ``forward`` and ``backward`` are measured over told time of its block; ``state_bytes`` are its unsplit parameters,
-    gradients and optimizer state, of which ``parameter_bytes`` parameters (gradients are as large).
+    ``forward`` and ``backward`` are measured over computed time of its block; ``state_bytes`` are its unsplit
+    parameters, gradients and optimizer state, of which ``parameter_bytes`` parameters (gradients are as large).
     """
 
     forward: float = 1.0
@@ -427,7 +427,7 @@ def _exchange_ns(inner: InnerExchange, split: MeshSplit, resharding: Resharding)
 
 
 def _sum_ns(size: int, split: MeshSplit, resharding: Resharding) -> float:
-    """Time to add up gradients of so many bytes along a split: the cheapest way from a sum to a whole tensor."""
+    """Time to add up gradients of ``size`` bytes along a split: the cheapest way from a sum to a whole tensor."""
     if not size:
         return 0.0
     tensor = Tensor((ANY, ANY, ANY), size)

@@ -9,7 +9,7 @@ walking back, whichever operations led there.
 
 Most sums of large frontiers are of no use to the whole, and what is of use is known beforehand: a cell's sums are
 wanted up to a weighted cost (:class:`PointLimit`). With the points of one side in order of that cost, each point of the
-other is added to the first so many of them, and the rest is never made.
+other is added to the first few of them, and the rest is never made.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 Weights = tuple[float, float]
-"""What a byte and a nanosecond count for where both are told as one number."""
+"""What a byte and a nanosecond count for where both become one number."""
 
 _PACKED_BITS = 62
 """A cell's number and a cost share one int64 key while their ranges multiply to less than two to this power."""
@@ -241,7 +241,7 @@ class Ranked:
     """Points of a table in order of their cells and, within each, of weighted cost: ``order`` and ``keys``, [P].
 
     A key is the cell's number times ``span`` plus the cost over the least of all, so that how many points of a cell
-    cost at most so much is one binary search.
+    cost at most a limit is one binary search.
     """
 
     starts: IntArray
@@ -266,7 +266,7 @@ class Ranked:
         return np.where(first < self.starts[cells + 1], self.costs[np.minimum(first, len(self.costs) - 1)], np.inf)
 
     def num_up_to(self, cells: IntArray, most: FloatArray) -> IntArray:
-        """How many points of each of these cells cost at most so much, [N]; rounding may add some, never leave out."""
+        """How many points of each of these cells cost at most ``most``, [N]; rounding may add some, never leave out."""
         most = np.maximum(most, -2 * abs(self.lowest) - self.span)  # all that is less takes none, also minus infinity
         most = most - self.lowest + 8 * np.spacing(self.keys[-1]) + 1e-9 * np.abs(most)
         some = np.flatnonzero((most >= 0) & (self.starts[cells] < self.starts[cells + 1]))

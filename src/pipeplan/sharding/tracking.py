@@ -52,11 +52,11 @@ from pipeplan.sharding.table import (
 )
 from pipeplan.time_limit import checkpoint
 
-__all__ = ["Tracked", "track", "turning_point"]
+__all__ = ["Tracked", "knee", "track"]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PartFrontier:
     """Strategies of a part.
 
     Of all strategies that were looked for, some here takes at most ``factor`` times the memory and the time. Finding
@@ -67,7 +67,7 @@ class Found:
     factor: float = 1.0
     num_sums: int = 0
 
-    def within(self, factor: float) -> Found:
+    def within(self, factor: float) -> PartFrontier:
         """The same, proved up to a factor."""
         return replace(self, factor=factor)
 
@@ -125,13 +125,13 @@ def points_taken(root: Expression, tables: Tables) -> dict[Expression, IntArray]
     return taken
 
 
-def computed(whole: Whole, bounds: Bounds | None = None, *, most_sums: float = math.inf) -> Found | None:
-    """The frontier of a part, as far as ``bounds`` leave points; None if it takes more than so many sums of points."""
+def computed(whole: Whole, bounds: Bounds | None = None, *, most_sums: float = math.inf) -> PartFrontier | None:
+    """The frontier of a part, as far as ``bounds`` leave points; None if it takes more than ``most_sums``."""
     tables: Tables = {}
     num_sums = evaluate(whole.expression, tables, bounds, most_sums=most_sums)
     if num_sums is None:
         return None
-    return Found(whole.strategies(points_taken(whole.expression, tables), tables), num_sums=num_sums)
+    return PartFrontier(whole.strategies(points_taken(whole.expression, tables), tables), num_sums=num_sums)
 
 
 _MOST_WEIGHTINGS = 64
@@ -157,7 +157,7 @@ def fewer(whole: Whole, bounds: Bounds) -> ReducedPart:
     return whole.part.fewer(kept)
 
 
-def gap_by_gap(reducing: Reducing, part: ReducedPart, within: float) -> list[Found]:
+def gap_by_gap(reducing: Reducing, part: ReducedPart, within: float) -> list[PartFrontier]:
     """The frontier of a part as the frontiers of its gaps, each exact or up to a factor of 1 + ``within``."""
     whole = reducing.whole(part)
     root = whole.expression
@@ -176,14 +176,14 @@ def gap_by_gap(reducing: Reducing, part: ReducedPart, within: float) -> list[Fou
     return [hull, *(_in_gap(reducing, whole, gap, ends, within) for gap in gaps if gap.factor > 1 + within)]
 
 
-def _of_strategies(whole: Whole, strategies: Sequence[Mapping[Expression, int]]) -> Found:
-    """Strategies told by the point of every given table in each."""
+def _of_strategies(whole: Whole, strategies: Sequence[Mapping[Expression, int]]) -> PartFrontier:
+    """Strategies from the point of every given table in each."""
     taken = {part: np.array([points[part] for points in strategies]) for part in strategies[0]}
     given = {part.key: part.given for part in taken if part.given is not None}
-    return Found(whole.strategies(taken, given))
+    return PartFrontier(whole.strategies(taken, given))
 
 
-def _in_gap(reducing: Reducing, whole: Whole, gap: Gap, ends: tuple[Weighing, Weighing], within: float) -> Found:
+def _in_gap(reducing: Reducing, whole: Whole, gap: Gap, ends: tuple[Weighing, Weighing], within: float) -> PartFrontier:
     """What is in a gap, by corridors that get wider until that is proved."""
     corner = corner_of(gap, ends, weighing(whole.expression, level(gap.left, gap.right)))
     least, most = corner.weighings[-1].least, corner.most[-1]
@@ -196,8 +196,8 @@ def _in_gap(reducing: Reducing, whole: Whole, gap: Gap, ends: tuple[Weighing, We
         limit = min(left.highest, least + _WIDER[found.num_sums > _MANY_SUMS] * (limit - least))
 
 
-def _in_corridor(reducing: Reducing, whole: Whole, corner: Corner) -> Found:
-    """All strategies under a corner; its weightings are told anew by the few configurations that it leaves."""
+def _in_corridor(reducing: Reducing, whole: Whole, corner: Corner) -> PartFrontier:
+    """All strategies under a corner; its weightings are computed anew from the few configurations that it leaves."""
     narrow = reducing.whole(fewer(whole, Bounds((corner,))))
     again = tuple(weighing(narrow.expression, each.solved.at) for each in corner.weighings)
     found = computed(narrow, Bounds((replace(corner, weighings=again),)))
@@ -212,7 +212,7 @@ class _Left(NamedTuple):
     highest: float
 
 
-def _left(found: Found, gap: Gap, line: Weighing, limit: float) -> _Left:
+def _left(found: PartFrontier, gap: Gap, line: Weighing, limit: float) -> _Left:
     memory = np.r_[gap.left.memory_bytes, found.strategies.memory_bytes, gap.right.memory_bytes]
     time = np.r_[gap.left.time_ns, found.strategies.time_ns, gap.right.time_ns]
     costs = line.cost(memory[1:], time[:-1])
@@ -247,7 +247,7 @@ class Tracked:
     exact: bool
     eliminations: Counter[str]
     num_computed: int
-    _of: tuple[Found, ...]
+    _of: tuple[PartFrontier, ...]
     _picks: IntArray
     factor: float = 1.0
 
@@ -284,7 +284,7 @@ def track(
     return Tracked(kept.memory_bytes, kept.time_ns, exact, done, num_computed, tuple(found), kept.picks, factor)
 
 
-def _found(reducing: Reducing, part: ReducedPart, pruned: bool, within: float) -> list[Found]:
+def _found(reducing: Reducing, part: ReducedPart, pruned: bool, within: float) -> list[PartFrontier]:
     """The frontier of a part that needs no heuristics, at once where that is not too much, else gap by gap."""
     if not pruned:
         everything = computed(reducing.whole(part))
@@ -299,7 +299,7 @@ def _found(reducing: Reducing, part: ReducedPart, pruned: bool, within: float) -
     return [at_once] if at_once else gap_by_gap(reducing, part, within)
 
 
-def _points(end: int, found: Found) -> Points:
+def _points(end: int, found: PartFrontier) -> Points:
     memory, time = found.strategies.memory_bytes, found.strategies.time_ns
     index = np.arange(len(memory))
     return Points(np.zeros_like(index), memory, time, np.stack((np.full_like(index, end), index)))
@@ -308,7 +308,7 @@ def _points(end: int, found: Found) -> Points:
 _ROUNDING = 1e-9
 
 
-def turning_point(memory_bytes: npt.ArrayLike, time_ns: npt.ArrayLike) -> int | None:
+def knee(memory_bytes: npt.ArrayLike, time_ns: npt.ArrayLike) -> int | None:
     """Which point, of a frontier with memory ascending and time descending; None where there is no such point.
 
     The one farthest below the straight line between the ends of the frontier, with memory and time each taken as a

@@ -109,7 +109,7 @@ def shards_axis(block: Block) -> Axis:
 
 
 def row_for(block: Block, samples: int, shards: int = 1) -> CostRow:
-    """The block's costs for so many samples; outside of its rows' sizes, the nearest row in proportion."""
+    """The block's costs for ``samples``; outside of its rows' sizes, the nearest row in proportion."""
     sizes = sorted(row.microbatch_size for row in block.costs if row.shards == shards and _plain(row))
     if not sizes:
         raise UsageError(
@@ -194,7 +194,7 @@ def single_operator(
 
 
 def _linear(sizes: Numbers, batch: Axis, width: int, taken: int, learns: bool) -> Splittable | None:
-    """With a function of each number behind it; more places than one are for the block to know."""
+    """With a function of each number after it; more places than one are for the block to know."""
     if taken > sizes["inputs"] * width:
         return None
     return _ExecutedLayer(_product_axes(sizes, batch, 1), width, learns=learns, bent=True)

@@ -345,14 +345,14 @@ def _planned(
     start = balance.begins_of(costs.num_blocks, num_stages)
     search.run(start)
     if fits is not None and not search.fitting(fits):
-        search.run(_roomy_start(costs, num_stages, fits))
+        search.run(_fitting_start(costs, num_stages, fits))
     best = min(search.fitting(fits), key=lambda begins: (search.seen[begins].iteration_ns, begins))
     best = search.polished(best, fits)
     found = search.seen[best]
     return Planned(best, found.iteration_ns, found.master_stage, search.seen[start].iteration_ns, len(search.seen))
 
 
-def _roomy_start(costs: ChainCosts, num_stages: int, fits: Fitting) -> Cuts:
+def _fitting_start(costs: ChainCosts, num_stages: int, fits: Fitting) -> Cuts:
     """The split with the least longest stage of those that fit."""
 
     def cost(stage: int, begins: Array, ends: Array) -> Array:

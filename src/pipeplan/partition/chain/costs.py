@@ -260,12 +260,12 @@ class ChainCosts:
         return largest
 
     def memory(self, begins: Place, ends: Place, in_flight: Place) -> Array:
-        """Bytes with so many micro-batches in flight."""
+        """Bytes with this number of micro-batches in flight."""
         needed: Array = in_flight * self.activation(begins, ends) + self.workspace(begins, ends)
         return needed + self.statics(begins, ends)
 
-    def room(self, begins: Place, ends: Place, limit: int) -> Array:
-        """Micro-batches of which so many bytes hold the activations; -1 if they do not even hold the rest."""
+    def most_in_flight(self, begins: Place, ends: Place, limit: int) -> Array:
+        """Micro-batches whose activations fit into ``limit`` bytes beside the rest; -1 if not even the rest does."""
         left = limit - self.statics(begins, ends) - self.workspace(begins, ends)
         each = self.activation(begins, ends)
         return np.where(left < 0, -1, np.where(each > 0, left // np.maximum(each, 1), UNLIMITED))
@@ -303,12 +303,12 @@ class Fitting:
     num_microbatches: int
 
     def needs(self, num_stages: int, stages: Place, begins: Place, ends: Place) -> Array:
-        """Bytes of blocks begin..end-1 as that of so many stages."""
+        """Bytes of blocks begin..end-1 as that of ``num_stages``."""
         in_flight = np.minimum(self.num_microbatches, num_stages - stages)
         return self.costs.memory(begins, ends, in_flight)
 
     def fits(self, num_stages: int, stages: Place, begins: Place, ends: Place) -> np.ndarray:
-        """Whether blocks begin..end-1 fit as that of so many stages."""
+        """Whether blocks begin..end-1 fit as that of ``num_stages``."""
         return self.needs(num_stages, stages, begins, ends) <= self.memory_bytes
 
     def all_fit(self, begins: Sequence[int]) -> bool:
@@ -317,7 +317,7 @@ class Fitting:
         return bool(self.fits(len(begins), np.arange(len(begins)), bounds[:-1], bounds[1:]).all())
 
     def any_cut(self, num_stages: int) -> bool:
-        """Whether some cut into so many stages fits: that whose stages, first to last, take as much as fits.
+        """Whether some cut into ``num_stages`` fits: that whose stages, first to last, take as much as fits.
 
         More blocks never need less, so if any cut fits this one does.
         """

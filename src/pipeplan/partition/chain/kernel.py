@@ -77,7 +77,7 @@ class Programme:
         object.__setattr__(self, "left", left)
 
     def start(self, num_devices: Sequence[int] = (0,)) -> Layer:
-        """No stage yet, and so many devices of which none has to have one: 0 where all have to."""
+        """No stage yet, and how many devices may be left without one: 0 where all must have one."""
         layer = self._impossible()
         layer.values[list(num_devices), 0] = 0
         return layer

@@ -32,7 +32,7 @@ from pipeplan.costs import UNLIMITED
 from pipeplan.partition.chain.costs import Array, Chain, Held, Range
 from pipeplan.partition.chain.kernel import Cost, Fits, balanced_split, least_split
 
-__all__ = ["Allowed", "evenest", "levelled", "roomiest", "run_time", "shortest_run"]
+__all__ = ["Allowed", "evenest", "least_short", "levelled", "run_time", "shortest_run"]
 
 
 PER_DEVICE = 4
@@ -130,9 +130,9 @@ def _takes(
 
     ``limits`` are the most ns of a device, and of a stage.
     """
-    (room, longest), after = limits, len(chain.memory) - 1 - device
-    must = sum(chain.time(begin, end) for begin, end in state) - after * room
-    for left, load in _bites(chain, sides, after, state, must, room, longest):
+    (most, longest), after = limits, len(chain.memory) - 1 - device
+    must = sum(chain.time(begin, end) for begin, end in state) - after * most
+    for left, load in _bites(chain, sides, after, state, must, most, longest):
         taken: list[Range] = []
         for (begin, end), (low, high), ends in zip(state, left, sides, strict=True):
             taken += [(begin, low), (high, end)][:ends]
@@ -141,38 +141,38 @@ def _takes(
 
 
 def _bites(
-    chain: Chain, sides: Sequence[int], after: int, state: State, must: int, room: int, longest: int
+    chain: Chain, sides: Sequence[int], after: int, state: State, must: int, most: int, longest: int
 ) -> Iterator[tuple[State, int]]:
-    """Bites from all segments that take ``must`` to ``room`` ns together and leave a block for each later stage."""
+    """Bites from all segments that take ``must`` to ``most`` ns together and leave a block for each later stage."""
     if len(state) == 1:
-        for left, load in _bite(chain, sides[0], after, state[0], must, room, longest):
+        for left, load in _bite(chain, sides[0], after, state[0], must, most, longest):
             yield (left,), load
         return
     alone = max(0, must - longest * sum(sides[1:]))
-    for left, load in _bite(chain, sides[0], after, state[0], alone, room, longest):
-        for others, more in _bites(chain, sides[1:], after, state[1:], must - load, room - load, longest):
+    for left, load in _bite(chain, sides[0], after, state[0], alone, most, longest):
+        for others, more in _bites(chain, sides[1:], after, state[1:], must - load, most - load, longest):
             yield (left, *others), load + more
 
 
 def _bite(
-    chain: Chain, ends: int, after: int, segment: Range, must: int, room: int, longest: int
+    chain: Chain, ends: int, after: int, segment: Range, must: int, most: int, longest: int
 ) -> Iterator[tuple[Range, int]]:
     """The same for one segment: at least one block from each of its ends."""
     begin, end = segment
     if ends == 1:
         enough = bisect_left(chain.times, chain.times[begin] + must)
         for low in range(max(begin + 1, enough), end - after + 1):
-            if chain.time(begin, low) > min(room, longest):
+            if chain.time(begin, low) > min(most, longest):
                 return
             yield (low, end), chain.time(begin, low)
         return
     for low in range(begin + 1, end - 2 * after):
         head = chain.time(begin, low)
-        if head > min(room, longest):
+        if head > min(most, longest):
             return
         enough = bisect_right(chain.times, chain.times[end] - max(0, must - head)) - 1
         for high in range(min(end - 1, enough), low + 2 * after - 1, -1):
-            if chain.time(high, end) > min(room - head, longest):
+            if chain.time(high, end) > min(most - head, longest):
                 break
             yield (low, high), head + chain.time(high, end)
 
@@ -217,10 +217,10 @@ def levelled(chain: Chain, begins: Cuts) -> Cuts:
     return begins if better is None else _descended(chain, better, longest=chain.longest(better))
 
 
-def roomiest(chain: Chain) -> Cuts:
+def least_short(chain: Chain) -> Cuts:
     """Cuts under which the device that misses most memory misses little: the least, for one stage per device.
 
-    Where nothing can fit, no more is done than to have cuts to tell of.
+    Where nothing can fit, there are cuts all the same, for the error to name.
     """
     window = _StageWindow.of(chain, (), 0, chain.num_stages)
     begins = window.cut(window.shortage)

@@ -1,8 +1,8 @@
 """The fewest devices that parts can do with in a given time, at least: tables that bound the exact search.
 
 From the first child of a series to the last, and for every state of what comes after (:class:`Needs`, rounded down):
-the fewest devices for so many children. Where memory has no limit, needs do not matter and the bounds are exact. Else
-they are below the truth because needs are rounded, because what comes before parallel branches is said to need no
+the fewest devices for a number of children. Where memory has no limit, needs do not matter and the bounds are exact.
+Else they are below the truth because needs are rounded, because what comes before parallel branches is said to need no
 more than what comes after them, and because a stage with the end of a branch is said to hold what the state with the
 least does.
 
@@ -174,12 +174,12 @@ class PartBounds:
         return least
 
     def fitting(self, load: Costs, choices: list[int]) -> Integers | None:
-        """[choice] micro-batches for which a stage with this load has room; None for no limit."""
+        """[choice] micro-batches for which a stage with this load fits; None for no limit."""
         limit = self._problem.memory_bytes
         if limit is None:
             return None
         rows = [self.shapes.choices[choice].row for choice in choices]
-        return np.array([load[row].room(limit) for row in rows], dtype=np.int64)
+        return np.array([load[row].most_in_flight(limit) for row in rows], dtype=np.int64)
 
     def _reached(self, shape: Shape, index: int) -> Iterator[int]:
         choice, time, begin = self.shapes.choices[index], self._problem.time, 0

@@ -26,7 +26,7 @@ from pipeplan.partition.graph.shapes import Group, Shape
 from pipeplan.partition.problem import Way
 from pipeplan.time_limit import checkpoint
 
-__all__ = ["Entry", "EntryTrace", "Question", "Solution"]
+__all__ = ["Entry", "EntryTrace", "Feasibility", "Solution"]
 
 
 _CHUNK = 256
@@ -140,7 +140,7 @@ class _Runs(NamedTuple):
     differences: Integers
 
 
-class Question:
+class Feasibility:
     """Whether stages can be found that take at most ``bounds.most_ns`` for the mini-batch, in the memory there is."""
 
     def __init__(self, bounds: PartBounds, num_devices: int) -> None:
@@ -297,8 +297,8 @@ class Question:
         quick = self._bounds.quick(group)
         held = self._needs.in_flight(np.array([after.total]), np.array([after.difference]))
         fits = self._bounds.fitting(self._shapes.load(group), quick)
-        room = NEVER if fits is None else fits
-        kept = np.array(quick, dtype=np.int64)[-(-held // self._needs.each)[0, quick] <= room]
+        most = NEVER if fits is None else fits
+        kept = np.array(quick, dtype=np.int64)[-(-held // self._needs.each)[0, quick] <= most]
         totals, differences = (each[0, kept] for each in self._needs.after(held))
         choices = self._shapes.choices
 

@@ -86,7 +86,7 @@ def kfkb_word(stage: KFKB, in_flight: int, mini_batch: int) -> Iterator[Role]:
 Integers = NDArray[np.int64]
 
 GRID = 16
-"""Totals up to twice so many times the least micro-batch size are states of their own, then so many per doubling."""
+"""Totals up to twice this times the least micro-batch size are states of their own, then this many per doubling."""
 
 
 class Need(NamedTuple):
@@ -142,7 +142,7 @@ class Needs:
         return held
 
     def after(self, in_flight: Integers) -> tuple[Integers, Integers]:
-        """[need, choice] what stages with so many samples in flight need."""
+        """[need, choice] what stages with these samples in flight need."""
         return self.largest(in_flight + self.each, in_flight - self.each)
 
     def largest(self, totals: Integers, differences: Integers) -> tuple[Integers, Integers]:
@@ -153,8 +153,8 @@ class Needs:
         """
         least = self.sizes[0]
         totals = np.minimum(self.mini_batch, np.maximum(np.maximum(totals, least), differences + 2 * least))
-        room = np.minimum(self.mini_batch, -(-(self.mini_batch - differences) // 2))
-        place = np.searchsorted(self.sizes, room) - 1
+        largest = np.minimum(self.mini_batch, -(-(self.mini_batch - differences) // 2))
+        place = np.searchsorted(self.sizes, largest) - 1
         size = self.sizes[np.maximum(place, 0)]
         raised = np.maximum(differences, np.maximum(totals - 2 * size, -size))
         return totals, np.where((place < 0) | (totals >= self.mini_batch), self.mini_batch, raised)

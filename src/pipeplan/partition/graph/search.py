@@ -9,7 +9,7 @@ from typing import Literal
 
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.partition.graph.bounds import PartBounds
-from pipeplan.partition.graph.feasibility import Entry, EntryTrace, Question, Solution
+from pipeplan.partition.graph.feasibility import Entry, EntryTrace, Feasibility, Solution
 from pipeplan.partition.graph.shapes import Shapes, grouped
 from pipeplan.partition.problem import Costs, Partition, PartitionProblem, Way, together
 from pipeplan.partition.series_parallel import Part, SeriesParallel, decompose, in_line, topological_order
@@ -40,7 +40,7 @@ def graphpipe(problem: PartitionProblem, *, grain: int = 0, tolerance: float = 0
 
     The lines are the blocks in the order they were given in (as far as edges let them) and in the order of the
     decomposition. Of equal partitions those of the decomposition are taken, with few samples in flight, then few
-    devices. With a ``grain`` blocks in series are taken together as long as they make at most so many ns for the
+    devices. With a ``grain`` blocks in series are taken together as long as they take at most that many ns of the
     mini-batch (GraphPipe 3.5): quicker, and the optimum may be missed. With a ``tolerance`` the result is at most so
     much above the optimum, as a share of it. There is one such partition.
 
@@ -123,7 +123,7 @@ def _lowest(shapes: Shapes, low: int, most: int, tolerance: float) -> int:
 
 def _answer(shapes: Shapes, most_ns: int) -> Solution | None:
     """Stages that take at most so long."""
-    return Question(PartBounds(shapes, most_ns), shapes.problem.num_devices).answer()
+    return Feasibility(PartBounds(shapes, most_ns), shapes.problem.num_devices).answer()
 
 
 def _longest(shapes: Shapes) -> int:

@@ -159,7 +159,9 @@ class Shapes:
         """[row, first child] micro-batches of which a run before ``end`` can hold the activations, ascending."""
         if (number, end) not in self._capacities:
             assert self.problem.memory_bytes is not None
-            found = self.shapes[number].sums.room(np.arange(end), np.full(end, end), self.problem.memory_bytes)
+            found = self.shapes[number].sums.most_in_flight(
+                np.arange(end), np.full(end, end), self.problem.memory_bytes
+            )
             self._capacities[number, end] = found
         return self._capacities[number, end]
 
