@@ -8,7 +8,7 @@ small and lose nothing:
   with a shorter one stays one when the run takes over what it left, since leaving out blocks never costs more.
 - The same holds for a run that takes the end of one of the branches before it: it takes as much as it can.
 - A solution is left out if it takes more devices than are left when everything else takes its fewest
-  (:class:`~pipeplan.partition.graph.bounds.PartBounds`).
+  (:class:`~pipeplan.partition.graph.shapes.PartBounds`).
 - Parts of one shape before the same need have the same solutions.
 """
 
@@ -20,9 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeplan.partition.graph.bounds import NEVER, PartBounds
 from pipeplan.partition.graph.in_flight import Integers, Need
-from pipeplan.partition.graph.shapes import Group, Shape
+from pipeplan.partition.graph.shapes import NEVER, Group, PartBounds, Shape
 from pipeplan.partition.problem import Way
 from pipeplan.time_limit import checkpoint
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
-from pipeplan.partition.graph.bounds import PartBounds
 from pipeplan.partition.graph.feasibility import Entry, EntryTrace, Feasibility, Solution
-from pipeplan.partition.graph.shapes import Shapes, grouped
+from pipeplan.partition.graph.shapes import PartBounds, Shapes, grouped
 from pipeplan.partition.problem import Costs, Partition, PartitionProblem, Way, together
 from pipeplan.partition.series_parallel import Part, SeriesParallel, decompose, in_line, topological_order
 from pipeplan.units import format_bytes, named_devices
