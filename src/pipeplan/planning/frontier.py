@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
@@ -231,16 +232,12 @@ def _of_plans(request: Request, *, quickest: bool) -> FrontierResult:
         False,
         found.seconds,
         tuple(_with_knees(points)),
-        tuple(partial(_given, point.plan) for point in found.points),
+        tuple(partial(attrgetter("plan"), point) for point in found.points),
         (*request_notes(request), *_plan_notes(found)),
         found.interrupted,
         tried=found.num_tried,
         untried=found.num_untried,
     )
-
-
-def _given(plan: Plan) -> Plan:
-    return plan
 
 
 def _plan_notes(found: PlanFrontier) -> Iterator[str]:

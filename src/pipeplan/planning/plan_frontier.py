@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from heapq import merge
 from itertools import product
 
@@ -151,15 +151,34 @@ _COUNTING = 0.05
 """The part of the time that counting what was not tried may take."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlanPoint:
-    """A plan of the frontier with what it takes; memory is the peak of the device that needs most, with workspace."""
+    """What fits and what it takes, to be compared; memory is the peak of the device that needs most, with workspace.
 
-    plan: Plan
+    Its stages may yet be split where there is a ``candidate``.
+    """
+
+    request: Request
     memory_bytes: int
     workspace_bytes: int
     iteration_ns: int
-    num_devices: int
+    make: Callable[[], Plan]
+    candidate: PlacementCandidate | None = None
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Made when it is wanted."""
+        return self.make()
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the plan."""
+        return self.request.num_devices
+
+    @property
+    def figures(self) -> tuple[int, int, int]:
+        """What points are compared by; less is better."""
+        return self.num_devices, self.memory_bytes, self.iteration_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,31 +199,12 @@ class PlanFrontier:
     failures: Mapping[int, PipeplanError] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tried:
-    """What fits and what it takes, to be compared; with a ``candidate`` whose stages may yet be split."""
-
-    request: Request
-    memory_bytes: int
-    workspace_bytes: int
-    iteration_ns: int
-    plan: Callable[[], Plan]
-    candidate: PlacementCandidate | None = None
-
-    @property
-    def figures(self) -> tuple[int, int, int]:
-        return self.request.num_devices, self.memory_bytes, self.iteration_ns
-
-
 def plan_frontier(request: Request, *, quickest: bool = False) -> PlanFrontier:
     """The frontier of a request's profile and mini-batch over its numbers of devices.
 
     The request's memory is the most that any plan may take. Ends when all partitions have been tried, at Ctrl-C, or at
-    the time limit as soon as there is something, whatever is going on then: with what there is.
-
-    Args:
-        request: with the mini-batch and the time.
-        quickest: what promises least time comes first, for those who look for the quickest plans alone.
+    the time limit as soon as there is something, whatever is going on then: with what there is. Where the ``quickest``
+    are looked for, what promises least time comes first.
 
     Raises:
         InfeasibleError: nothing fits; it says what would, as far as there was time to find out.
@@ -214,7 +214,7 @@ def plan_frontier(request: Request, *, quickest: bool = False) -> PlanFrontier:
         raise _why(request, found)
     search = found.search
     untried = _counted(found.partitions, _COUNTING * request.time_limit) if found.interrupted else 0
-    points = [_point(tried) for tried in sorted(search.best, key=lambda tried: tried.figures)]
+    points = sorted(search.best, key=lambda point: point.figures)
     seconds, counts = search.limit.elapsed, {point.num_devices for point in points}
     failures = {count: error for count, error in search.failures.items() if count not in counts}
     how = search.num_tried, seconds, found.interrupted, untried, tuple(search.rough)
@@ -279,7 +279,7 @@ class _FrontierSearch:
     """What has been found until the time is up."""
 
     limit: Limit
-    best: list[_Tried] = field(default_factory=list)
+    best: list[PlanPoint] = field(default_factory=list)
     failures: dict[int, PipeplanError] = field(default_factory=dict)
     num_tried: int = 0
     rough: list[int] = field(default_factory=list)
@@ -348,13 +348,13 @@ class _FrontierSearch:
             (each.memory_bytes for each in self.best if each.request.num_devices == num_devices), reverse=True
         )
 
-    def by_devices(self, requests: Sequence[Request]) -> list[list[_Tried]]:
+    def by_devices(self, requests: Sequence[Request]) -> list[list[PlanPoint]]:
         """The points of every number of devices, quickest first."""
         ordered = sorted(self.best, key=lambda each: each.iteration_ns)
         return [[each for each in ordered if each.request.num_devices == asked.num_devices] for asked in requests]
 
 
-def _one_stage(request: Request, within: float) -> Iterator[_Tried]:
+def _one_stage(request: Request, within: float) -> Iterator[PlanPoint]:
     """The cost frontier of the whole model on all devices; nothing where its costs are not known.
 
     One device splits nothing, and what it runs must be profiled: it is left to the partitions.
@@ -369,7 +369,7 @@ def _one_stage(request: Request, within: float) -> Iterator[_Tried]:
     for index, point in enumerate(splits.points):
         if (limit is None or point.memory_bytes <= limit) and _runs(splits, index):
             plan = partial(splits.plan, request, index)
-            yield _Tried(request, point.memory_bytes, point.workspace_bytes, point.time_ns, plan)
+            yield PlanPoint(request, point.memory_bytes, point.workspace_bytes, point.time_ns, plan)
 
 
 def _runs(splits: Splits, index: int) -> bool:
@@ -381,7 +381,7 @@ def _runs(splits: Splits, index: int) -> bool:
     return True
 
 
-def _split(splits: GroupSplits, best: Sequence[_Tried]) -> Iterator[PartitionTrial]:
+def _split(splits: GroupSplits, best: Sequence[PlanPoint]) -> Iterator[PartitionTrial]:
     """The points again with every stage on several devices split as its own frontier says, under the same limits."""
     for tried in best:
         found = tried.candidate and split_stages(splits, tried.candidate, tried.request.least_memory)
@@ -399,7 +399,7 @@ def _counted(found: Iterator[PartitionTrial], seconds: float) -> int:
     return number
 
 
-def _tried(asked: PartitionTrial, candidate: PlacementCandidate, best: Sequence[_Tried]) -> _Tried | None:
+def _tried(asked: PartitionTrial, candidate: PlacementCandidate, best: Sequence[PlanPoint]) -> PlanPoint | None:
     """A candidate with the best known schedule; None if it does not fit, or cannot be better than what there is."""
     request = asked.request
     try:
@@ -414,7 +414,7 @@ def _tried(asked: PartitionTrial, candidate: PlacementCandidate, best: Sequence[
         return None
     peak = max(peak_memory(trial.best.graph, trial.best.orders), key=lambda each: each.peak_bytes)
     plan, still_open = partial(_trial_plan, request, trial), trial.candidate if asked.open else None
-    return _Tried(request, peak.peak_bytes, peak.workspace_bytes, trial.value_ns, plan, still_open)
+    return PlanPoint(request, peak.peak_bytes, peak.workspace_bytes, trial.value_ns, plan, still_open)
 
 
 def _trial_plan(request: Request, trial: Trial) -> Plan:
@@ -422,7 +422,7 @@ def _trial_plan(request: Request, trial: Trial) -> Plan:
     return planned(request, trial.candidate, trial.settled, trial.best.workload)
 
 
-def _with(best: Sequence[_Tried], found: _Tried) -> list[_Tried]:
+def _with(best: Sequence[PlanPoint], found: PlanPoint) -> list[PlanPoint]:
     """The frontier with another point, if it belongs there."""
     if any(_beats(each.figures, found.figures) for each in best):
         return list(best)
@@ -432,9 +432,3 @@ def _with(best: Sequence[_Tried], found: _Tried) -> list[_Tried]:
 def _beats(figures: tuple[int, ...], others: tuple[int, ...]) -> bool:
     """At most as much of everything."""
     return all(own <= other for own, other in zip(figures, others, strict=True))
-
-
-def _point(tried: _Tried) -> PlanPoint:
-    plan = tried.plan()
-    memory = tried.memory_bytes, tried.workspace_bytes
-    return PlanPoint(plan, *memory, plan.predicted.iteration_ns, tried.request.num_devices)

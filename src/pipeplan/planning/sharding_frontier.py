@@ -203,17 +203,10 @@ def plan_of_strategy(
     cluster: Cluster | None = None,
     memory_bytes: int | None = None,
 ) -> Plan:
-    """The plan that runs a strategy on all of the model's devices, checked.
+    """The plan that runs a strategy of a profile's ``model`` of whole blocks on all of its devices, checked.
 
     With the micro-batches that the model's options say, and how many hold activations at once; their simulated
-    time and memory are the strategy's.
-
-    Args:
-        profile: of which the model is.
-        model: with whole blocks.
-        strategy: of the model's graph.
-        cluster: the model's; its first devices are named in the plan.
-        memory_bytes: of every device, if not the cluster's.
+    time and memory are the strategy's. ``cluster`` is the model's; ``memory_bytes`` of every device, if not its.
 
     Raises:
         UsageError: as :func:`split_blocks`.
