@@ -81,7 +81,7 @@ class FiniteRange(click.FloatRange):
         return number
 
 
-class _Placement(click.Option):
+class _PlacementOption(click.Option):
     """Its help names every placement strategy there is."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
@@ -112,7 +112,7 @@ _OPTIONS = (
     ),
     click.option(
         "--placement",
-        cls=_Placement,
+        cls=_PlacementOption,
         default="auto",
         show_default=True,
         metavar="NAME|FILE",

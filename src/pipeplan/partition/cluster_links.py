@@ -10,11 +10,11 @@ from pipeplan.costs.communication import all_reduce_time, transfer_time
 from pipeplan.errors import InfeasibleError
 from pipeplan.files import Cluster
 
-__all__ = ["DeviceMemory", "GroupLinks", "LinkTime", "Traffic", "link_time"]
+__all__ = ["GroupLinks", "GroupMemory", "LinkTime", "Traffic", "link_time"]
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceMemory:
+class GroupMemory:
     """Sizes and needs of groups, and the memory of each device."""
 
     groups: tuple[int, ...]
@@ -22,7 +22,7 @@ class DeviceMemory:
     memory: tuple[float, ...]
 
     @staticmethod
-    def of(groups: Sequence[int], needs: Sequence[int], cluster: Cluster) -> DeviceMemory:
+    def of(groups: Sequence[int], needs: Sequence[int], cluster: Cluster) -> GroupMemory:
         """Whoever needs most chooses first: others may take what it leaves, so nobody can choose wrongly."""
         memory = tuple(math.inf if size is None else size for size in cluster.memory_bytes)
         if sum(groups) > len(memory):
@@ -35,7 +35,7 @@ class DeviceMemory:
             taken += groups[group]
             if largest[taken - 1] < needs[group]:
                 raise InfeasibleError(_shortage(group, groups, needs, largest, taken))
-        return DeviceMemory(tuple(groups), tuple(needs), memory)
+        return GroupMemory(tuple(groups), tuple(needs), memory)
 
     def fits(self, group: int, device: int) -> bool:
         """Whether a device has the memory that a group, or none (-1), needs."""

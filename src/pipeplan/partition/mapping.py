@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster
-from pipeplan.partition.cluster_links import DeviceMemory, GroupLinks, LinkTime, Traffic
+from pipeplan.partition.cluster_links import GroupLinks, GroupMemory, LinkTime, Traffic
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -34,7 +34,7 @@ Way = Callable[[Sequence[int], Sequence[int]], list[Devices]]
 """(sizes of groups, free devices) -> the devices of each group, both in order."""
 
 
-def lines(links: GroupLinks, space: DeviceMemory) -> set[tuple[Devices, ...]]:
+def lines(links: GroupLinks, space: GroupMemory) -> set[tuple[Devices, ...]]:
     """Groups along the devices in several orders and ways, and simply one after another where they have memory so."""
     plain, followed = list(range(len(space.groups))), _followed(links, len(space.groups))
     orders = [plain, followed, _gathered(links, space)]
@@ -59,7 +59,7 @@ def _followed(links: GroupLinks, num_groups: int) -> list[int]:
     return list(order)
 
 
-def _gathered(links: GroupLinks, space: DeviceMemory) -> list[int]:
+def _gathered(links: GroupLinks, space: GroupMemory) -> list[int]:
     """Groups joined over the ties that gain most, while what is joined fits a unit; innermost units first."""
     part = {group: [group] for group in range(len(space.groups))}
     ties = sorted(links.ties, key=lambda tie: tie.least - tie.most)
@@ -83,7 +83,7 @@ def _graph(links: GroupLinks) -> nx.Graph:
     return graph
 
 
-def _halved(order: Sequence[int], graph: nx.Graph, space: DeviceMemory, sizes: Sequence[int]) -> list[int]:
+def _halved(order: Sequence[int], graph: nx.Graph, space: GroupMemory, sizes: Sequence[int]) -> list[int]:
     """Groups cut in two where little is lost, and each part again: Kernighan and Lin (1970), from the order's middle.
 
     The middle is between whole units of the outermost level that has several of them.
@@ -102,7 +102,7 @@ def _halved(order: Sequence[int], graph: nx.Graph, space: DeviceMemory, sizes: S
     return [group for part in parts for group in _halved(part, graph, space, sizes)]
 
 
-def _line(order: Sequence[int], space: DeviceMemory, way: Way) -> tuple[Devices, ...]:
+def _line(order: Sequence[int], space: GroupMemory, way: Way) -> tuple[Devices, ...]:
     """Groups in order on the devices in order; those that fewest devices have memory for go first."""
     found: list[Devices] = [()] * len(space.groups)
     taken: set[int] = set()
@@ -114,7 +114,7 @@ def _line(order: Sequence[int], space: DeviceMemory, way: Way) -> tuple[Devices,
     return tuple(found)
 
 
-def _by_choice(order: Sequence[int], space: DeviceMemory) -> list[list[int]]:
+def _by_choice(order: Sequence[int], space: GroupMemory) -> list[list[int]]:
     """Groups by the devices that have memory for them, fewest first: so nobody takes what others must have."""
     memory, members = sorted(space.memory), defaultdict[int, list[int]](list)
     for group in order:
@@ -176,7 +176,7 @@ class Change:
 class GroupLayout:
     """Groups on devices, and how long each tie keeps links busy."""
 
-    def __init__(self, links: GroupLinks, space: DeviceMemory, devices: Sequence[Devices]) -> None:
+    def __init__(self, links: GroupLinks, space: GroupMemory, devices: Sequence[Devices]) -> None:
         self.links, self.space = links, space
         self.devices = list(devices)
         self.owner = [-1] * len(space.memory)
@@ -320,7 +320,7 @@ def mapped(
         InfeasibleError: there are too few devices, or too few with enough memory.
     """
     _check(groups, traffic, sync, needs)
-    space = DeviceMemory.of(groups, needs or [0] * len(groups), cluster)
+    space = GroupMemory.of(groups, needs or [0] * len(groups), cluster)
     return LayoutSearch(GroupLinks.of(groups, traffic, cluster, sync), space).best()
 
 
@@ -338,7 +338,7 @@ def _check(groups: Sequence[int], traffic: Traffic, sync: Sequence[int], needs: 
 class LayoutSearch:
     """A search for a layout that keeps links busy for the least time."""
 
-    def __init__(self, links: GroupLinks, space: DeviceMemory) -> None:
+    def __init__(self, links: GroupLinks, space: GroupMemory) -> None:
         self.links, self.space = links, space
         self.least = sum(tie.least for tie in links.ties)
         self.left = MOST_WORK
