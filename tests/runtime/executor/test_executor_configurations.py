@@ -27,7 +27,7 @@ from pipeplan.runtime.models.zoo.gpt import GPTSize
 from pipeplan.runtime.parallel.parameter_slices import Cut, ParameterPart, Slice
 from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.training.trainer import require_splittable
-from pipeplan.sharding.configurations.building import CostOptions, cost_model
+from pipeplan.sharding.cost_model import CostOptions, cost_model
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.mesh import COPIES, SAMPLES, SHARDS, Mesh, MeshAxis
 from runtime_support.models import branches

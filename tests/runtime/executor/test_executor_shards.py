@@ -13,11 +13,11 @@ from pipeplan.checker import check
 from pipeplan.costs.presets import cluster_of_paper, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.files import PlacedStage, Plan
-from pipeplan.planning.operator_strategies import plan_of_strategy
+from pipeplan.planning.sharding_frontier import plan_of_strategy
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.profiling.estimate import estimate_model
 from pipeplan.runtime.training.trainer import require_splittable
-from pipeplan.sharding.configurations.building import CostOptions, cost_model
+from pipeplan.sharding.cost_model import CostOptions, cost_model
 from pipeplan.sharding.tracking import track
 from pipeplan.workload.mesh import Mesh
 from runtime_support import models as runtime_models
