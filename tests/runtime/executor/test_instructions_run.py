@@ -17,7 +17,7 @@ from pipeplan.runtime.executor.message_graph import Message
 from pipeplan.runtime.executor.process_groups import ProcessGroups
 from pipeplan.runtime.executor.rank_program import planned_programs, programs_of
 from pipeplan.runtime.executor.stage import MiniBatch, StageError
-from pipeplan.runtime.executor.tensor_slots import TensorSlots, TensorSpec
+from pipeplan.runtime.executor.tensors import TensorSlots, TensorSpec
 from pipeplan.runtime.launch.job import RunOptions
 from pipeplan.runtime.launch.status_board import Board, Progress
 from pipeplan.runtime.models.import_path import imported_module

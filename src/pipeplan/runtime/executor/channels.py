@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeplan.runtime.executor.rank_program import Program, ProgramStep
-from pipeplan.runtime.executor.tensor_slots import TensorSpec
+from pipeplan.runtime.executor.tensors import TensorSpec
 from pipeplan.runtime.launch.failures import Cause, cause_of
 
 __all__ = ["Buffers", "Channels", "TransferError"]

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
+from pipeplan.runtime.executor.message_graph import Numbers
 from pipeplan.runtime.executor.process_groups import RankGroup
 from pipeplan.runtime.executor.rank_program import CustomOpPart, Program, ProgramStep
-from pipeplan.runtime.executor.sample_ownership import Numbers
 from pipeplan.runtime.executor.stage import MiniBatch, StageError, stage_errors
-from pipeplan.runtime.executor.tensor_slots import Produced, Received, TensorSpec
+from pipeplan.runtime.executor.tensors import Produced, Received, TensorSpec
 from pipeplan.workload.action import is_instruction_word
 from pipeplan.workload.elements import Attribute
 from pipeplan.workload.kinds import is_instruction

@@ -22,13 +22,19 @@ from torch import Tensor
 from pipeplan.files import Plan, sha256_of
 from pipeplan.runtime.executor.channels import Channels
 from pipeplan.runtime.executor.interpreter import Executor
-from pipeplan.runtime.executor.message_graph import Hops, Message, hops_of
-from pipeplan.runtime.executor.process_groups import ProcessGroups, RankGroup
-from pipeplan.runtime.executor.rank_group import AllRanks, TimedAction, extent, iteration_of, require_alike
+from pipeplan.runtime.executor.message_graph import Hops, Message, Numbers, hops_of
+from pipeplan.runtime.executor.process_groups import (
+    AllRanks,
+    ProcessGroups,
+    RankGroup,
+    TimedAction,
+    extent,
+    iteration_of,
+    require_alike,
+)
 from pipeplan.runtime.executor.rank_program import Program, ProgramStep, planned_programs
-from pipeplan.runtime.executor.sample_ownership import Numbers
 from pipeplan.runtime.executor.stage import MiniBatch
-from pipeplan.runtime.executor.tensor_slots import Produced, Received, TensorSpec
+from pipeplan.runtime.executor.tensors import Produced, Received, TensorSpec
 from pipeplan.runtime.launch.failures import lost_others
 from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunOptions, RunResult, StepResult, run_job
 from pipeplan.runtime.launch.status_board import Phase, Progress

@@ -15,18 +15,15 @@ from typing import Protocol
 from torch import Tensor
 
 from pipeplan.runtime.executor.channels import Channels, TransferError
+from pipeplan.runtime.executor.message_graph import Numbers
 from pipeplan.runtime.executor.rank_program import Program, ProgramStep
-from pipeplan.runtime.executor.sample_ownership import Numbers
 from pipeplan.runtime.executor.stage import MiniBatch, StageError
-from pipeplan.runtime.executor.tensor_slots import Made, Produced, Received, Taking, TensorSlots, TensorSpec
+from pipeplan.runtime.executor.tensors import Made, Produced, Received, Taking, TensorSlots, TensorSpec
 from pipeplan.runtime.launch.failures import Cause, RankError
 from pipeplan.runtime.launch.status_board import Phase, Progress
-from pipeplan.runtime.parallel.device import Clock, Mark
+from pipeplan.runtime.parallel.device import Clock, Span
 
-__all__ = ["Executor", "Runner", "Span"]
-
-Span = tuple[int, Mark, Mark]
-"""Program counter, start and end of an action. A SEND's is its posting; a RECV's is how long it was waited for."""
+__all__ = ["Executor", "Runner"]
 
 _Taken = tuple[Numbers, tuple[str, ...], Taking]
 """Samples, blocks, and where their tensors are."""

@@ -12,8 +12,15 @@ from dataclasses import dataclass
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
-from pipeplan.runtime.executor.message_graph import Message, MessageGraph, hops_of, model_messages, planned_messages
-from pipeplan.runtime.executor.sample_ownership import Numbers, SampleOwnership
+from pipeplan.runtime.executor.message_graph import (
+    Message,
+    MessageGraph,
+    Numbers,
+    SampleOwnership,
+    hops_of,
+    model_messages,
+    planned_messages,
+)
 from pipeplan.runtime.parallel.share import Share
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Attribute, Stage

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from pipeplan.errors import UsageError
 from pipeplan.runtime.executor.process_groups import Ranks, groups_of
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.parallel.parameter_slices import ParameterPart
+from pipeplan.runtime.parallel.sharding import ParameterPart
 from pipeplan.runtime.parallel.share import Share
 
 __all__ = ["SharedParameters", "require_equal_copies"]

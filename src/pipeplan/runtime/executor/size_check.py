@@ -10,7 +10,7 @@ import torch
 from pipeplan.files import Plan
 from pipeplan.runtime.executor.message_graph import Message, hops_of
 from pipeplan.runtime.executor.rank_program import Program
-from pipeplan.runtime.executor.tensor_slots import TensorSpec
+from pipeplan.runtime.executor.tensors import TensorSpec
 from pipeplan.runtime.models.spec import Model
 from pipeplan.units import format_bytes
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, Mesh

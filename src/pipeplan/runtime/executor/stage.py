@@ -20,10 +20,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from pipeplan.runtime.executor.channels import TransferError
-from pipeplan.runtime.executor.layouts import WHOLE, StageLayouts, TensorLayout
+from pipeplan.runtime.executor.message_graph import Numbers
 from pipeplan.runtime.executor.rank_program import ProgramStep, StagePart
-from pipeplan.runtime.executor.sample_ownership import Numbers
-from pipeplan.runtime.executor.tensor_slots import Produced, Received
+from pipeplan.runtime.executor.tensors import WHOLE, Produced, Received, StageLayouts, TensorLayout
 from pipeplan.runtime.models.spec import BlockSpec
 from pipeplan.runtime.parallel.device import Autocast, precise
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, warn_if_nothing_waits

@@ -27,10 +27,9 @@ from typing import IO
 
 from pipeplan.errors import ExecutionError, PipeplanError
 from pipeplan.files import Plan
-from pipeplan.runtime.launch.failures import Cause, Failure
+from pipeplan.runtime.launch.failures import Cause, Failure, telling, verdict
 from pipeplan.runtime.launch.job import OnStep, Report, RunOptions, RunResult, StepResult
 from pipeplan.runtime.launch.status_board import Board, Phase
-from pipeplan.runtime.launch.verdict import telling, verdict
 
 __all__ = ["RANK", "Listener", "run_local", "start_timeout_ns", "watch_local"]
 

@@ -18,8 +18,7 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.models.shapes import shaped_blocks
 from pipeplan.runtime.models.spec import Batch, BlockSpec, Model
 from pipeplan.runtime.models.synthetic_batches import batch_like
-from pipeplan.runtime.parallel.parameter_slices import Cut
-from pipeplan.runtime.parallel.sharding import Shards, Split
+from pipeplan.runtime.parallel.sharding import Cut, Shards, Split
 from pipeplan.runtime.parallel.split_layers import HIDDEN, Tile, WordEmbedding
 from pipeplan.runtime.parallel.weight_grads import is_plain_embedding
 

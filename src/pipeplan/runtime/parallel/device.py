@@ -15,11 +15,14 @@ from torch import Tensor
 
 from pipeplan.errors import UsageError
 
-__all__ = ["Autocast", "Clock", "Mark", "offset_ns", "precise", "rank_device"]
+__all__ = ["Autocast", "Clock", "Mark", "Span", "offset_ns", "precise", "rank_device"]
 
 
 Mark = int | torch.cuda.Event
 """A moment: nanoseconds of the host's clock, or an event that has still to be resolved."""
+
+Span = tuple[int, Mark, Mark]
+"""Program counter, start and end of an action. A SEND's is its posting; a RECV's is how long it was waited for."""
 
 _ROUNDS = 9
 

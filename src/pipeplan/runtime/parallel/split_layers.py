@@ -11,8 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from pipeplan.runtime.parallel.parameter_slices import Cut
-from pipeplan.runtime.parallel.sharding import WHOLE, Shards, Split
+from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
 from pipeplan.runtime.parallel.weight_grads import embedding, linear
 
 __all__ = ["FEATURES", "HIDDEN", "RowLinear", "Tile", "WordEmbedding", "cross_entropy", "hidden_of"]

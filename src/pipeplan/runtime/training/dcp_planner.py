@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from pipeplan.runtime.parallel.parameter_slices import ParameterPart
+from pipeplan.runtime.parallel.sharding import ParameterPart
 
 __all__ = ["ChunkLoadPlanner", "ChunkSavePlanner", "OwnedParameter", "ParameterChunk", "whole_chunk"]
 

@@ -17,14 +17,19 @@ from pipeplan.files import Plan, sha256_of
 from pipeplan.runtime.executor.channels import Channels
 from pipeplan.runtime.executor.custom_ops import CustomOpRunner, custom_ops_of
 from pipeplan.runtime.executor.interpreter import Executor
-from pipeplan.runtime.executor.layouts import StageLayouts
-from pipeplan.runtime.executor.process_groups import ProcessGroups
-from pipeplan.runtime.executor.rank_group import AllRanks, TimedAction, extent, iteration_of, require_alike
+from pipeplan.runtime.executor.process_groups import (
+    AllRanks,
+    ProcessGroups,
+    TimedAction,
+    extent,
+    iteration_of,
+    require_alike,
+)
 from pipeplan.runtime.executor.rank_program import Program, programs_of
 from pipeplan.runtime.executor.shared_parameters import SharedParameters, require_equal_copies
 from pipeplan.runtime.executor.size_check import warn_of_other_sizes
 from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
-from pipeplan.runtime.executor.tensor_slots import TensorSpec
+from pipeplan.runtime.executor.tensors import StageLayouts, TensorSpec
 from pipeplan.runtime.launch.failures import lost_others
 from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunResult, StepResult, run_job
 from pipeplan.runtime.launch.status_board import Phase, Progress

@@ -36,8 +36,7 @@ from pipeplan.runtime.models.zoo.layers import (
     words_told,
 )
 from pipeplan.runtime.models.zoo.per_operator import norm_by_operator
-from pipeplan.runtime.parallel.parameter_slices import Cut
-from pipeplan.runtime.parallel.sharding import WHOLE, Shards, Split
+from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
 from pipeplan.runtime.parallel.split_layers import HIDDEN, WordEmbedding, hidden_of
 
 __all__ = ["TranslationSize"]

@@ -25,8 +25,7 @@ from pipeplan.runtime.models.zoo.layers import (
     words_told,
 )
 from pipeplan.runtime.models.zoo.per_operator import operators_of_head, operators_of_layers
-from pipeplan.runtime.parallel.parameter_slices import Cut
-from pipeplan.runtime.parallel.sharding import WHOLE, Shards, Split
+from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
 from pipeplan.runtime.parallel.split_layers import HIDDEN, WordEmbedding, hidden_of
 
 __all__ = ["GPTSize", "Head", "TokenEmbedding", "gpt", "words"]

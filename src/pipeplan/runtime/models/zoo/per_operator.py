@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.models.spec import BlockSpec
 from pipeplan.runtime.models.zoo.layers import LayerStack, summed_loss
-from pipeplan.runtime.parallel.parameter_slices import Cut
-from pipeplan.runtime.parallel.sharding import WHOLE, Shards, Split
+from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
 from pipeplan.runtime.parallel.split_layers import FEATURES, Tile
 from pipeplan.workload.mesh import PLACES
 
