@@ -28,9 +28,9 @@ from pipeplan.files import Profile, write_file
 from pipeplan.runtime.models.capture import replay
 from pipeplan.runtime.models.huggingface import load
 from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.profiling.benches import WholeBench, WholeModelTimes
 from pipeplan.runtime.profiling.estimate import estimate_model
 from pipeplan.runtime.profiling.measure import profile_model
-from pipeplan.runtime.profiling.whole_model import WholeBench, WholeModelTimes
 
 MODELS = {
     "gpt2-124m": "gpt2-124m",

@@ -18,9 +18,9 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.models.capture import capture, replay
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
-from pipeplan.runtime.profiling.block_graph import block_graph_of
+from pipeplan.runtime.profiling.build_profile import block_graph_of
+from pipeplan.runtime.profiling.instruments import SavedTensors, storages
 from pipeplan.runtime.profiling.measure import profile_model
-from pipeplan.runtime.profiling.memory import SavedTensors, storages
 
 WIDTH, HEADS, SEQUENCE, VOCABULARY = 8, 2, 4, 11
 GRAINS: tuple[Literal["layer", "half", "operator"], ...] = ("layer", "half", "operator")

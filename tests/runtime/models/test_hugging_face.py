@@ -16,7 +16,7 @@ from torch import Tensor
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.huggingface import load, load_configuration
 from pipeplan.runtime.models.huggingface.families import FAMILIES
-from pipeplan.runtime.profiling.block_graph import block_graph_of
+from pipeplan.runtime.profiling.build_profile import block_graph_of
 from runtime_support.hugging_face import ARGUMENTS, NAMES, SEQUENCE, batch_for, eager_experts, size, text, whole
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.huggingface import LoadedModel, load
-from pipeplan.runtime.models.huggingface.sharding import share_of
+from pipeplan.runtime.models.huggingface.families import share_of
 from runtime_support.hugging_face import (
     HIDDEN,
     NAMES,

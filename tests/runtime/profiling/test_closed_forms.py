@@ -27,7 +27,7 @@ from pipeplan.costs.operators import (
 from pipeplan.examples.parts import Stack, bottleneck, class_loss, dense, image_stem, long_memory, table_rows
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.shapes import shaped_blocks
-from pipeplan.runtime.profiling.memory import SavedTensors, storages
+from pipeplan.runtime.profiling.instruments import SavedTensors, storages
 
 WIDTH = 4  # float32
 

@@ -24,13 +24,11 @@ from pipeplan.runtime.models.zoo.gpt import GPTSize, gpt
 from pipeplan.runtime.models.zoo.layers import FeedForward, SelfAttention
 from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, defer_weight_gradients
-from pipeplan.runtime.profiling.block_bench import Bench
-from pipeplan.runtime.profiling.block_graph import block_graph_of
+from pipeplan.runtime.profiling.benches import Bench, in_one_piece, measure_whole
+from pipeplan.runtime.profiling.build_profile import block_graph_of
+from pipeplan.runtime.profiling.instruments import drift_of, meter_for, num_outliers
 from pipeplan.runtime.profiling.measure import profile_model
-from pipeplan.runtime.profiling.memory import meter_for
-from pipeplan.runtime.profiling.resume import RowKey, UnfinishedProfile
-from pipeplan.runtime.profiling.timing import drift_of, num_outliers
-from pipeplan.runtime.profiling.whole_model import in_one_piece, measure_whole
+from pipeplan.runtime.profiling.rounds import RowKey, UnfinishedProfile
 
 WIDTH = 8
 FLOAT = 4

@@ -15,9 +15,9 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.models.zoo.gpt import gpt
+from pipeplan.runtime.training.compatibility import identity_of, require_identity
 from pipeplan.runtime.training.data import fingerprint, with_data
 from pipeplan.runtime.training.options import TrainOptions
-from pipeplan.runtime.training.run_fingerprint import identity_of, require_identity
 from runtime_support.checkpoint_models import TINY
 
 WHERE = Path("saved/step-00000010")

@@ -29,11 +29,19 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow, Profile, Source
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.weight_grads import defer_weight_gradients
-from pipeplan.runtime.profiling.block_bench import Bench
-from pipeplan.runtime.profiling.build_profile import costs_of, priced_by, profile_of, splits_of, unsplit_of
-from pipeplan.runtime.profiling.memory import Meter, Usage
-from pipeplan.runtime.profiling.resume import UnfinishedProfile
-from pipeplan.runtime.profiling.rounds import Benches, Kind, Progress, RunCounter, SharedModel, kinds_of
+from pipeplan.runtime.profiling.benches import Bench
+from pipeplan.runtime.profiling.build_profile import (
+    Kind,
+    SharedModel,
+    costs_of,
+    kinds_of,
+    priced_by,
+    profile_of,
+    splits_of,
+    unsplit_of,
+)
+from pipeplan.runtime.profiling.instruments import Meter, Usage
+from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, UnfinishedProfile
 
 __all__ = ["estimate_model", "work_of_blocks"]
 

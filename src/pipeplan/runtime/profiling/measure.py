@@ -19,13 +19,20 @@ from pipeplan.costs.communication import prices_in
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow, Profile, Source
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.profiling.block_bench import TIMES, Bench
-from pipeplan.runtime.profiling.block_graph import BlockGraph
-from pipeplan.runtime.profiling.build_profile import costs_of, priced_by, profile_of, splits_of, unsplit_of
-from pipeplan.runtime.profiling.resume import UnfinishedProfile
-from pipeplan.runtime.profiling.rounds import Benches, Kind, Progress, RunCounter, RunCounts, SharedModel, kinds_of
-from pipeplan.runtime.profiling.timing import drift_of, num_outliers, steady
-from pipeplan.runtime.profiling.whole_model import WholeBench
+from pipeplan.runtime.profiling.benches import TIMES, Bench, WholeBench
+from pipeplan.runtime.profiling.build_profile import (
+    BlockGraph,
+    Kind,
+    SharedModel,
+    costs_of,
+    kinds_of,
+    priced_by,
+    profile_of,
+    splits_of,
+    unsplit_of,
+)
+from pipeplan.runtime.profiling.instruments import drift_of, num_outliers, steady
+from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, RunCounts, UnfinishedProfile
 
 __all__ = ["Progress", "profile_model"]
 

@@ -1,52 +1,37 @@
-"""All benches of a measurement, which take turns: one run of each per round."""
+"""All benches of a measurement, which take turns: one run of each per round; what is measured is kept in a file."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
 
-from pipeplan.errors import InfeasibleError
+from pipeplan.errors import FileError, InfeasibleError, UsageError
+from pipeplan.files import File, parse, write_text
+from pipeplan.files.base import CurrentVersion
+from pipeplan.files.migrations import current_version
+from pipeplan.files.read_write import read_bytes
 from pipeplan.runtime.models.shapes import outputs_of
-from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.profiling.block_bench import Bench
-from pipeplan.runtime.profiling.block_graph import BlockGraph, BlockNode
-from pipeplan.runtime.profiling.memory import Meter, meter_for
-from pipeplan.runtime.profiling.resume import RowKey, UnfinishedProfile
-from pipeplan.runtime.profiling.timing import blamed
-from pipeplan.runtime.profiling.whole_model import WholeBench
+from pipeplan.runtime.profiling.benches import Bench, KeptRow, RowKey, WholeBench
+from pipeplan.runtime.profiling.build_profile import BlockNode, Kind, SharedModel
+from pipeplan.runtime.profiling.instruments import Meter, blamed, meter_for
+from pipeplan.workload.elements import Items
 
-__all__ = ["Benches", "Kind", "Progress", "RunCounter", "RunCounts", "SharedModel", "kinds_of"]
+__all__ = ["Benches", "Progress", "RunCounter", "RunCounts", "UnfinishedProfile"]
+
 
 Progress = Callable[[int, int, str], None]
 """Called before each run with the runs done, all runs, and what runs now."""
 
-Kind = tuple[int, str]
-"""Shards and id of the block that is measured for all like it."""
-
 _ADAPTIVE = 5
 """At most so many times the runs asked for, where times are unsteady."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedModel:
-    """A model of which each block is one device's share among ``shards``, and what is known of it."""
-
-    shards: int
-    model: Model
-    survey: BlockGraph
-
-
-def kinds_of(splits: Sequence[SharedModel]) -> dict[Hashable, Kind]:
-    """Which block is measured for those of a likeness: the first, with the fewest devices."""
-    found: dict[Hashable, Kind] = {}
-    for split in splits:
-        for block in split.survey.blocks:
-            found.setdefault(block.likeness, (split.shards, block.spec.id))
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,3 +206,80 @@ def _inputs(
         is_taken = any(tensor is other for name, other in found.items() if name != (source, index))
         found.setdefault((source, index), tensor.clone() if is_taken else tensor)
     return tuple(found[each] for each in block.spec.inputs)
+
+
+_SAVE_EVERY_S = 5.0
+"""A crash loses no more than this; writing more often would disturb what is measured."""
+
+
+class _UnfinishedFile(File):
+    """The file: what was asked for, and the rows so far."""
+
+    schema_version: Annotated[int, CurrentVersion("partial-profile")] = current_version("partial-profile")
+    kind: Literal["partial-profile"] = "partial-profile"
+    question: dict[str, str]
+    rows: Items[KeptRow] = ()
+
+
+class UnfinishedProfile:
+    """The rows so far, by what was measured; without a path they are in no file."""
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self.path = None if path is None else Path(path)
+        self._question: dict[str, str] = {}
+        self._rows: dict[RowKey, KeptRow] = {}
+        self._saved_s = time.monotonic()
+
+    def open(self, question: Mapping[str, str]) -> None:
+        """Take up what the file has, if there is one; ``question`` says all that the measurements depend on.
+
+        Raises:
+            UsageError: the file is of another question; the text names the difference.
+            FileError: it cannot be read.
+        """
+        self._question = dict(question)
+        if self.path is None or not self.path.exists():
+            return
+        found = self._read(self.path)
+        for name in dict.fromkeys([*question, *found.question]):
+            before, now = found.question.get(name, "nothing"), question.get(name, "nothing")
+            if before != now:
+                raise UsageError(
+                    f"{self.path} has a measurement that has not ended, with {name} {before}, and now it is {now}; "
+                    "ask for the same to go on with it, delete it to start anew, or choose another file with -o"
+                )
+        self._rows = {row.key: row for row in found.rows}
+
+    @staticmethod
+    def _read(path: Path) -> _UnfinishedFile:
+        content = read_bytes(str(path))
+        try:
+            return parse(content, _UnfinishedFile, str(path))
+        except FileError as error:
+            raise FileError(f"{path}: not what an interrupted measurement keeps; delete it", error.problems) from None
+
+    def row(self, key: RowKey) -> KeptRow | None:
+        """What is kept of it."""
+        return self._rows.get(key)
+
+    def put(self, row: KeptRow) -> None:
+        """Keep a row in place of the one before of the same key."""
+        self._rows[row.key] = row
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the file is to be written again while measuring."""
+        return self.path is not None and time.monotonic() - self._saved_s >= _SAVE_EVERY_S
+
+    def save(self) -> None:
+        """Write the file atomically, if there is something to keep. Raises FileError."""
+        if self.path is not None and self._rows:
+            file = _UnfinishedFile(question=self._question, rows=tuple(self._rows.values()))
+            write_text(file.model_dump_json() + "\n", str(self.path))
+        self._saved_s = time.monotonic()
+
+    def remove(self) -> None:
+        """Delete the file: the profile has been written."""
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                self.path.unlink()

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.models.import_path import made_by
+from pipeplan.runtime.models.load import made_by
 from pipeplan.runtime.models.spec import Model, Texts
 
 __all__ = ["Dataset", "builtin_text", "fingerprint", "num_samples", "with_data"]

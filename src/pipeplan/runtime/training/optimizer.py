@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.models.import_path import made_by
+from pipeplan.runtime.models.load import made_by
 from pipeplan.runtime.training.options import LR_SCHEDULES, OPTIMIZERS, TrainOptions
 
 __all__ = ["Updater", "clip_gradients", "factor_at"]

@@ -27,26 +27,23 @@ from pipeplan.runtime.executor.process_groups import (
 )
 from pipeplan.runtime.executor.rank_program import Program, programs_of
 from pipeplan.runtime.executor.shared_parameters import SharedParameters, require_equal_copies
-from pipeplan.runtime.executor.size_check import warn_of_other_sizes
 from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
 from pipeplan.runtime.executor.tensors import StageLayouts, TensorSpec
 from pipeplan.runtime.launch.failures import lost_others
 from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunResult, StepResult, run_job
 from pipeplan.runtime.launch.status_board import Phase, Progress
-from pipeplan.runtime.models.import_path import imported_module
-from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.load import imported_module, load_model
 from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.device import Autocast, rank_device
 from pipeplan.runtime.parallel.share import Share
 from pipeplan.runtime.parallel.weight_grads import warn_if_few_can_wait
-from pipeplan.runtime.training.checkpoint import Checkpoints, TrainingState
+from pipeplan.runtime.training.checkpoint import Checkpoints, OwnedParameter, TrainingState
 from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
+from pipeplan.runtime.training.compatibility import identity_of, warn_of_other_sizes
 from pipeplan.runtime.training.data import with_data
-from pipeplan.runtime.training.dcp_planner import OwnedParameter
 from pipeplan.runtime.training.optimizer import Updater, clip_gradients
 from pipeplan.runtime.training.options import TrainOptions
-from pipeplan.runtime.training.run_fingerprint import identity_of
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import Role, role_of
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.models.synthetic_batches import token_batch
-from pipeplan.runtime.models.zoo.blocks import num_targets
 from pipeplan.runtime.models.zoo.layers import (
     WORDS,
     FeedForward,
@@ -28,6 +27,7 @@ from pipeplan.runtime.models.zoo.layers import (
     halves,
     layers,
     linear,
+    num_targets,
     positions_of,
     replicated,
     row_linear,

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.models.spec import BlockSpec, Model, Texts
 from pipeplan.runtime.models.synthetic_batches import next_tokens, token_batch
-from pipeplan.runtime.models.zoo.blocks import num_targets
 from pipeplan.runtime.models.zoo.layers import (
     WORDS,
     LayerStack,
     exchanged,
     layers,
     linear,
+    num_targets,
     summed_loss,
     with_shares,
     words_told,

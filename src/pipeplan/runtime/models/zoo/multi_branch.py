@@ -17,16 +17,20 @@ from torch import Generator, Tensor, nn
 
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.models.synthetic_batches import stacked
-from pipeplan.runtime.models.zoo.blocks import concatenation, num_targets, patches, perceptron, value_head
 from pipeplan.runtime.models.zoo.gpt import GPTSize, words
 from pipeplan.runtime.models.zoo.layers import (
     WORDS,
     LayerStack,
     SelfAttention,
+    concatenation,
     exchanged,
     layers,
     linear,
+    num_targets,
+    patches,
+    perceptron,
     summed_loss,
+    value_head,
     with_shares,
     words_told,
 )
