@@ -24,11 +24,12 @@ from pipeplan.runtime.models.zoo.gpt import GPTSize, gpt
 from pipeplan.runtime.models.zoo.layers import FeedForward, SelfAttention
 from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, defer_weight_gradients
-from pipeplan.runtime.profiling.benches import Bench, in_one_piece, measure_whole
+from pipeplan.runtime.profiling.benches import Bench
 from pipeplan.runtime.profiling.build_profile import block_graph_of
 from pipeplan.runtime.profiling.instruments import drift_of, meter_for, num_outliers
 from pipeplan.runtime.profiling.measure import profile_model
 from pipeplan.runtime.profiling.rounds import RowKey, UnfinishedProfile
+from runtime_support.whole_model import in_one_piece, measure_whole
 
 WIDTH = 8
 FLOAT = 4
@@ -428,7 +429,7 @@ def test_all_cases_in_short_formats(dtype: torch.dtype) -> None:
 def test_blocks_hold_what_the_whole_holds() -> None:
     model = load_model("gpt2-tiny")
     whole = in_one_piece(model, 4)
-    found = measure(model, (4,), repeats=3, beside=[whole])
+    found = measure(model, (4,), repeats=3, beside=[whole.time])
     result = whole.result()
     assert result.retained_bytes == result.allocated_bytes
     blocks = sum(row.activation_bytes for block in found.blocks for row in block.costs)
@@ -452,7 +453,7 @@ def test_tensors_that_several_blocks_take() -> None:
 
     model = of_blocks(block("a"), block("b", "a"), block("c", "a"), block("d", "a", "b", "c"))
     whole = in_one_piece(model, 8)
-    found = measure(model, (8,), beside=[whole])
+    found = measure(model, (8,), beside=[whole.time])
     apart = sum(block.costs[0].activation_bytes for block in found.blocks)
     held = stage_costs(found, [block.id for block in found.blocks], 8).activation_bytes
     assert apart - held == 2 * 8 * WIDTH * FLOAT

@@ -8,7 +8,7 @@ per round, so that a slow moment of the machine falls on all of them, and each f
 from __future__ import annotations
 
 import platform
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from pipeplan.costs.communication import prices_in
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow, Profile, Source
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.profiling.benches import TIMES, Bench, WholeBench
+from pipeplan.runtime.profiling.benches import TIMES, Bench
 from pipeplan.runtime.profiling.build_profile import (
     BlockGraph,
     Kind,
@@ -55,7 +55,7 @@ def profile_model(
     seed: int = 0,
     progress: Progress | None = None,
     partial: UnfinishedProfile | None = None,
-    beside: Sequence[WholeBench] = (),
+    beside: Sequence[Callable[[bool], None]] = (),
 ) -> Profile:
     """Measure every block of a model for each micro-batch size.
 
@@ -80,7 +80,7 @@ def profile_model(
         seed: of parameters and samples.
         progress: told of every run.
         partial: keeps what was measured.
-        beside: models in one piece that take turns with the blocks.
+        beside: called once each round, with whether its times count: for what takes turns with the blocks.
 
     Raises:
         UsageError: sizes, repeats, shards or device make no sense, the model cannot be split so, a block cannot be

@@ -19,7 +19,7 @@ from pipeplan.files.base import CurrentVersion
 from pipeplan.files.migrations import current_version
 from pipeplan.files.read_write import read_bytes
 from pipeplan.runtime.models.shapes import outputs_of
-from pipeplan.runtime.profiling.benches import Bench, KeptRow, RowKey, WholeBench
+from pipeplan.runtime.profiling.benches import Bench, KeptRow, RowKey
 from pipeplan.runtime.profiling.build_profile import BlockNode, Kind, SharedModel
 from pipeplan.runtime.profiling.instruments import Meter, blamed, meter_for
 from pipeplan.workload.elements import Items
@@ -62,7 +62,7 @@ class RunCounter:
 class Benches:
     """All that is measured: one bench per kind of block, micro-batch size and recomputation choice, as they run.
 
-    ``beside`` are models in one piece that take their turn in each round, too.
+    ``beside`` are called once each round, too, with whether its times count.
     """
 
     splits: Sequence[SharedModel]
@@ -72,7 +72,7 @@ class Benches:
     device: torch.device
     seed: int
     partial: UnfinishedProfile
-    beside: Sequence[WholeBench] = ()
+    beside: Sequence[Callable[[bool], None]] = ()
     meter: Callable[[torch.device], Meter] = meter_for
     all: list[Bench] = field(default_factory=list)
     _modules: dict[Kind, nn.Module] = field(default_factory=dict)
@@ -125,8 +125,8 @@ class Benches:
     def _round(self, turn: Sequence[Bench], rounds: RunCounter, *, keep: bool) -> str | None:
         missing = None
         gc.collect()
-        for whole in self.beside:
-            whole.time(keep=keep)
+        for take_turn in self.beside:
+            take_turn(keep)
         for bench in turn:
             if bench in self.all:
                 rounds.tell(bench.key.label)
