@@ -20,7 +20,7 @@ from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.shapes import shaped_blocks
 from pipeplan.runtime.models.spec import BlockSpec, Collective, Model
 from pipeplan.runtime.models.zoo import ZOO
-from pipeplan.runtime.models.zoo.gpt import GPTSize, gpt
+from pipeplan.runtime.models.zoo.gpt import GPTSize
 from pipeplan.runtime.models.zoo.layers import FeedForward, SelfAttention
 from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, defer_weight_gradients
@@ -362,7 +362,7 @@ def matrix_flops(model: Model) -> int:
 
 
 def test_shares_add_up_to_the_work() -> None:
-    model = gpt("g", replace(TINY, heads=4))
+    model = replace(TINY, heads=4).model("g")
     assert matrix_flops(model) == 4 * matrix_flops(split(model, 4))
 
 
@@ -399,7 +399,7 @@ def _part(whole: Tensor, name: str, rank: int) -> Tensor:
 def test_heads_that_cannot_be_split(size: GPTSize) -> None:
     told = r"it has (2|3) heads, which 5 devices cannot share evenly; these numbers of devices can: 1, \1$"
     with pytest.raises(UsageError, match=told):
-        split(gpt("odd", size), 5)
+        split(size.model("odd"), 5)
 
 
 def test_a_number_of_devices_that_cannot_be_names_flag_and_model() -> None:

@@ -25,15 +25,18 @@ from pipeplan.runtime.parallel.split_layers import HIDDEN, RowLinear, Tile, cros
 
 __all__ = [
     "WORDS",
+    "ClassHead",
     "FeedForward",
     "LayerStack",
     "SelfAttention",
+    "ZooSize",
     "columns",
     "concatenation",
     "exchanged",
     "halves",
     "layers",
     "linear",
+    "loss_exchange",
     "num_targets",
     "patches",
     "perceptron",
@@ -42,8 +45,8 @@ __all__ = [
     "row_linear",
     "summed_loss",
     "value_head",
-    "with_shares",
-    "words_told",
+    "word_embedding",
+    "word_head",
 ]
 
 
@@ -55,9 +58,22 @@ _LOSS_NUMBERS = 3
 """Per token and device, of words split over devices: largest logit, sum of exponentials, the target's logit."""
 
 
-def with_shares(make: Callable[[Shards], Model]) -> Model:
-    """A whole model that can be cut into models of which every block is one device's share."""
-    return replace(make(WHOLE), sharded=lambda count: make(Shards(count)))
+@dataclass(frozen=True, slots=True)
+class ZooSize:
+    """Dimensions of a model of the zoo; each family adds its own, and makes a model of them."""
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence it takes; 0 where samples are no sequences."""
+        return 0
+
+    def model(self, name: str) -> Model:
+        """The whole model, which can be cut into models of which every block is one device's share."""
+        return replace(self._model(name, WHOLE), sharded=lambda count: self._model(name, Shards(count)))
+
+    def _model(self, name: str, shards: Shards) -> Model:
+        """The model, or one device's share of it."""
+        raise NotImplementedError
 
 
 def columns(name: str, *, parts: int = 1, biased: bool = True) -> dict[str, Cut]:
@@ -79,8 +95,8 @@ def exchanged(
     return tuple(found) if shards.count > 1 else ()
 
 
-def words_told(shards: Shards, rows: int) -> tuple[Literal["all_gather"], Literal["F"], int]:
-    """What devices tell each other about the losses of so many rows per sample."""
+def loss_exchange(shards: Shards, rows: int) -> tuple[Literal["all_gather"], Literal["F"], int]:
+    """What devices exchange about the losses of ``rows`` rows per sample."""
     return "all_gather", "F", rows * _LOSS_NUMBERS * shards.count
 
 
@@ -311,6 +327,69 @@ class ValueHead(nn.Module):
         found = self.output(x).squeeze(-1)
         wide = torch.promote_types(found.dtype, torch.float32)  # a sum of thousands needs the digits
         return F.mse_loss(found.to(wide), targets.to(wide), reduction="sum")
+
+
+class ClassHead(nn.Module):
+    """Final LayerNorm, a linear layer to classes, and the sum of the cross-entropies: of every token, or the first."""
+
+    def __init__(
+        self, stack: LayerStack, classes: int, shards: Shards = WHOLE, *, biased: bool = False, first: bool = False
+    ) -> None:
+        super().__init__()
+        begin, end = shards.range(classes)
+        self.classes, self.shards, self.first = classes, shards, first
+        self.norm = nn.LayerNorm(stack.hidden, bias=stack.biased)
+        self.output = linear(stack.hidden, end - begin, biased=biased)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """[samples, sequence, hidden] and targets [samples, sequence], or [samples], to a scalar."""
+        normed = self.norm(x)
+        logits = self.output(self.shards.shared(normed[:, 0] if self.first else normed))
+        return summed_loss(logits, targets, self.classes, self.shards)
+
+
+def word_embedding(
+    id_: str,
+    sample: str,
+    build: Callable[..., nn.Module],
+    tables: Sequence[str],
+    stack: LayerStack,
+    vocabulary: int,
+    shards: Shards,
+    *,
+    shared: bool,
+) -> BlockSpec:
+    """The embedding of a batch's words by a module with these ``tables``, of which ``token`` has the words."""
+    begin, end = shards.range(vocabulary)
+    return BlockSpec(
+        id_,
+        "embedding",
+        partial(build, shards),
+        samples=(sample,),
+        dimensions=stack.sizes | {"vocabulary": end - begin},
+        shared=shared,
+        collectives=exchanged(shards, ("all_reduce", "F", stack.numbers)),
+        split=Split(build, {"token.weight": WORDS}),
+        splits={HIDDEN: Split(build, {f"{table}.weight": Cut(1) for table in tables}, gives=True)},
+    )
+
+
+def word_head(source: str, stack: LayerStack, vocabulary: int, shards: Shards, *, shared: bool) -> BlockSpec:
+    """The prediction of a word for every token, whose output layer can share the embedding's table."""
+    begin, end = shards.range(vocabulary)
+    build = partial(ClassHead, stack, vocabulary)
+    return BlockSpec(
+        "head",
+        "head",
+        partial(build, shards),
+        (source,),
+        ("targets",),
+        loss=True,
+        dimensions=stack.sizes | {"vocabulary": end - begin},
+        shared=shared,
+        collectives=exchanged(shards, loss_exchange(shards, stack.sequence), ("all_reduce", "I", stack.numbers)),
+        split=Split(build, {"output.weight": WORDS}),
+    )
 
 
 def patches(id_: str, stack: LayerStack, patch: int, sample: str, shards: Shards) -> BlockSpec:

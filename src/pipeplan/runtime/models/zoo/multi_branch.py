@@ -1,6 +1,4 @@
-"""Models with branches side by side: GraphPipe's, and Flava as Tessel has it.
-
-Models with branches side by side, of the form and the sizes of GraphPipe's (section 3.10.3).
+"""Models with branches side by side: GraphPipe's (section 3.10.3), and Flava as Tessel has it.
 
 MMT: branches of transformer layers, one for each kind of input. DLRM: branches of linear layers for dense features and
 tables for sparse ones. CANDLE-Uno: branches of linear layers. All are concatenated before what follows.
@@ -9,6 +7,7 @@ tables for sparse ones. CANDLE-Uno: branches of linear layers. All are concatena
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,19 +19,18 @@ from pipeplan.runtime.models.synthetic_batches import stacked
 from pipeplan.runtime.models.zoo.gpt import GPTSize, words
 from pipeplan.runtime.models.zoo.layers import (
     WORDS,
+    ClassHead,
     LayerStack,
     SelfAttention,
+    ZooSize,
     concatenation,
     exchanged,
     layers,
-    linear,
+    loss_exchange,
     num_targets,
     patches,
     perceptron,
-    summed_loss,
     value_head,
-    with_shares,
-    words_told,
 )
 from pipeplan.runtime.parallel.sharding import WHOLE, Shards, Split
 from pipeplan.runtime.parallel.split_layers import WordEmbedding
@@ -41,7 +39,7 @@ __all__ = ["CaptionsSize", "MultiModalSize", "RecommendationSize", "ResponseSize
 
 
 @dataclass(frozen=True, slots=True)
-class MultiModalSize:
+class MultiModalSize(ZooSize):
     """Dimensions of an MMT: branches of equal layers, whose tokens are patches of ``patch`` numbers."""
 
     branches: int
@@ -61,16 +59,10 @@ class MultiModalSize:
         """The layers of a branch."""
         return LayerStack(self.layers, self.hidden, self.heads, self.sequence)
 
-    def model(self, name: str) -> Model:
-        """Branches, their outputs concatenated for every token, and a number per token with its loss."""
-        return with_shares(partial(self._model, name))
-
     def _model(self, name: str, shards: Shards) -> Model:
+        """Branches, their outputs concatenated for every token, and a number per token with its loss."""
         branches = [self._branch(f"branch{index}", f"patches{index}", shards) for index in range(self.branches)]
-        joined = concatenation("concatenation", {each[-1].id: self.sequence * self.hidden for each in branches})
-        head = value_head(joined.id, self.branches * self.hidden)
-        blocks = (*(block for branch in branches for block in branch), joined, head)
-        return Model(name, blocks, partial(stacked, self._sample), num_targets)
+        return _joined(name, branches, self.sequence * self.hidden, self.hidden, self._sample)
 
     def _branch(self, id_: str, sample: str, shards: Shards) -> list[BlockSpec]:
         first = patches(f"{id_}.embedding", self.stack, self.patch, sample, shards)
@@ -84,7 +76,7 @@ class MultiModalSize:
 
 
 @dataclass(frozen=True, slots=True)
-class RecommendationSize:
+class RecommendationSize(ZooSize):
     """Dimensions of a DLRM: as many branches of dense as of sparse features.
 
     A dense branch has ``layers`` linear layers of ``hidden`` numbers, as many as its features; so have the layers after
@@ -98,20 +90,9 @@ class RecommendationSize:
     vocabulary: int
     width: int
 
-    @property
-    def longest(self) -> int:
-        """Samples are no sequences."""
-        return 0
-
-    def model(self, name: str) -> Model:
-        """Dense branches, then tables, their outputs concatenated, then layers and a number per sample."""
-        return with_shares(partial(self._model, name))
-
     def _model(self, name: str, shards: Shards) -> Model:
-        dense = [
-            perceptron(f"dense{index}.layer", self.layers, self.hidden, self.hidden, shards, samples=(f"dense{index}",))
-            for index in range(self.branches)
-        ]
+        """Dense branches, then tables, their outputs concatenated, then layers and a number per sample."""
+        dense = _perceptrons(self, "dense", "dense", shards)
         tables = [self._table(index, shards) for index in range(self.branches)]
         numbers = {branch[-1].id: self.hidden for branch in dense}
         numbers |= {table.id: self.lookups * self.width for table in tables}
@@ -156,33 +137,17 @@ class EmbeddingRows(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class ResponseSize:
+class ResponseSize(ZooSize):
     """Dimensions of a CANDLE-Uno: branches of ``layers`` linear layers of ``hidden`` numbers, as many as features."""
 
     branches: int
     layers: int
     hidden: int
 
-    @property
-    def longest(self) -> int:
-        """Samples are no sequences."""
-        return 0
-
-    def model(self, name: str) -> Model:
-        """Branches, their outputs concatenated, and a number per sample with its loss."""
-        return with_shares(partial(self._model, name))
-
     def _model(self, name: str, shards: Shards) -> Model:
-        branches = [
-            perceptron(
-                f"branch{index}.layer", self.layers, self.hidden, self.hidden, shards, samples=(f"features{index}",)
-            )
-            for index in range(self.branches)
-        ]
-        joined = concatenation("concatenation", {branch[-1].id: self.hidden for branch in branches})
-        head = value_head(joined.id, self.branches * self.hidden)
-        blocks = (*(block for branch in branches for block in branch), joined, head)
-        return Model(name, blocks, partial(stacked, self._sample), num_targets)
+        """Branches, their outputs concatenated, and a number per sample with its loss."""
+        branches = _perceptrons(self, "branch", "features", shards)
+        return _joined(name, branches, self.hidden, self.hidden, self._sample)
 
     def _sample(self, generator: Generator) -> dict[str, Tensor]:
         """Random features; the target is a sum of one feature of every branch."""
@@ -191,8 +156,34 @@ class ResponseSize:
         return {**named, "targets": made[:, 0].sum() / math.sqrt(self.branches)}
 
 
+def _perceptrons(
+    size: RecommendationSize | ResponseSize, branch: str, sample: str, shards: Shards
+) -> list[list[BlockSpec]]:
+    """The branches of linear layers, each with the batch's features of the same number."""
+    return [
+        perceptron(
+            f"{branch}{index}.layer", size.layers, size.hidden, size.hidden, shards, samples=(f"{sample}{index}",)
+        )
+        for index in range(size.branches)
+    ]
+
+
+def _joined(
+    name: str,
+    branches: Sequence[Sequence[BlockSpec]],
+    numbers: int,
+    width: int,
+    sample: Callable[[Generator], dict[str, Tensor]],
+) -> Model:
+    """Branches that give ``numbers`` numbers per sample, in rows of ``width``: concatenated, with a number per row."""
+    joined = concatenation("concatenation", {branch[-1].id: numbers for branch in branches})
+    head = value_head(joined.id, len(branches) * width)
+    blocks = (*(block for branch in branches for block in branch), joined, head)
+    return Model(name, blocks, partial(stacked, sample), num_targets)
+
+
 @dataclass(frozen=True, slots=True)
-class CaptionsSize:
+class CaptionsSize(ZooSize):
     """Dimensions: each of the three encoders has ``layers`` of the same size.
 
     Texts have ``sequence`` words, at most ``positions``; images ``tokens`` patches of ``patch`` numbers.
@@ -227,11 +218,8 @@ class CaptionsSize:
         """The cross-encoder."""
         return replace(self.image, sequence=self.sequence + self.tokens)
 
-    def model(self, name: str) -> Model:
-        """Both towers, the cross-encoder on all devices, and a class per sample with its loss."""
-        return with_shares(partial(self._model, name))
-
     def _model(self, name: str, shards: Shards) -> Model:
+        """Both towers, the cross-encoder on all devices, and a class per sample with its loss."""
         first = words(self.text, "text.embedding", shards)
         text = [first, *layers("text.layer", self.text.stack, (first.id,), shards=shards)]
         second = patches("image.embedding", self.image, self.patch, "patches", shards)
@@ -243,21 +231,22 @@ class CaptionsSize:
 
     def _pool(self, source: str, shards: Shards) -> BlockSpec:
         begin, end = shards.range(self.hidden)
+        build = partial(ClassHead, self.cross, self.hidden, biased=True, first=True)
         return BlockSpec(
             "cross.pool",
             "pool",
-            partial(Pool, self.cross, shards),
+            partial(build, shards),
             (source,),
             ("targets",),
             loss=True,
             dimensions=self.cross.sizes | {"outputs": end - begin},
             shared=True,
-            collectives=exchanged(shards, words_told(shards, 1), ("all_reduce", "I", self.hidden)),
-            split=Split(partial(Pool, self.cross), {"output.weight": WORDS, "output.bias": WORDS}),
+            collectives=exchanged(shards, loss_exchange(shards, 1), ("all_reduce", "I", self.hidden)),
+            split=Split(build, {"output.weight": WORDS, "output.bias": WORDS}),
         )
 
     def _sample(self, generator: Generator) -> dict[str, Tensor]:
-        """Random words and patches; the class is told by the first word."""
+        """Random words and patches; the class follows from the first word."""
         text = torch.randint(self.vocabulary, (self.sequence,), generator=generator)
         noise = torch.randn(self.tokens, self.patch, generator=generator)
         return {"tokens": text, "patches": noise, "targets": text[0] % self.hidden}
@@ -269,19 +258,3 @@ class FusedAttention(SelfAttention):
     def forward(self, *towers: Tensor) -> Tensor:
         """[samples, tokens, hidden] each to [samples, all tokens, hidden]."""
         return super().forward(torch.cat(towers, dim=1))
-
-
-class Pool(nn.Module):
-    """Final norm, the first token by a linear layer to as many classes, and the sum of the samples' cross-entropies."""
-
-    def __init__(self, stack: LayerStack, shards: Shards = WHOLE) -> None:
-        super().__init__()
-        begin, end = shards.range(stack.hidden)
-        self.classes, self.shards = stack.hidden, shards
-        self.norm = nn.LayerNorm(stack.hidden)
-        self.output = linear(stack.hidden, end - begin)
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        """[samples, tokens, hidden] and classes [samples] to a scalar, in float32 at least."""
-        logits = self.output(self.shards.shared(self.norm(x)[:, 0]))
-        return summed_loss(logits, targets, self.classes, self.shards)
