@@ -59,11 +59,8 @@ def emulate_job(job: Report, context: RankContext) -> None:
 def emulate(plan: Plan, options: RunOptions, progress: Progress, on_step: OnStep) -> RunResult:
     """Run the plan's programs as often as asked for; every rank of the process group calls this.
 
-    ``on_step`` is called on every rank as steps end, with the same result.
-
-    Raises:
-        UsageError: ranks were started with different plans or options; the same on every rank.
-        RankError: an action failed.
+    ``on_step`` is called on every rank as steps end, with the same result. Raises RankError where an action fails, and
+    UsageError, on every rank, where they were started with different plans or options.
     """
     emulation = _Emulation(plan, options, progress)
     steps, timeline = [], []
@@ -126,11 +123,8 @@ class _Emulation:
 class Pace:
     """A device's time: what it does ends no earlier than it should.
 
-    A sleep ends a little late, which is this machine's doing and no part of the plan. The device's next action counts
-    from when the sleep should have ended; any other delay counts in full.
-
-    Args:
-        offset_ns: how far this host's clock is ahead of the common one.
+    A sleep ends a little late, which is this machine's doing and no part of the plan: the next action counts from when
+    it should have ended; any other delay counts in full. ``offset_ns`` is how far the host's clock is ahead.
     """
 
     def __init__(self, offset_ns: int) -> None:
@@ -169,12 +163,7 @@ class Pace:
 class EmulatedRunner:
     """A stage or custom op whose actions sleep for as long as the plan says, from when all its devices can start them.
 
-    Args:
-        plan: says how long.
-        tensors: the names of the rows that each message carries.
-        specs: of these rows.
-        pace: of the device.
-        group: the devices that start an action together.
+    ``tensors`` names the rows that each message carries, ``group`` are the devices that start an action together.
     """
 
     idle = True
@@ -217,15 +206,10 @@ def _duration_ns(plan: Plan, step: ProgramStep) -> int:
 
 
 class EmulatedChannels(Channels):
-    """Messages that take what the plan says, or longer where the transport does.
+    """Messages that take what the plan says in ``hops``, or longer where the transport does.
 
     A link carries one message at a time, in the order of the SENDs. The time starts when the message was made; where
-    transfers block, when both ends have come to it.
-
-    Args:
-        hops: the plan's time of each message.
-        pace: of the device.
-        blocking: whether transfers block.
+    transfers are ``blocking``, when both ends have come to it.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """One rank's interpreter: runs its program action by action, in exactly the plan's order.
 
 A compute action waits for the messages it needs and for no others. What a stage makes is kept for the SENDs that
-follow in the program, and for the next stage where that stands on the same device. Where everything is kept and what
-every action takes is found when the executor is made, so that a step looks nothing up.
+follow in the program, and for this rank's own actions. Where everything is kept and what every action takes is found
+when the executor is made, so that a step looks nothing up.
 """
 
 from __future__ import annotations
@@ -81,8 +81,7 @@ class Executor:
     def run(self, samples: MiniBatch) -> list[Span]:
         """Run the program on one mini-batch; gradients add up in the parameters. Returns when actions ran.
 
-        Raises:
-            RankError: an action failed; the text names rank, action and program counter.
+        Raises RankError, which names rank, action and program counter.
         """
         self._spans = []
         try:

@@ -97,8 +97,7 @@ class MessageGraph:
 def model_messages(plan: Plan, edges: Sequence[tuple[str, str]], model: str) -> MessageGraph:
     """The flow of a model's tensors under a plan that has its blocks.
 
-    Raises:
-        UsageError: plan and model differ, or custom ops leave open what they carry.
+    Raises UsageError where they differ, or custom ops leave open what they carry.
     """
     crossings = _crossings(plan, edges, model)
     gradients = _gradients(plan, crossings)
@@ -115,8 +114,7 @@ def model_messages(plan: Plan, edges: Sequence[tuple[str, str]], model: str) -> 
 def planned_messages(plan: Plan) -> MessageGraph:
     """The flow where no model is known: each message has one tensor, named by its ends, as ``0>1``.
 
-    Raises:
-        UsageError: gradients come from a stage to which no outputs go.
+    Raises UsageError where gradients come from a stage to which no outputs go.
     """
     following, stages = _following_of(plan), range(len(plan.stages))
     crossings = {
@@ -264,7 +262,7 @@ Numbers = tuple[int, ...]
 
 
 class SampleOwnership:
-    """Which samples each rank of a plan works on, has, and sends."""
+    """Which samples each rank of a plan works on for a stage, has, and sends."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._hops = plan, hops_of(plan)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.executor.channels import TransferError
+from pipeplan.runtime.executor.channels import Ranks, TransferError, groups_of
 from pipeplan.runtime.launch.failures import cause_of, lost_others
 from pipeplan.runtime.launch.status_board import Phase, Progress
 from pipeplan.runtime.models.spec import placed
@@ -30,16 +30,11 @@ __all__ = [
     "GroupError",
     "ProcessGroups",
     "RankGroup",
-    "Ranks",
     "TimedAction",
     "extent",
-    "groups_of",
     "iteration_of",
     "require_alike",
 ]
-
-
-Ranks = tuple[int, ...]
 
 
 class GroupError(TransferError):
@@ -54,11 +49,7 @@ class GroupError(TransferError):
 class ProcessGroups:
     """What one rank exchanges with those that have other shares of its blocks, or run its actions with it.
 
-    Modules can be made before :meth:`connect`, but not run.
-
-    Args:
-        lines: sets of ranks, the same on every rank except for those of one rank.
-        progress: notes whom an exchange waits for.
+    ``lines`` are sets of ranks, the same on every rank. Modules can be made before :meth:`connect`, but not run.
     """
 
     def __init__(self, lines: Iterable[Ranks], progress: Progress) -> None:
@@ -78,11 +69,7 @@ class ProcessGroups:
         return self._made[ranks]
 
     def connect(self, transport: str, timeout: timedelta) -> None:
-        """Make the groups; all ranks of the run do so together.
-
-        Raises:
-            RuntimeError: as the transport does.
-        """
+        """Make the groups; all ranks of the run do so together. Raises RuntimeError as the transport does."""
         groups = groups_of({tuple(sorted(line)) for line in self._lines if len(line) > 1}, transport, timeout)
         for ranks, made in self._made.items():
             made.group = groups.get(tuple(sorted(ranks)))
@@ -96,11 +83,8 @@ class ProcessGroups:
 class RankGroup:
     """The collectives of ranks that run an action together: a rank's end of them.
 
-    Args:
-        ranks: in the order of their shares.
-        progress: notes, for each exchange, that this rank waits for the next one of ``ranks``; so who does not come is
-            found by going round.
-        group: made later for blocks that are built before.
+    ``ranks`` are in the order of their shares. Each exchange is noted as waiting for the next one of them, so that who
+    does not come is found by going round. The ``group`` is made later for blocks that are built before.
     """
 
     def __init__(self, ranks: Ranks, progress: Progress, group: dist.ProcessGroup | None = None) -> None:
@@ -181,32 +165,15 @@ class RankGroup:
         self._progress.begin(Phase.RUNNING, before.counter)
 
 
-def groups_of(sets: Iterable[Ranks], transport: str, timeout: timedelta) -> dict[Ranks, dist.ProcessGroup]:
-    """A process group for each set of ranks that this rank is in; all ranks make all, in the same order.
-
-    Raises:
-        RuntimeError: as the transport does.
-    """
-    made = {ranks: dist.new_group(list(ranks), timeout=timeout, backend=transport) for ranks in sorted(set(sets))}
-    return {ranks: group for ranks, group in made.items() if isinstance(group, dist.ProcessGroup)}
-
-
 TimedAction = tuple[int, int, int]
 """Program counter, start and end in ns from the step's beginning."""
 
 
 class AllRanks:
-    """One rank's connection with all others, beside the messages of its program.
+    """One rank's connection with all others, beside the messages of its program; ``device``'s clock takes the times.
 
-    Construction is collective, and so are ``gather``, ``sum`` and ``begin``.
-
-    Args:
-        device: what computes; its clock takes the times.
-        progress: this rank's record.
-        timeout: longest wait for the others.
-
-    Raises:
-        RankError: another rank is gone, or did not come in time.
+    Construction is collective, and so are ``gather``, ``sum`` and ``begin``; all raise RankError where another rank is
+    gone, or does not come in time.
     """
 
     def __init__(self, device: torch.device, progress: Progress, timeout: timedelta) -> None:
@@ -274,8 +241,7 @@ def iteration_of(extents: Iterable[tuple[int, int] | None]) -> int:
 def require_alike(started: Sequence[Mapping[str, Any]]) -> None:
     """Refuse ranks that were started with different things; ``started`` [rank] is with what each was.
 
-    Raises:
-        UsageError: two differ; the same error on every rank.
+    Raises UsageError, the same on every rank.
     """
     for other, said in enumerate(started):
         for key, value in started[0].items():

@@ -2,12 +2,10 @@
 
 A block of a configuration takes its inputs cut along an axis of its mesh, or whole on every device, and gives its
 output so. Where the next block takes it otherwise, what differs is gathered over the devices, and cut again, which
-costs nothing (TensorOpt section 4.2). The gradient of a tensor is cut as the tensor is, so backward gathers where
-forward cuts, and cuts where it gathers.
+costs nothing (TensorOpt section 4.2). Gradients are cut as their tensors are.
 
 Stages may have micro-batches of different sizes, in parts, or shared by replicas. So tensors between stages are
-addressed by message and sample, and are cut and joined only where one action's samples are not another's. Which
-tensors an action takes follows from the program alone, and is looked up before anything runs.
+addressed by message and sample, and are cut and joined only where one action's samples are not another's.
 """
 
 from __future__ import annotations
@@ -64,8 +62,7 @@ class TensorSpec:
     def between(cls, name: str, once: Shape, twice: Shape, num_samples: int, dtype: torch.dtype) -> TensorSpec:
         """What an output is like whose shapes for ``num_samples`` and for twice as many are known.
 
-        Raises:
-            UsageError: it grows in another way than in one dimension, with the samples.
+        Raises UsageError where it grows in another way than in one dimension, with the samples.
         """
         grown = [axis for axis, (a, b) in enumerate(zip(once, twice, strict=False)) if a != b]
         if not grown and len(once) == len(twice):
@@ -143,13 +140,8 @@ class Taking:
 class TensorSlots:
     """Where the rows are that one rank makes or is sent and has not used yet, in the order of its program.
 
-    Whatever is made or sent has a slot of its own. Of ranks that split a block all make its output, and one sends it:
-    then what the others make is taken by nobody, or it is taken several times. An output of one size for any number
-    of samples is the same for all of them; of its gradient each has an equal part.
-
-    Args:
-        tensors: the blocks whose outputs, or gradients, a message carries.
-        specs: of every such block.
+    Whatever is made or sent has a slot of its own; it may be taken several times, or by nobody. An output of one size
+    for any number of samples is the same for all of them; of its gradient each has an equal part.
     """
 
     def __init__(self, tensors: Mapping[Message, tuple[str, ...]], specs: Mapping[str, TensorSpec]) -> None:
@@ -210,10 +202,7 @@ _ALONE = MeshAxis(1, 1)
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """The devices among which a tensor's dimensions are cut: the first is samples, the last features.
-
-    The second is places, where a tensor has three.
-    """
+    """The devices among which a tensor's dimensions are cut: samples first, features last, places second of three."""
 
     samples: MeshAxis = _ALONE
     features: MeshAxis = _ALONE
@@ -238,10 +227,7 @@ def _nobody(axis: MeshAxis) -> Shards:
 class StageLayouts:
     """How the blocks of a stage take and give tensors on one rank; those that are not named, whole.
 
-    Args:
-        taken: of the inputs of blocks.
-        given: of the outputs of blocks.
-        place: of this rank among those that stand along an axis, with which it can exchange.
+    ``place`` is that of this rank among those that stand along an axis, with which it can exchange.
     """
 
     taken: Mapping[str, TensorLayout] = field(default_factory=dict)

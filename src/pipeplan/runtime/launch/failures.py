@@ -88,12 +88,8 @@ def verdict(
 ) -> PipeplanError:
     """The one error that a failed run ends with.
 
-    Args:
-        failures: what ranks reported, in order of arrival.
-        deaths: exit status of ranks that ended without a report, as ``subprocess`` gives it.
-        board: where each rank was.
-        programs: the plan's programs.
-        timeout_ns: the longest wait allowed.
+    ``failures`` are what ranks reported, in order of arrival; ``deaths`` the exit status of those that ended without a
+    report, as ``subprocess`` gives it; ``timeout_ns`` is the longest wait allowed.
     """
     cause = telling(failures)
     if cause is not None:
@@ -143,8 +139,8 @@ def hang(rank: int, text: str, board: Board, programs: Sequence[Sequence[str]], 
 def culprit(board: Board, rank: int) -> int:
     """The rank that holds up ``rank``: whom it waits for, and so on, up to one that does not wait.
 
-    A stopped process comes before all. Where the chain ends at a rank that waits for all, or in a circle, it is
-    the rank that has stood still for longest: first among those that wait for nobody, then among all of the chain.
+    A stopped process comes before all. Where the chain ends at a rank that waits for all, or in a circle, it is the
+    rank that has stood still for longest: of those that wait for nobody, else of the chain.
     """
     stopped = board.stopped
     if stopped:

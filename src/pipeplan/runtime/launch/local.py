@@ -65,13 +65,10 @@ class Listener:
 
 
 def run_local(work: str, plan: Plan, options: RunOptions, on_step: OnStep) -> RunResult:
-    """Run a plan with one process per device on this machine.
+    """Run a verified plan with one process per device on this machine; ``on_step`` is called as steps end.
 
     Args:
         work: what a rank does, ``module:function``; it calls :func:`~pipeplan.runtime.launch.job.run_job`.
-        plan: verified.
-        options: as asked for.
-        on_step: called as steps end.
 
     Raises:
         UsageError: the ranks refused the model or the options.
@@ -96,9 +93,9 @@ def watch_local(
 
     Args:
         work: what a rank does, ``module:function``, which is called with the job and its
-            :class:`~pipeplan.runtime.launch.job.Link`.
+            :class:`~pipeplan.runtime.launch.job.RankContext`.
         programs: the plan's programs, which give the number of ranks and name actions in errors.
-        job: what every rank gets, beside ``rank``, ``world_size`` and the descriptors it inherits.
+        job: what every rank gets.
         timeout_ns: longest wait.
         listen: called with rank and report.
         command: what a rank executes.

@@ -1,7 +1,7 @@
 """Where every rank is, in memory that all processes of one machine share.
 
-A rank writes down what it begins, which costs about a microsecond. Whoever reports a failure can then say where
-a rank was that cannot say it any more, because it was killed or hangs.
+A rank writes down what it begins, which costs about a microsecond. So a failure's report can say where a rank was that
+was killed or hangs.
 """
 
 from __future__ import annotations

@@ -72,17 +72,10 @@ def be_rank(identity: Mapping[str, Any]) -> None:
 def run_under_torchrun(
     work: str, read_plan: Callable[[], Plan], options: RunOptions, on_step: OnStep
 ) -> RunResult | None:
-    """Be a rank that torchrun, or what sets the same environment, has started.
+    """Be a rank that torchrun, or what sets the same environment, has started: as :func:`run_local`, for one rank.
 
-    Args:
-        work: what the rank does, ``module:function``, as for :func:`~pipeplan.runtime.launch.local.run_local`.
-        read_plan: reads and verifies the plan.
-        options: as asked for.
-        on_step: called on rank 0 as steps end.
-
-    Returns:
-        The result on rank 0, None on the others. Where a rank fails, the first to know says so on standard error,
-        and the process ends here with the error's exit code.
+    ``read_plan`` reads and verifies the plan. The result, and ``on_step``, are rank 0's; the others get None. Where a
+    rank fails, the first to know says so on standard error, and the process ends here with the error's exit code.
     """
     listener = Listener(on_step)
 

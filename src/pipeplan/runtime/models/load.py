@@ -201,11 +201,7 @@ def _importing(path: str, what: str, find: Callable[[], Found]) -> Found:
 
 
 def made_by(path: str, what: str, *arguments: Any, **options: Any) -> Any:
-    """What the function that ``path`` names returns.
-
-    Raises:
-        UsageError: as :func:`imported`, or the function failed.
-    """
+    """What the function that ``path`` names returns. Raises UsageError as :func:`imported`, or where it failed."""
     return _called(imported(path, what), path, what, *arguments, **options)
 
 

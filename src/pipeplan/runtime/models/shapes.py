@@ -74,8 +74,7 @@ def output_shapes(
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of every block's output for a micro-batch, found without computing.
 
-    Raises:
-        UsageError: as :func:`shaped_blocks`, or a block returns several tensors, which plans do not carry.
+    Raises UsageError as :func:`shaped_blocks`, and for a block of several outputs, which plans do not carry.
     """
     found = {}
     for block in shaped_blocks(model, num_samples, dtype, autocast):

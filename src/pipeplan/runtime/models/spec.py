@@ -166,8 +166,7 @@ class Model:
     ) -> nn.Module:
         """As :meth:`build`, for one of the devices that split the block: with parts of the same parameters.
 
-        Raises:
-            UsageError: the block cannot be split so.
+        Raises UsageError where it cannot be split so.
         """
         module = self._share(share, self._whole(share.block, seed), shards)
         return defer_weight_gradients(module.to(device=device, dtype=dtype))
@@ -184,8 +183,7 @@ class Model:
     def parameter_shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
         """The whole shape of every parameter, by block and name; of a block's names for one, the tied or first one's.
 
-        Raises:
-            UsageError: parameters that are tied have different shapes.
+        Raises UsageError where tied parameters have different shapes.
         """
         found, tied = {}, {holder for group in self.tied for holder in group}
         for block in self.blocks:
@@ -278,8 +276,7 @@ class Model:
     ) -> dict[str, Tensor]:
         """A mini-batch on a device, its floating-point tensors in the dtype that the blocks are built in.
 
-        Raises:
-            UsageError: the model's ``batch`` failed.
+        Raises UsageError where the model's ``batch`` failed.
         """
         try:
             made = self.batch(num_samples, step, seed)

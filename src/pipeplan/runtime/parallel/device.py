@@ -83,15 +83,10 @@ def _machine() -> str:
 
 
 def rank_device(device: str, transport: str, num_threads: int = 0) -> torch.device:
-    """The rank's device; on CUDA the ranks of a machine take its devices in turn.
+    """The rank's device, ``cpu`` or ``cuda``; on CUDA the ranks of a machine take its devices in turn.
 
-    Args:
-        device: ``cpu`` or ``cuda``.
-        transport: the torch.distributed backend that carries tensors, ``gloo`` or ``nccl``.
-        num_threads: for operators on the CPU, 0 to leave it as it is.
-
-    Raises:
-        UsageError: the device and the transport do not go together, or there are too few devices here.
+    ``num_threads`` are for operators on the CPU, 0 to leave it as it is. Raises UsageError where device and transport
+    (``gloo`` or ``nccl``) do not go together, or there are too few devices here.
     """
     if num_threads:
         torch.set_num_threads(num_threads)
@@ -119,8 +114,7 @@ class Autocast:
     def __call__(self) -> torch.autocast:
         """A context in which a block runs.
 
-        Weights cast once are not kept for the next use: those cast while gradients are off, as in the forward of
-        modules whose weight gradients wait, would be taken where they are on, and their gradients be lost.
+        Weights cast while gradients are off, as where weight gradients wait, must not be kept for when they are on.
         """
         return torch.autocast(self.device, dtype=self.dtype, cache_enabled=False)
 

@@ -2,9 +2,8 @@
 
 What enters a split block, and what leaves it, is whole on each of its devices, and so are the gradients of both.
 Between, each device works on its share, as in Megatron-LM (Shoeybi et al. 2019): :meth:`Shards.shared` stands where a
-whole tensor enters split work, and its gradient is the sum of the shares'; :meth:`Shards.summed` where split work
-makes parts of a sum, :meth:`Shards.gathered` where it makes slices. Loss over a split vocabulary is that of Megatron,
-with one exchange of a few numbers per token instead of three (:mod:`pipeplan.runtime.parallel.split_layers`).
+whole tensor enters split work, :meth:`Shards.summed` where split work makes parts of a sum, :meth:`Shards.gathered`
+where it makes slices.
 
 torch's DTensor shards parameters, too. But a 16 x 16 linear layer and its backward then take 431 us instead of 91 us
 here and 62 us unsharded (torch 2.13, one CPU thread, no exchanges), and its weight gradients cannot wait for W."""
@@ -200,8 +199,7 @@ class Shards:
     def sliced(self, whole: Tensor, dimension: int = -1) -> Tensor:
         """This device's slice of what is whole on each; all are of one size. Gradients of slices make up the whole's.
 
-        Raises:
-            UsageError: the slices would not be of one size.
+        Raises UsageError where they would not be of one size.
         """
         if self.count == 1:
             return whole
@@ -212,8 +210,7 @@ class Shards:
     def exchanged(self, share: Tensor, taken: int, given: int) -> Tensor:
         """A slice along dimension ``given`` becomes one along ``taken``: what gathering and slicing would make.
 
-        Raises:
-            UsageError: as :meth:`sliced`.
+        Raises UsageError as :meth:`sliced`.
         """
         self._require_cut(share, taken)
 
@@ -251,10 +248,9 @@ WHOLE = Shards()
 class Split:
     """How a block is split over devices.
 
-    ``build(shards)`` makes the module of one device. It is called with the same inputs as the whole block and returns
-    the same outputs, whole on every device. Its parameters have the whole block's names; ``cuts`` says of which it has
-    shares. All others are whole on every device, and so must be their gradients. Values are copied from the whole
-    block.
+    ``build(shards)`` makes the module of one device, which takes and returns what the whole block does. Its parameters
+    have the whole block's names, and values; ``cuts`` says of which it has shares. All others are whole on every
+    device, and so must be their gradients.
 
     With ``takes`` its inputs are slices along their last dimension, with ``gives`` its output is one. Of the axis
     ``places`` inputs and outputs always are slices along their second dimension, and parameters whole.
@@ -269,8 +265,7 @@ class Split:
 def share_of(whole: nn.Module, made: nn.Module, part_of: Callable[[str], ParameterPart]) -> nn.Module:
     """The module ``made`` for one device, with its parts of the whole block's parameters, by name.
 
-    Raises:
-        UsageError: a parameter cannot be split so, or the module's parameters are not such parts.
+    Raises UsageError where a parameter cannot be split so, or those of the module are not such parts.
     """
     names = {name for name, _ in whole.named_parameters()}
     if unlike := names ^ {name for name, _ in made.named_parameters()}:

@@ -1,13 +1,11 @@
 """Weight gradients that can wait: backward split into I (input gradients) and W (weight gradients).
 
 Modules that multiply by a weight queue its gradient while a :class:`WeightGradQueue` is active, and compute it at
-once otherwise. The operations are the same, so split and full backward agree bit for bit, and to rounding where a
-weight is used more than once.
+once otherwise, by the same operations: split and full backward agree bit for bit where a weight is used once.
 
 Deferred are ``nn.Linear`` (weight and bias) and ``nn.Embedding``. Everything else computes its weight gradients
-with I: normalisations, where they are a by-product of the input gradient and small; convolutions; subclasses, whose
-forward may be their own; and weights that are themselves computed, as under a parametrization. Hooks on a deferred
-parameter are not called by W.
+with I: normalisations and convolutions, subclasses, whose forward may be their own, and weights that are themselves
+computed, as under a parametrization. Hooks on a deferred parameter are not called by W.
 """
 
 from __future__ import annotations
@@ -102,8 +100,7 @@ class DeferredEmbedding(nn.Embedding):
 def defer_weight_gradients(module: nn.Module) -> nn.Module:
     """Let the weight gradients of every ``nn.Linear`` and ``nn.Embedding`` inside be deferred; returns the module.
 
-    Parameter names stay. Modules under ``torch.compile`` keep their own backward: their weight gradients are
-    computed with I, of which a warning tells.
+    Parameter names stay. Modules under ``torch.compile`` keep their own backward, and warn of it.
     """
     for name, child in _outside_compiled(module, ""):
         if _is_compiled(child):
@@ -137,10 +134,7 @@ def warn_if_few_can_wait(module: nn.Module, name: str) -> None:
 
 
 def warn_if_nothing_waits(queue: WeightGradQueue, module: nn.Module, name: str) -> None:
-    """Warn if a backward with ``queue`` active has deferred nothing, though ``module`` has weights to defer.
-
-    That happens where a part was compiled without the module knowing: the backward stays right, but W is empty.
-    """
+    """Warn if a backward with ``queue`` active has deferred nothing of a module: a part of it was compiled."""
     deferrable = (weight for child in module.modules() for weight in _deferrable(child))
     if len(queue) == 0 and any(weight.requires_grad for weight in deferrable):
         warnings.warn(

@@ -257,8 +257,7 @@ def _whole(operation: Operation, ranks: Sequence[int], size: int) -> int:
 def _bare(hosts: Sequence[str], device: torch.device, options: LinkOptions) -> Cluster:
     """A cluster of the ranks, on hosts as named, with its links still to be measured.
 
-    Raises:
-        UsageError: hosts have different numbers of ranks or ranks out of order, or no sends are measured.
+    Raises UsageError for hosts with different numbers of ranks, ranks out of order, or no sends.
     """
     if "send" not in options.operations:
         raise UsageError("a new cluster needs sends, for latency and bandwidth; measure send too, or give --cluster")

@@ -86,9 +86,7 @@ class Checkpoints:
     def begin(self, resume: bool) -> int:
         """Go on from the last whole checkpoint, or start where there is none. Returns the number of steps done.
 
-        Raises:
-            UsageError: there is none to go on from, or one that this run would mix with; or it is damaged or does not
-                fit.
+        Raises UsageError where there is none to go on from, one that this run would mix with, or one that does not fit.
         """
         self._progress.begin(Phase.RESUMING)
         if self._progress.rank == 0:
@@ -103,8 +101,7 @@ class Checkpoints:
     def save(self, step: int) -> None:
         """Write the state behind so many steps; when this returns, it is on the disk.
 
-        Raises:
-            RankError: a rank could not write, or is gone.
+        Raises RankError where a rank could not write, or is gone.
         """
         self._progress.begin(Phase.SAVING)
         pieces, numbers = self._state()

@@ -107,8 +107,7 @@ class _DamagedFileError(Exception):
 def undamaged(folder: CheckpointFolder, step: int) -> Iterator[None]:
     """Turn what reading a damaged checkpoint raises into an error that says how to go on.
 
-    Raises:
-        UsageError: a file is missing or damaged; the text names it, and the checkpoint before.
+    Raises UsageError, which names the file that is missing or damaged, and the checkpoint before.
     """
     try:
         yield

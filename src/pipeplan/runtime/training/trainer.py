@@ -183,8 +183,7 @@ class Trainer:
     def resume(self) -> int:
         """Go on from the last checkpoint if that is asked for. Collective; returns the number of steps done.
 
-        Raises:
-            UsageError: there is none, it does not fit, or nothing is left to do.
+        Raises UsageError where there is none, it does not fit, or nothing is left to do.
         """
         if self.checkpoints is None:
             return 0
@@ -332,11 +331,7 @@ class Trainer:
 def travelling(
     program: Program, model: Model, dtype: torch.dtype, autocast: Autocast | None = None
 ) -> dict[str, TensorSpec]:
-    """Shape and format of every block output that leaves its stage.
-
-    Raises:
-        UsageError: an output grows with the samples in another way than in one dimension.
-    """
+    """Shape and format of every block output that leaves its stage. Raises UsageError as :meth:`TensorSpec.between`."""
     names = {name for names in program.tensors.values() for name in names}
     size = program.microbatch_size
     once, twice = (output_shapes(model, samples, dtype, autocast) for samples in (size, 2 * size))
@@ -348,8 +343,7 @@ def travelling(
 def autocast_of(options: TrainOptions) -> Autocast | None:
     """What ``--autocast`` asks for.
 
-    Raises:
-        UsageError: parameters are not in float32, from which alone autocast casts.
+    Raises UsageError where parameters are not in float32, from which alone autocast casts.
     """
     if options.autocast is None:
         return None
@@ -362,11 +356,7 @@ def autocast_of(options: TrainOptions) -> Autocast | None:
 
 
 def require_splittable(plan: Plan, model: Model) -> None:
-    """Check that the model's blocks can be split as the plan says.
-
-    Raises:
-        UsageError: one cannot; the text names block and stage.
-    """
+    """Check that the model's blocks can be split as the plan says. Raises UsageError, which names block and stage."""
     for index, stage in enumerate(plan.stages):
         for number, block in enumerate(stage.blocks) if stage.shards > 1 else ():
             try:

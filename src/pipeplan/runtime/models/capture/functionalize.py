@@ -74,11 +74,7 @@ class Changes:
         self._stale: set[OpNode] = set()
 
     def newest(self, op: OpNode) -> OpNode:
-        """What the tensor is by now.
-
-        Raises:
-            UsageError: a view of a tensor that was changed otherwise.
-        """
+        """What the tensor is by now. Raises UsageError for a view of a tensor that was changed otherwise."""
         if op in self._stale:
             raise self._refused(op)
         while op in self._newer:
@@ -96,8 +92,7 @@ class Changes:
     def change(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], like: OpNode) -> OpNode:
         """Append what an operator in place computes, and let it stand for what it changes.
 
-        Raises:
-            UsageError: it changes what the module holds or was given, or through a view that cannot be put back.
+        Raises UsageError for what the module holds or was given, or through a view that cannot be put back.
         """
         changed: OpNode = arguments[0]
         if name_of_target(target) == "copy_":

@@ -48,11 +48,7 @@ _IGNORED = {
 
 
 def describe(text: str) -> Description:
-    """What a path of a ``config.json``, or a text such as ``LlamaConfig(hidden_size=512)``, says.
-
-    Raises:
-        UsageError: no such file, one that is not a configuration, or text with anything but literals.
-    """
+    """What a path of a ``config.json``, or a text such as ``LlamaConfig(hidden_size=512)``, says. Raises UsageError."""
     if text.endswith(".json"):
         return _from_file(Path(text))
     try:

@@ -251,11 +251,7 @@ FAMILIES: dict[str, ModelFamily] = {
 
 
 def family_of(name: str) -> ModelFamily:
-    """The family of a ``model_type``, or of the name of its configuration's class.
-
-    Raises:
-        UsageError: it is not among those known.
-    """
+    """The family of a ``model_type``, or of the name of its configuration's class. Raises UsageError."""
     for model_type, family in FAMILIES.items():
         if name in (model_type, family.config):
             return family
@@ -377,11 +373,7 @@ def _count_anew(module: nn.Module, num_devices: int) -> None:
 
 
 def require_divisible(counts: Mapping[str, int], num_devices: int, name: str) -> None:
-    """Check that all counts divide by the number of devices.
-
-    Raises:
-        UsageError: one does not.
-    """
+    """Check that all counts divide by the number of devices. Raises UsageError."""
     for what, count in counts.items():
         if count % num_devices:
             raise UsageError(
