@@ -9,9 +9,8 @@ import contextlib
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from pipeplan.errors import ExecutionError, PipeplanError, UsageError
 from pipeplan.runtime.launch.status_board import Board, Phase, Progress
@@ -52,15 +51,6 @@ class Failure:
     exit_code: int = 1
     details: str = ""
     peer: int = -1
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values; :meth:`from_json` reads them back."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Failure:
-        """The failure that :meth:`as_json` wrote."""
-        return cls(**{**data, "cause": Cause(data["cause"])})
 
 
 def cause_of(error: RuntimeError) -> tuple[Cause, str]:

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO
 
+from pydantic import TypeAdapter
+
 from pipeplan.errors import ExecutionError, PipeplanError
 from pipeplan.files import Plan
 from pipeplan.runtime.launch.failures import Cause, Failure, telling, verdict
@@ -235,7 +237,7 @@ class _Ranks:
             rank: int = key.data
             for report in self.ranks[rank].read():
                 if report["event"] == "failure":
-                    self.failures.append(Failure.from_json(report["failure"]))
+                    self.failures.append(TypeAdapter(Failure).validate_python(report["failure"]))
                 elif report["event"] == "done":
                     self.done.add(rank)
                 else:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -63,7 +63,7 @@ def be_rank(identity: Mapping[str, Any]) -> None:
             work(job, RankContext(rank, world_size, progress, report))
     except BaseException as error:
         failure = failure_of(error, progress)
-    report({"event": "done"} if failure is None else {"event": "failure", "failure": failure.as_json()})
+    report({"event": "done"} if failure is None else {"event": "failure", "failure": asdict(failure)})
     reports.close()
     if failure is not None:
         _leave(failure.exit_code)

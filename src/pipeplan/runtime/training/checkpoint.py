@@ -58,11 +58,7 @@ _PARAMETERS, _OPTIMIZER, _BUFFERS = "parameters/", "optimizer/", "buffers/"
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """What one rank trains; ``buffers`` are by ``BLOCK.NAME``.
-
-    ``identity`` is what the training is, see :mod:`pipeplan.runtime.training.compatibility`: only the same goes on
-    from a checkpoint.
-    """
+    """What one rank trains; ``buffers`` are by ``BLOCK.NAME``, ``identity`` is what the training is."""
 
     parameters: Sequence[OwnedParameter]
     buffers: Mapping[str, Tensor]
@@ -71,14 +67,7 @@ class TrainingState:
 
 
 class Checkpoints:
-    """Writes and reads one rank's part of checkpoints; both are collective.
-
-    Args:
-        folder: where they lie, the same for all ranks.
-        held: of this rank.
-        all_ranks: this rank's connection with all others.
-        progress: this rank's record.
-    """
+    """Writes and reads one rank's part of checkpoints, which lie in one folder for all ranks; both are collective."""
 
     def __init__(self, folder: CheckpointFolder, held: TrainingState, all_ranks: AllRanks, progress: Progress) -> None:
         self._folder, self._held, self._all_ranks, self._progress = folder, held, all_ranks, progress
@@ -104,7 +93,8 @@ class Checkpoints:
         Raises RankError where a rank could not write, or is gone.
         """
         self._progress.begin(Phase.SAVING)
-        pieces, numbers = self._state()
+        states = self._optimizer_states()
+        pieces, numbers = self._pieces(states, all_held=False), self._numbers(states)
         with self._written(step):
             if self._progress.rank == 0:
                 self._folder.begin(step)
@@ -130,19 +120,24 @@ class Checkpoints:
         except OSError as error:
             raise RankError(Cause.RAISED, f"rank {self._progress.rank} {where}: {error}") from error
 
-    def _state(self) -> tuple[dict[str, list[ParameterChunk]], dict[str, dict[str, Any]]]:
-        """What this rank stores of tensors, and what optimizers keep of its parameters beside tensors."""
+    def _pieces(self, states: Sequence[Mapping[str, Any]], *, all_held: bool) -> dict[str, list[ParameterChunk]]:
+        """Where tensors lie, or go: of buffers, parameters and optimizer ``states``; all, or those this rank stores."""
         pieces = {_BUFFERS + name: [whole_chunk(buffer)] for name, buffer in self._held.buffers.items()}
-        numbers: dict[str, dict[str, Any]] = {}
-        for owned, state in zip(self._held.parameters, self._optimizer_states(), strict=True):
-            if owned.stored:
-                pieces.setdefault(_PARAMETERS + owned.name, []).extend(owned.pieces(owned.parameter.detach()))
-                for key, value in state.items():
+        for owned, state in zip(self._held.parameters, states, strict=True):
+            if owned.stored or all_held:
+                named = {f"{_OPTIMIZER}{owned.name}/{key}": value for key, value in state.items()}
+                for name, value in {_PARAMETERS + owned.name: owned.parameter.detach(), **named}.items():
                     if isinstance(value, Tensor):
-                        pieces.setdefault(f"{_OPTIMIZER}{owned.name}/{key}", []).extend(owned.pieces(value))
-                    else:
-                        numbers.setdefault(owned.name, {})[key] = value
-        return pieces, numbers
+                        pieces.setdefault(name, []).extend(owned.pieces(value))
+        return pieces
+
+    def _numbers(self, states: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """What optimizers keep of this rank's parameters beside tensors."""
+        return {
+            owned.name: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+            for owned, state in zip(self._held.parameters, states, strict=True)
+            if owned.stored
+        }
 
     def _optimizer_states(self) -> list[dict[str, Any]]:
         """What the optimizer keeps of each parameter."""
@@ -179,7 +174,7 @@ class Checkpoints:
         }
         self._require_same(path, kept)
         states = [self._room(owned, kept) for owned in self._held.parameters]
-        pieces = self._targets(states)
+        pieces = self._pieces(states, all_held=True)
         with undamaged(self._folder, step), lost_others(self._progress):
             load(_first_of(pieces), storage_reader=FileSystemReader(path), planner=ChunkLoadPlanner(pieces))
         self._restore(path, rest, states)
@@ -207,15 +202,6 @@ class Checkpoints:
             for name, each in kept.items()
             if name.startswith(prefix)
         }
-
-    def _targets(self, states: Sequence[Mapping[str, Tensor]]) -> dict[str, list[ParameterChunk]]:
-        """Where tensors go: parameters and buffers as they stand, and the room for what the optimizer kept."""
-        pieces = {_BUFFERS + name: [whole_chunk(buffer)] for name, buffer in self._held.buffers.items()}
-        for owned, state in zip(self._held.parameters, states, strict=True):
-            pieces.setdefault(_PARAMETERS + owned.name, []).extend(owned.pieces(owned.parameter.detach()))
-            for key, value in state.items():
-                pieces.setdefault(f"{_OPTIMIZER}{owned.name}/{key}", []).extend(owned.pieces(value))
-        return pieces
 
     def _restore(self, path: Path, rest: Mapping[str, Any], states: Sequence[Mapping[str, Tensor]]) -> None:
         """Put optimizer and schedule where they were; torch's optimizers move states to their parameters' device."""

@@ -1,9 +1,7 @@
-"""Where checkpoints lie, and reading one that may be damaged.
+"""Where checkpoints lie, one folder per step, and reading one that may be damaged.
 
-Where checkpoints lie: one folder per step, which has its name only when all of it is on the disk.
-
-Needs no torch. A checkpoint is written into a hidden folder and renamed at the end; an old one is renamed before it is
-removed. So whatever has the name of a checkpoint is one, whenever a process or the machine dies.
+A checkpoint is written into a hidden folder and renamed at the end; an old one is renamed before it is removed. So
+whatever has the name of a checkpoint is one, whenever a process or the machine dies.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from pipeplan.errors import UsageError
 
 __all__ = ["CheckpointFolder", "metadata_of", "rest_of", "undamaged"]
-
 
 _WHOLE = re.compile(r"step-(\d{8,})")
 _HIDDEN = ".step-*"

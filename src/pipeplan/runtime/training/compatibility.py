@@ -116,8 +116,8 @@ def other_sizes(
     """The first message or stage whose bytes differ between plan and model; None where none does.
 
     Plans do not say the profile's number format. Where the parameters of some stage have what another format explains,
-    that is it, and everything must agree with it; else any format may. What the plan knows no bytes of is left out.
-    ``dtype`` is that of parameters; what autocast makes shorter counts as if it were not.
+    everything must agree with it; else any format may. What the plan knows no bytes of is left out. ``dtype`` is that
+    of parameters; what autocast makes shorter counts as if it were not.
     """
     held = {index: sizes for index, sizes in enumerate(_parameters(plan, model, dtype)) if min(sizes) > 0}
     formats = {fit for sizes in held.values() for fit in _FORMATS if _agree(sizes, (fit,))} or set(_FORMATS)

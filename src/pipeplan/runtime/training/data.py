@@ -1,10 +1,8 @@
 """Samples of a training: texts, token files and datasets, and a text made here that a small model can learn.
 
-Samples of a training: texts, token files and datasets, in place of those that a model makes up.
-
 Sample n of the training, counted from its first step on, is number n of a shuffled dataset, shuffled anew each time
 all has been seen; the order depends on the seed alone. So every rank knows which samples a mini-batch has, under every
-plan, and none needs to tell another; a rank whose blocks take no samples reads nothing.
+plan; a rank whose blocks take no samples reads nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from pipeplan.runtime.models.load import made_by
 from pipeplan.runtime.models.spec import Model, Texts
 
 __all__ = ["Dataset", "builtin_text", "fingerprint", "num_samples", "with_data"]
-
 
 _ONES = """
     nought one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen

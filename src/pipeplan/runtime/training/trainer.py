@@ -58,11 +58,8 @@ def train_job(job: Report, context: RankContext) -> None:
 def train(plan: Plan, options: TrainOptions, progress: Progress, on_step: OnStep) -> RunResult:
     """Train for the steps asked for; every rank of the process group calls this.
 
-    ``on_step`` is called on every rank as steps end, with the same result.
-
-    Raises:
-        UsageError: the plan, the model and the options do not fit together; the same on every rank.
-        RankError: an action failed.
+    ``on_step`` is called on every rank as steps end, with the same result. Raises RankError where an action fails, and
+    UsageError, the same on every rank, where plan, model and options do not fit together.
     """
     trainer = Trainer(plan, model_of(options), options, progress)
     steps, timeline = [], []
@@ -95,17 +92,8 @@ def model_of(options: TrainOptions) -> Model:
 class Trainer:
     """One rank of a training run: its stages, parameters and optimizer.
 
-    Construction is collective: all ranks compare what they run, then connect.
-
-    Args:
-        plan: a plan that ``check`` accepts.
-        model: the model the plan was made for.
-        options: as asked for.
-        progress: this rank's record.
-
-    Raises:
-        UsageError: plan, model or options do not fit together, or differ between ranks.
-        RankError: connecting failed.
+    Construction is collective: all ranks compare what they run, then connect. Raises UsageError where plan, model or
+    options do not fit together, or differ between ranks, and RankError where connecting fails.
     """
 
     def __init__(self, plan: Plan, model: Model, options: TrainOptions, progress: Progress) -> None:
@@ -157,11 +145,8 @@ class Trainer:
     def step(self, step: int, *, update: bool = True) -> tuple[StepResult, list[TimedAction]]:
         """Train on mini-batch number ``step``: run the program, sum gradients of copies, step the optimizer.
 
-        Without ``update`` gradients add up and parameters stay. Collective; returns the step's result, the same
-        on all ranks, and when this rank's actions ran.
-
-        Raises:
-            RankError: an action, a sum or the optimizer failed.
+        Without ``update`` gradients add up and parameters stay. Collective; returns the step's result, the same on all
+        ranks, and when this rank's actions ran. Raises RankError.
         """
         self.progress.step = step
         self.progress.begin(Phase.SAMPLING)
@@ -201,10 +186,7 @@ class Trainer:
         self.checkpoints.save(self.progress.step + 1)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters as ``block.name``; tied ones under each of their names.
-
-        Of a split block the names say which share it is: ``block[0/4].name``.
-        """
+        """This rank's parameters as ``block.name``, of a share ``block[0/4].name``; tied ones under each name."""
         return {
             f"{share}.{name}": parameter
             for share, module in self.modules.items()

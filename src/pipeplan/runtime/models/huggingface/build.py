@@ -130,7 +130,6 @@ class LoadedModel:
         sharded: the same for the share that one of so many devices has; raises UsageError if it cannot be split so.
         ways: how each parameter is split, by its name: "colwise", "packed_colwise", "rowwise" or "words".
         tokens: positions per sample by the beginning of parameters' names, the longest that fits.
-        loss: whether the module returns a loss.
         texts: how it takes texts, if it does.
         settings: all of the configuration, but the version of transformers that reads it.
     """
@@ -143,7 +142,6 @@ class LoadedModel:
     sharded: Callable[[int], LoadedModel]
     ways: Mapping[str, str]
     tokens: Mapping[str, int]
-    loss: bool = True
     texts: Texts | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
 

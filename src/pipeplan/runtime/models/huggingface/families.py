@@ -12,13 +12,25 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.models.huggingface.adapters import Captions, Contents, Pairs, Translation, WordsModel
+from pipeplan.runtime.models.huggingface.adapters import (
+    Captions,
+    Contents,
+    Maker,
+    Pairs,
+    Translation,
+    WordsModel,
+    causal,
+    masked,
+    paired,
+    translated,
+)
 
 __all__ = [
     "COLUMNS",
@@ -39,9 +51,19 @@ _MASKED_LONGEST = 512
 _CAPTION_LONGEST = 77  # words of CLIP's and Flava's texts
 
 
+_MASK_TOKEN = 103  # of BERT's vocabulary, which Flava shares
+
+
+def _simple(make: Maker, config: Any, vocabulary: int, sequence: int) -> Contents:
+    return Contents(make, vocabulary, sequence, _MASK_TOKEN)
+
+
+_CAUSAL = partial(_simple, causal)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """One ``model_type``.
+    """One ``model_type``; without more a causal language model with Llama's names.
 
     ``config`` and ``model`` are classes of transformers by name, ``module(model, config)`` wraps a model so that it
     returns a loss. ``longest`` is the sequence without ``--sequence``, if ``maximum(config)`` (None: any length) is
@@ -54,14 +76,14 @@ class ModelFamily:
 
     config: str
     model: str
-    module: Callable[[nn.Module, Any], nn.Module]
-    longest: int
-    maximum: Callable[[Any], int | None]
-    contents: Callable[[Any, int, int], Contents]
-    words: Callable[[Any], int]
-    plan: Mapping[str, str] | None
-    vocabulary: tuple[str, ...]
-    tokens: Callable[[Any, int], Mapping[str, int]]
+    module: Callable[[nn.Module, Any], nn.Module] = lambda made, _: WordsModel(made)
+    longest: int = _LONGEST
+    maximum: Callable[[Any], int | None] = attrgetter("max_position_embeddings")
+    contents: Callable[[Any, int, int], Contents] = _CAUSAL
+    words: Callable[[Any], int] = attrgetter("vocab_size")
+    plan: Mapping[str, str] | None = None
+    vocabulary: tuple[str, ...] = ("model.model.embed_tokens", "model.lm_head")
+    tokens: Callable[[Any, int], Mapping[str, int]] = lambda _, sequence: {"": sequence}
 
 
 def _text(config: Any) -> Any:
@@ -75,17 +97,6 @@ def _patches(config: Any) -> int:
 
 def _image(config: Any) -> tuple[int, int, int]:
     return config.num_channels, config.image_size, config.image_size
-
-
-def _of(*names: str) -> Callable[[Any], Any]:
-    """A configuration's number by the path of its name."""
-
-    def read(config: Any) -> Any:
-        for name in names:
-            config = getattr(config, name)
-        return config
-
-    return read
 
 
 # How weights are split ---------------------------------------------------------------------------------------------
@@ -142,18 +153,15 @@ def _flava() -> dict[str, str]:
 
 def _translated(config: Any, vocabulary: int, sequence: int) -> Contents:
     """T5's decoder starts with the padding token."""
-    return Contents("translated", vocabulary, sequence, config.pad_token_id or 0)
+    return Contents(translated, vocabulary, sequence, config.pad_token_id or 0)
 
 
 def _paired(config: Any, vocabulary: int, sequence: int) -> Contents:
-    return Contents("paired", vocabulary, sequence, _text(config).eos_token_id or 0, _image(config.vision_config))
+    return Contents(paired, vocabulary, sequence, _text(config).eos_token_id or 0, _image(config.vision_config))
 
 
 def _captioned(config: Any, vocabulary: int, sequence: int) -> Contents:
-    return Contents("captioned", vocabulary, sequence, _MASK_TOKEN, _image(config.image_config))
-
-
-_MASK_TOKEN = 103  # of BERT's vocabulary, which Flava shares
+    return Contents(masked, vocabulary, sequence, _MASK_TOKEN, _image(config.image_config))
 
 
 def _captions(model: nn.Module, config: Any) -> nn.Module:
@@ -171,27 +179,8 @@ def _fused_tokens(config: Any, sequence: int) -> dict[str, int]:
 # The families ------------------------------------------------------------------------------------------------------
 
 
-def _decoder(config: str, model: str, **changes: Any) -> ModelFamily:
-    """A causal language model with Llama's names."""
-    usual: dict[str, Any] = {
-        "module": lambda made, _: WordsModel(made),
-        "longest": _LONGEST,
-        "maximum": _of("max_position_embeddings"),
-        "contents": partial(_simple, "causal"),
-        "words": _of("vocab_size"),
-        "plan": None,
-        "vocabulary": ("model.model.embed_tokens", "model.lm_head"),
-        "tokens": lambda _, sequence: {"": sequence},
-    }
-    return ModelFamily(config, model, **{**usual, **changes})
-
-
-def _simple(kind: str, config: Any, vocabulary: int, sequence: int) -> Contents:
-    return Contents(kind, vocabulary, sequence, _MASK_TOKEN)
-
-
 def _t5(config: str, model: str) -> ModelFamily:
-    return _decoder(
+    return ModelFamily(
         config,
         model,
         module=lambda made, _: Translation(made),
@@ -204,44 +193,44 @@ def _t5(config: str, model: str) -> ModelFamily:
 
 
 FAMILIES: dict[str, ModelFamily] = {
-    "gpt2": _decoder(
+    "gpt2": ModelFamily(
         "GPT2Config", "GPT2LMHeadModel", plan=_GPT2, vocabulary=("model.transformer.wte", "model.lm_head")
     ),
-    "llama": _decoder("LlamaConfig", "LlamaForCausalLM"),
-    "qwen2": _decoder("Qwen2Config", "Qwen2ForCausalLM"),
-    "qwen3": _decoder("Qwen3Config", "Qwen3ForCausalLM"),
-    "mistral": _decoder("MistralConfig", "MistralForCausalLM"),
-    "mixtral": _decoder("MixtralConfig", "MixtralForCausalLM"),
-    "bert": _decoder(
+    "llama": ModelFamily("LlamaConfig", "LlamaForCausalLM"),
+    "qwen2": ModelFamily("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ModelFamily("Qwen3Config", "Qwen3ForCausalLM"),
+    "mistral": ModelFamily("MistralConfig", "MistralForCausalLM"),
+    "mixtral": ModelFamily("MixtralConfig", "MixtralForCausalLM"),
+    "bert": ModelFamily(
         "BertConfig",
         "BertForMaskedLM",
         longest=_MASKED_LONGEST,
-        contents=partial(_simple, "masked"),
+        contents=partial(_simple, masked),
         plan=_bert_like("model.bert.encoder.layer", "self"),
         vocabulary=("model.bert.embeddings.word_embeddings", "model.cls.predictions.decoder"),
     ),
     "t5": _t5("T5Config", "T5ForConditionalGeneration"),
     "mt5": _t5("MT5Config", "MT5ForConditionalGeneration"),
-    "clip": _decoder(
+    "clip": ModelFamily(
         "CLIPConfig",
         "CLIPModel",
         module=lambda made, _: Pairs(made),
         longest=_CAPTION_LONGEST,
-        maximum=_of("text_config", "max_position_embeddings"),
+        maximum=attrgetter("text_config.max_position_embeddings"),
         contents=_paired,
-        words=_of("text_config", "vocab_size"),
+        words=attrgetter("text_config.vocab_size"),
         plan=_clip(),
         vocabulary=("model.text_model.embeddings.token_embedding",),
         tokens=lambda config, sequence: {"model.vision_model": _patches(config.vision_config), "": sequence},
     ),
-    "flava": _decoder(
+    "flava": ModelFamily(
         "FlavaConfig",
         "FlavaModel",
         module=_captions,
         longest=_CAPTION_LONGEST,
-        maximum=_of("text_config", "max_position_embeddings"),
+        maximum=attrgetter("text_config.max_position_embeddings"),
         contents=_captioned,
-        words=_of("text_config", "vocab_size"),
+        words=attrgetter("text_config.vocab_size"),
         plan=_flava(),
         vocabulary=("model.text_model.embeddings.word_embeddings", "head.decoder"),
         tokens=_fused_tokens,
@@ -291,14 +280,7 @@ def _is_whole(name: str, way: str) -> bool:
 def share_of(module: nn.Module, ways: Mapping[str, str], num_devices: int, rank: int = 0) -> nn.Module:
     """A copy of the module with one device's share of the parameters; tied ones stay tied, whole ones are copies.
 
-    Args:
-        module: it is left as it is.
-        ways: of :func:`split_weights`.
-        num_devices: how many share it.
-        rank: which of them.
-
-    Raises:
-        UsageError: a parameter does not divide by so many.
+    ``ways`` are of :func:`split_weights`. Raises UsageError where a parameter does not divide by the devices.
     """
     shares: dict[int, object] = {}  # by the identity of the whole one, as deepcopy wants it
     for name, way in ways.items():

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Model
+from pipeplan.runtime.parallel.device import precise
 from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
 from pipeplan.runtime.parallel.split_layers import HIDDEN, RowLinear, Tile, cross_entropy, hidden_of
 
@@ -101,15 +102,8 @@ def loss_exchange(shards: Shards, rows: int) -> tuple[Literal["all_gather"], Lit
 
 
 def summed_loss(logits: Tensor, targets: Tensor, classes: int, shards: Shards) -> Tensor:
-    """The sum of cross-entropies, in float32 at least: a sum of thousands needs the digits.
-
-    Args:
-        logits: [..., this device's of all classes].
-        targets: [...].
-        classes: on all devices.
-        shards: this device's place.
-    """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    """The sum of cross-entropies of logits [..., classes of this device] and targets [...], in float32 at least."""
+    logits = precise(logits)  # a sum of thousands needs the digits
     if shards.count == 1:  # one operator instead of several
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
     return cross_entropy(logits, targets, classes, shards).sum()
@@ -324,9 +318,8 @@ class ValueHead(nn.Module):
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         """[samples, ..., width] and targets [samples, ...] to a scalar, in float32 at least."""
-        found = self.output(x).squeeze(-1)
-        wide = torch.promote_types(found.dtype, torch.float32)  # a sum of thousands needs the digits
-        return F.mse_loss(found.to(wide), targets.to(wide), reduction="sum")
+        found = precise(self.output(x).squeeze(-1))  # a sum of thousands needs the digits
+        return F.mse_loss(found, targets.to(found.dtype), reduction="sum")
 
 
 class ClassHead(nn.Module):
