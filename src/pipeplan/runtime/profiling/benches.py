@@ -195,9 +195,8 @@ class Bench:
     def _measure_held(self) -> int:
         """Fill in what waits for B, or for W; returns how much of the former the block was given.
 
-        Held after F are the tensors that autograd saved and the inputs that get a gradient, or with recomputation
-        all that the block was given; less what belongs to the module. The output is not among them: whoever takes
-        it counts it as an input. Held after I is what the deferred weight gradients need.
+        Held after F are the tensors that autograd saved and the inputs that get a gradient, or with recomputation all
+        that the block was given; less what belongs to the module. Outputs count as inputs of those who take them.
         """
         own = storages([*self.module.parameters(), *self.module.buffers()])
         with SavedTensors() as saved:
@@ -235,11 +234,10 @@ class Bench:
         return meter.usage
 
     def _workspace(self, usage: dict[str, Usage], given: int) -> int:
-        """The most that F, B, I or W takes beyond what the row counts as held while it runs.
+        """The most that F, B, I or W takes beyond what the row counts as held while it runs, its outputs included.
 
         ``given`` bytes of the inputs, and the gradients of the outputs, were there before anything was counted; I
-        counts as holding what F left or what W needs, whichever is more. Outputs and gradients of inputs are part
-        of the workspace: they leave when the action ends.
+        counts as holding what F left or what W needs, whichever is more.
         """
         held, deferred = self.activation_bytes, self.weight_grad_bytes
         gradient = sum(gradient.nbytes for _, gradient in self.gradients)

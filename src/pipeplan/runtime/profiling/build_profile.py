@@ -23,6 +23,7 @@ from pipeplan.runtime.models.shapes import ShapedBlock, shaped_blocks
 from pipeplan.runtime.models.spec import BlockSpec, Collective, Model
 
 __all__ = [
+    "STATE_NOTES",
     "BlockGraph",
     "BlockNode",
     "Kind",
@@ -50,10 +51,9 @@ _NUM_SAMPLES, _MORE_SAMPLES = 3, 5  # what grows between them is of samples, the
 class BlockNode:
     """What is known of a block before it runs.
 
-    ``kind`` is the id of the first block like it, and ``likeness`` equal for all of them, those of other models
-    included; ``input_needs_grad`` is by source; ``roots`` are the outputs, by index, that backward starts from;
-    ``trainable`` and ``trainable_bytes`` are the numbers, and their bytes, in parameters that get a gradient; ``tied``
-    names its group of shared parameters.
+    ``kind`` is the id of the first block like it, ``likeness`` equal for all of them, those of other models included;
+    ``input_needs_grad`` is by source; ``roots`` are the outputs, by index, that backward starts from; ``trainable`` are
+    the numbers in parameters that get a gradient; ``tied`` names its group of shared parameters.
     """
 
     spec: BlockSpec
@@ -120,13 +120,10 @@ def kinds_of(splits: Sequence[SharedModel]) -> dict[Hashable, Kind]:
 
 
 def block_graph_of(model: Model, dtype: torch.dtype) -> BlockGraph:
-    """Look a model over.
+    """A model's graph, found without computing.
 
     Blocks are alike that have the same operator, dimensions, modules, parameters and inputs. A block that shares
-    parameters with others counts them as its own, since it may stand on a device without the others.
-
-    Raises:
-        UsageError: a block cannot be built or called.
+    parameters with others counts them as its own. Raises UsageError where a block cannot be built or called.
     """
     tied = {id_: f"{group[0][0]}.{group[0][1]}" for group in model.tied for id_, _ in group}
     read = {each for block in model.blocks for each in block.inputs}
@@ -214,6 +211,12 @@ def _form(tensor: Tensor) -> Hashable:
 
 _RECIPE = "adamw"
 """What training is taken to hold of every parameter, a recipe of the catalog."""
+
+STATE_NOTES = (
+    "Weight gradients of linear and embedding layers are deferred to W, all others are part of I.",
+    f"Optimizer state is {state_recipe(_RECIPE).title}'s.",
+)
+"""What every profile that is made here says of its blocks."""
 
 _FLOAT32_BYTES = 4
 

@@ -1,7 +1,7 @@
 """Estimating a model's costs without running it: bytes and work counted on fake tensors, times by a device's rates.
 
-Blocks run as they do when measured, but on tensors that have shapes and no data, so that a model of any size needs
-neither memory nor time. Fake tensors stand on the CPU: the meta device would choose another attention and hold more.
+Blocks run as they do when measured, but on tensors that have shapes and no data, which stand on the CPU: the meta
+device would choose another attention and hold more.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.weight_grads import defer_weight_gradients
 from pipeplan.runtime.profiling.benches import Bench
 from pipeplan.runtime.profiling.build_profile import (
+    STATE_NOTES,
     Kind,
     SharedModel,
     costs_of,
@@ -49,10 +50,12 @@ _attention_flops: Any = sdpa_flop_count
 _attention_backward_flops: Any = sdpa_backward_flop_count
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
-_NOTES = (
-    "Estimated, not measured: bytes are what autograd would hold, times are sums over kernels of the device's "
-    "roofline. Weight gradients of linear and embedding layers are deferred to W, all others are part of I. Optimizer "
-    "state is AdamW's."
+_NOTES = " ".join(
+    (
+        "Estimated, not measured: bytes are what autograd would hold, times are sums over kernels of the device's "
+        "roofline.",
+        *STATE_NOTES,
+    )
 )
 
 
@@ -81,7 +84,7 @@ def estimate_model(
         calibration: a measured profile that times are fitted to: of this model, or of some of its blocks.
         reference: the model that ``calibration`` is of, if it is another one.
         cluster: whose links the collectives of split blocks take; without, the device's own link.
-        progress: told of every block and size.
+        progress: called before every block and size.
 
     Raises:
         UsageError: sizes or shards make no sense, or the calibration knows no block of this model.
@@ -100,7 +103,7 @@ def estimate_model(
         fitted = _fitted(calibration, reference or model, dtype)
         blocks = {block.id: block for block in bare.blocks}
         timed = {key: fitted.row(blocks[key.block], *rows[key]) for key in rows}
-        notes = f"{notes} {_told(calibration, fitted, bare)}"
+        notes = f"{notes} {_fit_notes(calibration, fitted, bare)}"
     for key, row in timed.items():
         by_kind.setdefault((key.shards, key.block), []).append(row)
     price = priced_by(prices_in(cluster) if cluster is not None else prices_of(device), dtype)
@@ -156,7 +159,7 @@ def _fitted(measured: Profile, reference: Model, dtype: torch.dtype) -> Calibrat
     return calibrate([KnownRow(block, row, works[kinds[likeness(block)], row.microbatch_size]) for block, row in rows])
 
 
-def _told(measured: Profile, fitted: Calibration, estimated: Profile) -> str:
+def _fit_notes(measured: Profile, fitted: Calibration, estimated: Profile) -> str:
     known = {like for like, _ in fitted.blocks}
     blocks = sum(likeness(block) in known for block in estimated.blocks)
     sizes = sorted({size for by_size in fitted.blocks.values() for size in by_size})

@@ -39,7 +39,7 @@ __all__ = [
 T = TypeVar("T")
 
 _FEW = 6
-"""Fewer runs than this tell nothing of drift or outliers."""
+"""Fewer runs than this show neither drift nor outliers."""
 _FAR = 3.0
 """Tukey's fences for what is far out: so many interquartile ranges beyond the quartiles."""
 
@@ -195,10 +195,9 @@ def meter_for(device: torch.device) -> Meter:
 
 
 class _CpuMeter:
-    """Reads allocations from torch's profiler, whose trace has one event for each and one for each release.
+    """Reads allocations from the trace of torch's profiler, so that it sees what operators take for themselves.
 
-    So it sees what operators take for themselves, which no view of their inputs and outputs does. What is
-    allocated inside must also be released inside: the profiler does not know the size of what it did not see made.
+    What is allocated inside must also be released inside: the profiler knows no sizes of what it did not see made.
     """
 
     _PREFIX = "pipeplan:"

@@ -50,11 +50,8 @@ Key = tuple[Operation, str, int]
 class LinkOptions:
     """What to measure: sizes from ``smallest_bytes`` to ``largest_bytes``, each ``factor`` times the one before.
 
-    ``repeats`` timed runs are behind each median, after ``warmup`` others. ``device``, ``backend``, ``timeout_ns`` as
-    in :class:`RunOptions`; one round over all sizes must end within the timeout.
-
-    Raises:
-        UsageError: a range without sizes, too few repeats, an unknown operation.
+    Each is the median of ``repeats`` timed runs, after ``warmup`` others. ``device``, ``backend``, ``timeout_ns`` as in
+    :class:`RunOptions`; one round over all sizes must end within the timeout. Raises UsageError.
     """
 
     smallest_bytes: int = 1 << 10
@@ -140,7 +137,9 @@ Keep = Callable[[Cluster], None]
 def measure_links(
     options: LinkOptions, cluster: Cluster | None = None, *, on_point: OnPoint, keep: Keep
 ) -> Cluster | None:
-    """Measure as a rank that torchrun has started.
+    """Measure as a rank that torchrun has started. Returns the cluster on rank 0, None on others.
+
+    Where a rank fails, the first to know says so, naming rank and operation, and the process ends here.
 
     Args:
         options: what to measure.
@@ -148,10 +147,6 @@ def measure_links(
         on_point: called on rank 0 with each point.
         keep: called on rank 0 with all that is measured, whenever a curve is whole; the first time when the sends of
             every level are.
-
-    Returns:
-        The cluster on rank 0, None on others. Where a rank fails, the first to know says so, naming rank and
-        operation, and the process ends here.
     """
 
     def as_rank(started: Started) -> Cluster | None:
@@ -170,7 +165,7 @@ def measure_local(
     keep: Keep,
     command: Sequence[str] = RANK,
 ) -> Cluster:
-    """Measure among so many processes, started on this machine; the rest is as in :func:`measure_links`.
+    """Measure among processes started on this machine; the rest is as in :func:`measure_links`.
 
     Raises:
         UsageError: one process, or a cluster that does not fit.
@@ -212,10 +207,7 @@ def tasks_of(cluster: Cluster, num_ranks: int, options: LinkOptions) -> tuple[Ta
     """Everything there is to measure on a cluster's levels, in order.
 
     Of each level: sends between the first, the middle and the last two neighbours that it joins, and collectives of
-    two, four, ... of the groups inside it, up to all.
-
-    Raises:
-        UsageError: there is nothing to measure, or the cluster is too small.
+    two, four, ... of the groups inside it, up to all. Raises UsageError where there are none.
     """
     if num_ranks < 2 or num_ranks > cluster.num_devices or not cluster.levels:
         raise UsageError(
@@ -345,11 +337,11 @@ class _Measuring:
             self.progress.begin(Phase.WAITING, first)
             own = self._round(calls, group, clock)
             with lost_others(self.progress):
-                told = [times for times in _gathered(own) if times != []]
-            if None in told:
+                given = [times for times in _gathered(own) if times != []]
+            if None in given:
                 self.missing.append(task.operation)
                 return
-            rounds.append([max(times) for times in zip(*told, strict=True)])
+            rounds.append([max(times) for times in zip(*given, strict=True)])
         if rank == 0:
             for (_, task), times in zip(numbered, zip(*rounds[self.options.warmup :], strict=True), strict=True):
                 self._note(task, times)
@@ -403,9 +395,9 @@ class _Measuring:
 
 def _gathered(value: Any) -> list[Any]:
     """Every rank's value, on every rank."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, value)
-    return told
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def _curves(points: Sequence[LinkPoint]) -> dict[Key, MeasuredCurve]:

@@ -1,8 +1,8 @@
 """Measuring a model block by block: times, memory, and what travels between blocks.
 
 Every block runs by itself as a stage runs it: its inputs are leaves, and its backward starts from a given gradient.
-F and B are timed in one pass; F, I and W in another. The runs of all blocks and sizes take turns, one run of each
-per round, so that a slow moment of the machine falls on all of them, and each finds the caches as another left them.
+F and B are timed in one pass; F, I and W in another. The runs of all blocks and sizes take turns, so that a slow moment
+of the machine falls on all of them, and each finds the caches as another left them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pipeplan.files import Cluster, CostRow, Profile, Source
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.profiling.benches import TIMES, Bench
 from pipeplan.runtime.profiling.build_profile import (
+    STATE_NOTES,
     BlockGraph,
     Kind,
     SharedModel,
@@ -37,7 +38,7 @@ from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, Run
 __all__ = ["Progress", "profile_model"]
 
 _DRIFT = 0.1
-"""A second half of the runs that is slower or faster by more than this is told of."""
+"""A second half of the runs that is slower or faster by more than this is noted."""
 
 
 def profile_model(
@@ -59,9 +60,8 @@ def profile_model(
 ) -> Profile:
     """Measure every block of a model for each micro-batch size.
 
-    Blocks that are alike are measured once, those of different shard counts included. Held in memory are one block of
-    each kind with its gradients, and what one of them needs to run. A size for which memory runs out is left out, and
-    so are those above it; the profile's notes then say so.
+    Blocks that are alike are measured once. Held in memory are one block of each kind with its gradients, and what one
+    of them needs to run. A size for which memory runs out is left out, and so are those above it, as the notes say.
 
     With ``partial`` what was measured is kept in its file every few seconds and when something fails, and a later
     call goes on from there, also with other sizes. The file stays until the caller has written the profile.
@@ -69,7 +69,7 @@ def profile_model(
     Args:
         model: what to measure.
         microbatch_sizes: samples per micro-batch, each at least 1.
-        repeats: timed runs behind each median, at least 1.
+        repeats: timed runs of each block and size, at least 1.
         warmup: runs of each before them.
         max_spread: go on, up to 5 times ``repeats``, with blocks whose spread is above it.
         shards: devices that split each block; one device's share is measured alone.
@@ -78,7 +78,7 @@ def profile_model(
         dtype: of parameters and activations.
         device: where to run; times and memory on CUDA are taken on the device.
         seed: of parameters and samples.
-        progress: told of every run.
+        progress: called before every run.
         partial: keeps what was measured.
         beside: called once each round, with whether its times count: for what takes turns with the blocks.
 
@@ -106,7 +106,7 @@ def profile_model(
     finally:
         benches.keep()
         partial.save()
-    notes = " ".join([*_notes(splits, kinds, runs, cluster, recompute=recompute), *_told(benches.all, missing)])
+    notes = " ".join([*_notes(splits, kinds, runs, cluster, recompute=recompute), *_findings(benches.all, missing)])
     rows: dict[Kind, list[CostRow]] = {}
     for bench in benches.all:
         rows.setdefault((bench.key.shards, bench.key.block), []).append(bench.row())
@@ -200,8 +200,7 @@ def _notes(
     yield f"Median of {runs.repeats} runs{more} after {runs.warmup} to warm up, blocks and sizes taking turns."
     if groups := _groups(splits, kinds):
         yield f"Blocks that are alike were measured once: {', '.join(groups[:20])}."
-    yield "Weight gradients of linear and embedding layers are deferred to W, all others are part of I."
-    yield "Optimizer state is AdamW's."
+    yield from STATE_NOTES
     if splits[-1].shards > 1:
         links = "not among their times" if cluster is None else "among their times, by the links of the cluster given"
         yield f"Split blocks: one device's share was measured alone; collectives are {links}."
@@ -222,7 +221,7 @@ def _groups(splits: Sequence[SharedModel], kinds: Mapping[Hashable, Kind]) -> li
     return found
 
 
-def _told(benches: Sequence[Bench], missing: str | None) -> Iterator[str]:
+def _findings(benches: Sequence[Bench], missing: str | None) -> Iterator[str]:
     """What the runs showed that a reader must know: drift, outliers, sizes that are missing."""
     series = [(bench.key.label, name, bench.times[name]) for bench in benches for name in TIMES[:2]]
     drifts = {f"{name} of {label}": drift_of(values) for label, name, values in series}

@@ -51,8 +51,8 @@ class RunCounter:
     total: int
     done: int = 0
 
-    def tell(self, what: str) -> None:
-        """Before a run."""
+    def begin(self, what: str) -> None:
+        """Note a run before it begins."""
         if self.progress is not None:
             self.progress(self.done, max(self.total, self.done + 1), what)
         self.done += 1
@@ -86,7 +86,7 @@ class Benches:
             rows: list[Bench] = []
             try:
                 for bench in self._of_size(size):
-                    rounds.tell(bench.key.label)
+                    rounds.begin(bench.key.label)
                     self._measure_memory(bench)
                     rows.append(bench)
             except InfeasibleError as error:
@@ -129,7 +129,7 @@ class Benches:
             take_turn(keep)
         for bench in turn:
             if bench in self.all:
-                rounds.tell(bench.key.label)
+                rounds.begin(bench.key.label)
                 missing = self._time(bench, keep=keep) or missing
         if self.partial.is_due:
             self.keep()
