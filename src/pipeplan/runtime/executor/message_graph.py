@@ -31,7 +31,6 @@ __all__ = [
     "planned_messages",
 ]
 
-
 _Pair = tuple[int, int]
 _Names = tuple[str, ...]
 _Following = Mapping[str, Sequence[Dependency]]

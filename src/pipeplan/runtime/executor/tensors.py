@@ -36,7 +36,6 @@ __all__ = [
     "TensorSpec",
 ]
 
-
 Shape = tuple[int, ...]
 
 Received = Mapping[Numbers, Sequence[tuple[str, Tensor]]]

@@ -24,7 +24,6 @@ from pipeplan.runtime.models.zoo import ZOO, zoo_model
 
 __all__ = ["imported", "imported_module", "load_model", "made_by", "reference_model", "value_of"]
 
-
 _CONFIGURATION = re.compile(r"\w+Config\s*(\(.*\))?\s*", re.DOTALL)
 
 

@@ -40,7 +40,6 @@ __all__ = [
     "unsplit_of",
 ]
 
-
 Kind = tuple[int, str]
 """Shards and id of the block that is measured for all like it."""
 

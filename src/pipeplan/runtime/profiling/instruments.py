@@ -35,7 +35,6 @@ __all__ = [
     "timed",
 ]
 
-
 T = TypeVar("T")
 
 _FEW = 6

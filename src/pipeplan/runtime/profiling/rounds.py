@@ -26,7 +26,6 @@ from pipeplan.workload.elements import Items
 
 __all__ = ["Benches", "Progress", "RunCounter", "RunCounts", "UnfinishedProfile"]
 
-
 Progress = Callable[[int, int, str], None]
 """Called before each run with the runs done, all runs, and what runs now."""
 

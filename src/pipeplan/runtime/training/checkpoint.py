@@ -51,7 +51,6 @@ __all__ = [
     "whole_chunk",
 ]
 
-
 _REST = "rest.pt"
 _PARAMETERS, _OPTIMIZER, _BUFFERS = "parameters/", "optimizer/", "buffers/"
 

@@ -28,7 +28,6 @@ from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, Mesh
 
 __all__ = ["identity_of", "other_sizes", "require_identity", "warn_of_other_sizes"]
 
-
 _SAMPLES = 2  # some losses compare samples with each other
 
 

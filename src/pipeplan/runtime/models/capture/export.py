@@ -156,7 +156,6 @@ _KINDS = {
     InputKind.USER_INPUT: "input",
 }
 
-
 _Turns = tuple[tuple[str, str], ...]
 
 

@@ -32,7 +32,6 @@ __all__ = [
     "name_of_target",
 ]
 
-
 _aten = torch.ops.aten
 
 

@@ -36,7 +36,6 @@ __all__ = [
     "translated",
 ]
 
-
 _IGNORED = -100
 _MASKED_EVERY = 7  # BERT masks 15 % of the words
 

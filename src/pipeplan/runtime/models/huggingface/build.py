@@ -35,7 +35,6 @@ from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Grain, Mo
 
 __all__ = ["Description", "LoadedModel", "collectives_of", "configuration", "describe", "load", "load_configuration"]
 
-
 Description = tuple[str, dict[str, Any], bool]
 """A family's ``model_type`` or class name, its keyword arguments, and whether unknown ones are mistakes."""
 

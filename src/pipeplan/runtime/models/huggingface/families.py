@@ -45,11 +45,9 @@ __all__ = [
     "widths_of",
 ]
 
-
 _LONGEST = 1024
 _MASKED_LONGEST = 512
 _CAPTION_LONGEST = 77  # words of CLIP's and Flava's texts
-
 
 _MASK_TOKEN = 103  # of BERT's vocabulary, which Flava shares
 

@@ -50,7 +50,6 @@ __all__ = [
     "word_head",
 ]
 
-
 WORDS = Cut(even=False)
 """Of a table, or an output layer, with a row for each word or class."""
 
