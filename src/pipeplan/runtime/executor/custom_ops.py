@@ -27,7 +27,7 @@ from pipeplan.workload.action import is_instruction_word
 from pipeplan.workload.elements import Attribute
 from pipeplan.workload.kinds import is_instruction
 
-__all__ = ["Context", "CustomFunction", "CustomOpRunner", "HeldOutput", "custom_ops_of", "register"]
+__all__ = ["Context", "CustomFunction", "CustomOpRunner", "custom_ops_of", "register"]
 
 
 @dataclass(frozen=True, slots=True)

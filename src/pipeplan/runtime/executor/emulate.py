@@ -40,7 +40,7 @@ from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunOptions,
 from pipeplan.runtime.launch.status_board import Phase, Progress
 from pipeplan.workload.elements import Hop
 
-__all__ = ["EmulatedChannels", "EmulatedRunner", "Pace", "emulate", "emulate_job", "specs_of"]
+__all__ = ["emulate", "emulate_job"]
 
 _CPU = torch.device("cpu")
 _WORD_BYTES = 8

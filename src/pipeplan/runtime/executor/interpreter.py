@@ -23,7 +23,7 @@ from pipeplan.runtime.launch.failures import Cause, RankError
 from pipeplan.runtime.launch.status_board import Phase, Progress
 from pipeplan.runtime.parallel.device import Clock, Span
 
-__all__ = ["Executor", "Runner"]
+__all__ = ["Executor"]
 
 _Taken = tuple[Numbers, tuple[str, ...], Taking]
 """Samples, blocks, and where their tensors are."""

@@ -25,16 +25,7 @@ from pipeplan.runtime.parallel.device import Clock, Mark, Span, offset_ns
 from pipeplan.runtime.parallel.sharding import WHOLE, Shards
 from pipeplan.runtime.parallel.share import Share
 
-__all__ = [
-    "AllRanks",
-    "GroupError",
-    "ProcessGroups",
-    "RankGroup",
-    "TimedAction",
-    "extent",
-    "iteration_of",
-    "require_alike",
-]
+__all__ = ["AllRanks", "ProcessGroups", "RankGroup", "TimedAction", "extent", "iteration_of", "require_alike"]
 
 
 class GroupError(TransferError):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-__all__ = ["Board", "Phase", "Position", "Progress"]
+__all__ = ["Board", "Phase", "Progress"]
 
 _FIELDS = 6  # phase, step, counter, peer, since_ns, process
 _CELL_BYTES = 8

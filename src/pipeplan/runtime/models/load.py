@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from types import ModuleType
-from typing import Any, TypeVar
+from pkgutil import resolve_name
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from pipeplan.runtime.models.sequential import is_plain, sequential_model
 from pipeplan.runtime.models.spec import Grain, Model
 from pipeplan.runtime.models.zoo import ZOO, zoo_model
 
-__all__ = ["imported", "imported_module", "load_model", "made_by", "reference_model", "value_of"]
+__all__ = ["found_at", "load_model", "made_by", "reference_model"]
 
 _CONFIGURATION = re.compile(r"\w+Config\s*(\(.*\))?\s*", re.DOTALL)
 
@@ -94,7 +93,7 @@ def _made_by(name: str, grain: Grain | None, seed: int) -> Model:
         case (nn.Module() as module, Tensor() as input):
             return _captured(module, {"input": input}, short, grain)
     raise UsageError(
-        f"model {name!r} is, or returned, {_told(made)}; give a pipeplan.runtime.models.spec.Model, or a module and "
+        f"model {name!r} is, or returned, {_types(made)}; give a pipeplan.runtime.models.spec.Model, or a module and "
         "its example inputs: a tensor, or tensors by the names of the arguments, with samples in the first dimension; "
         "with an nn.Sequential also targets, to train it"
     )
@@ -109,14 +108,14 @@ def _chained(path: str, name: str, chain: nn.Sequential, input: Tensor, rest: Se
         case [Tensor() as targets, loss] if callable(loss):
             return sequential_model(name, chain, input, targets, loss)
     raise UsageError(
-        f"model {path!r}: beside an nn.Sequential and its input stands {_told(tuple(rest))}; give targets as a tensor, "
-        "then maybe a loss, a function of output and targets"
+        f"model {path!r}: beside an nn.Sequential and its input stands {_types(tuple(rest))}; give targets as a "
+        "tensor, then maybe a loss, a function of output and targets"
     )
 
 
-def _told(made: object) -> str:
+def _types(made: object) -> str:
     """Types, for errors."""
-    return f"({', '.join(map(_told, made))})" if isinstance(made, tuple) else type(made).__name__
+    return f"({', '.join(map(_types, made))})" if isinstance(made, tuple) else type(made).__name__
 
 
 def _captured(module: nn.Module, inputs: Mapping[str, Tensor], name: str, grain: Grain | None) -> Model:
@@ -155,56 +154,30 @@ def reference_model(model: Model, calibration: Profile | None) -> Model | None:
     return zoo_model(calibration.name, sequence=max(filter(None, sequences), default=None))
 
 
-Found = TypeVar("Found")
+def found_at(path: str, what: str) -> object:
+    """What ``pkg.mod:name``, or ``pkg.mod``, names; modules of the working directory are found, as by ``python -m``.
 
-
-def imported(path: str, what: str) -> Callable[..., Any]:
-    """The function or class that ``path`` names; modules of the working directory are found, as by ``python -m``.
-
-    Args:
-        path: ``pkg.mod:name``.
-        what: what it is for, which errors begin with: ``model``, ``--optimizer``.
-
-    Raises:
-        UsageError: it cannot be imported, or cannot be called.
+    ``what`` it is for begins errors: ``model``, ``--optimizer``. Raises UsageError where it cannot be imported.
     """
-    found = _found(path, what)
-    if not callable(found):
-        raise UsageError(f"{what} {path!r} is a {type(found).__name__}, not a function")
-    return found
-
-
-def value_of(path: str, what: str) -> object:
-    """What ``path`` names or, of a function, what it returns. Raises UsageError as :func:`made_by`."""
-    found = _found(path, what)
-    return _called(found, path, what) if inspect.isroutine(found) or inspect.isclass(found) else found
-
-
-def imported_module(path: str, what: str) -> ModuleType:
-    """The module that ``path``, as ``pkg.mod``, names. Raises UsageError as :func:`imported`."""
-    return _importing(path, what, lambda: importlib.import_module(path))
-
-
-def _found(path: str, what: str) -> object:
-    module_name, _, attribute = path.partition(":")
-    return _importing(path, what, lambda: getattr(importlib.import_module(module_name), attribute))
-
-
-def _importing(path: str, what: str, find: Callable[[], Found]) -> Found:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return find()
+        return resolve_name(path)
     except Exception as error:  # whatever the module raises while it is imported
         raise UsageError(f"{what} {path!r} cannot be imported: {type(error).__name__}: {error}") from error
 
 
+def value_of(path: str, what: str) -> object:
+    """What ``path`` names or, of a function, what it returns. Raises UsageError as :func:`made_by`."""
+    found = found_at(path, what)
+    return made_by(path, what) if inspect.isroutine(found) or inspect.isclass(found) else found
+
+
 def made_by(path: str, what: str, *arguments: Any, **options: Any) -> Any:
-    """What the function that ``path`` names returns. Raises UsageError as :func:`imported`, or where it failed."""
-    return _called(imported(path, what), path, what, *arguments, **options)
-
-
-def _called(factory: Callable[..., Any], path: str, what: str, *arguments: Any, **options: Any) -> Any:
+    """What the function that ``path`` names returns. Raises UsageError as :func:`found_at`, and where it fails."""
+    factory = found_at(path, what)
+    if not callable(factory):
+        raise UsageError(f"{what} {path!r} is a {type(factory).__name__}, not a function")
     try:
         return factory(*arguments, **options)
     except UsageError:

@@ -38,11 +38,8 @@ def shaped_blocks(
 ) -> Iterator[ShapedBlock]:
     """Run all blocks in order on the meta device: shapes, formats and who needs gradients, without computing.
 
-    Gradients are needed where a parameter is among what a value was made from. With ``autocast`` blocks run
-    under it, and what they make says that it is on its device.
-
-    Raises:
-        UsageError: a block cannot be built or called this way; the text names it.
+    With ``autocast`` blocks run under it, and what they make says that it is on its device. Raises UsageError, which
+    names the block that cannot be built or called this way.
     """
     batch = model.mini_batch(num_samples, 0, 0, dtype=dtype, device="meta")
     call: _Call = _called if autocast is None else _OnItsDevice(autocast)
@@ -57,7 +54,7 @@ def shaped_blocks(
         except Exception as error:
             raise UsageError(
                 f"model {model.name!r}: block {block.id!r} cannot be built and called on the meta device, which "
-                f"tells shapes without computing: {type(error).__name__}: {error}"
+                f"shows shapes without computing: {type(error).__name__}: {error}"
             ) from error
         outputs = outputs_of(made)
         if outputs is None:

@@ -46,12 +46,12 @@ class BlockSpec:
     """One block of a model.
 
     It is called with the outputs of ``sources``, then with the tensors of the batch named in ``samples``, each with
-    the micro-batch's samples in the first dimension, and returns one tensor, or a tuple of tensors. A ``loss``
-    block returns a scalar: the sum of the losses of all its predictions, which the caller scales. ``build`` makes
-    its module, with random parameters from torch's generator. ``operator``, ``dimensions`` and ``shared`` (spread
-    over all devices by placements that know shared blocks) go into the profile. ``collectives`` are of a block that
-    is one device's share of a larger one. ``split`` says how a stage of several devices runs it; None if only whole.
-    ``splits`` are other ways, by the name of an axis of a mesh; those of one ``build`` may be used together.
+    samples in the first dimension, and returns one tensor, or a tuple of tensors. A ``loss`` block returns a scalar:
+    the sum of the losses of all its predictions. ``build`` makes its module, with random parameters from torch's
+    generator. ``operator``, ``dimensions`` and ``shared`` (spread over all devices by some placements) go into the
+    profile. ``collectives`` are of a block that is one device's share of a larger one. ``split`` says how a stage of
+    several devices runs it; None if only whole. ``splits`` are other ways, by the name of an axis of a mesh; those of
+    one ``build`` may be used together.
     """
 
     id: str
@@ -88,17 +88,13 @@ class Texts:
 class Model:
     """Blocks in topological order, and batches for them.
 
-    ``batch(num_samples, step, seed)`` makes the named tensors of a mini-batch; its samples do not depend on how
-    many there are. ``predictions(batch)`` counts what the summed loss is divided by. Each group of ``tied`` names
-    (block id, parameter name) pairs that stand for one parameter: they start equal, and their gradients must be
-    summed over the group before every step.
+    ``batch(num_samples, step, seed)`` makes the named tensors of a mini-batch; its samples do not depend on how many
+    there are. ``predictions(batch)`` counts what the summed loss is divided by. Each group of ``tied`` names (block id,
+    parameter name) pairs that stand for one parameter.
 
-    ``sharded(num_devices)`` gives a model of the same blocks and edges, each block one device's share of it; blocks
-    that cannot be split are whole. None if the model cannot be split over devices at all. ``texts`` is for models that
-    can be trained on text. ``settings`` are all of the configuration that it was made of, if it was.
-
-    Raises:
-        UsageError: no blocks, two of one name, or a source or tie that is not a block before it.
+    ``sharded(num_devices)`` gives a model of the same blocks and edges, each block one device's share of it, or whole;
+    None if the model cannot be split over devices. ``texts`` is for models that can be trained on text. ``settings``
+    are all of the configuration that it was made of, if it was. Raises UsageError where names do not fit.
     """
 
     name: str

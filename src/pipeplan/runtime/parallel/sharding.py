@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 
-__all__ = ["WHOLE", "Collectives", "Cut", "ParameterPart", "Shards", "Slice", "Split", "range_of", "share_of"]
+__all__ = ["WHOLE", "Cut", "ParameterPart", "Shards", "Slice", "Split", "share_of"]
 
 
 def range_of(total: int, count: int, index: int) -> tuple[int, int]:

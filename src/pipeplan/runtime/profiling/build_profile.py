@@ -27,7 +27,6 @@ __all__ = [
     "BlockGraph",
     "BlockNode",
     "Kind",
-    "Price",
     "SharedModel",
     "block_graph_of",
     "costs_of",

@@ -32,7 +32,7 @@ from pipeplan.runtime.executor.tensors import StageLayouts, TensorSpec
 from pipeplan.runtime.launch.failures import lost_others
 from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunResult, StepResult, run_job
 from pipeplan.runtime.launch.status_board import Phase, Progress
-from pipeplan.runtime.models.load import imported_module, load_model
+from pipeplan.runtime.models.load import found_at, load_model
 from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.device import Autocast, rank_device
@@ -47,7 +47,7 @@ from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import Role, role_of
 
-__all__ = ["Trainer", "autocast_of", "require_splittable", "train", "train_job", "travelling"]
+__all__ = ["Trainer", "autocast_of", "require_splittable", "train_job", "travelling"]
 
 
 def train_job(job: Report, context: RankContext) -> None:
@@ -102,7 +102,7 @@ class Trainer:
         programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
         require_splittable(plan, model)
         if options.instructions is not None:
-            imported_module(options.instructions, "--instructions")
+            found_at(options.instructions, "--instructions")
         custom_ops = custom_ops_of(plan)
         self.program = programs[self.rank]
         self.device = rank_device(options.device, options.transport, options.num_threads)

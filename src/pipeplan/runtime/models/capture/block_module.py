@@ -14,7 +14,7 @@ from pipeplan.runtime.models.capture.functionalize import DTYPE, LEAST, WIDER, M
 from pipeplan.runtime.models.capture.grouping import OpGroup, name_of, needed_by, taken_by
 from pipeplan.runtime.parallel.weight_grads import addmm, embedding, linear
 
-__all__ = ["CapturedBlock", "Recipe", "recipe_of"]
+__all__ = ["Recipe", "recipe_of"]
 
 _INITIAL_STD = 0.02
 
@@ -23,11 +23,10 @@ _INITIAL_STD = 0.02
 class Recipe:
     """How to make a block's module again and again.
 
-    ``crossing`` are the operations of other blocks whose results it takes, ``inputs`` those of the batch, in this
-    order; ``outputs`` the operations whose results it gives. ``parameters`` and ``buffers`` are by the names they have
-    in the block, with their names in the captured module; the gradients of those ``deferred`` can wait for W.
-    ``counted`` is (which argument, how often its first dimension has the samples), None if no operator needs to know
-    how many there are.
+    It takes the results of ``crossing``, operations of other blocks, then ``inputs`` of the batch, and gives those of
+    ``outputs``. ``parameters`` and ``buffers`` are by the names they have in the block, with their names in the
+    captured module; the gradients of those ``deferred`` can wait for W. ``counted`` is (which argument, how often its
+    first dimension has the samples), None if no operator needs to know how many there are.
     """
 
     code: str
@@ -125,7 +124,7 @@ def _made_up(tensor: Tensor, name: str) -> Tensor:
 def recipe_of(group: OpGroup, outputs: Sequence[OpNode], free: set[OpNode], fallback: OpNode | None) -> Recipe:
     """The recipe of a group that hands on these results.
 
-    ``fallback`` is an input of the batch that tells how many samples there are, for a block that takes nothing else
+    ``fallback`` is an input of the batch that shows how many samples there are, for a block that takes nothing else
     with samples in it.
     """
     return _BlockWriter(group, tuple(outputs), free, fallback).recipe()

@@ -44,16 +44,10 @@ _FORMATS = (torch.bfloat16, torch.float64)
 
 
 def trace(module: nn.Module, inputs: Mapping[str, Tensor], name: str) -> CapturedGraph:
-    """Export a module twice and merge the two.
+    """Export a module twice and merge the two; ``inputs`` are by the names of the forward's arguments.
 
-    Args:
-        module: with parameters of one floating-point format; on the meta device nothing is computed.
-        inputs: by the names of the forward's arguments, samples in the first dimension.
-        name: for errors.
-
-    Raises:
-        UsageError: it cannot be exported, behaves differently for other samples or formats, or does not return one
-            tensor.
+    Raises UsageError where it cannot be exported, behaves differently for other samples or formats, or does not return
+    one tensor.
     """
     odd = [key for key, each in inputs.items() if not isinstance(each, Tensor) or each.ndim == 0]
     if odd or not inputs:

@@ -1,9 +1,8 @@
 """A captured forward's operators, those that change tensors in place made into ones that do not.
 
-Operators that change tensors in place, as operators that make new ones.
-
 A block may not change what another made, nor a tensor that starts its graph. So what is changed gets a successor,
 which whoever comes later takes instead; a tensor that is changed through a view of it is put together again.
+torch's ``run_decompositions({})`` does so, too, but takes as long as the export, and forgets where gradients are off.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ __all__ = [
     "DTYPE",
     "LEAST",
     "WIDER",
-    "Append",
     "CapturedGraph",
     "Changes",
     "Marker",
@@ -59,12 +57,7 @@ def is_in_place(target: Any) -> bool:
 
 
 class Changes:
-    """Which tensor stands for which by now.
-
-    Args:
-        where: the model, for errors.
-        append: adds an operation to those that the module runs.
-    """
+    """Which tensor stands for which by now; ``append`` adds an operation to those that the module runs."""
 
     def __init__(self, where: str, append: Append) -> None:
         self.where, self.append = where, append

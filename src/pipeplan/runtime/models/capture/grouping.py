@@ -14,7 +14,7 @@ from itertools import groupby, pairwise
 import networkx as nx
 from torch import Tensor, nn
 
-from pipeplan.runtime.models.capture.functionalize import CapturedGraph, OpNode
+from pipeplan.runtime.models.capture.functionalize import CapturedGraph, OpNode, name_of_target
 from pipeplan.runtime.models.spec import Grain
 
 __all__ = ["HEAVY", "OpGroup", "group_operations", "name_of", "needed_by", "taken_by"]
@@ -70,7 +70,7 @@ class OpGroup:
 
 def name_of(op: OpNode) -> str:
     """``linear`` of ``aten.linear.default``."""
-    return str(getattr(op.target, "__name__", op.target)).split(".")[0]
+    return name_of_target(op.target)
 
 
 def _free_operations(trace: CapturedGraph) -> set[OpNode]:

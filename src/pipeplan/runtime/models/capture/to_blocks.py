@@ -16,7 +16,7 @@ from pipeplan.runtime.models.shapes import outputs_of
 from pipeplan.runtime.models.spec import Batch, BlockSpec, Grain, Model, Output
 from pipeplan.runtime.models.synthetic_batches import batch_like
 
-__all__ = ["block_ids", "capture", "dimensions_of", "operator_of", "parameters_of", "replay"]
+__all__ = ["capture", "parameters_of", "replay"]
 
 
 def capture(
@@ -28,10 +28,7 @@ def capture(
     batch: Callable[[int, int, int], dict[str, Tensor]] | None = None,
     predictions: Callable[[Batch], int] | None = None,
 ) -> Model:
-    """Cut a module into blocks.
-
-    Dropout is left out. A tensor that goes from one block to another has its samples in the first dimension, or is one
-    for all samples.
+    """Cut a module into blocks. Dropout is left out. Raises UsageError, which says what cannot be captured.
 
     Args:
         module: returns one tensor; a scalar is taken as the sum of the losses of the samples. On the meta device
@@ -41,9 +38,6 @@ def capture(
         grain: what a block is: an element of the module's outermost lists of modules, half of one, or an operator.
         batch: as :class:`Model` has it; without it random numbers like the examples.
         predictions: as :class:`Model` has it; without it the number of samples.
-
-    Raises:
-        UsageError: it cannot be captured; the text says where and what to do.
     """
     traced = trace(module, inputs, name)
     groups, free = group_operations(traced, module, grain)

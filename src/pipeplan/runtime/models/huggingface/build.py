@@ -33,7 +33,7 @@ from pipeplan.runtime.models.huggingface.families import (
 )
 from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Grain, Model, Texts
 
-__all__ = ["Description", "LoadedModel", "collectives_of", "configuration", "describe", "load", "load_configuration"]
+__all__ = ["LoadedModel", "collectives_of", "configuration", "load", "load_configuration"]
 
 Description = tuple[str, dict[str, Any], bool]
 """A family's ``model_type`` or class name, its keyword arguments, and whether unknown ones are mistakes."""
