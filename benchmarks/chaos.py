@@ -26,7 +26,7 @@ TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 
 from pipeplan.files import PlacedStage, Plan
-from pipeplan.runtime.launch.status_board import Phase
+from pipeplan.runtime.launch.status import Phase
 from pipeplan.runtime.training.options import TrainOptions
 from runtime_support import models as runtime_models
 from runtime_support.faults import BEFORE_STEPS, HANGS, KINDS, NUM_STEPS, Ending, Fault, run_with

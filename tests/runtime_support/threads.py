@@ -21,8 +21,7 @@ from pipeplan.runtime.executor.interpreter import Executor
 from pipeplan.runtime.executor.rank_program import Program, ProgramStep, programs_of
 from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
 from pipeplan.runtime.executor.tensors import StageLayouts, TensorSpec
-from pipeplan.runtime.launch.failures import Cause
-from pipeplan.runtime.launch.status_board import Board, Progress
+from pipeplan.runtime.launch.status import Board, Cause, Progress
 from pipeplan.runtime.models.spec import Model, placed
 from pipeplan.runtime.parallel.device import Clock
 from pipeplan.runtime.parallel.sharding import Cut, Shards

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pipeplan.runtime.executor.rank_program import Program, ProgramStep
 from pipeplan.runtime.executor.tensors import TensorSpec
-from pipeplan.runtime.launch.failures import Cause, cause_of
+from pipeplan.runtime.launch.status import Cause, cause_of
 
 __all__ = ["Buffers", "Channels", "Ranks", "TransferError", "groups_of"]
 

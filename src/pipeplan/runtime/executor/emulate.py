@@ -35,9 +35,8 @@ from pipeplan.runtime.executor.process_groups import (
 from pipeplan.runtime.executor.rank_program import Program, ProgramStep, planned_programs
 from pipeplan.runtime.executor.stage import MiniBatch
 from pipeplan.runtime.executor.tensors import Produced, Received, TensorSpec
-from pipeplan.runtime.launch.failures import lost_others
 from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunOptions, RunResult, StepResult, run_job
-from pipeplan.runtime.launch.status_board import Phase, Progress
+from pipeplan.runtime.launch.status import Phase, Progress, lost_others
 from pipeplan.workload.elements import Hop
 
 __all__ = ["emulate", "emulate_job"]

@@ -19,8 +19,7 @@ from pipeplan.runtime.executor.message_graph import Numbers
 from pipeplan.runtime.executor.rank_program import Program, ProgramStep
 from pipeplan.runtime.executor.stage import MiniBatch, StageError
 from pipeplan.runtime.executor.tensors import Made, Produced, Received, Taking, TensorSlots, TensorSpec
-from pipeplan.runtime.launch.failures import Cause, RankError
-from pipeplan.runtime.launch.status_board import Phase, Progress
+from pipeplan.runtime.launch.status import Cause, Phase, Progress, RankError
 from pipeplan.runtime.parallel.device import Clock, Span
 
 __all__ = ["Executor"]

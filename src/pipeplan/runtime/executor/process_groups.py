@@ -18,8 +18,7 @@ from torch import Tensor
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.executor.channels import Ranks, TransferError, groups_of
-from pipeplan.runtime.launch.failures import cause_of, lost_others
-from pipeplan.runtime.launch.status_board import Phase, Progress
+from pipeplan.runtime.launch.status import Phase, Progress, cause_of, lost_others
 from pipeplan.runtime.models.spec import placed
 from pipeplan.runtime.parallel.device import Clock, Mark, Span, offset_ns
 from pipeplan.runtime.parallel.sharding import WHOLE, Shards

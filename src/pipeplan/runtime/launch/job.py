@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import TypeAdapter
 
 from pipeplan.files import Plan, parse
-from pipeplan.runtime.launch.status_board import Progress
+from pipeplan.runtime.launch.status import Progress
 
 __all__ = ["OnStep", "RankContext", "Report", "RunOptions", "RunResult", "StepResult", "run_job"]
 

@@ -29,9 +29,8 @@ from pydantic import TypeAdapter
 
 from pipeplan.errors import ExecutionError, PipeplanError
 from pipeplan.files import Plan
-from pipeplan.runtime.launch.failures import Cause, Failure, telling, verdict
 from pipeplan.runtime.launch.job import OnStep, Report, RunOptions, RunResult, StepResult
-from pipeplan.runtime.launch.status_board import Board, Phase
+from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, telling, verdict
 
 __all__ = ["RANK", "Listener", "run_local", "start_timeout_ns", "watch_local"]
 

@@ -24,10 +24,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipeplan.errors import PipeplanError, UsageError
 from pipeplan.files import Plan
-from pipeplan.runtime.launch.failures import Cause, Failure, RankError, lost_others, verdict
 from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunOptions, RunResult
 from pipeplan.runtime.launch.local import Listener, start_timeout_ns
-from pipeplan.runtime.launch.status_board import Board, Phase, Progress
+from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, Progress, RankError, lost_others, verdict
 
 __all__ = ["Started", "be_rank", "run_under_torchrun", "under_torchrun"]
 

@@ -25,10 +25,9 @@ from pipeplan.costs.communication import latency_and_bandwidth
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source, parse, to_json
 from pipeplan.files.cluster import Operation
-from pipeplan.runtime.launch.failures import lost_others
 from pipeplan.runtime.launch.job import RankContext, RunOptions
 from pipeplan.runtime.launch.local import RANK, watch_local
-from pipeplan.runtime.launch.status_board import Phase, Progress
+from pipeplan.runtime.launch.status import Phase, Progress, lost_others
 from pipeplan.runtime.launch.worker import Started, under_torchrun
 from pipeplan.runtime.parallel.device import Clock, rank_device
 

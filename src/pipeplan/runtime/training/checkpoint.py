@@ -34,8 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.executor.process_groups import AllRanks
-from pipeplan.runtime.launch.failures import Cause, RankError, lost_others
-from pipeplan.runtime.launch.status_board import Phase, Progress
+from pipeplan.runtime.launch.status import Cause, Phase, Progress, RankError, lost_others
 from pipeplan.runtime.parallel.sharding import ParameterPart
 from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder, metadata_of, rest_of, undamaged
 from pipeplan.runtime.training.compatibility import require_identity

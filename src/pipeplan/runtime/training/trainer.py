@@ -29,9 +29,8 @@ from pipeplan.runtime.executor.rank_program import Program, programs_of
 from pipeplan.runtime.executor.shared_parameters import SharedParameters, require_equal_copies
 from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
 from pipeplan.runtime.executor.tensors import StageLayouts, TensorSpec
-from pipeplan.runtime.launch.failures import lost_others
 from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunResult, StepResult, run_job
-from pipeplan.runtime.launch.status_board import Phase, Progress
+from pipeplan.runtime.launch.status import Phase, Progress, lost_others
 from pipeplan.runtime.models.load import found_at, load_model
 from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.models.synthetic_batches import token_batch
+from pipeplan.runtime.models.zoo.gpt import norm_by_operator
 from pipeplan.runtime.models.zoo.layers import (
     FeedForward,
     LayerStack,
@@ -34,7 +35,6 @@ from pipeplan.runtime.models.zoo.layers import (
     word_embedding,
     word_head,
 )
-from pipeplan.runtime.models.zoo.per_operator import norm_by_operator
 from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
 from pipeplan.runtime.parallel.split_layers import WordEmbedding, hidden_of
 

@@ -1,24 +1,240 @@
-"""GPT-2 (Radford et al. 2019): learned positions, pre-LayerNorm layers, causal attention.
+"""GPT-2 (Radford et al. 2019): learned positions, pre-LayerNorm layers, causal attention; no dropout.
 
-The output layer shares the token embedding. No dropout.
+The output layer shares the token embedding. Halves of layers are blocks, or every operator, so that each can be split
+in a way of its own: then the query, key and value of a head lie together, so that a slice of their product has whole
+heads. Tensors between blocks are [samples, places, features].
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeplan.runtime.models.spec import BlockSpec, Model, Texts
 from pipeplan.runtime.models.synthetic_batches import next_tokens, token_batch
-from pipeplan.runtime.models.zoo.layers import LayerStack, ZooSize, layers, num_targets, word_embedding, word_head
-from pipeplan.runtime.models.zoo.per_operator import operators_of_head, operators_of_layers
-from pipeplan.runtime.parallel.sharding import WHOLE, Shards
-from pipeplan.runtime.parallel.split_layers import WordEmbedding, hidden_of
+from pipeplan.runtime.models.zoo.layers import (
+    LayerStack,
+    ZooSize,
+    layers,
+    num_targets,
+    summed_loss,
+    word_embedding,
+    word_head,
+)
+from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
+from pipeplan.runtime.parallel.split_layers import FEATURES, Tile, WordEmbedding, hidden_of
+from pipeplan.workload.mesh import PLACES
 
-__all__ = ["GPTSize", "words"]
+__all__ = ["GPTSize", "norm_by_operator", "operators_of_head", "operators_of_layers", "words"]
+
+
+Module = TypeVar("Module", bound=nn.Module)
+
+_EPSILON = 1e-5
+
+
+class NormOperator(nn.Module):
+    """LayerNorm, of which devices may have slices of the features."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, hidden: int, biased: bool, shards: Shards = WHOLE) -> None:
+        super().__init__()
+        self.hidden, self.features = hidden, _features(shards)
+        own = hidden // self.features.count
+        self.weight = nn.Parameter(torch.ones(own))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(own)) if biased else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[samples, places, features of this device] to the same."""
+        if self.features.count == 1:
+            return F.layer_norm(x, (self.hidden,), self.weight, self.bias, _EPSILON)
+        centred = x - self._mean(x)
+        result = centred * torch.rsqrt(self._mean(centred.square()) + _EPSILON) * self.weight
+        return result if self.bias is None else result + self.bias
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """Over the features of all devices; each uses it for its own, so its gradient is the sum of theirs."""
+        return self.features.shared(self.features.summed(x.sum(-1, keepdim=True))) / self.hidden
+
+
+class AttentionCore(nn.Module):
+    """Attention of [samples, places, heads * 3 sizes]: heads are split, or places, of which all keys are gathered."""
+
+    def __init__(self, stack: LayerStack, shards: Shards = WHOLE) -> None:
+        super().__init__()
+        stack.heads_of(_features(shards))  # refuses slices of heads
+        self.size, self.causal = stack.hidden // stack.heads, stack.causal
+        self.places = shards.along.get(PLACES, WHOLE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[samples, places, heads * 3 sizes] to [samples, places, heads * size], each of this device."""
+        query, both = torch.split(x.reshape(*x.shape[:2], -1, 3, self.size), [1, 2], dim=-2)
+        both = self.places.shared(self.places.gathered(both, 1))
+        key, value = both.permute(3, 0, 2, 1, 4)
+        mixed = F.scaled_dot_product_attention(
+            query.squeeze(-2).transpose(1, 2), key, value, attn_mask=self._mask(x, key.shape[-2])
+        )
+        return mixed.transpose(1, 2).flatten(2)
+
+    def _mask(self, x: Tensor, num_keys: int) -> Tensor | None:
+        """Which keys each place looks at: those up to its own."""
+        if not self.causal:
+            return None
+        own = torch.arange(x.shape[1], device=x.device) + self.places.index * x.shape[1]
+        return own[:, None] >= torch.arange(num_keys, device=x.device)[None, :]
+
+
+class ActivationOperator(nn.Module):
+    """GELU with the tanh approximation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[...] to the same."""
+        return F.gelu(x, approximate="tanh")
+
+
+class AddOperator(nn.Module):
+    """The sum of two tensors."""
+
+    def forward(self, x: Tensor, more: Tensor) -> Tensor:
+        """[...] twice to the same."""
+        return x + more
+
+
+class LossOperator(nn.Module):
+    """The sum of the tokens' cross-entropies, of which devices may have slices of the words."""
+
+    def __init__(self, words: int, shards: Shards = WHOLE) -> None:
+        super().__init__()
+        self.words, self.features = words, _features(shards)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """[samples, places, words of this device] and [samples, places] to a scalar, in float32 at least."""
+        return summed_loss(logits, targets, self.words, self.features)
+
+
+def operators_of_layers(stack: LayerStack, source: str) -> list[BlockSpec]:
+    """The operators of all layers, one after another, with their residuals."""
+    found: list[BlockSpec] = []
+    for layer in range(stack.layers):
+        for half in (_attention, _feed_forward):
+            found += half(f"layer{layer}", stack, found[-1].id if found else source)
+    return found
+
+
+def operators_of_head(stack: LayerStack, words: int, source: str) -> list[BlockSpec]:
+    """Final norm, output layer and loss."""
+    norm = norm_by_operator("head.norm", stack, source)
+    output = _product("head.output", stack, norm.id, stack.hidden, words, std=0.02, biased=False)
+    build = partial(LossOperator, words)
+    loss = BlockSpec(
+        "head.loss",
+        "loss",
+        build,
+        (output.id,),
+        ("targets",),
+        loss=True,
+        dimensions={"sequence": stack.sequence, "vocabulary": words},
+        splits={FEATURES: Split(build, takes=True), PLACES: Split(build)},
+    )
+    return [norm, output, loss]
+
+
+def _attention(layer: str, stack: LayerStack, source: str) -> list[BlockSpec]:
+    prefix, hidden = f"{layer}.attention", stack.hidden
+    norm = norm_by_operator(f"{prefix}.norm", stack, source)
+    made = _product(f"{prefix}.made", stack, norm.id, hidden, 3 * hidden, std=0.02)
+    build = partial(AttentionCore, stack)
+    core = BlockSpec(
+        f"{prefix}.core",
+        "attention-core",
+        build,
+        (made.id,),
+        dimensions=stack.sizes | {"heads": stack.heads},
+        splits=_slices(build),
+    )
+    last = _product(f"{prefix}.projection", stack, core.id, hidden, hidden, std=_last(stack))
+    return [norm, made, core, last, _each(f"{prefix}.sum", "add", AddOperator, stack, (source, last.id))]
+
+
+def _feed_forward(layer: str, stack: LayerStack, source: str) -> list[BlockSpec]:
+    prefix, hidden = f"{layer}.ffn", stack.hidden
+    norm = norm_by_operator(f"{prefix}.norm", stack, source)
+    wide = _product(f"{prefix}.expand", stack, norm.id, hidden, 4 * hidden, std=0.02)
+    bent = _each(f"{prefix}.activation", "activation", ActivationOperator, stack, (wide.id,), 4 * hidden)
+    last = _product(f"{prefix}.projection", stack, bent.id, 4 * hidden, hidden, std=_last(stack))
+    return [norm, wide, bent, last, _each(f"{prefix}.sum", "add", AddOperator, stack, (source, last.id))]
+
+
+def norm_by_operator(id_: str, stack: LayerStack, source: str) -> BlockSpec:
+    """A norm by itself, split as any operator."""
+    build = partial(NormOperator, stack.hidden, stack.biased)
+    names = ("weight", "bias") if stack.biased else ("weight",)
+    cuts = {name: Cut() for name in names}
+    return BlockSpec(id_, "norm", build, (source,), dimensions=stack.sizes, splits=_slices(build, cuts))
+
+
+def _product(
+    id_: str, stack: LayerStack, source: str, inputs: int, outputs: int, *, std: float, biased: bool | None = None
+) -> BlockSpec:
+    bias = stack.biased if biased is None else biased
+    build = partial(_tile, inputs, outputs, std, bias)
+    return BlockSpec(
+        id_,
+        "product",
+        build,
+        (source,),
+        dimensions={"sequence": stack.sequence, "inputs": inputs, "outputs": outputs},
+        splits=Tile.ways(build, bias=bias) | {PLACES: Split(build)},
+    )
+
+
+def _tile(inputs: int, outputs: int, std: float, biased: bool, shards: Shards = WHOLE) -> Tile:
+    tile = Tile(inputs, outputs, shards, bias=biased)
+    nn.init.normal_(tile.weight, std=std)
+    if tile.bias is not None:
+        nn.init.zeros_(tile.bias)
+    return tile
+
+
+def _each(
+    id_: str,
+    operator: str,
+    module: type[nn.Module],
+    stack: LayerStack,
+    sources: tuple[str, ...],
+    width: int | None = None,
+) -> BlockSpec:
+    """A function of each number."""
+    build = partial(_anywhere, module)
+    dimensions = {"sequence": stack.sequence, "hidden": width or stack.hidden}
+    return BlockSpec(id_, operator, build, sources, dimensions=dimensions, splits=_slices(build))
+
+
+def _anywhere(module: Callable[[], Module], shards: Shards = WHOLE) -> Module:
+    """A module that is the same whatever part of its input it gets."""
+    return module()
+
+
+def _slices(build: Callable[[Shards], nn.Module], cuts: dict[str, Cut] | None = None) -> dict[str, Split]:
+    """What takes slices of the features and gives some, and takes any places."""
+    return {FEATURES: Split(build, cuts or {}, takes=True, gives=True), PLACES: Split(build)}
+
+
+def _last(stack: LayerStack) -> float:
+    """The deviation of the last weights of a half: the smaller, the more halves the residual adds."""
+    return 0.02 / math.sqrt(2 * stack.layers)
+
+
+def _features(shards: Shards) -> Shards:
+    return shards.along.get(FEATURES, WHOLE)
 
 
 @dataclass(frozen=True, slots=True)
