@@ -119,10 +119,7 @@ class Channels:
         self._warm_up()
 
     def send(self, step: ProgramStep, tensors: Sequence[Tensor], made: torch.cuda.Event | None) -> None:
-        """Start sending; ``made`` is when the tensors, which are contiguous, are ready, on NCCL.
-
-        Raises TransferError.
-        """
+        """Start sending; ``made`` is when the contiguous tensors are ready, on NCCL. Raises TransferError."""
         peer = step.peer
         queue = self._sent.setdefault(peer, deque())
         self._reap(queue, peer)
@@ -133,10 +130,7 @@ class Channels:
             queue.append(self._begun(step, ready))
 
     def receive(self, step: ProgramStep) -> None:
-        """Post the receives of a message into buffers that nobody uses; :meth:`take` waits for them.
-
-        Raises TransferError.
-        """
+        """Post the receives of a message; :meth:`take` waits for them. Raises TransferError."""
         assert step.message is not None
         with _on(self._inbound):
             names, count = self._program.tensors[step.message], len(step.samples[0])
@@ -157,10 +151,7 @@ class Channels:
         return event
 
     def deliver(self, step: ProgramStep) -> None:
-        """Wait until the peer has the message that was just sent; a peer takes none before it has posted its RECV.
-
-        Raises TransferError.
-        """
+        """Wait until the peer has posted its RECV and has the message that was just sent. Raises TransferError."""
         self.finish(step.peer)
 
     def unfinished(self) -> list[int]:
@@ -251,10 +242,7 @@ class Channels:
 
 
 def groups_of(sets: Iterable[Ranks], transport: str, timeout: timedelta) -> dict[Ranks, dist.ProcessGroup]:
-    """A process group for each set of ranks that this rank is in; all ranks make all, in the same order.
-
-    Raises RuntimeError as the transport does.
-    """
+    """A group for each set of ranks that this rank is in; all ranks make all, in one order. Raises RuntimeError."""
     made = {ranks: dist.new_group(list(ranks), timeout=timeout, backend=transport) for ranks in sorted(set(sets))}
     return {ranks: group for ranks, group in made.items() if isinstance(group, dist.ProcessGroup)}
 

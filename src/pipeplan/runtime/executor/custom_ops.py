@@ -179,10 +179,7 @@ class CustomOpRunner:
     idle: ClassVar[bool] = True
 
     def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
-        """What later actions take of it here, out of what this rank has of what it takes.
-
-        Raises StageError where the function fails or returns too little, and TransferError.
-        """
+        """What later actions take of it here. Raises StageError where the function fails, and TransferError."""
         context = self._context(step, dict(itertools.chain.from_iterable(inputs.values())))
         with stage_errors(f"instruction {self.part.kind}"), torch.no_grad():
             made = self.function(context)

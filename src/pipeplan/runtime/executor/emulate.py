@@ -178,10 +178,7 @@ class EmulatedRunner:
         self._plan, self._tensors, self._specs, self._pace, self._group = plan, tensors, specs, pace, group
 
     def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
-        """Rows, made at the end; what can be done before an action ends is done by then.
-
-        Agreeing with the other devices on its start is part of an action's time, as collectives are.
-        """
+        """Rows, made at the end. Agreeing with the other devices on the start is part of an action's time."""
         needed = [_stamp(rows) for given in inputs.values() for _, rows in given]
         start_ns = self._group.latest(max([self._pace.free_ns(), *needed]))
         end_ns = start_ns + _duration_ns(self._plan, step)

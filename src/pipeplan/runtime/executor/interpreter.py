@@ -78,10 +78,7 @@ class Executor:
         self._slots = [None] * slots.count
 
     def run(self, samples: MiniBatch) -> list[Span]:
-        """Run the program on one mini-batch; gradients add up in the parameters. Returns when actions ran.
-
-        Raises RankError, which names rank, action and program counter.
-        """
+        """Run the program on one mini-batch. Returns when actions ran. Raises RankError, which names the action."""
         self._spans = []
         try:
             for action in self._actions:

@@ -39,10 +39,7 @@ _Following = Mapping[str, Sequence[Dependency]]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Message:
-    """What goes from one stage to another, micro-batch by micro-batch.
-
-    Outputs (``F``), their gradients (``B``), or what a custom op made (its kind).
-    """
+    """What goes between stages: outputs (``F``), their gradients (``B``), or what a custom op made (its kind)."""
 
     payload: str
     source: int
@@ -94,10 +91,7 @@ class MessageGraph:
 
 
 def model_messages(plan: Plan, edges: Sequence[tuple[str, str]], model: str) -> MessageGraph:
-    """The flow of a model's tensors under a plan that has its blocks.
-
-    Raises UsageError where they differ, or custom ops leave open what they carry.
-    """
+    """The flow of a model's tensors under a plan that has its blocks. Raises UsageError where they differ."""
     crossings = _crossings(plan, edges, model)
     gradients = _gradients(plan, crossings)
     _require_same_edges(plan, crossings, model)

@@ -229,10 +229,7 @@ def iteration_of(extents: Iterable[tuple[int, int] | None]) -> int:
 
 
 def require_alike(started: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse ranks that were started with different things; ``started`` [rank] is with what each was.
-
-    Raises UsageError, the same on every rank.
-    """
+    """Refuse ranks that ``started`` [rank] with different things. Raises UsageError, the same on every rank."""
     for other, said in enumerate(started):
         for key, value in started[0].items():
             if said[key] != value:

@@ -152,10 +152,7 @@ class SharedParameters:
         return {ranks: [(each.name, each.likeness) for each in sums] for ranks, sums in self._sums.items()}
 
     def sum_gradients(self) -> None:
-        """Sum the gradients of each shared parameter over its copies; one that no rank has stays absent.
-
-        Raises RuntimeError as the transport does.
-        """
+        """Sum the gradients of each shared parameter over its copies. Raises RuntimeError as the transport does."""
         for ranks, sums in sorted(self._sums.items()):
             _sum([each for each in sums if each.first.requires_grad], self._groups[ranks])
 

@@ -63,10 +63,7 @@ class MiniBatch:
     draw: tuple[int, int] = (0, 0)
 
     def seed_of(self, block: str, samples: Numbers) -> int:
-        """Where a block's random numbers begin, as dropout draws them: the same on whatever rank and with any stages.
-
-        All devices that split a block draw the same, for what they drop is whole on each.
-        """
+        """Where a block's random numbers begin: the same on whatever rank, with any stages, and for all shards."""
         digest = hashlib.sha256(f"{self.draw}/{block}/{samples[0]}".encode()).digest()
         return int.from_bytes(digest[:7], "big")
 

@@ -173,10 +173,7 @@ class Board:
 
 
 class Progress:
-    """One rank's pen: what the rank itself writes on the :class:`Board`.
-
-    ``program`` has the texts of its actions, ``step`` the mini-batch it works on.
-    """
+    """One rank's pen for the :class:`Board`: the texts of its ``program``, and the ``step`` it works on."""
 
     def __init__(self, board: Board, rank: int, program: Sequence[str] = ()) -> None:
         self.board = board
@@ -225,11 +222,7 @@ class RankError(ExecutionError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A rank's own report.
-
-    ``exit_code`` is what the command ends with, ``details`` a traceback or nothing, ``peer`` the rank that was
-    lost or -1.
-    """
+    """A rank's own report, with the command's exit code, maybe a traceback, and the lost ``peer`` or -1."""
 
     rank: int
     cause: Cause

@@ -160,10 +160,7 @@ class Model:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> nn.Module:
-        """As :meth:`build`, for one of the devices that split the block: with parts of the same parameters.
-
-        Raises UsageError where it cannot be split so.
-        """
+        """As :meth:`build`, with the parts of one of the devices that split the block. Raises UsageError."""
         module = self._share(share, self._whole(share.block, seed), shards)
         return defer_weight_gradients(module.to(device=device, dtype=dtype))
 
@@ -270,10 +267,7 @@ class Model:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> dict[str, Tensor]:
-        """A mini-batch on a device, its floating-point tensors in the dtype that the blocks are built in.
-
-        Raises UsageError where the model's ``batch`` failed.
-        """
+        """A mini-batch on a device, its floats of the given dtype. Raises UsageError where ``batch`` fails."""
         try:
             made = self.batch(num_samples, step, seed)
         except Exception as error:
@@ -300,10 +294,7 @@ def _copy_parameter(source: nn.Module, source_name: str, target: nn.Module, targ
 
 
 def placed(share: Share, along: Callable[[tuple[int, ...]], Shards]) -> Shards:
-    """The place of a share's rank among those that split the block in its usual way, and on all axes of the mesh.
-
-    ``along`` is its place in a line of ranks.
-    """
+    """The place of a share's rank on all axes of its mesh; ``along`` is its place in a line of ranks."""
     axes = [name for name, size in share.mesh.axes if size > 1 and name != COPIES]
     found = {name: along(share.along(name)) for name in axes} | ({PLACES: along(share.places)} if share.places else {})
     return replace(found.get(SHARDS, WHOLE), along=found)

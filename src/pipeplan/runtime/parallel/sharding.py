@@ -197,10 +197,7 @@ class Shards:
         return share if self.count == 1 else _mapped(share, *self._gather_and_slice(dimension))
 
     def sliced(self, whole: Tensor, dimension: int = -1) -> Tensor:
-        """This device's slice of what is whole on each; all are of one size. Gradients of slices make up the whole's.
-
-        Raises UsageError where they would not be of one size.
-        """
+        """This device's slice of what is whole on each. Raises UsageError where slices are not of one size."""
         if self.count == 1:
             return whole
         self._require_cut(whole, dimension)
@@ -208,10 +205,7 @@ class Shards:
         return _mapped(whole, slice_, gather)
 
     def exchanged(self, share: Tensor, taken: int, given: int) -> Tensor:
-        """A slice along dimension ``given`` becomes one along ``taken``: what gathering and slicing would make.
-
-        Raises UsageError as :meth:`sliced`.
-        """
+        """A slice along dimension ``given`` becomes one along ``taken``. Raises UsageError as :meth:`sliced`."""
         self._require_cut(share, taken)
 
         def exchange(tensor: Tensor, cut: int, joined: int) -> Tensor:

@@ -35,10 +35,7 @@ __all__ = [
 
 
 class WeightGradQueue:
-    """Collects the weight gradients of the backward that runs while it is active; :meth:`run` computes them.
-
-    One queue per stage and micro-batch. Only one is active at a time in a process.
-    """
+    """Collects the weight gradients of the backward that runs while it, and no other, is active."""
 
     _active: WeightGradQueue | None = None  # not thread-local: CUDA runs backward on threads of its own
 
@@ -117,10 +114,7 @@ def defer_weight_gradients(module: nn.Module) -> nn.Module:
 
 
 def warn_if_few_can_wait(module: nn.Module, name: str) -> None:
-    """Warn if of a module whose backward a plan splits most weight gradients cannot be deferred.
-
-    Parameters of one dimension, as of normalisations, do not count: their gradients are by-products of I.
-    """
+    """Warn if most weight gradients of a module cannot be deferred, those of normalisations left out."""
     trained = {id(each): each.numel() for each in module.parameters() if each.requires_grad and each.ndim > 1}
     can_wait = {id(weight) for child in module.modules() for weight in _deferrable(child)}
     total, waiting = sum(trained.values()), sum(trained[each] for each in can_wait & trained.keys())

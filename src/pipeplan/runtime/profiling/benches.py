@@ -57,10 +57,7 @@ class RowKey:
 
 
 class KeptRow(FileModel):
-    """Measurements of one kind of block in one case.
-
-    ``times`` are of each timed run: F, B, I, W in ns.
-    """
+    """Measurements of one kind of block in one case; ``times`` are of each timed run: F, B, I, W in ns."""
 
     block: Name
     microbatch_size: Count

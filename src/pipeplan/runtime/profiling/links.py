@@ -246,10 +246,7 @@ def _whole(operation: Operation, ranks: Sequence[int], size: int) -> int:
 
 
 def _bare(hosts: Sequence[str], device: torch.device, options: LinkOptions) -> Cluster:
-    """A cluster of the ranks, on hosts as named, with its links still to be measured.
-
-    Raises UsageError for hosts with different numbers of ranks, ranks out of order, or no sends.
-    """
+    """A cluster of the ranks, with links still to be measured. Raises UsageError where hosts do not fit."""
     if "send" not in options.operations:
         raise UsageError("a new cluster needs sends, for latency and bandwidth; measure send too, or give --cluster")
     counts = [len(list(ranks)) for _, ranks in groupby(hosts)]

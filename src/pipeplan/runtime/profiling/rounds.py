@@ -77,10 +77,7 @@ class Benches:
     _modules: dict[Kind, nn.Module] = field(default_factory=dict)
 
     def fill(self, sizes: Sequence[int], rounds: RunCounter) -> str | None:
-        """Build a bench for every kind and size and measure its memory.
-
-        Returns why sizes are missing, if memory did not suffice for all.
-        """
+        """Build a bench for every kind and size and measure its memory. Returns why sizes are missing, if some are."""
         for size in sizes:
             rows: list[Bench] = []
             try:
@@ -105,10 +102,7 @@ class Benches:
             bench.take_up(kept)
 
     def time(self, runs: RunCounts, rounds: RunCounter) -> str | None:
-        """Run all benches in turns until each has its times.
-
-        Returns why sizes are missing, if memory ran out now at one that fitted before.
-        """
+        """Run all benches in turns until each has its times. Returns why sizes are missing, if some are."""
         missing = None
         plans = {id(bench): bench.runs_left(runs.repeats, runs.warmup) for bench in self.all}
         for count in range(max(plans.values(), default=0)):

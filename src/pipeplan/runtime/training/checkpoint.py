@@ -78,10 +78,7 @@ class Checkpoints:
         return 0 if last is None else self._load(last)
 
     def save(self, step: int) -> None:
-        """Write the state behind so many steps; when this returns, it is on the disk.
-
-        Raises RankError where a rank could not write, or is gone.
-        """
+        """Write the state after a number of steps; when this returns, it is on the disk. Raises RankError."""
         self._progress.begin(Phase.SAVING)
         states = self._optimizer_states()
         pieces, numbers = self._pieces(states, all_held=False), self._numbers(states)
@@ -246,10 +243,7 @@ def whole_chunk(tensor: Tensor) -> ParameterChunk:
 
 @dataclass(frozen=True, slots=True)
 class OwnedParameter:
-    """A parameter of one rank, which is a part of the whole of this shape.
-
-    ``stored`` is whether this rank is the one to store its part.
-    """
+    """A rank's part of a parameter of shape ``whole``; ``stored`` if this rank is the one to store it."""
 
     name: str
     parameter: nn.Parameter

@@ -32,19 +32,13 @@ _SAMPLES = 2  # some losses compare samples with each other
 
 
 def identity_of(model: Model, options: TrainOptions, mini_batch: int) -> dict[str, object]:
-    """All facts of a training; the same under every plan of this mini-batch.
-
-    Raises UsageError for a block that the meta device cannot run.
-    """
+    """All facts of a training, the same under every plan of this mini-batch. Raises UsageError."""
     named: dict[str, object] = {"--model": model.name, "--mini-batch": mini_batch}
     return named | options.identity | {"--data": fingerprint(model, options.data)} | _inside(model)
 
 
 def require_identity(path: Path, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
-    """Refuse a checkpoint of another training.
-
-    Raises UsageError, which names the first fact that differs, and both values.
-    """
+    """Refuse a checkpoint of another training. Raises UsageError, which names the first fact that differs."""
     for fact in dict.fromkeys([*own, *saved]):
         if saved.get(fact) != own.get(fact):
             raise UsageError(

@@ -25,10 +25,7 @@ __all__ = ["Updater", "clip_gradients", "factor_at"]
 
 
 class Updater:
-    """One rank's optimizer and learning-rate schedule; on a rank without parameters both are None.
-
-    Raises UsageError where they cannot be made.
-    """
+    """A rank's optimizer and learning-rate schedule; without parameters both are None. Raises UsageError."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], options: TrainOptions) -> None:
         self.optimizer = _optimizer(parameters, options) if parameters else None

@@ -322,10 +322,7 @@ def travelling(
 
 
 def autocast_of(options: TrainOptions) -> Autocast | None:
-    """What ``--autocast`` asks for.
-
-    Raises UsageError where parameters are not in float32, from which alone autocast casts.
-    """
+    """What ``--autocast`` asks for. Raises UsageError where parameters are not in float32."""
     if options.autocast is None:
         return None
     if options.dtype != "float32":

@@ -203,10 +203,7 @@ class OpNode:
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """The operations of a module in the order they ran, and the one whose result it returns.
-
-    ``tensors`` has parameters, buffers and constants by name.
-    """
+    """A module's operations in the order they ran, the one that it returns, and its ``tensors`` by name."""
 
     operations: tuple[OpNode, ...]
     output: OpNode

@@ -208,10 +208,7 @@ def _place(op: OpNode, layers: Collection[str], around: Collection[str]) -> _Pla
 
 
 def _apart(group: OpGroup, free: set[OpNode]) -> list[OpGroup]:
-    """Its parts that take nothing of one another, such as the end of one tower and the beginning of the next.
-
-    Those that begin everything, such as several embeddings, stay together.
-    """
+    """Its parts that take nothing of one another, as of two towers; those that begin everything stay together."""
     graph = nx.Graph([(op, source) for op in group.operations for source in (op, *op.sources)])
     graph.remove_nodes_from(set(graph) - set(group.operations))
     found: list[OpGroup] = []

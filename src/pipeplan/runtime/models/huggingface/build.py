@@ -301,10 +301,7 @@ _LOSS_NUMBERS = 3  # per word: the largest logit, the sum of exponentials, the t
 def load_configuration(
     text_or_path: str, *, sequence: int | None = None, grain: Grain = "half", meta: bool = False, seed: int = 0
 ) -> Model:
-    """The blocks of a Hugging Face configuration; arguments and errors are those of ``load`` and ``capture``.
-
-    ``Model.sharded`` gives one device's share with its collectives, in bytes of float32.
-    """
+    """The blocks of a Hugging Face configuration; arguments and errors are those of ``load`` and ``capture``."""
     whole = load(text_or_path, sequence=sequence, meta=meta, seed=seed)
     model, sharded = _captured(whole, grain), partial(_share, whole, grain)
     return replace(model, sharded=sharded, texts=whole.texts, settings=whole.settings)

@@ -42,10 +42,7 @@ ZOO: Mapping[str, ZooSize] = {
 
 
 def zoo_model(name: str, *, sequence: int | None = None) -> Model:
-    """A model of the zoo, with shorter sequences if asked; its parameters are the same for all lengths.
-
-    Raises UsageError for a length it does not take.
-    """
+    """A model of the zoo, with shorter sequences if asked. Raises UsageError for a length it does not take."""
     size: Any = ZOO[name]
     if sequence is None:
         return ZOO[name].model(name)

@@ -144,10 +144,7 @@ class LayerStack:
 
 
 class SelfAttention(nn.Module):
-    """Self-attention, causal or not, with its LayerNorm and residual: [samples, sequence, hidden] to the same.
-
-    One device among several has a share of the heads.
-    """
+    """Self-attention, causal or not, with its LayerNorm and residual; devices have shares of the heads."""
 
     def __init__(self, stack: LayerStack, shards: Shards = WHOLE) -> None:
         super().__init__()
@@ -210,10 +207,7 @@ def layers(
     shared: bool = False,
     first: type[SelfAttention] = SelfAttention,
 ) -> list[BlockSpec]:
-    """The halves of all layers, one after another, or one device's shares of them.
-
-    ``sources`` feed the ``first`` attention.
-    """
+    """The halves of all layers, or one device's shares of them; ``sources`` feed the ``first`` attention."""
     blocks: list[BlockSpec] = []
     for layer in range(stack.layers):
         for operator, split in halves(stack, shards).items():
