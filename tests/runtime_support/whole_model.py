@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.models.shapes import outputs_of
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.profiling.instruments import SavedTensors, blamed, meter_for, spread_of, steady, storages, timed
+from pipeplan.runtime.profiling.instruments import blamed, meter_for, saved_tensors, spread_of, steady, storages, timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,9 @@ class WholeBench:
     def _retained(self) -> tuple[int, int]:
         """Bytes of the storages held after forward, and of those among them that were there before."""
         own = storages(tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers()))
-        with SavedTensors() as saved:
+        with saved_tensors() as saved:
             output = self.run()
-        held = {key: size for key, size in storages([*saved.alive(), output]).items() if key not in own}
+        held = {key: size for key, size in storages([*saved(), output]).items() if key not in own}
         torch.autograd.backward(output, torch.ones_like(output))  # parameters have gradients from here on
         given = storages(self.given)
         return sum(held.values()), sum(size for key, size in held.items() if key in given)

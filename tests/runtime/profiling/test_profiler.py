@@ -23,7 +23,7 @@ from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
 from pipeplan.runtime.profiling import instruments
 from pipeplan.runtime.profiling.build_profile import block_graph_of
-from pipeplan.runtime.profiling.instruments import SavedTensors, meter_for, storages
+from pipeplan.runtime.profiling.instruments import meter_for, saved_tensors, storages
 from pipeplan.runtime.profiling.measure import profile_model
 from support.paths import ROOT
 
@@ -381,11 +381,11 @@ def test_tensors_that_backward_does_not_need_are_not_counted() -> None:
 
 def test_saved_tensors_are_those_that_live() -> None:
     x = torch.randn(3, requires_grad=True)
-    with SavedTensors() as saved:
+    with saved_tensors() as saved:
         y = (x * 2).exp()
-    assert list(storages(saved.alive())) == [y.untyped_storage()._cdata]
+    assert list(storages(saved())) == [y.untyped_storage()._cdata]
     y.sum().backward()
-    assert saved.alive() == []
+    assert saved() == []
     gone = weakref.ref(y)
     del y
     assert gone() is None

@@ -84,14 +84,9 @@ class _InFlight:
 
 
 class Channels:
-    """One rank's ends of all messages.
+    """One rank's ends of all messages, which are outputs as in ``specs``, or their gradients.
 
-    Args:
-        program: this rank's.
-        specs: shape and format of every block's output that travels.
-        device: where tensors live. With gloo and CUDA they pass through host memory.
-        transport: ``gloo`` or ``nccl``.
-        timeout: longest wait for one message.
+    With gloo (``transport``) tensors of a CUDA device pass through host memory.
     """
 
     def __init__(

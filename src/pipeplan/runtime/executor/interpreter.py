@@ -44,17 +44,10 @@ class Runner(Protocol):
 
 @dataclass(slots=True)
 class Executor:
-    """Runs one rank's program, once per mini-batch.
+    """Runs one rank's program, once per mini-batch; ``runners`` run its stages and custom ops, by index.
 
-    Args:
-        program: what to run.
-        runners: what runs the rank's stages and custom ops, by index.
-        channels: this rank's ends of the messages.
-        specs: shape and format of the block outputs that leave their stage.
-        progress: notes every action before it begins.
-        clock: takes the times.
-        blocking: every SEND and RECV waits until its message is there, as without transfers beside computing
-            (Tessel IV-D, Fig. 7a): for comparison.
+    ``specs`` are shape and format of the block outputs that leave their stage. If ``blocking``, every SEND and RECV
+    waits until its message is there, as without transfers beside computing (Tessel IV-D, Fig. 7a): for comparison.
     """
 
     program: Program

@@ -107,13 +107,8 @@ class _GradientSum:
 class SharedParameters:
     """The parameters of one rank that others have copies or shares of, or that blocks share.
 
-    Args:
-        model: its ties, and how its blocks are split.
-        holders: who has which share of every block, in the same order on every rank.
-        modules: this rank's blocks; their tied parameters are made one.
-        rank: this rank.
-        transport: ``gloo`` or ``nccl``; groups of ranks are made here, which is a collective of all.
-        timeout: longest wait for a sum.
+    ``holders`` say who has which share of every block, in the same order on every rank. Tied parameters of ``modules``,
+    this rank's blocks, are made one. Construction makes groups of ranks, which is a collective of all.
     """
 
     def __init__(

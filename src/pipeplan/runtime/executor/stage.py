@@ -119,12 +119,8 @@ class _Values:
 class StageRunner:
     """One stage: its blocks, and the graphs of its forwards that await their backward.
 
-    Args:
-        part: what the plan says of the stage.
-        modules: its blocks by name.
-        specs: what the model says of each of them.
-        autocast: what blocks run under, if anything; losses are added up outside of it.
-        layouts: how blocks take and give tensors.
+    ``part`` is what the plan says of it, ``specs`` what the model says of each block. Blocks run under ``autocast``, if
+    there is one; losses are added up outside of it.
     """
 
     part: StagePart

@@ -108,12 +108,7 @@ class Position:
 
 
 class Board:
-    """One :class:`Position` per rank in a file mapped by all processes.
-
-    Args:
-        descriptor: an open file, at least :meth:`size` bytes long.
-        num_ranks: number of positions.
-    """
+    """One :class:`Position` per rank in an open file of :meth:`size` bytes, mapped by all processes."""
 
     def __init__(self, descriptor: int, num_ranks: int) -> None:
         self.num_ranks = num_ranks

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.shapes import shaped_blocks
-from pipeplan.runtime.models.spec import Batch, BlockSpec, Model
+from pipeplan.runtime.models.spec import Batch, BlockSpec, Model, tied_groups
 from pipeplan.runtime.models.synthetic_batches import batch_like
 from pipeplan.runtime.parallel.sharding import Cut, Shards, Split
 from pipeplan.runtime.parallel.split_layers import HIDDEN, Tile, WordEmbedding
@@ -75,7 +75,7 @@ def sequential_model(
         tuple(blocks),
         partial(batch_like, {key: each.detach() for key, each in examples.items()}),
         _predictions,
-        tied=_tied(groups),
+        tied=tied_groups(_named_parameters(groups)),
     )
     return model if targets is not None else _ending_in_loss(model)
 
@@ -125,14 +125,11 @@ def _named(children: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _tied(groups: Mapping[str, Sequence[nn.Module]]) -> tuple[tuple[tuple[str, str], ...], ...]:
-    """Parameters that several blocks have."""
-    holders: dict[int, list[tuple[str, str]]] = {}
+def _named_parameters(groups: Mapping[str, Sequence[nn.Module]]) -> Iterator[tuple[str, str, Tensor]]:
+    """Of every block: its id, and its parameters by their names there."""
     for id_, parts in groups.items():
         module = parts[0] if len(parts) == 1 else nn.Sequential(*parts)
-        for name, parameter in module.named_parameters():
-            holders.setdefault(id(parameter), []).append((id_, name))
-    return tuple(tuple(group) for group in holders.values() if len(group) > 1)
+        yield from ((id_, name, parameter) for name, parameter in module.named_parameters())
 
 
 def _ending_in_loss(model: Model) -> Model:

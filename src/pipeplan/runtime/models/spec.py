@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -17,7 +17,7 @@ from pipeplan.runtime.parallel.share import Share
 from pipeplan.runtime.parallel.weight_grads import defer_weight_gradients
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh
 
-__all__ = ["Batch", "BlockSpec", "Collective", "Grain", "Model", "Output", "Texts", "placed"]
+__all__ = ["Batch", "BlockSpec", "Collective", "Grain", "Model", "Output", "Texts", "placed", "tied_groups"]
 
 Grain = Literal["layer", "half", "operator"]
 """What a block is of a model that is captured: a layer, half of one, or an operator."""
@@ -291,6 +291,14 @@ def _seeded(block: BlockSpec, seed: int) -> nn.Module:
 def _copy_parameter(source: nn.Module, source_name: str, target: nn.Module, target_name: str) -> None:
     with torch.no_grad():
         target.get_parameter(target_name).copy_(source.get_parameter(source_name))
+
+
+def tied_groups(named: Iterable[tuple[str, str, Tensor]]) -> tuple[tuple[tuple[str, str], ...], ...]:
+    """Of (block, name, parameter): the names of each parameter that several blocks have."""
+    holders: dict[int, list[tuple[str, str]]] = {}
+    for block, name, parameter in named:
+        holders.setdefault(id(parameter), []).append((block, name))
+    return tuple(tuple(group) for group in holders.values() if len({block for block, _ in group}) > 1)
 
 
 def placed(share: Share, along: Callable[[tuple[int, ...]], Shards]) -> Shards:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,10 @@ from pipeplan.runtime.models.shapes import outputs_of
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, warn_if_nothing_waits
 from pipeplan.runtime.profiling.instruments import (
     Meter,
-    SavedTensors,
     Usage,
     blamed,
     meter_for,
+    saved_tensors,
     spread_of,
     storages,
     timed,
@@ -195,9 +195,9 @@ class Bench:
         that the block was given; less what belongs to the module. Outputs count as inputs of those who take them.
         """
         own = storages([*self.module.parameters(), *self.module.buffers()])
-        with SavedTensors() as saved:
+        with saved_tensors() as saved:
             roots = self.forward()
-        held = _without(storages([*saved.alive(), *self._kept_inputs()]) if roots else {}, own)
+        held = _without(storages([*saved(), *self._kept_inputs()]) if roots else {}, own)
         with WeightGradQueue() as queue:
             self.backward(roots)
         warn_if_nothing_waits(queue, self.module, self.key.label)
@@ -247,17 +247,10 @@ class Bench:
 
     def row(self) -> CostRow:
         """The measurements as a row of the profile."""
+        medians: dict[str, Any] = {name: self.median(name) for name in TIMES}
         return CostRow(
-            microbatch_size=self.key.size,
-            shards=self.key.shards,
-            recompute=self.key.recompute,
-            forward_ns=self.median("forward_ns"),
-            backward_ns=self.median("backward_ns"),
-            input_grad_ns=self.median("input_grad_ns"),
-            weight_grad_ns=self.median("weight_grad_ns"),
-            activation_bytes=self.activation_bytes,
-            weight_grad_bytes=self.weight_grad_bytes,
-            workspace_bytes=self.workspace_bytes,
+            **self.kept().model_dump(exclude={"block", "times"}),
+            **medians,
             repeats=len(self.times["forward_ns"]),
             spread={name: spread_of(self.times[name]) for name in TIMES},
         )

@@ -23,12 +23,12 @@ from pipeplan.errors import ExecutionError, InfeasibleError
 
 __all__ = [
     "Meter",
-    "SavedTensors",
     "Usage",
     "blamed",
     "drift_of",
     "meter_for",
     "num_outliers",
+    "saved_tensors",
     "spread_of",
     "steady",
     "storages",
@@ -103,12 +103,7 @@ def steady(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def blamed(what: str) -> Iterator[None]:
-    """Say what it was, by block and size, if something goes wrong inside.
-
-    Raises:
-        InfeasibleError: memory ran out.
-        ExecutionError: anything else failed.
-    """
+    """Say what failed, by block and size. Raises InfeasibleError where memory ran out, else ExecutionError."""
     try:
         yield
     except Exception as error:
@@ -133,34 +128,18 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {storage._cdata: storage.nbytes() for storage in found if storage.nbytes() > 0}
 
 
-class SavedTensors:
-    """Notes what autograd saves while active; :meth:`alive` are those that it still holds."""
+@contextmanager
+def saved_tensors() -> Iterator[Callable[[], list[Tensor]]]:
+    """Note what autograd saves inside; gives a function that lists what of it still waits for its backward."""
+    seen: list[weakref.ref[Tensor]] = []
 
-    def __init__(self) -> None:
-        self._seen: list[weakref.ref[Tensor]] = []
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._note, _as_it_is)
-
-    def __enter__(self) -> SavedTensors:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hooks.__exit__(kind, error, trace)
-
-    def alive(self) -> list[Tensor]:
-        """What waits for its backward now."""
-        return [tensor for reference in self._seen if (tensor := reference()) is not None]
-
-    def _note(self, tensor: Tensor) -> Tensor:
+    def note(tensor: Tensor) -> Tensor:
         alias = tensor.detach()  # an output that its own graph holds on to would never be let go of
-        self._seen.append(weakref.ref(alias))
+        seen.append(weakref.ref(alias))
         return alias
 
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield lambda: [tensor for reference in seen if (tensor := reference()) is not None]
 
 
 @dataclass(frozen=True, slots=True)

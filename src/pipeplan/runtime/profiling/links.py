@@ -166,9 +166,7 @@ def measure_local(
 ) -> Cluster:
     """Measure among processes started on this machine; the rest is as in :func:`measure_links`.
 
-    Raises:
-        UsageError: one process, or a cluster that does not fit.
-        ExecutionError: a rank failed, died or hung; the text names rank and operation.
+    Raises UsageError where the cluster does not fit, and ExecutionError, which names rank and operation.
     """
     base = cluster or _bare([""] * num_processes, torch.device("cpu"), options)
     program = tuple(map(str, tasks_of(base, num_processes, options)))

@@ -226,9 +226,7 @@ class UnfinishedProfile:
     def open(self, question: Mapping[str, str]) -> None:
         """Take up what the file has, if there is one; ``question`` says all that the measurements depend on.
 
-        Raises:
-            UsageError: the file is of another question; the text names the difference.
-            FileError: it cannot be read.
+        Raises UsageError where the file is of another question, and FileError.
         """
         self._question = dict(question)
         if self.path is None or not self.path.exists():

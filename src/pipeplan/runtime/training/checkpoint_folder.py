@@ -29,12 +29,7 @@ _HIDDEN = ".step-*"
 
 
 class CheckpointFolder:
-    """The folder of a training's checkpoints; numbers are those of steps done.
-
-    Args:
-        path: need not exist.
-        num_kept: how many checkpoints are left when a new one is there.
-    """
+    """A training's checkpoints, by steps done, of which ``num_kept`` are left when there is a new one."""
 
     def __init__(self, path: str, num_kept: int = 2) -> None:
         self.path = Path(path)

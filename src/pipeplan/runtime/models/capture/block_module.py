@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 
-from pipeplan.runtime.models.capture.functionalize import DTYPE, LEAST, WIDER, Marker, OpNode, SampleCount
+from pipeplan.runtime.models.capture.functionalize import DTYPE, LEAST, WIDER, Marker, OpNode, SampleCount, leaves_of
 from pipeplan.runtime.models.capture.grouping import OpGroup, name_of, needed_by, taken_by
 from pipeplan.runtime.parallel.weight_grads import addmm, embedding, linear
 
@@ -184,7 +185,9 @@ class _BlockWriter:
 
     def _counts(self) -> bool:
         """Whether any operator has to know how many samples there are."""
-        return any(_has_samples((op.arguments, op.keywords)) for op in self.wanted)
+        return any(
+            isinstance(each, SampleCount) for op in self.wanted for each in leaves_of((op.arguments, op.keywords))
+        )
 
     @staticmethod
     def _counter(arguments: Sequence[OpNode]) -> tuple[int, int] | None:
@@ -241,16 +244,12 @@ class _BlockModuleGraph:
         for source in op.sources:
             if source not in self.known:
                 self.known[source] = self.graph.get_attr(self.writer.attribute(source))
-        arguments, keywords = self._value(op.arguments), self._value(op.keywords)
-        self.known[op] = self.graph.call_function(_deferring(op) or op.target, tuple(arguments), keywords)
+        arguments, keywords = map_aggregate(op.arguments, self._value), map_aggregate(op.keywords, self._value)
+        self.known[op] = self.graph.call_function(_deferring(op) or op.target, arguments, keywords)
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, OpNode):
             return self.known[value]
-        if isinstance(value, tuple | list):
-            return [self._value(each) for each in value]
-        if isinstance(value, dict):
-            return {key: self._value(each) for key, each in value.items()}
         if isinstance(value, SampleCount):
             return self.samples if value.factor == 1 else self.graph.call_function(_times, (self.samples, value.factor))
         if isinstance(value, Marker):
@@ -277,14 +276,6 @@ def _times(samples: int, factor: int) -> int:
 
 def _least(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).min)
-
-
-def _has_samples(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return any(_has_samples(each) for each in value)
-    if isinstance(value, dict):
-        return any(_has_samples(each) for each in value.values())
-    return isinstance(value, SampleCount)
 
 
 def _deferring(op: OpNode) -> Callable[..., Tensor] | None:

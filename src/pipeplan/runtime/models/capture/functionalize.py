@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.fx.node import map_aggregate
 
 from pipeplan.errors import UsageError
 
@@ -27,6 +28,7 @@ __all__ = [
     "OpNode",
     "SampleCount",
     "is_in_place",
+    "leaves_of",
     "name_of_target",
 ]
 
@@ -196,9 +198,8 @@ class OpNode:
     @property
     def sources(self) -> list[OpNode]:
         """The operations whose results it takes, in order, each once."""
-        found: list[OpNode] = []
-        _visit((self.arguments, self.keywords), found.append)
-        return list(dict.fromkeys(found))
+        leaves = leaves_of((self.arguments, self.keywords))
+        return list(dict.fromkeys(each for each in leaves if isinstance(each, OpNode)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +216,8 @@ def name_of_target(target: Any) -> str:
     return str(getattr(target, "__name__", target)).split(".")[0]
 
 
-def _visit(value: Any, see: Callable[[OpNode], None]) -> None:
-    if isinstance(value, OpNode):
-        see(value)
-    elif isinstance(value, tuple | list):
-        for each in value:
-            _visit(each, see)
-    elif isinstance(value, dict):
-        for each in value.values():
-            _visit(each, see)
+def leaves_of(value: Any) -> list[Any]:
+    """What nested tuples, lists and dicts of arguments have."""
+    found: list[Any] = []
+    map_aggregate(value, found.append)
+    return found

@@ -13,7 +13,7 @@ from pipeplan.runtime.models.capture.export import trace
 from pipeplan.runtime.models.capture.functionalize import CapturedGraph, OpNode
 from pipeplan.runtime.models.capture.grouping import HEAVY, VIEWS, OpGroup, group_operations, name_of, taken_by
 from pipeplan.runtime.models.shapes import outputs_of
-from pipeplan.runtime.models.spec import Batch, BlockSpec, Grain, Model, Output
+from pipeplan.runtime.models.spec import Batch, BlockSpec, Grain, Model, Output, tied_groups
 from pipeplan.runtime.models.synthetic_batches import batch_like
 
 __all__ = ["capture", "parameters_of", "replay"]
@@ -50,7 +50,11 @@ def capture(
         blocks,
         batch or partial(batch_like, {key: value.detach() for key, value in inputs.items()}),
         predictions or (lambda given: next(iter(given.values())).shape[0]),
-        tied=_tied(blocks, recipes, traced),
+        tied=tied_groups(
+            (block.id, own, traced.tensors[name])
+            for block, recipe in zip(blocks, recipes, strict=True)
+            for own, name in recipe.parameters.items()
+        ),
     )
 
 
@@ -101,17 +105,6 @@ def _blocks(
         )
         for id_, operator, group, recipe in zip(ids, operators, groups, recipes, strict=True)
     )
-
-
-def _tied(
-    blocks: Sequence[BlockSpec], recipes: Sequence[Recipe], traced: CapturedGraph
-) -> tuple[tuple[tuple[str, str], ...], ...]:
-    """Parameters that several blocks have, or that the module has by several names."""
-    holders: dict[int, list[tuple[str, str]]] = {}
-    for block, recipe in zip(blocks, recipes, strict=True):
-        for own, name in recipe.parameters.items():
-            holders.setdefault(id(traced.tensors[name]), []).append((block.id, own))
-    return tuple(tuple(group) for group in holders.values() if len({id_ for id_, _ in group}) > 1)
 
 
 def replay(model: Model, modules: Mapping[str, nn.Module], batch: Batch) -> Tensor:

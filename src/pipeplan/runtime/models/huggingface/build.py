@@ -33,7 +33,7 @@ from pipeplan.runtime.models.huggingface.families import (
 )
 from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Grain, Model, Texts
 
-__all__ = ["LoadedModel", "collectives_of", "configuration", "load", "load_configuration"]
+__all__ = ["LoadedModel", "collectives_of", "load", "load_configuration"]
 
 Description = tuple[str, dict[str, Any], bool]
 """A family's ``model_type`` or class name, its keyword arguments, and whether unknown ones are mistakes."""
@@ -81,26 +81,20 @@ def _from_file(path: Path) -> Description:
     return found["model_type"], found, False
 
 
-def configuration(cls: Any, keywords: Mapping[str, Any], strict: bool, where: str) -> Any:
-    """A configuration of a class of transformers.
-
-    Args:
-        cls: the class.
-        keywords: its arguments; those of nested configurations are dicts.
-        strict: refuse arguments that the class does not have, which transformers would keep without using them.
-        where: for errors.
-
-    Raises:
-        UsageError: an unknown argument, or values that the class refuses.
-    """
+def _configuration(family: ModelFamily, keywords: Mapping[str, Any], strict: bool, where: str) -> Any:
+    """A family's configuration; ``strict`` refuses arguments that it would keep without using them."""
+    cls = getattr(_transformers(), family.config)
     if strict:
         _refuse_unknown(cls(), keywords, where)
     try:
-        return cls(**{key: value for key, value in keywords.items() if key not in _IGNORED})
+        config = cls(**{key: value for key, value in keywords.items() if key not in _IGNORED})
     except Exception as error:  # whatever the class raises
         raise UsageError(
             f"configuration {where}: {cls.__name__} refuses it: {type(error).__name__}: {error}"
         ) from error
+    config._attn_implementation = ATTENTION
+    config._experts_implementation = ATTENTION
+    return config
 
 
 def _refuse_unknown(default: Any, keywords: Mapping[str, Any], where: str) -> None:
@@ -200,14 +194,6 @@ def _whole(
         texts=texts_of(contents),
         settings=_settings(config),
     )
-
-
-def _configuration(family: ModelFamily, keywords: Mapping[str, Any], strict: bool, where: str) -> Any:
-    cls = getattr(_transformers(), family.config)
-    config = configuration(cls, keywords, strict, where)
-    config._attn_implementation = ATTENTION
-    config._experts_implementation = ATTENTION
-    return config
 
 
 def _transformers() -> Any:
@@ -320,15 +306,11 @@ def _share(whole: LoadedModel, grain: Grain, num_devices: int) -> Model:
 
 
 def collectives_of(model: Model, share: LoadedModel) -> Model:
-    """The model with what each of its blocks needs of the other devices, as Megatron-LM does it.
+    """The model, captured from one device's share, with what each block needs of the others, as Megatron-LM does it.
 
     Sums over devices follow every layer that is split by its inputs, and the lookup in a table of words, in F; and the
     input gradient of all layers that are split by outputs and take the same input, in I, in the first block that has
     one of them. The head sums three float32 numbers per word in F. Bytes are those of float32 elements.
-
-    Args:
-        model: captured from the share's module.
-        share: one of several devices'.
     """
     seen = set[str]()
     return replace(model, blocks=tuple(_with_collectives(block, share, seen) for block in model.blocks))

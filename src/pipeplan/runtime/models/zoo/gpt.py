@@ -7,7 +7,6 @@ heads. Tensors between blocks are [samples, places, features].
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,7 @@ from pipeplan.runtime.models.zoo.layers import (
     ZooSize,
     layers,
     num_targets,
+    small,
     summed_loss,
     word_embedding,
     word_head,
@@ -160,7 +160,7 @@ def _attention(layer: str, stack: LayerStack, source: str) -> list[BlockSpec]:
         dimensions=stack.sizes | {"heads": stack.heads},
         splits=_slices(build),
     )
-    last = _product(f"{prefix}.projection", stack, core.id, hidden, hidden, std=_last(stack))
+    last = _product(f"{prefix}.projection", stack, core.id, hidden, hidden, std=stack.last_std)
     return [norm, made, core, last, _each(f"{prefix}.sum", "add", AddOperator, stack, (source, last.id))]
 
 
@@ -169,7 +169,7 @@ def _feed_forward(layer: str, stack: LayerStack, source: str) -> list[BlockSpec]
     norm = norm_by_operator(f"{prefix}.norm", stack, source)
     wide = _product(f"{prefix}.expand", stack, norm.id, hidden, 4 * hidden, std=0.02)
     bent = _each(f"{prefix}.activation", "activation", ActivationOperator, stack, (wide.id,), 4 * hidden)
-    last = _product(f"{prefix}.projection", stack, bent.id, 4 * hidden, hidden, std=_last(stack))
+    last = _product(f"{prefix}.projection", stack, bent.id, 4 * hidden, hidden, std=stack.last_std)
     return [norm, wide, bent, last, _each(f"{prefix}.sum", "add", AddOperator, stack, (source, last.id))]
 
 
@@ -197,11 +197,7 @@ def _product(
 
 
 def _tile(inputs: int, outputs: int, std: float, biased: bool, shards: Shards = WHOLE) -> Tile:
-    tile = Tile(inputs, outputs, shards, bias=biased)
-    nn.init.normal_(tile.weight, std=std)
-    if tile.bias is not None:
-        nn.init.zeros_(tile.bias)
-    return tile
+    return small(Tile(inputs, outputs, shards, bias=biased), std)
 
 
 def _each(
@@ -226,11 +222,6 @@ def _anywhere(module: Callable[[], Module], shards: Shards = WHOLE) -> Module:
 def _slices(build: Callable[[Shards], nn.Module], cuts: dict[str, Cut] | None = None) -> dict[str, Split]:
     """What takes slices of the features and gives some, and takes any places."""
     return {FEATURES: Split(build, cuts or {}, takes=True, gives=True), PLACES: Split(build)}
-
-
-def _last(stack: LayerStack) -> float:
-    """The deviation of the last weights of a half: the smaller, the more halves the residual adds."""
-    return 0.02 / math.sqrt(2 * stack.layers)
 
 
 def _features(shards: Shards) -> Shards:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,7 @@ __all__ = [
     "positions_of",
     "replicated",
     "row_linear",
+    "small",
     "summed_loss",
     "value_head",
     "word_embedding",
@@ -52,6 +53,8 @@ __all__ = [
 
 WORDS = Cut(even=False)
 """Of a table, or an output layer, with a row for each word or class."""
+
+Layer = TypeVar("Layer", nn.Linear, RowLinear, Tile)
 
 _FLOAT32_BYTES = 4
 _LOSS_NUMBERS = 3
@@ -131,6 +134,11 @@ class LayerStack:
     def numbers(self) -> int:
         """Of the tensor between two blocks, for one sample."""
         return self.sequence * self.hidden
+
+    @property
+    def last_std(self) -> float:
+        """The deviation of the last weights of a half: the smaller, the more halves the residual adds."""
+        return 0.02 / math.sqrt(2 * self.layers)
 
     def heads_of(self, shards: Shards) -> int:
         """One device's heads. Raises UsageError where they cannot be shared evenly."""
@@ -227,13 +235,17 @@ def layers(
     return blocks
 
 
-def linear(inputs: int, outputs: int, *, std: float = 0.02, biased: bool = True) -> nn.Linear:
-    """A linear layer with small random weights and no offset."""
-    layer = nn.Linear(inputs, outputs, bias=biased)
+def small(layer: Layer, std: float = 0.02) -> Layer:
+    """The layer with small random weights and no offset."""
     nn.init.normal_(layer.weight, std=std)
-    if biased:
+    if layer.bias is not None:
         nn.init.zeros_(layer.bias)
     return layer
+
+
+def linear(inputs: int, outputs: int, *, biased: bool = True) -> nn.Linear:
+    """A linear layer with small random weights and no offset."""
+    return small(nn.Linear(inputs, outputs, bias=biased))
 
 
 def positions_of(sequence: int, hidden: int) -> Tensor:
@@ -244,12 +256,8 @@ def positions_of(sequence: int, hidden: int) -> Tensor:
 
 
 def row_linear(inputs: int, stack: LayerStack, shards: Shards) -> RowLinear:
-    """The last layer of a half, split by its inputs; its weights are the smaller, the more halves the residual adds."""
-    layer = RowLinear(inputs, stack.hidden, shards, bias=stack.biased)
-    nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * stack.layers))
-    if layer.bias is not None:
-        nn.init.zeros_(layer.bias)
-    return layer
+    """The last layer of a half, split by its inputs."""
+    return small(RowLinear(inputs, stack.hidden, shards, bias=stack.biased), stack.last_std)
 
 
 class Patches(nn.Module):
