@@ -61,7 +61,7 @@ Hops = Mapping[tuple[Message, int, int], Hop]
 
 
 def hops_of(plan: Plan) -> Hops:
-    """How the plan's messages go from rank to rank; ``check`` has found that stages and ranks tell them apart."""
+    """How the plan's messages go from rank to rank; ``check`` has found that stages and ranks distinguish them."""
     return {
         (Message.of(dependency), hop.source_device, hop.target_device): hop
         for dependency in plan.dependencies

@@ -42,7 +42,7 @@ def shaped_blocks(
     names the block that cannot be built or called this way.
     """
     batch = model.mini_batch(num_samples, 0, 0, dtype=dtype, device="meta")
-    call: _Call = _called if autocast is None else _OnItsDevice(autocast)
+    call: _Call = (lambda module, arguments: module(*arguments)) if autocast is None else _OnItsDevice(autocast)
     values: dict[str, tuple[Tensor, ...]] = {}
     for block in model.blocks:
         try:
@@ -89,10 +89,6 @@ def outputs_of(made: object) -> tuple[Tensor, ...] | None:
     found = made if isinstance(made, tuple) else (made,)
     tensors = tuple(each for each in found if isinstance(each, Tensor))
     return tensors if tensors and len(tensors) == len(found) else None
-
-
-def _called(module: nn.Module, arguments: Sequence[Tensor]) -> object:
-    return module(*arguments)
 
 
 class _OnItsDevice:

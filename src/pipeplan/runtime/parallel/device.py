@@ -8,6 +8,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from pipeplan.errors import UsageError
 
-__all__ = ["Autocast", "Clock", "Mark", "Span", "offset_ns", "precise", "rank_device"]
+__all__ = ["Autocast", "Clock", "Mark", "Span", "gathered", "offset_ns", "precise", "rank_device"]
 
 Mark = int | torch.cuda.Event
 """A moment: nanoseconds of the host's clock, or an event that has still to be resolved."""
@@ -57,7 +58,14 @@ class Clock:
         return at_ns + round(passed_ms * 1e6) - self.offset_ns
 
 
-def offset_ns(rank: int, world_size: int) -> int:
+def gathered(value: Any) -> list[Any]:
+    """What all ranks of the default group pass to this call, by rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def offset_ns(rank: int) -> int:
     """How far this rank's host clock is ahead of rank 0's: 0 on the same machine, else from when barriers end.
 
     A collective of all ranks.
@@ -66,8 +74,7 @@ def offset_ns(rank: int, world_size: int) -> int:
     for _ in range(_ROUNDS):
         dist.barrier()
         stamps.append(time.monotonic_ns())
-    found: list[tuple[str, list[int]]] = [("", [])] * world_size
-    dist.all_gather_object(found, (_machine(), stamps))
+    found: list[tuple[str, list[int]]] = gathered((_machine(), stamps))
     if found[rank][0] == found[0][0]:
         return 0
     return round(statistics.median(own - first for own, first in zip(stamps, found[0][1], strict=True)))

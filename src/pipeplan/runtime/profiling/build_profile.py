@@ -27,7 +27,7 @@ __all__ = [
     "BlockGraph",
     "BlockNode",
     "Kind",
-    "SharedModel",
+    "ModelShare",
     "block_graph_of",
     "costs_of",
     "dtype_of",
@@ -100,19 +100,19 @@ class BlockGraph:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedModel:
+class ModelShare:
     """A model of which each block is one device's share among ``shards``, and what is known of it."""
 
     shards: int
     model: Model
-    survey: BlockGraph
+    graph: BlockGraph
 
 
-def kinds_of(splits: Sequence[SharedModel]) -> dict[Hashable, Kind]:
+def kinds_of(splits: Sequence[ModelShare]) -> dict[Hashable, Kind]:
     """Which block is measured for those of a likeness: the first, with the fewest devices."""
     found: dict[Hashable, Kind] = {}
     for split in splits:
-        for block in split.survey.blocks:
+        for block in split.graph.blocks:
             found.setdefault(block.likeness, (split.shards, block.spec.id))
     return found
 
@@ -219,7 +219,7 @@ STATE_NOTES = (
 _FLOAT32_BYTES = 4
 
 Price = Callable[[Collective, int, int], int]
-"""Time in ns of a collective for so many samples among so many devices."""
+"""Time in ns of a collective, by the numbers of samples and of devices."""
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -242,7 +242,7 @@ def on_threads(count: int | None) -> Iterator[None]:
 
 def splits_of(
     model: Model, shards: Sequence[int], dtype: torch.dtype, cluster: Cluster | None
-) -> tuple[SharedModel, ...]:
+) -> tuple[ModelShare, ...]:
     """The model of one device for each number of devices. Raises UsageError."""
     counts = sorted(set(shards))
     if not counts or counts[0] < 1:
@@ -252,11 +252,11 @@ def splits_of(
     if cluster is not None and counts[-1] > cluster.num_devices:
         raise UsageError(f"--shards {counts[-1]}: the cluster has {cluster.num_devices} devices")
     models = {count: _share_of(model, count) for count in counts}
-    return tuple(SharedModel(count, each, block_graph_of(each, dtype)) for count, each in models.items())
+    return tuple(ModelShare(count, each, block_graph_of(each, dtype)) for count, each in models.items())
 
 
 def _share_of(model: Model, count: int) -> Model:
-    """One device's share among so many. Raises UsageError that names flag and model."""
+    """One of ``count`` devices' share. Raises UsageError that names flag and model."""
     if count == 1 or model.sharded is None:
         return model
     try:
@@ -265,18 +265,18 @@ def _share_of(model: Model, count: int) -> Model:
         raise UsageError(f"--shards {count}: model {model.name!r} cannot be split so: {error}") from None
 
 
-def unsplit_of(splits: Sequence[SharedModel], model: Model, dtype: torch.dtype) -> BlockGraph:
+def unsplit_of(splits: Sequence[ModelShare], model: Model, dtype: torch.dtype) -> BlockGraph:
     """The unsplit model, whose sizes are those in a profile."""
-    return splits[0].survey if splits[0].shards == 1 else block_graph_of(model, dtype)
+    return splits[0].graph if splits[0].shards == 1 else block_graph_of(model, dtype)
 
 
 def costs_of(
-    splits: Sequence[SharedModel], kinds: Mapping[Hashable, Kind], rows: Mapping[Kind, Sequence[CostRow]], price: Price
+    splits: Sequence[ModelShare], kinds: Mapping[Hashable, Kind], rows: Mapping[Kind, Sequence[CostRow]], price: Price
 ) -> dict[str, list[CostRow]]:
     """Rows of every block by micro-batch size, shards and recomputation, from the ``rows`` of its kind."""
     found: dict[str, list[CostRow]] = {}
     for split in splits:
-        for block in split.survey.blocks:
+        for block in split.graph.blocks:
             for row in rows[kinds[block.likeness]]:
                 own = row.model_copy(update={"shards": split.shards})
                 found.setdefault(block.spec.id, []).append(_with_collectives(own, block.spec.collectives, price))
@@ -309,14 +309,14 @@ def _with_collectives(row: CostRow, collectives: Sequence[Collective], price: Pr
     return row.model_copy(update=times)
 
 
-def profile_of(model: Model, surveyed: BlockGraph, costs: Mapping[str, Sequence[CostRow]], source: Source) -> Profile:
+def profile_of(model: Model, graph: BlockGraph, costs: Mapping[str, Sequence[CostRow]], source: Source) -> Profile:
     """The model's profile. Raises UsageError where its names do not fit one."""
     try:
         return Profile(
             name=model.name,
             source=source,
-            blocks=tuple(_block(block, costs[block.spec.id]) for block in surveyed.blocks),
-            edges=surveyed.edges,
+            blocks=tuple(_block(block, costs[block.spec.id]) for block in graph.blocks),
+            edges=graph.edges,
         )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]

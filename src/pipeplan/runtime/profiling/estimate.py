@@ -33,7 +33,7 @@ from pipeplan.runtime.profiling.benches import Bench
 from pipeplan.runtime.profiling.build_profile import (
     STATE_NOTES,
     Kind,
-    SharedModel,
+    ModelShare,
     costs_of,
     kinds_of,
     priced_by,
@@ -117,7 +117,7 @@ def work_of_blocks(model: Model, microbatch_size: int, dtype: torch.dtype) -> di
     """Bytes, in a row without times, and kernels of every block for one micro-batch, by block id."""
     splits = splits_of(model, (1,), dtype, None)
     found = {b.key.block: (b.row(), work) for b, work in _counted(splits, [microbatch_size], dtype, False, None)}
-    return {block.spec.id: found[block.kind] for block in splits[0].survey.blocks}
+    return {block.spec.id: found[block.kind] for block in splits[0].graph.blocks}
 
 
 def _on_device(row: CostRow, work: Work, device: DevicePreset) -> CostRow:
@@ -145,9 +145,9 @@ def _source(device: DevicePreset, dtype: torch.dtype, notes: str) -> Source:
 def _fitted(measured: Profile, reference: Model, dtype: torch.dtype) -> Calibration:
     """Rates and factors from the measured rows of blocks that the reference has."""
     splits = splits_of(reference, (1,), dtype, None)
-    unsplit = splits[0].survey
+    unsplit = splits[0].graph
     bare = profile_of(reference, unsplit, {b.spec.id: [_ANY] for b in unsplit.blocks}, Source(method="estimated"))
-    kinds = {likeness(block): surveyed.kind for block, surveyed in zip(bare.blocks, unsplit.blocks, strict=True)}
+    kinds = {likeness(block): node.kind for block, node in zip(bare.blocks, unsplit.blocks, strict=True)}
     rows = [(block, row) for block, row in measured_rows(measured) if likeness(block) in kinds]
     if not rows:
         raise UsageError(
@@ -174,7 +174,7 @@ def _fit_notes(measured: Profile, fitted: Calibration, estimated: Profile) -> st
 
 
 def _counted(
-    splits: Sequence[SharedModel], sizes: Sequence[int], dtype: torch.dtype, recompute: bool, progress: Progress | None
+    splits: Sequence[ModelShare], sizes: Sequence[int], dtype: torch.dtype, recompute: bool, progress: Progress | None
 ) -> Iterator[tuple[Bench, Work]]:
     """Every kind of block at every size, with its bytes, and its kernels in F, I and W."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -40,7 +40,7 @@ T = TypeVar("T")
 _FEW = 6
 """Fewer runs than this show neither drift nor outliers."""
 _FAR = 3.0
-"""Tukey's fences for what is far out: so many interquartile ranges beyond the quartiles."""
+"""Tukey's fences for what is far out: interquartile ranges beyond the quartiles."""
 
 
 def timed(work: Callable[[], T], device: torch.device) -> tuple[T, int]:
@@ -123,7 +123,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of every storage behind the tensors, each once, by its identity. Views count for the whole they show."""
+    """Bytes of every storage of the tensors, each once, by its identity. Views count for the whole they show."""
     found = (tensor.untyped_storage() for tensor in tensors)  # fake tensors have storages, too, but no addresses
     return {storage._cdata: storage.nbytes() for storage in found if storage.nbytes() > 0}
 
@@ -157,11 +157,13 @@ class Meter(Protocol):
 
     def __enter__(self) -> Meter:
         """Begin to count."""
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop to count."""
+        """Stop counting."""
+        return
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
         """Name what runs inside."""
@@ -233,23 +235,14 @@ def _between(changes: Iterable[tuple[float, int]], begin: float, end: float) -> 
     return Usage(start, peak)
 
 
-class _CudaMeter:
+class _CudaMeter(Meter):
     """Reads the statistics of the caching allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.usage: dict[str, Usage] = {}
-        self._base = 0
-
-    def __enter__(self) -> Meter:
-        torch.cuda.synchronize(self.device)
-        self._base = torch.cuda.memory_allocated(self.device)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
+        torch.cuda.synchronize(device)
+        self._base = torch.cuda.memory_allocated(device)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -29,7 +29,7 @@ from pipeplan.runtime.launch.job import RankContext, RunOptions
 from pipeplan.runtime.launch.local import RANK, watch_local
 from pipeplan.runtime.launch.status import Phase, Progress, lost_others
 from pipeplan.runtime.launch.worker import Started, under_torchrun
-from pipeplan.runtime.parallel.device import Clock, rank_device
+from pipeplan.runtime.parallel.device import Clock, gathered, rank_device
 
 __all__ = ["LinkOptions", "LinkPoint", "measure_job", "measure_links", "measure_local", "tasks_of"]
 
@@ -38,7 +38,7 @@ OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 _ELEMENT_BYTES = 4
 _MAX_CALLS = 16
-_CALLS_BYTES = 1 << 20  # so many bytes of calls are timed together, lest small ones show the start's skew
+_CALLS_BYTES = 1 << 20  # of calls that are timed together, lest small ones show the start's skew
 _MAX_NOTES = 8000
 
 Key = tuple[Operation, str, int]
@@ -291,7 +291,7 @@ class _Measuring:
         """Measure everything; ``programs`` gets the tasks' names for errors. The cluster on rank 0, else None."""
         device = rank_device(self.options.device, self.options.transport)
         with lost_others(self.progress):
-            hosts = _gathered(socket.gethostname())
+            hosts = gathered(socket.gethostname())
         base = self.given or _bare(hosts, device, self.options)
         tasks = tasks_of(base, len(hosts), self.options)
         self.progress.program = tuple(map(str, tasks))
@@ -331,7 +331,7 @@ class _Measuring:
             self.progress.begin(Phase.WAITING, first)
             own = self._round(calls, group, clock)
             with lost_others(self.progress):
-                given = [times for times in _gathered(own) if times != []]
+                given = [times for times in gathered(own) if times != []]
             if None in given:
                 self.missing.append(task.operation)
                 return
@@ -385,13 +385,6 @@ class _Measuring:
             f"point {typical:.0%} in the median, {worst.spread:.0%} at most ({worst.operation} of {worst.size} "
             f"bytes, {worst.num_devices} devices).{fitted}{left_out}"
         )
-
-
-def _gathered(value: Any) -> list[Any]:
-    """Every rank's value, on every rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def _curves(points: Sequence[LinkPoint]) -> dict[Key, MeasuredCurve]:

@@ -24,7 +24,7 @@ from pipeplan.runtime.profiling.build_profile import (
     STATE_NOTES,
     BlockGraph,
     Kind,
-    SharedModel,
+    ModelShare,
     costs_of,
     kinds_of,
     priced_by,
@@ -130,14 +130,14 @@ def _require_usable(sizes: Sequence[int], runs: RunCounts, device: torch.device 
     return found
 
 
-def _require_fitting(model: Model, surveyed: BlockGraph, dtype: torch.dtype, device: torch.device) -> None:
+def _require_fitting(model: Model, graph: BlockGraph, dtype: torch.dtype, device: torch.device) -> None:
     """Check before anything runs that names and edges are those of a profile. Raises UsageError."""
     nothing = (CostRow(microbatch_size=1, forward_ns=0, backward_ns=0),)
-    profile_of(model, surveyed, {block.spec.id: nothing for block in surveyed.blocks}, _source(dtype, device, ""))
+    profile_of(model, graph, {block.spec.id: nothing for block in graph.blocks}, _source(dtype, device, ""))
 
 
 def _question(
-    splits: Sequence[SharedModel],
+    splits: Sequence[ModelShare],
     runs: RunCounts,
     dtype: torch.dtype,
     device: torch.device,
@@ -157,7 +157,7 @@ def _question(
         "--warmup": str(runs.warmup),
         "--seed": str(seed),
         "largest spread": str(runs.max_spread),
-        "fingerprint of the model's blocks": "-".join(split.survey.fingerprint for split in splits),
+        "fingerprint of the model's blocks": "-".join(split.graph.fingerprint for split in splits),
         **{f"version of {name}": version for name, version in source.versions.items()},
     }
 
@@ -188,7 +188,7 @@ def _processor() -> str:
 
 
 def _notes(
-    splits: Sequence[SharedModel],
+    splits: Sequence[ModelShare],
     kinds: Mapping[Hashable, Kind],
     runs: RunCounts,
     cluster: Cluster | None,
@@ -208,12 +208,12 @@ def _notes(
         yield "With recomputation F keeps a block's inputs alone, and B and I run its forward again first."
 
 
-def _groups(splits: Sequence[SharedModel], kinds: Mapping[Hashable, Kind]) -> list[str]:
+def _groups(splits: Sequence[ModelShare], kinds: Mapping[Hashable, Kind]) -> list[str]:
     """Kinds that stand for several blocks of one split."""
     found = []
     for split in splits:
         counts: dict[Kind, int] = {}
-        for block in split.survey.blocks:
+        for block in split.graph.blocks:
             kind = kinds[block.likeness]
             counts[kind] = counts.get(kind, 0) + 1
         split_so = f" split over {split.shards}" if split.shards > 1 else ""

@@ -20,7 +20,7 @@ from pipeplan.files.migrations import current_version
 from pipeplan.files.read_write import read_bytes
 from pipeplan.runtime.models.shapes import outputs_of
 from pipeplan.runtime.profiling.benches import Bench, KeptRow, RowKey
-from pipeplan.runtime.profiling.build_profile import BlockNode, Kind, SharedModel
+from pipeplan.runtime.profiling.build_profile import BlockNode, Kind, ModelShare
 from pipeplan.runtime.profiling.instruments import Meter, blamed, meter_for
 from pipeplan.workload.elements import Items
 
@@ -30,7 +30,7 @@ Progress = Callable[[int, int, str], None]
 """Called before each run with the runs done, all runs, and what runs now."""
 
 _ADAPTIVE = 5
-"""At most so many times the runs asked for, where times are unsteady."""
+"""At most this multiple of the runs asked for, where times are unsteady."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Benches:
     ``beside`` are called once each round, too, with whether its times count.
     """
 
-    splits: Sequence[SharedModel]
+    splits: Sequence[ModelShare]
     kinds: Mapping[Hashable, Kind]
     recompute: tuple[bool, ...]
     dtype: torch.dtype
@@ -150,8 +150,8 @@ class Benches:
         outputs: dict[Kind, tuple[Tensor, ...]] = {}
         for split in self.splits:
             batch = split.model.mini_batch(size, 0, self.seed, dtype=self.dtype, device=self.device)
-            kind_of = {block.spec.id: self.kinds[block.likeness] for block in split.survey.blocks}
-            for block in split.survey.blocks:
+            kind_of = {block.spec.id: self.kinds[block.likeness] for block in split.graph.blocks}
+            for block in split.graph.blocks:
                 kind = (split.shards, block.spec.id)
                 if kind_of[block.spec.id] != kind:
                     continue
@@ -166,7 +166,7 @@ class Benches:
                     needs = block.input_needs_grad
                     yield Bench(key, self._modules[kind], inputs, needs, samples, gradients, self.device, self.meter)
 
-    def _outputs(self, split: SharedModel, block: BlockNode, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _outputs(self, split: ModelShare, block: BlockNode, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
         kind, id_ = (split.shards, block.spec.id), block.spec.id
         if kind not in self._modules:
             self._modules[kind] = split.model.build(id_, self.seed, dtype=self.dtype, device=self.device)

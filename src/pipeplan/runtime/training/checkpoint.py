@@ -85,12 +85,12 @@ class Checkpoints:
         with self._written(step):
             if self._progress.rank == 0:
                 self._folder.begin(step)
-            told = self._all_ranks.gather((self._schedule(), numbers))
+            gathered = self._all_ranks.gather((self._schedule(), numbers))
             with lost_others(self._progress):
                 writer = FileSystemWriter(self._folder.part(step))
                 save(_first_of(pieces), storage_writer=writer, planner=ChunkSavePlanner(pieces))
             if self._progress.rank == 0:
-                self._write_rest(step, told)
+                self._write_rest(step, gathered)
                 self._folder.publish(step)
             with lost_others(self._progress):
                 dist.barrier()
@@ -140,9 +140,9 @@ class Checkpoints:
         groups = updater.optimizer.state_dict()["param_groups"]
         return [{k: v for k, v in group.items() if k != "params"} for group in groups], updater.schedule.state_dict()
 
-    def _write_rest(self, step: int, told: list[tuple[Any, dict[str, dict[str, Any]]]]) -> None:
-        schedule = next((each for each, _ in told if each is not None), None)
-        numbers = {name: state for _, states in told for name, state in states.items()}
+    def _write_rest(self, step: int, gathered: list[tuple[Any, dict[str, dict[str, Any]]]]) -> None:
+        schedule = next((each for each, _ in gathered if each is not None), None)
+        numbers = {name: state for _, states in gathered for name, state in states.items()}
         rest = {"step": step, "identity": dict(self._held.identity), "schedule": schedule, "numbers": numbers}
         with (self._folder.part(step) / _REST).open("wb") as file:
             torch.save(rest, file)

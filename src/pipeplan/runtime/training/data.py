@@ -135,13 +135,10 @@ def num_samples(model: Model) -> int | None:
 
 
 def fingerprint(model: Model, data: str | None) -> str | None:
-    """What tells the data of :func:`with_data` from other data, for people to read; None if the model makes it up.
+    """What distinguishes the data of :func:`with_data`, for people to read; None if the model makes it up.
 
     Name without folders, number of samples, size of a file, and a hash: of a file's content, or of its first and last
-    MiB where it has 64 MiB or more; of a dataset's first and last items.
-
-    Raises:
-        UsageError: the file cannot be read.
+    MiB where it has 64 MiB or more; of a dataset's first and last items. Raises UsageError.
     """
     if data is None or not isinstance(model.batch, _Shuffled):
         return None

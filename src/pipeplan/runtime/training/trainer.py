@@ -5,10 +5,8 @@ from __future__ import annotations
 import platform
 import sys
 from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeplan._version import __version__
@@ -34,7 +32,7 @@ from pipeplan.runtime.launch.status import Phase, Progress, lost_others
 from pipeplan.runtime.models.load import found_at, load_model
 from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.parallel.device import Autocast, rank_device
+from pipeplan.runtime.parallel.device import Autocast, gathered, rank_device
 from pipeplan.runtime.parallel.share import Share
 from pipeplan.runtime.parallel.weight_grads import warn_if_few_can_wait
 from pipeplan.runtime.training.checkpoint import Checkpoints, OwnedParameter, TrainingState
@@ -372,8 +370,7 @@ def _require_agreement(
         for message, _, _ in program.remote
     }
     own = {"plan": sha256_of(plan), **options.as_json(), "model": model.name}
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (own, carried))
+    found = gathered((own, carried))
     require_alike([said for said, _ in found])
     ends: dict[str, tuple[int, list[str]]] = {}
     for other, (_, messages) in enumerate(found):

@@ -15,7 +15,7 @@ from pipeplan.runtime.models.capture.functionalize import DTYPE, LEAST, WIDER, M
 from pipeplan.runtime.models.capture.grouping import OpGroup, name_of, needed_by, taken_by
 from pipeplan.runtime.parallel.weight_grads import addmm, embedding, linear
 
-__all__ = ["Recipe", "recipe_of"]
+__all__ = ["BlockWriter", "Recipe"]
 
 _INITIAL_STD = 0.02
 
@@ -122,17 +122,11 @@ def _made_up(tensor: Tensor, name: str) -> Tensor:
 # From operations to code ------------------------------------------------------------------------------------------
 
 
-def recipe_of(group: OpGroup, outputs: Sequence[OpNode], free: set[OpNode], fallback: OpNode | None) -> Recipe:
-    """The recipe of a group that hands on these results.
+class BlockWriter:
+    """Writes a group that hands on these ``outputs`` as two functions: one for constants, one for the rest.
 
-    ``fallback`` is an input of the batch that shows how many samples there are, for a block that takes nothing else
-    with samples in it.
+    ``fallback`` is an input of the batch that shows how many samples there are, where a block takes no other samples.
     """
-    return _BlockWriter(group, tuple(outputs), free, fallback).recipe()
-
-
-class _BlockWriter:
-    """Writes a group as two functions: one for constants, one for the rest."""
 
     def __init__(self, group: OpGroup, outputs: tuple[OpNode, ...], free: set[OpNode], fallback: OpNode | None) -> None:
         self.group, self.outputs, self.free, self.fallback = group, outputs, free, fallback
@@ -230,7 +224,7 @@ class _BlockWriter:
 class _BlockModuleGraph:
     """Collects calls; torch.fx writes them down."""
 
-    def __init__(self, writer: _BlockWriter, arguments: Sequence[OpNode]) -> None:
+    def __init__(self, writer: BlockWriter, arguments: Sequence[OpNode]) -> None:
         self.writer, self.graph = writer, fx.Graph()
         self.samples, self.dtype, self.device = (
             self.graph.placeholder(name) for name in ("num_samples", "dtype", "device")

@@ -37,7 +37,7 @@ from pipeplan.runtime.models.capture.functionalize import (
 __all__ = ["trace"]
 
 _SAMPLES = (2, 3)
-"""Samples of the two exports; coprime, so that a multiple of one is told from a multiple of the other."""
+"""Samples of the two exports; coprime, so that multiples of one are not multiples of the other."""
 
 _FORMATS = (torch.bfloat16, torch.float64)
 """Formats of the two exports; neither is float32, which models ask for by name."""
@@ -77,7 +77,7 @@ _REMEDY = "write a function that returns a pipeplan.runtime.models.spec.Model wi
 def _export(
     module: nn.Module, inputs: Mapping[str, Tensor], count: int, dtype: torch.dtype, name: str
 ) -> ExportedProgram:
-    """The module's forward in evaluation mode, with gradients, of so many samples; nothing is computed."""
+    """The module's forward in evaluation mode, with gradients, for ``count`` samples; nothing is computed."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     examples = {key: _fake(value, fakes, dtype, (count, *value.shape[1:])) for key, value in inputs.items()}
     try:

@@ -171,7 +171,7 @@ class OpNode:
     ``name`` is the parameter's or buffer's in the module, or the input's. ``arguments`` have operations, literals and
     the markers above. ``shape`` is that of the output with 2 samples, ``per_sample`` how often the samples are in
     its first dimension, 0 if they are not; ``misplaced`` if they are in others only. ``turns`` are the modules that
-    run it, from the outside in, each with its path and a name that tells apart the times it is called.
+    run it, from the outside in, each with its path and a name for each time it is called.
     """
 
     kind: str

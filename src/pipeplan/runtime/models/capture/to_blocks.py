@@ -8,10 +8,18 @@ from functools import partial
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.models.capture.block_module import Recipe, recipe_of
+from pipeplan.runtime.models.capture.block_module import BlockWriter, Recipe
 from pipeplan.runtime.models.capture.export import trace
 from pipeplan.runtime.models.capture.functionalize import CapturedGraph, OpNode
-from pipeplan.runtime.models.capture.grouping import HEAVY, VIEWS, OpGroup, group_operations, name_of, taken_by
+from pipeplan.runtime.models.capture.grouping import (
+    HEAVY,
+    VIEWS,
+    OpGroup,
+    group_operations,
+    joined_path,
+    name_of,
+    taken_by,
+)
 from pipeplan.runtime.models.shapes import outputs_of
 from pipeplan.runtime.models.spec import Batch, BlockSpec, Grain, Model, Output, tied_groups
 from pipeplan.runtime.models.synthetic_batches import batch_like
@@ -69,7 +77,7 @@ def _recipes(traced: CapturedGraph, groups: Sequence[OpGroup], free: set[OpNode]
         raise UsageError(f"model {name!r}: its output does not depend on its parameters")
     given[owner[traced.output]][traced.output] = None
     counting = next((op for op in traced.operations if op.kind == "input" and op.per_sample), None)
-    return [recipe_of(group, list(out), free, counting) for group, out in zip(groups, given, strict=True)]
+    return [BlockWriter(group, tuple(out), free, counting).recipe() for group, out in zip(groups, given, strict=True)]
 
 
 def _require_travelling(op: OpNode, name: str) -> None:
@@ -248,7 +256,7 @@ def block_ids(groups: Sequence[OpGroup], operators: Sequence[str], grain: Grain)
 
 def _layers_and_parts(groups: Sequence[OpGroup], operators: Sequence[str], grain: Grain) -> list[str]:
     return [
-        _shortened(group.path) if group.in_layer and grain == "layer" else _joined(_shortened(group.path), operator)
+        _shortened(group.path) if group.in_layer and grain == "layer" else joined_path(_shortened(group.path), operator)
         for group, operator in zip(groups, operators, strict=True)
     ]
 
@@ -260,7 +268,9 @@ def _modules_and_operators(groups: Sequence[OpGroup]) -> list[str]:
     works = {(group.path, _work_of(group)) for group in groups}
     several = {path for path in paths if len([work for place, work in works if place == path]) > 1}
     return [
-        _joined(_shortened(group.path), _work_of(group)) if group.path in shared | several else _shortened(group.path)
+        joined_path(_shortened(group.path), _work_of(group))
+        if group.path in shared | several
+        else _shortened(group.path)
         for group in groups
     ]
 
@@ -269,10 +279,6 @@ def _work_of(group: OpGroup) -> str:
     """Name of the operator that computes, or else of the first."""
     names = [name_of(op) for op in group.operations]
     return next((name for name in names if name not in VIEWS), names[0])
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _shortened(path: str) -> str:

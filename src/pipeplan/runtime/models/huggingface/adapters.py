@@ -208,8 +208,8 @@ def _attention(
 def _window(width: int, length: int, device: torch.device) -> Tensor:
     """[1, 1, length, length]: whether a query (third) may look at a key: itself and the width - 1 before it."""
     positions = torch.arange(length, device=device)
-    behind = positions[:, None] - positions[None, :]
-    return ((behind >= 0) & (behind < width))[None, None]
+    distance = positions[:, None] - positions[None, :]
+    return ((distance >= 0) & (distance < width))[None, None]
 
 
 def _experts(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:

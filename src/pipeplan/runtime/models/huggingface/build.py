@@ -120,7 +120,7 @@ class LoadedModel:
         inputs: a batch of two samples, on the module's device.
         batch: makes the named tensors of a mini-batch from samples, step and seed.
         predictions: what the summed loss of a batch is divided by.
-        sharded: the same for the share that one of so many devices has; raises UsageError if it cannot be split so.
+        sharded: the same for one device's share, by their number; raises UsageError if it cannot be split so.
         ways: how each parameter is split, by its name: "colwise", "packed_colwise", "rowwise" or "words".
         tokens: positions per sample by the beginning of parameters' names, the longest that fits.
         texts: how it takes texts, if it does.

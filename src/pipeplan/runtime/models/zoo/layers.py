@@ -93,7 +93,7 @@ def replicated(build: Callable[[], nn.Module]) -> Split:
 def exchanged(
     shards: Shards, *arrays: tuple[Literal["all_reduce", "all_gather"], Literal["F", "I"], int]
 ) -> tuple[Collective, ...]:
-    """Collectives after F or I, each about an array of so many numbers per sample; none where nothing is split."""
+    """Collectives after F or I, each about an array with its numbers per sample; none where nothing is split."""
     found = (Collective(operation, phase, _FLOAT32_BYTES * numbers) for operation, phase, numbers in arrays)
     return tuple(found) if shards.count > 1 else ()
 
@@ -432,7 +432,7 @@ def perceptron(
 
 
 def concatenation(id_: str, numbers: Mapping[str, int]) -> BlockSpec:
-    """Joins blocks that give so many numbers per sample."""
+    """Joins blocks, which give these ``numbers`` per sample."""
     sizes = {"outputs": sum(numbers.values())}
     split = replicated(ConcatenationBlock)
     return BlockSpec(id_, "concatenation", ConcatenationBlock, tuple(numbers), dimensions=sizes, split=split)
