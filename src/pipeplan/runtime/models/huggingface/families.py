@@ -15,7 +15,6 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
@@ -31,6 +30,7 @@ from pipeplan.runtime.models.huggingface.adapters import (
     paired,
     translated,
 )
+from pipeplan.runtime.parallel.sharding import Cut
 
 __all__ = [
     "COLUMNS",
@@ -252,7 +252,7 @@ def family_of(name: str) -> ModelFamily:
 COLUMNS = ("colwise", "packed_colwise")
 ROWS = ("rowwise",)
 WORDS = "words"
-"""Rows of a table, one for each word; the last device's may be fewer."""
+"""Rows of a table, one for each word; those of devices may differ by one."""
 
 _PARTS = {"c_attn": 3}  # query, key and value
 _USUAL_PARTS = 2  # gate and input
@@ -298,18 +298,12 @@ def share_of(module: nn.Module, ways: Mapping[str, str], num_devices: int, rank:
 def _cut(module: nn.Module, name: str, whole: Tensor, way: str, num_devices: int, rank: int) -> Tensor:
     """One device's part of a parameter."""
     owner = module.get_submodule(name.rpartition(".")[0])
-    dimension = _dimension(owner, whole, way)
-    if way == WORDS:
-        return whole.chunk(num_devices, dimension)[rank]
     last = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     parts = _PARTS.get(last, _USUAL_PARTS) if way == "packed_colwise" else 1
-    if whole.shape[dimension] % (parts * num_devices):
-        raise UsageError(
-            f"{name} of shape {list(whole.shape)} cannot be split over {num_devices} devices: "
-            f"{whole.shape[dimension] // parts} is not a multiple of {num_devices}; choose a number that divides it"
-        )
-    pieces = (part.chunk(num_devices, dimension)[rank] for part in whole.chunk(parts, dimension))
-    return torch.cat(list(pieces), dimension)
+    try:
+        return Cut(_dimension(owner, whole, way), parts, even=way != WORDS).cut(whole, num_devices, rank)
+    except UsageError as error:
+        raise UsageError(f"{name} of {error}; choose a number that divides it") from None
 
 
 def _dimension(owner: nn.Module, whole: Tensor, way: str) -> int:

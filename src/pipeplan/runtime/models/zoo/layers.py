@@ -1,4 +1,4 @@
-"""Blocks that several models have, whole and as one device's share: halves of transformer layers, patches, heads.
+"""Blocks that several models have, whole and as one device's share: halves of transformer layers, words, heads.
 
 Half a transformer layer is a block, with its norm before it: pre-LayerNorm, GELU with the tanh approximation, no
 dropout. As in Megatron-LM (Shoeybi et al. 2019) heads, and the width between the two layers of the perceptron, are
@@ -9,7 +9,7 @@ between blocks, are whole on every device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeVar
@@ -22,7 +22,7 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Model
 from pipeplan.runtime.parallel.device import precise
 from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
-from pipeplan.runtime.parallel.split_layers import HIDDEN, RowLinear, Tile, cross_entropy, hidden_of
+from pipeplan.runtime.parallel.split_layers import HIDDEN, RowLinear, Tile, cross_entropy
 
 __all__ = [
     "WORDS",
@@ -32,21 +32,17 @@ __all__ = [
     "SelfAttention",
     "ZooSize",
     "columns",
-    "concatenation",
     "exchanged",
     "halves",
     "layers",
     "linear",
     "loss_exchange",
     "num_targets",
-    "patches",
-    "perceptron",
     "positions_of",
     "replicated",
     "row_linear",
     "small",
     "summed_loss",
-    "value_head",
     "word_embedding",
     "word_head",
 ]
@@ -260,69 +256,6 @@ def row_linear(inputs: int, stack: LayerStack, shards: Shards) -> RowLinear:
     return small(RowLinear(inputs, stack.hidden, shards, bias=stack.biased), stack.last_std)
 
 
-class Patches(nn.Module):
-    """Linear embedding of patches, to which positions without parameters are added."""
-
-    positions: Tensor
-
-    def __init__(self, stack: LayerStack, patch: int, shards: Shards = WHOLE) -> None:
-        super().__init__()
-        self.shards, own = shards, hidden_of(shards)
-        self.embed = linear(patch, stack.hidden // shards.count // own.count)
-        positions = own.sliced(positions_of(stack.sequence, stack.hidden))
-        self.register_buffer("positions", positions, persistent=False)
-
-    def forward(self, patches: Tensor) -> Tensor:
-        """[samples, sequence, patch] to [samples, sequence, hidden], or this device's part of hidden."""
-        return self.shards.gathered(self.embed(patches)) + self.positions
-
-
-class Dense(nn.Module):
-    """A linear layer with a ReLU, split by its outputs."""
-
-    def __init__(self, inputs: int, outputs: int, shards: Shards = WHOLE) -> None:
-        super().__init__()
-        self.shards = shards
-        self.layer = nn.Linear(inputs, outputs // shards.count)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[samples, inputs] to [samples, outputs]."""
-        return self.shards.gathered(F.relu(self.layer(self.shards.shared(x))))
-
-
-class DenseTile(nn.Module):
-    """A linear layer with a ReLU, of whose weight devices have tiles."""
-
-    def __init__(self, inputs: int, outputs: int, shards: Shards) -> None:
-        super().__init__()
-        self.layer = Tile(inputs, outputs, shards)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[samples, inputs of this device] to [samples, outputs of this device]."""
-        return F.relu(self.layer(x))
-
-
-class ConcatenationBlock(nn.Module):
-    """What several blocks give, side by side in the last dimension."""
-
-    def forward(self, *outputs: Tensor) -> Tensor:
-        """[samples, ..., width] each to [samples, ..., sum of the widths]."""
-        return torch.cat(outputs, dim=-1)
-
-
-class ValueHead(nn.Module):
-    """A number for every row by a linear layer, and the sum of their squared errors."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.output = linear(width, 1)
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        """[samples, ..., width] and targets [samples, ...] to a scalar, in float32 at least."""
-        found = precise(self.output(x).squeeze(-1))  # a sum of thousands needs the digits
-        return F.mse_loss(found, targets.to(found.dtype), reduction="sum")
-
-
 class ClassHead(nn.Module):
     """Final LayerNorm, a linear layer to classes, and the sum of the cross-entropies: of every token, or the first."""
 
@@ -383,73 +316,6 @@ def word_head(source: str, stack: LayerStack, vocabulary: int, shards: Shards, *
         shared=shared,
         collectives=exchanged(shards, loss_exchange(shards, stack.sequence), ("all_reduce", "I", stack.numbers)),
         split=Split(build, {"output.weight": WORDS}),
-    )
-
-
-def patches(id_: str, stack: LayerStack, patch: int, sample: str, shards: Shards) -> BlockSpec:
-    """The embedding of a batch's patches."""
-    return BlockSpec(
-        id_,
-        "patch-embedding",
-        partial(Patches, stack, patch, shards),
-        samples=(sample,),
-        dimensions=stack.sizes | {"patch": patch},
-        collectives=exchanged(shards, ("all_gather", "F", stack.numbers)),
-        split=Split(partial(Patches, stack, patch), columns("embed")),
-        splits={HIDDEN: Split(partial(Patches, stack, patch), columns("embed"), gives=True)},
-    )
-
-
-def perceptron(
-    prefix: str,
-    layers: int,
-    inputs: int,
-    outputs: int,
-    shards: Shards,
-    *,
-    sources: Sequence[str] = (),
-    samples: Sequence[str] = (),
-) -> list[BlockSpec]:
-    """Linear layers with a ReLU each, a block apiece; the first takes ``inputs`` numbers of sources or samples."""
-    blocks: list[BlockSpec] = []
-    for layer in range(layers):
-        taken = outputs if layer else inputs
-        feeds = (blocks[-1].id,) if layer else tuple(sources)
-        returned = exchanged(shards, ("all_reduce", "I", taken)) if feeds else ()
-        block = BlockSpec(
-            f"{prefix}{layer}",
-            "linear",
-            partial(Dense, taken, outputs, shards),
-            feeds,
-            () if layer else tuple(samples),
-            dimensions={"inputs": taken, "outputs": outputs // shards.count},
-            collectives=(*exchanged(shards, ("all_gather", "F", outputs)), *returned),
-            split=Split(partial(Dense, taken, outputs), columns("layer")),
-            splits=Tile.ways(partial(DenseTile, taken, outputs), "layer"),
-        )
-        blocks.append(block)
-    return blocks
-
-
-def concatenation(id_: str, numbers: Mapping[str, int]) -> BlockSpec:
-    """Joins blocks, which give these ``numbers`` per sample."""
-    sizes = {"outputs": sum(numbers.values())}
-    split = replicated(ConcatenationBlock)
-    return BlockSpec(id_, "concatenation", ConcatenationBlock, tuple(numbers), dimensions=sizes, split=split)
-
-
-def value_head(source: str, width: int) -> BlockSpec:
-    """A number for every row of a block's output, against ``targets``."""
-    build = partial(ValueHead, width)
-    return BlockSpec(
-        "head",
-        "head",
-        build,
-        (source,),
-        ("targets",),
-        loss=True,
-        dimensions={"inputs": width, "outputs": 1},
-        split=replicated(build),
     )
 
 
