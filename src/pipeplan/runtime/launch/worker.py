@@ -6,7 +6,6 @@ Whatever happens here ends in a report that names rank and action, and in an exi
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, Progres
 __all__ = ["Started", "be_rank", "run_under_torchrun", "under_torchrun"]
 
 Result = TypeVar("Result")
+Work = Callable[[Report, RankContext], None]
 
 _INTERRUPTED = 130
 
@@ -56,7 +57,8 @@ def be_rank(identity: Mapping[str, Any]) -> None:
 
     failure = None
     try:
-        work, job = _work_of(identity["work"]), json.loads(_content(identity["job"]))
+        work: Work = resolve_name(identity["work"])
+        job = json.loads(_content(identity["job"]))
         timeout = _start_timeout(identity["timeout_ns"])
         with _process_group(_local_store(identity, timeout), progress, world_size, timeout):
             work(job, RankContext(rank, world_size, progress, report))
@@ -84,7 +86,7 @@ def run_under_torchrun(
         started.programs[:] = plan.programs
         progress.program = plan.programs[progress.rank]
         job = {"plan": plan.model_dump_json(), "options": options.as_json()}
-        rank, run = progress.rank, _work_of(work)
+        rank, run = progress.rank, resolve_name(work)
         with started.group():
             run(job, RankContext(rank, started.world_size, progress, lambda report: listener(rank, report)))
 
@@ -119,14 +121,7 @@ def failure_of(error: BaseException, progress: Progress) -> Failure:
     if isinstance(error, PipeplanError):
         return Failure(rank, Cause.REFUSED, str(error), error.exit_code)
     text = f"rank {rank} failed {progress.describe()}: {type(error).__name__}: {error}"
-    return Failure(rank, Cause.RAISED, text, details=_trace(error))
-
-
-def _work_of(name: str) -> Callable[[Report, RankContext], None]:
-    """What ``module:function`` names."""
-    module, _, function = name.partition(":")
-    work: Callable[[Report, RankContext], None] = getattr(importlib.import_module(module), function)
-    return work
+    return Failure(rank, Cause.RAISED, text, details="".join(traceback.format_exception(error)))
 
 
 @contextlib.contextmanager
@@ -221,10 +216,6 @@ def _origin(error: RankError) -> str:
         at = at.tb_next
     at = at or origin.__traceback__  # models of the zoo are ours, too
     return "".join(traceback.format_exception(type(origin), origin, at, chain=False))
-
-
-def _trace(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
 
 
 def _leave(code: int) -> NoReturn:

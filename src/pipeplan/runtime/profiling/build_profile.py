@@ -73,14 +73,6 @@ class BlockGraph:
     edges: tuple[Edge, ...]
 
     @property
-    def kinds(self) -> dict[str, list[str]]:
-        """Blocks by the first of their kind, which stands for them."""
-        found: dict[str, list[str]] = {}
-        for block in self.blocks:
-            found.setdefault(block.kind, []).append(block.spec.id)
-        return found
-
-    @property
     def fingerprint(self) -> str:
         """Equal for models whose blocks have the same names, dimensions, parameters, likeness and edges."""
         blocks = [

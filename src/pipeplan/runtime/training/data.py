@@ -24,7 +24,7 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.models.load import made_by
 from pipeplan.runtime.models.spec import Model, Texts
 
-__all__ = ["Dataset", "builtin_text", "fingerprint", "num_samples", "with_data"]
+__all__ = ["Dataset", "builtin_text", "fingerprint", "with_data"]
 
 _ONES = """
     nought one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
@@ -127,11 +127,6 @@ def with_data(model: Model, data: str | None) -> Model:
         raise UsageError(f"--data {data} has no sample; a text needs a token more than the model's sequence")
     _require_names(model, dataset[0], data)
     return replace(model, batch=_Shuffled(dataset))
-
-
-def num_samples(model: Model) -> int | None:
-    """How many samples the model's dataset has; None if it makes them up."""
-    return len(model.batch.dataset) if isinstance(model.batch, _Shuffled) else None
 
 
 def fingerprint(model: Model, data: str | None) -> str | None:
