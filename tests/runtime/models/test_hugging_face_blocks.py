@@ -14,7 +14,7 @@ from pipeplan.runtime.models.capture import parameters_of, replay
 from pipeplan.runtime.models.huggingface import LoadedModel, load_configuration
 from pipeplan.runtime.models.shapes import shaped_blocks
 from pipeplan.runtime.models.spec import Grain, Model
-from pipeplan.runtime.profiling.block_graph import block_graph_of
+from pipeplan.runtime.profiling.build_profile import block_graph_of
 from runtime_support.hugging_face import (
     ARGUMENTS,
     LAYERS,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.huggingface import LoadedModel, load
-from pipeplan.runtime.models.huggingface.sharding import share_of
+from pipeplan.runtime.models.huggingface.families import share_of
 from runtime_support.hugging_face import (
     HIDDEN,
     NAMES,
@@ -183,7 +183,7 @@ def test_what_cannot_be_split_is_named(name: str, devices: int, reason: str) -> 
 
 def test_a_width_that_cannot_be_split_is_named() -> None:
     found = load(text("llama", intermediate_size=63), sequence=SEQUENCE, meta=True)
-    with pytest.raises(UsageError, match=r"gate_proj.*63 is not a multiple of 2"):
+    with pytest.raises(UsageError, match=r"gate_proj.* has 63 along dimension 0, which 2 devices cannot share evenly"):
         found.sharded(2)
 
 
