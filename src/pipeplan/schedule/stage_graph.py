@@ -20,7 +20,7 @@ from functools import cached_property
 from itertools import groupby
 
 from pipeplan.errors import UsageError
-from pipeplan.partition.in_flight import KFKB, kfkb_word, samples_in_flight
+from pipeplan.partition.graph.in_flight import KFKB, kfkb_word, samples_in_flight
 from pipeplan.workload.engine import Engine, with_links
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.memory import capacities, fits, num_that_fit
