@@ -10,10 +10,13 @@ paper's testbed. Times are simulated, messages and the sum of gradients included
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from tables import machine, markdown, note
 
 from pipeplan.costs import build_workload
@@ -23,11 +26,12 @@ from pipeplan.examples import model
 from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Source
 from pipeplan.partition.graph import graphpipe
 from pipeplan.partition.problem import PartitionProblem
-from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders, kfkb_orders, samples_held
+from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders, kfkb_orders
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
+from references.stage_graphs import samples_held
 
 MINI_BATCHES = {"mmt": 16, "mmt-2": 16, "dlrm-8": 64, "candle-uno-8": 1024}
 """Per device (3.10.3)."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from pipeplan.schedule.stage_graph import Stages
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage
 from pipeplan.workload.task_graph import Orders, TaskGraph
 from pipeplan.workload.workload import Workload
@@ -240,3 +241,17 @@ def connected_graphs(count: int) -> Iterator[Edges]:
             together |= {stage for edge in edges if together & set(edge) for stage in edge}
         if len(together) == count:
             yield edges
+
+
+def samples_held(graph: TaskGraph, orders: Orders) -> list[int]:
+    """[stage] the most samples in flight when devices run in this order."""
+    stages = Stages(graph)
+    held, most = [0] * stages.count, [0] * stages.count
+    for device, order in enumerate(graph.on_devices(orders)):
+        for task in order:
+            stage = stages.stage_of[graph.operation_of[task]]
+            if device == graph.workload.stages[stage].devices[0]:
+                held[stage] += stages.taken[task]
+                most[stage] = max(most[stage], held[stage])
+                held[stage] -= stages.given[task]
+    return most

@@ -17,7 +17,7 @@ from builders.chains import chain_workload
 from pipeplan.errors import UsageError
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.problem import Problem
-from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders, kfkb_orders, least_ks, samples_held
+from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders, kfkb_orders, least_ks
 from pipeplan.workload.elements import Device
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits
@@ -30,6 +30,7 @@ from references.stage_graphs import (
     forwards_first,
     in_flight,
     makespan,
+    samples_held,
     words_of,
 )
 from support.marks import slow_but

@@ -36,7 +36,6 @@ __all__ = [
     "greedy_orders",
     "kfkb_orders",
     "least_ks",
-    "samples_held",
 ]
 
 
@@ -45,6 +44,7 @@ NEVER = 2**62
 
 
 _RANKS = {Role.FORWARD: 2, Role.WEIGHT_GRAD: 3}
+"""What goes first where several could run; all other roles, which are backwards, have rank 1."""
 
 
 @dataclass
@@ -76,11 +76,6 @@ class Stages:
         return [operation.role for operation in self.graph.workload.operations]
 
     @cached_property
-    def ranks(self) -> list[int]:
-        """[operation] what goes first where several could run: backwards, forwards, weight gradients."""
-        return [_RANKS.get(role, 1) for role in self.roles]
-
-    @cached_property
     def stage_of(self) -> list[int]:
         """[operation]"""
         return [operation.stage for operation in self.graph.workload.operations]
@@ -105,11 +100,6 @@ class Stages:
             if each.source_role is each.target_role is Role.FORWARD
         ]
         return [sorted({target for source, target in edges if source == stage}) for stage in range(self.count)]
-
-    @cached_property
-    def before(self) -> list[list[int]]:
-        """[stage] the stages its inputs come from."""
-        return [[other for other in range(self.count) if stage in self.after[other]] for stage in range(self.count)]
 
     @cached_property
     def depths(self) -> list[int]:
@@ -207,20 +197,6 @@ class Stages:
         return [[first + number for number in group] for _, group in numbers]
 
 
-def samples_held(graph: TaskGraph, orders: Orders) -> list[int]:
-    """[stage] the most samples in flight when devices run in this order."""
-    stages = Stages(graph)
-    held, most = [0] * stages.count, [0] * stages.count
-    for device, order in enumerate(graph.on_devices(orders)):
-        for task in order:
-            stage = stages.stage_of[graph.operation_of[task]]
-            if device == graph.workload.stages[stage].devices[0]:
-                held[stage] += stages.taken[task]
-                most[stage] = max(most[stage], held[stage])
-                held[stage] -= stages.given[task]
-    return most
-
-
 @dataclass(frozen=True, slots=True)
 class Rule:
     """When a stage may run a forward: if it then has at most so many samples in flight.
@@ -258,7 +234,7 @@ class TrialRun(Engine):
 
     def _rank(self, operation: int) -> tuple[int, int, int]:
         """Sort key of what goes first: backwards, forwards, weight gradients; then by depth."""
-        stage, rank = self._stages.stage_of[operation], self._stages.ranks[operation]
+        stage, rank = self._stages.stage_of[operation], _RANKS.get(self._stages.roles[operation], 1)
         if rank == _RANKS[Role.FORWARD] and self.rules[stage].forward_first:
             rank = 0
         return rank, -self._stages.depths[stage], operation
@@ -330,7 +306,8 @@ def least_ks(graph: TaskGraph, choices: Sequence[int] = (1, 2, 4, 8)) -> list[in
             flow = KFKB(k, stages.sizes[stage])
             asked = (
                 min(samples_in_flight(KFKB(other, stages.sizes[before]), flow, own) for other in choices)
-                for before in stages.before[stage]
+                for before in range(stages.count)
+                if stage in stages.after[before]
             )
             return own, max(asked, default=0)
 

@@ -51,7 +51,8 @@ def with_instruction(workload: Workload, instruction: CustomOp, cluster: Cluster
     place = f"instruction {instruction.kind}"
     if workload.num_routes > 1:
         raise UsageError(f"{place}: the placement has {workload.num_routes} routes, and instructions need one")
-    sources, targets = (_named(workload, names, place, last=last) for names, last in _ends(instruction))
+    sources = _named(workload, instruction.after, place, last=True)
+    targets = _named(workload, instruction.before, place, last=False)
     stage = _stage(workload, instruction, targets if instruction.devices == "before" else [*sources, *targets])
     if workload.mini_batch % stage.microbatch_size:
         raise UsageError(
@@ -90,10 +91,6 @@ def _circle(instructions: Sequence[CustomOp]) -> str:
         circle = " before ".join(str(kind) for kind in error.args[1])
         return f"these would wait for each other in a circle: {circle}; leave out one of its steps"
     return ""
-
-
-def _ends(instruction: CustomOp) -> tuple[tuple[Sequence[int | str], bool], tuple[Sequence[int | str], bool]]:
-    return (instruction.after, True), (instruction.before, False)
 
 
 def _stage(workload: Workload, instruction: CustomOp, ends: Sequence[str]) -> Stage:
