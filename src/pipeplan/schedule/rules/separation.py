@@ -273,12 +273,12 @@ def refill(
     that start in ns while nobody knows it. W may end later by a share ``patience`` of its duration. ``capacity``
     [device] bytes beside the static ones, None without limit.
     """
-    replay = _Replay(graph, orders, stashed, capacity, expected, patience)
+    replay = _Refill(graph, orders, stashed, capacity, expected, patience)
     replay.run()
     return replay.device_orders if replay.is_complete else None
 
 
-class _Replay(Engine):
+class _Refill(Engine):
     """Devices run what is left of their orders as soon as they can; while one waits it takes of its pool.
 
     ``pools`` [device] the stashed W whose I has begun there, per operation, oldest first. ``urgent`` [device] those
