@@ -104,7 +104,7 @@ class Case:
     @cached_property
     def parameter_sums(self) -> list[int]:
         """[block + 1] bytes of all blocks before."""
-        return list(accumulate((each.parameter_bytes for each in self.costs(1)), initial=0))
+        return list(accumulate((each.gradient_bytes for each in self.costs(1)), initial=0))
 
     def parameters(self, begins: Cuts) -> list[int]:
         """[stage] bytes."""
@@ -172,7 +172,7 @@ class Stages:
             costs = case.costs(self.shares(case)[stage])[begin:end]
             held = min(in_flight(turns, stage), -(-num_microbatches // turns[stage]))
             found.append(
-                sum(2 * each.parameter_bytes + each.optimizer_bytes for each in costs)
+                sum(each.static_bytes for each in costs)
                 + held * sum(each.activation_bytes for each in costs)
                 + max(each.workspace_bytes for each in costs)
             )

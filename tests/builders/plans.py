@@ -125,11 +125,11 @@ def _memory(workload: Workload, device: int, order: Sequence[Entry]) -> DeviceMe
             peak, parts = held + operation.workspace_bytes, (held, operation.workspace_bytes)
         held -= operation.release_bytes
     stages = [stage for stage in workload.stages if device in stage.devices]
+    state = {
+        "parameter_bytes": sum(stage.parameter_bytes for stage in stages),
+        "gradient_bytes": sum(stage.gradient_bytes for stage in stages),
+        "optimizer_bytes": sum(stage.optimizer_bytes for stage in stages),
+    }
     return DeviceMemory(
-        parameter_bytes=sum(stage.parameter_bytes for stage in stages),
-        gradient_bytes=sum(stage.gradient_bytes for stage in stages),
-        optimizer_bytes=sum(stage.optimizer_bytes for stage in stages),
-        activation_bytes=parts[0],
-        workspace_bytes=parts[1],
-        peak_bytes=workload.static_bytes(device) + peak,
+        **state, activation_bytes=parts[0], workspace_bytes=parts[1], peak_bytes=sum(state.values()) + peak
     )

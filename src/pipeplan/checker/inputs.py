@@ -13,7 +13,14 @@ from pipeplan.costs.communication import all_reduce_time
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, sha256_of
 from pipeplan.workload.elements import Dependency, Hop, Operation, Stage
-from pipeplan.workload.kinds import is_instruction
+from pipeplan.workload.kinds import (
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    STATE_KINDS,
+    MemoryBytes,
+    is_instruction,
+)
 
 __all__ = ["check_cluster", "check_profile"]
 
@@ -135,12 +142,9 @@ def _check_stage(number: int, stage: Stage, profile: Profile, findings: Findings
     by_id = {block.id: block for block in profile.blocks}
     blocks = [by_id[id_] for id_ in stage.blocks]
     parameters = sum(-(-block.parameter_bytes // stage.shards) for block in blocks)
-    expected = {
-        "parameter_bytes": parameters,
-        "gradient_bytes": parameters,
-        "optimizer_bytes": sum(-(-block.optimizer_bytes // stage.shards) for block in blocks),
-    }
-    _compare(f"stages[{number}]", stage, expected, findings)
+    optimizer = sum(-(-block.optimizer_bytes // stage.shards) for block in blocks)
+    expected = MemoryBytes({PARAMETERS: parameters, GRADIENTS: parameters, OPTIMIZER: optimizer})
+    _compare(f"stages[{number}]", stage, expected.keyed(STATE_KINDS), findings)
 
 
 def _check_part(number: int, stage: Stage, forward: Operation, profile: Profile, findings: Findings) -> None:

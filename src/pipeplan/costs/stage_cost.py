@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
 
@@ -10,8 +11,10 @@ from pydantic import ConfigDict, TypeAdapter
 
 from pipeplan.catalog.reading import names, read_table
 from pipeplan.errors import UsageError
+from pipeplan.files import Block
+from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS, STATE_KINDS, MemoryBytes
 
-__all__ = ["RECIPES", "UNLIMITED", "StageCost", "StateRecipe", "state_recipe"]
+__all__ = ["RECIPES", "UNLIMITED", "StageCost", "StateRecipe", "block_state", "state_recipe", "training_state"]
 
 
 RECIPES = names("recipes")
@@ -22,24 +25,27 @@ _FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class StateRecipe:
-    """Tensors of a parameter's shape by their format; ``own`` is the one that the parameter itself has.
+    """What training keeps for every parameter: tensors of its shape by kind of memory, each in the parameter's ``own``
+    format or in float32.
 
-    Gradients have it in every recipe, since a profile says that they take what parameters take. ``master`` is the copy
-    that is updated where another one is computed with.
+    Gradients have the parameter's own in every recipe, since a profile says that they take what parameters take.
     """
 
     title: str
     source: str
-    gradient: tuple[Literal["own"]]
-    master: tuple[Literal["float32"], ...]
-    optimizer: tuple[Literal["own", "float32"], ...]
+    tensors: Mapping[str, tuple[Literal["own", "float32"], ...]]
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    def optimizer_bytes(self, parameters: int, parameter_bytes: int) -> int:
-        """Master copies and the optimizer's own numbers, in bytes, for so many parameters of so many bytes in all."""
+    def __post_init__(self) -> None:
+        unknown = self.tensors.keys() - {kind.name for kind in STATE_KINDS}
+        if unknown or self.tensors[PARAMETERS.name] != ("own",) or self.tensors[GRADIENTS.name] != ("own",):
+            raise ValueError(f"recipe {self.title!r}: unknown kinds {sorted(unknown)}, or gradients unlike parameters")
+
+    def state(self, parameters: int, parameter_bytes: int) -> MemoryBytes:
+        """Bytes by kind for a number of parameters that take ``parameter_bytes`` in all."""
         sizes = {"own": parameter_bytes, "float32": _FLOAT32_BYTES * parameters}
-        return sum(sizes[each] for each in (*self.master, *self.optimizer))
+        return MemoryBytes((kind, sum(sizes[each] for each in self.tensors.get(kind.name, ()))) for kind in STATE_KINDS)
 
 
 @cache
@@ -54,6 +60,16 @@ def state_recipe(name: str) -> StateRecipe:
     return TypeAdapter(StateRecipe).validate_python(read_table("recipes", name))
 
 
+def training_state(parameter_bytes: int, optimizer_bytes: int = 0) -> MemoryBytes:
+    """What is kept of parameters throughout training, by what a profile says of them: gradients take the same."""
+    return MemoryBytes({PARAMETERS: parameter_bytes, GRADIENTS: parameter_bytes, OPTIMIZER: optimizer_bytes})
+
+
+def block_state(block: Block, shards: int = 1) -> MemoryBytes:
+    """What each of ``shards`` devices that split a block keeps of it throughout training."""
+    return training_state(block.parameter_bytes, block.optimizer_bytes).share(shards)
+
+
 UNLIMITED = 1 << 60
 """More micro-batches than there can be, and more ns."""
 
@@ -62,6 +78,8 @@ UNLIMITED = 1 << 60
 class StageCost:
     """Costs of a stage on each of its devices, for one micro-batch; times in ns, sizes in bytes.
 
+    ``state`` is held all the time, activations from F to B or I, ``weight_grad_bytes`` from I to W, workspace by one
+    action.
     ``input_grad_ns`` and ``weight_grad_ns`` are None where a block of the stage has no split backward. ``sync_ns`` is
     summing gradients among the devices of a replica, once per iteration. Two stages that become one have the sum of
     their costs, but for the workspace: only one block runs at a time.
@@ -74,8 +92,7 @@ class StageCost:
     activation_bytes: int = 0
     weight_grad_bytes: int = 0
     workspace_bytes: int = 0
-    parameter_bytes: int = 0
-    optimizer_bytes: int = 0
+    state: MemoryBytes = field(default_factory=MemoryBytes)
     sync_ns: int = 0
 
     @property
@@ -85,8 +102,13 @@ class StageCost:
 
     @property
     def static_bytes(self) -> int:
-        """What is held all the time: parameters, gradients of the same size, and the optimizer's state."""
-        return 2 * self.parameter_bytes + self.optimizer_bytes
+        """What is held all the time."""
+        return self.state.total
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What replicas sum."""
+        return self.state[GRADIENTS]
 
     def memory_bytes(self, in_flight: int) -> int:
         """Bytes with so many micro-batches in flight."""
@@ -106,8 +128,7 @@ class StageCost:
             self.activation_bytes + other.activation_bytes,
             self.weight_grad_bytes + other.weight_grad_bytes,
             max(self.workspace_bytes, other.workspace_bytes),
-            self.parameter_bytes + other.parameter_bytes,
-            self.optimizer_bytes + other.optimizer_bytes,
+            self.state + other.state,
             self.sync_ns + other.sync_ns,
         )
 

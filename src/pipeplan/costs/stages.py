@@ -10,11 +10,11 @@ from itertools import chain
 
 from pipeplan.costs.blocks import block_costs
 from pipeplan.costs.communication import all_reduce_time, transfer_time
-from pipeplan.costs.stage_cost import StageCost
+from pipeplan.costs.stage_cost import StageCost, block_state
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, Edge, PlacedStage, Placement, Profile
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, slots_of
-from pipeplan.workload.kinds import BACKWARD_ROLES, Role
+from pipeplan.workload.kinds import BACKWARD_ROLES, MemoryBytes, Role
 from pipeplan.workload.samples import carried
 from pipeplan.workload.workload import Workload
 
@@ -86,8 +86,7 @@ def _summed(
         ),
         weight_grad_bytes=sum(row.weight_grad_bytes for row in rows),
         workspace_bytes=max(row.workspace_bytes for row in rows),
-        parameter_bytes=sum(-(-block.parameter_bytes // shards) for block in chosen),
-        optimizer_bytes=sum(-(-block.optimizer_bytes // shards) for block in chosen),
+        state=sum((block_state(block, shards) for block in chosen), MemoryBytes()),
     )
 
 
@@ -141,7 +140,7 @@ def build_workload(
         _require_shared_out(stage, mini_batch, placement.num_routes)
     _require_one_size(placed, placement.num_routes)
     costs = [(given or {}).get(number) or _costs_of(profile, number, stage) for number, stage in enumerate(placed)]
-    stages = [_keeping(stage, cost) for stage, cost in zip(placed, costs, strict=True)]
+    stages = [stage.with_state(cost.state) for stage, cost in zip(placed, costs, strict=True)]
     syncs = [gradient_sync(stages, stage, cluster) + cost.sync_ns for stage, cost in zip(stages, costs, strict=True)]
     stages = [replace(stage, sync_ns=sync) for stage, sync in zip(stages, syncs, strict=True)]
     operations = _operations(costs, split_backward, split_overhead_ns)
@@ -215,16 +214,6 @@ def _require_one_size(stages: Sequence[Stage], num_routes: int) -> None:
             f"a placement with {num_routes} routes needs one micro-batch size for all stages, not {sizes[0]} and "
             f"{sizes[-1]}; leave microbatch_size out of its stages"
         )
-
-
-def _keeping(stage: Stage, cost: StageCost) -> Stage:
-    """The stage with what it keeps on each device all the time."""
-    return replace(
-        stage,
-        parameter_bytes=cost.parameter_bytes,
-        gradient_bytes=cost.parameter_bytes,
-        optimizer_bytes=cost.optimizer_bytes,
-    )
 
 
 def gradient_sync(stages: Iterable[Stage], stage: Stage, cluster: Cluster | None) -> int:

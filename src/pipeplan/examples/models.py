@@ -17,6 +17,7 @@ from pipeplan.examples.families import FAMILIES, Family
 from pipeplan.examples.layout import RECIPE, ModelLayout
 from pipeplan.examples.parts import WIDTH
 from pipeplan.files import Cluster, Profile, Source
+from pipeplan.workload.kinds import OPTIMIZER
 
 __all__ = ["MODELS", "family_of", "model"]
 
@@ -88,7 +89,7 @@ def model(
 
 def _estimate() -> str:
     recipe = state_recipe(RECIPE)
-    return _ESTIMATE.format(recipe=recipe.title, size=recipe.optimizer_bytes(1, WIDTH))
+    return _ESTIMATE.format(recipe=recipe.title, size=recipe.state(1, WIDTH)[OPTIMIZER])
 
 
 def _usable(shards: Sequence[int], cluster: Cluster | None) -> list[int]:

@@ -82,7 +82,7 @@ class UniformWays:
         alone = [[block] for block in self.order]
         given = group_costs(self.profile, alone, size, way.shards, recompute=way.recompute)
         peers = range(0, way.num_devices, way.shards)
-        added_up = [all_reduce_time(self.cluster, peers, cost.parameter_bytes) for cost in given]
+        added_up = [all_reduce_time(self.cluster, peers, cost.gradient_bytes) for cost in given]
         shares = [-(-each // self.num_microbatches) for each in added_up]
         each = zip(given, shares, strict=True)
         costs = ChainCosts.of([replace(cost, backward_ns=cost.backward_ns + share) for cost, share in each])

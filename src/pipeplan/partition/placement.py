@@ -233,7 +233,7 @@ def _limits(
     memory: Sequence[int | None], groups: Sequence[Sequence[int]], everywhere: Sequence[StageCost]
 ) -> list[int | None]:
     """[position] what its devices all have beside the blocks that stand everywhere."""
-    taken = sum(2 * each.parameter_bytes + each.optimizer_bytes + each.activation_bytes for each in everywhere)
+    taken = sum(each.static_bytes + each.activation_bytes for each in everywhere)
     known = [[limit for device in group if (limit := memory[device]) is not None] for group in groups]
     return [max(0, min(limits) - taken) if limits else None for limits in known]
 

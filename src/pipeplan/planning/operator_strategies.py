@@ -14,7 +14,7 @@ from fractions import Fraction
 
 from pipeplan._version import __version__
 from pipeplan.checker import check
-from pipeplan.costs import StageCost, build_workload
+from pipeplan.costs import StageCost, build_workload, training_state
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, PlacedStage, Placement, Plan, Profile, Provenance, sha256_of
 from pipeplan.partition.per_block_sharding import GroupSplits
@@ -142,8 +142,7 @@ def _costs(details: Details, strategy: Strategy, microbatches: int) -> StageCost
         + sum(each.held_bytes for each in details.tensors),
         weight_grad_bytes=sum(deferred) if parted else 0,
         workspace_bytes=max(each.workspace_bytes for each in chosen),
-        parameter_bytes=parameters,
-        optimizer_bytes=state - 2 * parameters,
+        state=training_state(parameters, state - training_state(parameters).total),
         sync_ns=sum(each.sync_ns for each in chosen),
     )
 

@@ -30,7 +30,7 @@ from pipeplan.reporting.timeline import (
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.elements import Stage
-from pipeplan.workload.kinds import Role, in_order, role_of
+from pipeplan.workload.kinds import MEMORY_KINDS, Role, in_order, role_of
 
 __all__ = ["bottleneck", "console_for", "print_simulation", "print_stages", "report", "shown_rows"]
 
@@ -140,13 +140,6 @@ _STYLES = {
     Role.WEIGHT_GRAD: "white on magenta",
 }
 _INSTRUCTION_STYLE = "black on green"
-_MEMORY_PARTS = {
-    "parameters": "parameter_bytes",
-    "gradients": "gradient_bytes",
-    "optimizer": "optimizer_bytes",
-    "activations": "activation_bytes",
-    "workspace": "workspace_bytes",
-}
 _PLAIN_WIDTH = 120
 _MAX_ROWS = 16
 _MAX_TIMELINE_ROWS = 32
@@ -258,12 +251,12 @@ def _time_columns(simulation: Simulation) -> list[_Column]:
 
 
 def _memory_columns(simulation: Simulation) -> list[_Column]:
-    """Parts that are nothing everywhere are left out, as is the limit where there is none."""
+    """Kinds of which there is nothing anywhere are left out, as is the limit where there is none."""
     columns = []
-    for title, field in _MEMORY_PARTS.items():
-        values = [getattr(memory, field) for memory in simulation.memory]
+    for kind in MEMORY_KINDS:
+        values = [memory.parts[kind] for memory in simulation.memory]
         if any(values):
-            columns.append((title, _sizes(values)))
+            columns.append((kind.name, _sizes(values)))
     columns.append(("peak", _sizes([memory.peak_bytes for memory in simulation.memory])))
     limits = [device.memory_bytes for device in simulation.workload.devices]
     if any(limit is not None for limit in limits):

@@ -264,10 +264,10 @@ def _between(sums: Array, begins: Place, ends: Place) -> Array:
 
 
 def _sums(rows: Sequence[Sequence[StageCost]]) -> Array:
-    """[kind, row, block + 1] of forward, compute, activations, parameters and static."""
+    """[kind, row, block + 1] of forward, compute, activations, gradients and static."""
     each = [
         [
-            (cost.forward_ns, cost.compute_ns, cost.activation_bytes, cost.parameter_bytes, cost.static_bytes)
+            (cost.forward_ns, cost.compute_ns, cost.activation_bytes, cost.gradient_bytes, cost.static_bytes)
             for cost in row
         ]
         for row in rows

@@ -196,7 +196,7 @@ class PartBounds:
         return [
             index
             for index in np.flatnonzero(known).tolist()
-            if self._problem.time(int(times[index]), load[0].parameter_bytes, choices[index]) <= self.most_ns
+            if self._problem.time(int(times[index]), load[0].gradient_bytes, choices[index]) <= self.most_ns
         ]
 
     def _is_good(self, run: BlockRun, choice: int, microbatches: int) -> bool:

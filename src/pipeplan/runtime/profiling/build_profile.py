@@ -15,6 +15,7 @@ from pipeplan.files import Block, Cluster, CostRow, Profile, Source
 from pipeplan.runtime.models.spec import Collective, Model
 from pipeplan.runtime.profiling.block_graph import BlockGraph, BlockNode, block_graph_of
 from pipeplan.runtime.profiling.rounds import Kind, SharedModel
+from pipeplan.workload.kinds import OPTIMIZER
 
 __all__ = ["Price", "costs_of", "dtype_of", "on_threads", "priced_by", "profile_of", "splits_of", "unsplit_of"]
 
@@ -135,7 +136,7 @@ def _block(block: BlockNode, costs: Sequence[CostRow]) -> Block:
         operator=block.spec.operator,
         dimensions=dict(block.spec.dimensions),
         parameter_bytes=block.parameter_bytes,
-        optimizer_bytes=state_recipe(_RECIPE).optimizer_bytes(block.trainable, block.trainable_bytes),
+        optimizer_bytes=state_recipe(_RECIPE).state(block.trainable, block.trainable_bytes)[OPTIMIZER],
         tied=block.tied,
         shared=block.spec.shared,
         costs=tuple(costs),
