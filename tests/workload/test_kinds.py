@@ -38,8 +38,6 @@ from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
 
 ALLOWED = {
-    "checker/inputs.py": "the specification, independent of the rest",
-    "checker/structure.py": "the specification, independent of the rest",
     "partition/baselines/slicer.py": "steps of the paper's simulator",
     "partition/chain/autopipe_simulator.py": "steps of the paper's simulator",
     "schedule/classic/base.py": "classic schedules are scripts of letters",

@@ -14,11 +14,13 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, sha256_of
 from pipeplan.workload.elements import Dependency, Hop, Operation, Stage
 from pipeplan.workload.kinds import (
+    BACKWARD_ROLES,
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
     STATE_KINDS,
     MemoryBytes,
+    Role,
     is_instruction,
 )
 
@@ -182,19 +184,19 @@ def _check_operations(
     held = max(0, sum(row.activation_bytes for row in rows) - again)
     deferred = sum(row.weight_grad_bytes for row in rows)
     effects = {
-        "F": (held, 0),
-        "B": (0, held),
-        "I": (max(0, deferred - held), max(0, held - deferred)),
-        "W": (0, deferred),
+        Role.FORWARD: (held, 0),
+        Role.BACKWARD: (0, held),
+        Role.INPUT_GRAD: (max(0, deferred - held), max(0, held - deferred)),
+        Role.WEIGHT_GRAD: (0, deferred),
     }
     for operation in operations:
-        durations = [_duration(row, operation.kind) for row in rows]
+        durations = [_duration(row, operation.role) for row in rows]
         place = f"operations[{operation.id}]"
         if any(duration is None for duration in durations):
             findings.add("profile", place, "the profile has no input_grad_ns and weight_grad_ns for some block")
             continue
-        acquire, release = effects[operation.kind]
-        overhead = split_overhead_ns if operation.kind in "IW" else 0
+        acquire, release = effects[operation.role]
+        overhead = split_overhead_ns if operation.role in (Role.INPUT_GRAD, Role.WEIGHT_GRAD) else 0
         expected = {
             "duration_ns": max(1, sum(duration or 0 for duration in durations) + overhead),
             "acquire_bytes": acquire,
@@ -204,17 +206,16 @@ def _check_operations(
         _compare(place, operation, expected, findings)
 
 
-def _duration(row: CostRow, kind: str) -> int | None:
+def _duration(row: CostRow, role: Role) -> int | None:
     """Time of one block, None where the row does not have it; a full backward is also I and W after each other."""
-    if kind == "F":
-        return row.forward_ns
-    if kind == "I":
-        return row.input_grad_ns
-    if kind == "W":
-        return row.weight_grad_ns
-    if row.backward_ns is not None:
-        return row.backward_ns
-    return (row.input_grad_ns or 0) + (row.weight_grad_ns or 0)
+    whole = (row.input_grad_ns or 0) + (row.weight_grad_ns or 0) if row.backward_ns is None else row.backward_ns
+    times = {
+        Role.FORWARD: row.forward_ns,
+        Role.BACKWARD: whole,
+        Role.INPUT_GRAD: row.input_grad_ns,
+        Role.WEIGHT_GRAD: row.weight_grad_ns,
+    }
+    return times[role]
 
 
 def _check_dependencies(plan: Plan, profile: Profile, cluster: Cluster | None, findings: Findings) -> None:
@@ -252,17 +253,17 @@ def _led_by_instructions(plan: Plan, source: str, target: str) -> bool:
 def _expected(plan: Plan, profile: Profile) -> _EdgesByPair:
     """Dependencies between stages, each with the edges behind it."""
     stage_of = {(stage.route, block): n for n, stage in enumerate(plan.stages) for block in stage.blocks}
-    split = {operation.stage for operation in plan.operations if operation.kind == "I"}
+    forward = {operation.stage: operation.id for operation in plan.operations if operation.role is Role.FORWARD}
+    back = {operation.stage: operation.id for operation in plan.operations if operation.role in BACKWARD_ROLES}
     found: _EdgesByPair = defaultdict(list)
     sent: set[tuple[object, ...]] = set()  # a tensor goes to a stage once
     for route, edge in itertools.product(sorted({route for route, _ in stage_of}), profile.edges):
         source, target = stage_of[route, edge.source], stage_of[route, edge.target]
-        if source == target:
+        if source == target or not {source, target} <= forward.keys() & back.keys():  # the latter is refused elsewhere
             continue
-        pairs = [(f"{source}F", f"{target}F")]
+        pairs = [(forward[source], forward[target])]
         if edge.gradient:
-            back = ["I" if stage in split else "B" for stage in (target, source)]
-            pairs.append((f"{target}{back[0]}", f"{source}{back[1]}"))
+            pairs.append((back[target], back[source]))
         for pair in pairs:
             if edge.tensor is None or (pair, edge.source, edge.tensor) not in sent:
                 found[pair].append(edge)
