@@ -114,7 +114,17 @@ def test_refused_with_exit_2(
 def test_flags_are_the_documented_ones() -> None:
     flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
     assert flags == {
-        *("name", "--devices", "--chunks", "--forward", "--backward", "--input-grad", "--weight-grad"),
+        *(
+            "name",
+            "--devices",
+            "--chunks",
+            "--vp",
+            "--virtual-stages",
+            "--forward",
+            "--backward",
+            "--input-grad",
+            "--weight-grad",
+        ),
         *("--shared-forward", "--shared-backward", "--comm", "--activation-bytes", "--weight-grad-bytes"),
         *("--device", "--microbatch", "--shards", "--cluster", "-o", "--output"),
     }

@@ -54,7 +54,11 @@ def _together(names: Iterable[str]) -> Iterator[str]:
 )
 @click.argument("name", metavar="NAME")
 @click.option("--devices", type=click.IntRange(min=1), default=4, show_default=True, help="Number of devices.")
-@click.option("--chunks", type=click.IntRange(min=1), help="Stages per device of shape-circular.  [default: 2]")
+@click.option(
+    *("--chunks", "--vp", "--virtual-stages", "chunks"),
+    type=click.IntRange(min=1),
+    help="Virtual stages: stages per device of shape-circular.  [default: 2]",
+)
 @click.option("--forward", type=DURATION, default="1ms", show_default=True, help="Forward of a chain block.")
 @click.option("--backward", type=DURATION, help="Backward of a chain block.  [default: 3ms]")
 @click.option("--input-grad", type=DURATION, help="Input gradient of a chain block, instead of --backward.")

@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from pipeplan import _api
-from pipeplan.cli.options import BYTES, COUNTS, DURATION
+from pipeplan.cli.options import BYTES, COUNTS, DURATION, RenamedOption
 from pipeplan.cli.status import interrupt_on_sigterm, require_folder, require_stdout_once, require_writable
 from pipeplan.errors import PipeplanError, UsageError
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _ONLY_SPLITS = {
-    "grain": "--grain",
+    "split_level": "--split-level",
     "device": "--device",
     "data_parallel_loading": "--data-parallel-loading",
-    "within": "--within",
+    "tolerance": "--tolerance",
 }
 _DEVICES = (
     "Numbers of devices, these and no others; for --mode min-devices one number is the most there may be.  "
@@ -34,7 +34,7 @@ _MINI_BATCH = (
     "[default: the largest profiled size times the most devices; with --plans four times that]"
 )
 _TIME_LIMIT = (
-    "Stop after this, as at Ctrl-C: --plans with what was found, one stage with the rest tracked --within 0.01.  "
+    "Stop after this, as at Ctrl-C: --plans with what was found, one stage with the rest at --tolerance 0.01.  "
     "[default: 60s with --plans]"
 )
 _MODES = ("all", "min-time", "min-devices", "profile")
@@ -56,7 +56,9 @@ _MODES = ("all", "min-time", "min-devices", "profile")
 @click.option("--plans", is_flag=True, help="Whole plans with pipelines, instead of one stage on all devices.")
 @click.option("--mini-batch", type=click.IntRange(min=1), help=_MINI_BATCH)
 @click.option(
-    "--grain",
+    "--split-level",
+    cls=RenamedOption,
+    was=("--grain",),
     type=click.Choice(["block", "operator"]),
     default="block",
     show_default=True,
@@ -65,7 +67,9 @@ _MODES = ("all", "min-time", "min-devices", "profile")
 @click.option("--device", metavar="PRESET", help="Device whose times splits are estimated with.  [default: profile's]")
 @click.option("--data-parallel-loading", is_flag=True, help="Inputs come split by samples over all devices.")
 @click.option(
-    "--within",
+    "--tolerance",
+    cls=RenamedOption,
+    was=("--within",),
     type=click.FloatRange(min=0),
     default=0.0,
     show_default=True,
@@ -83,7 +87,7 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     "-o",
     "--output",
     metavar="FILE",
-    help="Write the plan that is chosen; by --mode all, the turning point of the most devices.",
+    help="Write the plan that is chosen; by --mode all, the knee of the most devices.",
 )
 @click.option(
     "--output-all",
@@ -101,10 +105,10 @@ def command(
     mode: Mode,
     plans: bool,
     mini_batch: int | None,
-    grain: str,
+    split_level: str,
     device: str | None,
     data_parallel_loading: bool,
-    within: float,
+    tolerance: float,
     time_limit: int | None,
     point: int | None,
     svg: str | None,
@@ -126,16 +130,16 @@ def command(
         if path is not None:
             require_writable(path, option)
     writes = "-o" if output is not None else "--output-all" if output_all is not None else None
-    if writes is not None and grain == "operator" and not plans:
+    if writes is not None and split_level == "operator" and not plans:
         raise UsageError(
-            f"{writes} writes plans, and these run whole blocks; leave out --grain operator, or profile a model whose "
-            "blocks are operators, as gpt2-124m-operators"
+            f"{writes} writes plans, and these run whole blocks; leave out --split-level operator, or profile a model "
+            "whose blocks are operators, as gpt2-124m-operators"
         )
     splitting = _api.Splitting(
         device=device,
-        whole_blocks=grain == "block",
+        whole_blocks=split_level == "block",
         data_parallel_loading=data_parallel_loading,
-        within=within,
+        within=tolerance,
     )
     request = _api.frontier_request(
         _api.read_profile(profile_path),

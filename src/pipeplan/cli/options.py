@@ -15,7 +15,7 @@ from pipeplan.units import parse_bytes, parse_ns
 if TYPE_CHECKING:
     from pipeplan._api import Request, Rules
 
-__all__ = ["BYTES", "COUNTS", "DURATION", "FiniteRange", "planning_options", "read_request"]
+__all__ = ["BYTES", "COUNTS", "DURATION", "FiniteRange", "RenamedOption", "planning_options", "read_request"]
 
 
 _MOST = 1_000_000
@@ -81,6 +81,20 @@ class FiniteRange(click.FloatRange):
         return number
 
 
+class RenamedOption(click.Option):
+    """An option that is still taken under the names it ``was`` given before, which help does not show."""
+
+    def __init__(self, *args: Any, was: tuple[str, ...], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._was = was
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        """Let the parser know all names."""
+        shown, self.opts = self.opts, [*self.opts, *self._was]
+        super().add_to_parser(parser, ctx)
+        self.opts = shown
+
+
 DURATION = _Duration()
 BYTES = _Bytes()
 COUNTS = _Counts()
@@ -110,24 +124,30 @@ _OPTIONS = (
         "bidirectional-v-shape, or a placement file.",
     ),
     click.option(
-        "--chunks",
+        *("--chunks", "--vp", "--virtual-stages", "chunks"),
         type=click.IntRange(min=1),
-        help="Stages per device, where there are several.  [default: 2]",
+        help="Virtual stages: stages per device, where there are several.  [default: 2]",
     ),
-    click.option("--replicas", type=click.IntRange(min=1), help="Copies of the whole pipeline.  [default: searched]"),
     click.option(
-        "--spread",
+        *("--replicas", "--dp", "replicas"),
+        type=click.IntRange(min=1),
+        help="Data-parallel size: copies of the whole pipeline.  [default: searched]",
+    ),
+    click.option(
+        *("--shard-shared", "spread"),
+        cls=RenamedOption,
+        was=("--spread",),
         type=click.Choice(list(_YES_NO)),
         default="auto",
         show_default=True,
-        help="Shared blocks over all devices.",
+        help="Split shared blocks over all devices of the pipeline.",
     ),
     click.option(
         "--slices",
         default="auto",
         show_default=True,
         metavar="auto|M",
-        help="Leading micro-batches whose warmup forwards run in halves.",
+        help="Sliced micro-batches: leading ones whose warm-up forwards run in two halves.",
     ),
     click.option("--recompute", type=click.Choice(list(_RECOMPUTE)), default="auto", show_default=True),
     click.option("--unroll", default="auto", show_default=True, metavar="auto|U", help="Micro-batches per repetend."),

@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from pipeplan import _api
-from pipeplan.cli.options import BYTES, COUNTS
+from pipeplan.cli.options import BYTES, COUNTS, RenamedOption
 from pipeplan.cli.status import Shown, require_stdout_once, require_writable, warnings_told
 from pipeplan.errors import ExecutionError, FileError, InfeasibleError, UsageError
 from pipeplan.units import format_bytes
@@ -120,7 +120,9 @@ def _read_text(path: str) -> str:
 @click.option("--microbatch", type=COUNTS, default="1,2,4", show_default=True, help="Samples per run.")
 @click.option("--sequence", type=click.IntRange(min=1), help="Length of sequences, for the zoo and configurations.")
 @click.option(
-    "--grain",
+    *("--granularity", "grain"),
+    cls=RenamedOption,
+    was=("--grain",),
     type=click.Choice(["layer", "half", "operator"]),
     help="What a block of a captured model is.  [default: half]",
 )
@@ -294,7 +296,7 @@ def _model(given: Mapping[str, Any], *, meta: bool = False) -> Model:
     if max(given["shards"]) > 1 and model.sharded is not None and not model.runs_split:
         click.echo(
             f"pipeplan: blocks of {model.name} run whole only: the rows of --shards are for planning, and plans that "
-            "run come from search --spread no",
+            "run come from search --shard-shared no",
             err=True,
         )
     return model

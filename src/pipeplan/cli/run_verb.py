@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import click
 
 from pipeplan import _api
-from pipeplan.cli.options import BYTES, DURATION, FiniteRange
+from pipeplan.cli.options import BYTES, DURATION, FiniteRange, RenamedOption
 from pipeplan.cli.status import interrupt_on_sigterm, require_writable
 from pipeplan.errors import ExecutionError, UsageError
 from pipeplan.units import format_ns
@@ -92,7 +92,13 @@ _LEAST_TIMEOUT_NS = 1_000_000
 )
 @click.option("--sequence", type=click.IntRange(min=1), help="Length of sequences, for the zoo and configurations.")
 @click.option("--instructions", metavar="pkg.mod", help="Module that registers what the plan's instructions do.")
-@click.option("--grain", type=click.Choice(["layer", "half", "operator"]), help="Blocks, as the profile has them.")
+@click.option(
+    *("--granularity", "grain"),
+    cls=RenamedOption,
+    was=("--grain",),
+    type=click.Choice(["layer", "half", "operator"]),
+    help="What a block of a captured model is, as for the profile.",
+)
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Mini-batches to train on.")
 @click.option("--local", is_flag=True, help="Start one process per device here; otherwise torchrun has done so.")
 @click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0, show_default=True)

@@ -52,7 +52,7 @@ class Predicted(FileModel):
     period_ns: Annotated[float | None, Field(ge=0, description="per micro-batch, of the repetend")] = None
     period_lower_bound_ns: Annotated[float, Field(ge=0)] = 0.0
     bubble_rate: Annotated[float, Field(ge=0, le=1, description="of the iteration")]
-    bubble_rate_span: Annotated[float, Field(ge=0, le=1, description="by span")]
+    bubble_rate_span: Annotated[float, Field(ge=0, le=1, description="by busiest device span")]
     bubble_rate_steady: Annotated[float | None, Field(ge=0, le=1, description="of the repetend")] = None
     memory: Items[DeviceMemory]
 

@@ -75,7 +75,7 @@ def _table(comparison: Comparison) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for title in ("schedule", *(["placement"] if several else []), "backward"):
         table.add_column(title)
-    for title in ("iteration", "bubble rate", "by span", "peak memory", "gap"):
+    for title in ("iteration", "bubble rate", "by busiest device span", "peak memory", "gap"):
         table.add_column(title, justify="right")
     table.add_column("fits")
     for row in comparison.rows:

@@ -116,7 +116,7 @@ def _way(plan: Plan, stage: Stage) -> str:
         (stage.microbatch_size != plan.microbatch_size, f"micro-batches of {stage.microbatch_size}"),
         (stage.recompute, "recomputation"),
         (plan.num_routes > 1, f"route {stage.route}"),
-        (stage.num_parted > 0, f"{stage.num_parted} in halves"),
+        (stage.num_parted > 0, f"{stage.num_parted} sliced"),
     ]
     return ", ".join(word for applies, word in words if applies)
 
@@ -200,12 +200,12 @@ def _figures(simulation: Simulation) -> Table:
     if repetend is None:
         table.add_row("repetend", "none")
     else:
-        period = "does not settle" if simulation.period_ns is None else format_ns(simulation.period_ns)
+        period = "reaches no steady state" if simulation.period_ns is None else format_ns(simulation.period_ns)
         bound = format_ns(simulation.period_lower_bound_ns)
         table.add_row("period", f"{period} per micro-batch, bound {bound}")
         table.add_row("repetend", f"unroll {repetend.unroll}, span {repetend.span}")
     table.add_row("bubble rate", f"{rates.bubble_rate:.2%} of the iteration")
-    table.add_row("", f"{rates.bubble_rate_span:.2%} by span")
+    table.add_row("", f"{rates.bubble_rate_span:.2%} by busiest device span")
     if simulation.bubble_rate_steady is not None:
         table.add_row("", f"{simulation.bubble_rate_steady:.2%} steady")
     return table

@@ -224,7 +224,7 @@ def _heading(simulation: Simulation) -> Iterator[str]:
         f"{len(workload.devices)} devices",
         f"{workload.num_microbatches} micro-batches",
         f"makespan {format_ns(rates.makespan_ns)}",
-        f"bubble rate {rates.bubble_rate:.2%} of the iteration, {rates.bubble_rate_span:.2%} by span",
+        f"bubble rate {rates.bubble_rate:.2%} of the iteration, {rates.bubble_rate_span:.2%} by busiest device span",
     ]
     if simulation.bubble_rate_steady is not None:
         figures.append(f"{simulation.bubble_rate_steady:.2%} steady")
