@@ -6,8 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 
-from pipeplan.checker.facts import deliveries_of, replicas_of, shares_evenly
-from pipeplan.checker.report import Findings
+from pipeplan.checker.facts import Findings, deliveries_of, replicas_of, shares_evenly
 from pipeplan.costs import block_costs, transfer_time
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.errors import UsageError

@@ -6,8 +6,7 @@ import itertools
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from pipeplan.checker.facts import Facts
-from pipeplan.checker.report import Findings
+from pipeplan.checker.facts import Facts, Findings
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Dependency, Hop
 from pipeplan.workload.samples import Slots

@@ -13,9 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from pipeplan.checker.facts import Facts
+from pipeplan.checker.facts import Facts, Findings
 from pipeplan.checker.programs import Programs
-from pipeplan.checker.report import Findings
 from pipeplan.checker.timeline import Links, Sent
 from pipeplan.workload.elements import Repetend
 

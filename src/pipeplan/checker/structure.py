@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection
 
-from pipeplan.checker.facts import deliveries_of, goes_with, period_of, replicas_of, shares_evenly
-from pipeplan.checker.report import Findings
+from pipeplan.checker.facts import Findings, deliveries_of, goes_with, period_of, replicas_of, shares_evenly
 from pipeplan.files import Plan
 from pipeplan.files.placement import configuration_problem
 from pipeplan.workload.elements import Dependency, Operation

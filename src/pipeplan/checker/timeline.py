@@ -6,9 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeplan.checker.facts import Facts
+from pipeplan.checker.facts import Facts, Findings
 from pipeplan.checker.programs import Entry, Messages, Programs
-from pipeplan.checker.report import Findings
 from pipeplan.workload.elements import DeviceMemory, Hop
 from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes
 

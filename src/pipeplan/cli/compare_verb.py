@@ -23,7 +23,7 @@ def command(as_json: bool, **flags: Any) -> None:
     Without --placement and without one in the profile, all strategies are compared. Schedules
     that do not fit into memory are timed, too, and stand last.
     """
-    from pipeplan.reporting.comparison import print_comparison
+    from pipeplan.reporting.tables import print_comparison
 
     request = read_request(flags)
     interrupt_on_sigterm()

@@ -226,7 +226,7 @@ def _written(parameter: click.Parameter) -> str:
 
 
 def _show(path: str, asked: tuple[int, ...], as_json: bool) -> None:
-    from pipeplan.reporting.inspection import print_inspection
+    from pipeplan.reporting.tables import print_inspection
 
     inspection = _api.Inspection(_api.read_profile(path), asked)
     if as_json:
@@ -308,7 +308,7 @@ def _cluster(given: Mapping[str, Any]) -> Cluster | None:
 
 def _print(profile: Profile, given: Mapping[str, Any], begin: float) -> None:
     """What a profile says in short, once it is written."""
-    from pipeplan.reporting.inspection import print_blocks
+    from pipeplan.reporting.tables import print_blocks
 
     if given["as_json"]:
         click.echo(json.dumps(_api.ProfileResult(profile, time.monotonic() - begin).figures()))

@@ -94,7 +94,7 @@ def _print(result: Result, tuning: Tuning | None, output: str | None, as_json: b
         return
     if output == "-":
         return
-    from pipeplan.reporting.comparison import print_ranking
+    from pipeplan.reporting.tables import print_ranking
     from pipeplan.reporting.terminal import print_simulation, print_stages
 
     if tuning is not None:

@@ -111,6 +111,6 @@ def _print_compared(simulation: Simulation, as_json: bool, path: str) -> None:
     if as_json:
         click.echo(json.dumps({**simulation.figures(), "measured": comparison.figures()}))
     else:
-        from pipeplan.reporting.measured import print_comparison
+        from pipeplan.reporting.tables import print_measured
 
-        print_comparison(simulation, comparison, sys.stdout)
+        print_measured(simulation, comparison, sys.stdout)
