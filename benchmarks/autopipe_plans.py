@@ -15,8 +15,9 @@ from itertools import accumulate, pairwise
 from statistics import pstdev
 
 from pipeplan.costs import StageCost, group_costs, transfer_time
+from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.costs.communication import Exchange, prices_in
-from pipeplan.costs.presets import cluster_of_paper, device_preset
+from pipeplan.costs.devices import device_preset
 from pipeplan.examples import model
 from pipeplan.files import Cluster
 from pipeplan.partition.baselines import dapple, piper

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from tables import machine, markdown, note
 
-from pipeplan.costs.presets import device_preset
+from pipeplan.costs.devices import device_preset
 from pipeplan.costs.stages import stage_costs
 from pipeplan.files import Profile, write_file
 from pipeplan.runtime.models.capture import replay

@@ -24,8 +24,9 @@ from typing import TypeVar
 from tables import machine, markdown, note
 
 from pipeplan.costs import StageCost, block_state, build_workload, training_state
+from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.costs.communication import all_reduce_time
-from pipeplan.costs.presets import cluster_of_paper, device_preset
+from pipeplan.costs.devices import device_preset
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import model
 from pipeplan.examples.layout import ModelLayout

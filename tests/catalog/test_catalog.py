@@ -9,8 +9,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from pipeplan import catalog
 from pipeplan.catalog.reading import ModelSize, model_sizes, names, read_table
-from pipeplan.costs.presets import PRESETS, TESTBEDS, DevicePreset, cluster_of_paper, device_preset
-from pipeplan.costs.stage_cost import RECIPES, StateRecipe, state_recipe
+from pipeplan.costs.blocks import RECIPES, StateRecipe, state_recipe
+from pipeplan.costs.clusters import TESTBEDS, cluster_of_paper
+from pipeplan.costs.devices import PRESETS, DevicePreset, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS
 from pipeplan.examples.models import family_of

@@ -179,7 +179,7 @@ def test_as_a_process() -> None:
 
 
 def test_testbeds_are_clusters() -> None:
-    from pipeplan.costs.presets import TESTBEDS
+    from pipeplan.costs.clusters import TESTBEDS
     from pipeplan.files import Cluster, parse
 
     for name in TESTBEDS:

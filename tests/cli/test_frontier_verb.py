@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from pipeplan.checker import check
 from pipeplan.cli.main import cli
-from pipeplan.costs.presets import cluster_of_paper
+from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.errors import FileError, InfeasibleError, UsageError
 from pipeplan.examples import model, shape
 from pipeplan.files import Profile, read_plan, read_profile, sha256_of, write_file

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipeplan.costs.presets import DevicePreset
+from pipeplan.costs.devices import DevicePreset
 from pipeplan.files import Cluster, LinkLevel, MeasuredCurve
 
 __all__ = [

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from pipeplan.costs.stage_cost import block_state
+from pipeplan.costs.blocks import block_state
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.units import format_ns
 

@@ -15,11 +15,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pipeplan.costs.communication import Combining, Exchange, Prices, prices_of
-from pipeplan.costs.presets import DevicePreset
+from pipeplan.costs.devices import DevicePreset, Kernel
 from pipeplan.files import CostRow
 
 __all__ = [
-    "Kernel",
     "Operator",
     "activation",
     "add",
@@ -43,15 +42,6 @@ __all__ = [
 _FLOAT32 = 4
 _INT64 = 8
 _STATISTICS = 2 * _FLOAT32  # mean and reciprocal deviation of a token's norm
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """One launch: floating-point operations, bytes to and from memory, and whether matrix units do the work."""
-
-    flops: int
-    moved_bytes: int
-    matrix: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from pipeplan.costs.blocks import block_costs
+from pipeplan.costs.blocks import StageCost, block_costs, block_state
 from pipeplan.costs.communication import all_reduce_time, transfer_time
-from pipeplan.costs.stage_cost import StageCost, block_state
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, Edge, PlacedStage, Placement, Profile
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, slots_of

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from pipeplan.costs.blocks import state_recipe
 from pipeplan.costs.communication import Prices
+from pipeplan.costs.devices import DevicePreset
 from pipeplan.costs.operators import Operator, activation, concatenate, cost_row, linear, sequence_of
-from pipeplan.costs.presets import DevicePreset
-from pipeplan.costs.stage_cost import state_recipe
 from pipeplan.errors import UsageError
 from pipeplan.examples.parts import (
     WIDTH,

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pipeplan.catalog.reading import ModelSize, model_sizes
+from pipeplan.costs.blocks import state_recipe
 from pipeplan.costs.communication import prices_in
-from pipeplan.costs.presets import device_preset
-from pipeplan.costs.stage_cost import state_recipe
+from pipeplan.costs.devices import device_preset
 from pipeplan.errors import UsageError
 from pipeplan.examples.families import FAMILIES, Family
 from pipeplan.examples.layout import RECIPE, ModelLayout

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pipeplan.checker import check
-from pipeplan.costs.presets import cluster_of_paper, device_preset
+from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.devices import device_preset
 from pipeplan.errors import UsageError
 from pipeplan.files import PlacedStage, Plan
 from pipeplan.planning.operator_strategies import plan_of_strategy

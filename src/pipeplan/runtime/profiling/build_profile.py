@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from pydantic import ValidationError
 
+from pipeplan.costs.blocks import state_recipe
 from pipeplan.costs.communication import Exchange, Prices
-from pipeplan.costs.stage_cost import state_recipe
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Profile, Source
 from pipeplan.runtime.models.spec import Collective, Model

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeplan.costs import training_state
-from pipeplan.costs.presets import PRESETS, DevicePreset, device_preset
+from pipeplan.costs.devices import PRESETS, DevicePreset, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, Profile
 from pipeplan.sharding.configurations.expansion import Link, OperatorGraph, OperatorNode, expand

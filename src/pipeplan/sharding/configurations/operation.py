@@ -21,8 +21,8 @@ from math import prod
 from typing import ClassVar, Literal, NamedTuple
 
 from pipeplan.costs.communication import Combining, Exchange
-from pipeplan.costs.operators import Kernel, Operator
-from pipeplan.costs.presets import DevicePreset
+from pipeplan.costs.devices import DevicePreset, Kernel
+from pipeplan.costs.operators import Operator
 from pipeplan.sharding.configurations.layouts import Tensor
 
 __all__ = ["IMAGE", "Axis", "InnerExchange", "Map", "Numbers", "Splittable", "Times", "tokens"]

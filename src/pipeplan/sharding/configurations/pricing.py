@@ -8,7 +8,7 @@ from math import prod
 from typing import NamedTuple
 
 from pipeplan.costs.communication import send_time, time_of_groups
-from pipeplan.costs.presets import DevicePreset
+from pipeplan.costs.devices import DevicePreset
 from pipeplan.sharding.configurations.layouts import (
     ANY,
     MOST_DIMENSIONS,
