@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from pipeplan.cli.example_verb import command
+from pipeplan.cli.example_verb import example_command as command
 from pipeplan.cli.main import main
 from pipeplan.examples import MODELS, SHAPES
 from pipeplan.files import Profile, parse, read_profile

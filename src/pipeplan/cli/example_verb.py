@@ -8,10 +8,10 @@ import click
 from click.core import ParameterSource
 
 from pipeplan import _api
-from pipeplan.cli.options import BYTES, COUNTS, DURATION
+from pipeplan.cli.shared import BYTES, COUNTS, DURATION
 from pipeplan.errors import UsageError
 
-__all__ = ["command"]
+__all__ = ["example_command"]
 
 _SHARED = ("shared_forward", "shared_backward")
 _WITH_SHARED = ("m", "mllm", "nn", "k")
@@ -49,9 +49,7 @@ def _together(names: Iterable[str]) -> Iterator[str]:
         yield f"{prefix}{{{','.join(ends)}}}" if len(ends) > 1 else prefix + ends[0] * prefix.endswith("-")
 
 
-@click.command(
-    "example", cls=_Command, short_help="Write a ready input: a shape, a model or a testbed of the literature."
-)
+@click.command("example", cls=_Command)
 @click.argument("name", metavar="NAME")
 @click.option("--devices", type=click.IntRange(min=1), default=4, show_default=True, help="Number of devices.")
 @click.option(
@@ -82,7 +80,7 @@ def _together(names: Iterable[str]) -> Iterator[str]:
 @click.option("--cluster", metavar="FILE", help="Whose links time the collectives of split blocks.")
 @click.option("-o", "--output", default="-", show_default=True, metavar="FILE", help="Where to write; - for stdout.")
 @click.pass_context
-def command(
+def example_command(
     ctx: click.Context,
     name: str,
     devices: int,

@@ -10,14 +10,22 @@ import click
 from click.core import ParameterSource
 
 from pipeplan import _api
-from pipeplan.cli.options import BYTES, COUNTS, DURATION, RenamedOption
-from pipeplan.cli.status import interrupt_on_sigterm, require_folder, require_stdout_once, require_writable
+from pipeplan.cli.shared import (
+    BYTES,
+    COUNTS,
+    DURATION,
+    RenamedOption,
+    interrupt_on_sigterm,
+    require_folder,
+    require_stdout_once,
+    require_writable,
+)
 from pipeplan.errors import PipeplanError, UsageError
 
 if TYPE_CHECKING:
     from pipeplan._api import FrontierResult, Mode
 
-__all__ = ["command"]
+__all__ = ["frontier_command"]
 
 _ONLY_SPLITS = {
     "split_level": "--split-level",
@@ -40,7 +48,7 @@ _TIME_LIMIT = (
 _MODES = ("all", "min-time", "min-devices", "profile")
 
 
-@click.command("frontier", short_help="Time against memory against devices.")
+@click.command("frontier")
 @click.argument("profile_path", metavar="PROFILE")
 @click.option("--devices", type=COUNTS, metavar="D,...", help=_DEVICES)
 @click.option("--cluster", "cluster_path", metavar="FILE", help="Cluster file: devices, memory, links, prices.")
@@ -96,7 +104,7 @@ _MODES = ("all", "min-time", "min-devices", "profile")
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
 @click.pass_context
-def command(
+def frontier_command(
     ctx: click.Context,
     profile_path: str,
     devices: tuple[int, ...] | None,

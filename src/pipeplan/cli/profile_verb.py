@@ -15,15 +15,22 @@ import click
 from click.core import ParameterSource
 
 from pipeplan import _api
-from pipeplan.cli.options import BYTES, COUNTS, RenamedOption
-from pipeplan.cli.status import Shown, require_stdout_once, require_writable, warnings_told
+from pipeplan.cli.shared import (
+    BYTES,
+    COUNTS,
+    RenamedOption,
+    Shown,
+    require_stdout_once,
+    require_writable,
+    warnings_told,
+)
 from pipeplan.errors import ExecutionError, FileError, InfeasibleError, UsageError
 from pipeplan.units import format_bytes
 
 if TYPE_CHECKING:
     from pipeplan._api import Cluster, LinkPoint, LinkResult, Model, Profile, UnfinishedProfile
 
-__all__ = ["INTERRUPTED", "add_communication", "command", "measure_communication"]
+__all__ = ["INTERRUPTED", "add_communication", "measure_communication", "profile_command"]
 
 
 INTERRUPTED = 130
@@ -115,7 +122,7 @@ def _read_text(path: str) -> str:
     return data.decode(errors="replace")
 
 
-@click.command("profile", short_help="Measure or estimate a model block by block and write the profile.")
+@click.command("profile")
 @click.argument("name", metavar="[MODEL]", required=False)
 @click.option("--microbatch", type=COUNTS, default="1,2,4", show_default=True, help="Samples per run.")
 @click.option("--sequence", type=click.IntRange(min=1), help="Length of sequences, for the zoo and configurations.")
@@ -157,7 +164,7 @@ def _read_text(path: str) -> str:
 @click.option("-o", "--output", metavar="FILE", help="Where to write the profile, or the cluster; - for stdout.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.pass_context
-def command(ctx: click.Context, /, **_: Any) -> None:
+def profile_command(ctx: click.Context, /, **_: Any) -> None:
     """Measure MODEL block by block: times of forward and backward, and what memory they hold.
 
     MODEL is a name of the zoo (gpt2-tiny, gpt2-124m, tessel-mt5-tiny, mmt and others: docs/models.md), a Hugging Face

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import click
 
 from pipeplan import _api
-from pipeplan.cli.options import BYTES, DURATION, FiniteRange, RenamedOption
-from pipeplan.cli.status import interrupt_on_sigterm, require_writable
+from pipeplan.cli.shared import BYTES, DURATION, FiniteRange, RenamedOption, interrupt_on_sigterm, require_writable
 from pipeplan.errors import ExecutionError, UsageError
 from pipeplan.units import format_ns
 
 if TYPE_CHECKING:
     from pipeplan._api import Plan, RunOptions, RunOutcome, StepResult
 
-__all__ = ["Steps", "command", "comparison_line", "training_options"]
+__all__ = ["Steps", "comparison_line", "run_command", "training_options"]
 
 
 _Command = TypeVar("_Command", bound=Callable[..., object])
@@ -78,7 +77,7 @@ def training_options(command: _Command) -> _Command:
 _LEAST_TIMEOUT_NS = 1_000_000
 
 
-@click.command("run", short_help="Run a plan on torch.distributed.")
+@click.command("run")
 @click.argument("plan_path", metavar="PLAN")
 @click.option("--model", metavar="NAME|CONFIG|pkg.mod:name", help="Of the zoo, a configuration, or your own.")
 @click.option("--emulate", is_flag=True, help="Run without a model: actions only take their predicted time.")
@@ -115,7 +114,7 @@ _LEAST_TIMEOUT_NS = 1_000_000
 @click.option("--timeout", type=DURATION, default="60s", show_default=True, help="Longest wait, and longest action.")
 @click.option("--trace", "trace_path", metavar="FILE", help="Write the measured timeline beside the predicted one.")
 @click.option("--json", "as_json", is_flag=True, help="Print losses and times as one JSON object.")
-def command(
+def run_command(
     plan_path: str,
     model: str | None,
     emulate: bool,
