@@ -8,7 +8,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from pipeplan import catalog
-from pipeplan.catalog.reading import ModelSize, model_sizes, names, read_table
+from pipeplan.catalog import ModelSize, model_sizes, names, read_table
 from pipeplan.costs.blocks import RECIPES, StateRecipe, state_recipe
 from pipeplan.costs.clusters import TESTBEDS, cluster_of_paper
 from pipeplan.costs.devices import PRESETS, DevicePreset, device_preset

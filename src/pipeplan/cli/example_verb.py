@@ -28,7 +28,7 @@ class _Command(click.Command):
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The text, and lists of all models and testbeds."""
-        from pipeplan.catalog.reading import model_sizes, names
+        from pipeplan.catalog import model_sizes, names
 
         super().format_help_text(ctx, formatter)
         models = [name for name, size in model_sizes().items() if size.reference]

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import ConfigDict, TypeAdapter
 
-from pipeplan.catalog.reading import names, read_table
+from pipeplan.catalog import names, read_table
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow
 from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS, STATE_KINDS, MemoryBytes

@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from pipeplan.catalog.reading import names, read_text
+from pipeplan.catalog import names, read_text
 from pipeplan.errors import FileError, UsageError
 from pipeplan.files import Cluster, MeasuredCurve, parse
 from pipeplan.files.cluster import Operation

@@ -20,7 +20,7 @@ from typing import Literal
 
 from pydantic import ConfigDict, TypeAdapter
 
-from pipeplan.catalog.reading import names, read_text
+from pipeplan.catalog import names, read_text
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Profile
 

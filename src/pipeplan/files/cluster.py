@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeplan.files.base import CurrentVersion, File, FileModel, Source
-from pipeplan.files.migrations import current_version
+from pipeplan.files.base import CurrentVersion, File, FileModel, Source, current_version
 from pipeplan.workload.elements import MAX_DEVICES, Bytes, Count, DeviceCount, Items, Name, Nanoseconds, PositiveNs
 
 __all__ = ["Cluster", "DeviceKind", "LinkLevel", "MeasuredCurve"]

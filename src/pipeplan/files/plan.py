@@ -13,8 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from pipeplan.files.base import CurrentVersion, File, FileModel
-from pipeplan.files.migrations import current_version
+from pipeplan.files.base import CurrentVersion, File, FileModel, current_version
 from pipeplan.files.placement import PlacedStage, Placement
 from pipeplan.workload.action import ACTION_PATTERN, operation_of
 from pipeplan.workload.elements import (

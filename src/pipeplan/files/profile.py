@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeplan.files.base import CurrentVersion, File, FileModel, Source
-from pipeplan.files.migrations import current_version
+from pipeplan.files.base import CurrentVersion, File, FileModel, Source, current_version
 from pipeplan.files.placement import Placement
 from pipeplan.workload.elements import Bytes, Count, Index, Items, Name, Nanoseconds
 

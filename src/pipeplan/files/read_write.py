@@ -20,10 +20,18 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from pipeplan.errors import FileError
-from pipeplan.files.base import File, FileModel
+from pipeplan.files.base import (
+    MIGRATIONS,
+    Content,
+    File,
+    FileModel,
+    canonical_text,
+    completed,
+    current_version,
+    form_of_version,
+    sha256_of_text,
+)
 from pipeplan.files.cluster import Cluster
-from pipeplan.files.forms import canonical_text, completed, form_of_version, sha256_of_text
-from pipeplan.files.migrations import MIGRATIONS, Content, current_version
 from pipeplan.files.placement import Placement
 from pipeplan.files.plan import Plan
 from pipeplan.files.profile import Profile

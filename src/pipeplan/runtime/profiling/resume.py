@@ -11,8 +11,7 @@ from typing import Annotated, Literal
 
 from pipeplan.errors import FileError, UsageError
 from pipeplan.files import File, FileModel, parse, write_text
-from pipeplan.files.base import CurrentVersion
-from pipeplan.files.migrations import current_version
+from pipeplan.files.base import CurrentVersion, current_version
 from pipeplan.files.read_write import read_bytes
 from pipeplan.workload.elements import Bytes, Count, Items, Name, Nanoseconds
 
