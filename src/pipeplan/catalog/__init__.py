@@ -75,6 +75,6 @@ def model_sizes() -> Mapping[str, ModelSize]:
 
 
 def _model_size(name: str, keys: Mapping[str, Any]) -> ModelSize:
-    told = {each.name for each in fields(ModelSize)}
-    dimensions = {key: value for key, value in keys.items() if key not in told}
-    return ModelSize(name, dimensions=dimensions, **{key: value for key, value in keys.items() if key in told})
+    known = {each.name for each in fields(ModelSize)}
+    dimensions = {key: value for key, value in keys.items() if key not in known}
+    return ModelSize(name, dimensions=dimensions, **{key: value for key, value in keys.items() if key in known})

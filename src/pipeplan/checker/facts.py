@@ -43,7 +43,7 @@ def shares_evenly(stage: Stage) -> bool:
 
 
 def period_of(source: Stage, target: Stage) -> int:
-    """After so many micro-batches of the source both stages begin one together again."""
+    """Number of micro-batches of the source after which both stages begin one together again."""
     return math.lcm(source.microbatch_size, target.microbatch_size) // source.microbatch_size
 
 

@@ -53,7 +53,7 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
 
 
 def _knows_links(plan: Plan, cluster: Cluster | None) -> bool:
-    """Whether times of messages can be told: without the plan's cluster they cannot."""
+    """Whether times of messages are known: without the plan's cluster they are not."""
     return cluster is not None or not plan.provenance.cluster_sha256
 
 
@@ -93,7 +93,7 @@ def _has_its_blocks(plan: Plan, profile: Profile, findings: Findings) -> bool:
 
 
 def _check_block_order(plan: Plan, profile: Profile, findings: Findings) -> None:
-    """In a stage a block stands behind those whose outputs it takes."""
+    """In a stage a block comes after those whose outputs it takes."""
     for number, stage in enumerate(plan.stages):
         place_of = {block: index for index, block in enumerate(stage.blocks)}
         for edge in profile.edges:
@@ -104,7 +104,7 @@ def _check_block_order(plan: Plan, profile: Profile, findings: Findings) -> None
 
 
 def _rows(number: int, stage: Stage, samples: int, profile: Profile, findings: Findings) -> list[CostRow]:
-    """Costs of the stage's blocks on each device for so many samples there.
+    """Costs of the stage's blocks on each device for ``samples`` samples there.
 
     Empty, with a problem noted, if the profile lacks some; and where it cannot have them.
     """
@@ -232,7 +232,7 @@ def _check_dependencies(plan: Plan, profile: Profile, cluster: Cluster | None, f
         if pair in expected:
             _check_hops(plan, number, dependency, expected[pair], cluster, findings)
         elif dependency.source_stage != dependency.target_stage and not dependency.has_instruction:
-            text = f"{pair[0]} -> {pair[1]} has no edge of the profile behind it"
+            text = f"{pair[0]} -> {pair[1]} comes from no edge of the profile"
             findings.add("profile", f"dependencies[{number}]", text)
 
 
@@ -250,7 +250,7 @@ def _led_by_instructions(plan: Plan, source: str, target: str) -> bool:
 
 
 def _expected(plan: Plan, profile: Profile) -> _EdgesByPair:
-    """Dependencies between stages, each with the edges behind it."""
+    """Dependencies between stages, each with the edges it comes from."""
     stage_of = {(stage.route, block): n for n, stage in enumerate(plan.stages) for block in stage.blocks}
     forward = {operation.stage: operation.id for operation in plan.operations if operation.role is Role.FORWARD}
     back = {operation.stage: operation.id for operation in plan.operations if operation.role in BACKWARD_ROLES}

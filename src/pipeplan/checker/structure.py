@@ -158,7 +158,7 @@ def _check_dependency(plan: Plan, number: int, source: str, target: str, finding
 
 
 def _check_ends(number: int, dependency: Dependency, messages: _Seen, findings: Findings) -> None:
-    """No hop goes nowhere, and no two of the plan have the same ends, so that messages can be told apart."""
+    """No hop goes nowhere, and no two of the plan have the same ends, so that messages can be distinguished."""
     payload = dependency.payload
     if dependency.hops and not payload:
         findings.add("hops", f"dependencies[{number}].hops", f"{dependency.source} makes nothing to send")

@@ -87,7 +87,7 @@ class Links:
         """The link's part of a repetend that has its operations from micro-batches ``begins`` [operation] on.
 
         That is a contiguous run of its messages, in which each hop occurs ``unroll`` times; the last such run
-        in which no message is before what makes it, or behind what waits for it. {(hop, micro-batch): the
+        in which no message is before what makes it, or after what waits for it. {(hop, micro-batch): the
         micro-batch's number in the run, by hop}, in order; None if there is none.
         """
         named = [(number, self.messages.slots[number].name(message)) for number, message in self.orders[link]]

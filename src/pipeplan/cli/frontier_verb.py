@@ -34,7 +34,7 @@ _ONLY_SPLITS = {
     "tolerance": "--tolerance",
 }
 _DEVICES = (
-    "Numbers of devices, these and no others; for --mode min-devices one number is the most there may be.  "
+    "Numbers of devices to consider; for --mode min-devices a single number is the maximum.  "
     "[default: the cluster's, and with --plans, profile and min-devices powers of two below]"
 )
 _MINI_BATCH = (
@@ -81,14 +81,14 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     type=click.FloatRange(min=0),
     default=0.0,
     show_default=True,
-    help="Without --plans: points so near the frontier, 0.01 for 1 % in memory and time, in far less time; 0 is exact.",
+    help="Without --plans: how far points may be from the frontier, as 0.01 for 1 % of memory and time; 0 is exact.",
 )
 @click.option("--time-limit", type=DURATION, help=_TIME_LIMIT)
 @click.option(
     "--point",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Choose the N-th point shown, for -o; a search that ends early may show others the next time.",
+    help="Choose the N-th point shown, for -o; a search that ends early may show other points the next time.",
 )
 @click.option("--svg", metavar="FILE", help="Draw time against memory as SVG.")
 @click.option(
@@ -124,7 +124,7 @@ def frontier_command(
     output_all: str | None,
     as_json: bool,
 ) -> None:
-    """What more memory and more devices bring PROFILE: all strategies that no other beats in memory and time.
+    """What PROFILE gains from more memory and more devices: all strategies that no other beats in memory and time.
 
     Without --plans the model is one stage on all devices, each block split in a way of its own. With --plans it may be
     a pipeline, and every point is a plan.

@@ -39,7 +39,7 @@ class LazyGroup(click.Group):
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The verb's command, imported now; None if there is no such verb."""
+        """The verb's command, imported now; None if the verb is unknown."""
         if cmd_name not in VERBS:
             return None
         module, _ = VERBS[cmd_name]

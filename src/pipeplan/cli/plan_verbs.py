@@ -139,7 +139,7 @@ def _warn(simulation: Simulation) -> None:
     if simulation.as_planned and stated != simulation.rates.makespan_ns:
         click.echo(
             f"pipeplan: the plan states a makespan of {stated} ns, its programs take "
-            f"{simulation.rates.makespan_ns} ns; pipeplan check tells what is wrong with it",
+            f"{simulation.rates.makespan_ns} ns; run pipeplan check to see what is wrong with it",
             err=True,
         )
 

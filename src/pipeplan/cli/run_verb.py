@@ -43,27 +43,31 @@ _OPTIONS = (
         default="constant",
         show_default=True,
         metavar="constant|cosine|linear|pkg.mod:factory",
-        help="How the learning rate goes on, or a function of the optimizer that returns a torch LRScheduler.",
+        help="Learning-rate schedule; a factory takes the optimizer and returns a torch LRScheduler.",
     ),
     click.option(
-        "--warmup-steps", type=click.IntRange(min=0), default=0, show_default=True, help="The learning rate grows."
+        "--warmup-steps",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="Steps over which the learning rate grows.",
     ),
     click.option("--lr-steps", type=click.IntRange(min=1), help="Steps of the schedule.  [default: --steps]"),
     click.option(
         "--clip-norm",
         type=FiniteRange(0, min_open=True, infinite=True),
         metavar="X",
-        help="Largest norm of all gradients together; inf to have it reported alone.",
+        help="Clip the norm of all gradients together to this; inf only reports it.",
     ),
     click.option(
         "--autocast", type=click.Choice(["bfloat16"]), help="Compute in it, with parameters and optimizer in float32."
     ),
-    click.option("--checkpoint", metavar="DIR", help="Write checkpoints, which any plan of the model goes on from."),
+    click.option("--checkpoint", metavar="DIR", help="Write checkpoints, from which any plan of the model can resume."),
     click.option(
         "--checkpoint-every", type=click.IntRange(min=1), metavar="K", help="Every K steps.  [default: at the end]"
     ),
     click.option("--keep-checkpoints", type=click.IntRange(min=1), default=2, show_default=True),
-    click.option("--resume", is_flag=True, help="Go on from the last checkpoint; --steps counts those before it, too."),
+    click.option("--resume", is_flag=True, help="Resume from the last checkpoint; --steps is the total."),
 )
 
 
@@ -81,13 +85,13 @@ _LEAST_TIMEOUT_NS = 1_000_000
 @click.argument("plan_path", metavar="PLAN")
 @click.option("--model", metavar="NAME|CONFIG|pkg.mod:name", help="Of the zoo, a configuration, or your own.")
 @click.option("--emulate", is_flag=True, help="Run without a model: actions only take their predicted time.")
-@click.option("--blocking", is_flag=True, help="For comparison: every transfer holds up the devices at its two ends.")
+@click.option("--blocking", is_flag=True, help="For comparison: every transfer blocks the devices at both ends.")
 @click.option(
     "--message-limit",
     type=BYTES,
     default="1MiB",
     show_default=True,
-    help="With --emulate, largest message; others have the plan's bytes.",
+    help="With --emulate, largest message; smaller ones have the plan's bytes.",
 )
 @click.option("--sequence", type=click.IntRange(min=1), help="Length of sequences, for the zoo and configurations.")
 @click.option("--instructions", metavar="pkg.mod", help="Module that registers what the plan's instructions do.")
@@ -111,7 +115,9 @@ _LEAST_TIMEOUT_NS = 1_000_000
     show_default=True,
     help="What carries tensors; auto is nccl for cuda. With gloo several processes can share a GPU.",
 )
-@click.option("--timeout", type=DURATION, default="60s", show_default=True, help="Longest wait, and longest action.")
+@click.option(
+    "--timeout", type=DURATION, default="60s", show_default=True, help="Longest time to wait, and longest action."
+)
 @click.option("--trace", "trace_path", metavar="FILE", help="Write the measured timeline beside the predicted one.")
 @click.option("--json", "as_json", is_flag=True, help="Print losses and times as one JSON object.")
 def run_command(
@@ -138,8 +144,8 @@ def run_command(
 
     Start it under torchrun (torchrun --nproc-per-node 4 -m pipeplan run PLAN ...), or give --local. The model
     comes from here, never from the plan; its blocks must have the plan's names. With --emulate no model is trained,
-    so --model is refused and what else is about models and training does nothing: actions wait for as long as PLAN
-    says. At the end stands the iteration's predicted time beside the median.
+    so --model is refused and all other flags about models and training have no effect: actions wait for as long as PLAN
+    says. At the end the iteration's predicted time is printed beside the median.
     """
     _api.require_torch("run")
     if (model is None) != emulate:
@@ -228,14 +234,14 @@ class Steps:
         what = (
             f"loss is {result.loss}" if not math.isfinite(result.loss) else f"norm of gradients is {result.grad_norm}"
         )
-        kept = "" if checkpoint is None else "; no checkpoint is written after such a step"
+        kept = "" if checkpoint is None else "; no checkpoint is written after this step"
         click.echo(f"pipeplan: warning: step {result.step}: the {what}{kept}", err=True)
 
 
 def comparison_line(outcome: RunOutcome) -> str:
     """Predicted and measured time of an iteration."""
     median, predicted = outcome.warm_ns, outcome.predicted_ns
-    left = "; the first step, which warms up, is left out" if len(outcome.result.steps) > 1 else ""
+    left = "; first (warm-up) step excluded" if len(outcome.result.steps) > 1 else ""
     ratio = f" ({median / predicted - 1:+.1%})" if predicted else ""
     return f"predicted {format_ns(predicted)}, median {format_ns(median)}{ratio}{left}"
 

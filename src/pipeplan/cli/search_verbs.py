@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     "--rules",
     "rules_path",
     metavar="FILE|NAME",
-    help="Rules of the scheduler: a TOML file, or some that ship.  [default: all built-in ones]",
+    help="Scheduling rules: a TOML file or the name of a built-in set.  [default: all built-in sets]",
 )
-@click.option("--workers", type=click.IntRange(min=1), help="Processes of a tuning.  [default: one per core]")
-@click.option("--cache", metavar="FILE", help="What a tuning finds is kept here, and not looked for again.")
-@click.option("--rules-output", metavar="FILE", help="Where to write a tuning's best rules, to give to --rules.")
+@click.option("--workers", type=click.IntRange(min=1), help="Worker processes for auto-tuning.  [default: cores]")
+@click.option("--cache", metavar="FILE", help="Cache file; configurations found in it are not re-evaluated.")
+@click.option("--rules-output", metavar="FILE", help="Where to write the best rules found, for --rules.")
 @click.option("-o", "--output", metavar="FILE", help="Where to write the plan; - for stdout.")
 @click.option(
     "--placement-output", metavar="FILE", help="Where to write the stages alone, to edit and give to --placement."
@@ -52,11 +52,11 @@ def search_command(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Search the best plan for PROFILE: stages, replicas, micro-batch sizes, schedule; or what flags leave open.
+    """Search for the best plan for PROFILE: stages, replicas, micro-batch sizes, schedule, or what flags leave open.
 
-    The search soon has a valid plan and improves it until it is proved optimal, the time limit passes, or Ctrl-C;
-    the best plan is written in every case. With --scheduler rules and no --rules it is a tuning: all built-in rules on
-    a grid of depths, replicas, sizes and placements, ranked.
+    The search finds a valid plan early and improves it until it is proved optimal, the time limit passes, or you press
+    Ctrl-C; the best plan is written in every case. With --scheduler rules and no --rules it auto-tunes: all built-in
+    rules are ranked on a grid of depths, replicas, sizes and placements.
     """
     if output == "-" and as_json:
         raise UsageError("-o - and --json would both print to stdout; write the plan to a file")
@@ -109,10 +109,10 @@ def _print_result(result: Result, tuning: Tuning | None, output: str | None, as_
 @click.command("compare")
 @planning_options
 def compare_command(as_json: bool, **flags: Any) -> None:
-    """Time every classic schedule that applies to PROFILE, and search one beside them; best first.
+    """Time every classic schedule that applies to PROFILE, and search for a better one; best first.
 
     Without --placement and without one in the profile, all strategies are compared. Schedules
-    that do not fit into memory are timed, too, and stand last.
+    that do not fit into memory are timed too, and listed last.
     """
     from pipeplan.reporting.tables import print_comparison
 

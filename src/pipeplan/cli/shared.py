@@ -179,11 +179,11 @@ _OPTIONS = (
         type=DURATION,
         default="0ns",
         show_default=True,
-        help="What each input and weight gradient takes longer for being launched apart.",
+        help="Extra time of each input and weight gradient for being launched separately.",
     ),
     click.option("--time-limit", type=DURATION, default="30s", show_default=True, help="Stop after this long."),
     click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0, show_default=True),
-    click.option("--deterministic", is_flag=True, help="Same seed, same plan: counts the solver's steps, not seconds."),
+    click.option("--deterministic", is_flag=True, help="Same seed, same plan: counts solver steps, not seconds."),
     click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object."),
 )
 
@@ -259,7 +259,7 @@ def require_folder(path: str, pattern: str, option: str) -> None:
     """Make the folder that an option names before minutes of work, for files named by a pattern.
 
     Raises:
-        FileError: it cannot be made or written, or has such files already, which new ones could be taken for.
+        FileError: it cannot be made or written, or has files of this pattern, which could be mistaken for new ones.
     """
     folder = Path(path)
     try:

@@ -190,11 +190,11 @@ class StageCost:
         return self.state[GRADIENTS]
 
     def memory_bytes(self, in_flight: int) -> int:
-        """Bytes with so many micro-batches in flight."""
+        """Bytes with ``in_flight`` micro-batches in flight."""
         return self.static_bytes + in_flight * self.activation_bytes + self.workspace_bytes
 
     def room(self, limit: int) -> int:
-        """Micro-batches of which so many bytes hold the activations; -1 if they do not even hold the rest."""
+        """Micro-batches whose activations fit into ``limit`` bytes; -1 if not even the rest fits."""
         left = limit - self.static_bytes - self.workspace_bytes
         return -1 if left < 0 else left // self.activation_bytes if self.activation_bytes else UNLIMITED
 

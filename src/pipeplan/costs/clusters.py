@@ -236,7 +236,7 @@ def with_runs(cluster: Cluster, runs: Iterable[MeasuredRun], level: str | None =
         origin: where the runs came from, for the notes.
 
     Raises:
-        UsageError: the level is not one of the cluster's or cannot be told.
+        UsageError: the level is not one of the cluster's or cannot be inferred.
     """
     curves = {(curve.operation, curve.level, curve.num_devices): curve for curve in cluster.measured}
     for run in runs:

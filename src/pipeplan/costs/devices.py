@@ -187,7 +187,7 @@ def fit_rates(samples: Sequence[tuple[Sequence[Kernel], int]]) -> DeviceRates:
 
 @dataclass(frozen=True, slots=True)
 class KnownRow:
-    """A measured row of a block, and the work that is behind it."""
+    """A measured row of a block, and the work that took its times."""
 
     block: Block
     row: CostRow

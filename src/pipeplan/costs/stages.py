@@ -90,7 +90,7 @@ def _summed(
 
 
 def _counted_again(edges: Iterable[Edge], microbatch_size: int) -> int:
-    """Bytes of inputs that several of the blocks behind these edges count as held, beyond the first time."""
+    """Bytes of inputs that several of the blocks these edges lead to count as held, beyond the first time."""
     shared = [edge for edge in edges if edge.tensor is not None and edge.gradient]
     size = sum(_edge_bytes(edge, microbatch_size) for edge in shared)
     return size - sum(_edge_bytes(edge, microbatch_size) for edge in _distinct(shared))
@@ -167,7 +167,7 @@ def _costs_of(profile: Profile, number: int, stage: Stage) -> StageCost:
     if stage.configurations:
         raise UsageError(
             f"stages[{number}] of the placement splits each block in its own way ({stage.configurations[0]}, ...), and "
-            "what that costs a profile does not say; plans of such stages come from pipeplan frontier"
+            "and a profile does not say what that costs; plans with these stages come from pipeplan frontier"
         )
     samples = stage.microbatch_size // stage.replicas
     return stage_costs(profile, stage.blocks, samples, stage.shards, recompute=stage.recompute)
@@ -347,7 +347,7 @@ def _hops(
 
 
 def _period(source: Stage, target: Stage) -> int:
-    """After so many micro-batches of the source both stages begin a micro-batch together again."""
+    """Number of micro-batches of the source after which both stages begin a micro-batch together again."""
     return math.lcm(source.microbatch_size, target.microbatch_size) // source.microbatch_size
 
 

@@ -136,7 +136,7 @@ class EncoderDecoder(_Layers):
 
 @dataclass(config=_STRICT, frozen=True, slots=True)
 class Tower(_Layers):
-    """One branch of CLIP: a ``sequence`` of tokens of a ``vocabulary``, or without one of patches of so many numbers.
+    """One branch of CLIP: a ``sequence`` of tokens of a ``vocabulary``, or without one of patches of ``patch`` numbers.
 
     Text is read with a causal mask, as CLIP does.
     """
@@ -296,7 +296,7 @@ class Convolutions:
 
 @dataclass(config=_STRICT, frozen=True, slots=True)
 class Residual:
-    """A stem and stages of so many bottlenecks, each of which doubles the channels: first ``inner`` and ``ends``."""
+    """A stem and stages of ``blocks`` bottlenecks, each of which doubles the channels: first ``inner`` and ``ends``."""
 
     blocks: tuple[int, ...]
     inner: int

@@ -224,7 +224,7 @@ def _has_type(content: Any, form: Form) -> bool:
 def _with_fraction(number: float) -> float:
     try:
         return float(number)
-    except OverflowError:  # no valid file has such a number
+    except OverflowError:  # no valid file has a number that large
         return number
 
 

@@ -132,9 +132,9 @@ class Plan(File):
     def _require_blocks_first(self) -> None:
         """Stages without blocks are numbered last, so that a placement numbers the others as the plan does."""
         empty = [number for number, stage in enumerate(self.stages) if not stage.blocks]
-        behind = [number for number, stage in enumerate(self.stages) if stage.blocks and empty and number > empty[0]]
-        if behind:
-            raise ValueError(f"stages[{empty[0]}] has no blocks and stands before stages[{behind[0]}], which has some")
+        later = [number for number, stage in enumerate(self.stages) if stage.blocks and empty and number > empty[0]]
+        if later:
+            raise ValueError(f"stages[{empty[0]}] has no blocks and stands before stages[{later[0]}], which has some")
 
     def _require_parts(self, number: int) -> None:
         """Parts are halves of equal micro-batches, so that a part of one stage is a part of the next."""
@@ -192,7 +192,7 @@ class Plan(File):
         dependency, place = self.dependencies[number], f"dependencies[{number}].needs"
         needs, have = dependency.needs or (), self.num_instances(dependency.source)
         if not dependency.has_instruction or dependency.hops:
-            raise ValueError(f"{place} is for dependencies of instructions, and for such without hops")
+            raise ValueError(f"{place} is for dependencies of instructions that have no hops")
         if len(needs) != self.num_instances(dependency.target):
             raise ValueError(
                 f"{place} has {len(needs)} entries for {self.num_instances(dependency.target)} actions of "

@@ -34,7 +34,7 @@ class CostRow(FileModel):
     activation_bytes: Bytes = 0
     weight_grad_bytes: Bytes = 0
     workspace_bytes: Bytes = 0
-    repeats: Annotated[Index, Field(description="timed runs behind each median; 0 if not measured")] = 0
+    repeats: Annotated[Index, Field(description="timed runs that each median is of; 0 if not measured")] = 0
     spread: Annotated[
         dict[
             Literal["forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns"],

@@ -271,7 +271,7 @@ def _refusal(error: ValidationError, where: str, complaint: str) -> FileError:
 
 
 def _own_problems(details: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Without lists that are too short only because reading them stopped at a problem told already."""
+    """Without lists that are too short only because reading them stopped at a problem that is reported already."""
     inside = {detail["loc"][:depth] for detail in details for depth in range(len(detail["loc"]))}
     return [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in inside]
 

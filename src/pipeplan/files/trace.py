@@ -88,7 +88,7 @@ class Trace:
         self._added.append((device, start_ns, duration_ns, action, args))
 
     def events(self) -> list[TraceEvent]:
-        """All events by device and time, behind those that name processes and tracks."""
+        """All events by device and time, after those that name processes and tracks."""
         named: dict[int, str] = {}
         found: list[TraceEvent] = []
         busy_until: dict[int, list[int]] = {}

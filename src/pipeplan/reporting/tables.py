@@ -294,7 +294,7 @@ def print_measured(
 def _measured_headline(simulation: Simulation, comparison: MeasuredComparison) -> Text:
     steps = len(comparison.iterations_ns)
     how = "emulated" if comparison.emulated else "measured"
-    left = "; the first one, which warms up, is left out" if comparison.num_left_out else ""
+    left = "; first (warm-up) step excluded" if comparison.num_left_out else ""
     text = f": {how} in {counted(steps, 'step')}{left}"
     return Text.assemble((simulation.plan.name, "bold"), text)
 

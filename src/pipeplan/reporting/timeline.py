@@ -42,7 +42,7 @@ def kind_name(kind: str) -> str:
 def runs_by_device(simulation: Simulation) -> list[tuple[int, list[str]]]:
     """The critical path as runs of actions on one device: (device, action texts).
 
-    Messages that stand on it, having waited for their link or not, are runs of their link's number behind the devices.
+    Messages on it, having waited for their link or not, are runs of their link's number, which come after the devices'.
     """
     graph = simulation.graph
     steps = simulation.critical_path
