@@ -43,32 +43,18 @@ if TYPE_CHECKING:
 _MOST = 1_000_000
 
 
-class _Duration(click.ParamType[int]):
-    """A duration with a unit, as ns: ``3.2ms``."""
+class _Quantity(click.ParamType[int]):
+    """A number with a unit: a duration as ns (``3.2ms``), a size as bytes (``80GB``, ``80GiB``)."""
 
-    name = "duration"
+    def __init__(self, name: str, parse: Callable[[str], int]) -> None:
+        self.name, self._parse = name, parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Nanoseconds."""
+        """Nanoseconds, or bytes."""
         if isinstance(value, int):
             return value
         try:
-            return parse_ns(value)
-        except UsageError as error:
-            self.fail(str(error), param, ctx)
-
-
-class _Bytes(click.ParamType[int]):
-    """A size, as bytes: ``80GB``, ``80GiB``."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Bytes."""
-        if isinstance(value, int):
-            return value
-        try:
-            return parse_bytes(value)
+            return self._parse(value)
         except UsageError as error:
             self.fail(str(error), param, ctx)
 
@@ -117,8 +103,8 @@ class RenamedOption(click.Option):
         self.opts = shown
 
 
-DURATION = _Duration()
-BYTES = _Bytes()
+DURATION = _Quantity("duration", parse_ns)
+BYTES = _Quantity("size", parse_bytes)
 COUNTS = _Counts()
 
 

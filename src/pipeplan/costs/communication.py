@@ -1,7 +1,5 @@
 """What it costs to move bytes: between two devices, within a group, and in all groups of a mesh at once.
 
-What collectives cost when all groups of a device mesh run them at once, and share the links between nodes.
-
 The groups along one dimension of a mesh are alike, and every one of them runs the collective at the same time. A link
 inside the innermost level is a device's own; those of levels above join nodes, and everything that leaves a node at
 once goes through one (TensorOpt section 4.2 measures per partition of the devices what we derive from this).

@@ -1,7 +1,5 @@
 """Reading and writing the file formats: strict, every version there was, atomic; ``-`` is stdin or stdout.
 
-Reading the file formats: strict, every version there was, ``-`` for stdin.
-
 Files are data from strangers: reading one imports no code, opens no other file and runs nothing. Every
 problem is reported with its path inside the file, such as ``blocks[3].costs[0].forward_ns``.
 """

@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from typing import TextIO
 from xml.sax.saxutils import escape
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from pipeplan.planning.frontier_result import FrontierPoint, FrontierResult
+from pipeplan.reporting.tables import console_for, new_table
 from pipeplan.units import format_bytes, format_ns, named_devices
 
 __all__ = ["UnitScale", "frontier_svg", "print_frontier"]
 
 
-_PLAIN_WIDTH = 120
 _MOST_ROWS = 24
 _WIDTH, _HEIGHT = 72, 16
 _DOT, _KNEE, _SIGNS = "o", "X", "123456789abcdefghijklmn"
@@ -26,9 +24,7 @@ _DOT, _KNEE, _SIGNS = "o", "X", "123456789abcdefghijklmn"
 
 def print_frontier(report: FrontierResult, file: TextIO | None = None) -> None:
     """Print a heading, the plot where there is something to see, the table, and notes."""
-    console = Console(file=file, highlight=False)
-    if not console.is_terminal:
-        console = Console(file=file, highlight=False, width=_PLAIN_WIDTH)
+    console = console_for(file)
     counts = sorted({point.num_devices for point in report.points})
     samples = f"{report.samples} sample{'s' if report.samples != 1 else ''}"
     heading = f": {report.of}, {samples}, {named_devices(*counts)}; {report.proved}"
@@ -47,15 +43,14 @@ def print_frontier(report: FrontierResult, file: TextIO | None = None) -> None:
 
 def _table(points: Sequence[tuple[int, FrontierPoint]]) -> Table:
     priced = any(point.price_per_hour is not None for _, point in points)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("#", "devices", "memory", "iteration", *(["per hour", "per 1000 iter."] if priced else [])):
-        table.add_column(title, justify="right")
+    prices = ["per hour", "per 1000 iter."] if priced else []
+    table = new_table(("#", "devices", "memory", "iteration", *prices))
     table.add_column("")
     table.add_column("how", overflow="fold")
     for number, point in points:
         marks = ", ".join(["knee"] * point.turning_point + ["chosen"] * point.chosen)
-        prices = (_price(point.price_per_hour), _price(point.price, 1000)) if priced else ()
-        row = (str(number), str(point.num_devices), format_bytes(point.memory_bytes), format_ns(point.time_ns), *prices)
+        paid = (_price(point.price_per_hour), _price(point.price, 1000)) if priced else ()
+        row = (str(number), str(point.num_devices), format_bytes(point.memory_bytes), format_ns(point.time_ns), *paid)
         table.add_row(*row, marks, point.what, style="bold" if marks else None)
     return table
 

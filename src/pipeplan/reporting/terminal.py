@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TextIO
 
-from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -74,9 +73,7 @@ def _stage_work(plan: Plan) -> list[int]:
 
 
 def _stage_table(plan: Plan) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("stage", justify="right")
-    table.add_column("device")
+    table = new_table(("stage", "device"), left=("device",))
     table.add_column("blocks", overflow="fold")
     table.add_column("work", justify="right")
     table.add_column("parameters", justify="right")
