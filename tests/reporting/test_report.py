@@ -20,8 +20,14 @@ from pipeplan.errors import PipeplanError
 from pipeplan.files import Plan, parse, to_json
 from pipeplan.files.trace import Trace
 from pipeplan.reporting.terminal import print_simulation
-from pipeplan.reporting.timeline import device_row, repetend_time_range, timeline_svg, windows
-from pipeplan.reporting.trace import predicted_trace, trace_text
+from pipeplan.reporting.timeline import (
+    device_row,
+    predicted_trace,
+    repetend_time_range,
+    timeline_svg,
+    trace_text,
+    windows,
+)
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.action import Action
 from support.paths import GOLDEN

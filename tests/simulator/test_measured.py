@@ -17,7 +17,7 @@ from pipeplan.errors import FileError, UsageError
 from pipeplan.files import Plan, sha256_of
 from pipeplan.files.trace import MeasuredTrace, TimedText, read_trace
 from pipeplan.reporting.tables import print_measured
-from pipeplan.reporting.trace import predicted_trace
+from pipeplan.reporting.timeline import predicted_trace
 from pipeplan.simulator.measured import compared
 from pipeplan.simulator.simulation import simulate
 from support.paths import GOLDEN

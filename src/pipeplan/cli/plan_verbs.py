@@ -116,7 +116,7 @@ def simulate_command(
 
         _api.write_text(timeline_svg(simulation), svg_path)
     if trace_path is not None:
-        from pipeplan.reporting.trace import trace_text
+        from pipeplan.reporting.timeline import trace_text
 
         _api.write_text(trace_text(simulation), trace_path)
     _warn(simulation)

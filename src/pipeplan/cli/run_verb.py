@@ -217,7 +217,7 @@ def comparison_line(outcome: RunOutcome) -> str:
 
 
 def _write_trace(outcome: RunOutcome, path: str) -> None:
-    from pipeplan.reporting.trace import run_trace
+    from pipeplan.reporting.timeline import run_trace
 
     options = outcome.options
     model = options.model if isinstance(options, _api.TrainOptions) else None

@@ -73,9 +73,7 @@ def _row(block: Block, size: int) -> CostRow:
 
 
 def _work_ns(row: CostRow) -> int:
-    """Forward and the full backward, or its two halves."""
-    backward = row.backward_ns
-    return row.forward_ns + (backward if backward is not None else (row.input_grad_ns or 0) + (row.weight_grad_ns or 0))
+    return row.forward_ns + row.whole_backward_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +237,10 @@ def _without_split(profile: Profile, kinds: Sequence[Sequence[Block]]) -> Iterat
 
 def _zero_costs(profile: Profile, kinds: Sequence[Sequence[Block]]) -> Iterator[Caution]:
     for blocks in kinds:
-        zero = [name for name, time in (("forward", _forward), ("backward", _backward)) if not all(time(blocks[0]))]
+        times = {
+            name: [getattr(row, f"{name}_ns") for row in blocks[0].costs] for name in ("forward", "whole_backward")
+        }
+        zero = [name.removeprefix("whole_") for name, each in times.items() if not all(each)]
         if zero:
             yield Caution("zero-cost", blocks[0].id, f"{_names(blocks)} takes no time in {' and '.join(zero)}")
     if not any(row.activation_bytes for block in profile.blocks for row in block.costs):
@@ -250,14 +251,6 @@ def _zero_costs(profile: Profile, kinds: Sequence[Sequence[Block]]) -> Iterator[
         first = f"{free[0].source} -> {free[0].target}"
         text = f"{len(free)} of {len(profile.edges)} edges carry nothing and take no time, the first is {first}"
         yield Caution("zero-cost", None, f"{text}; give them bytes_per_sample or transfer_ns")
-
-
-def _forward(block: Block) -> Iterator[int]:
-    return (row.forward_ns for row in block.costs)
-
-
-def _backward(block: Block) -> Iterator[int]:
-    return (_work_ns(row) - row.forward_ns for row in block.costs)
 
 
 def _names(blocks: Sequence[Block]) -> str:

@@ -74,10 +74,7 @@ def _summed(
     split = all(row.input_grad_ns is not None for row in rows)
     return StageCost(
         forward_ns=sum(row.forward_ns for row in rows),
-        backward_ns=sum(
-            row.backward_ns if row.backward_ns is not None else (row.input_grad_ns or 0) + (row.weight_grad_ns or 0)
-            for row in rows
-        ),
+        backward_ns=sum(row.whole_backward_ns for row in rows),
         input_grad_ns=sum(row.input_grad_ns or 0 for row in rows) if split else None,
         weight_grad_ns=sum(row.weight_grad_ns or 0 for row in rows) if split else None,
         activation_bytes=max(

@@ -52,6 +52,12 @@ class CostRow(FileModel):
         return self
 
     @property
+    def whole_backward_ns(self) -> int:
+        """The full backward, where it was not measured as one its two halves."""
+        halves = (self.input_grad_ns or 0) + (self.weight_grad_ns or 0)
+        return halves if self.backward_ns is None else self.backward_ns
+
+    @property
     def key(self) -> tuple[int, int, str | None, bool]:
         """What the row is for: micro-batch size, shards, configuration, recomputation."""
         return (self.microbatch_size, self.shards, self.configuration, self.recompute)
