@@ -43,16 +43,8 @@ def plan_of(
     spans = [_span([done[entry] for entry in order]) for order in orders]
     longest = max(range(len(spans)), key=lambda device: (spans[device], -device))
     num_devices = len(workload.devices)
-    return Plan(
-        name=workload.name,
-        placement=workload.placement,
-        num_microbatches=workload.num_microbatches,
-        microbatch_size=workload.microbatch_size,
-        num_routes=workload.num_routes,
-        devices=workload.devices,
-        stages=workload.stages,
-        operations=workload.operations,
-        dependencies=workload.dependencies,
+    return Plan.of_workload(
+        workload,
         starts_ns={
             operation.id: tuple(done[operation.id, n][0] for n in range(len(actions_of(workload, operation.id))))
             for operation in workload.operations

@@ -8,8 +8,9 @@ programs give for each device the order of compute and communication.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -223,20 +224,15 @@ class Plan(File):
         """Samples in one iteration."""
         return self.num_microbatches * self.microbatch_size
 
+    @classmethod
+    def of_workload(cls, workload: Workload, **rest: Any) -> Plan:
+        """A plan that runs a workload; ``rest`` are its other fields."""
+        return cls(**{each.name: getattr(workload, each.name) for each in fields(workload)}, **rest)
+
     @property
     def workload(self) -> Workload:
         """What the plan's programs run, made anew at each call."""
-        return Workload(
-            name=self.name,
-            placement=self.placement,
-            num_microbatches=self.num_microbatches,
-            microbatch_size=self.microbatch_size,
-            devices=self.devices,
-            stages=self.stages,
-            operations=self.operations,
-            dependencies=self.dependencies,
-            num_routes=self.num_routes,
-        )
+        return Workload(**{each.name: getattr(self, each.name) for each in fields(Workload)})
 
     @cached_property
     def _by_id(self) -> dict[str, Operation]:
