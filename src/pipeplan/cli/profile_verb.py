@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from pipeplan.cli.shared import (
     COUNTS,
     RenamedOption,
     Shown,
+    interrupt_on_sigterm,
     require_stdout_once,
     require_writable,
     warnings_told,
@@ -58,7 +58,7 @@ def measure_communication(ctx: click.Context) -> None:
 
     try:
         if given["processes"]:
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            interrupt_on_sigterm()
         else:
             _require_ranks()
         found = _api.measure_links(options, given["processes"], base, on_point=_tell, keep=keep)

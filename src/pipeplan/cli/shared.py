@@ -9,8 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -37,7 +36,7 @@ __all__ = [
 
 
 if TYPE_CHECKING:
-    from pipeplan._api import Request, Rules
+    from pipeplan._api import Progress, Request, Rules
 
 
 _MOST = 1_000_000
@@ -220,10 +219,6 @@ def _number(text: str, flag: str, least: int, most: int) -> int | None:
 # What is said while work goes on, and where results go --------------------------------------------------------------
 
 
-if TYPE_CHECKING:
-    from pipeplan._api import Progress
-
-
 def require_stdout_once(output: str, as_json: bool) -> None:
     """Refuse to print both a file and JSON to stdout. Raises UsageError."""
     if output == "-" and as_json:
@@ -262,11 +257,7 @@ def require_folder(path: str, pattern: str, option: str) -> None:
 
 def interrupt_on_sigterm() -> None:
     """Let SIGTERM end work as Ctrl-C does: a search with the best plan so far, a run with its processes."""
-    signal.signal(signal.SIGTERM, _as_interrupt)
-
-
-def _as_interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 class Status:
