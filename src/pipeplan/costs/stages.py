@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from pipeplan.costs.blocks import StageCost, block_costs, block_state
 from pipeplan.costs.communication import all_reduce_time, transfer_time
@@ -172,17 +173,9 @@ def _costs_of(profile: Profile, number: int, stage: Stage) -> StageCost:
 
 def _settled(placed: PlacedStage, microbatch_size: int, recompute: bool) -> Stage:
     """A stage as placed, with what it does not say itself; what it keeps comes later."""
-    return Stage(
-        blocks=placed.blocks,
-        devices=placed.devices,
-        shards=placed.shards,
-        replicas=placed.replicas,
-        microbatch_size=placed.microbatch_size or microbatch_size,
-        recompute=recompute if placed.recompute is None else placed.recompute,
-        route=placed.route,
-        num_parted=placed.num_parted,
-        configurations=placed.configurations,
-    )
+    said: dict[str, Any] = {name: getattr(placed, name) for name in PlacedStage.model_fields}
+    own = {name: value for name, value in said.items() if value is not None}
+    return Stage(**({"microbatch_size": microbatch_size, "recompute": recompute} | own))
 
 
 def _require_shared_out(stage: Stage, mini_batch: int, num_routes: int) -> None:
@@ -235,57 +228,39 @@ def _with_parts(profile: Profile, stage: Stage, operation: Operation) -> Operati
     return replace(operation, part_ns=max(1, cost.forward_ns))
 
 
-def _operations(costs: Sequence[StageCost], split_backward: bool, split_overhead_ns: int) -> tuple[Operation, ...]:
-    """Forwards in stage order, then backwards in reverse, so that dependencies point forward."""
+def _operations(costs: Sequence[StageCost], split_backward: bool, overhead_ns: int) -> tuple[Operation, ...]:
+    """Forwards in stage order, then backwards in reverse, so that dependencies point forward.
+
+    What W needs beyond what F held is taken when I starts, since I makes it while it runs.
+    """
     forwards = [
-        Operation(
-            kind="F",
-            stage=stage,
-            duration_ns=max(1, cost.forward_ns),
-            acquire_bytes=cost.activation_bytes,
-            workspace_bytes=cost.workspace_bytes,
-        )
+        _operation("F", stage, cost, cost.forward_ns, acquire_bytes=cost.activation_bytes)
         for stage, cost in enumerate(costs)
     ]
     backwards: list[Operation] = []
     for stage, cost in reversed(list(enumerate(costs))):
+        held, deferred = cost.activation_bytes, cost.weight_grad_bytes
         if split_backward and cost.input_grad_ns is not None and cost.weight_grad_ns is not None:
-            backwards += _split(
-                stage, cost, cost.input_grad_ns + split_overhead_ns, cost.weight_grad_ns + split_overhead_ns
-            )
+            more, less = max(0, deferred - held), max(0, held - deferred)
+            times = cost.input_grad_ns + overhead_ns, cost.weight_grad_ns + overhead_ns
+            backwards.append(_operation("I", stage, cost, times[0], acquire_bytes=more, release_bytes=less))
+            backwards.append(_operation("W", stage, cost, times[1], release_bytes=deferred))
         else:
-            backwards.append(
-                Operation(
-                    kind="B",
-                    stage=stage,
-                    duration_ns=max(1, cost.backward_ns),
-                    release_bytes=cost.activation_bytes,
-                    workspace_bytes=cost.workspace_bytes,
-                )
-            )
+            backwards.append(_operation("B", stage, cost, cost.backward_ns, release_bytes=held))
     return (*forwards, *backwards)
 
 
-def _split(stage: int, cost: StageCost, input_grad_ns: int, weight_grad_ns: int) -> list[Operation]:
-    """I and W. What W needs beyond what F held is taken when I starts, since I makes it while it runs."""
-    held, deferred = cost.activation_bytes, cost.weight_grad_bytes
-    return [
-        Operation(
-            kind="I",
-            stage=stage,
-            duration_ns=max(1, input_grad_ns),
-            acquire_bytes=max(0, deferred - held),
-            release_bytes=max(0, held - deferred),
-            workspace_bytes=cost.workspace_bytes,
-        ),
-        Operation(
-            kind="W",
-            stage=stage,
-            duration_ns=max(1, weight_grad_ns),
-            release_bytes=deferred,
-            workspace_bytes=cost.workspace_bytes,
-        ),
-    ]
+def _operation(
+    kind: str, stage: int, cost: StageCost, time_ns: int, *, acquire_bytes: int = 0, release_bytes: int = 0
+) -> Operation:
+    return Operation(
+        kind=kind,
+        stage=stage,
+        duration_ns=max(1, time_ns),
+        acquire_bytes=acquire_bytes,
+        release_bytes=release_bytes,
+        workspace_bytes=cost.workspace_bytes,
+    )
 
 
 def _dependencies(
