@@ -21,6 +21,7 @@ __all__ = [
     "StateRecipe",
     "block_costs",
     "block_state",
+    "state_of_total",
     "state_recipe",
     "training_state",
 ]
@@ -144,6 +145,14 @@ def training_state(parameter_bytes: int, optimizer_bytes: int = 0) -> MemoryByte
     return MemoryBytes({PARAMETERS: parameter_bytes, GRADIENTS: parameter_bytes, OPTIMIZER: optimizer_bytes})
 
 
+_PER_PARAMETER_BYTE = training_state(1).total
+
+
+def state_of_total(total_bytes: int, parameter_bytes: int) -> MemoryBytes:
+    """What is kept of parameters throughout training, where all of it takes ``total_bytes``."""
+    return training_state(parameter_bytes, total_bytes - parameter_bytes * _PER_PARAMETER_BYTE)
+
+
 def block_state(block: Block, shards: int = 1) -> MemoryBytes:
     """What each of ``shards`` devices that split a block keeps of it throughout training."""
     return training_state(block.parameter_bytes, block.optimizer_bytes).share(shards)
@@ -193,7 +202,7 @@ class StageCost:
         """Bytes with ``in_flight`` micro-batches in flight."""
         return self.static_bytes + in_flight * self.activation_bytes + self.workspace_bytes
 
-    def room(self, limit: int) -> int:
+    def most_in_flight(self, limit: int) -> int:
         """Micro-batches whose activations fit into ``limit`` bytes; -1 if not even the rest fits."""
         left = limit - self.static_bytes - self.workspace_bytes
         return -1 if left < 0 else left // self.activation_bytes if self.activation_bytes else UNLIMITED

@@ -130,9 +130,11 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(set(names), key=lambda name: ((*COMPUTE_KINDS, name).index(name), name))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class MemoryKind:
     """What memory is for: the name that texts and recipes give it, and the key that files give its bytes.
+
+    Kinds are single objects, as roles are.
 
     A device keeps the *state* of its stages throughout an iteration; all other kinds come and go with actions.
     """
@@ -162,10 +164,10 @@ class MemoryBytes(Mapping[MemoryKind, int]):
     __slots__ = ("_sizes",)
 
     def __init__(self, sizes: Mapping[MemoryKind, int] | Iterable[tuple[MemoryKind, int]] = ()) -> None:
-        found = [0] * len(MEMORY_KINDS)
-        for kind, size in dict(sizes).items():
-            found[_PLACES[kind]] = size
-        self._sizes = tuple(found)
+        given = dict(sizes)
+        self._sizes = tuple([given.pop(kind, 0) for kind in MEMORY_KINDS])
+        if given:
+            raise KeyError(*given)
 
     @classmethod
     def of_keys(cls, part: object, kinds: Iterable[MemoryKind] = MEMORY_KINDS) -> MemoryBytes:
