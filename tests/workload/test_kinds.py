@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 import pipeplan
 from builders.chains import chain_workload
@@ -195,5 +196,9 @@ def test_bytes_by_kind_add_up() -> None:
     assert DeviceMemory.of(held).peak_bytes == 16
     stage = Stage(blocks=("a",), devices=(0,), microbatch_size=1, optimizer_bytes=7)
     assert stage.with_state(state).state == state
+    adapter = TypeAdapter(MemoryBytes)
+    assert adapter.validate_json(adapter.dump_json(held)) == held
+    with pytest.raises(ValidationError):
+        adapter.validate_json('{"cache_bytes": 1}')
     with pytest.raises(KeyError):
         MemoryBytes({replace(PARAMETERS, name="master weights"): 1})

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from operator import add
+from typing import Any
 
 __all__ = [
     "ACTIVATIONS",
@@ -177,6 +178,19 @@ class MemoryBytes(Mapping[MemoryKind, int]):
     def keyed(self, kinds: Iterable[MemoryKind] = MEMORY_KINDS) -> dict[str, int]:
         """The bytes of some kinds under the keys that files have for them."""
         return {kind.key: self[kind] for kind in kinds}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> dict[str, Any]:
+        """In JSON it is bytes by key, as in files."""
+        read = {"type": "no-info", "function": cls._of_json}
+        written = {"type": "function-plain", "function": cls.keyed}
+        return {"type": "function-plain", "function": read, "serialization": written}
+
+    @classmethod
+    def _of_json(cls, value: object) -> MemoryBytes:
+        if not isinstance(value, dict) or not value.keys() <= {kind.key for kind in MEMORY_KINDS}:
+            raise ValueError("not bytes by kind of memory")
+        return cls((kind, int(value.get(kind.key, 0))) for kind in MEMORY_KINDS)
 
     @property
     def total(self) -> int:
