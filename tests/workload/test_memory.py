@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from builders.drawn import placed, placed_chains, workloads
 from builders.orders import random_orders
-from pipeplan.checker.facts import Facts
+from pipeplan.checker.facts import Facts, Findings
 from pipeplan.checker.programs import Programs
-from pipeplan.checker.report import Findings
 from pipeplan.checker.timeline import check_memory
 from pipeplan.planning.build_plan import assemble
+from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes, MemoryKind
 from pipeplan.workload.memory import MemoryState, memory_levels, peak_memory
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
-from pipeplan.workload.workload import Hold, MemoryKind, Workload
+from pipeplan.workload.workload import Hold, Workload
 
 SEEDS = st.integers(0, 2**32)
 ORDERS = 50
@@ -58,8 +58,7 @@ def test_peaks_are_the_checkers(workload: Workload, seed: int) -> None:
         for device, (peak, memory) in enumerate(zip(expected, peak_memory(graph, orders), strict=True)):
             assert state.held[device] == 0
             assert workload.static_bytes(device) + state.peak[device] == memory.peak_bytes == peak
-            assert state.at_peak[device].get(MemoryKind.ACTIVATION, 0) == memory.activation_bytes
-            assert state.at_peak[device].get(MemoryKind.WORKSPACE, 0) == memory.workspace_bytes
+            assert workload.states[device] + state.at_peak[device] == memory.parts
             assert state.peak[device] == max(memory_levels(graph, orders[device]), default=0)
 
 
@@ -74,7 +73,7 @@ def with_holds(workload: Workload, random: Random) -> Workload:
         later = sorted(nx.descendants(follows, source)) or [source]
         for _ in range(random.randint(0, 2)):
             targets = tuple(random.sample(later, random.randint(1, min(3, len(later)))))
-            holds.append(Hold(random.choice(list(MemoryKind)), random.randint(1, 9), source, targets))
+            holds.append(Hold(random.choice([ACTIVATIONS, WORKSPACE]), random.randint(1, 9), source, targets))
     changed = workload.with_microbatches(workload.num_microbatches)
     vars(changed)["holds"] = tuple(holds)
     return changed
@@ -110,7 +109,7 @@ def held_at(graph: TaskGraph, starts: list[int], moment: int) -> list[Counter[Me
             add(hold.source, hold.kind, hold.size, starts[graph.offsets[hold.source] + m], until)
         for x, operation in enumerate(workload.operations):
             task = graph.offsets[x] + m
-            add(x, MemoryKind.WORKSPACE, operation.workspace_bytes, starts[task], ends[task])
+            add(x, WORKSPACE, operation.workspace_bytes, starts[task], ends[task])
     return held
 
 
@@ -127,4 +126,4 @@ def test_holds_that_overlap_in_time_add_up(workload: Workload, seed: int) -> Non
         sums = [sum(held[device].values()) for held in moments]
         assert state.held[device] == 0
         assert state.peak[device] == max(sums)
-        assert Counter(state.at_peak[device]) == moments[sums.index(max(sums))][device]
+        assert state.at_peak[device] == MemoryBytes(moments[sums.index(max(sums))][device])

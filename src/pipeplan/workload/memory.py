@@ -8,17 +8,17 @@ on its compute, one after another, order alone says it all: an action's start an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import inf
 
 from pipeplan.units import format_bytes
 from pipeplan.workload.elements import DeviceMemory
-from pipeplan.workload.kinds import Role
+from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes, MemoryKind, Role
 from pipeplan.workload.samples import Slots
 from pipeplan.workload.task_graph import Orders, TaskGraph
-from pipeplan.workload.workload import Hold, MemoryKind, Workload
+from pipeplan.workload.workload import Hold, Workload
 
 __all__ = ["MemoryState", "Overflow", "capacities", "fits", "memory_levels", "num_that_fit", "overflow", "peak_memory"]
 
@@ -43,7 +43,7 @@ class MemoryState:
     limit; by default what its memory leaves.
 
     In time, every action has its :meth:`start` and its :meth:`end`, which come in order, ends before starts of the same
-    moment; ``peak`` [device] and ``at_peak`` [device] {kind: bytes} are then of the first moment at which it held most.
+    moment; ``peak`` [device] and ``at_peak`` [device] are then of the first moment at which it held most.
     :meth:`run` is both in one step, for those who only know the order; it leaves out the peak.
     """
 
@@ -51,7 +51,7 @@ class MemoryState:
         workload = graph.workload
         self.held = [0] * workload.num_resources
         self.peak = self.held.copy()
-        self.at_peak: list[Mapping[MemoryKind, int]] = [{} for _ in self.held]
+        self.at_peak = [MemoryBytes()] * len(self.held)
         self._capacity = capacities(workload) if capacity is None else capacity
         self._graph, self._operation_of, self._resources = graph, graph.operation_of, workload.resources
         self._effects = workload.effects
@@ -124,15 +124,15 @@ class MemoryState:
             self._change(
                 self._resources[x], kind, _part_of(size, number) if number < self._effects[x].num_parts else size
             )
-        self._change(self._resources[x], MemoryKind.WORKSPACE, self._effects[x].workspace)
+        self._change(self._resources[x], WORKSPACE, self._effects[x].workspace)
         for device in self._resources[x]:
             if self.held[device] > self.peak[device]:
-                self.peak[device], self.at_peak[device] = self.held[device], self._by_kind[device].copy()
+                self.peak[device], self.at_peak[device] = self.held[device], MemoryBytes(self._by_kind[device])
 
     def end(self, task: int) -> None:
         """An action has ended, and gives back its workspace and what it is the last target of."""
         x = self._operation_of[task]
-        self._change(self._resources[x], MemoryKind.WORKSPACE, -self._effects[x].workspace)
+        self._change(self._resources[x], WORKSPACE, -self._effects[x].workspace)
         for number, hold in self._given[x]:
             place = number, task - self._graph.offsets[x]
             self._targets_left[place] = self._targets_left.get(place, len(hold.targets)) - 1
@@ -293,12 +293,5 @@ def _peak(graph: TaskGraph, order: Sequence[int]) -> tuple[int, int | None]:
 def _device_memory(graph: TaskGraph, device: int, order: Sequence[int]) -> DeviceMemory:
     highest, task = _peak(graph, order)
     workspace = 0 if task is None else graph.workload.effects[graph.operation_of[task]].workspace
-    stages = [stage for stage in graph.workload.stages if device in stage.devices]
-    return DeviceMemory(
-        parameter_bytes=sum(stage.parameter_bytes for stage in stages),
-        gradient_bytes=sum(stage.gradient_bytes for stage in stages),
-        optimizer_bytes=sum(stage.optimizer_bytes for stage in stages),
-        activation_bytes=highest - workspace,
-        workspace_bytes=workspace,
-        peak_bytes=graph.workload.static_bytes(device) + highest,
-    )
+    taken = MemoryBytes({ACTIVATIONS: highest - workspace, WORKSPACE: workspace})
+    return DeviceMemory.of(graph.workload.states[device] + taken)

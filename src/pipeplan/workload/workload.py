@@ -13,16 +13,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, slots_of
-from pipeplan.workload.kinds import is_instruction, payload_of
+from pipeplan.workload.kinds import ACTIVATIONS, MemoryBytes, MemoryKind, is_instruction, payload_of
 from pipeplan.workload.samples import Slots
 
-__all__ = ["Effect", "Hold", "MemoryKind", "Transfer", "Workload"]
+__all__ = ["Effect", "Hold", "Transfer", "Workload"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +35,6 @@ class Transfer:
     target: int
     link: int
     hop: Hop
-
-
-class MemoryKind(Enum):
-    """What memory is held for, beside parameters, gradients and optimizer state, which stay throughout."""
-
-    ACTIVATION = "activation"
-    WORKSPACE = "workspace"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +100,18 @@ class Workload:
         return self.num_microbatches * self.microbatch_size
 
     def static_bytes(self, device: int) -> int:
-        """Parameters, gradients and optimizer state that a device keeps throughout."""
-        return sum(
-            stage.parameter_bytes + stage.gradient_bytes + stage.optimizer_bytes
-            for stage in self.stages
-            if device in stage.devices
-        )
+        """State that a device keeps throughout: parameters, gradients, optimizer."""
+        return self.states[device].total
+
+    @cached_property
+    def states(self) -> tuple[MemoryBytes, ...]:
+        """[device] the state that it keeps throughout, by kind."""
+        found = [MemoryBytes()] * len(self.devices)
+        for stage in self.stages:
+            state = stage.state
+            for device in stage.devices:
+                found[device] += state
+        return tuple(found)
 
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:
@@ -243,7 +241,7 @@ class Workload:
                 left = operation.release_bytes
                 while left:
                     given = min(left, open_[0][1])
-                    found.append(Hold(MemoryKind.ACTIVATION, given, open_[0][0], (x,)))
+                    found.append(Hold(ACTIVATIONS, given, open_[0][0], (x,)))
                     left -= given
                     open_[0][1] -= given
                     if open_[0][1] == 0:

@@ -39,7 +39,7 @@ class TrialRun:
 
     def _rank(self, operation: int) -> tuple[int, int, int]:
         """Sort key of what goes first: backwards, forwards, weight gradients; then by depth."""
-        stage, rank = self._stages.stage_of[operation], self._stages.ranks[operation]
+        stage, rank = self._stages.stage_of[operation], _RANKS.get(self._stages.roles[operation], 1)
         if rank == _RANKS[Role.FORWARD] and self.rules[stage].forward_first:
             rank = 0
         return rank, -self._stages.depths[stage], operation

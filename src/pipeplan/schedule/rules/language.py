@@ -31,7 +31,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from pipeplan.catalog.reading import names, read_text
+from pipeplan.catalog import names, read_text
 from pipeplan.errors import FileError, PipeplanError, UsageError
 from pipeplan.files.read_write import read_bytes
 from pipeplan.schedule.rules.values import (
