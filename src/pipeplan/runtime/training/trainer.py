@@ -163,10 +163,7 @@ class Trainer:
         return self._report(step, actions, ends, norm), actions
 
     def resume(self) -> int:
-        """Go on from the last checkpoint if that is asked for. Collective; returns the number of steps done.
-
-        Raises UsageError where there is none, it does not fit, or nothing is left to do.
-        """
+        """Go on from the last checkpoint if asked to: the number of steps done. Collective. Raises UsageError."""
         if self.checkpoints is None:
             return 0
         done = self.checkpoints.begin(self.options.resume)
