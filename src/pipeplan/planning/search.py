@@ -12,14 +12,12 @@ from dataclasses import replace
 
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError
 from pipeplan.files import Placement
-from pipeplan.planning.build_plan import planned
+from pipeplan.planning.build_plan import Result, planned
 from pipeplan.planning.candidates import CandidateOrError, PlacementCandidate, candidates
-from pipeplan.planning.device_mapping import on_cluster
 from pipeplan.planning.infeasibility import shortage
 from pipeplan.planning.polish import ease_recomputation, expect_parts, slice_forwards
 from pipeplan.planning.request import Request
-from pipeplan.planning.result import Result
-from pipeplan.planning.trials import Trial
+from pipeplan.planning.trials import Trial, on_cluster
 from pipeplan.schedule.cpsat.solver import Budget, load_solver
 from pipeplan.schedule.state import Progress
 from pipeplan.workload.workload import Workload
@@ -27,7 +25,7 @@ from pipeplan.workload.workload import Workload
 __all__ = ["most_telling", "search_plan"]
 
 _ROUNDS = ((8, 0.4), (3, 0.5), (1, 1.0))
-"""In each round so many of the best candidates share this part of the time that is left."""
+"""(candidates, part): in each round this many of the best candidates share that part of the time left."""
 
 _LOOKING = 0.5
 """The part of the time that is left in which candidates are looked at, once there is a plan; then some are searched."""
@@ -36,7 +34,7 @@ _LAST = 0.1
 """With less than this part of the time left no more candidates are looked at."""
 
 _FINALISTS = 3
-"""So many of the best candidates are refined at the end."""
+"""How many of the best candidates are refined at the end."""
 
 _EXPLAINING = 1.0
 """Seconds, at least, in which it is looked for what would do where nothing fits."""

@@ -29,6 +29,7 @@ from runtime_support.hugging_face import (
     text,
     whole,
 )
+from support.marks import slow_but
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -114,7 +115,7 @@ def no_grad(work: Callable[[nn.Module], Tensor], share: nn.Module) -> Tensor:
         return work(share)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@slow_but("name", NAMES, lambda name: name in ("bert", "gpt2", "llama", "t5"))
 def test_a_share_has_the_same_blocks_and_edges(name: str) -> None:
     model, share = captured(name, "half"), captured(name, "half", 2)
     assert [block.id for block in share.blocks] == [block.id for block in model.blocks]
@@ -132,7 +133,7 @@ def test_one_device_needs_no_others() -> None:
 HIDDEN_BYTES = SEQUENCE * HIDDEN * 4
 
 
-@pytest.mark.parametrize("name", [each for each in NAMES if each not in TOWERS])
+@slow_but("name", [each for each in NAMES if each not in TOWERS], lambda name: name in ("bert", "gpt2", "llama", "t5"))
 def test_collectives_of_half_layers(name: str) -> None:
     reduced = {"F": HIDDEN_BYTES, "I": HIDDEN_BYTES}
     for block in captured(name, "half", 2).blocks:
@@ -150,7 +151,7 @@ def test_collectives_of_half_layers(name: str) -> None:
             assert not found
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "clip"])
+@slow_but("name", ["gpt2", "t5", "clip"], lambda name: name == "gpt2")
 def test_collectives_do_not_depend_on_the_grain(name: str) -> None:
     sums = []
     for grain in ("layer", "half", "operator"):

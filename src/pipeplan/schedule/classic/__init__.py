@@ -5,6 +5,7 @@ Here: the table of all of them by name, and those that no rules file says. Not h
 
 from __future__ import annotations
 
+from pipeplan.partition import STRATEGIES
 from pipeplan.schedule.classic import shared, v_shape, zero_bubble
 from pipeplan.schedule.classic.base import Classic, all_of, as_given, is_chain, is_split, one_stage_each, scripted
 from pipeplan.schedule.classic.ruled import by_rules, by_rules_in_units
@@ -13,15 +14,7 @@ from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders
 __all__ = ["CLASSIC", "Classic"]
 
 
-def _down(num_devices: int, chunks: int) -> list[int]:
-    return [stage % num_devices for stage in range(chunks * num_devices)]
-
-
-def _zigzag(num_devices: int, chunks: int) -> list[int]:
-    down = list(range(num_devices))
-    return [device for chunk in range(chunks) for device in (down if chunk % 2 == 0 else down[::-1])]
-
-
+_down, _zigzag = STRATEGIES["circular"].positions, STRATEGIES["v-shape"].positions
 _one = is_chain(_down, "stage d on device d alone (--placement one-to-one)", chunks="one")
 _circular = is_chain(_down, "several stages per device in turn (--placement circular)", chunks="several")
 _v_shape = is_chain(_zigzag, "two stages per device, down and up (--placement v-shape)", chunks="two")
