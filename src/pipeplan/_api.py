@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from pipeplan.runtime.profiling.links import Keep, OnPoint
     from pipeplan.runtime.profiling.links import LinkOptions as LinkOptions
     from pipeplan.runtime.profiling.links import LinkPoint as LinkPoint
-    from pipeplan.runtime.profiling.resume import UnfinishedProfile as UnfinishedProfile
+    from pipeplan.runtime.profiling.rounds import UnfinishedProfile as UnfinishedProfile
     from pipeplan.runtime.training.options import RunOutcome as RunOutcome
     from pipeplan.runtime.training.options import TrainOptions as TrainOptions
     from pipeplan.schedule.rules import Rules as Rules
@@ -64,7 +64,7 @@ _PARTS = {
     "pipeplan.runtime.profiling.links": ("LinkOptions",),
     "pipeplan.runtime.models.load": ("load_model",),
     "pipeplan.runtime.launch.job": ("RunOptions",),
-    "pipeplan.runtime.profiling.resume": ("UnfinishedProfile",),
+    "pipeplan.runtime.profiling.rounds": ("UnfinishedProfile",),
     "pipeplan.runtime.training.options": ("TrainOptions",),
     "pipeplan.schedule.rules.files": ("read_rules", "to_toml"),
 }

@@ -203,9 +203,17 @@ def grid(number: int) -> Iterator[None]:
         yield
 
 
+@settings(max_examples=60)
+@given(problems(most=4), st.sampled_from((1, 16)))
+def test_the_bottleneck_is_that_of_brute_force(problem: PartitionProblem, rounding: int) -> None:
+    with grid(rounding):
+        check_against_brute_force(problem)
+
+
+@pytest.mark.slow
 @settings(max_examples=70)
 @given(problems(), st.sampled_from((1, 16)))
-def test_the_bottleneck_is_that_of_brute_force(problem: PartitionProblem, rounding: int) -> None:
+def test_the_bottleneck_of_larger_graphs(problem: PartitionProblem, rounding: int) -> None:
     with grid(rounding):
         check_against_brute_force(problem)
 

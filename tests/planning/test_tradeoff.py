@@ -42,7 +42,7 @@ def frontier_of(name: str, memory_bytes: int | None = None) -> tuple[Request, Pl
     "name",
     [
         "gpt2-124m",
-        "tensoropt-transformer",
+        pytest.param("tensoropt-transformer", marks=pytest.mark.slow),
         "mmt-2",
         pytest.param("tessel-mt5-1.8b", marks=pytest.mark.slow),
     ],

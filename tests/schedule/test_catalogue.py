@@ -32,6 +32,7 @@ from pipeplan.workload.task_graph import Orders, earliest_starts, task_graph, wi
 from pipeplan.workload.workload import Workload
 from references.known_orders import KNOWN, known_orders
 from references.shared_insertion import SharedInsertion
+from support.marks import slow_but
 from support.paths import ROOT
 
 CHAINS = {"gpipe", "1f1b", "interleaved-1f1b", "interleaved-zb", "looped-bfs", "zb-h1", "zb-h2"}
@@ -297,7 +298,7 @@ def searched(name: str, profile: Profile, num_devices: int | None, count: int) -
     return result.plan.placement
 
 
-@pytest.mark.parametrize("num_devices", [2, 4, 8])
+@slow_but("num_devices", [2, 4, 8], lambda devices: devices <= 4)
 @pytest.mark.parametrize("name", sorted(set(shipped_rules()) - {"1f1b+", *TOWERS}))
 def test_plans_pass_check(name: str, num_devices: int) -> None:
     if named_rules(name).placement is None:
