@@ -21,10 +21,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from pipeplan._version import __version__
-from pipeplan.costs.blocks import Calibration, KnownRow, Work, calibrate, likeness, measured_rows
 from pipeplan.costs.communication import prices_in, prices_of
-from pipeplan.costs.operators import Kernel
-from pipeplan.costs.presets import DevicePreset
+from pipeplan.costs.devices import Calibration, DevicePreset, Kernel, KnownRow, Work, calibrate, likeness, measured_rows
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow, Profile, Source
 from pipeplan.runtime.models.spec import Model

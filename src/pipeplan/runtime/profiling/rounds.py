@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from pipeplan.errors import FileError, InfeasibleError, UsageError
 from pipeplan.files import File, parse, write_text
-from pipeplan.files.base import CurrentVersion
-from pipeplan.files.migrations import current_version
+from pipeplan.files.base import CurrentVersion, current_version
 from pipeplan.files.read_write import read_bytes
 from pipeplan.runtime.models.shapes import outputs_of
 from pipeplan.runtime.profiling.benches import Bench, KeptRow, RowKey
