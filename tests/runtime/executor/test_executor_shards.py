@@ -17,7 +17,7 @@ from pipeplan.files import PlacedStage, Plan
 from pipeplan.planning.sharding_frontier import plan_of_strategy
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.profiling.estimate import estimate_model
-from pipeplan.runtime.training.trainer import require_splittable
+from pipeplan.runtime.training.compatibility import require_splittable
 from pipeplan.sharding.cost_model import CostOptions, cost_model
 from pipeplan.sharding.tracking import track
 from pipeplan.workload.mesh import Mesh

@@ -58,10 +58,7 @@ class RunCounter:
 
 @dataclass(slots=True)
 class Benches:
-    """All that is measured: one bench per kind of block, micro-batch size and recomputation choice, as they run.
-
-    ``beside`` are called once each round, too, with whether its times count.
-    """
+    """All that is measured: a bench per kind, size and recomputation choice. ``beside`` are called once a round."""
 
     splits: Sequence[ModelShare]
     kinds: Mapping[Hashable, Kind]
