@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -18,13 +19,13 @@ from pipeplan.files import CostRow, Profile
 from pipeplan.schedule.bounds import period_bound, work_bound
 from pipeplan.schedule.cpsat.repetend import Pattern, least_period, sequential_time, shortest_way_through, solve_pattern
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.steady import compose, middle_repetition
 from pipeplan.workload.memory import overflow
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 
 
-def there_and_back(forward: int, lag: int, backward: int, memory: int) -> Problem:
+def there_and_back(forward: int, lag: int, backward: int, memory: int) -> OneMicrobatch:
     """Device 0 hands to device 1 and back; device 0's activation is held for forward + lag + 2 + lag + backward."""
     rows = (
         CostRow(microbatch_size=1, forward_ns=forward, backward_ns=backward, activation_bytes=1),
@@ -33,21 +34,21 @@ def there_and_back(forward: int, lag: int, backward: int, memory: int) -> Proble
     return problem_of(profile_of(rows, transfer_ns=lag), [0, 1], [memory, None])
 
 
-def problem_of(profile: Profile, devices: list[int], memory: list[int | None], count: int = 8) -> Problem:
+def problem_of(profile: Profile, devices: list[int], memory: list[int | None], count: int = 8) -> OneMicrobatch:
     """A stage for each block, on these devices, which have this memory."""
     placement = stage_per_block(profile, devices)
-    return Problem.of(
+    return OneMicrobatch.of(
         build_workload(profile, placement, num_microbatches=count, microbatch_size=1, memory_bytes=memory)
     )
 
 
-def branches_in_turn() -> Problem:
+def branches_in_turn() -> OneMicrobatch:
     """Two blocks on one device, not joined, with room for the activation of one."""
     row = CostRow(microbatch_size=1, forward_ns=1, backward_ns=1, activation_bytes=1)
     return problem_of(profile_of([row, row], pairs=()), [0, 0], [1])
 
 
-def replay_faults(problem: Problem, pattern: Pattern, repetitions: int) -> list[str]:
+def replay_faults(problem: OneMicrobatch, pattern: Pattern, repetitions: int) -> list[str]:
     """What is wrong with a pattern run for so many repetitions, found moment by moment."""
     unroll, period = pattern.unroll, pattern.repetend_ns
     count = unroll * repetitions
@@ -79,7 +80,7 @@ def replay_faults(problem: Problem, pattern: Pattern, repetitions: int) -> list[
 
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(problems(num_microbatches=7), st.integers(1, 3))
-def test_patterns_are_valid_and_compose(problem: Problem, unroll: int) -> None:
+def test_patterns_are_valid_and_compose(problem: OneMicrobatch, unroll: int) -> None:
     """Replayed as it is and composed for any N: nothing overlaps, nothing is early, everything fits."""
     found = least_period(problem, Budget(2, deterministic=True), 2, unroll=unroll)
     assert found.pattern is not None  # however hard the proofs are, there is always time for some pattern
@@ -149,15 +150,16 @@ class TestLeastPeriod:
     def test_finer_than_a_unit(self) -> None:
         """All times 1000 times a unit: half a unit is found, not rounded up to the next one."""
         problem = there_and_back(2, 2, 2, memory=2)
-        larger = Problem(
-            problem.workload,
-            tuple(1000 * duration for duration in problem.durations),
-            problem.devices,
-            problem.acquire,
-            problem.release,
-            problem.workspace,
-            tuple((source, target, 1000 * lag) for source, target, lag in problem.edges),
-            problem.capacity,
+        workload = problem.workload
+        larger = OneMicrobatch.of(
+            replace(
+                workload,
+                operations=tuple(replace(each, duration_ns=1000 * each.duration_ns) for each in workload.operations),
+                dependencies=tuple(
+                    replace(each, hops=tuple(replace(hop, latency_ns=1000 * hop.latency_ns) for hop in each.hops))
+                    for each in workload.dependencies
+                ),
+            )
         )
         assert larger.time_unit == 1000
         found = least_period(larger, Budget(60, deterministic=True), 60)
@@ -217,7 +219,7 @@ class TestLeastPeriod:
         assert first.pattern == second.pattern
 
 
-def two_losses(lag: int, memory: int) -> Problem:
+def two_losses(lag: int, memory: int) -> OneMicrobatch:
     """Blocks 0 and 1 feed 2, 1 alone feeds 3: two last forwards, each block on a device of its own."""
     row = CostRow(microbatch_size=1, forward_ns=1, backward_ns=1, activation_bytes=1)
     profile = profile_of([row] * 4, [(0, 2), (1, 2), (1, 3)], transfer_ns=lag)

@@ -12,8 +12,8 @@ from builders.shapes import unit_problem, zero_bubble
 from pipeplan.schedule.bounds import makespan_bound, period_bound
 from pipeplan.schedule.cpsat.repetend import least_period
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.search import search_schedule
+from pipeplan.workload.one_microbatch import OneMicrobatch
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_littles_law_over_the_whole_run(memory: float, bound: int) -> None:
     assert makespan_bound(zero_bubble("v", 8, 32, memory)) >= bound
 
 
-def best_makespan(problem: Problem) -> int:
+def best_makespan(problem: OneMicrobatch) -> int:
     """By trying every sequence in which actions could start; each starts as soon as it then can."""
     count = problem.num_microbatches
     sources = [[(s, lag) for s, t, lag in problem.edges if t == target] for target in range(problem.num_operations)]
@@ -91,14 +91,14 @@ def best_makespan(problem: Problem) -> int:
     return best
 
 
-def _too_much(problem: Problem, device: int, operation: int, held: int) -> bool:
+def _too_much(problem: OneMicrobatch, device: int, operation: int, held: int) -> bool:
     capacity = problem.capacity[device]
     return capacity is not None and held + problem.acquire[operation] + problem.workspace[operation] > capacity
 
 
 @settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(problems(max_stages=2, num_microbatches=2))
-def test_bounds_and_search_against_every_schedule(problem: Problem) -> None:
+def test_bounds_and_search_against_every_schedule(problem: OneMicrobatch) -> None:
     best = best_makespan(problem)
     found = search_schedule(problem.workload, Budget(10, deterministic=True))
     assert makespan_bound(problem) <= best

@@ -14,11 +14,11 @@ from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.numbers import number
 from pipeplan.planning.request import Request
 from pipeplan.schedule.bounds import period_bound
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.metrics import iteration_time, rates
 from pipeplan.workload.elements import Repetend
 from pipeplan.workload.memory import peak_memory
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.slices import parts_are_before, whole
 from pipeplan.workload.steady_state.rate import steady_bubble_rate
 from pipeplan.workload.steady_state.repetend import find_repetend
@@ -95,7 +95,7 @@ def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule,
 
     ``whole`` is the schedule's workload, or the one without forwards in parts.
     """
-    problem = Problem.of(whole)
+    problem = OneMicrobatch.of(whole)
     plan = assemble(
         schedule.graph,
         schedule.orders,

@@ -11,7 +11,7 @@ from pipeplan.files import Placement
 from pipeplan.partition.mapping import mapped
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Request
-from pipeplan.schedule.reduction import device_groups
+from pipeplan.workload.one_microbatch import device_groups
 
 __all__ = ["may_move", "on_cluster"]
 

@@ -7,8 +7,8 @@ from fractions import Fraction
 
 from pipeplan.files import Plan
 from pipeplan.planning.numbers import number
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.state import Schedule
+from pipeplan.workload.one_microbatch import OneMicrobatch
 
 __all__ = ["Result"]
 
@@ -41,7 +41,7 @@ class Result:
         period, period_bound_ns = predicted.period_ns, predicted.period_lower_bound_ns
         unroll, span = (repetend.unroll, repetend.span) if repetend is not None else (None, None)
         steady = predicted.bubble_rate_steady
-        problem = None if pattern is None else Problem.of(self.schedule.workload)
+        problem = None if pattern is None else OneMicrobatch.of(self.schedule.workload)
         per_round = 1 if problem is None else problem.microbatches_per_round
         if pattern is not None and problem is not None and (period is None or pattern.period / per_round <= period):
             period, period_bound_ns = (

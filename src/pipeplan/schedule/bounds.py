@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from pipeplan.schedule.cpsat.memory_precedences import memory_recurrences
-from pipeplan.schedule.problem import Hold, Problem
+from pipeplan.workload.one_microbatch import Hold, OneMicrobatch
 
 __all__ = ["makespan_bound", "period_bound", "work_bound"]
 
 
-def work_bound(problem: Problem) -> int:
+def work_bound(problem: OneMicrobatch) -> int:
     """Least period in ns by work alone: the busiest device's work per micro-batch (Tessel's GetLowerBound)."""
     return max(problem.work)
 
 
-def period_bound(problem: Problem) -> Fraction:
+def period_bound(problem: OneMicrobatch) -> Fraction:
     """Least period in ns per micro-batch, for any unroll: work, and Little's law under the memory cap.
 
     Bytes in flight are rate times size times lifetime, so a device that holds ``size`` bytes for at least
@@ -40,7 +40,7 @@ def period_bound(problem: Problem) -> Fraction:
     return best
 
 
-def makespan_bound(problem: Problem) -> int:
+def makespan_bound(problem: OneMicrobatch) -> int:
     """Least makespan in ns for the workload's number of micro-batches.
 
     The greatest of: a micro-batch's critical path; per device head + work + tail; per device the time until its
@@ -62,7 +62,7 @@ def makespan_bound(problem: Problem) -> int:
     return max(best, _unrolled(problem))
 
 
-def _idle_ends(problem: Problem, device: int) -> int:
+def _idle_ends(problem: OneMicrobatch, device: int) -> int:
     """Time in ns that a device is certainly idle before its first and after its last operation of some kind.
 
     Take an operation x of the device, and let ``later`` be what follows x there, ``other`` the rest. While micro-batch
@@ -81,7 +81,7 @@ def _idle_ends(problem: Problem, device: int) -> int:
 
 
 def _idle_on_way(
-    problem: Problem, device: int, end: int, before: Sequence[Sequence[tuple[int, int]]], other: list[int]
+    problem: OneMicrobatch, device: int, end: int, before: Sequence[Sequence[tuple[int, int]]], other: list[int]
 ) -> int:
     """The most time on a path to ``end`` during which the device can run nothing, where ``other`` is what it could."""
     groups = [set(problem.devices[y]) for y in other]
@@ -104,7 +104,7 @@ def _idle_on_way(
     return most[end]
 
 
-def _until_release(problem: Problem, device: int, work: int, tail: int) -> int:
+def _until_release(problem: OneMicrobatch, device: int, work: int, tail: int) -> int:
     """First release's earliest start, plus the work that cannot come before it, plus the tail; 0 if no bound.
 
     Before the first operation with a net release, only takers run, as many as memory holds: the most work among
@@ -123,7 +123,7 @@ def _until_release(problem: Problem, device: int, work: int, tail: int) -> int:
     return first + max(0, work - min(before, first)) + tail if before < first else 0
 
 
-def _most_work(problem: Problem, takers: list[int], net: dict[int, int], capacity: int) -> int:
+def _most_work(problem: OneMicrobatch, takers: list[int], net: dict[int, int], capacity: int) -> int:
     """Most work of operations that only take memory, within ``capacity``, each at most once per micro-batch."""
     count = problem.num_microbatches
     total = 0
@@ -138,7 +138,7 @@ def _most_work(problem: Problem, takers: list[int], net: dict[int, int], capacit
     return total
 
 
-def _area(problem: Problem, device: int) -> int:
+def _area(problem: OneMicrobatch, device: int) -> int:
     """Little's law for the whole run: all that is held, times how long at least, has to fit under the capacity."""
     capacity = problem.capacity[device]
     if not capacity:
@@ -152,7 +152,7 @@ def _area(problem: Problem, device: int) -> int:
     return head + -(-problem.num_microbatches * area // capacity) + tail
 
 
-def _unrolled(problem: Problem) -> int:
+def _unrolled(problem: OneMicrobatch) -> int:
     """The bound of all micro-batches' actions: longest paths through what must follow what, and each device's work.
 
     What must follow what: dependencies, the order of micro-batches, and what memory says about order
@@ -173,7 +173,7 @@ _UNROLLED_TASKS = 20_000
 
 
 def _longest(
-    problem: Problem,
+    problem: OneMicrobatch,
     before: Sequence[Sequence[tuple[int, int]]],
     recurrences: Sequence[tuple[int, int, int]],
     *,
@@ -199,7 +199,7 @@ def _longest(
     return [row[::-1] for row in longest] if backward else longest
 
 
-def _one_machine(problem: Problem, device: int, heads: list[list[int]], tails: list[list[int]]) -> int:
+def _one_machine(problem: OneMicrobatch, device: int, heads: list[list[int]], tails: list[list[int]]) -> int:
     """The least makespan if only this device were exclusive and could interrupt its work (Jackson; Carlier 1982)."""
     jobs = sorted(
         (heads[x][m], tails[x][m], problem.durations[x])
@@ -221,5 +221,5 @@ def _one_machine(problem: Problem, device: int, heads: list[list[int]], tails: l
     return best
 
 
-def _holds_on(problem: Problem, device: int) -> list[Hold]:
+def _holds_on(problem: OneMicrobatch, device: int) -> list[Hold]:
     return [hold for hold in problem.holds if device in problem.devices[hold.source]]

@@ -14,7 +14,6 @@ from pipeplan.errors import InfeasibleError, InvalidPlanError, UsageError
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.initial_schedules import CHEAP_TASKS, first_schedule, offer_built_in, offer_classics, offer_rules
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.language import Rules
 from pipeplan.schedule.rules.sweep import schedule_of_rules
 from pipeplan.schedule.state import Candidate, Progress, Schedule, SearchState
@@ -29,6 +28,7 @@ from pipeplan.schedule.windows import improve_ramps, improve_windows, solve_whol
 from pipeplan.time_limit import checkpoint
 from pipeplan.workload.bounds import makespan_bound
 from pipeplan.workload.memory import overflow, peak_memory
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph, with_links
 from pipeplan.workload.workload import Workload
@@ -65,7 +65,7 @@ def search_schedule(
     if scheduler == "rules":
         return schedule_of_rules(workload, rules, budget)
     _require_known_kinds(workload)
-    problem = Problem.of(workload)
+    problem = OneMicrobatch.of(workload)
     if scheduler in CLASSIC:
         return _restored(problem, _one_classic(SearchState.of(problem, budget, progress), scheduler))
     if scheduler not in SEARCHING:
@@ -86,7 +86,7 @@ def first_look(workload: Workload, *, thorough: bool = False) -> Schedule | None
     A ``thorough`` look has those that are made by trying rules, too, where there are few actions.
     """
     _require_known_kinds(workload)
-    problem = Problem.of(workload, require_room=False)
+    problem = OneMicrobatch.of(workload, require_room=False)
     graph = task_graph(problem.workload)
     best: Schedule | None = None
     for name, orders in _known_orders(problem, graph, thorough and graph.num_tasks <= CHEAP_TASKS):
@@ -103,7 +103,7 @@ def _require_known_kinds(workload: Workload) -> None:
         raise UsageError(f"the workload has instructions ({kinds}), which rules alone schedule; give --scheduler rules")
 
 
-def _known_orders(problem: Problem, graph: TaskGraph, thorough: bool) -> Iterator[tuple[str, Orders]]:
+def _known_orders(problem: OneMicrobatch, graph: TaskGraph, thorough: bool) -> Iterator[tuple[str, Orders]]:
     """One micro-batch after another, and the classic schedules; those that are slow to make only if ``thorough``."""
     yield "sequential", microbatch_by_microbatch(problem)
     for name, classic in CLASSIC.items():
@@ -117,7 +117,7 @@ _GREEDY_TASKS = 1_500
 """Up to so many actions the greedy schedule is quick enough for a first look: it tries many limits."""
 
 
-def timed(problem: Problem, workload: Workload, orders: Orders, scheduler: str) -> Schedule | None:
+def timed(problem: OneMicrobatch, workload: Workload, orders: Orders, scheduler: str) -> Schedule | None:
     """The schedule of a problem's orders; None if they block each other or do not fit into memory."""
     graph = task_graph(workload)
     own = orders if problem.reduction is None else problem.reduction.from_reduced(orders)
@@ -133,7 +133,7 @@ def timed(problem: Problem, workload: Workload, orders: Orders, scheduler: str) 
     return Schedule(workload, graph, complete, starts, makespan, bound, scheduler, None, Fraction(0), None, 0.0, False)
 
 
-def _restored(problem: Problem, found: Schedule) -> Schedule:
+def _restored(problem: OneMicrobatch, found: Schedule) -> Schedule:
     """The schedule of the workload that was given, where it was searched in rounds; links carry what they can."""
     if problem.reduction is None:
         return found
@@ -235,7 +235,7 @@ def _one_classic(state: SearchState, name: str) -> Schedule:
 
 
 def _repeated(
-    problem: Problem, budget: Budget, scheduler: str, unroll: int | None, progress: Progress | None
+    problem: OneMicrobatch, budget: Budget, scheduler: str, unroll: int | None, progress: Progress | None
 ) -> Schedule | None:
     """A very long run: a shorter one is searched, and the repetend of what was found there repeated.
 
@@ -247,7 +247,7 @@ def _repeated(
     if count < 2 * fewer:
         return None
     with budget.share(budget.remaining * _SHORTER_SHARE) as share:
-        state = SearchState.of(Problem.of(problem.workload.with_microbatches(fewer)), share, progress)
+        state = SearchState.of(OneMicrobatch.of(problem.workload.with_microbatches(fewer)), share, progress)
         found = _searched(state, scheduler, unroll)
     longer = [_extended(state, candidate, count) for candidate in (state.best, state.steady) if candidate is not None]
     whole = SearchState.of(problem, budget, progress)

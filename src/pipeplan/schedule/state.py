@@ -10,8 +10,8 @@ from pipeplan.errors import InvalidPlanError
 from pipeplan.schedule.bounds import makespan_bound, period_bound
 from pipeplan.schedule.cpsat.repetend import Pattern
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.problem import Problem
 from pipeplan.workload.memory import overflow, peak_memory
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph, with_links
 from pipeplan.workload.workload import Workload
 
@@ -73,7 +73,7 @@ class SearchState:
     ``others`` are the best few of different makespan or memory, the best one among them.
     """
 
-    problem: Problem
+    problem: OneMicrobatch
     graph: TaskGraph
     budget: Budget
     progress: Progress | None
@@ -86,7 +86,7 @@ class SearchState:
     repetend_seconds: float | None = None
 
     @classmethod
-    def of(cls, problem: Problem, budget: Budget, progress: Progress | None) -> SearchState:
+    def of(cls, problem: OneMicrobatch, budget: Budget, progress: Progress | None) -> SearchState:
         """Nothing but the bounds."""
         graph = task_graph(problem.workload)
         return cls(problem, graph, budget, progress, makespan_bound(problem), period_proved=period_bound(problem))

@@ -7,9 +7,9 @@ from fractions import Fraction
 
 from pipeplan.schedule.bounds import period_bound
 from pipeplan.schedule.cpsat.repetend import Pattern, least_period, shortest_way_through
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.state import SearchState
 from pipeplan.workload.elements import Repetend
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.steady_state.rate import begins_of
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
 from pipeplan.workload.task_graph import Orders, earliest_starts, task_graph
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-def compose(problem: Problem, pattern: Pattern) -> list[list[int]]:
+def compose(problem: OneMicrobatch, pattern: Pattern) -> list[list[int]]:
     """Each device's, and each link's, order when the pattern runs from the first to the last micro-batch.
 
     Warmup and cooldown are what the pattern leaves of itself (Tessel's block sets of IV-C); timed by
@@ -47,7 +47,7 @@ def compose(problem: Problem, pattern: Pattern) -> list[list[int]]:
     return orders
 
 
-def middle_repetition(problem: Problem, pattern: Pattern) -> list[int]:
+def middle_repetition(problem: OneMicrobatch, pattern: Pattern) -> list[int]:
     """Tasks of one whole repetition from the middle of the composed schedule; empty if it has none.
 
     It is one unroll of every operation, cut at the moment at which the repetition spans fewest micro-batches.
@@ -66,14 +66,14 @@ def middle_repetition(problem: Problem, pattern: Pattern) -> list[int]:
     return best
 
 
-def repeated_tasks(problem: Problem, orders: Orders, repetend: Repetend) -> frozenset[int]:
+def repeated_tasks(problem: OneMicrobatch, orders: Orders, repetend: Repetend) -> frozenset[int]:
     """The tasks of one repetition of a schedule's repetend."""
     count = problem.num_microbatches
     begins = begins_of(problem.workload, orders, repetend.first, repetend.unroll)
     return frozenset(x * count + begin + u for x, begin in enumerate(begins) for u in range(repetend.unroll))
 
 
-def pattern_of(problem: Problem, orders: Orders, repetend: Repetend) -> Pattern | None:
+def pattern_of(problem: OneMicrobatch, orders: Orders, repetend: Repetend) -> Pattern | None:
     """The steady state of a schedule's repetend, in the times it settles to; None if it does not settle soon."""
     unroll, period = repetend.unroll, repetend.repetend_ns
     larger, longer = extend(problem.workload, orders, repetend, problem.num_microbatches + _SETTLING * unroll)
@@ -96,7 +96,7 @@ _SETTLING = 8
 """Repetitions after which times are taken to have settled."""
 
 
-def microbatch_by_microbatch(problem: Problem, in_flight: int = 1) -> list[list[int]]:
+def microbatch_by_microbatch(problem: OneMicrobatch, in_flight: int = 1) -> list[list[int]]:
     """Groups of ``in_flight`` micro-batches, one group after another: with 1, the least memory there is."""
     count = problem.num_microbatches
     orders: list[list[int]] = [[] for _ in problem.on_device]

@@ -145,6 +145,21 @@ class Workload:
         return compute + tuple((len(self.devices) + transfer.link,) for transfer in self.transfers)
 
     @cached_property
+    def acquire_bytes(self) -> tuple[int, ...]:
+        """[item] bytes taken on each of its devices at its start; a message takes none."""
+        return (*(operation.acquire_bytes for operation in self.operations), *(0,) * len(self.transfers))
+
+    @cached_property
+    def release_bytes(self) -> tuple[int, ...]:
+        """[item] bytes given back on each of its devices at its end."""
+        return (*(operation.release_bytes for operation in self.operations), *(0,) * len(self.transfers))
+
+    @cached_property
+    def workspace_bytes(self) -> tuple[int, ...]:
+        """[item] bytes held on each of its devices while it runs."""
+        return (*(operation.workspace_bytes for operation in self.operations), *(0,) * len(self.transfers))
+
+    @cached_property
     def slots(self) -> tuple[Slots, ...]:
         """[item] which samples each of its actions, or messages, holds."""
         compute = tuple(

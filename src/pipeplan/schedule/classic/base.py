@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeplan.schedule.problem import Problem
 from pipeplan.workload import task_graph as timing
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph, with_links
 from pipeplan.workload.workload import Workload
 
@@ -41,17 +41,17 @@ class Classic:
     orders and take their time.
     """
 
-    applies: Callable[[Problem], str | None]
-    orders: Callable[[Problem, TaskGraph], Orders]
+    applies: Callable[[OneMicrobatch], str | None]
+    orders: Callable[[OneMicrobatch, TaskGraph], Orders]
     automatic: bool = False
 
 
-def all_of(*conditions: Callable[[Problem], str | None]) -> Callable[[Problem], str | None]:
+def all_of(*conditions: Callable[[OneMicrobatch], str | None]) -> Callable[[OneMicrobatch], str | None]:
     """Applies where all conditions hold; else the first reason."""
     return lambda problem: next((reason for condition in conditions if (reason := condition(problem))), None)
 
 
-def chains(problem: Problem) -> list[list[int]]:
+def chains(problem: OneMicrobatch) -> list[list[int]]:
     """The stages in the order in which forwards follow each other, one list per first stage."""
     ends = [(d.source, d.target) for d in problem.workload.dependencies]
     following = {int(source[:-1]): int(target[:-1]) for source, target in ends if source[-1] == target[-1] == "F"}
@@ -64,7 +64,9 @@ def chains(problem: Problem) -> list[list[int]]:
     return found
 
 
-def is_chain(devices_of: Callable[[int, int], list[int]], what: str, *, chunks: str) -> Callable[[Problem], str | None]:
+def is_chain(
+    devices_of: Callable[[int, int], list[int]], what: str, *, chunks: str
+) -> Callable[[OneMicrobatch], str | None]:
     """A chain of single-device stages on ``devices_of(num_devices, chunks)``, with ``chunks`` per device.
 
     ``chunks`` is ``one``, ``two``, ``several`` (two or more) or ``even``.
@@ -76,7 +78,7 @@ def is_chain(devices_of: Callable[[int, int], list[int]], what: str, *, chunks: 
         "even": lambda c: c % 2 == 0,
     }
 
-    def applies(problem: Problem) -> str | None:
+    def applies(problem: OneMicrobatch) -> str | None:
         groups = [stage.devices for stage in problem.workload.stages]
         per_device = len(groups) // problem.num_devices
         expected = [(device,) for device in devices_of(problem.num_devices, per_device)]
@@ -87,24 +89,24 @@ def is_chain(devices_of: Callable[[int, int], list[int]], what: str, *, chunks: 
     return applies
 
 
-def is_split(problem: Problem) -> str | None:
+def is_split(problem: OneMicrobatch) -> str | None:
     """Input and weight gradients apart on every stage."""
     if all(len(operations) == 3 for operations in problem.stage_operations):
         return None
     return "it needs input and weight gradients apart (--split-backward)"
 
 
-def one_stage_each(problem: Problem) -> str | None:
+def one_stage_each(problem: OneMicrobatch) -> str | None:
     """No device has two stages; micro-batches may have different sizes."""
     workload = problem.workload if problem.reduction is None else problem.reduction.workload
     devices = [device for stage in workload.stages for device in stage.devices]
     return None if len(set(devices)) == len(devices) else "it needs one stage per device"
 
 
-def as_given(make: Callable[[Workload, TaskGraph], timing.Orders]) -> Callable[[Problem, TaskGraph], Orders]:
+def as_given(make: Callable[[Workload, TaskGraph], timing.Orders]) -> Callable[[OneMicrobatch, TaskGraph], Orders]:
     """Orders that are made for a workload as it is, with micro-batches of any sizes."""
 
-    def orders(problem: Problem, graph: TaskGraph) -> Orders:
+    def orders(problem: OneMicrobatch, graph: TaskGraph) -> Orders:
         if problem.reduction is None or problem.reduction.workload.is_uniform:
             return [list(order) for order in make(problem.workload, graph)]
         workload = problem.reduction.workload
@@ -113,7 +115,7 @@ def as_given(make: Callable[[Workload, TaskGraph], timing.Orders]) -> Callable[[
     return orders
 
 
-def sorted_by(problem: Problem, key: Callable[[int, int], tuple[int, ...]]) -> Orders:
+def sorted_by(problem: OneMicrobatch, key: Callable[[int, int], tuple[int, ...]]) -> Orders:
     """Every device's actions by key(operation, micro-batch)."""
     count = problem.num_microbatches
     return [
@@ -130,7 +132,7 @@ class Script:
     oldest of all chunks. A word with nothing left to do is passed over, so that schedules need no ends.
     """
 
-    def __init__(self, problem: Problem, device: int) -> None:
+    def __init__(self, problem: OneMicrobatch, device: int) -> None:
         self._count = problem.num_microbatches
         self._chunks = [
             operations
@@ -180,10 +182,10 @@ class Script:
             self.order.append(self._chunks[owed[0]][2] * self._count + owed[1])
 
 
-def scripted(write: Callable[[Script, int, Problem], object]) -> Callable[[Problem, TaskGraph], Orders]:
+def scripted(write: Callable[[Script, int, OneMicrobatch], object]) -> Callable[[OneMicrobatch, TaskGraph], Orders]:
     """Orders from what ``write(script, device, problem)`` adds to each device's script."""
 
-    def orders(problem: Problem, graph: TaskGraph) -> Orders:
+    def orders(problem: OneMicrobatch, graph: TaskGraph) -> Orders:
         scripts = [Script(problem, device) for device in range(problem.num_devices)]
         for device, script in enumerate(scripts):
             write(script, device, problem)

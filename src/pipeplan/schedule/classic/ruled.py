@@ -6,19 +6,19 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 from pipeplan.schedule.classic.base import Orders, makespan
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.files import named_rules
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph, task_graph
 from pipeplan.workload.workload import Workload
 
 __all__ = ["by_rules", "by_rules_in_units"]
 
 
-def by_rules(name: str) -> Callable[[Problem, TaskGraph], Orders]:
+def by_rules(name: str) -> Callable[[OneMicrobatch, TaskGraph], Orders]:
     """The orders by the catalog's rules ``name``; on unit steps they are remembered, as costs do not matter there."""
 
-    def orders(problem: Problem, graph: TaskGraph) -> Orders:
+    def orders(problem: OneMicrobatch, graph: TaskGraph) -> Orders:
         rules = named_rules(name)
         if rules.time == "true":
             return schedule_by_rules(graph, rules)
@@ -34,17 +34,17 @@ def by_rules(name: str) -> Callable[[Problem, TaskGraph], Orders]:
     return orders
 
 
-def by_rules_in_units(name: str) -> Callable[[Problem, TaskGraph], Orders]:
+def by_rules_in_units(name: str) -> Callable[[OneMicrobatch, TaskGraph], Orders]:
     """Units of D micro-batches one after another, each by the rules alone; or all at once, where that is shorter."""
 
-    def orders(problem: Problem, graph: TaskGraph) -> Orders:
+    def orders(problem: OneMicrobatch, graph: TaskGraph) -> Orders:
         sizes = {min(problem.num_devices, problem.num_microbatches), problem.num_microbatches}
         return min((_in_units(problem, name, size) for size in sorted(sizes)), key=lambda found: makespan(graph, found))
 
     return orders
 
 
-def _in_units(problem: Problem, name: str, size: int) -> Orders:
+def _in_units(problem: OneMicrobatch, name: str, size: int) -> Orders:
     """Units of ``size`` micro-batches, the last one cut."""
     count = problem.num_microbatches
     unit = schedule_by_rules(task_graph(problem.workload.with_microbatches(size)), named_rules(name))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pipeplan.schedule.classic.base import chains
-from pipeplan.schedule.problem import Problem
+from pipeplan.workload.one_microbatch import OneMicrobatch
 
 __all__ = ["needs_shared", "needs_two_ways"]
 
 
-def needs_shared(problem: Problem) -> str | None:
+def needs_shared(problem: OneMicrobatch) -> str | None:
     """1F1B+: a chain with one stage on each device, and stages on all devices between them."""
     everywhere = tuple(range(problem.num_devices))
     chain = [stage.devices for stage in problem.workload.stages if stage.devices != everywhere]
@@ -21,7 +21,7 @@ def needs_shared(problem: Problem) -> str | None:
     return None
 
 
-def needs_two_ways(problem: Problem) -> str | None:
+def needs_two_ways(problem: OneMicrobatch) -> str | None:
     """Chimera: two chains over the same devices in opposite directions."""
     down = [(device,) for device in range(problem.num_devices)]
     ways = [[problem.workload.stages[stage].devices for stage in chain] for chain in chains(problem)]

@@ -7,14 +7,14 @@ from dataclasses import replace
 from itertools import product
 
 from pipeplan.schedule.classic.base import Orders, Script, makespan, sorted_by
-from pipeplan.schedule.problem import Problem
 from pipeplan.workload.memory import peak_memory
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph, task_graph
 
 __all__ = ["dualpipe_v", "enough_for_dualpipe", "repeated_block", "zero_bubble_v"]
 
 
-def zero_bubble_v(script: Script, device: int, problem: Problem) -> None:
+def zero_bubble_v(script: Script, device: int, problem: OneMicrobatch) -> None:
     """ZB-V (Zero Bubble Pipeline Parallelism, ICLR'24, section 6): memory as 1F1B's, no bubble if F = I = W."""
     down, up = problem.num_devices - device, device
     script.add("F0", 2 * down - 1).add("F1 F0", up).add("F1 I1 W1", down)
@@ -22,14 +22,14 @@ def zero_bubble_v(script: Script, device: int, problem: Problem) -> None:
     script.add("I0 I1", up).add("I0 W0", down).add("W1", problem.num_microbatches)
 
 
-def enough_for_dualpipe(problem: Problem) -> str | None:
+def enough_for_dualpipe(problem: OneMicrobatch) -> str | None:
     """DualPipeV fills the pipeline both ways before its steady state."""
     if problem.num_microbatches >= 2 * problem.num_devices:
         return None
     return f"it needs at least {2 * problem.num_devices} micro-batches, two per device"
 
 
-def dualpipe_v(script: Script, device: int, problem: Problem) -> None:
+def dualpipe_v(script: Script, device: int, problem: OneMicrobatch) -> None:
     """DualPipeV (DeepSeek's DualPipe cut in half, 2025), forward and backward that it overlaps one after the other."""
     down, up = problem.num_devices - 1 - device, device + 1
     half = up // 2
@@ -40,7 +40,7 @@ def dualpipe_v(script: Script, device: int, problem: Problem) -> None:
     script.add("W I0", down).add("W", up)
 
 
-def repeated_block(steps: tuple[int, int, int, int]) -> Callable[[Problem, TaskGraph], Orders]:
+def repeated_block(steps: tuple[int, int, int, int]) -> Callable[[OneMicrobatch, TaskGraph], Orders]:
     """A building block repeated every six slots (Pipeline Parallelism with Controllable Memory, NeurIPS'24, section 3).
 
     From device to device a micro-batch's F of the first chunk moves on by ``steps[0]`` slots, then F of the second,
@@ -49,7 +49,7 @@ def repeated_block(steps: tuple[int, int, int, int]) -> Callable[[Problem, TaskG
     close the slots up. Of the blocks with these steps it is the one that holds least, then the shortest.
     """
 
-    def orders(problem: Problem, graph: TaskGraph) -> Orders:
+    def orders(problem: OneMicrobatch, graph: TaskGraph) -> Orders:
         enough = min(problem.num_microbatches, 2 * problem.num_devices)  # to reach the most that is ever held
         trial = replace(problem, workload=problem.workload.with_microbatches(enough))
         short = task_graph(trial.workload)
@@ -67,7 +67,7 @@ _Block = list[tuple[int, ...]]
 """[device] slots of F0, F1, I1, I0, W1, W0 of micro-batch 0; on no device two are alike modulo 6."""
 
 
-def _repeated(problem: Problem, block: _Block) -> Orders:
+def _repeated(problem: OneMicrobatch, block: _Block) -> Orders:
     stages = problem.stage_operations
     slot_of: dict[int, int] = {}
     for device, (f0, f1, i1, i0, w1, w0) in enumerate(block):

@@ -9,14 +9,14 @@ from itertools import islice
 from pipeplan.schedule.classic.base import Orders, makespan
 from pipeplan.schedule.classic.ruled import by_rules
 from pipeplan.schedule.list_scheduling import in_flight_limits, list_schedule, policies
-from pipeplan.schedule.problem import Problem
 from pipeplan.workload.memory import fits
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph
 
 __all__ = ["automatic"]
 
 
-def automatic(depth: int | None) -> Callable[[Problem, TaskGraph], Orders]:
+def automatic(depth: int | None) -> Callable[[OneMicrobatch, TaskGraph], Orders]:
     """The automatic schedules (section 3): by true costs, the best of the rules' settings within the memory.
 
     The handcrafted schedules that fit are tried too, so that the automatic ones are never longer.
@@ -26,7 +26,7 @@ def automatic(depth: int | None) -> Callable[[Problem, TaskGraph], Orders]:
     or two at least.
     """
 
-    def orders(problem: Problem, graph: TaskGraph) -> Orders:
+    def orders(problem: OneMicrobatch, graph: TaskGraph) -> Orders:
         bounded = problem if depth is None else replace(problem, capacity=_room(problem, depth))
         limits = [None, *(limit for limit in in_flight_limits(bounded) if len(set(limit)) == len(limit))]
         tried = islice(policies(limits[:3]), max(_LEAST_TRIED, _TASKS_TRIED // graph.num_tasks))
@@ -36,7 +36,7 @@ def automatic(depth: int | None) -> Callable[[Problem, TaskGraph], Orders]:
     return orders
 
 
-def _handcrafted(problem: Problem, graph: TaskGraph, depth: int | None) -> list[Orders]:
+def _handcrafted(problem: OneMicrobatch, graph: TaskGraph, depth: int | None) -> list[Orders]:
     """ZB-H2, which needs room for 2 D - 1 micro-batches, and ZB-H1 for D: those for which there is that much."""
     names = ["zb-h1"] if depth == 1 else ["zb-h2", "zb-h1"]
     written = [by_rules(name)(problem, graph) for name in names]
@@ -50,7 +50,7 @@ _LEAST_TRIED = 3
 """... and at least so many."""
 
 
-def _room(problem: Problem, depth: int) -> tuple[int | None, ...]:
+def _room(problem: OneMicrobatch, depth: int) -> tuple[int | None, ...]:
     """[device] bytes of ``depth`` x D micro-batches, whatever the device has."""
     return tuple(
         sum(problem.acquire[x] for x in operations) * depth * problem.num_devices

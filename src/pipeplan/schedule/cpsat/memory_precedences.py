@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeplan.schedule.problem import Hold, Problem
+from pipeplan.workload.one_microbatch import Hold, OneMicrobatch
 
 __all__ = ["Recurrence", "memory_recurrences"]
 
@@ -28,7 +28,7 @@ class Recurrence:
     distance: int
 
 
-def memory_recurrences(problem: Problem) -> list[Recurrence]:
+def memory_recurrences(problem: OneMicrobatch) -> list[Recurrence]:
     """All of them that memory implies and that are not implied by another one of the same pair."""
     found: dict[tuple[int, int], int] = {}
     for device, capacity in enumerate(problem.capacity):
@@ -48,7 +48,7 @@ def memory_recurrences(problem: Problem) -> list[Recurrence]:
     return [Recurrence(source, target, distance) for (source, target), distance in sorted(found.items())]
 
 
-def _distance(problem: Problem, begun: list[Hold], target: int, source: int, room: int) -> int | None:
+def _distance(problem: OneMicrobatch, begun: list[Hold], target: int, source: int, room: int) -> int | None:
     """The largest d with which ``e_source = m + 1 - d`` still fits; None if no value of ``e_source`` is too small.
 
     Held then: ``sum(size * (m + 1 - e))``, where ``m + 1 - e`` is at least 1 for what follows the target, at least d

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from pipeplan.schedule.bounds import period_bound
 from pipeplan.schedule.cpsat.memory_precedences import memory_recurrences
 from pipeplan.schedule.cpsat.solver import Answer, Budget, solve
-from pipeplan.schedule.problem import Problem
+from pipeplan.workload.one_microbatch import OneMicrobatch
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -67,7 +67,7 @@ class Pattern:
         ]
         return max(indices) - min(indices) + 1
 
-    def latency(self, problem: Problem) -> int:
+    def latency(self, problem: OneMicrobatch) -> int:
         """Time from a micro-batch's first start to its last end, the longest over the unrolled ones, in ns."""
         return max(
             max(row[u] + duration for row, duration in zip(self.starts, problem.durations, strict=True))
@@ -94,7 +94,13 @@ class _Variables:
     """Integer variables of one model; times in units of ``unit`` ns."""
 
     def __init__(
-        self, model: cp_model.CpModel, problem: Problem, period: int, unroll: int, unit: Fraction, max_span: int | None
+        self,
+        model: cp_model.CpModel,
+        problem: OneMicrobatch,
+        period: int,
+        unroll: int,
+        unit: Fraction,
+        max_span: int | None,
     ) -> None:
         self.durations = [int(duration / unit) for duration in problem.durations]
         self.lags = [int(lag / unit) for _, _, lag in problem.edges]
@@ -115,7 +121,7 @@ class _Variables:
         self.absolute = {x: self.start[x] + period * self.repetition[x] for x in self.instances}
 
 
-def _reach(problem: Problem, durations: Sequence[int], lags: Sequence[int], period: int) -> int:
+def _reach(problem: OneMicrobatch, durations: Sequence[int], lags: Sequence[int], period: int) -> int:
     """Most repetitions between the first and the last operation of a micro-batch that are ever needed.
 
     The longest path, if nothing has several last forwards; else what no chain of dependencies followed either way
@@ -133,7 +139,7 @@ def _reach(problem: Problem, durations: Sequence[int], lags: Sequence[int], peri
 class _Constraints:
     """The families of constraints of the module's docstring, each a method; the order does not matter."""
 
-    def __init__(self, model: cp_model.CpModel, problem: Problem, variables: _Variables) -> None:
+    def __init__(self, model: cp_model.CpModel, problem: OneMicrobatch, variables: _Variables) -> None:
         self._model, self._problem, self._variables = model, problem, variables
         self._before: dict[tuple[tuple[int, int], tuple[int, int]], Any] = {}
 
@@ -229,7 +235,7 @@ class _Constraints:
 
 
 def solve_pattern(
-    problem: Problem,
+    problem: OneMicrobatch,
     repetend: Fraction | int,
     budget: Budget,
     limit: float,
@@ -276,7 +282,7 @@ def _common_unit(unit: int, repetend: Fraction) -> Fraction:
     return Fraction(math.gcd(unit * repetend.denominator, repetend.numerator), repetend.denominator)
 
 
-def _pattern(problem: Problem, v: _Variables, answer: Answer, unit: Fraction) -> Pattern:
+def _pattern(problem: OneMicrobatch, v: _Variables, answer: Answer, unit: Fraction) -> Pattern:
     """The solution in whole ns. Rounding starts down and the repetend up keeps every constraint: none subtracts T."""
     repetend = math.ceil(v.period * unit)
     starts = [
@@ -290,7 +296,7 @@ def _pattern(problem: Problem, v: _Variables, answer: Answer, unit: Fraction) ->
     return Pattern(v.unroll, repetend, tuple(tuple(start - first for start in row) for row in starts))
 
 
-def _latency(model: cp_model.CpModel, problem: Problem, v: _Variables) -> cp_model.IntVar:
+def _latency(model: cp_model.CpModel, problem: OneMicrobatch, v: _Variables) -> cp_model.IntVar:
     """A variable at least as large as every micro-batch's way through."""
     horizon = v.period * (_reach(problem, v.durations, v.lags, v.period) + 3) + max(v.durations)
     latency = model.new_int_var(0, 2 * horizon, "latency")
@@ -313,7 +319,7 @@ def _add_hint(model: cp_model.CpModel, v: _Variables, hint: Pattern, unit: Fract
 
 
 def least_period(
-    problem: Problem,
+    problem: OneMicrobatch,
     budget: Budget,
     limit: float,
     *,
@@ -350,7 +356,7 @@ def least_period(
     return LeastPeriod(best, search.bound_ns, budget.elapsed - begun)
 
 
-def _one_after_another(problem: Problem, unroll: int) -> Pattern | None:
+def _one_after_another(problem: OneMicrobatch, unroll: int) -> Pattern | None:
     """The pattern that runs one operation at a time and one micro-batch at a time; None if it does not fit."""
     for device, capacity in enumerate(problem.capacity):
         held = 0
@@ -376,7 +382,7 @@ _SHARE = 4
 class _Bisection:
     """Which repetend time to ask about next, and what the answers so far prove."""
 
-    def __init__(self, problem: Problem, unroll: int, low: Fraction, high: Fraction | None = None) -> None:
+    def __init__(self, problem: OneMicrobatch, unroll: int, low: Fraction, high: Fraction | None = None) -> None:
         self._unit = problem.time_unit
         self._total = unroll * (sum(problem.durations) + sum(lag for _, _, lag in problem.edges))
         self._sequential = sequential_time(problem) * unroll
@@ -446,12 +452,14 @@ class _Bisection:
         return sorted(ratio for ratio in found if low < ratio < high)
 
 
-def sequential_time(problem: Problem) -> int:
+def sequential_time(problem: OneMicrobatch) -> int:
     """A repetend time that works if any does: one operation at a time, and one micro-batch after another (ns)."""
     return sum(problem.durations) + sum(lag for _, _, lag in problem.edges)
 
 
-def shortest_way_through(problem: Problem, pattern: Pattern, budget: Budget, limit: float) -> tuple[Pattern, bool]:
+def shortest_way_through(
+    problem: OneMicrobatch, pattern: Pattern, budget: Budget, limit: float
+) -> tuple[Pattern, bool]:
     """The pattern of the same repetend time with the least latency found, and whether it is proved least."""
     _, better, bound = solve_pattern(
         problem, pattern.repetend_ns, budget, limit, unroll=pattern.unroll, hint=pattern, shortest=True

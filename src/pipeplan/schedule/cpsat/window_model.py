@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from pipeplan.schedule.cpsat.memory_precedences import memory_recurrences
 from pipeplan.schedule.cpsat.solver import Budget, solve
-from pipeplan.schedule.problem import Problem
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import Orders, TaskGraph
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class _Window:
 
 
 def reschedule(
-    problem: Problem,
+    problem: OneMicrobatch,
     graph: TaskGraph,
     orders: Orders,
     starts: Sequence[int],
@@ -90,7 +90,9 @@ def reschedule(
     return Rescheduled(joined, bound, answer.optimal)
 
 
-def _cut(problem: Problem, graph: TaskGraph, orders: Orders, starts: Sequence[int], begin: int, end: int) -> _Window:
+def _cut(
+    problem: OneMicrobatch, graph: TaskGraph, orders: Orders, starts: Sequence[int], begin: int, end: int
+) -> _Window:
     before = [[task for task in order if starts[task] < begin] for order in orders]
     inside = [[task for task in order if begin <= starts[task] < end] for order in orders]
     after = [[task for task in order if starts[task] >= end] for order in orders]
@@ -153,7 +155,7 @@ def _paths_after(graph: TaskGraph, after: Orders) -> dict[int, int]:
 class _WindowModel:
     """Variables, constraints and objective of one window, in units of the problem's time unit."""
 
-    def __init__(self, problem: Problem, graph: TaskGraph, window: _Window, makespan: int) -> None:
+    def __init__(self, problem: OneMicrobatch, graph: TaskGraph, window: _Window, makespan: int) -> None:
         from ortools.sat.python import cp_model
 
         self._problem, self._graph, self._window = problem, graph, window

@@ -16,7 +16,6 @@ from typing import Literal
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.schedule import bounds
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.engine import schedule_by_rules, unseparated
 from pipeplan.schedule.rules.language import First, Rules, StageTraversal, TypeTraversal
 from pipeplan.schedule.rules.numbers import Limit
@@ -26,6 +25,7 @@ from pipeplan.schedule.state import Schedule
 from pipeplan.workload.bounds import makespan_bound
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import fits, overflow
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph, task_graph, with_links
 from pipeplan.workload.workload import Workload
 
@@ -89,7 +89,7 @@ def _bound(workload: Workload) -> int:
     plain = makespan_bound(workload)
     if workload.instructions or any(slots.num_parted for slots in workload.slots):
         return plain
-    return max(plain, bounds.makespan_bound(Problem.of(workload, require_room=False)))
+    return max(plain, bounds.makespan_bound(OneMicrobatch.of(workload, require_room=False)))
 
 
 _LIMITS: tuple[Limit | None, ...] = (None, "S - s", "2 * (S - s) - 1")
