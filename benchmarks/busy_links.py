@@ -17,10 +17,10 @@ from pipeplan.checker import check
 from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.planning import assemble
-from pipeplan.schedule.bounds import period_bound
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.solver import Budget, load_solver
 from pipeplan.schedule.search import search_schedule
+from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph, with_links
 from pipeplan.workload.workload import Workload

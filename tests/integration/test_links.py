@@ -22,7 +22,6 @@ from pipeplan.files import Plan
 from pipeplan.planning import assemble
 from pipeplan.reporting.terminal import print_simulation
 from pipeplan.reporting.trace import predicted_trace
-from pipeplan.schedule.bounds import makespan_bound, period_bound
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through
 from pipeplan.schedule.cpsat.solver import Budget
@@ -30,7 +29,7 @@ from pipeplan.schedule.search import search_schedule
 from pipeplan.schedule.steady import compose, pattern_of, repeated_tasks
 from pipeplan.simulator.metrics import critical_path
 from pipeplan.simulator.simulation import simulate
-from pipeplan.workload.bounds import makespan_bound as replay_bound
+from pipeplan.workload.bounds import period_bound, strong_makespan_bound, weak_makespan_bound
 from pipeplan.workload.elements import Dependency, Hop, Operation, Stage
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
@@ -50,7 +49,7 @@ def over_links(workload: Workload, occupancy: int, latency: int = 0) -> Workload
 
 def plan_of(graph: TaskGraph, orders: Orders) -> Plan:
     problem = OneMicrobatch.of(graph.workload)
-    return assemble(graph, orders, makespan_bound(problem), period_bound(problem), "test")
+    return assemble(graph, orders, strong_makespan_bound(problem), period_bound(problem), "test")
 
 
 def makespan(graph: TaskGraph, orders: Orders) -> int:
@@ -160,7 +159,7 @@ def test_a_links_work_bounds_period_and_makespan() -> None:
     workload = over_links(chain_workload(2, 6), occupancy=50)
     problem = OneMicrobatch.of(workload)
     assert period_bound(problem) == 50
-    assert makespan_bound(problem) >= replay_bound(workload) == 10 + 6 * 50 + 10 + 20 + 50 + 20
+    assert strong_makespan_bound(problem) >= weak_makespan_bound(workload) == 10 + 6 * 50 + 10 + 20 + 50 + 20
     least = least_period(problem, Budget(10, deterministic=True), 10)
     assert least.pattern is not None
     assert least.pattern.period == least.bound_ns == 50

@@ -14,12 +14,11 @@ from builders.orders import random_orders
 from pipeplan.checker import check
 from pipeplan.files import Plan
 from pipeplan.planning import assemble
-from pipeplan.schedule.bounds import makespan_bound, period_bound
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import search_schedule
 from pipeplan.simulator.simulation import simulate
-from pipeplan.workload.bounds import makespan_bound as replay_bound
+from pipeplan.workload.bounds import period_bound, strong_makespan_bound, weak_makespan_bound
 from pipeplan.workload.elements import Dependency, Hop
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
@@ -174,7 +173,7 @@ def test_links_without_an_order_serve_who_comes_first(workload: Workload, random
 def plan_of(graph: TaskGraph, orders: Orders) -> Plan:
     """The plan of any orders. Stages of unequal micro-batch sizes have no repetend, so they are not assembled."""
     problem = OneMicrobatch.of(graph.workload)
-    return assemble(graph, orders, makespan_bound(problem), period_bound(problem), "test")
+    return assemble(graph, orders, strong_makespan_bound(problem), period_bound(problem), "test")
 
 
 @given(workloads(equal=True), st.randoms(use_true_random=False))
@@ -186,7 +185,7 @@ def test_every_order_of_devices_and_links_becomes_a_valid_plan(workload: Workloa
     again = simulate(plan)
     assert again.rates.makespan_ns == plan.predicted.makespan_ns
     assert again.starts == earliest_starts(graph, orders)
-    assert replay_bound(workload) <= plan.predicted.lower_bound_ns <= plan.predicted.makespan_ns
+    assert weak_makespan_bound(workload) <= plan.predicted.lower_bound_ns <= plan.predicted.makespan_ns
 
 
 def steady_orders(graph: TaskGraph, random: Random) -> list[list[int]]:

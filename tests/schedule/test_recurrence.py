@@ -13,7 +13,7 @@ from builders.problems import problems
 from builders.requests import request_of
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.planning import Batch, search_plan
-from pipeplan.schedule.cpsat.memory_precedences import Recurrence, memory_recurrences
+from pipeplan.workload.bounds import Recurrence, memory_recurrences
 from pipeplan.workload.memory import overflow
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph

@@ -16,10 +16,10 @@ from builders.profiles import profile_of, stage_per_block
 from builders.shapes import unit_problem
 from pipeplan.costs import build_workload
 from pipeplan.files import CostRow, Profile
-from pipeplan.schedule.bounds import period_bound, work_bound
 from pipeplan.schedule.cpsat.repetend import Pattern, least_period, sequential_time, shortest_way_through, solve_pattern
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.steady import compose, middle_repetition
+from pipeplan.workload.bounds import period_bound, work_bound
 from pipeplan.workload.memory import overflow
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
@@ -134,14 +134,14 @@ class TestLeastPeriod:
         problem = unit_problem(name)
         found = least_period(problem, Budget(60, deterministic=True), 60)
         assert found.proved
-        assert found.bound_ns == work_bound(problem)
+        assert found.bound_ns == work_bound(problem.workload)
         assert found.pattern is not None
         assert replay_faults(problem, found.pattern, 10) == []
 
     def test_between_two_units(self) -> None:
         """Lifetime 2 + 2 + 2 + 2 + 2, every number even, two at once: 5 ns, which no sum of them is."""
         problem = there_and_back(2, 2, 2, memory=2)
-        scaled = [problem.time_unit, work_bound(problem)]
+        scaled = [problem.time_unit, work_bound(problem.workload)]
         found = least_period(problem, Budget(60, deterministic=True), 60)
         assert found.proved
         assert found.pattern is not None
@@ -248,7 +248,7 @@ class TestHowFarAMicrobatchCanReach:
 class TestSolvePattern:
     def test_below_the_work_bound_is_infeasible(self) -> None:
         problem = unit_problem("v")
-        assert solve_pattern(problem, work_bound(problem) - 1, Budget(10, deterministic=True), 10) == (
+        assert solve_pattern(problem, work_bound(problem.workload) - 1, Budget(10, deterministic=True), 10) == (
             False,
             None,
             None,
@@ -256,7 +256,11 @@ class TestSolvePattern:
 
     def test_out_of_time_is_not_infeasible(self) -> None:
         problem = unit_problem("v")
-        assert solve_pattern(problem, work_bound(problem), Budget(10, deterministic=True), 0.0) == (None, None, None)
+        assert solve_pattern(problem, work_bound(problem.workload), Budget(10, deterministic=True), 0.0) == (
+            None,
+            None,
+            None,
+        )
 
     def test_fewer_microbatches_than_unroll_cannot_be(self) -> None:
         problem = unit_problem("v")
@@ -312,7 +316,7 @@ class TestCompose:
             starts = earliest_starts(graph, compose(problem, found.pattern))
             end = max(start + duration for start, duration in zip(starts, graph.durations, strict=True))
             most = found.pattern.latency(problem) + (num_microbatches - 1) * found.pattern.repetend_ns
-            assert num_microbatches * work_bound(problem) <= end <= most
+            assert num_microbatches * work_bound(problem.workload) <= end <= most
 
     def test_the_middle_repetition_has_every_operation_once_per_unroll(self) -> None:
         problem = unit_problem("v", memory=3, num_microbatches=20)

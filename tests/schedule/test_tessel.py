@@ -8,13 +8,13 @@ import pytest
 
 from builders.shapes import shape_workload
 from pipeplan.examples import ShapeCosts
-from pipeplan.schedule.bounds import makespan_bound, work_bound
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.repetend import Pattern, least_period, shortest_way_through
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.cpsat.window_model import reschedule
 from pipeplan.schedule.search import search_schedule
 from pipeplan.schedule.steady import compose, microbatch_by_microbatch, middle_repetition
+from pipeplan.workload.bounds import strong_makespan_bound, work_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 
@@ -142,7 +142,7 @@ def replayed_period(scheduler: str, name: str) -> Fraction:
 @pytest.mark.parametrize("name", ["v", "x", "m", "mllm", "nn", "k"])
 def test_zero_bubble_repetends_are_proved(name: str, num_devices: int) -> None:
     problem = problem_of(name, num_devices)
-    assert searched(problem).repetend_ns == work_bound(problem)
+    assert searched(problem).repetend_ns == work_bound(problem.workload)
 
 
 @pytest.mark.parametrize("num_devices", range(2, 17))
@@ -153,6 +153,6 @@ def test_v_shape_makespan(num_devices: int) -> None:
         workload = shape_workload("v", num_devices, num_microbatches, costs=costs)
         expected = (num_microbatches + num_devices - 1) * 3 * MS
         found = search_schedule(workload, Budget(10, deterministic=True))
-        assert makespan_bound(OneMicrobatch.of(workload)) == expected
+        assert strong_makespan_bound(OneMicrobatch.of(workload)) == expected
         assert found.makespan_ns == expected
         assert found.optimal

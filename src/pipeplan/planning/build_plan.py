@@ -13,9 +13,9 @@ from pipeplan.lower import programs
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.numbers import number
 from pipeplan.planning.request import Request
-from pipeplan.schedule.bounds import period_bound
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.metrics import iteration_time, rates
+from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.elements import Repetend
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -74,7 +74,7 @@ def assemble(
             period_lower_bound_ns=number(period_bound_ns),
             bubble_rate=figures.bubble_rate,
             bubble_rate_span=figures.bubble_rate_span,
-            bubble_rate_steady=steady_bubble_rate(workload, repetend) if repetend is not None else None,
+            bubble_rate_steady=steady_bubble_rate(workload, repetend.period) if repetend is not None else None,
             memory=peak_memory(graph, orders),
         ),
         provenance=(provenance or Provenance()).model_copy(update={"scheduler": scheduler}),

@@ -23,7 +23,7 @@ from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.sharding.configurations.building import CostModel
 from pipeplan.sharding.configurations.details import OUTSIDE, Details, details_of
 from pipeplan.sharding.graph import Strategy
-from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.task_graph import TaskGraph, task_graph
 
 __all__ = ["SplitBlocks", "StageSplits", "plan_of_strategy", "split_blocks"]
@@ -109,7 +109,7 @@ def plan_of_strategy(
     plan = assemble(
         graph,
         [_order(graph, options.in_flight)] * devices,
-        makespan_bound(workload),
+        weak_makespan_bound(workload),
         Fraction(split.costs.forward_ns + split.costs.backward_ns),
         "strategy",
         provenance=_provenance(profile, cluster, samples, options.microbatches),

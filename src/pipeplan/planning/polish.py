@@ -15,7 +15,7 @@ from pipeplan.planning.request import Request
 from pipeplan.planning.trials import Trial, iteration_of, workloads
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.state import Progress, Schedule
-from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import fits
 from pipeplan.workload.slices import in_parts
@@ -58,7 +58,7 @@ def expect_parts(request: Request, trial: Trial) -> None:
         return
     candidate = replace(trial.candidate, placement=_parted(trial, workload, workload.num_microbatches))
     with contextlib.suppress(UsageError):  # no costs for half the samples
-        trial.parted_bound = min(map(makespan_bound, workloads(request, candidate)))
+        trial.parted_bound = min(map(weak_makespan_bound, workloads(request, candidate)))
 
 
 def slice_forwards(request: Request, trial: Trial, *, finally_: bool = True) -> None:
@@ -131,7 +131,7 @@ def _retimed(request: Request, trial: Trial, placement: Placement, mark: str) ->
         orders=orders,
         starts=starts,
         makespan_ns=makespan,
-        bound_ns=min(makespan, makespan_bound(workload)),
+        bound_ns=min(makespan, weak_makespan_bound(workload)),
         scheduler=base.scheduler + mark,
     )
 

@@ -14,7 +14,7 @@ from pipeplan.schedule.rules.language import naming
 from pipeplan.schedule.search import SEARCHING, first_look, search_schedule
 from pipeplan.schedule.state import Progress, Schedule
 from pipeplan.simulator.metrics import iteration_time, rates
-from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.workload import Workload
 
 __all__ = ["Trial", "iteration_of", "workloads"]
@@ -55,7 +55,7 @@ class Trial:
             UsageError: split backward is asked for, and the profile has no costs for it.
         """
         ways = workloads(request, candidate)
-        return cls(candidate, ways, list(map(makespan_bound, ways)))
+        return cls(candidate, ways, list(map(weak_makespan_bound, ways)))
 
     @property
     def bound_ns(self) -> int:
@@ -74,7 +74,7 @@ class Trial:
         assert self.best is not None
         ways = workloads(request, self.candidate)
         self.ways = [self.best.workload if way == self.best.workload else way for way in ways]
-        self.bounds = list(map(makespan_bound, self.ways))
+        self.bounds = list(map(weak_makespan_bound, self.ways))
 
     def look(self, *, thorough: bool = False) -> None:
         """Known schedules alone, which takes no solver."""

@@ -22,12 +22,12 @@ from pipeplan.planning.candidates import Choice, PlacementCandidate, placed
 from pipeplan.planning.device_mapping import may_move, on_cluster
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import Trial, workloads
-from pipeplan.schedule.bounds import makespan_bound
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.sweep import Swept, built_in_rules, run_rules, sweep
 from pipeplan.schedule.search import timed
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.metrics import iteration_time, rates
+from pipeplan.workload.bounds import strong_makespan_bound
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch, device_groups
@@ -230,7 +230,7 @@ def _bounded(request: Request, candidate: PlacementCandidate, *, closely: bool) 
     except (InfeasibleError, UsageError) as error:
         return _failed(error)
     if closely:
-        trial.bounds = [max(*each) for each in zip(trial.bounds, map(makespan_bound, problems), strict=True)]
+        trial.bounds = [max(*each) for each in zip(trial.bounds, map(strong_makespan_bound, problems), strict=True)]
     return Cell(candidate, trial.bound_ns, settled=closely)
 
 

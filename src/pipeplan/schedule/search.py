@@ -26,7 +26,7 @@ from pipeplan.schedule.steady import (
 )
 from pipeplan.schedule.windows import improve_ramps, improve_windows, solve_whole
 from pipeplan.time_limit import checkpoint
-from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
@@ -129,7 +129,7 @@ def timed(problem: OneMicrobatch, workload: Workload, orders: Orders, scheduler:
     if overflow(graph, complete) is not None:
         return None
     makespan = max(map(sum, zip(starts, graph.durations, strict=True)))
-    bound = min(makespan, makespan_bound(workload))
+    bound = min(makespan, weak_makespan_bound(workload))
     return Schedule(workload, graph, complete, starts, makespan, bound, scheduler, None, Fraction(0), None, 0.0, False)
 
 

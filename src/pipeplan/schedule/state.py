@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from pipeplan.errors import InvalidPlanError
-from pipeplan.schedule.bounds import makespan_bound, period_bound
 from pipeplan.schedule.cpsat.repetend import Pattern
 from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.workload.bounds import period_bound, strong_makespan_bound
 from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph, with_links
@@ -89,7 +89,9 @@ class SearchState:
     def of(cls, problem: OneMicrobatch, budget: Budget, progress: Progress | None) -> SearchState:
         """Nothing but the bounds."""
         graph = task_graph(problem.workload)
-        return cls(problem, graph, budget, progress, makespan_bound(problem), period_proved=period_bound(problem))
+        return cls(
+            problem, graph, budget, progress, strong_makespan_bound(problem), period_proved=period_bound(problem)
+        )
 
     def candidate(
         self, orders: list[list[int]], scheduler: str, frozen: frozenset[int] = frozenset()

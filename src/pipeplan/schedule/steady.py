@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 
-from pipeplan.schedule.bounds import period_bound
 from pipeplan.schedule.cpsat.repetend import Pattern, least_period, shortest_way_through
 from pipeplan.schedule.state import SearchState
+from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.elements import Repetend
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.steady_state.rate import begins_of

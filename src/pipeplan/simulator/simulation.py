@@ -12,12 +12,12 @@ from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.simulator.metrics import CriticalStep, Rates, critical_path, in_flight, iteration_time, rates
 from pipeplan.simulator.recost import recosted, relinked
 from pipeplan.workload.action import operation_of
-from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.bounds import weak_makespan_bound, work_bound
 from pipeplan.workload.elements import DeviceMemory, Repetend
 from pipeplan.workload.kinds import payload_of
 from pipeplan.workload.memory import Overflow, overflow, peak_memory
 from pipeplan.workload.slices import has_parts, in_parts, parts_before, whole, with_parts
-from pipeplan.workload.steady_state.rate import copy_ranges, repetend_rate, work_bound
+from pipeplan.workload.steady_state.rate import copy_ranges, repetend_rate, steady_bubble_rate
 from pipeplan.workload.steady_state.repetend import extend
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
@@ -265,12 +265,12 @@ def simulate(
         memory=peak_memory(graph, orders),
         overflow=overflow(graph, orders),
         critical_path=critical_path(graph, orders, starts),
-        lower_bound_ns=plan.predicted.lower_bound_ns if as_planned else makespan_bound(workload),
+        lower_bound_ns=plan.predicted.lower_bound_ns if as_planned else weak_makespan_bound(workload),
         period_lower_bound_ns=_period_bound(plan, workload),
         repetend=repetend,
         copies=copies,
         period_ns=None if period is None else float(period),
-        bubble_rate_steady=None if period is None else _steady_bubble_rate(workload, period),
+        bubble_rate_steady=None if period is None else steady_bubble_rate(workload, period),
         as_planned=as_planned,
     )
 
@@ -304,11 +304,6 @@ def _require_size(workload: Workload, num_microbatches: int) -> None:
             f"than the {MAX_ACTIONS} of one simulation; lower --microbatches to "
             f"{MAX_ACTIONS // len(workload.operations)} or less"
         )
-
-
-def _steady_bubble_rate(workload: Workload, period: Fraction) -> float:
-    work = sum(op.duration_ns * len(workload.stages[op.stage].devices) for op in workload.operations)
-    return float(1 - work / (len(workload.devices) * period))
 
 
 def _period_bound(plan: Plan, workload: Workload) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from annotated_types import Ge, Le, MaxLen, MinLen
@@ -311,9 +312,14 @@ class Repetend(Element):
         return max(self.first.values()) - min(self.first.values()) + self.unroll
 
     @property
+    def period(self) -> Fraction:
+        """Ns per micro-batch."""
+        return Fraction(self.repetend_ns, self.unroll)
+
+    @property
     def period_ns(self) -> float:
-        """Time per micro-batch."""
-        return self.repetend_ns / self.unroll
+        """The same as a number of a file."""
+        return float(self.period)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,24 +141,14 @@ class OneMicrobatch:
         return tuple(sorted(range(self.num_operations), key=self.workload.rank))
 
     @cached_property
-    def ordered_edges(self) -> tuple[tuple[int, int, int], ...]:
-        """The edges, those into an operation before those out of it."""
-        place = {x: index for index, x in enumerate(self.order)}
-        return tuple(sorted(self.edges, key=lambda edge: place[edge[0]]))
-
-    @cached_property
     def on_device(self) -> tuple[tuple[int, ...], ...]:
         """[device, link] operations that run there, ascending."""
-        found: list[list[int]] = [[] for _ in self.capacity]
-        for operation, devices in enumerate(self.devices):
-            for device in devices:
-                found[device].append(operation)
-        return tuple(map(tuple, found))
+        return self.workload.on_resource
 
     @cached_property
     def work(self) -> tuple[int, ...]:
         """[device, link] ns of work per micro-batch."""
-        return tuple(sum(self.durations[operation] for operation in operations) for operations in self.on_device)
+        return self.workload.work
 
     @cached_property
     def time_unit(self) -> int:
@@ -184,18 +174,12 @@ class OneMicrobatch:
     @cached_property
     def heads(self) -> tuple[int, ...]:
         """[operation] longest path from a micro-batch's first start to the operation's start, in ns."""
-        heads = [0] * self.num_operations
-        for source, target, lag in self.ordered_edges:
-            heads[target] = max(heads[target], heads[source] + self.durations[source] + lag)
-        return tuple(heads)
+        return self.workload.heads
 
     @cached_property
     def tails(self) -> tuple[int, ...]:
         """[operation] longest path from the operation's end to a micro-batch's last end, in ns."""
-        tails = [0] * self.num_operations
-        for source, target, lag in reversed(self.ordered_edges):
-            tails[source] = max(tails[source], lag + self.durations[target] + tails[target])
-        return tuple(tails)
+        return self.workload.tails
 
     @cached_property
     def holds(self) -> tuple[Hold, ...]:

@@ -160,6 +160,20 @@ class Workload:
         return (*(operation.workspace_bytes for operation in self.operations), *(0,) * len(self.transfers))
 
     @cached_property
+    def on_resource(self) -> tuple[tuple[int, ...], ...]:
+        """[device, link] the items that run there, ascending."""
+        found: list[list[int]] = [[] for _ in range(self.num_resources)]
+        for item, resources in enumerate(self.resources):
+            for resource in resources:
+                found[resource].append(item)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def work(self) -> tuple[int, ...]:
+        """[device, link] ns of work for one whole micro-batch."""
+        return tuple(sum(self.durations[item] for item in items) for items in self.on_resource)
+
+    @cached_property
     def slots(self) -> tuple[Slots, ...]:
         """[item] which samples each of its actions, or messages, holds."""
         compute = tuple(
@@ -232,6 +246,44 @@ class Workload:
             for source, target, dependency in self._ends
             if self.slots[source].num_parted and self.slots[target].num_parted
         }
+
+    @cached_property
+    def least_durations(self) -> tuple[int, ...]:
+        """[item] ns that its shortest action takes: a part, where it runs some micro-batches in parts."""
+        timed = zip(self.durations, self.part_durations, self.slots, strict=True)
+        return tuple(min(whole, part or whole) if slots.num_parted else whole for whole, part, slots in timed)
+
+    @cached_property
+    def heads(self) -> tuple[int, ...]:
+        """[item] longest path in ns from a micro-batch's first start to the item's start, whatever runs elsewhere.
+
+        A dependency that counts is on the path if every action of its target waits for one of its source.
+        """
+        heads = [0] * len(self.durations)
+        for source, target, lag in self._ordered_edges:
+            if min(self.needs.get((source, target), (1,))) > 0:
+                lag = self.part_lags.get((source, target), lag)
+                heads[target] = max(heads[target], heads[source] + self.least_durations[source] + lag)
+        return tuple(heads)
+
+    @cached_property
+    def tails(self) -> tuple[int, ...]:
+        """[item] longest path in ns from the item's end to a micro-batch's last end.
+
+        A dependency that counts is on the path if some action of its target waits for all of its source.
+        """
+        tails = [0] * len(self.durations)
+        for source, target, lag in reversed(self._ordered_edges):
+            all_needed = len(self.slots[source])
+            if max(self.needs.get((source, target), (all_needed,))) >= all_needed:
+                lag = self.part_lags.get((source, target), lag)
+                tails[source] = max(tails[source], lag + self.least_durations[target] + tails[target])
+        return tuple(tails)
+
+    @cached_property
+    def _ordered_edges(self) -> tuple[tuple[int, int, int], ...]:
+        """The edges, those into an item before those out of it."""
+        return tuple(sorted(self.edges, key=lambda edge: self.rank(edge[0])))
 
     def _free_hops(self, dependency: Dependency) -> list[Hop]:
         """Messages that never wait for their link."""

@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from pipeplan.schedule.bounds import period_bound
-from pipeplan.schedule.cpsat.memory_precedences import memory_recurrences
 from pipeplan.schedule.cpsat.solver import Answer, Budget, solve
+from pipeplan.workload.bounds import memory_recurrences, period_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
 
 if TYPE_CHECKING:

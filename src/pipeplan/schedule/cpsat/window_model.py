@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeplan.schedule.cpsat.memory_precedences import memory_recurrences
 from pipeplan.schedule.cpsat.solver import Budget, solve
+from pipeplan.workload.bounds import memory_recurrences
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import Orders, TaskGraph
 

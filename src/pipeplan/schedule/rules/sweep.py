@@ -14,7 +14,6 @@ from itertools import product
 from typing import Literal
 
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.schedule import bounds
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules.engine import schedule_by_rules, unseparated
 from pipeplan.schedule.rules.language import First, Rules, StageTraversal, TypeTraversal
@@ -22,7 +21,7 @@ from pipeplan.schedule.rules.numbers import Limit
 from pipeplan.schedule.rules.separation import Joined, Timed, separated
 from pipeplan.schedule.rules.settings import Resolved
 from pipeplan.schedule.state import Schedule
-from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.bounds import strong_makespan_bound, weak_makespan_bound
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import fits, overflow
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -86,10 +85,10 @@ def _schedule(graph: TaskGraph, swept: Swept, budget: Budget) -> Schedule:
 def _bound(workload: Workload) -> int:
     """Ns that no schedule is below: the searches' own bound, which is proved for forwards and backwards of whole
     micro-batches; work and dependencies alone where there are instructions or parts."""
-    plain = makespan_bound(workload)
+    plain = weak_makespan_bound(workload)
     if workload.instructions or any(slots.num_parted for slots in workload.slots):
         return plain
-    return max(plain, bounds.makespan_bound(OneMicrobatch.of(workload, require_room=False)))
+    return max(plain, strong_makespan_bound(OneMicrobatch.of(workload, require_room=False)))
 
 
 _LIMITS: tuple[Limit | None, ...] = (None, "S - s", "2 * (S - s) - 1")

@@ -29,13 +29,11 @@ __all__ = [
     "copy_ranges",
     "link_begins",
     "repetend_rate",
-    "repetend_time",
     "require_cut",
     "require_equal_sizes",
     "split_order",
     "steady_bubble_rate",
     "steady_state",
-    "work_bound",
 ]
 
 
@@ -167,57 +165,30 @@ MAX_TASKS = 400_000
 """The longest replay, in actions, in which a repetend must become periodic to count as one."""
 
 
-def steady_bubble_rate(workload: Workload, repetend: Repetend) -> float:
-    """``1 - sum over devices of busy time per repetend / (D * repetend)`` (Tessel Fig. 11, 12, Table II)."""
+def steady_bubble_rate(workload: Workload, period: Fraction) -> float:
+    """Idle share of the devices when a micro-batch ends every ``period`` ns (Tessel Fig. 11, 12, Table II)."""
     num_devices = len(workload.devices)
-    busy = sum(_work(workload)[:num_devices]) * repetend.unroll
-    available = num_devices * repetend.repetend_ns
-    return (available - busy) / available
-
-
-def work_bound(workload: Workload) -> int:
-    """Work of the busiest device or link for one micro-batch, in ns: no period is shorter."""
-    return max(_work(workload))
-
-
-def repetend_time(
-    workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int, *, max_tasks: int = MAX_TASKS
-) -> int | None:
-    """Time from one repetition to the next, in ns, once a long replay of the copies has become periodic.
-
-    This is by how much each copy more lengthens the makespan. None if consecutive copies do not come to equal
-    distances within ``max_tasks`` actions, for instance when they alternate and only a multiple of the unroll is
-    periodic.
-
-    Raises:
-        InvalidPlanError: the orders do not contain such a copy.
-    """
-    steady = _replayed(workload, orders, first, unroll, max_tasks)
-    return steady[1] if steady is not None and steady[0] == 1 else None
+    return float(1 - sum(workload.work[:num_devices]) / (num_devices * period))
 
 
 def repetend_rate(workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int) -> Fraction | None:
-    """The same on average, in ns per micro-batch, also where consecutive copies come at distances that alternate.
+    """Time from one repetition to the next on average, in ns per micro-batch, when copies run without end.
+
+    This is by how much a micro-batch more lengthens the makespan. None where a replay of :data:`MAX_TASKS` actions
+    does not become periodic.
 
     Raises:
         InvalidPlanError: the orders do not contain such a copy.
     """
-    steady = _replayed(workload, orders, first, unroll, MAX_TASKS)
-    return None if steady is None else Fraction(steady[1], steady[0] * unroll)
-
-
-def _replayed(
-    workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int, max_tasks: int
-) -> tuple[int, int] | None:
-    """(cycle, time) of the copy that the orders contain; see :func:`steady_state`."""
     require_cut(workload, first)
     begins = begins_of(workload, orders, first, unroll)
     runs = [split_order(workload, resource, order, begins, unroll)[1] for resource, order in enumerate(orders)]
-    return steady_state(workload, runs, begins, unroll, max_tasks)
+    steady = steady_state(workload, runs, begins, unroll)
+    return None if steady is None else Fraction(steady[1], steady[0] * unroll)
 
 
 def steady_state(
-    workload: Workload, runs: Sequence[Sequence[Entry]], first: Sequence[int], unroll: int, max_tasks: int = MAX_TASKS
+    workload: Workload, runs: Sequence[Sequence[Entry]], first: Sequence[int], unroll: int
 ) -> tuple[int, int] | None:
     """(cycle, time): every ``cycle`` copies shift by ``time`` ns when copies run without end.
 
@@ -225,14 +196,14 @@ def steady_state(
     and that many copies every task has moved on by its own constant shift, and none waits for one that shifts by
     more, what decides each start shifts with it, so it stays so for ever, and the largest shift is that of the
     makespan. ``runs`` [device, link] is one copy, ``first`` [item]. None if that does not come about within
-    ``max_tasks`` actions.
+    :data:`MAX_TASKS` actions.
     """
     copy = _CopyGraph.of(workload, runs, first, unroll)
     if copy is None:
         return None
     starts: list[list[int]] = []
     num_copies = 2 * copy.reach + 12
-    while num_copies * copy.num_tasks <= max_tasks:
+    while num_copies * copy.num_tasks <= MAX_TASKS:
         copy.run(starts, num_copies)
         for cycle in range(1, (num_copies - copy.reach) // 2 + 1):
             shift = copy.steady_shift(starts, cycle)
@@ -320,12 +291,3 @@ def _topological(waits: Sequence[Sequence[tuple[int, int, int]]]) -> list[int] |
             if waiting[other] == 0:
                 order.append(other)
     return order if len(order) == len(waits) else None
-
-
-def _work(workload: Workload) -> list[int]:
-    """Work of each device, and of each link, for one micro-batch, in ns."""
-    work = [0] * workload.num_resources
-    for duration, resources in zip(workload.durations, workload.resources, strict=True):
-        for resource in resources:
-            work[resource] += duration
-    return work

@@ -17,33 +17,21 @@ from itertools import islice, takewhile
 from operator import eq
 
 from pipeplan.errors import UsageError
+from pipeplan.workload.bounds import work_bound
 from pipeplan.workload.elements import MAX_COUNT, Repetend
 from pipeplan.workload.steady_state.rate import (
     Entry,
     begins_of,
-    copy_ranges,
     link_begins,
-    repetend_rate,
-    repetend_time,
     require_cut,
     require_equal_sizes,
     split_order,
-    steady_bubble_rate,
     steady_state,
-    work_bound,
 )
 from pipeplan.workload.task_graph import Orders, TaskGraph
 from pipeplan.workload.workload import Workload
 
-__all__ = [
-    "copy_ranges",
-    "extend",
-    "find_repetend",
-    "repetend_rate",
-    "repetend_time",
-    "steady_bubble_rate",
-    "work_bound",
-]
+__all__ = ["extend", "find_repetend"]
 
 
 _SWEPT_UNROLL = 8
