@@ -28,7 +28,7 @@ from pipeplan.examples import ShapeCosts, shape
 from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.cpsat.window_model import reschedule
-from pipeplan.schedule.steady import compose, microbatch_by_microbatch, middle_repetition
+from pipeplan.schedule.pattern import compose, microbatch_by_microbatch, middle_repetition
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 

@@ -16,9 +16,9 @@ from builders.profiles import profile_of, stage_per_block
 from builders.shapes import unit_problem
 from pipeplan.costs import build_workload
 from pipeplan.files import CostRow, Profile
-from pipeplan.schedule.cpsat.repetend import Pattern, least_period, sequential_time, shortest_way_through, solve_pattern
+from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through, solve_pattern
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.steady import compose, middle_repetition
+from pipeplan.schedule.pattern import Pattern, compose, middle_repetition, sequential_time
 from pipeplan.workload.bounds import period_bound, work_bound
 from pipeplan.workload.memory import overflow
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -329,4 +329,4 @@ class TestCompose:
     def test_too_few_microbatches_for_a_repetition(self) -> None:
         found = least_period(unit_problem("v", num_microbatches=2), Budget(60, deterministic=True), 60)
         assert found.pattern is not None
-        assert middle_repetition(unit_problem("v", num_microbatches=2), found.pattern) == []
+        assert middle_repetition(unit_problem("v", num_microbatches=2), found.pattern) == frozenset()

@@ -9,11 +9,11 @@ import pytest
 from builders.shapes import shape_workload
 from pipeplan.examples import ShapeCosts
 from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.cpsat.repetend import Pattern, least_period, shortest_way_through
+from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.cpsat.window_model import reschedule
+from pipeplan.schedule.pattern import Pattern, compose, microbatch_by_microbatch, middle_repetition
 from pipeplan.schedule.search import search_schedule
-from pipeplan.schedule.steady import compose, microbatch_by_microbatch, middle_repetition
 from pipeplan.workload.bounds import strong_makespan_bound, work_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.cpsat.repetend import sequential_time, solve_pattern
+from pipeplan.schedule.cpsat.repetend import solve_pattern
 from pipeplan.schedule.list_scheduling import PolicySearch, list_schedule
+from pipeplan.schedule.pattern import compose, microbatch_by_microbatch, sequential_time
 from pipeplan.schedule.rules.sweep import built_in_rules, sweeping
 from pipeplan.schedule.state import SearchState
-from pipeplan.schedule.steady import compose, microbatch_by_microbatch
 
 __all__ = ["CHEAP_TASKS", "first_schedule", "offer_built_in", "offer_classics", "offer_rules"]
 

@@ -14,13 +14,13 @@ from pipeplan.errors import InfeasibleError, InvalidPlanError, UsageError
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.initial_schedules import CHEAP_TASKS, first_schedule, offer_built_in, offer_classics, offer_rules
+from pipeplan.schedule.pattern import microbatch_by_microbatch
 from pipeplan.schedule.rules.language import Rules
 from pipeplan.schedule.rules.sweep import schedule_of_rules
 from pipeplan.schedule.state import Candidate, Progress, Schedule, SearchState
 from pipeplan.schedule.steady import (
     MOST_ADOPTED,
     adopt_repetitions,
-    microbatch_by_microbatch,
     search_repetend,
     search_unrolled,
 )

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from pipeplan.errors import InvalidPlanError
-from pipeplan.schedule.cpsat.repetend import Pattern
 from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.pattern import Pattern
 from pipeplan.workload.bounds import period_bound, strong_makespan_bound
 from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch

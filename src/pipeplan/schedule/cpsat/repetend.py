@@ -16,7 +16,6 @@ Instances of one operation run in micro-batch order (Property 4.1).
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,55 +23,17 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from pipeplan.schedule.cpsat.solver import Answer, Budget, solve
+from pipeplan.schedule.pattern import Pattern, one_after_another, sequential_time
 from pipeplan.workload.bounds import memory_recurrences, period_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-__all__ = ["LeastPeriod", "Pattern", "least_period", "sequential_time", "shortest_way_through", "solve_pattern"]
+__all__ = ["LeastPeriod", "least_period", "shortest_way_through", "solve_pattern"]
 
 _FARTHEST = 1_000
 """Micro-batches apart beyond which it tells a pattern nothing that one comes after another; times that far overflow."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pattern:
-    """A steady state: instance (i, u) of repetition n starts at ``starts[i][u] + n * repetend_ns``.
-
-    It runs micro-batch ``unroll * n + u``. Starts in ns, from 0.
-    """
-
-    unroll: int
-    repetend_ns: int
-    starts: tuple[tuple[int, ...], ...]
-
-    @property
-    def period(self) -> Fraction:
-        """ns per micro-batch."""
-        return Fraction(self.repetend_ns, self.unroll)
-
-    @property
-    def span(self) -> int:
-        """How many micro-batches a repetend reaches over (Tessel's N_R), cut at the moment where it is least."""
-        period = self.repetend_ns
-        cuts = {start % period for row in self.starts for start in row}
-        return min(self._span_at(cut) for cut in cuts)
-
-    def _span_at(self, cut: int) -> int:
-        """1 + the largest micro-batch index when every repetition begins ``cut`` ns later."""
-        indices = [
-            u - (start - cut) // self.repetend_ns * self.unroll for row in self.starts for u, start in enumerate(row)
-        ]
-        return max(indices) - min(indices) + 1
-
-    def latency(self, problem: OneMicrobatch) -> int:
-        """Time from a micro-batch's first start to its last end, the longest over the unrolled ones, in ns."""
-        return max(
-            max(row[u] + duration for row, duration in zip(self.starts, problem.durations, strict=True))
-            - min(row[u] for row in self.starts)
-            for u in range(self.unroll)
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,27 +312,8 @@ def least_period(
             on_pattern(pattern)
     best = search.best
     if best is None and below is None and (max_span or unroll) >= unroll:  # hard proofs took all the time
-        best = _one_after_another(problem, unroll)
+        best = one_after_another(problem, unroll)
     return LeastPeriod(best, search.bound_ns, budget.elapsed - begun)
-
-
-def _one_after_another(problem: OneMicrobatch, unroll: int) -> Pattern | None:
-    """The pattern that runs one operation at a time and one micro-batch at a time; None if it does not fit."""
-    for device, capacity in enumerate(problem.capacity):
-        held = 0
-        for i in problem.on_device[device]:
-            held += problem.acquire[i]
-            if capacity is not None and held + problem.workspace[i] > capacity:
-                return None
-            held -= problem.release[i]
-    longest_lag = [0] * problem.num_operations
-    for source, _, lag in problem.edges:
-        longest_lag[source] = max(longest_lag[source], lag)
-    steps = [problem.durations[i] + longest_lag[i] for i in problem.order]
-    begins = dict(zip(problem.order, itertools.accumulate(steps, initial=0), strict=False))
-    time = sequential_time(problem)
-    starts = [tuple(begins[i] + u * time for u in range(unroll)) for i in range(problem.num_operations)]
-    return Pattern(unroll, unroll * time, tuple(starts))
 
 
 _SHARE = 4
@@ -449,11 +391,6 @@ class _Bisection:
             for p in range(math.floor(low * q / unit), math.ceil(high * q / unit) + 1)
         }
         return sorted(ratio for ratio in found if low < ratio < high)
-
-
-def sequential_time(problem: OneMicrobatch) -> int:
-    """A repetend time that works if any does: one operation at a time, and one micro-batch after another (ns)."""
-    return sum(problem.durations) + sum(lag for _, _, lag in problem.edges)
 
 
 def shortest_way_through(

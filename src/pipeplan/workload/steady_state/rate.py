@@ -13,7 +13,7 @@ operations at its ends, and of the places where a link's order can be cut it is 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from operator import eq, sub
@@ -28,12 +28,14 @@ __all__ = [
     "begins_of",
     "copy_ranges",
     "link_begins",
+    "repeated",
     "repetend_rate",
     "require_cut",
     "require_equal_sizes",
     "split_order",
     "steady_bubble_rate",
     "steady_state",
+    "tasks_of_copy",
 ]
 
 
@@ -130,6 +132,17 @@ def split_order(
                     f"{begins[item]} to {begins[item] + unroll - 1}"
                 )
     return parts
+
+
+def tasks_of_copy(begins: Sequence[int], unroll: int, num_microbatches: int) -> frozenset[int]:
+    """The tasks of a copy, of a workload with so many micro-batches; ``begins`` [item] are the first ones in it."""
+    return frozenset(x * num_microbatches + m for x, begin in enumerate(begins) for m in range(begin, begin + unroll))
+
+
+def repeated(copy: Iterable[Entry], unroll: int, times: Iterable[int]) -> Iterator[Entry]:
+    """Copies of a copy one after another: each k of ``times`` has all its micro-batches k times ``unroll`` later."""
+    copy = list(copy)
+    return ((item, m + k * unroll) for k in times for item, m in copy)
 
 
 def require_cut(workload: Workload, first: Mapping[str, int]) -> None:

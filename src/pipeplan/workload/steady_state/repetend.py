@@ -23,6 +23,7 @@ from pipeplan.workload.steady_state.rate import (
     Entry,
     begins_of,
     link_begins,
+    repeated,
     require_cut,
     require_equal_sizes,
     split_order,
@@ -307,10 +308,13 @@ def extend(
     copies = _num_copies(before, repetend.unroll, num_microbatches)
     larger = workload.with_microbatches(num_microbatches)
     begins = begins_of(workload, orders, repetend.first, repetend.unroll)
-    return larger, [
-        _renumbered(split_order(workload, resource, order, begins, repetend.unroll), repetend.unroll, copies, larger)
-        for resource, order in enumerate(orders)
-    ]
+    longer = []
+    for resource, order in enumerate(orders):
+        prefix, copy, suffix = split_order(workload, resource, order, begins, repetend.unroll)
+        copied = repeated(copy, repetend.unroll, range(copies + 1))
+        entries = [*prefix, *copied, *repeated(suffix, repetend.unroll, [copies])]
+        longer.append([item * num_microbatches + m for item, m in entries])
+    return larger, longer
 
 
 def _num_copies(before: int, unroll: int, wanted: int) -> int:
@@ -327,15 +331,3 @@ def _num_copies(before: int, unroll: int, wanted: int) -> int:
             f"cannot be reached; the nearest are --microbatches {wanted - rest} and {wanted - rest + unroll}"
         )
     return copies
-
-
-def _renumbered(
-    parts: tuple[list[Entry], list[Entry], list[Entry]], unroll: int, copies: int, larger: Workload
-) -> list[int]:
-    """Prefix, copy shifted by 0, U, ... kU micro-batches, suffix shifted by kU."""
-    prefix, copy, suffix = parts
-    count = larger.num_microbatches
-    renumbered = [item * count + m for item, m in prefix]
-    for k in range(copies + 1):
-        renumbered += [item * count + m + k * unroll for item, m in copy]
-    return renumbered + [item * count + m + copies * unroll for item, m in suffix]
