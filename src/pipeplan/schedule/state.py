@@ -1,10 +1,12 @@
-"""What a search knows: candidates, the best of them, bounds; and what it returns."""
+"""What a search is made of: its steps, what they know (candidates, the best of them, bounds), and what it returns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
+from typing import ClassVar
 
 from pipeplan.errors import InvalidPlanError
 from pipeplan.schedule.cpsat.solver import Budget
@@ -15,7 +17,7 @@ from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph, with_links
 from pipeplan.workload.workload import Workload
 
-__all__ = ["Candidate", "Progress", "Schedule", "SearchState"]
+__all__ = ["Candidate", "Progress", "Schedule", "ScheduleStep", "SearchState", "Step"]
 
 Progress = Callable[[str, int, int, float], None]
 """Called with what is being done, the best makespan and the bound (ns), and seconds since the search began."""
@@ -37,11 +39,11 @@ class Schedule:
     makespan_ns: int
     bound_ns: int
     scheduler: str
-    pattern: Pattern | None
-    period_bound_ns: Fraction
-    repetend_seconds: float | None
-    seconds: float
-    interrupted: bool
+    pattern: Pattern | None = None
+    period_bound_ns: Fraction = Fraction(0)
+    repetend_seconds: float | None = None
+    seconds: float = 0.0
+    interrupted: bool = False
 
     @property
     def optimal(self) -> bool:
@@ -66,11 +68,48 @@ class Candidate:
         return self.makespan, self.most_bytes
 
 
+@dataclass(frozen=True)
+class Step:
+    """One thing that a search tries; the fields are its constants.
+
+    ``when`` says the precondition in words, with fields in braces. ``share`` is the part of the time that it gets at
+    most: of the whole limit, or of what ``of`` says. What is ``needed`` cannot be switched off.
+    """
+
+    share: float = 1.0
+    name: ClassVar[str]
+    when: ClassVar[str]
+    of: ClassVar[str] = "the limit"
+    needed: ClassVar[bool] = False
+
+    @property
+    def row(self) -> tuple[str, str, str]:
+        """Name, precondition and share as a table has them."""
+        share = "what is left" if self.share == 1.0 else f"{self.share:.4g} of {self.of}"
+        return self.name, self.when.format(**asdict(self)), share
+
+
+class ScheduleStep(Step, ABC):
+    """A step of the search for a schedule."""
+
+    @abstractmethod
+    def applies(self, state: SearchState) -> bool:
+        """Whether the precondition holds."""
+
+    @abstractmethod
+    def run(self, state: SearchState) -> None:
+        """Improve what is known."""
+
+
 @dataclass(slots=True)
 class SearchState:
     """What the search knows so far: the best schedule, and the best of those with a repetition frozen in them.
 
-    ``others`` are the best few of different makespan or memory, the best one among them.
+    ``steps`` are tried in order. ``scheduler`` is ``auto``, for all of them, or ``repetend``; ``unroll`` that of the
+    only pattern to search for, None where it is open; ``known`` a schedule that is known from elsewhere.
+
+    ``others`` are the best few of different makespan or memory, the best one among them. The search ends early where
+    ``settled``.
     """
 
     problem: OneMicrobatch
@@ -78,19 +117,59 @@ class SearchState:
     budget: Budget
     progress: Progress | None
     bound: int
+    steps: Sequence[ScheduleStep] = ()
+    scheduler: str = "auto"
+    unroll: int | None = None
+    known: Schedule | None = None
     best: Candidate | None = None
     steady: Candidate | None = None
     others: list[Candidate] = field(default_factory=list)
     pattern: Pattern | None = None
     period_proved: Fraction = Fraction(0)
     repetend_seconds: float | None = None
+    settled: bool = False
 
     @classmethod
     def of(cls, problem: OneMicrobatch, budget: Budget, progress: Progress | None) -> SearchState:
         """Nothing but the bounds."""
         graph = task_graph(problem.workload)
-        return cls(
-            problem, graph, budget, progress, strong_makespan_bound(problem), period_proved=period_bound(problem)
+        bound = strong_makespan_bound(problem)
+        return cls(problem, graph, budget, progress, bound, period_proved=period_bound(problem))
+
+    def search(self) -> Schedule:
+        """Try the steps until the schedule is settled or the user interrupts; the best schedule of the problem.
+
+        Raises:
+            InfeasibleError: no schedule fits into memory.
+            SearchTimeoutError: the budget ran out before anything that fits was found.
+        """
+        try:
+            for step in self.steps:
+                if not self.settled and step.applies(self):
+                    step.run(self)
+        except KeyboardInterrupt:  # between two solves; inside one the solver stops and the search goes on to its end
+            if self.best is None:
+                raise
+            self.budget.interrupted = True
+        return self.schedule
+
+    @property
+    def schedule(self) -> Schedule:
+        """The chosen schedule, and what is proved."""
+        chosen = self.chosen
+        return Schedule(
+            self.problem.workload,
+            self.graph,
+            chosen.orders,
+            chosen.starts,
+            chosen.makespan,
+            self.bound,
+            chosen.scheduler,
+            self.pattern,
+            self.period_proved,
+            self.repetend_seconds,
+            self.budget.elapsed,
+            self.budget.interrupted,
         )
 
     def candidate(

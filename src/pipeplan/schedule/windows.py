@@ -1,80 +1,114 @@
-"""Improving a schedule by rescheduling parts of it: ramps, windows, the whole."""
+"""Steps that reschedule parts of a schedule: warmup and cooldown, the whole horizon, windows."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pipeplan.schedule.cpsat.window_model import reschedule
-from pipeplan.schedule.state import Candidate, SearchState
+from pipeplan.schedule.state import Candidate, ScheduleStep, SearchState
 
-__all__ = ["improve_ramps", "improve_windows", "solve_whole"]
+__all__ = ["Ramps", "WholeHorizon", "Windows"]
 
-_WINDOW_TASKS = (40, 80, 160, 320)
-"""Sizes of windows in which everything may change: what CP-SAT decides in about a second, and less."""
+_SIZES = (40, 80, 160, 320)
+"""Actions of windows in which everything may change: what CP-SAT decides in about a second, and less."""
+
+_SECONDS = 1.0
+"""For one window."""
 
 
-def improve_ramps(state: SearchState) -> None:
+@dataclass(frozen=True)
+class Ramps(ScheduleStep):
     """Reschedule what runs before and after the frozen repetition: warmup and cooldown, as Tessel's IV-C."""
-    limit = state.budget.used + state.budget.seconds / _RAMP_SHARE
-    for size in _WINDOW_TASKS:
-        improved = True
-        while improved and not _steady_is_done(state, limit):
-            assert state.steady is not None
-            improved = False
-            for begin, end in _windows(state.steady, size):
-                if not _steady_is_done(state, limit):
-                    improved = _try_window(state, state.steady, begin, end) or improved
+
+    share: float = 1 / 8
+    sizes: tuple[int, ...] = _SIZES
+    seconds: float = _SECONDS
+    name = "ramps"
+    when = "nothing proved best; some schedule can be repeated"
+
+    def applies(self, state: SearchState) -> bool:
+        return not state.finished
+
+    def run(self, state: SearchState) -> None:
+        limit = state.budget.used + state.budget.seconds * self.share
+        for size in self.sizes:
+            improved = True
+            while improved and not self._done(state, limit):
+                assert state.steady is not None
+                improved = False
+                for window in _windows(state.steady, size):
+                    if not self._done(state, limit):
+                        improved = _try_window(state, state.steady, window, self.seconds) or improved
+
+    def _done(self, state: SearchState, limit: float) -> bool:
+        if state.steady is None or state.budget.expired or state.budget.used > limit:
+            return True
+        return state.steady.makespan <= state.bound
 
 
-_RAMP_SHARE = 8
-"""The part of the time limit that the ramps of a repeatable schedule get, at most."""
+@dataclass(frozen=True)
+class WholeHorizon(ScheduleStep):
+    """The whole horizon as one problem, which also proves a bound.
+
+    With at most ``few_tasks`` it is worth more of the time, since it ends with a proof.
+    """
+
+    share: float = 0.5
+    most_tasks: int = 600
+    few_tasks: int = 200
+    share_of_few: float = 0.85
+    name = "whole horizon"
+    when = "nothing proved best; at most {most_tasks} actions"
+    of = "what is left"
+
+    def applies(self, state: SearchState) -> bool:
+        return not state.finished and state.graph.num_tasks <= self.most_tasks
+
+    def run(self, state: SearchState) -> None:
+        assert state.best is not None
+        share = self.share_of_few if state.graph.num_tasks <= self.few_tasks else self.share
+        found = reschedule(
+            state.problem,
+            state.graph,
+            state.best.orders,
+            state.best.starts,
+            state.budget,
+            state.budget.remaining * share,
+            on_solution=lambda value, bound: state.report("horizon", value, bound),
+        )
+        if found.orders is not None:
+            state.offer(state.candidate(found.orders, f"{_origin(state.best.scheduler)}+horizon"))
+        state.raise_bound(found.bound_ns)
 
 
-def _steady_is_done(state: SearchState, limit: float) -> bool:
-    if state.steady is None or state.budget.expired or state.budget.used > limit:
-        return True
-    return state.steady.makespan <= state.bound
-
-
-def solve_whole(state: SearchState) -> None:
-    """The whole horizon as one problem, which also proves a bound."""
-    if state.graph.num_tasks > _WHOLE_HORIZON_TASKS:
-        return
-    assert state.best is not None
-    found = reschedule(
-        state.problem,
-        state.graph,
-        state.best.orders,
-        state.best.starts,
-        state.budget,
-        state.budget.remaining * (_SMALL_SHARE if state.graph.num_tasks <= _SMALL_TASKS else 0.5),
-        on_solution=lambda value, bound: state.report("horizon", value, bound),
-    )
-    if found.orders is not None:
-        state.offer(state.candidate(found.orders, f"{_origin(state.best.scheduler)}+horizon"))
-    state.raise_bound(found.bound_ns)
-
-
-_WHOLE_HORIZON_TASKS = 600
-"""Up to this many actions the whole horizon is one CP-SAT problem worth trying ..."""
-
-
-_SMALL_TASKS, _SMALL_SHARE = 200, 0.85
-"""... and up to this many it is worth most of the time left, since it ends with a proof."""
-
-
-def improve_windows(state: SearchState) -> None:
+@dataclass(frozen=True)
+class Windows(ScheduleStep):
     """Reschedule windows that slide over the whole schedule, from its two ends first, growing while nothing helps."""
-    for size in _WINDOW_TASKS:
-        improved = True
-        while improved and not state.finished:
-            assert state.best is not None
-            improved = False
-            for begin, end in _windows(replace(state.best, frozen=frozenset()), size):
-                if not state.finished:
-                    improved = _try_window(state, replace(state.best, frozen=frozenset()), begin, end) or improved
-        if size >= state.graph.num_tasks:
-            return
+
+    sizes: tuple[int, ...] = _SIZES
+    seconds: float = _SECONDS
+    name = "windows"
+    when = "nothing proved best"
+
+    def applies(self, state: SearchState) -> bool:
+        return not state.finished
+
+    def run(self, state: SearchState) -> None:
+        for size in self.sizes:
+            improved = True
+            while improved and not state.finished:
+                improved = False
+                for window in _windows(_free(state), size):
+                    if not state.finished:
+                        improved = _try_window(state, _free(state), window, self.seconds) or improved
+            if size >= state.graph.num_tasks:
+                return
+
+
+def _free(state: SearchState) -> Candidate:
+    """The best schedule, of which everything may change."""
+    assert state.best is not None
+    return replace(state.best, frozen=frozenset())
 
 
 def _windows(candidate: Candidate, size: int) -> list[tuple[int, int]]:
@@ -98,7 +132,7 @@ def _windows(candidate: Candidate, size: int) -> list[tuple[int, int]]:
     return windows
 
 
-def _try_window(state: SearchState, candidate: Candidate, begin: int, end: int) -> bool:
+def _try_window(state: SearchState, candidate: Candidate, window: tuple[int, int], seconds: float) -> bool:
     """Offer the candidate with a better order of a window, if there is one; whether it was better."""
     found = reschedule(
         state.problem,
@@ -106,16 +140,13 @@ def _try_window(state: SearchState, candidate: Candidate, begin: int, end: int) 
         candidate.orders,
         candidate.starts,
         state.budget,
-        _WINDOW_SECONDS,
-        begin_ns=begin,
-        end_ns=end,
+        seconds,
+        begin_ns=window[0],
+        end_ns=window[1],
     )
     if found.orders is None:
         return False
     return state.offer(state.candidate(found.orders, f"{_origin(candidate.scheduler)}+windows", candidate.frozen))
-
-
-_WINDOW_SECONDS = 1.0
 
 
 def _origin(scheduler: str) -> str:

@@ -9,12 +9,11 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import product
 from typing import Literal
 
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.cpsat.solver import SECONDS_PER_RULES, Budget
 from pipeplan.schedule.rules.engine import schedule_by_rules, unseparated
 from pipeplan.schedule.rules.language import First, Rules, StageTraversal, TypeTraversal
 from pipeplan.schedule.rules.numbers import Limit
@@ -29,10 +28,6 @@ from pipeplan.workload.task_graph import TaskGraph, task_graph, with_links
 from pipeplan.workload.workload import Workload
 
 __all__ = ["Swept", "built_in_rules", "run_rules", "schedule_of_rules", "sweep", "sweeping"]
-
-
-_SECONDS_PER_TASK = 3e-5
-"""What one set of rules costs per action where seconds are deterministic."""
 
 
 def schedule_of_rules(workload: Workload, rules: Rules | None, budget: Budget) -> Schedule:
@@ -61,7 +56,7 @@ def _while_there_is_time(tried: list[Rules], budget: Budget, num_tasks: int) -> 
         if number and budget.expired:
             return
         yield rules
-        budget.charge(num_tasks * _SECONDS_PER_TASK)
+        budget.charge(num_tasks * SECONDS_PER_RULES)
 
 
 def _schedule(graph: TaskGraph, swept: Swept, budget: Budget) -> Schedule:
@@ -74,11 +69,8 @@ def _schedule(graph: TaskGraph, swept: Swept, budget: Budget) -> Schedule:
         swept.makespan_ns,
         bound,
         f"rules: {swept.rules.name}",
-        None,
-        Fraction(0),
-        None,
-        budget.elapsed,
-        budget.interrupted,
+        seconds=budget.elapsed,
+        interrupted=budget.interrupted,
     )
 
 
