@@ -17,7 +17,7 @@ from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph, with_links
 from pipeplan.workload.workload import Workload
 
-__all__ = ["Candidate", "Progress", "Schedule", "ScheduleStep", "SearchState", "Step"]
+__all__ = ["Candidate", "Progress", "Schedule", "ScheduleStep", "SearchState", "Step", "origin_of", "scheduler_words"]
 
 Progress = Callable[[str, int, int, float], None]
 """Called with what is being done, the best makespan and the bound (ns), and seconds since the search began."""
@@ -198,7 +198,7 @@ class SearchState:
             self.steady, better = candidate, True
         if self.best is None or candidate.value < self.best.value:
             self.best, better = candidate, True
-            self.report(candidate.scheduler)
+            self.report(scheduler_words(candidate.scheduler))
         return better
 
     def raise_bound(self, bound: int | None) -> None:
@@ -235,3 +235,31 @@ class SearchState:
 
 _OTHERS = 4
 """Schedules kept beside the best, for the repetitions in them."""
+
+
+def scheduler_words(scheduler: str) -> str:
+    """What made a schedule, in words for people; ``scheduler`` is its identifier in files.
+
+    Of what was found by solving parts anew (``+windows``, ``+horizon``) it says from which schedule. Names of classic
+    schedules and of rules stay as they are, as do those of plans from elsewhere.
+    """
+    whole = scheduler.removesuffix("+slices")
+    origin = origin_of(whole)
+    words = _ORIGINS.get(origin, f"rules {origin[7:]}" if origin.startswith("rules: ") else origin)
+    if whole != origin:
+        words = f"optimised, from {words}"
+    elif origin == "repetend":
+        words = "optimised repeating pattern"
+    return words if whole == scheduler else f"{words}, leading forwards sliced"
+
+
+_ORIGINS = {
+    "sequential": "one micro-batch after another",
+    "repetend": "a repeating pattern",
+    "rules": "list scheduling",
+}
+
+
+def origin_of(scheduler: str) -> str:
+    """What a rescheduled schedule began as; ``1f1b+`` is a name of its own."""
+    return scheduler.removesuffix("+windows").removesuffix("+horizon")

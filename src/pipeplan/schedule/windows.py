@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pipeplan.schedule.cpsat.window_model import reschedule
-from pipeplan.schedule.state import Candidate, ScheduleStep, SearchState
+from pipeplan.schedule.state import Candidate, ScheduleStep, SearchState, origin_of
 
 __all__ = ["Ramps", "WholeHorizon", "Windows"]
 
@@ -77,7 +77,7 @@ class WholeHorizon(ScheduleStep):
             on_solution=lambda value, bound: state.report("horizon", value, bound),
         )
         if found.orders is not None:
-            state.offer(state.candidate(found.orders, f"{_origin(state.best.scheduler)}+horizon"))
+            state.offer(state.candidate(found.orders, f"{origin_of(state.best.scheduler)}+horizon"))
         state.raise_bound(found.bound_ns)
 
 
@@ -146,9 +146,4 @@ def _try_window(state: SearchState, candidate: Candidate, window: tuple[int, int
     )
     if found.orders is None:
         return False
-    return state.offer(state.candidate(found.orders, f"{_origin(candidate.scheduler)}+windows", candidate.frozen))
-
-
-def _origin(scheduler: str) -> str:
-    """What a rescheduled schedule began as; ``1f1b+`` is a name of its own."""
-    return scheduler.removesuffix("+windows").removesuffix("+horizon")
+    return state.offer(state.candidate(found.orders, f"{origin_of(candidate.scheduler)}+windows", candidate.frozen))
