@@ -50,7 +50,8 @@ def problems(draw: st.DrawFn, max_stages: int = 3, num_microbatches: int = 4) ->
     spare = draw(st.sampled_from([0, 1, 2, 3, None]))
     if spare is None:
         return free
-    return build([free.needed_bytes(free.number_of(device)) + spare for device in range(num_devices)])
+    group_of = range(num_devices) if free.reduction is None else free.reduction.groups
+    return build([free.needed_bytes(group_of[device]) + spare for device in range(num_devices)])
 
 
 def _group(num_devices: int) -> st.SearchStrategy[tuple[int, ...]]:

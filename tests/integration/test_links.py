@@ -32,7 +32,7 @@ from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.bounds import period_bound, strong_makespan_bound, weak_makespan_bound
 from pipeplan.workload.elements import Dependency, Hop, Operation, Stage
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from pipeplan.workload.steady_state.rate import begins_of, tasks_of_copy
+from pipeplan.workload.steady_state.rate import Cut
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph, with_links
 from pipeplan.workload.workload import Workload
@@ -241,9 +241,10 @@ def test_patterns_over_busy_links_repeat(name: str) -> None:
     assert period_bound(problem) <= Fraction(repetend.repetend_ns, repetend.unroll) <= least.pattern.period
     larger, longer = extend(workload, orders, repetend, 16 + 4 * repetend.unroll)
     assert check(plan_of(task_graph(larger), longer)).problems == ()
-    begins = begins_of(problem.workload, orders, repetend.first, repetend.unroll)
-    tasks = tasks_of_copy(begins, repetend.unroll, problem.num_microbatches)
-    assert len(tasks) == repetend.unroll * problem.num_operations
+    assert (
+        len(Cut.of(problem.workload, orders, repetend.first, repetend.unroll).tasks)
+        == repetend.unroll * problem.num_operations
+    )
     settled = pattern_of(problem, orders, repetend)
     assert settled is None or settled.period == Fraction(repetend.repetend_ns, repetend.unroll)
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from pipeplan.errors import InfeasibleError, InvalidPlanError, UsageError
+from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.pattern import microbatch_by_microbatch
 from pipeplan.schedule.rules.language import Rules
 from pipeplan.schedule.rules.sweep import schedule_of_rules
-from pipeplan.schedule.state import Progress, Schedule, ScheduleStep, SearchState
+from pipeplan.schedule.state import Progress, Schedule, ScheduleStep, SearchState, fitting
 from pipeplan.schedule.steps import CHEAP_TASKS, STEPS
 from pipeplan.time_limit import checkpoint
 from pipeplan.workload.bounds import weak_makespan_bound
@@ -108,13 +108,10 @@ def timed(problem: OneMicrobatch, workload: Workload, orders: Orders, scheduler:
     """The schedule of a problem's orders; None if they block each other or do not fit into memory."""
     graph = task_graph(workload)
     own = orders if problem.reduction is None else problem.reduction.from_reduced(orders)
-    try:
-        complete = with_links(graph, own)
-        starts = earliest_starts(graph, complete)
-    except InvalidPlanError:
+    found = fitting(graph, own)
+    if found is None:
         return None
-    if overflow(graph, complete) is not None:
-        return None
+    complete, starts = found
     makespan = max(map(sum, zip(starts, graph.durations, strict=True)))
     bound = min(makespan, weak_makespan_bound(workload))
     return Schedule(workload, graph, complete, starts, makespan, bound, scheduler)

@@ -12,12 +12,22 @@ from pipeplan.errors import InvalidPlanError
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.pattern import Pattern
 from pipeplan.workload.bounds import period_bound, strong_makespan_bound
-from pipeplan.workload.memory import overflow, peak_memory
+from pipeplan.workload.memory import fits, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph, with_links
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph, with_links
 from pipeplan.workload.workload import Workload
 
-__all__ = ["Candidate", "Progress", "Schedule", "ScheduleStep", "SearchState", "Step", "origin_of", "scheduler_words"]
+__all__ = [
+    "Candidate",
+    "Progress",
+    "Schedule",
+    "ScheduleStep",
+    "SearchState",
+    "Step",
+    "fitting",
+    "origin_of",
+    "scheduler_words",
+]
 
 Progress = Callable[[str, int, int, float], None]
 """Called with what is being done, the best makespan and the bound (ns), and seconds since the search began."""
@@ -176,13 +186,10 @@ class SearchState:
         self, orders: list[list[int]], scheduler: str, frozen: frozenset[int] = frozenset()
     ) -> Candidate | None:
         """The schedule of these orders; None if they block each other or do not fit into memory."""
-        try:
-            orders = with_links(self.graph, orders)
-            starts = earliest_starts(self.graph, orders)
-        except InvalidPlanError:
+        timed = fitting(self.graph, orders)
+        if timed is None:
             return None
-        if overflow(self.graph, orders) is not None:
-            return None
+        orders, starts = timed
         makespan = max(start + duration for start, duration in zip(starts, self.graph.durations, strict=True))
         most = max(memory.peak_bytes for memory in peak_memory(self.graph, orders))
         return Candidate(orders, starts, makespan, most, scheduler, frozen)
@@ -235,6 +242,16 @@ class SearchState:
 
 _OTHERS = 4
 """Schedules kept beside the best, for the repetitions in them."""
+
+
+def fitting(graph: TaskGraph, orders: Orders) -> tuple[list[list[int]], list[int]] | None:
+    """Orders with those of links, and starts [task] in ns; None if they block each other or do not fit into memory."""
+    try:
+        complete = with_links(graph, orders)
+        starts = earliest_starts(graph, complete)
+    except InvalidPlanError:
+        return None
+    return (complete, starts) if fits(graph, complete) else None
 
 
 def scheduler_words(scheduler: str) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import ClassVar
 
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.schedule.classic import CLASSIC
@@ -28,7 +27,7 @@ from pipeplan.schedule.windows import Ramps, WholeHorizon, Windows
 from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from pipeplan.workload.steady_state.rate import begins_of, tasks_of_copy
+from pipeplan.workload.steady_state.rate import Cut
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
 
 __all__ = ["CHEAP_TASKS", "MOST_ADOPTED", "STEPS"]
@@ -77,7 +76,7 @@ class ShorterRun(ScheduleStep):
         if state.best is None:
             return
         if state.scheduler == "auto" and not state.proved:
-            SlowClassics().run(state)
+            _offer_classics(state, automatic=False)
         state.pattern, state.period_proved = short.pattern, short.period_proved
         state.repetend_seconds, state.settled = short.repetend_seconds, True
 
@@ -139,21 +138,9 @@ class FirstSchedule(ScheduleStep):
             )
 
 
-class _Classics(ScheduleStep):
-    """Classic schedules that apply to the placement, and fit."""
-
-    automatic: ClassVar[bool] = False
-
-    def run(self, state: SearchState) -> None:
-        for name, classic in CLASSIC.items():
-            late = state.budget.expired if self.automatic else state.budget.interrupted
-            if classic.automatic == self.automatic and not late and classic.applies(state.problem) is None:
-                state.offer(state.candidate(classic.orders(state.problem, state.graph), name))
-
-
 @dataclass(frozen=True)
-class QuickClassics(_Classics):
-    """Those that take milliseconds where there are few actions.
+class QuickClassics(ScheduleStep):
+    """The classic schedules that take milliseconds, where there are few actions.
 
     They are looked at even if no time is left, so that the result is never worse, and also beside a best one, since
     they may need less memory.
@@ -166,30 +153,32 @@ class QuickClassics(_Classics):
     def applies(self, state: SearchState) -> bool:
         return state.scheduler == "auto" and state.graph.num_tasks <= self.most_tasks
 
-
-@dataclass(frozen=True)
-class SlowClassics(_Classics):
-    """The same where there are more actions, after the repetend."""
-
-    more_tasks: int = CHEAP_TASKS
-    name = "classic schedules"
-    when = "auto; more than {more_tasks} actions; nothing proved best"
-
-    def applies(self, state: SearchState) -> bool:
-        return state.scheduler == "auto" and state.graph.num_tasks > self.more_tasks and not state.proved
+    def run(self, state: SearchState) -> None:
+        _offer_classics(state, automatic=False)
 
 
 @dataclass(frozen=True)
-class AutomaticClassics(_Classics):
-    """Those that are made by trying many orders, as long as there is time."""
+class SlowClassics(ScheduleStep):
+    """Those that are made by trying many orders, as long as there is time, and all others if they were not tried."""
 
-    most_tasks: int = CHEAP_TASKS
-    name = "automatic classic schedules"
-    when = "auto; at most {most_tasks} actions, or nothing proved best"
-    automatic = True
+    few_tasks: int = CHEAP_TASKS
+    name = "slow classic schedules"
+    when = "auto; at most {few_tasks} actions, or nothing proved best"
 
     def applies(self, state: SearchState) -> bool:
-        return state.scheduler == "auto" and (state.graph.num_tasks <= self.most_tasks or not state.proved)
+        return state.scheduler == "auto" and (state.graph.num_tasks <= self.few_tasks or not state.proved)
+
+    def run(self, state: SearchState) -> None:
+        _offer_classics(state, automatic=True)
+        if state.graph.num_tasks > self.few_tasks and not state.proved:
+            _offer_classics(state, automatic=False)
+
+
+def _offer_classics(state: SearchState, *, automatic: bool) -> None:
+    for name, classic in CLASSIC.items():
+        late = state.budget.expired if automatic else state.budget.interrupted
+        if classic.automatic == automatic and not late and classic.applies(state.problem) is None:
+            state.offer(state.candidate(classic.orders(state.problem, state.graph), name))
 
 
 @dataclass(frozen=True)
@@ -298,9 +287,8 @@ class AdoptedRepetitions(ScheduleStep):
             repetend = find_repetend(state.graph, candidate.orders, candidate.starts, self.most_unroll)
             if repetend is None:
                 continue
-            begins = begins_of(state.graph.workload, candidate.orders, repetend.first, repetend.unroll)
-            frozen = tasks_of_copy(begins, repetend.unroll, state.problem.num_microbatches)
-            state.offer(replace(candidate, frozen=frozen))
+            cut = Cut.of(state.graph.workload, candidate.orders, repetend.first, repetend.unroll)
+            state.offer(replace(candidate, frozen=cut.tasks))
             pattern = pattern_of(state.problem, candidate.orders, repetend)
             if pattern is not None and (state.pattern is None or pattern.period < state.pattern.period):
                 state.pattern, state.period_proved = pattern, period_bound(state.problem)
@@ -373,7 +361,6 @@ STEPS: tuple[ScheduleStep, ...] = (
     FirstSchedule(),
     QuickClassics(),
     RepetendSearch(),
-    AutomaticClassics(),
     SlowClassics(),
     BuiltInRules(),
     ListScheduling(),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan, sha256_of
@@ -112,28 +112,8 @@ class MeasuredComparison:
             "replayed_ns": self.replayed_ns,
             "predicted_bubble_rate": self.predicted_bubble_rate,
             "bubble_rate": self.bubble_rate,
-            "kinds": [
-                {
-                    "kind": kind.kind,
-                    "count": kind.count,
-                    "predicted_ns": kind.predicted_ns,
-                    "measured_ns": kind.measured_ns,
-                    "median_ns": kind.median_ns,
-                    "ratio": kind.ratio,
-                }
-                for kind in self.kinds
-            ],
-            "devices": [
-                {
-                    "predicted_busy_ns": device.predicted_busy_ns,
-                    "busy_ns": device.busy_ns,
-                    "waiting_ns": device.waiting_ns,
-                    "sending_ns": device.sending_ns,
-                    "outside_ns": device.outside_ns,
-                    "other_ns": device.other_ns,
-                }
-                for device in self.devices
-            ],
+            "kinds": [{**asdict(kind), "ratio": kind.ratio} for kind in self.kinds],
+            "devices": [asdict(device) for device in self.devices],
         }
 
 

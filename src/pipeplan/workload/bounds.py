@@ -69,22 +69,16 @@ def period_bound(problem: OneMicrobatch) -> Fraction:
 def strong_makespan_bound(problem: OneMicrobatch) -> int:
     """Least makespan in ns for the workload's number of micro-batches.
 
-    The greatest of: a micro-batch's critical path; per device head + work + tail; per device the time until its
-    first release can begin, plus all work that does not fit into memory before it, plus the tail; per device its work
-    and the time it is idle at both ends, shared stages considered; Little's law over the whole run; and
-    all actions with what memory says about their order.
+    The greatest of: the weak bound; per device the time until its first release can begin, plus all work that does not
+    fit into memory before it, plus the tail; per device its work and the time it is idle at both ends, shared stages
+    considered; Little's law over the whole run; and all actions with what memory says about their order.
     """
-    count = problem.num_microbatches
-    best = max(map(sum, zip(problem.heads, problem.durations, problem.tails, strict=True)))
+    best = weak_makespan_bound(problem.workload)
     for device, operations in enumerate(problem.on_device):
-        if not operations:
-            continue
-        head = min(problem.heads[x] for x in operations)
-        tail = min(problem.tails[x] for x in operations)
-        work = count * problem.work[device]
-        best = max(best, head + work + tail, _until_release(problem, device, work, tail))
-        best = max(best, work + _idle_ends(problem, device))
-        best = max(best, _area(problem, device))
+        if operations:
+            work = problem.num_microbatches * problem.work[device]
+            until_release = _until_release(problem, device, work)
+            best = max(best, until_release, work + _idle_ends(problem, device), _area(problem, device))
     return max(best, _unrolled(problem))
 
 
@@ -97,19 +91,16 @@ def _idle_ends(problem: OneMicrobatch, device: int) -> int:
     device is idle; with no ``other``, during latencies, too. The same backwards from the last micro-batch's end.
     """
     here = problem.on_device[device]
-    heads = {
-        x: _idle_on_way(problem, device, x, problem.incoming, [y for y in here if problem.path(x, y) < 0]) for x in here
-    }
-    tails = {
-        x: _idle_on_way(problem, device, x, problem.outgoing, [y for y in here if problem.path(y, x) < 0]) for x in here
-    }
+    heads = {x: _idle_on_way(problem, device, x, [y for y in here if problem.path(x, y) < 0]) for x in here}
+    tails = {x: _idle_on_way(problem, device, x, [y for y in here if problem.path(y, x) < 0], back=True) for x in here}
     return max(heads[x] + tails[y] for x in here for y in here if problem.path(x, y) >= 0)
 
 
-def _idle_on_way(
-    problem: OneMicrobatch, device: int, end: int, before: Sequence[Sequence[tuple[int, int]]], other: list[int]
-) -> int:
-    """The most time on a path to ``end`` during which the device can run nothing, where ``other`` is what it could."""
+def _idle_on_way(problem: OneMicrobatch, device: int, end: int, other: list[int], *, back: bool = False) -> int:
+    """The most time on a path to ``end`` during which the device can run nothing, where ``other`` is what it could.
+
+    ``back``: on a path from the micro-batch's end.
+    """
     groups = [set(problem.devices[y]) for y in other]
 
     def idle(y: int) -> int:
@@ -117,20 +108,14 @@ def _idle_on_way(
             return 0
         return problem.durations[y] if all(group & set(problem.devices[y]) for group in groups) else 0
 
+    before, order = (problem.outgoing, problem.order[::-1]) if back else (problem.incoming, problem.order)
     most: dict[int, int] = {}
-    waiting = [end]
-    while waiting:  # depth first, an operation after all that come before it
-        y = waiting[-1]
-        missing = [source for source, _ in before[y] if source not in most]
-        if missing:
-            waiting += missing
-            continue
-        waiting.pop()
+    for y in order[: order.index(end) + 1]:
         most[y] = max((most[source] + idle(source) + (0 if other else lag) for source, lag in before[y]), default=0)
     return most[end]
 
 
-def _until_release(problem: OneMicrobatch, device: int, work: int, tail: int) -> int:
+def _until_release(problem: OneMicrobatch, device: int, work: int) -> int:
     """First release's earliest start, plus the work that cannot come before it, plus the tail; 0 if no bound.
 
     Before the first operation with a net release, only takers run, as many as memory holds: the most work among
@@ -144,7 +129,8 @@ def _until_release(problem: OneMicrobatch, device: int, work: int, tail: int) ->
     releasing = [x for x in operations if net[x] < 0]
     if not releasing:
         return 0
-    first = min(problem.heads[x] for x in releasing)
+    first = min(problem.workload.heads[x] for x in releasing)
+    tail = min(problem.workload.tails[x] for x in operations)
     before = _most_work(problem, [x for x in operations if net[x] >= 0], net, capacity)
     return first + max(0, work - min(before, first)) + tail if before < first else 0
 
@@ -173,8 +159,8 @@ def _area(problem: OneMicrobatch, device: int) -> int:
     area = sum(hold.size * problem.path(hold.source, hold.target) for hold in holds)
     if not area:
         return 0
-    head = min(problem.heads[hold.source] for hold in holds)
-    tail = min(problem.tails[hold.target] for hold in holds)
+    head = min(problem.workload.heads[hold.source] for hold in holds)
+    tail = min(problem.workload.tails[hold.target] for hold in holds)
     return head + -(-problem.num_microbatches * area // capacity) + tail
 
 

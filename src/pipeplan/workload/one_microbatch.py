@@ -172,16 +172,6 @@ class OneMicrobatch:
         return tuple(map(tuple, found))
 
     @cached_property
-    def heads(self) -> tuple[int, ...]:
-        """[operation] longest path from a micro-batch's first start to the operation's start, in ns."""
-        return self.workload.heads
-
-    @cached_property
-    def tails(self) -> tuple[int, ...]:
-        """[operation] longest path from the operation's end to a micro-batch's last end, in ns."""
-        return self.workload.tails
-
-    @cached_property
     def holds(self) -> tuple[Hold, ...]:
         """What each stage takes, with where it is given back; oldest is given back first.
 
@@ -216,20 +206,14 @@ class OneMicrobatch:
     @cached_property
     def one_last_forward(self) -> bool:
         """Whether each connected part of a micro-batch's graph has one forward that no other one follows."""
-        part = list(range(self.num_operations))
+        import networkx  # a third of a second, which replaying a plan need not wait for
 
-        def find(operation: int) -> int:
-            while part[operation] != operation:
-                part[operation] = part[part[operation]]
-                operation = part[operation]
-            return operation
-
-        forwards = {x for x, role in enumerate(self.roles) if role is Role.FORWARD}
         waits = [(source, target) for source, target, _ in self.workload.lags]
+        forwards = {x for x, role in enumerate(self.roles) if role is Role.FORWARD}
         last = forwards - {source for source, target in waits if target in forwards}
-        for source, target in waits:
-            part[find(target)] = find(source)
-        return len({find(x) for x in last}) == len(last)
+        graph = networkx.Graph(waits)
+        graph.add_nodes_from(last)
+        return all(len(part & last) <= 1 for part in networkx.connected_components(graph))
 
     def path(self, source: int, target: int) -> int:
         """Longest path from the start of one operation to the end of another in a micro-batch; -1 without one."""
@@ -247,10 +231,6 @@ class OneMicrobatch:
                         ends[target] = max(ends[target], ends[middle] + lag + self.durations[target])
             paths.append(ends)
         return paths
-
-    def number_of(self, device: int) -> int:
-        """What stands here for a device of the workload as it was given."""
-        return device if self.reduction is None else self.reduction.groups[device]
 
     def needed_bytes(self, device: int) -> int:
         """What the device must hold at some moment of every schedule, beside its static memory.

@@ -57,10 +57,6 @@ class Workload:
         """The same for another number of micro-batches."""
         return replace(self, num_microbatches=num_microbatches)
 
-    def num_instances(self, operation: Operation) -> int:
-        """How many actions an operation has: one per micro-batch of its stage, and one more for each in two parts."""
-        return len(slots_of(self.stages[operation.stage], operation.kind, self.mini_batch, self.num_routes))
-
     @property
     def mini_batch(self) -> int:
         """Samples in one iteration."""

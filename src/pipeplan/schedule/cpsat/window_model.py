@@ -97,7 +97,7 @@ def _cut(
     inside = [[task for task in order if begin <= starts[task] < end] for order in orders]
     after = [[task for task in order if starts[task] >= end] for order in orders]
     tasks = sorted({task for order in inside for task in order})
-    through = _paths_after(graph, after)
+    through = _paths_after(graph, after, starts)
     release = dict.fromkeys(tasks, 0)
     tail = dict.fromkeys(tasks, 0)
     passing = 0
@@ -125,30 +125,17 @@ def _cut(
     return _Window(tasks, release, tail, passing, before, after)
 
 
-def _paths_after(graph: TaskGraph, after: Orders) -> dict[int, int]:
+def _paths_after(graph: TaskGraph, after: Orders, starts: Sequence[int]) -> dict[int, int]:
     """[task] longest path in ns from its start to the end of everything, in the kept order after the window."""
-    following: dict[int, list[tuple[int, int]]] = {}
-    waiting: dict[int, int] = {}
-    tasks = {task for order in after for task in order}
-    for task in tasks:
-        following[task] = [(other, lag) for other, lag in graph.successors[task] if other in tasks]
+    following: dict[int, list[tuple[int, int]]] = {
+        task: [*graph.successors[task]] for task in {task for order in after for task in order}
+    }
     for order in after:
         for task, other in zip(order, order[1:], strict=False):
             following[task].append((other, 0))
-    preceding: dict[int, list[int]] = {task: [] for task in tasks}
-    for task, others in following.items():
-        waiting[task] = len(others)
-        for other, _ in others:
-            preceding[other].append(task)
     through: dict[int, int] = {}
-    ready = [task for task, count in waiting.items() if count == 0]
-    while ready:
-        task = ready.pop()
+    for task in sorted(following, key=starts.__getitem__, reverse=True):
         through[task] = graph.durations[task] + max((lag + through[other] for other, lag in following[task]), default=0)
-        for other in preceding[task]:
-            waiting[other] -= 1
-            if waiting[other] == 0:
-                ready.append(other)
     return through
 
 

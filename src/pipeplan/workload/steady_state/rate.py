@@ -19,20 +19,17 @@ from fractions import Fraction
 from operator import eq, sub
 
 from pipeplan.errors import InvalidPlanError, UsageError
-from pipeplan.workload.elements import Repetend
 from pipeplan.workload.task_graph import Orders
 from pipeplan.workload.workload import Workload
 
 __all__ = [
+    "Cut",
     "Entry",
-    "begins_of",
-    "copy_ranges",
     "link_begins",
     "repeated",
     "repetend_rate",
     "require_cut",
     "require_equal_sizes",
-    "split_order",
     "steady_bubble_rate",
     "steady_state",
     "tasks_of_copy",
@@ -42,22 +39,51 @@ __all__ = [
 Entry = tuple[int, int]
 """An action or message as (item, micro-batch), where all micro-batches have one size."""
 
-
-def copy_ranges(workload: Workload, orders: Orders, repetend: Repetend) -> list[range]:
-    """Positions of the copy in each device's (and link's) order; empty for a device without actions.
-
-    Raises:
-        InvalidPlanError: the orders do not contain the repetend as stated.
-    """
-    begins = begins_of(workload, orders, repetend.first, repetend.unroll)
-    found = []
-    for resource, order in enumerate(orders):
-        prefix, copy, _ = split_order(workload, resource, order, begins, repetend.unroll)
-        found.append(range(len(prefix), len(prefix) + len(copy)))
-    return found
+Parts = tuple[list[Entry], list[Entry], list[Entry]]
+"""Prefix, copy and suffix of an order."""
 
 
-def begins_of(workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Orders cut at a repetend: ``begins`` [item] its first micro-batch in the copy, ``parts`` [device, link]."""
+
+    workload: Workload
+    unroll: int
+    begins: list[int]
+    parts: list[Parts]
+
+    @classmethod
+    def of(cls, workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int) -> Cut:
+        """Cut orders where ``first`` and ``unroll`` say.
+
+        Raises:
+            InvalidPlanError: they do not contain such a copy.
+        """
+        begins = _begins(workload, orders, first, unroll)
+        parts = [_split(workload, resource, order, begins, unroll) for resource, order in enumerate(orders)]
+        return cls(workload, unroll, begins, parts)
+
+    @property
+    def tasks(self) -> frozenset[int]:
+        """The tasks of the copy."""
+        return tasks_of_copy(self.begins, self.unroll, self.workload.num_microbatches)
+
+    @property
+    def ranges(self) -> list[range]:
+        """[device, link] the positions of the copy in its order; empty for a device without actions."""
+        return [range(len(prefix), len(prefix) + len(copy)) for prefix, copy, _ in self.parts]
+
+    def orders(self, copies: int) -> list[list[int]]:
+        """[device, link] the order with so many copies more, in tasks of a workload with as many micro-batches."""
+        count = self.workload.num_microbatches + copies * self.unroll
+        longer = []
+        for prefix, copy, suffix in self.parts:
+            entries = [*repeated(copy, self.unroll, range(copies + 1)), *repeated(suffix, self.unroll, [copies])]
+            longer.append([item * count + m for item, m in (*prefix, *entries)])
+        return longer
+
+
+def _begins(workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int) -> list[int]:
     """[item] its first micro-batch in the copy: stated for operations, told from the links' orders for transfers.
 
     Raises:
@@ -103,9 +129,7 @@ def link_begins(
     return found
 
 
-def split_order(
-    workload: Workload, resource: int, order: Sequence[int], begins: Sequence[int], unroll: int
-) -> tuple[list[Entry], list[Entry], list[Entry]]:
+def _split(workload: Workload, resource: int, order: Sequence[int], begins: Sequence[int], unroll: int) -> Parts:
     """Prefix, copy and suffix of the order of a device or link; ``begins`` [item] are micro-batches.
 
     Raises:
@@ -194,9 +218,8 @@ def repetend_rate(workload: Workload, orders: Orders, first: Mapping[str, int], 
         InvalidPlanError: the orders do not contain such a copy.
     """
     require_cut(workload, first)
-    begins = begins_of(workload, orders, first, unroll)
-    runs = [split_order(workload, resource, order, begins, unroll)[1] for resource, order in enumerate(orders)]
-    steady = steady_state(workload, runs, begins, unroll)
+    cut = Cut.of(workload, orders, first, unroll)
+    steady = steady_state(workload, [copy for _, copy, _ in cut.parts], cut.begins, unroll)
     return None if steady is None else Fraction(steady[1], steady[0] * unroll)
 
 

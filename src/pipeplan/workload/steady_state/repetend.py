@@ -20,13 +20,11 @@ from pipeplan.errors import UsageError
 from pipeplan.workload.bounds import work_bound
 from pipeplan.workload.elements import MAX_COUNT, Repetend
 from pipeplan.workload.steady_state.rate import (
+    Cut,
     Entry,
-    begins_of,
     link_begins,
-    repeated,
     require_cut,
     require_equal_sizes,
-    split_order,
     steady_state,
 )
 from pipeplan.workload.task_graph import Orders, TaskGraph
@@ -306,15 +304,8 @@ def extend(
         )
     require_cut(workload, repetend.first)
     copies = _num_copies(before, repetend.unroll, num_microbatches)
-    larger = workload.with_microbatches(num_microbatches)
-    begins = begins_of(workload, orders, repetend.first, repetend.unroll)
-    longer = []
-    for resource, order in enumerate(orders):
-        prefix, copy, suffix = split_order(workload, resource, order, begins, repetend.unroll)
-        copied = repeated(copy, repetend.unroll, range(copies + 1))
-        entries = [*prefix, *copied, *repeated(suffix, repetend.unroll, [copies])]
-        longer.append([item * num_microbatches + m for item, m in entries])
-    return larger, longer
+    cut = Cut.of(workload, orders, repetend.first, repetend.unroll)
+    return workload.with_microbatches(num_microbatches), cut.orders(copies)
 
 
 def _num_copies(before: int, unroll: int, wanted: int) -> int:
