@@ -27,7 +27,7 @@ from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.cpsat.window_model import reschedule
+from pipeplan.schedule.cpsat.windows import reschedule
 from pipeplan.schedule.pattern import compose, microbatch_by_microbatch, middle_repetition
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph

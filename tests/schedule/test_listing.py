@@ -147,7 +147,8 @@ class TestPolicy:
     def test_weight_gradients_need_room_for_their_workspace(self) -> None:
         """Two micro-batches' activations fill the memory; then there were none left for any weight gradient."""
         workload = chain_workload(1, 2, split=(10, 10), activation_bytes=2, weight_grad_bytes=2, memory_bytes=4)
-        problem = replace(OneMicrobatch.of(workload), workspace=(0, 0, 1))
+        *others, weight = workload.operations
+        problem = OneMicrobatch.of(replace(workload, operations=(*others, replace(weight, workspace_bytes=1))))
         assert self.orders(Policy(), problem) == ["0F0 0I0 0W0 0F1 0I1 0W1"]
 
     @pytest.mark.parametrize("room", [1, 2, 3, 4])

@@ -11,7 +11,7 @@ from pipeplan.examples import ShapeCosts
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.cpsat.window_model import reschedule
+from pipeplan.schedule.cpsat.windows import reschedule
 from pipeplan.schedule.pattern import Pattern, compose, microbatch_by_microbatch, middle_repetition
 from pipeplan.schedule.search import search_schedule
 from pipeplan.workload.bounds import strong_makespan_bound, work_bound

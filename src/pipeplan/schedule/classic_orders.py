@@ -6,7 +6,7 @@ A schedule is an order per device: task numbers ``operation * N + micro-batch``,
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from itertools import islice, product
@@ -62,7 +62,7 @@ def sorted_by(problem: OneMicrobatch, key: Callable[[int, int], tuple[int, ...]]
 class Script:
     """A device's actions, written as words: ``F0`` is the next forward of its first chunk, ``F1`` of its second.
 
-    ``B0`` is the whole backward, W right behind I where they are apart; ``I0`` its input gradient (or the whole
+    ``B0`` is the whole backward, W right after I where they are apart; ``I0`` its input gradient (or the whole
     backward), ``W0`` the weight gradient of the chunk's oldest micro-batch that still owes one, ``W`` that of the
     oldest of all chunks. A word with nothing left to do is passed over, so that schedules need no ends.
     """
@@ -84,14 +84,14 @@ class Script:
         return len(self._chunks)
 
     def add(self, words: str, times: int = 1) -> Script:
-        """Append the words, in order, so many times."""
+        """Append the words, in order, ``times`` times."""
         for _ in range(times):
             for word in words.split():
                 self._word(word[0], int(word[1:]) if len(word) > 1 else None)
         return self
 
     def finish(self) -> list[int]:
-        """The order, with the weight gradients that are left behind it."""
+        """The order, with the weight gradients that are left after it."""
         return self.add("W", self._count * self.num_chunks).order
 
     def _word(self, kind: str, chunk: int | None) -> None:
@@ -144,11 +144,9 @@ def by_rules(name: str) -> Orderer:
         key = name, _structure(graph.workload)
         if key not in _remembered:
             _remembered[key] = schedule_by_rules(graph, rules)
-        _remembered.move_to_end(key)
-        found = _remembered[key]
-        while len(_remembered) > 1 and sum(map(_size, _remembered.values())) > _MOST_REMEMBERED:
-            _remembered.popitem(last=False)
-        return [list(order) for order in found]
+            while len(_remembered) > 1 and sum(map(_size, _remembered.values())) > _MOST_REMEMBERED:
+                del _remembered[next(iter(_remembered))]
+        return [list(order) for order in _remembered[key]]
 
     return orders
 
@@ -178,8 +176,8 @@ def _in_units(problem: OneMicrobatch, name: str, size: int) -> Orders:
     ]
 
 
-_remembered: OrderedDict[Hashable, Orders] = OrderedDict()
-"""{(name, structure): orders}, those that were asked for last behind the others."""
+_remembered: dict[Hashable, Orders] = {}
+"""{(name, structure): orders}, the oldest first."""
 
 _MOST_REMEMBERED = 200_000
 """Actions of all orders that are remembered; about 8 MB."""
@@ -308,10 +306,10 @@ def _handcrafted(problem: OneMicrobatch, graph: TaskGraph, depth: int | None) ->
 
 
 _TASKS_TRIED = 200_000
-"""As many settings are tried as have so many actions together: all of them up to 5,000 actions ..."""
+"""Settings are tried until their schedules have this many actions in all: all settings up to 5,000 actions ..."""
 
 _LEAST_TRIED = 3
-"""... and at least so many."""
+"""... and at least this many settings."""
 
 
 def _room(problem: OneMicrobatch, depth: int) -> tuple[int | None, ...]:

@@ -101,7 +101,7 @@ def _known_orders(problem: OneMicrobatch, graph: TaskGraph, thorough: bool) -> I
 
 
 _GREEDY_TASKS = 1_500
-"""Up to so many actions the greedy schedule is quick enough for a first look: it tries many limits."""
+"""Up to this many actions the greedy schedule is quick enough for a first look: it tries many limits."""
 
 
 def timed(problem: OneMicrobatch, workload: Workload, orders: Orders, scheduler: str) -> Schedule | None:

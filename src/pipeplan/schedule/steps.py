@@ -12,6 +12,7 @@ from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through, solve_pattern
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_POLICY, SECONDS_PER_SWEEP
+from pipeplan.schedule.cpsat.windows import Ramps, WholeHorizon, Windows
 from pipeplan.schedule.list_scheduling import PolicySearch, list_schedule
 from pipeplan.schedule.pattern import (
     Pattern,
@@ -23,7 +24,6 @@ from pipeplan.schedule.pattern import (
 )
 from pipeplan.schedule.rules.sweep import built_in_rules, sweeping
 from pipeplan.schedule.state import Candidate, ScheduleStep, SearchState
-from pipeplan.schedule.windows import Ramps, WholeHorizon, Windows
 from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -36,7 +36,7 @@ CHEAP_TASKS = 5000
 """Up to this many actions the classic schedules take milliseconds and are tried in any case."""
 
 MOST_ADOPTED = 8
-"""Repetends of up to so many micro-batches are taken from schedules."""
+"""Repetends of up to this many micro-batches are taken from schedules."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def _offer_pattern(state: SearchState, pattern: Pattern) -> None:
 
 @dataclass(frozen=True)
 class BuiltInRules(ScheduleStep):
-    """The built-in rules (FlexPipe, section 6), so many of them as have about ``tasks`` actions together."""
+    """The built-in rules (FlexPipe, section 6): as many as have about ``tasks`` actions in all."""
 
     share: float = 0.1
     tasks: int = 20_000

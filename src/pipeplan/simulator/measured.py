@@ -66,7 +66,7 @@ class DeviceTimes:
 class MeasuredComparison:
     """Predicted against measured.
 
-    ``iterations_ns`` are those of the steps that count, behind ``num_left_out``. ``replayed_ns`` is the makespan when
+    ``iterations_ns`` are those of the steps that count, after ``num_left_out``. ``replayed_ns`` is the makespan when
     every action lasts as measured and starts as soon as it can: what is missing to ``measured_ns`` is communication
     that took longer than predicted, and the interpreter.
     """

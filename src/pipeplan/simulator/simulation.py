@@ -26,7 +26,7 @@ __all__ = ["Simulation", "orders_of", "simulate"]
 
 
 _Name = tuple[str, str]
-"""What stands before and behind the micro-batch in a SEND."""
+"""What stands before and after the micro-batch in a SEND."""
 
 
 def orders_of(plan: Plan, graph: TaskGraph) -> list[list[int]]:
@@ -60,9 +60,9 @@ def _link_order(graph: TaskGraph, link: int, source: int, target: int, program: 
     numbered = enumerate(graph.workload.transfers, len(graph.workload.operations))
     tasks = {item: range(*graph.offsets[item : item + 2]) for item, transfer in numbered if transfer.link == link}
     number: dict[str, int] = {}
-    for (before, behind), item in _names(graph.workload, link, source).items():
+    for (before, after), item in _names(graph.workload, link, source).items():
         text = graph.workload.slots[item].text
-        number.update({f"{before}{text(m)}{behind}": task for m, task in enumerate(tasks[item])})
+        number.update({f"{before}{text(m)}{after}": task for m, task in enumerate(tasks[item])})
     order = [number[text] for text in program if text in number]
     if not len(order) == len(set(order)) == sum(map(len, tasks.values())):
         raise InvalidPlanError(

@@ -181,7 +181,7 @@ def _unrolled(problem: OneMicrobatch) -> int:
 
 
 _UNROLLED_TASKS = 20_000
-"""Beyond so many actions the unrolled bound is left out: it is for few micro-batches, where it matters."""
+"""Beyond this many actions the unrolled bound is left out: it is for few micro-batches, where it matters."""
 
 
 def _longest(

@@ -137,7 +137,7 @@ class OneMicrobatch:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The operations, each behind everything it waits for."""
+        """The operations, each after everything it waits for."""
         return tuple(sorted(range(self.num_operations), key=self.workload.rank))
 
     @cached_property

@@ -5,7 +5,7 @@ A plan is a workload with a schedule. Planners take a workload, simulation repla
 A *link* leads from one device to another and carries one message at a time, for the message's occupancy. Where
 messages may have to wait for it, they are *transfers*: things to run as operations are, on links instead of devices.
 Operations and transfers together are *items*, numbered: first the operations, then the transfers. Links
-are numbered behind the devices.
+are numbered after the devices.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Workload:
 
     @cached_property
     def resources(self) -> tuple[tuple[int, ...], ...]:
-        """[item] its devices, or the number of its link behind the devices."""
+        """[item] its devices, or the number of its link after the devices."""
         compute = tuple(self.stages[operation.stage].devices for operation in self.operations)
         return compute + tuple((len(self.devices) + transfer.link,) for transfer in self.transfers)
 
@@ -291,7 +291,7 @@ class Workload:
         ]
 
     def rank(self, item: int) -> tuple[int, bool]:
-        """Sort key by which what an item waits for comes before it: a transfer stands right behind its source."""
+        """Sort key by which what an item waits for comes before it: a transfer stands right after its source."""
         is_transfer = item >= len(self.operations)
         return (self.transfers[item - len(self.operations)].source if is_transfer else item, is_transfer)
 

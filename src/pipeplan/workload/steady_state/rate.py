@@ -1,6 +1,4 @@
-"""How fast a repetend goes when it is repeated without end, from the copies that orders contain.
-
-Where the orders of a schedule contain a repetend: prefix, copy and suffix on each device.
+"""Where the orders of a schedule contain a repetend, and how fast it goes when it is repeated without end.
 
 A repetend (Tessel III-C) is said by ``first`` and ``unroll``: on each device the *copy* is a contiguous run in
 which every operation of the device occurs ``unroll`` times, on micro-batches ``first[operation]`` and on. What
@@ -74,7 +72,7 @@ class Cut:
         return [range(len(prefix), len(prefix) + len(copy)) for prefix, copy, _ in self.parts]
 
     def orders(self, copies: int) -> list[list[int]]:
-        """[device, link] the order with so many copies more, in tasks of a workload with as many micro-batches."""
+        """[device, link] the order with this many copies more, in tasks of a workload with as many micro-batches."""
         count = self.workload.num_microbatches + copies * self.unroll
         longer = []
         for prefix, copy, suffix in self.parts:
@@ -84,7 +82,7 @@ class Cut:
 
 
 def _begins(workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int) -> list[int]:
-    """[item] its first micro-batch in the copy: stated for operations, told from the links' orders for transfers.
+    """[item] its first micro-batch in the copy: stated for operations, found in the links' orders for transfers.
 
     Raises:
         InvalidPlanError: a link's order cannot be cut.
@@ -159,7 +157,7 @@ def _split(workload: Workload, resource: int, order: Sequence[int], begins: Sequ
 
 
 def tasks_of_copy(begins: Sequence[int], unroll: int, num_microbatches: int) -> frozenset[int]:
-    """The tasks of a copy, of a workload with so many micro-batches; ``begins`` [item] are the first ones in it."""
+    """The tasks of a copy in a workload of ``num_microbatches``; ``begins`` [item] are the first ones of the copy."""
     return frozenset(x * num_microbatches + m for x, begin in enumerate(begins) for m in range(begin, begin + unroll))
 
 

@@ -1,6 +1,4 @@
-"""The repetend of a schedule that somebody made: found, and repeated for more micro-batches.
-
-Replaying a schedule for more micro-batches by repeating its repetend (Tessel III-C).
+"""The repetend of a schedule: found, and repeated for more micro-batches (Tessel III-C).
 
 With ``first[source] >= first[target]`` for every dependency, nothing in a copy waits for a later copy, so prefix,
 any number of copies and suffix can be strung together without deadlock. A copy gives back what it takes, so
@@ -72,7 +70,7 @@ def find_repetend(
     if best is None:
         return None
     ids = [operation.id for operation in graph.workload.operations]
-    first = dict(zip(ids, best.first, strict=False))  # what is behind the operations follows from the links' orders
+    first = dict(zip(ids, best.first, strict=False))  # what follows the operations is given by the links' orders
     return Repetend(unroll=best.unroll, repetend_ns=best_time, first=first)
 
 
