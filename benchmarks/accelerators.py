@@ -2,7 +2,7 @@
 
 ``frontier``: the cost frontiers of TensorOpt's models, and of stages inside pipelines; ``graphpipe``: the partitioner
 on the models of Table 3.1 and on graphs of many blocks with little memory; ``chain``: cuts for devices that run several
-stages, where what counts is the run they promise (:func:`pipeplan.partition.chain.interleaved_dp.run_time`). Every run
+stages, where what counts is the run they promise (:func:`pipeplan.partition.chain.rebalance.run_time`). Every run
 is a process of its own, ended after --cpu seconds.
 
     python benchmarks/accelerators.py [--part frontier,graphpipe,chain] [--cells "on 8"] [--cpu 60]
@@ -35,9 +35,9 @@ from pipeplan.files import read_profile
 from pipeplan.partition import graph as graphpipe
 from pipeplan.partition import placement as strategies
 from pipeplan.partition.chain.costs import Chain
-from pipeplan.partition.chain.interleaved_dp import run_time
+from pipeplan.partition.chain.rebalance import run_time
 from pipeplan.partition.stage_frontier import StageFrontiers
-from pipeplan.sharding.configurations.building import CostOptions, cost_model
+from pipeplan.sharding.cost_model import CostOptions, cost_model
 
 PROFILES = Path(__file__).parents[1] / "profiles"
 WORSE, SLOWER = 1.001, 1.5
@@ -108,7 +108,7 @@ def _stages(name: str) -> Measured:
 
     def call() -> float:
         sizes = stage_frontiers.SIZE, stage_frontiers.NUMBER, stage_frontiers.DEVICES
-        own = StageFrontiers.of(profile, *sizes, (False, True), cluster)
+        own = StageFrontiers(profile, *sizes, (False, True), cluster)
         most = max(cut.memory_bytes for cut in own.fastest(stage_frontiers.DEVICES, None))
         return sum(stage_frontiers.promised(own, int(0.7**step * most)) or 0 for step in range(5))
 

@@ -36,11 +36,10 @@ from tables import machine, markdown, note
 
 from pipeplan.costs import StageCost
 from pipeplan.errors import InfeasibleError
-from pipeplan.partition.baselines import dapple, piper
-from pipeplan.partition.baselines.slicer import num_to_split, sliced
+from pipeplan.partition.baselines import dapple, num_to_split, piper, sliced
 from pipeplan.partition.chain import Cuts, plan_chain, timeline
 from pipeplan.partition.chain import autopipe as plan_depths
-from pipeplan.partition.chain.autopipe_simulator import Step
+from pipeplan.partition.chain.autopipe import Step
 from pipeplan.partition.chain.costs import ChainCosts
 from pipeplan.partition.problem import PartitionProblem, Pricing, Way
 

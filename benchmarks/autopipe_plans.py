@@ -19,11 +19,10 @@ from pipeplan.costs.communication import Exchange, prices_in
 from pipeplan.costs.presets import cluster_of_paper, device_preset
 from pipeplan.examples import model
 from pipeplan.files import Cluster
-from pipeplan.partition.baselines import dapple, piper
-from pipeplan.partition.baselines.dapple import latency
+from pipeplan.partition.baselines import dapple, latency, piper
 from pipeplan.partition.chain import Cuts, plan_chain
 from pipeplan.partition.chain import autopipe as plan_depths
-from pipeplan.partition.chain.autopipe_simulator import Step
+from pipeplan.partition.chain.autopipe import Step
 from pipeplan.partition.chain.costs import ChainCosts, StageTimes
 from pipeplan.partition.problem import Partition, PartitionProblem, Pricing, Way, together
 

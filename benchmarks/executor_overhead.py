@@ -41,11 +41,11 @@ from pipeplan.planning.build_plan import assemble
 from pipeplan.runtime.executor.interpreter import Executor
 from pipeplan.runtime.executor.rank_program import ProgramStep, programs_of
 from pipeplan.runtime.executor.stage import MiniBatch
-from pipeplan.runtime.executor.tensor_slots import Produced, Received, TensorSpec
+from pipeplan.runtime.executor.tensors import Produced, Received, TensorSpec
 from pipeplan.runtime.launch.__main__ import main as be_rank
 from pipeplan.runtime.launch.job import RankContext
 from pipeplan.runtime.launch.local import watch_local
-from pipeplan.runtime.launch.status_board import Board, Phase, Progress
+from pipeplan.runtime.launch.status import Board, Phase, Progress
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.parallel.device import Clock
 from pipeplan.runtime.training.options import TrainOptions

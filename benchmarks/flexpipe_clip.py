@@ -21,9 +21,10 @@ from pipeplan.costs.presets import cluster_of_paper
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import model
 from pipeplan.files import Plan
+from pipeplan.partition import place_submodules
 from pipeplan.planning import Batch, PlacementCandidate, Request
 from pipeplan.planning.build_plan import planned
-from pipeplan.planning.rule_placements import SUBMODULES, place_by_rules
+from pipeplan.planning.request import SUBMODULES, submodules_of
 from pipeplan.planning.trials import Trial, iteration_of
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import Rules
@@ -52,9 +53,9 @@ def candidates(request: Request, rules: Rules) -> Iterator[PlacementCandidate]:
     for replicas, size, recompute in product((1, 2, 4, 8), SIZES, (False, True)):
         batch = Batch(MINI_BATCH // (size * replicas), size * replicas)
         try:
-            placement = place_by_rules(
-                rules,
+            placement = place_submodules(
                 request.profile,
+                submodules_of(rules, GPUS // replicas),
                 GPUS,
                 microbatch_size=batch.microbatch_size,
                 memory_bytes=request.memory,

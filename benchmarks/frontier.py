@@ -28,9 +28,9 @@ from pipeplan.examples.layout import ModelLayout
 from pipeplan.examples.models import family_of, model
 from pipeplan.files import Cluster, Profile
 from pipeplan.sharding.baselines import BaselinePoint, data_parallel, fastest, one_mesh_for_all, split_everything
-from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
-from pipeplan.sharding.configurations.details import Details, details_of
-from pipeplan.sharding.tracking import Tracked, track, turning_point
+from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
+from pipeplan.sharding.details import Details, details_of
+from pipeplan.sharding.tracking import Tracked, knee, track
 
 BATCH = 256
 DEVICES = 16
@@ -93,7 +93,7 @@ class Run:
 
     @property
     def turn(self) -> int:
-        return turning_point(self.frontier.memory_bytes, self.frontier.time_ns) or 0
+        return knee(self.frontier.memory_bytes, self.frontier.time_ns) or 0
 
     def point(self, index: int) -> str:
         return shown(BaselinePoint(int(self.frontier.memory_bytes[index]), int(self.frontier.time_ns[index])))

@@ -15,12 +15,15 @@ Zoo models in one piece run their blocks in one graph, Hugging Face models run t
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 from tables import machine, markdown, note
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from pipeplan.costs.presets import device_preset
 from pipeplan.costs.stages import stage_costs
@@ -30,7 +33,7 @@ from pipeplan.runtime.models.huggingface import load
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.profiling.estimate import estimate_model
 from pipeplan.runtime.profiling.measure import profile_model
-from pipeplan.runtime.profiling.whole_model import WholeBench, WholeModelTimes
+from runtime_support.whole_model import WholeBench, WholeModelTimes
 
 MODELS = {
     "gpt2-124m": "gpt2-124m",
@@ -137,7 +140,7 @@ def main() -> None:
             warmup=asked.warmup,
             dtype=getattr(torch, asked.dtype),
             device=asked.device,
-            beside=benches,
+            beside=[bench.time for bench in benches],
         )
         if asked.keep:
             write_file(profile, str(asked.keep / f"{name}.json"))

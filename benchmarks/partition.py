@@ -339,7 +339,7 @@ def sized(blocks: int, branches: int, num_devices: int, memory: int | None) -> P
     mini_batch = 4 * num_devices
     ways = [
         Way(size, replicas, row)
-        for row, (samples, _) in enumerate(rows)
+        for row, samples in enumerate(each.samples for each in rows)
         for replicas in (1 << power for power in range(num_devices.bit_length()))
         if (size := samples * replicas) <= mini_batch
     ]

@@ -29,7 +29,7 @@ def main() -> None:
     print("|---|---|---|---|---|")
     for name in MODELS:
         profile = model(name, shards=(1, 2, 4))
-        own = StageFrontiers.of(profile, SIZE, NUMBER, DEVICES, (False, True), cluster)
+        own = StageFrontiers(profile, SIZE, NUMBER, DEVICES, (False, True), cluster)
         alike = replace(own, splits={})
         limit, gains = max(cut.memory_bytes for cut in alike.fastest(DEVICES, None)), []
         while (time := promised(own, limit)) is not None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pipeplan.files import read_profile as read_profile
     from pipeplan.files import write_file as write_file
     from pipeplan.files import write_text as write_text
+    from pipeplan.partition import STRATEGIES as STRATEGIES
     from pipeplan.planning import Comparison as Comparison
     from pipeplan.planning import FrontierResult as FrontierResult
     from pipeplan.planning import Mode as Mode
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from pipeplan.runtime.profiling.links import Keep, OnPoint
     from pipeplan.runtime.profiling.links import LinkOptions as LinkOptions
     from pipeplan.runtime.profiling.links import LinkPoint as LinkPoint
-    from pipeplan.runtime.profiling.resume import UnfinishedProfile as UnfinishedProfile
+    from pipeplan.runtime.profiling.rounds import UnfinishedProfile as UnfinishedProfile
     from pipeplan.runtime.training.options import RunOutcome as RunOutcome
     from pipeplan.runtime.training.options import TrainOptions as TrainOptions
     from pipeplan.schedule.rules import Rules as Rules
@@ -57,12 +58,13 @@ _PARTS = {
         *("Cluster", "Plan", "Profile"),
         *("read_cluster", "read_plan", "read_profile", "write_file", "write_text"),
     ),
+    "pipeplan.partition": ("STRATEGIES",),
     "pipeplan.planning": ("Request", "Splitting", "frontier_request"),
     "pipeplan.planning.frontier_result": ("request_notes",),
     "pipeplan.runtime.profiling.links": ("LinkOptions",),
     "pipeplan.runtime.models.load": ("load_model",),
     "pipeplan.runtime.launch.job": ("RunOptions",),
-    "pipeplan.runtime.profiling.resume": ("UnfinishedProfile",),
+    "pipeplan.runtime.profiling.rounds": ("UnfinishedProfile",),
     "pipeplan.runtime.training.options": ("TrainOptions",),
     "pipeplan.schedule.rules.files": ("read_rules", "to_toml"),
 }

@@ -44,8 +44,8 @@ def test_a_range_costs_what_its_blocks_cost_together(costs: list[StageCost], in_
     assert chain.workspace(begins, ends).tolist() == [stage.workspace_bytes for stage in stages]
     memory = chain.memory(begins, ends, in_flight).tolist()
     assert memory == [stage.memory_bytes(in_flight) for stage in stages]
-    room = chain.room(begins, ends, limit).tolist()
-    assert room == [stage.room(limit) for stage in stages]
+    room = chain.most_in_flight(begins, ends, limit).tolist()
+    assert room == [stage.most_in_flight(limit) for stage in stages]
     assert all((each >= in_flight) == (needed <= limit) for each, needed in zip(room, memory, strict=True))
     assert int(chain.memory(0, len(costs), in_flight)) == stages[len(costs) - 1].memory_bytes(in_flight)
 

@@ -13,7 +13,7 @@ from pipeplan.examples import model
 from pipeplan.files import Block, CostRow, Edge, Placement, Profile, Source
 from pipeplan.partition.baselines import pipedream, piper
 from pipeplan.partition.graph import GraphPartition, graphpipe
-from pipeplan.partition.in_flight import KFKB, best_k, samples_in_flight
+from pipeplan.partition.graph.in_flight import KFKB, samples_in_flight
 from pipeplan.partition.problem import Costs, Partition, PartitionProblem, Pricing, Way
 from pipeplan.partition.series_parallel import topological_order
 from pipeplan.schedule.stage_graph import kfkb_orders
@@ -80,8 +80,6 @@ def test_two_forwards_and_two_backwards_in_turn_save_the_stage_before_a_micro_ba
     held = [samples_in_flight(KFKB(k, 1), last, 2) for k in (1, 2)]
     first = [samples_in_flight(KFKB(1, 2), KFKB(k, 1), middle) for k, middle in zip((1, 2), held, strict=True)]
     assert [-(-samples // 2) for samples in first] == [4, 3]
-    assert best_k(1, [(last, 2)], (1, 2)) == (KFKB(1, 1), 4)  # for itself it is all the same
-    assert best_k(4, [], (1, 2)) == (KFKB(1, 4), 4)
 
 
 def case_study() -> tuple[dict[str, Costs], list[tuple[str, str]]]:
@@ -198,7 +196,7 @@ def test_each_stage_chooses_whether_it_recomputes() -> None:
     found = partition(problem)
     assert [stage.recompute for stage in found.placement.stages] == [True, False]
     assert found.value_ns == 4 * 14
-    with pytest.raises(InfeasibleError, match=r"needs 200B, 50B too much; 2 devices of 200B would do"):
+    with pytest.raises(InfeasibleError, match=r"of 150B fits; 2 devices of 200B would do"):
         partition(replace(problem, ways=choices[:1]))
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pipeplan.costs.communication import all_reduce_time, transfer_time
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source
-from pipeplan.partition.cluster_links import GroupLinks, LinkTime, Rooms, link_time
+from pipeplan.partition.cluster_links import GroupLinks, GroupMemory, LinkTime, link_time
 from pipeplan.partition.mapping import LayoutSearch, mapped
 
 Devices = tuple[int, ...]
@@ -328,7 +328,7 @@ def test_a_search_ends_when_its_work_is_done(groups: tuple[int, ...], monkeypatc
     traffic = {(draw.randrange(len(groups)), draw.randrange(len(groups))): MEGABYTE for _ in groups}
     question = large(groups, traffic, MEGABYTE)
     links = GroupLinks.of(question.groups, question.traffic, question.cluster, question.sync)
-    search = LayoutSearch(links, Rooms.of(question.groups, [0] * len(groups), question.cluster))
+    search = LayoutSearch(links, GroupMemory.of(question.groups, [0] * len(groups), question.cluster))
     devices = search.best()
     assert search.left > -sum(links.work)
     assert question.told(devices) <= question.told(question.in_order())

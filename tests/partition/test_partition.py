@@ -15,12 +15,11 @@ from pipeplan.costs import StageCost
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Block, CostRow, Placement, Profile, Source
 from pipeplan.partition import STRATEGIES, balanced_split, place
-from pipeplan.partition.chain import interleaved_dp as exact_module
 from pipeplan.partition.chain import kernel as chain_kernel
+from pipeplan.partition.chain import rebalance
 from pipeplan.partition.chain.costs import Chain, Held
-from pipeplan.partition.chain.interleaved_dp import shortest_run
 from pipeplan.partition.chain.kernel import least_split
-from pipeplan.partition.chain.rebalance import levelled, roomiest
+from pipeplan.partition.chain.rebalance import least_short, levelled, shortest_run
 from references.split import slow_split
 
 TIMES = st.sampled_from([0, 1, 1, 2, 3, 5, 8, 30])
@@ -275,7 +274,7 @@ def test_the_exact_search_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> N
         [(5 + index % 7, 0, 0, 0) for index in range(24)], STRATEGIES["v-shape"].routes(4, 2)[0], [None] * 4
     )
     assert shortest_run(chain, 10**6) is not None
-    monkeypatch.setattr(exact_module, "MAX_STEPS", 10)
+    monkeypatch.setattr(rebalance, "MAX_STEPS", 10)
     assert shortest_run(chain, 10**6) is None
 
 
@@ -312,7 +311,7 @@ def test_roomiest_misses_least(blocks: list[tuple[int, int, int, int]], limits: 
     def shortage(begins: Sequence[int]) -> int:
         return max(device_bytes(blocks, begins, [0, 1, 2], device) - limits[device] for device in range(3))
 
-    assert shortage(roomiest(chain)) == min(shortage(each) for each in cuts(len(blocks), 3))
+    assert shortage(least_short(chain)) == min(shortage(each) for each in cuts(len(blocks), 3))
 
 
 # Placements --------------------------------------------------------------------------------------------------------

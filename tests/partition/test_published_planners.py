@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from builders import profiles
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import CostRow, PlacedStage, Profile
-from pipeplan.partition.baselines import dapple, pipedream, piper
-from pipeplan.partition.baselines.bottleneck import downsets
-from pipeplan.partition.baselines.dapple import latency
+from pipeplan.partition.baselines import dapple, downsets, latency, pipedream, piper
 from pipeplan.partition.chain import timeline
 from pipeplan.partition.chain.costs import StageTimes
 from pipeplan.partition.problem import Partition, PartitionProblem, Way

@@ -14,7 +14,7 @@ from builders.profiles import joined
 from pipeplan.costs import stage_costs
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Profile
-from pipeplan.partition.per_block_sharding import UniformWay
+from pipeplan.partition.problem import Way
 from pipeplan.partition.stage_frontier import StageFrontiers
 
 
@@ -41,13 +41,11 @@ def chain_profile(seed: int, num_blocks: int) -> Profile:
     return joined(blocks, bytes_per_sample=1)
 
 
-def every_partition(
-    profile: Profile, num_devices: int, num_stages: int
-) -> Iterator[list[tuple[tuple[str, ...], UniformWay]]]:
+def every_partition(profile: Profile, num_devices: int, num_stages: int) -> Iterator[list[tuple[tuple[str, ...], Way]]]:
     """All cuts of the chain with all ways for all groups of one, two or all devices."""
     names = [block.id for block in profile.blocks]
     ways = [
-        UniformWay(replicas, shards, recompute)
+        Way(4, replicas, 0, recompute, shards)
         for replicas in (1, 2, 3, 4)
         for shards in (1, 2)
         for recompute in (False, True)
@@ -61,9 +59,7 @@ def every_partition(
                 yield list(zip(runs, chosen, strict=True))
 
 
-def takes(
-    profile: Profile, partition: list[tuple[tuple[str, ...], UniformWay]], num_microbatches: int
-) -> tuple[int, int]:
+def takes(profile: Profile, partition: list[tuple[tuple[str, ...], Way]], num_microbatches: int) -> tuple[int, int]:
     """Bytes of the device that needs most, ns of the slowest stage."""
     memory = slowest = 0
     for place, (blocks, way) in enumerate(partition):
@@ -82,7 +78,7 @@ def test_the_slowest_stage_is_as_quick_as_memory_allows(
     seed: int, num_blocks: int, num_devices: int, num_microbatches: int
 ) -> None:
     profile = chain_profile(seed, num_blocks)
-    frontiers = StageFrontiers.of(profile, 4, num_microbatches, num_devices, (False, True))
+    frontiers = StageFrontiers(profile, 4, num_microbatches, num_devices, (False, True))
     every = {
         stages: [takes(profile, each, num_microbatches) for each in every_partition(profile, num_devices, stages)]
         for stages in range(1, min(num_blocks, num_devices) + 1)
@@ -97,7 +93,7 @@ def test_the_slowest_stage_is_as_quick_as_memory_allows(
                 cut = cuts[stages]
                 assert cut.slowest_ns == min(fitting)
                 ways = [
-                    UniformWay(stage.replicas, stage.shards, bool(stage.recompute)) for stage in cut.placement.stages
+                    Way(4, stage.replicas, 0, bool(stage.recompute), stage.shards) for stage in cut.placement.stages
                 ]
                 stated = [(stage.blocks, way) for stage, way in zip(cut.placement.stages, ways, strict=True)]
                 assert takes(profile, stated, num_microbatches) == (cut.memory_bytes, cut.slowest_ns)
@@ -105,4 +101,4 @@ def test_the_slowest_stage_is_as_quick_as_memory_allows(
 
 def test_sizes_that_were_not_profiled_are_refused() -> None:
     with pytest.raises(UsageError, match="micro-batches of 64"):
-        StageFrontiers.of(chain_profile(0, 2), 64, 1, 2, (False,))
+        StageFrontiers(chain_profile(0, 2), 64, 1, 2, (False,))

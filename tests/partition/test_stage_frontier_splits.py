@@ -16,12 +16,13 @@ from builders import clusters
 from pipeplan.costs import stage_costs
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Source
-from pipeplan.partition.per_block_sharding import GroupSplits, UniformWay
+from pipeplan.partition.per_block_sharding import GroupSplits
+from pipeplan.partition.problem import Way
 from pipeplan.partition.stage_frontier import ChainCut, StageFrontiers
-from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
-from pipeplan.sharding.configurations.details import StageModels
-from pipeplan.sharding.configurations.layouts import Layout
-from pipeplan.sharding.configurations.pricing import Configuration
+from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
+from pipeplan.sharding.details import StageModels
+from pipeplan.sharding.layouts import Layout
+from pipeplan.sharding.operators import Configuration
 
 SIZE = 4
 Taken = tuple[int, int]
@@ -78,7 +79,7 @@ def all_alike(profile: Profile, blocks: Sequence[str], devices: int, in_flight: 
     """(Bytes, ns) of a stage for every way to run all its blocks."""
     for shards in (1, 2):
         for recompute in (False, True):
-            way = UniformWay(devices // shards, shards, recompute)
+            way = Way(SIZE, devices // shards, 0, recompute, shards)
             if devices % shards or SIZE % way.replicas:
                 continue
             costs = [stage_costs(profile, [b], SIZE // way.replicas, shards, recompute=recompute) for b in blocks]
@@ -165,13 +166,12 @@ def require_right(cut: ChainCut, oracle: Oracle, limit: float) -> None:
     """A cut takes what it says, and no stage of it more."""
     stages = cut.placement.stages
     assert cut.memory_bytes <= limit
-    for place, point in cut.splits.items():
-        stage = stages[place]
+    for place, split in enumerate(cut.stages):
+        stage = split.stage
         taken = oracle.stage(stage.blocks, len(stage.devices), oracle.held(stages, place))
-        assert (point.memory_bytes, point.time_ns) in taken
-        assert point.time_ns <= cut.slowest_ns
-        assert point.configurations == stage.configurations
-        assert point.recompute == stage.recompute
+        assert (split.memory_bytes, split.time_ns) in taken
+        assert split.time_ns <= cut.slowest_ns
+        assert (place in cut.given) == bool(stage.configurations)
 
 
 @settings(max_examples=12)
@@ -183,7 +183,7 @@ def test_the_slowest_stage_is_as_quick_as_any_strategies_allow(
     profile = profile_of(seed, num_blocks, chain=chain)
     oracle = Oracle(profile, num_devices, number)
     given = profile, SIZE, number, num_devices, (False, True), cluster_of(num_devices)
-    frontiers = StageFrontiers.of(*given)
+    frontiers = StageFrontiers(*given)
     free = frontiers.fastest(num_devices, None)
     most = max(cut.memory_bytes for cut in free)
     for limit in (None, most, int(0.8 * most), int(0.6 * most), int(0.45 * most)):

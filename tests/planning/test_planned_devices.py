@@ -6,7 +6,7 @@ from builders.requests import request_of
 from pipeplan.checker import check
 from pipeplan.files import Block, Cluster, CostRow, DeviceKind, Edge, LinkLevel, PlacedStage, Placement, Profile, Source
 from pipeplan.planning import Batch, PlacementCandidate, Request, search_plan
-from pipeplan.planning.device_mapping import on_cluster
+from pipeplan.planning.trials import on_cluster
 from support.paths import ROOT
 
 PROFILES = ROOT / "profiles"

@@ -15,9 +15,9 @@ from pipeplan.examples import model as paper_model
 from pipeplan.files import Profile, parse, to_json
 from pipeplan.files.plan import Plan
 from pipeplan.planning import Batch, Request, Splitting
-from pipeplan.planning.operator_strategies import plan_of_strategy, split_blocks
-from pipeplan.planning.sharding_frontier import split_frontier
-from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
+from pipeplan.planning.sharding_frontier import plan_of_strategy, split_frontier
+from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
+from pipeplan.sharding.details import split_blocks
 from pipeplan.sharding.graph import Strategy
 from pipeplan.sharding.tracking import Tracked, track
 from pipeplan.simulator.simulation import simulate

@@ -16,10 +16,8 @@ from pipeplan.examples import model, shape
 from pipeplan.files import PlacedStage, Placement, Profile
 from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.planning import Batch, PlacementCandidate, Request, Splitting
-from pipeplan.planning.operator_strategies import StageSplits
-from pipeplan.planning.pipeline_frontier import chains
-from pipeplan.planning.plan_frontier import PlanFrontier, plan_frontier
-from pipeplan.planning.sharding_frontier import split_frontier
+from pipeplan.planning.plan_frontier import PlanFrontier, chains, plan_frontier
+from pipeplan.planning.sharding_frontier import split_frontier, split_stages
 from pipeplan.planning.trials import Trial
 from pipeplan.simulator.simulation import simulate
 from pipeplan.units import parse_bytes
@@ -44,7 +42,7 @@ def frontier_of(name: str, memory_bytes: int | None = None) -> tuple[Request, Pl
     "name",
     [
         "gpt2-124m",
-        "tensoropt-transformer",
+        pytest.param("tensoropt-transformer", marks=pytest.mark.slow),
         "mmt-2",
         pytest.param("tessel-mt5-1.8b", marks=pytest.mark.slow),
     ],
@@ -131,14 +129,14 @@ def test_stages_take_points_of_their_own_frontiers() -> None:
     placement = Placement(strategy="stage graph", num_devices=2, stages=(stage,))
     asked = replace(request, num_devices=2)
     whole = PlacementCandidate(placement, request.batch, False, "test")
-    splits = StageSplits(GroupSplits(asked.profile, None))
-    free = splits.split(whole, None)
+    splits = GroupSplits(asked.profile, None)
+    free = split_stages(splits, whole, None)
     assert free is not None
     quick = Trial.of(asked, free)
     uniform = Trial.of(asked, whole)
     assert free.placement.stages[0].configurations
     assert min(quick.bounds) <= min(uniform.bounds)  # all blocks in one way are among its frontier's points
-    assert splits.split(whole, 1000) is None
+    assert split_stages(splits, whole, 1000) is None
 
 
 def test_blocks_that_run_on_several_devices_alone_have_plans() -> None:

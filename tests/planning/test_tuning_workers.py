@@ -11,7 +11,7 @@ import pytest
 
 from pipeplan.examples import shape
 from pipeplan.planning import Batch, Request
-from pipeplan.planning.tuning_workers import Workers
+from pipeplan.planning.tuning import Workers
 from pipeplan.time_limit import Limit
 
 REQUEST = Request(shape("v", 2), 2, Batch(2, 1), sizes=(1,))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pipeplan.costs import StageCost
 from pipeplan.files import PlacedStage, Placement
-from pipeplan.partition.in_flight import KFKB, flows, kfkb_word
+from pipeplan.partition.graph.in_flight import KFKB, flows, kfkb_word
 from pipeplan.partition.problem import Costs
 from pipeplan.workload.kinds import Role
 

@@ -55,7 +55,7 @@ def test_a_rank_starts_without_torch() -> None:
     assert not any(map(imports_torch, closure_of(set(in_room("launch")) - {worker, start})))
 
 
-@pytest.mark.parametrize("module", ["message_graph", "sample_ownership", "rank_program"])
+@pytest.mark.parametrize("module", ["message_graph", "rank_program"])
 def test_plans_are_lowered_without_torch(module: str) -> None:
     assert not any(map(imports_torch, closure_of([f"{RUNTIME}.executor.{module}"])))
 

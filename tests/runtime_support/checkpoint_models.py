@@ -9,17 +9,17 @@ import torch
 from torch import nn
 
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.models.zoo.gpt import GPTSize, gpt
+from pipeplan.runtime.models.zoo.gpt import GPTSize
 
 TINY = GPTSize(layers=4, hidden=32, heads=2, vocabulary=64, positions=16, sequence=16)
 
 
 def wider() -> Model:
-    return gpt("gpt2-tiny", replace(TINY, positions=20))
+    return replace(TINY, positions=20).model("gpt2-tiny")
 
 
 def deeper() -> Model:
-    return gpt("gpt2-tiny", replace(TINY, layers=5))
+    return replace(TINY, layers=5).model("gpt2-tiny")
 
 
 class Counting(torch.optim.Optimizer):

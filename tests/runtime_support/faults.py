@@ -25,7 +25,7 @@ from pipeplan.files import Plan
 from pipeplan.runtime.launch import local as launch
 from pipeplan.runtime.launch.__main__ import take_identity
 from pipeplan.runtime.launch.job import RankContext, Report
-from pipeplan.runtime.launch.status_board import Phase, Progress
+from pipeplan.runtime.launch.status import Phase, Progress
 from pipeplan.runtime.training.options import TrainOptions
 
 __all__ = ["BEFORE_STEPS", "HANGS", "KINDS", "Ending", "Fault", "left_over", "run_with"]

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import BlockSpec, Model
-from pipeplan.runtime.parallel.parameter_slices import Cut
-from pipeplan.runtime.parallel.sharding import WHOLE, Shards, Split
+from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
 from pipeplan.runtime.parallel.split_layers import RowLinear, WordEmbedding, cross_entropy
 
 WIDTH = 8

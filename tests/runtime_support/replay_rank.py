@@ -66,13 +66,11 @@ def replay(job: Mapping[str, Any], context: Any) -> None:
     """Run the plan's program on one mini-batch, and report how far gradients are from those of an unsplit run."""
     from pipeplan.runtime.executor.channels import Channels
     from pipeplan.runtime.executor.interpreter import Executor
-    from pipeplan.runtime.executor.layouts import StageLayouts
-    from pipeplan.runtime.executor.process_groups import ProcessGroups
-    from pipeplan.runtime.executor.rank_group import AllRanks
+    from pipeplan.runtime.executor.process_groups import AllRanks, ProcessGroups
     from pipeplan.runtime.executor.rank_program import programs_of
     from pipeplan.runtime.executor.shared_parameters import SharedParameters
     from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
-    from pipeplan.runtime.executor.tensor_slots import TensorSpec
+    from pipeplan.runtime.executor.tensors import StageLayouts, TensorSpec
 
     plan, model, timeout = parse(job["plan"], Plan), chain(), timedelta(seconds=60)
     program = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)[context.rank]

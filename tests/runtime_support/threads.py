@@ -18,16 +18,13 @@ from torch import Tensor, nn
 from pipeplan.files import Plan
 from pipeplan.runtime.executor.channels import TransferError
 from pipeplan.runtime.executor.interpreter import Executor
-from pipeplan.runtime.executor.layouts import StageLayouts
 from pipeplan.runtime.executor.rank_program import Program, ProgramStep, programs_of
 from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
-from pipeplan.runtime.executor.tensor_slots import TensorSpec
-from pipeplan.runtime.launch.failures import Cause
-from pipeplan.runtime.launch.status_board import Board, Progress
+from pipeplan.runtime.executor.tensors import StageLayouts, TensorSpec
+from pipeplan.runtime.launch.status import Board, Cause, Progress
 from pipeplan.runtime.models.spec import Model, placed
 from pipeplan.runtime.parallel.device import Clock
-from pipeplan.runtime.parallel.parameter_slices import Cut
-from pipeplan.runtime.parallel.sharding import Shards
+from pipeplan.runtime.parallel.sharding import Cut, Shards
 from pipeplan.runtime.parallel.share import Share
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
 from pipeplan.runtime.training.options import TrainOptions

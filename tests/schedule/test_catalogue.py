@@ -19,9 +19,9 @@ from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import CostRow, Profile
-from pipeplan.partition import place
+from pipeplan.partition import place, place_submodules
 from pipeplan.planning import Batch, choose_placement, search_plan
-from pipeplan.planning.rule_placements import place_by_rules
+from pipeplan.planning.request import submodules_of
 from pipeplan.schedule.list_scheduling import Policy, list_schedule
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.engine import schedule_by_rules
@@ -32,6 +32,7 @@ from pipeplan.workload.task_graph import Orders, earliest_starts, task_graph, wi
 from pipeplan.workload.workload import Workload
 from references.known_orders import KNOWN, known_orders
 from references.shared_insertion import SharedInsertion
+from support.marks import slow_but
 from support.paths import ROOT
 
 CHAINS = {"gpipe", "1f1b", "interleaved-1f1b", "interleaved-zb", "looped-bfs", "zb-h1", "zb-h2"}
@@ -297,7 +298,7 @@ def searched(name: str, profile: Profile, num_devices: int | None, count: int) -
     return result.plan.placement
 
 
-@pytest.mark.parametrize("num_devices", [2, 4, 8])
+@slow_but("num_devices", [2, 4, 8], lambda devices: devices <= 4)
 @pytest.mark.parametrize("name", sorted(set(shipped_rules()) - {"1f1b+", *TOWERS}))
 def test_plans_pass_check(name: str, num_devices: int) -> None:
     if named_rules(name).placement is None:
@@ -329,7 +330,8 @@ def test_synchronisation_is_every_four_micro_batches_or_each() -> None:
     runs = {}
     for name in ("distmm-pipe", "distmm-async"):
         rules = named_rules(name)
-        placement = place_by_rules(rules, towers((2,) * 8, (2,) * 8), 4, microbatch_size=1)
+        submodules = submodules_of(rules, 4)
+        placement = place_submodules(towers((2,) * 8, (2,) * 8), submodules, 4, microbatch_size=1)
         bare = build_workload(towers((2,) * 8, (2,) * 8), placement, num_microbatches=8, microbatch_size=1)
         workload = with_instructions(bare, rules.instructions)
         orders = ordered(workload, name)

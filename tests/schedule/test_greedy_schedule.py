@@ -31,6 +31,7 @@ from references.stage_graphs import (
     makespan,
     words_of,
 )
+from support.marks import slow_but
 
 CHAIN, FORK, JOIN, DIAMOND, UNEVEN = (
     ((0, 1), (1, 2), (2, 3)),
@@ -62,13 +63,13 @@ def test_greedy_is_best_on_all_graphs_of_up_to_three_stages(count: int, forward:
         require_best(StageGraph.balanced(sizes, edges, 4, forward, backward))
 
 
-@pytest.mark.parametrize("edges", [CHAIN, FORK, JOIN, DIAMOND, UNEVEN])
+@slow_but("edges", [CHAIN, FORK, JOIN, DIAMOND, UNEVEN], lambda edges: edges is DIAMOND)
 def test_greedy_is_best_on_graphs_of_four_stages(edges: tuple[tuple[int, int], ...]) -> None:
     for sizes in itertools.product((1, 2, 4), repeat=4):
         require_best(StageGraph.balanced(sizes, edges, 4, 1, 2))
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 2), (4, 1, 2), (1, 4, 2), (2, 1, 4), (1, 2, 4), (4, 2, 1)])
+@slow_but("sizes", [(2, 1, 2), (4, 1, 2), (1, 4, 2), (2, 1, 4), (1, 2, 4), (4, 2, 1)], lambda sizes: sizes[0] == 2)
 def test_greedy_is_best_on_chains_of_more_micro_batches(sizes: tuple[int, ...]) -> None:
     require_best(StageGraph.balanced(sizes, ((0, 1), (1, 2)), 8))
 

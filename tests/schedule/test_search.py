@@ -9,8 +9,9 @@ from builders.shapes import shape_workload
 from builders.towers import towers
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.examples import ShapeCosts, shape
+from pipeplan.partition import place_submodules
 from pipeplan.planning import Batch, choose_placement, resolve_batch, search_plan
-from pipeplan.planning.rule_placements import SUBMODULES, place_by_rules
+from pipeplan.planning.request import SUBMODULES, submodules_of
 from pipeplan.schedule import steps
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import Rules
@@ -207,7 +208,8 @@ class TestPlacementChoice:
         """Two towers and what joins them, on the devices that the rules would take or on others."""
         profile = towers((2,) * 8, (2,) * 8)
         rules = named_rules("distmm-pipe")
-        own = profile.model_copy(update={"placement": place_by_rules(rules, profile, 4, microbatch_size=1)})
+        placement = place_submodules(profile, submodules_of(rules, 4), 4, microbatch_size=1)
+        own = profile.model_copy(update={"placement": placement})
         assert choose_placement(own, "auto", None, rules)[0] is own.placement
         with pytest.raises(UsageError, match=r"each submodule on devices of its own.*take the placement out"):
             choose_placement(own, "auto", None, named_rules("clip-mixed"))

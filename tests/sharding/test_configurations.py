@@ -12,14 +12,12 @@ from pipeplan.costs.presets import cluster_of_paper, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.examples.models import MODELS, model
 from pipeplan.files import Block, CostRow, Edge, Profile, Source
-from pipeplan.sharding.configurations import operations as ops
-from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
-from pipeplan.sharding.configurations.details import details_of
-from pipeplan.sharding.configurations.expansion import expand
-from pipeplan.sharding.configurations.layouts import Layout, MeshSplit
-from pipeplan.sharding.configurations.operation import Axis, Splittable
-from pipeplan.sharding.configurations.pricing import Configuration, OperatorScale, configurations
-from pipeplan.sharding.configurations.resharding import Resharding
+from pipeplan.sharding import operator_kinds as ops
+from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
+from pipeplan.sharding.details import details_of
+from pipeplan.sharding.expansion import expand
+from pipeplan.sharding.layouts import Layout, MeshSplit, Resharding
+from pipeplan.sharding.operators import Axis, Configuration, OperatorScale, Splittable, configurations
 from pipeplan.sharding.tracking import track
 
 V100 = device_preset("v100-16gb")

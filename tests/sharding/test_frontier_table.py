@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeplan.sharding.elimination import contract
+from pipeplan.sharding.graph import contract
 from pipeplan.sharding.table import PointLimit, Table, gather, product, table
 
 Cell = list[tuple[int, int]]

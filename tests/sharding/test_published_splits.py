@@ -9,7 +9,7 @@ import pytest
 from pipeplan.costs.presets import cluster_of_paper
 from pipeplan.examples.models import model
 from pipeplan.sharding.baselines import BaselinePoint, data_parallel, fastest, one_mesh_for_all, split_everything
-from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
+from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
 from pipeplan.sharding.tracking import Tracked, track
 
 

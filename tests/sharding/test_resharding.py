@@ -10,17 +10,17 @@ import pytest
 from pipeplan.costs.communication import Exchange, send_time, time_of_groups
 from pipeplan.costs.presets import cluster_of_paper
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source
-from pipeplan.sharding.configurations.layouts import (
+from pipeplan.sharding.layouts import (
     Layout,
     MeshSplit,
+    Move,
+    Resharding,
     Tensor,
     all_layouts,
-    factorizations,
-    mesh_name,
-    splits_of,
-    ways_to_split,
+    groups_along,
+    moves_between_all,
 )
-from pipeplan.sharding.configurations.resharding import Move, Resharding, groups_along, moves_between_all
+from pipeplan.sharding.operators import factorizations, mesh_name, splits_of, ways_to_split
 from references.moved_arrays import cut, held_after
 
 

@@ -34,8 +34,8 @@ from pipeplan.workload.workload import Workload
 ALLOWED = {
     "checker/inputs.py": "the specification, independent of the rest",
     "checker/structure.py": "the specification, independent of the rest",
-    "partition/baselines/slicer.py": "steps of the paper's simulator",
-    "partition/chain/autopipe_simulator.py": "steps of the paper's simulator",
+    "partition/baselines.py": "steps of the paper's simulator",
+    "partition/chain/autopipe.py": "steps of the paper's simulator",
     "schedule/classic_orders.py": "classic schedules are scripts of letters",
 }
 """Modules that compare with a kind's letter, and why they may. Tables keyed by letters count as comparisons.

@@ -81,6 +81,15 @@ class FiniteRange(click.FloatRange):
         return number
 
 
+class _PlacementOption(click.Option):
+    """Its help names every placement strategy there is."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """The flag and its help, which is made when it is shown."""
+        self.help = f"auto (all, or the profile's own), {', '.join(_api.STRATEGIES)}, or a placement file."
+        return super().get_help_record(ctx)
+
+
 DURATION = _Duration()
 BYTES = _Bytes()
 COUNTS = _Counts()
@@ -103,11 +112,10 @@ _OPTIONS = (
     ),
     click.option(
         "--placement",
+        cls=_PlacementOption,
         default="auto",
         show_default=True,
         metavar="NAME|FILE",
-        help="auto (all, or the profile's own), one-to-one, circular, v-shape, bidirectional, "
-        "bidirectional-v-shape, or a placement file.",
     ),
     click.option(
         "--chunks",

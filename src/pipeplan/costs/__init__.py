@@ -6,7 +6,7 @@ clusters (catalog), what follows from costs in time (workload).
 
 from pipeplan.costs.blocks import block_costs
 from pipeplan.costs.communication import transfer_time
-from pipeplan.costs.stage_cost import UNLIMITED, StageCost
+from pipeplan.costs.stage_cost import UNLIMITED, StageCost, state_bytes
 from pipeplan.costs.stages import build_workload, can_split, gradient_sync, group_costs, stage_costs
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "gradient_sync",
     "group_costs",
     "stage_costs",
+    "state_bytes",
     "transfer_time",
 ]

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, TypeAdapter
 from pipeplan.catalog.reading import names, read_table
 from pipeplan.errors import UsageError
 
-__all__ = ["RECIPES", "UNLIMITED", "StageCost", "StateRecipe", "state_recipe"]
+__all__ = ["RECIPES", "UNLIMITED", "StageCost", "StateRecipe", "state_bytes", "state_recipe"]
 
 
 RECIPES = names("recipes")
@@ -54,6 +54,11 @@ def state_recipe(name: str) -> StateRecipe:
     return TypeAdapter(StateRecipe).validate_python(read_table("recipes", name))
 
 
+def state_bytes(parameter_bytes: int, optimizer_bytes: int = 0) -> int:
+    """Bytes of parameters, gradients of the same size, and the optimizer's state."""
+    return 2 * parameter_bytes + optimizer_bytes
+
+
 UNLIMITED = 1 << 60
 """More micro-batches than there can be, and more ns."""
 
@@ -85,14 +90,14 @@ class StageCost:
 
     @property
     def static_bytes(self) -> int:
-        """What is held all the time: parameters, gradients of the same size, and the optimizer's state."""
-        return 2 * self.parameter_bytes + self.optimizer_bytes
+        """What is held all the time."""
+        return state_bytes(self.parameter_bytes, self.optimizer_bytes)
 
     def memory_bytes(self, in_flight: int) -> int:
         """Bytes with so many micro-batches in flight."""
         return self.static_bytes + in_flight * self.activation_bytes + self.workspace_bytes
 
-    def room(self, limit: int) -> int:
+    def most_in_flight(self, limit: int) -> int:
         """Micro-batches of which so many bytes hold the activations; -1 if they do not even hold the rest."""
         left = limit - self.static_bytes - self.workspace_bytes
         return -1 if left < 0 else left // self.activation_bytes if self.activation_bytes else UNLIMITED

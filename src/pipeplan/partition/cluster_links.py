@@ -10,11 +10,11 @@ from pipeplan.costs.communication import all_reduce_time, transfer_time
 from pipeplan.errors import InfeasibleError
 from pipeplan.files import Cluster
 
-__all__ = ["GroupLinks", "LinkTime", "Rooms", "Tie", "Traffic", "link_time"]
+__all__ = ["GroupLinks", "GroupMemory", "LinkTime", "Traffic", "link_time"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rooms:
+class GroupMemory:
     """Sizes and needs of groups, and the memory of each device."""
 
     groups: tuple[int, ...]
@@ -22,7 +22,7 @@ class Rooms:
     memory: tuple[float, ...]
 
     @staticmethod
-    def of(groups: Sequence[int], needs: Sequence[int], cluster: Cluster) -> Rooms:
+    def of(groups: Sequence[int], needs: Sequence[int], cluster: Cluster) -> GroupMemory:
         """Whoever needs most chooses first: others may take what it leaves, so nobody can choose wrongly."""
         memory = tuple(math.inf if size is None else size for size in cluster.memory_bytes)
         if sum(groups) > len(memory):
@@ -35,7 +35,7 @@ class Rooms:
             taken += groups[group]
             if largest[taken - 1] < needs[group]:
                 raise InfeasibleError(_shortage(group, groups, needs, largest, taken))
-        return Rooms(tuple(groups), tuple(needs), memory)
+        return GroupMemory(tuple(groups), tuple(needs), memory)
 
     def fits(self, group: int, device: int) -> bool:
         """Whether a device has the memory that a group, or none (-1), needs."""
@@ -46,7 +46,7 @@ def _shortage(group: int, groups: Sequence[int], needs: Sequence[int], largest: 
     enough = sum(size >= needs[group] for size in largest)
     return (
         f"group {group} needs {needs[group]:,} bytes on each of its {groups[group]} devices; groups that need as much "
-        f"or more take {taken} devices together, but only {enough} have so much memory, and the next has "
+        f"or more take {taken} devices together, but only {enough} have that much memory, and the next has "
         f"{largest[taken - 1]:,.0f} bytes: {needs[group] - largest[taken - 1]:,.0f} are missing. Split the stage over "
         f"more devices or blocks, recompute activations, or take smaller micro-batches"
     )
@@ -113,7 +113,7 @@ class GroupLinks:
 
     @staticmethod
     def of(groups: Sequence[int], traffic: Traffic, cluster: Cluster, sync: Sequence[int]) -> GroupLinks:
-        """What groups with so many devices each keep busy."""
+        """What groups of these sizes keep busy."""
         couples = sorted({(min(pair), max(pair)) for pair, size in traffic.items() if size and pair[0] != pair[1]})
         ties = [_talk(g, h, groups, traffic, cluster) for g, h in couples]
         ties += [_sum(g, groups[g], size, cluster) for g, size in enumerate(sync) if size and groups[g] > 1]
@@ -147,13 +147,13 @@ def _talk(g: int, h: int, groups: Sequence[int], traffic: Traffic, cluster: Clus
 
 
 def _sum(g: int, devices: int, size: int, cluster: Cluster) -> Tie:
-    """An all-reduce inside g: the first and the last of its devices tell on which level, and each keeps a link busy."""
+    """An all-reduce inside g: its first and last device decide on which level, and each device keeps a link busy."""
     times = [all_reduce_time(cluster, [*range(devices - 1), last], size) for last in _ends(cluster)]
     return Tie(g, g, ((0, devices - 1),), tuple(devices * time for time in times), tuple(times))
 
 
 def _sharing(first: int, second: int) -> tuple[tuple[int, int], ...]:
-    """Pairs of devices, one of so many and one of so many, that work on some of the same samples."""
+    """Pairs of devices of two groups of these sizes that work on some of the same samples."""
     return tuple((i, j) for i in range(first) for j in range(i * second // first, -(-(i + 1) * second // first)))
 
 

@@ -1,12 +1,9 @@
-"""Which devices of a cluster each stage group stands on, so that links are busy for little time.
+"""Which devices of a cluster each stage group stands on, so that links are busy for little time (LinkTime).
 
-Which devices of a cluster each stage group stands on, so that links are busy for little time (LinkTime).
-
-Groups are put along the devices in several orders and ways. The two best layouts are then made better by exchanges. An
-exchange swaps two equally long runs of devices with all that stands on them: single devices, whole groups, whole units
-such as nodes; each group looks around those it talks to. Where no exchange helps any more, a few random ones are made
-and followed, and kept if that leads to something better (iterated local search). ``docs/algorithms/mapping.md`` has the
-reasons, and how good it is.
+Groups are put along the devices in several orders and ways. The two best layouts are then made better by exchanges of
+two equally long runs of devices with all that stands on them: single devices, whole groups, whole units such as nodes.
+Where none helps any more, a few random ones are made and followed, and kept if that leads to something better (iterated
+local search). ``docs/algorithms/mapping.md`` has the reasons, and how good it is.
 """
 
 from __future__ import annotations
@@ -23,29 +20,29 @@ from typing import TYPE_CHECKING
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster
-from pipeplan.partition.cluster_links import GroupLinks, LinkTime, Rooms, Traffic
+from pipeplan.partition.cluster_links import GroupLinks, GroupMemory, LinkTime, Traffic
 
 if TYPE_CHECKING:
     import networkx as nx
 
-__all__ = ["Change", "Devices", "GroupLayout", "LayoutSearch", "exchanges", "lines", "mapped"]
+__all__ = ["LayoutSearch", "mapped"]
 
 
 Devices = tuple[int, ...]
 
 Way = Callable[[Sequence[int], Sequence[int]], list[Devices]]
-"""The devices of groups of so many, in order, out of those that are free, in order."""
+"""(sizes of groups, free devices) -> the devices of each group, both in order."""
 
 
-def lines(links: GroupLinks, rooms: Rooms) -> set[tuple[Devices, ...]]:
+def lines(links: GroupLinks, space: GroupMemory) -> set[tuple[Devices, ...]]:
     """Groups along the devices in several orders and ways, and simply one after another where they have memory so."""
-    plain, followed = list(range(len(rooms.groups))), _followed(links, len(rooms.groups))
-    orders = [plain, followed, _gathered(links, rooms)]
-    orders += [_halved(order, _graph(links), rooms, links.sizes) for order in (plain, followed)]
+    plain, followed = list(range(len(space.groups))), _followed(links, len(space.groups))
+    orders = [plain, followed, _gathered(links, space)]
+    orders += [_halved(order, _graph(links), space, links.sizes) for order in (plain, followed)]
     ways: list[Way] = [_close, partial(_whole, links.sizes), _dealt]
-    found = {_line(order, rooms, way) for order in orders for way in ways}
-    naive = tuple(_close(rooms.groups, range(len(rooms.memory))))
-    return found | {naive} if all(rooms.fits(g, device) for g, own in enumerate(naive) for device in own) else found
+    found = {_line(order, space, way) for order in orders for way in ways}
+    naive = tuple(_close(space.groups, range(len(space.memory))))
+    return found | {naive} if all(space.fits(g, device) for g, own in enumerate(naive) for device in own) else found
 
 
 def _followed(links: GroupLinks, num_groups: int) -> list[int]:
@@ -62,14 +59,14 @@ def _followed(links: GroupLinks, num_groups: int) -> list[int]:
     return list(order)
 
 
-def _gathered(links: GroupLinks, rooms: Rooms) -> list[int]:
+def _gathered(links: GroupLinks, space: GroupMemory) -> list[int]:
     """Groups joined over the ties that gain most, while what is joined fits a unit; innermost units first."""
-    part = {group: [group] for group in range(len(rooms.groups))}
+    part = {group: [group] for group in range(len(space.groups))}
     ties = sorted(links.ties, key=lambda tie: tie.least - tie.most)
     for size in links.sizes:
         for tie in ties:
             one, other = part[tie.first], part[tie.second]
-            if one is not other and sum(rooms.groups[group] for group in one + other) <= size:
+            if one is not other and sum(space.groups[group] for group in one + other) <= size:
                 one.extend(other)
                 part.update((group, one) for group in other)
     return [group for head, members in part.items() if head == members[0] for group in members]
@@ -86,7 +83,7 @@ def _graph(links: GroupLinks) -> nx.Graph:
     return graph
 
 
-def _halved(order: Sequence[int], graph: nx.Graph, rooms: Rooms, sizes: Sequence[int]) -> list[int]:
+def _halved(order: Sequence[int], graph: nx.Graph, space: GroupMemory, sizes: Sequence[int]) -> list[int]:
     """Groups cut in two where little is lost, and each part again: Kernighan and Lin (1970), from the order's middle.
 
     The middle is between whole units of the outermost level that has several of them.
@@ -95,33 +92,33 @@ def _halved(order: Sequence[int], graph: nx.Graph, rooms: Rooms, sizes: Sequence
 
     if len(order) < 3:
         return list(order)
-    counts = list(accumulate(rooms.groups[group] for group in order))
+    counts = list(accumulate(space.groups[group] for group in order))
     unit = max((size for size in sizes if size < counts[-1]), default=1)
     before = max(1, counts[-1] // (2 * unit)) * unit
     middle = min(bisect_left(counts, before) + 1, len(order) - 1)
     halves = set(order[:middle]), set(order[middle:])
     one, _ = kernighan_lin_bisection(graph.subgraph(order), halves, seed=0)
     parts = [group for group in order if group in one], [group for group in order if group not in one]
-    return [group for part in parts for group in _halved(part, graph, rooms, sizes)]
+    return [group for part in parts for group in _halved(part, graph, space, sizes)]
 
 
-def _line(order: Sequence[int], rooms: Rooms, way: Way) -> tuple[Devices, ...]:
+def _line(order: Sequence[int], space: GroupMemory, way: Way) -> tuple[Devices, ...]:
     """Groups in order on the devices in order; those that fewest devices have memory for go first."""
-    found: list[Devices] = [()] * len(rooms.groups)
+    found: list[Devices] = [()] * len(space.groups)
     taken: set[int] = set()
-    for members in _by_choice(order, rooms):
-        free = [d for d in range(len(rooms.memory)) if d not in taken and rooms.fits(members[0], d)]
-        for group, own in zip(members, way([rooms.groups[group] for group in members], free), strict=True):
+    for members in _by_choice(order, space):
+        free = [d for d in range(len(space.memory)) if d not in taken and space.fits(members[0], d)]
+        for group, own in zip(members, way([space.groups[group] for group in members], free), strict=True):
             found[group] = own
             taken.update(own)
     return tuple(found)
 
 
-def _by_choice(order: Sequence[int], rooms: Rooms) -> list[list[int]]:
+def _by_choice(order: Sequence[int], space: GroupMemory) -> list[list[int]]:
     """Groups by the devices that have memory for them, fewest first: so nobody takes what others must have."""
-    memory, members = sorted(rooms.memory), defaultdict[int, list[int]](list)
+    memory, members = sorted(space.memory), defaultdict[int, list[int]](list)
     for group in order:
-        members[bisect_left(memory, rooms.needs[group])].append(group)
+        members[bisect_left(memory, space.needs[group])].append(group)
     return [members[count] for count in sorted(members, reverse=True)]
 
 
@@ -164,7 +161,7 @@ Exchange = tuple[int, int, int]
 """First device of a run, first device of another one, and how many devices each has."""
 
 SMALL = 16
-"""Up to so many devices all places are looked at, not only those near groups that one talks to."""
+"""With at most this many devices all places are looked at, not only those near groups that one talks to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +176,10 @@ class Change:
 class GroupLayout:
     """Groups on devices, and how long each tie keeps links busy."""
 
-    def __init__(self, links: GroupLinks, rooms: Rooms, devices: Sequence[Devices]) -> None:
-        self.links, self.rooms = links, rooms
+    def __init__(self, links: GroupLinks, space: GroupMemory, devices: Sequence[Devices]) -> None:
+        self.links, self.space = links, space
         self.devices = list(devices)
-        self.owner = [-1] * len(rooms.memory)
+        self.owner = [-1] * len(space.memory)
         self._own(range(len(devices)))
         self.times = [links.time(tie, devices[tie.first], devices[tie.second]) for tie in links.ties]
         self._add_up()
@@ -218,7 +215,7 @@ class GroupLayout:
         for source, target in ((one, other), (other, one)):
             for step in range(count):
                 group = self.owner[source + step]
-                if not self.rooms.fits(group, target + step):
+                if not self.space.fits(group, target + step):
                     return None
                 if group >= 0 and group != self.owner[target + step]:
                     moved[group][source + step] = target + step
@@ -255,7 +252,7 @@ class GroupLayout:
     def place(self, device: int) -> tuple[int, float]:
         """Innermost unit and memory of a device: where they are equal, it makes no difference which device it is."""
         inner = self.links.sizes[0] if self.links.sizes else len(self.owner)
-        return device // inner, self.rooms.memory[device]
+        return device // inner, self.space.memory[device]
 
     def unlike(self, devices: Iterable[int]) -> Iterable[int]:
         """One device of each place and group among these."""
@@ -293,7 +290,7 @@ def exchanges(layout: GroupLayout, group: int) -> Iterator[Exchange]:
 
 
 MOST_WORK = 400_000
-"""A search ends after timing so many pairs of devices: about a second."""
+"""Pairs of devices a search may time before it ends: about a second."""
 
 NUM_STARTS = 2
 """So many layouts of groups along the devices are made better."""
@@ -323,8 +320,8 @@ def mapped(
         InfeasibleError: there are too few devices, or too few with enough memory.
     """
     _check(groups, traffic, sync, needs)
-    rooms = Rooms.of(groups, needs or [0] * len(groups), cluster)
-    return LayoutSearch(GroupLinks.of(groups, traffic, cluster, sync), rooms).best()
+    space = GroupMemory.of(groups, needs or [0] * len(groups), cluster)
+    return LayoutSearch(GroupLinks.of(groups, traffic, cluster, sync), space).best()
 
 
 def _check(groups: Sequence[int], traffic: Traffic, sync: Sequence[int], needs: Sequence[int]) -> None:
@@ -341,15 +338,15 @@ def _check(groups: Sequence[int], traffic: Traffic, sync: Sequence[int], needs: 
 class LayoutSearch:
     """A search for a layout that keeps links busy for the least time."""
 
-    def __init__(self, links: GroupLinks, rooms: Rooms) -> None:
-        self.links, self.rooms = links, rooms
+    def __init__(self, links: GroupLinks, space: GroupMemory) -> None:
+        self.links, self.space = links, space
         self.least = sum(tie.least for tie in links.ties)
         self.left = MOST_WORK
         self.random = random.Random(0)
 
     def best(self) -> tuple[Devices, ...]:
         """The devices of the best layout found."""
-        layouts = [GroupLayout(self.links, self.rooms, line) for line in lines(self.links, self.rooms)]
+        layouts = [GroupLayout(self.links, self.space, line) for line in lines(self.links, self.space)]
         starts = sorted(layouts, key=lambda layout: (layout.time, layout.devices))[:NUM_STARTS]
         found = [self._followed(self._descended(start.copy(), range(len(start.devices)))) for start in starts]
         return _tidy(min([starts[0], *found], key=lambda layout: layout.time))
@@ -371,7 +368,7 @@ class LayoutSearch:
         """Make up to three random exchanges; the groups that have moved."""
         moved: set[int] = set()
         for _ in range(self.random.randint(1, 3)):
-            count = self.random.choice((1, self.random.choice(self.rooms.groups)))
+            count = self.random.choice((1, self.random.choice(self.space.groups)))
             one, other = (self.random.randrange(len(layout.owner)) for _ in range(2))
             change = layout.change((one, other, count))
             if change is not None:

@@ -1,99 +1,35 @@
-"""Stages whose blocks are all split alike, or each in its own way.
+"""Stages whose blocks are each split in a way of its own: the cost frontiers of all runs of blocks on a device group.
 
-Stages whose blocks are each split in a way of its own: the cost frontiers of all runs of blocks on a device group.
-
-A chain of n blocks has n (n + 1) / 2 runs, and each has a frontier (TensorOpt, section 3), which takes part of a second
-to track. What every run takes *at least* is known at once instead: but for changes of layout every block is by itself,
-and for a weighting of memory against time the best of each is a minimum. Sums of these minima bound the time that a run
-takes in some memory (the Lagrangian dual of choosing a configuration for every block). The partitioner works with the
-bounds, and has the frontiers tracked of those runs alone that the best partitions would be made of.
+Each run has a frontier (TensorOpt, section 3), which takes part of a second to track. What every run takes *at least*
+is known at once: but for changes of layout every block is by itself, and for a weighting of memory against time the
+best of each is a minimum. Sums of these minima bound the time that a run takes in some memory (the Lagrangian dual of
+choosing a configuration for every block). Only what the best partitions would be made of is tracked.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipeplan.costs import group_costs
-from pipeplan.costs.communication import all_reduce_time
-from pipeplan.errors import PipeplanError, UsageError
-from pipeplan.files import Cluster, Profile
-from pipeplan.partition.chain.costs import ChainCosts, FloatArray, over_all
-from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
-from pipeplan.sharding.configurations.details import OUTSIDE, StageModels
+from pipeplan.errors import PipeplanError
+from pipeplan.files import Cluster, PlacedStage, Profile
+from pipeplan.partition.chain.costs import FloatArray
+from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
+from pipeplan.sharding.details import SplitBlocks, StageModels, split_blocks
 from pipeplan.sharding.graph import CostGraph, Strategy, undominated
 from pipeplan.sharding.table import IntArray
 from pipeplan.sharding.tracking import Tracked, track
 
-__all__ = ["BlockSplits", "GroupSplits", "RunFrontiers", "RunPoint", "UniformRuns", "UniformWay", "UniformWays"]
-
-
-@dataclass(frozen=True, slots=True)
-class UniformWay:
-    """How a device group runs all of its blocks."""
-
-    replicas: int
-    shards: int
-    recompute: bool
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of the group."""
-        return self.replicas * self.shards
-
-
-@dataclass(frozen=True, slots=True)
-class UniformRuns:
-    """What a way costs for every run of blocks, with a share of the gradients' all-reduce in each micro-batch.
-
-    ``time`` [begin, end] in ns is infinite where there is no run.
-    """
-
-    way: UniformWay
-    costs: ChainCosts
-    time: FloatArray
-
-
-@dataclass(frozen=True, slots=True)
-class UniformWays:
-    """What every run of blocks takes where all blocks run in one way."""
-
-    profile: Profile
-    order: tuple[str, ...]
-    microbatch_size: int
-    num_microbatches: int
-    cluster: Cluster | None
-
-    def possible(self, group: int, recompute: Sequence[bool]) -> Iterator[UniformRuns]:
-        """Every way of a group that all blocks have costs for."""
-        for split in sorted(set.intersection(*({row.shards for row in block.costs} for block in self.profile.blocks))):
-            if group % split == 0 and self.microbatch_size % (group // split) == 0:
-                for again in recompute:
-                    try:
-                        yield self._runs(UniformWay(group // split, split, again))
-                    except UsageError:  # this size was not profiled with so many shards
-                        continue
-
-    def _runs(self, way: UniformWay) -> UniformRuns:
-        size = self.microbatch_size // way.replicas
-        alone = [[block] for block in self.order]
-        given = group_costs(self.profile, alone, size, way.shards, recompute=way.recompute)
-        peers = range(0, way.num_devices, way.shards)
-        added_up = [all_reduce_time(self.cluster, peers, cost.parameter_bytes) for cost in given]
-        shares = [-(-each // self.num_microbatches) for each in added_up]
-        each = zip(given, shares, strict=True)
-        costs = ChainCosts.of([replace(cost, backward_ns=cost.backward_ns + share) for cost, share in each])
-        return UniformRuns(way, costs, over_all(len(given), costs.time, math.inf))
+__all__ = ["BlockSplits", "GroupSplits", "RunFrontiers", "RunPoint"]
 
 
 _WEIGHTINGS = 24
 """Weightings of memory against time at most by which runs are bounded."""
 
 _FEW = 64
-"""Up to so many configurations of a block are few."""
+"""Up to this many configurations of a block are few."""
 
 _ROUNDING = 1e-9
 """So much less than their floating-point sums say do bounds promise."""
@@ -113,16 +49,20 @@ class RunPoint:
         return self.strategy.time_ns
 
     @property
-    def recompute(self) -> bool:
-        """Whether blocks keep their inputs alone."""
-        return self.model.options.recompute
+    def split(self) -> SplitBlocks:
+        """What its devices run."""
+        return split_blocks(self.model, self.strategy)
 
-    @property
-    def configurations(self) -> tuple[str, ...]:
-        """How each block is split."""
-        chosen, ways = self.strategy.configurations, self.model.configurations
-        blocks = [node.name for node in self.model.operators.nodes if node.block != OUTSIDE]
-        return tuple(ways[name][chosen[name]].name for name in blocks)
+    def placed(self, devices: tuple[int, ...]) -> PlacedStage:
+        """The stage on these devices."""
+        split = self.split
+        return PlacedStage(
+            blocks=split.blocks,
+            devices=devices,
+            shards=len(devices),
+            recompute=self.model.options.recompute,
+            configurations=split.configurations,
+        )
 
 
 @dataclass(slots=True)
@@ -157,7 +97,7 @@ class BlockSplits:
         return BlockSplits(self.order, self.models.recomputing())
 
     def holding(self, in_flight: int) -> RunFrontiers:
-        """With so many micro-batches in flight."""
+        """With this number of micro-batches in flight."""
         if in_flight not in self._known:
             self._known[in_flight] = RunFrontiers.of(self.order, self.models.holding(in_flight))
         return self._known[in_flight]
@@ -207,17 +147,17 @@ class RunFrontiers:
         return cls(order, models, [(table.memory_bytes, table.time_ns) for table in tables], workspaces, useful)
 
     def least_times(self, limit: float) -> FloatArray:
-        """Ns below which no strategy of a run is that fits into so many bytes; infinite where none fits.
+        """[begin, end] ns that no strategy of a run that fits into ``limit`` bytes is below; infinite where none fits.
 
         What blocks hold adds up. Of workspace a run has at least the most that one of its blocks cannot do without.
         """
-        room = limit - _largest([sizes.min() for sizes in self.workspaces.values()])
+        space = limit - _largest([sizes.min() for sizes in self.workspaces.values()])
         runs = np.tri(len(self.order) + 1, k=-1, dtype=np.bool_).T
-        possible = runs & (_sums([memory.min() for memory, _ in self.costs]) <= room)
+        possible = runs & (_sums([memory.min() for memory, _ in self.costs]) <= space)
         found = _sums([time.min() for _, time in self.costs])
         for weight in self._weightings() if np.isfinite(limit) else ():
             best = _sums([(time + weight * memory).min() for memory, time in self.costs])
-            np.maximum(found, best - weight * room, out=found)
+            np.maximum(found, best - weight * space, out=found)
         return np.where(possible, np.floor(found * (1 - _ROUNDING)), np.inf)
 
     def _weightings(self) -> Sequence[float]:
@@ -227,7 +167,7 @@ class RunFrontiers:
         return every[:: -(-len(every) // _WEIGHTINGS)] if every else []
 
     def quickest(self, blocks: Sequence[str], limit: float) -> RunPoint | None:
-        """The quickest strategy of blocks, a run or any others, that fits into so many bytes; None where none does."""
+        """The quickest strategy of blocks, a run or others, that fits into ``limit`` bytes; None where none does."""
         key = self._key(blocks)
         if key not in self._known:
             sizes = {name: self.workspaces[name] for name in blocks}
@@ -310,7 +250,7 @@ class _Levels:
         return best
 
     def _level(self, below: int | None) -> _Level | None:
-        """The frontier of the configurations with workspace below so many bytes; None where there is none."""
+        """The frontier of the configurations with workspace ``below`` some bytes; None where there is none."""
         if below not in self._known:
             kept = {
                 name: useful if below is None else useful[self.workspaces[name][useful] < below]

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeplan.costs import StageCost, group_costs
+from pipeplan.costs import StageCost
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import PlacedStage, Placement, Profile
 from pipeplan.partition.chain.costs import Array, Chain
-from pipeplan.partition.chain.rebalance import Allowed, evenest, levelled, roomiest
+from pipeplan.partition.chain.rebalance import Allowed, evenest, least_short, levelled
+from pipeplan.partition.problem import Pricing
 from pipeplan.units import format_bytes
 
-__all__ = ["STRATEGIES", "Cut", "PlacementStrategy", "can_spread", "follows", "in_topological_order", "place"]
+__all__ = ["STRATEGIES", "Cut", "can_spread", "follows", "in_topological_order", "place"]
 
 Positions = list[list[int]]
 """[route][stage] the position that runs it: positions are devices, or groups of devices that are replicas."""
@@ -105,9 +106,9 @@ def place(
     shared = _spread(profile, positions) if spread else ()
     order = [block for block in profile.topological_order() if block not in shared]
     _require_blocks(profile, strategy, num_devices, replicas, order, routes)
-    size = microbatch_size // replicas
-    costs = group_costs(profile, [[block] for block in order], size, recompute=recompute)
-    everywhere = group_costs(profile, [[block] for block in shared * len(routes)], size, positions, recompute=recompute)
+    pricing = Pricing(microbatch_size // replicas, recompute)
+    costs = pricing.costs(profile, order)
+    everywhere = pricing._replace(shards=positions).costs(profile, shared * len(routes))
     groups = _groups(positions, replicas, strided=bool(shared))
     limits = _limits(memory_bytes or [None] * num_devices, groups, everywhere)
     chain = Chain.of(costs, routes[0], [None if limit is None else limit // len(routes) for limit in limits])
@@ -179,7 +180,7 @@ def _connected(profile: Profile) -> dict[str, int]:
 
 
 def can_spread(profile: Profile, shards: int) -> bool:
-    """Whether there are shared blocks, and all have costs for being split over so many devices."""
+    """Whether there are shared blocks, and all have costs for being split over ``shards`` devices."""
     shared = [block for block in profile.blocks if block.shared]
     return shards > 1 and bool(shared) and all(shards in {row.shards for row in block.costs} for block in shared)
 
@@ -233,7 +234,7 @@ def _limits(
     memory: Sequence[int | None], groups: Sequence[Sequence[int]], everywhere: Sequence[StageCost]
 ) -> list[int | None]:
     """[position] what its devices all have beside the blocks that stand everywhere."""
-    taken = sum(2 * each.parameter_bytes + each.optimizer_bytes + each.activation_bytes for each in everywhere)
+    taken = sum(each.static_bytes + each.activation_bytes for each in everywhere)
     known = [[limit for device in group if (limit := memory[device]) is not None] for group in groups]
     return [max(0, min(limits) - taken) if limits else None for limits in known]
 
@@ -300,7 +301,7 @@ def _cut(chain: Chain, allowed: Allowed) -> tuple[int, ...]:
     if begins is not None and crowded:
         begins = levelled(chain, begins)
     if begins is None or any(chain.missing(begins)):
-        begins = roomiest(chain)
+        begins = least_short(chain)
         if crowded and not any(chain.missing(begins)):
             begins = levelled(chain, begins)
     return begins

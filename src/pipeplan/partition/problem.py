@@ -26,7 +26,7 @@ from pipeplan.files import Edge, PlacedStage, Placement, Profile
 from pipeplan.partition.chain.costs import ChainCosts, Repeat
 from pipeplan.partition.series_parallel import topological_order
 
-__all__ = ["AllReduce", "Costs", "Partition", "PartitionProblem", "Pricing", "Way", "free", "together"]
+__all__ = ["Costs", "Partition", "PartitionProblem", "Pricing", "Way", "free", "together"]
 
 AllReduce = Callable[[int, int], int]
 """(bytes, replicas) -> ns; not less for more bytes."""
@@ -38,24 +38,49 @@ def free(size: int, replicas: int) -> int:
 
 
 class Pricing(NamedTuple):
-    """What costs are for: samples on one replica, and whether activations are computed again."""
+    """What costs are for: samples on one replica, whether activations are computed again, devices of a replica."""
 
     samples: int
     recompute: bool = False
+    shards: int = 1
+
+    def costs(self, profile: Profile, blocks: Iterable[str]) -> list[StageCost]:
+        """[block] what each costs as a stage of its own, on each device of a replica.
+
+        Raises:
+            UsageError: a block was not profiled so.
+        """
+        return group_costs(profile, [(block,) for block in blocks], self.samples, self.shards, recompute=self.recompute)
 
 
 class Way(NamedTuple):
-    """How a stage runs; ``row`` is the place of (``samples_each``, ``recompute``) among the problem's rows."""
+    """How a stage runs all its blocks; ``row`` is the place of its :class:`Pricing` among the problem's rows."""
 
     microbatch_size: int
     replicas: int
-    row: int
+    row: int = 0
     recompute: bool = False
+    shards: int = 1
 
     @property
-    def samples_each(self) -> int:
-        """Samples of a micro-batch that one replica works on."""
-        return self.microbatch_size // self.replicas
+    def num_devices(self) -> int:
+        """Devices of the stage."""
+        return self.replicas * self.shards
+
+    def pricing(self) -> Pricing:
+        """What its costs are for."""
+        return Pricing(self.microbatch_size // self.replicas, self.recompute, self.shards)
+
+    def placed(self, blocks: Sequence[str], first: int, *, sized: bool = False) -> PlacedStage:
+        """Blocks on its devices, from the ``first`` on; ``sized`` stages say their micro-batch size."""
+        return PlacedStage(
+            blocks=tuple(blocks),
+            devices=tuple(range(first, first + self.num_devices)),
+            shards=self.shards,
+            replicas=self.replicas,
+            microbatch_size=self.microbatch_size if sized else None,
+            recompute=self.recompute,
+        )
 
 
 Costs = tuple[StageCost, ...]
@@ -114,7 +139,7 @@ class PartitionProblem:
     ) -> PartitionProblem:
         """The question about a profile; by default micro-batch sizes are the powers of two that divide the mini-batch.
 
-        ``recompute`` lists the choices that every stage has; with ``replicas`` all have so many.
+        ``recompute`` lists the choices that every stage has; ``replicas`` is their number for all stages.
 
         Raises:
             UsageError: sizes of which one does not divide the next, or the mini-batch; or none that the profile has
@@ -128,10 +153,10 @@ class PartitionProblem:
             for again in recompute
             for size, count in pairs
         )
-        alone = [(block.id,) for block in profile.blocks]
-        columns = [group_costs(profile, alone, row.samples, recompute=row.recompute) for row in rows]
+        blocks = [block.id for block in profile.blocks]
+        columns = [row.costs(profile, blocks) for row in rows]
         return cls(
-            dict(zip((name for (name,) in alone), zip(*columns, strict=True), strict=True)),
+            dict(zip(blocks, zip(*columns, strict=True), strict=True)),
             tuple((edge.source, edge.target) for edge in profile.edges),
             num_devices,
             mini_batch,
@@ -168,11 +193,11 @@ class PartitionProblem:
         return self.time(cost.compute_ns, cost.parameter_bytes, way)
 
     def memory_of(self, costs: Costs, way: Way, in_flight: int) -> int:
-        """Bytes on each device of a stage that has so many samples in flight."""
+        """Bytes on each device of a stage with this number of samples in flight."""
         return costs[way.row].memory_bytes(-(-in_flight // way.microbatch_size))
 
     def fits(self, costs: Costs, way: Way) -> bool:
-        """Whether a stage with these costs has room for one micro-batch."""
+        """Whether a stage with these costs fits with one micro-batch in flight."""
         return self.memory_bytes is None or costs[way.row].memory_bytes(1) <= self.memory_bytes
 
     def work(self, costs: Costs) -> int:
@@ -181,21 +206,9 @@ class PartitionProblem:
 
     def placed(self, stages: Sequence[tuple[Sequence[str], Way]], *, sized: bool = False) -> Placement:
         """Stages on the devices in order, each with its way; ``sized`` stages say their micro-batch size."""
-        firsts = accumulate((way.replicas for _, way in stages), initial=0)
-        return Placement(
-            strategy="stage graph",
-            num_devices=self.num_devices,
-            stages=tuple(
-                PlacedStage(
-                    blocks=tuple(blocks),
-                    devices=tuple(range(first, first + way.replicas)),
-                    replicas=way.replicas,
-                    microbatch_size=way.microbatch_size if sized else None,
-                    recompute=way.recompute,
-                )
-                for (blocks, way), first in zip(stages, firsts, strict=False)
-            ),
-        )
+        firsts = accumulate((way.num_devices for _, way in stages), initial=0)
+        placed = (way.placed(blocks, first, sized=sized) for (blocks, way), first in zip(stages, firsts, strict=False))
+        return Placement(strategy="stage graph", num_devices=self.num_devices, stages=tuple(placed))
 
 
 def _pairs(profile: Profile, num_devices: int, sizes: Sequence[int], replicas: int | None) -> list[tuple[int, int]]:

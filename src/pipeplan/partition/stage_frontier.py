@@ -2,116 +2,152 @@
 
 A group of g devices may run a run of blocks all in one way: it splits the samples (replicas), the blocks (shards),
 recomputes, or any mixture; or it may split each block in a way of its own
-(:mod:`pipeplan.partition.per_block_sharding`), recomputing or not. For every run of blocks these ways form a frontier
-of memory against time. Memory depends on the place in the pipeline, since the k-th stage from the end holds k
-micro-batches in flight (1F1B). Under a memory limit each stage takes the fastest way that fits, and a dynamic program
-over (stages from the end, devices, first block) finds the cuts whose slowest stage is quickest. Going through the
-limits from the top gives the frontier of the whole partition.
+(:mod:`pipeplan.partition.per_block_sharding`), recomputing or not. :data:`SPLITS` lists these kinds. For every run of
+blocks the ways form a frontier of memory against time. Memory depends on the place in the pipeline, since the k-th
+stage from the end holds k micro-batches in flight (1F1B). Under a memory limit each stage takes the fastest way that
+fits, and a dynamic program over (stages from the end, devices, first block) finds the cuts whose slowest stage is
+quickest. Going through the limits from the top gives the frontier of the whole partition.
 
-Of runs split block by block the program knows bounds at first. The frontiers of those in its best partitions are
-tracked, their times take the place of the bounds, and it runs again until no bounds are left in its best partitions:
-then these are the best there are.
+Of some kinds the program knows bounds at first. The runs in its best partitions are settled: what they take replaces
+the bounds, and it runs again until no bounds are left in its best partitions; then these are the best there are.
 
 What the program leaves out (transfers, ramps) the simulation of each partition has.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from pipeplan.costs import StageCost
+from pipeplan.costs.communication import all_reduce_time
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, PlacedStage, Placement, Profile
-from pipeplan.partition.chain.costs import Array, FloatArray, over_all
+from pipeplan.partition.chain.costs import Array, ChainCosts, FloatArray, over_all
 from pipeplan.partition.chain.kernel import Programme, shortest_first
-from pipeplan.partition.per_block_sharding import (
-    BlockSplits,
-    GroupSplits,
-    RunFrontiers,
-    RunPoint,
-    UniformRuns,
-    UniformWay,
-    UniformWays,
-)
+from pipeplan.partition.per_block_sharding import BlockSplits, GroupSplits, RunFrontiers, RunPoint
+from pipeplan.partition.problem import Way
 from pipeplan.time_limit import checkpoint
 
 __all__ = ["ChainCut", "StageFrontiers"]
 
 
 @dataclass(frozen=True, slots=True)
-class ChainCut:
-    """A partition: ns of its slowest stage for one micro-batch, and bytes of the device that needs most.
+class SplitStage:
+    """A stage, how it is split over its devices, and what it takes in its place: bytes at the peak, ns a micro-batch.
 
-    ``splits`` are the strategies of stages, by their place, whose blocks are each split in a way of its own.
+    ``given`` are its costs where a profile does not say them.
     """
 
-    placement: Placement
-    slowest_ns: int
+    stage: PlacedStage
     memory_bytes: int
-    splits: Mapping[int, RunPoint]
+    time_ns: int
+    given: StageCost | None = None
+
+
+class RunTimes(Protocol):
+    """What a device group takes for every run of blocks, split in one kind of way, under a memory limit."""
+
+    @property
+    def least(self) -> FloatArray:
+        """[begin, end] in ns, infinite where nothing fits; until a run is settled it may be a bound."""
+
+    def settle(self, begin: int, end: int) -> bool:
+        """Find out what a run takes, where only a bound is known; whether that was new."""
+
+    def split(self, begin: int, end: int, first: int) -> SplitStage:
+        """A settled run as a stage on the devices from ``first`` on."""
+
+
+class SplitKind(Protocol):
+    """A kind of way in which one device group can split stages."""
+
+    def under(self, in_flight: int, limit: float) -> RunTimes:
+        """With this number of micro-batches in flight and ``limit`` bytes on each device."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainCut:
+    """A partition: its stages, and ns of the slowest for one micro-batch."""
+
+    stages: tuple[SplitStage, ...]
+    slowest_ns: int
+
+    @property
+    def placement(self) -> Placement:
+        """The stages as they stand."""
+        devices = sum(len(each.stage.devices) for each in self.stages)
+        return Placement(strategy="stage graph", num_devices=devices, stages=tuple(each.stage for each in self.stages))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the device that needs most."""
+        return max(each.memory_bytes for each in self.stages)
 
     @property
     def num_stages(self) -> int:
         """Stages of the pipeline."""
-        return len(self.placement.stages)
+        return len(self.stages)
+
+    @property
+    def given(self) -> dict[int, StageCost]:
+        """The costs of stages, by their place, that a profile does not say."""
+        return {place: each.given for place, each in enumerate(self.stages) if each.given is not None}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StageFrontiers:
-    """The frontiers of all runs of a profile's blocks, for so many micro-batches of one size.
+    """The frontiers of all runs of a profile's blocks, for a number of micro-batches of one size.
 
-    ``order`` is the chain; a graph's blocks stand in topological order. ``splits`` are the frontiers of groups of so
-    many devices.
+    ``most_devices`` are those of the largest group; ``recompute`` lists the choices of every stage. ``known`` are
+    frontiers of the same profile that may have been looked at already.
+
+    Raises:
+        UsageError: no way has costs for this micro-batch size.
     """
 
-    order: tuple[str, ...]
+    profile: Profile
+    microbatch_size: int
     num_microbatches: int
-    runs: tuple[UniformRuns, ...]
-    splits: Mapping[int, Sequence[BlockSplits]]
+    most_devices: int
+    recompute: Sequence[bool]
+    cluster: Cluster | None = None
+    known: GroupSplits | None = None
 
-    @classmethod
-    def of(
-        cls,
-        profile: Profile,
-        microbatch_size: int,
-        num_microbatches: int,
-        num_devices: int,
-        recompute: Sequence[bool],
-        cluster: Cluster | None = None,
-        splits: GroupSplits | None = None,
-    ) -> StageFrontiers:
-        """The ways for groups of up to so many devices; sizes are powers of two, and all devices.
+    def __post_init__(self) -> None:
+        if not self.kinds:
+            raise UsageError(_no_way(self.profile, self.microbatch_size))
 
-        ``splits`` are frontiers of the same profile that may be known already.
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """The chain; a graph's blocks stand in topological order."""
+        return self.profile.topological_order()
 
-        Raises:
-            UsageError: no way has costs for this micro-batch size.
-        """
-        order = profile.topological_order()
-        groups = sorted({1 << power for power in range(num_devices.bit_length())} | {num_devices})
-        pricing = UniformWays(profile, order, microbatch_size, num_microbatches, cluster)
-        found = [runs for group in groups if group <= num_devices for runs in pricing.possible(group, recompute)]
-        known = splits or GroupSplits(profile, cluster)
-        several = [group for group in groups if 1 < group <= num_devices]
-        own = {group: known.of(group, microbatch_size, num_microbatches, recompute) for group in several}
-        if not found and not any(own.values()):
-            raise UsageError(_no_way(profile, microbatch_size))
-        return cls(order, num_microbatches, tuple(found), own)
+    @cached_property
+    def kinds(self) -> Mapping[int, Sequence[SplitKind]]:
+        """{devices: ways to split stages}, for groups of powers of two and of all devices."""
+        sizes = sorted({1 << power for power in range(self.most_devices.bit_length())} | {self.most_devices})
+        found = {size: [kind for kinds in SPLITS for kind in kinds(self, size)] for size in sizes}
+        return {size: kinds for size, kinds in found.items() if kinds}
 
     def fastest(self, num_devices: int, memory_bytes: int | None, most: int | None = None) -> list[ChainCut]:
         """For every number of stages, the partition of all devices with the quickest slowest stage that fits.
 
-        Those that promise the quickest iterations come first, and at most so many are looked for.
+        Those that promise the quickest iterations come first, and ``most`` bounds how many are looked for.
         """
         search = _Cuts(self, num_devices, np.inf if memory_bytes is None else memory_bytes)
         while True:
             drafts = sorted(search.drafts(), key=lambda draft: draft.promised_ns(self.num_microbatches))[:most]
             if not search.settle(drafts):
                 return [search.cut(draft) for draft in drafts]
+
+
+# Cuts -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +164,7 @@ class _Draft:
 
 @dataclass(slots=True)
 class _Cuts:
-    """Partitions of all devices under one limit; ``groups`` are those of the k-th stage from the end."""
+    """Partitions of all devices under one limit; ``groups`` are those of the k-th stage from the end, by size."""
 
     frontiers: StageFrontiers
     num_devices: int
@@ -142,19 +178,12 @@ class _Cuts:
     def _groups(self, place: int) -> dict[int, _GroupTimes]:
         """What groups of every size take for every run of blocks."""
         checkpoint()
-        runs, splits = self.frontiers.runs, self.frontiers.splits
         in_flight = min(place, self.frontiers.num_microbatches)
-        most = self.num_devices - place + 1  # every other stage behind it has one at least
-        sizes = sorted(size for size in {each.way.num_devices for each in runs} | set(splits) if size <= most)
+        most = self.num_devices - place + 1  # every stage after it has one at least
         return {
-            size: _GroupTimes.of(
-                [each for each in runs if each.way.num_devices == size],
-                [each.holding(in_flight) for each in splits.get(size, ())],
-                in_flight,
-                self.limit,
-                len(self.frontiers.order),
-            )
-            for size in sizes
+            size: _GroupTimes([kind.under(in_flight, self.limit) for kind in kinds])
+            for size, kinds in self.frontiers.kinds.items()
+            if size <= most
         }
 
     def drafts(self) -> Iterator[_Draft]:
@@ -175,7 +204,7 @@ class _Cuts:
                 yield _Draft(int(slowest), tuple((last - end, last - begin, sizes[way]) for begin, end, way in traced))
 
     def settle(self, drafts: Sequence[_Draft]) -> bool:
-        """Have the frontiers tracked of runs of which only bounds are known; whether there were any."""
+        """Settle all runs of which only bounds are known; whether there were any."""
         wanted = {
             (len(draft.stages) - index, size, begin, end)
             for draft in drafts
@@ -186,123 +215,34 @@ class _Cuts:
 
     def cut(self, draft: _Draft) -> ChainCut:
         """The partition of a settled draft, on the devices in order."""
-        placed: list[PlacedStage] = []
-        splits: dict[int, RunPoint] = {}
-        first, memory = 0, 0.0
+        placed: list[SplitStage] = []
+        first = 0
         for index, (begin, end, size) in enumerate(draft.stages):
-            group = self.groups[len(draft.stages) - index][size]
-            devices, blocks = tuple(range(first, first + size)), self.frontiers.order[begin:end]
-            split = group.split(begin, end)
-            if split is None:
-                way, bytes_ = group.way(begin, end)
-                placed.append(
-                    PlacedStage(
-                        blocks=blocks,
-                        devices=devices,
-                        shards=way.shards,
-                        replicas=way.replicas,
-                        recompute=way.recompute,
-                    )
-                )
-            else:
-                splits[index], bytes_ = split, split.memory_bytes
-                ways = split.configurations
-                placed.append(
-                    PlacedStage(
-                        blocks=blocks, devices=devices, shards=size, recompute=split.recompute, configurations=ways
-                    )
-                )
-            first, memory = first + size, max(memory, bytes_)
-        placement = Placement(strategy="stage graph", num_devices=self.num_devices, stages=tuple(placed))
-        return ChainCut(placement, draft.slowest_ns, int(memory), splits)
-
-
-@dataclass(slots=True)
-class _Own:
-    """Runs of blocks that are each split in a way of its own, recomputing or not.
-
-    ``least`` is what they take at least, [n + 1, n + 1]; ``tracked`` are those of which it is known what they take,
-    with their quickest strategies that fit.
-    """
-
-    frontiers: RunFrontiers
-    limit: float
-    least: FloatArray
-    tracked: dict[tuple[int, int], RunPoint | None] = field(default_factory=dict)
-
-    def track(self, begin: int, end: int) -> None:
-        """Track a run's frontier. Runs around it take no less, but for what they spare at its ends."""
-        blocks = self.frontiers.order[begin:end]
-        point = self.frontiers.quickest(blocks, self.limit)
-        self.tracked[begin, end] = point
-        time = np.inf if point is None else point.time_ns
-        around = self.least[: begin + 1, end:]
-        np.maximum(around, time - self.frontiers.at_ends(blocks), out=around)
-        self.least[begin, end] = time
+            placed.append(self.groups[len(draft.stages) - index][size].best(begin, end).split(begin, end, first))
+            first += size
+        return ChainCut(tuple(placed), draft.slowest_ns)
 
 
 @dataclass(slots=True)
 class _GroupTimes:
-    """What a group of devices takes for every run of blocks: ns, infinite where nothing fits, [n + 1, n + 1].
+    """What a group of devices takes for every run of blocks in any kind of way, of equal ones the first."""
 
-    ``uniform`` is all blocks in one way, the fastest that fits; ``own`` each in its own.
-    """
-
-    ways: tuple[UniformWay, ...]
-    memory: FloatArray  # bytes of the chosen way
-    uniform: FloatArray
-    chosen: npt.NDArray[np.intp]
-    own: tuple[_Own, ...]
+    kinds: Sequence[RunTimes]
     times: FloatArray = field(init=False)
 
     def __post_init__(self) -> None:
-        self.times = self._least()
+        self.times = np.minimum.reduce([each.least for each in self.kinds])
 
-    def _least(self) -> FloatArray:
-        least: FloatArray = np.minimum.reduce([self.uniform, *(each.least for each in self.own)])
-        return least
-
-    @classmethod
-    def of(
-        cls,
-        runs: Sequence[UniformRuns],
-        frontiers: Sequence[RunFrontiers],
-        in_flight: int,
-        limit: float,
-        num_blocks: int,
-    ) -> _GroupTimes:
-        """Of the ways of a group, and of the frontiers of its runs."""
-        none = np.full((num_blocks + 1, num_blocks + 1), np.inf)  # argmin needs one
-        needed = [over_all(num_blocks, partial(each.costs.memory, in_flight=in_flight), np.inf) for each in runs]
-        memory = np.stack([*needed, none])
-        times = np.where(memory <= limit, np.stack([*(each.time for each in runs), none]), np.inf)
-        own = tuple(_Own(each, limit, each.least_times(limit)) for each in frontiers)
-        chosen = times.argmin(axis=0)
-        taken, fastest = (np.take_along_axis(each, chosen[None], axis=0)[0] for each in (memory, times))
-        return cls(tuple(each.way for each in runs), taken, fastest, chosen, own)
-
-    def way(self, begin: int, end: int) -> tuple[UniformWay, float]:
-        """The fastest for all blocks of a run, and its bytes."""
-        return self.ways[int(self.chosen[begin, end])], float(self.memory[begin, end])
-
-    def _best(self, begin: int, end: int) -> _Own | None:
-        """Where a run is, or may be, faster with each block in its own way."""
-        best = min(self.own, key=lambda own: float(own.least[begin, end]), default=None)
-        return best if best is not None and best.least[begin, end] < self.uniform[begin, end] else None
-
-    def split(self, begin: int, end: int) -> RunPoint | None:
-        """The strategy of a settled run, where it is faster than any way for all of its blocks."""
-        best = self._best(begin, end)
-        return None if best is None else best.tracked[begin, end]
+    def best(self, begin: int, end: int) -> RunTimes:
+        """The kind in which a run is, or may be, quickest."""
+        return min(self.kinds, key=lambda each: float(each.least[begin, end]))
 
     def settle(self, begin: int, end: int) -> bool:
-        """Track a run's frontier where its bound promises something; whether that was new."""
-        best = self._best(begin, end)
-        if best is None or (begin, end) in best.tracked:
-            return False
-        best.track(begin, end)
-        self.times = self._least()
-        return True
+        """Settle a run in the kind that promises most; whether that was new."""
+        new = self.best(begin, end).settle(begin, end)
+        if new:
+            self.times = np.minimum.reduce([each.least for each in self.kinds])
+        return new
 
 
 def _price(groups: Mapping[int, _GroupTimes], sizes: Sequence[int], last: int) -> Callable[[Array, Array], FloatArray]:
@@ -310,6 +250,139 @@ def _price(groups: Mapping[int, _GroupTimes], sizes: Sequence[int], last: int) -
     none = np.full((last + 1, last + 1), np.inf)
     times = np.stack([groups[size].times if size in groups else none for size in sizes])
     return lambda begins, ends: times[:, last - ends, last - begins]
+
+
+# Kinds of splits ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _UniformRuns:
+    """Every way of a group in which all blocks run alike.
+
+    ``costs`` [way] of the chain; ``times`` [way, begin, end] in ns, with a share of the gradients' all-reduce in each
+    micro-batch.
+    """
+
+    order: tuple[str, ...]
+    ways: tuple[Way, ...]
+    costs: tuple[ChainCosts, ...]
+    times: FloatArray
+
+    def under(self, in_flight: int, limit: float) -> RunTimes:
+        """The fastest that fits."""
+        count = len(self.order)
+        memory = np.stack(
+            [over_all(count, lambda *ends, own=own: own.memory(*ends, in_flight), math.inf) for own in self.costs]
+        )
+        times = np.where(memory <= limit, self.times, np.inf)
+        return _UniformTimes(self, memory, times.argmin(axis=0), times.min(axis=0))
+
+
+@dataclass(frozen=True, slots=True)
+class _UniformTimes:
+    """The fastest of the ways that fit: ``chosen`` [begin, end]; ``memory`` [way, begin, end] of each."""
+
+    runs: _UniformRuns
+    memory: FloatArray
+    chosen: Array
+    least: FloatArray
+
+    def settle(self, begin: int, end: int) -> bool:
+        """It is known what every run takes."""
+        return False
+
+    def split(self, begin: int, end: int, first: int) -> SplitStage:
+        """As the fastest way has it."""
+        way = int(self.chosen[begin, end])
+        stage = self.runs.ways[way].placed(self.runs.order[begin:end], first)
+        return SplitStage(stage, int(self.memory[way, begin, end]), int(self.least[begin, end]))
+
+
+def _all_alike(frontiers: StageFrontiers, num_devices: int) -> Iterator[SplitKind]:
+    """All blocks in one way, for which all have costs."""
+    priced = {way: _costs(frontiers, way) for way in _ways(frontiers, num_devices)}
+    costs = {way: each for way, each in priced.items() if each is not None}
+    if costs:
+        times = np.stack([over_all(each.num_blocks, each.time, math.inf) for each in costs.values()])
+        yield _UniformRuns(frontiers.order, tuple(costs), tuple(costs.values()), times)
+
+
+def _ways(frontiers: StageFrontiers, num_devices: int) -> Iterator[Way]:
+    """Every way of a group, with shards that all blocks know."""
+    size = frontiers.microbatch_size
+    for shards in sorted(set.intersection(*({row.shards for row in each.costs} for each in frontiers.profile.blocks))):
+        if num_devices % shards == 0 and size % (num_devices // shards) == 0:
+            for again in frontiers.recompute:
+                yield Way(size, num_devices // shards, recompute=again, shards=shards)
+
+
+def _costs(frontiers: StageFrontiers, way: Way) -> ChainCosts | None:
+    """The chain's costs in one way; None where blocks have none for its samples."""
+    try:
+        alone = way.pricing().costs(frontiers.profile, frontiers.order)
+    except UsageError:
+        return None
+    peers = range(0, way.num_devices, way.shards)
+    sums = [all_reduce_time(frontiers.cluster, peers, cost.parameter_bytes) for cost in alone]
+    shares = [-(-each // frontiers.num_microbatches) for each in sums]
+    each = zip(alone, shares, strict=True)
+    return ChainCosts.of([replace(cost, backward_ns=cost.backward_ns + share) for cost, share in each])
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnRuns:
+    """Each block in a way of its own."""
+
+    splits: BlockSplits
+    num_devices: int
+
+    def under(self, in_flight: int, limit: float) -> RunTimes:
+        """Bounds, until frontiers are tracked."""
+        frontiers = self.splits.holding(in_flight)
+        return _OwnTimes(frontiers, self.num_devices, limit, frontiers.least_times(limit))
+
+
+@dataclass(slots=True)
+class _OwnTimes:
+    """``tracked`` are the runs of which it is known what they take, with their quickest strategies that fit."""
+
+    frontiers: RunFrontiers
+    num_devices: int
+    limit: float
+    least: FloatArray
+    tracked: dict[tuple[int, int], RunPoint | None] = field(default_factory=dict)
+
+    def settle(self, begin: int, end: int) -> bool:
+        """Track a run's frontier. Runs around it take no less, but for what they spare at its ends."""
+        if (begin, end) in self.tracked:
+            return False
+        blocks = self.frontiers.order[begin:end]
+        point = self.frontiers.quickest(blocks, self.limit)
+        self.tracked[begin, end] = point
+        time = np.inf if point is None else point.time_ns
+        around = self.least[: begin + 1, end:]
+        np.maximum(around, time - self.frontiers.at_ends(blocks), out=around)
+        self.least[begin, end] = time
+        return True
+
+    def split(self, begin: int, end: int, first: int) -> SplitStage:
+        """As the quickest strategy has it."""
+        point = self.tracked[begin, end]
+        assert point is not None
+        devices = tuple(range(first, first + self.num_devices))
+        return SplitStage(point.placed(devices), point.memory_bytes, point.time_ns, point.split.costs)
+
+
+def _block_by_block(frontiers: StageFrontiers, num_devices: int) -> Iterator[SplitKind]:
+    """Each block in a way of its own, recomputing or not."""
+    if num_devices > 1:
+        known = frontiers.known or GroupSplits(frontiers.profile, frontiers.cluster)
+        given = num_devices, frontiers.microbatch_size, frontiers.num_microbatches, frontiers.recompute
+        yield from (_OwnRuns(splits, num_devices) for splits in known.of(*given))
+
+
+SPLITS: tuple[Callable[[StageFrontiers, int], Iterator[SplitKind]], ...] = (_all_alike, _block_by_block)
+"""The kinds of ways in which a group of devices can split stages; of equally quick ones the first is taken."""
 
 
 def _no_way(profile: Profile, microbatch_size: int) -> str:

@@ -1,7 +1,7 @@
 """Placement of models with several submodules, such as a tower for images and one for texts.
 
 Each submodule has devices of its own and a strategy for them (FlexPipe, section 4.1: one configuration per modality;
-DistMM, NSDI'24). What comes behind all of them, such as the loss, stands where the last of their stages do.
+DistMM, NSDI'24). What comes after all of them, such as the loss, stands where the last of their stages do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Submodule", "place_submodules"]
 class Submodule:
     """The blocks whose names match ``blocks`` (a pattern such as ``image.*``), placed by a strategy of their own.
 
-    ``positions`` are the first of its positions, and the one behind the last; None is as many as its work asks for.
+    ``positions`` are the first of its positions, and the one after the last; None is as many as its work asks for.
     """
 
     blocks: str
@@ -45,7 +45,7 @@ def place_submodules(
     """Place every submodule as :func:`~pipeplan.partition.placement.place` does a chain, on its own devices.
 
     A *position* is a device, or ``replicas`` neighbouring ones that share every micro-batch. Blocks of no submodule
-    must come behind all of them: they are one stage on the positions that feed it, split over them if the profile has
+    must come after all of them: they are one stage on the positions that feed it, split over them if the profile has
     costs for that (and there are no replicas), else on the last of them alone. ``cut`` cuts each chain otherwise.
 
     Raises:
@@ -78,7 +78,7 @@ def place_submodules(
             raise type(error)(f"{error} ({where})") from None
         stages += [_moved(stage, first * replicas) for stage in placed.stages]
     if rest:
-        stages.append(_behind(profile, rest, stages, replicas))
+        stages.append(_after_all(profile, rest, stages, replicas))
     return Placement(
         strategy=" + ".join(submodule.strategy for submodule in submodules),
         num_devices=num_devices,
@@ -124,7 +124,7 @@ def _rest(profile: Profile, parts: Sequence[Sequence[str]]) -> list[str]:
 def _ranges(
     profile: Profile, submodules: Sequence[Submodule], parts: Sequence[Sequence[str]], positions: int, size: int
 ) -> list[tuple[int, int]]:
-    """[submodule] its first position and the one behind its last.
+    """[submodule] its first position and the one after its last.
 
     Where none says, each gets one, and the others go one by one to whoever then has most work per position; that makes
     the most work per position the least.
@@ -167,8 +167,8 @@ def _moved(stage: PlacedStage, first: int) -> PlacedStage:
     return stage.model_copy(update={"devices": tuple(first + device for device in stage.devices)})
 
 
-def _behind(profile: Profile, rest: Sequence[str], stages: Sequence[PlacedStage], replicas: int) -> PlacedStage:
-    """The stage of what comes behind all submodules."""
+def _after_all(profile: Profile, rest: Sequence[str], stages: Sequence[PlacedStage], replicas: int) -> PlacedStage:
+    """The stage of what comes after all submodules."""
     stage_of = {block: stage for stage in stages for block in stage.blocks}
     feeding = {
         stage_of[edge.source].devices for edge in profile.edges if edge.target in rest and edge.source in stage_of

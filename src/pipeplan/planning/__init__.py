@@ -4,13 +4,12 @@ Here: which candidates there are, how they share the time, and the plan that is 
 schedules, partitions and splits, which have rooms of their own; tables of results (reporting).
 """
 
-from pipeplan.planning.build_plan import assemble
+from pipeplan.planning.build_plan import Result, assemble
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.comparison import Comparison, compare
 from pipeplan.planning.frontier import frontier_request, search_frontier
 from pipeplan.planning.frontier_result import FrontierResult, Mode
 from pipeplan.planning.request import Batch, Request, Splitting, choose_placement, resolve_batch
-from pipeplan.planning.result import Result
 from pipeplan.planning.search import search_plan
 from pipeplan.planning.trials import workloads
 from pipeplan.planning.tuning import Tuning, tune

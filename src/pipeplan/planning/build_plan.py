@@ -1,8 +1,9 @@
-"""From a schedule to its plan: assembled, checked, with its provenance."""
+"""From a schedule to its plan, assembled, checked and with its provenance; and what a search gives with it."""
 
 from __future__ import annotations
 
 import platform
+from dataclasses import dataclass
 from fractions import Fraction
 from importlib.metadata import version
 
@@ -11,7 +12,6 @@ from pipeplan.checker import check
 from pipeplan.files import Plan, Predicted, Provenance, sha256_of
 from pipeplan.lower import programs
 from pipeplan.planning.candidates import PlacementCandidate
-from pipeplan.planning.numbers import number
 from pipeplan.planning.request import Request
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.metrics import iteration_time, rates
@@ -25,7 +25,7 @@ from pipeplan.workload.steady_state.repetend import find_repetend
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, with_links
 from pipeplan.workload.workload import Workload
 
-__all__ = ["assemble", "planned"]
+__all__ = ["Result", "assemble", "planned"]
 
 
 def assemble(
@@ -82,7 +82,7 @@ def assemble(
 
 
 def _repetend(graph: TaskGraph, orders: Orders) -> Repetend | None:
-    """The repetend, where micro-batches are all alike behind those that run in parts."""
+    """The repetend, where micro-batches are all alike after those that run in parts."""
     replaced, whole_orders = whole(graph, orders)
     if not replaced.workload.is_uniform:
         return None
@@ -138,3 +138,75 @@ def _provenance(request: Request, candidate: PlacementCandidate) -> Provenance:
         seed=request.seed,
         versions={"pipeplan": __version__, "python": platform.python_version(), "ortools": version("ortools")},
     )
+
+
+def number(value: Fraction) -> float:
+    """An int where it is one, for readable JSON."""
+    return int(value) if value.denominator == 1 else float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A plan and how it was found; ``seconds`` is the whole search, ``partition_seconds`` choosing the stages.
+
+    ``status`` is ``optimal`` if the makespan equals the lower bound, else ``feasible``.
+    """
+
+    plan: Plan
+    schedule: Schedule
+    seconds: float
+    partition_seconds: float | None
+    interrupted: bool
+
+    @property
+    def status(self) -> str:
+        """``optimal`` or ``feasible``."""
+        return "optimal" if self.schedule.optimal else "feasible"
+
+    def figures(self) -> dict[str, object]:
+        """The figures of ``search --json``.
+
+        Period, unroll and span are those of the best repetend the search knows: the pattern it proved, or the plan's
+        own where that is quicker or no pattern was searched.
+        """
+        predicted, repetend, pattern = self.plan.predicted, self.plan.repetend, self.schedule.pattern
+        period, period_bound_ns = predicted.period_ns, predicted.period_lower_bound_ns
+        unroll, span = (repetend.unroll, repetend.span) if repetend is not None else (None, None)
+        steady = predicted.bubble_rate_steady
+        problem = None if pattern is None else OneMicrobatch.of(self.schedule.workload)
+        per_round = 1 if problem is None else problem.microbatches_per_round
+        if pattern is not None and problem is not None and (period is None or pattern.period / per_round <= period):
+            period, period_bound_ns = (
+                number(each / per_round) for each in (pattern.period, self.schedule.period_bound_ns)
+            )
+            unroll, span = pattern.unroll * per_round, pattern.span * per_round
+            workload = self.schedule.workload
+            work = [workload.work_of(x) * len(devices) for x, devices in enumerate(workload.resources)]
+            busy = Fraction(sum(work[: len(workload.operations)]), problem.num_microbatches)
+            steady = float(1 - busy / (pattern.period * len(self.plan.devices)))
+        return {
+            "name": self.plan.name,
+            "status": self.status,
+            "scheduler": self.plan.provenance.scheduler,
+            "makespan_ns": predicted.makespan_ns,
+            "iteration_ns": predicted.iteration_ns,
+            "lower_bound_ns": predicted.lower_bound_ns,
+            "gap": predicted.gap,
+            "period_ns": period,
+            "period_lower_bound_ns": period_bound_ns,
+            "unroll": unroll,
+            "span": span,
+            "bubble_rate": predicted.bubble_rate,
+            "bubble_rate_span": predicted.bubble_rate_span,
+            "bubble_rate_steady": steady,
+            "peak_memory_bytes": [memory.peak_bytes for memory in predicted.memory],
+            "num_microbatches": self.plan.num_microbatches,
+            "microbatch_size": self.plan.microbatch_size,
+            "num_devices": len(self.plan.devices),
+            "placement": self.plan.placement,
+            "repeats": repetend is not None,
+            "interrupted": self.interrupted,
+            "search_seconds": self.seconds,
+            "repetend_seconds": self.schedule.repetend_seconds,
+            "partition_seconds": self.partition_seconds,
+        }

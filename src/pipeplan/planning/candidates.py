@@ -5,22 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate, chain, islice, product
+from typing import Any
 
 from pipeplan.costs import StageCost
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Block, Placement, Profile
-from pipeplan.partition import STRATEGIES, can_spread, place
+from pipeplan.partition import STRATEGIES, can_spread, place, place_submodules
 from pipeplan.partition.baselines import dapple, pipedream, piper
 from pipeplan.partition.chain import autopipe
-from pipeplan.partition.chain.costs import Chain
-from pipeplan.partition.chain.rebalance import roomiest
 from pipeplan.partition.graph import graphpipe
+from pipeplan.partition.placement import Cut
 from pipeplan.partition.problem import Partition, PartitionProblem, free
-from pipeplan.planning.request import Batch, Request
-from pipeplan.planning.rule_placements import SUBMODULES, place_by_rules
+from pipeplan.planning.request import SUBMODULES, Batch, Request, submodules_of
 from pipeplan.time_limit import Limit, TimeUpError
 
 __all__ = [
@@ -32,11 +30,10 @@ __all__ = [
     "grid",
     "open_sizes",
     "placed",
-    "roomy",
 ]
 
 MOST_PUBLISHED = {"PipeDream": 4_000, "DAPPLE": 500, "Piper": 500}
-"""Published planners are asked for up to so many blocks times devices; beyond that they take too long."""
+"""Blocks times devices up to which published planners are asked; beyond that they take too long."""
 
 MOST_DOWNSETS = 500
 """Piper is asked where the graph has no more sets of blocks that may come before a cut."""
@@ -102,29 +99,9 @@ def grid(request: Request) -> Iterator[Choice | PlacementCandidate | UsageError]
     yield from _given(request, request.placement) if isinstance(request.placement, Placement) else _choices(request)
 
 
-def placed(request: Request, point: Choice | PlacementCandidate) -> CandidateOrError:
-    """The candidate of a point of the grid."""
-    return point if isinstance(point, PlacementCandidate) else _tried(_chain, request, point, "balanced", None)
-
-
-def roomy(request: Request) -> Iterator[Callable[[Request], CandidateOrError]]:
-    """The same without stages as a graph, each cut so that little memory does, for requests with any memory."""
-    if isinstance(request.placement, Placement):
-        given = request.placement
-        for recompute in request.recomputes:
-            yield partial(_unchanged, PlacementCandidate(given, request.batch, recompute, "given"))
-        return
-    for choice in _choices(request):
-        if not isinstance(choice, UsageError):
-            yield partial(_roomy, choice)
-
-
-def _unchanged(candidate: PlacementCandidate, request: Request) -> CandidateOrError:
-    return candidate
-
-
-def _roomy(choice: Choice, request: Request) -> CandidateOrError:
-    return _tried(_chain, request, choice, "roomiest", roomiest)
+def placed(request: Request, point: Choice | PlacementCandidate, cut: Cut | None = None) -> CandidateOrError:
+    """The candidate of a point of the grid, for this request."""
+    return point if isinstance(point, PlacementCandidate) else _tried(_chain, request, point, "balanced", cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,46 +156,25 @@ def _chains(request: Request) -> Iterator[CandidateOrError]:
                 yield _tried(_chain, request, choice, source, cut)
 
 
-def _chain(
-    request: Request, choice: Choice, source: str, cut: Callable[[Chain], tuple[int, ...]] | None
-) -> PlacementCandidate:
+def _chain(request: Request, choice: Choice, source: str, cut: Cut | None) -> PlacementCandidate:
     batch, strategy = choice.batch, choice.strategy
+    how: dict[str, Any] = {
+        "microbatch_size": batch.microbatch_size,
+        "memory_bytes": request.memory,
+        "recompute": choice.recompute,
+        "replicas": choice.replicas,
+        "cut": cut,
+    }
     if strategy == SUBMODULES:
-        return _by_submodules(request, choice, source, cut)
-    if batch.num_microbatches % 2 and STRATEGIES[strategy].two_ways:
+        assert request.rules is not None  # choose_placement
+        submodules = submodules_of(request.rules, request.num_devices // choice.replicas)
+        placement = place_submodules(request.profile, submodules, request.num_devices, **how)
+    elif batch.num_microbatches % 2 and STRATEGIES[strategy].two_ways:
         raise UsageError(f"--placement {strategy} needs an even number of micro-batches, not {batch.num_microbatches}")
-    placement = place(
-        request.profile,
-        strategy,
-        request.num_devices,
-        chunks=request.chunks,
-        microbatch_size=batch.microbatch_size,
-        memory_bytes=request.memory,
-        recompute=choice.recompute,
-        replicas=choice.replicas,
-        spread=choice.spread,
-        cut=cut,
-    )
+    else:
+        how |= {"chunks": request.chunks, "spread": choice.spread}
+        placement = place(request.profile, strategy, request.num_devices, **how)
     return PlacementCandidate(placement, batch, choice.recompute, source, _is_fallback(request, choice.recompute))
-
-
-def _by_submodules(
-    request: Request, choice: Choice, source: str, cut: Callable[[Chain], tuple[int, ...]] | None
-) -> PlacementCandidate:
-    assert request.rules is not None  # choose_placement
-    placement = place_by_rules(
-        request.rules,
-        request.profile,
-        request.num_devices,
-        microbatch_size=choice.batch.microbatch_size,
-        memory_bytes=request.memory,
-        recompute=choice.recompute,
-        replicas=choice.replicas,
-        cut=cut,
-    )
-    return PlacementCandidate(
-        placement, choice.batch, choice.recompute, source, _is_fallback(request, choice.recompute)
-    )
 
 
 def _is_fallback(request: Request, recompute: bool) -> bool:
@@ -297,7 +253,7 @@ def _spreads(request: Request, replicas: int) -> Sequence[bool]:
     return (False, True) if possible else (False,)
 
 
-def _cuts(request: Request, choice: Choice) -> Iterator[tuple[str, Callable[[Chain], tuple[int, ...]] | None]]:
+def _cuts(request: Request, choice: Choice) -> Iterator[tuple[str, Cut | None]]:
     """The balanced cut, and AutoPipe's where that is for: one stage per device."""
     yield "balanced", None
     if choice.strategy != "one-to-one" or choice.spread:
@@ -373,7 +329,7 @@ def _graph(request: Request, sizes: Sequence[int], chunks: int = 1) -> Placement
 
 
 def _around(placement: Placement, num_devices: int) -> Placement:
-    """Stages on so many devices in order, round and round where they have more."""
+    """Stages on ``num_devices`` in order, round and round where they have more."""
     taken = [tuple(sorted(device % num_devices for device in stage.devices)) for stage in placement.stages]
     return Placement(
         strategy="stage graph" if sum(map(len, taken)) <= num_devices else "stage graph, circular",

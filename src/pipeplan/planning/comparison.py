@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from pipeplan.errors import InfeasibleError, InvalidPlanError, SearchTimeoutError, UsageError
 from pipeplan.files import Placement
 from pipeplan.partition import STRATEGIES
+from pipeplan.planning.build_plan import Result
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Request
-from pipeplan.planning.result import Result
 from pipeplan.planning.search import search_plan
 from pipeplan.planning.trials import workloads
 from pipeplan.schedule.classic import CLASSIC

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
@@ -22,11 +23,11 @@ from pipeplan.planning.frontier_result import (
     share_notes,
     sharing_notes,
 )
-from pipeplan.planning.plan_frontier import PlanFrontier, StrategyPlan, plan_frontier
+from pipeplan.planning.plan_frontier import PlanFrontier, plan_frontier
 from pipeplan.planning.request import Batch, Request, Splitting, resolve_batch
 from pipeplan.planning.sharding_frontier import SplitPoint, Splits, most_frequent, split_frontier
 from pipeplan.schedule.state import scheduler_words
-from pipeplan.sharding.tracking import turning_point
+from pipeplan.sharding.tracking import knee
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import format_bytes, named_devices
 from pipeplan.workload.elements import Stage
@@ -104,7 +105,7 @@ def search_frontier(request: Request, *, mode: Mode = "all", point: int | None =
     found until then.
 
     Raises:
-        UsageError: so many points there are not.
+        UsageError: there are fewer points than ``point``.
         InfeasibleError: nothing fits.
     """
     if request.splitting is None:
@@ -126,9 +127,9 @@ def _of_splits(request: Request, splitting: Splitting) -> FrontierResult:
         notes.append(f"ended early: what there was no time for was tracked as by --within {_ROUGH}")
     for own, splits in zip(requests, tracked, strict=True):
         count, limit = own.num_devices, own.least_memory
-        marked = _with_turning_points([_split_point(splits, each) for each in splits.points])
+        marked = _with_knees([_split_point(splits, each) for each in splits.points])
         fitting = [index for index, each in enumerate(marked) if limit is None or each.memory_bytes <= limit]
-        plans += [StrategyPlan(own, splits, index) for index in fitting]
+        plans += [partial(splits.plan, own, index) for index in fitting]
         points += [replace(marked[index], price_per_hour=_price_per_hour(own)) for index in fitting]
         notes += sharing_notes(count, samples, [marked[index].repeated or 0.0 for index in fitting], splits.model)
         least = splits.points[0].memory_bytes
@@ -231,17 +232,13 @@ def _of_plans(request: Request, *, quickest: bool) -> FrontierResult:
         request.batch.mini_batch,
         False,
         found.seconds,
-        tuple(_with_turning_points(points)),
-        tuple(partial(_given, point.plan) for point in found.points),
+        tuple(_with_knees(points)),
+        tuple(partial(attrgetter("plan"), point) for point in found.points),
         (*request_notes(request), *_plan_notes(found)),
         found.interrupted,
         tried=found.num_tried,
         untried=found.num_untried,
     )
-
-
-def _given(plan: Plan) -> Plan:
-    return plan
 
 
 def _plan_notes(found: PlanFrontier) -> Iterator[str]:
@@ -340,11 +337,11 @@ def _by_devices(points: Sequence[FrontierPoint]) -> Iterator[list[int]]:
         yield list(same)
 
 
-def _with_turning_points(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
+def _with_knees(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
     """The same points with the turning point of every number of devices marked, where there is one."""
     marked = list(points)
     for same in _by_devices(points):
-        turning = turning_point([points[i].memory_bytes for i in same], [points[i].time_ns for i in same])
+        turning = knee([points[i].memory_bytes for i in same], [points[i].time_ns for i in same])
         if turning is not None:
             marked[same[turning]] = replace(points[same[turning]], turning_point=True)
     return marked

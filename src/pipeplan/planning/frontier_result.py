@@ -9,7 +9,7 @@ from typing import Literal
 
 from pipeplan.files import Plan, Profile
 from pipeplan.planning.request import Request
-from pipeplan.sharding.configurations.building import CostModel
+from pipeplan.sharding.cost_model import CostModel
 from pipeplan.sharding.graph import Strategy
 from pipeplan.units import format_bytes, format_ns, named_devices
 
@@ -65,8 +65,8 @@ class FrontierResult:
     ``exact`` says whether every strategy was covered; where it is not, ``notes`` say what was left out. ``factor`` is
     what was proved: no strategy has less memory and less time than all points by more; None where nothing was. Of the
     memory in that proof ``factor_without`` names what was left out: nothing, or "workspace". The
-    ``chosen`` point is the one that is written as a plan, counted from 1. Partitions ``tried``, and at least so many
-    ``untried`` when it was ``interrupted``, are those of whole plans.
+    ``chosen`` point is the one that is written as a plan, counted from 1. Partitions ``tried``, and
+    the fewest that were ``untried`` when it was ``interrupted``, are those of whole plans.
     """
 
     name: str

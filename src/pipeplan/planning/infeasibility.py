@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pipeplan.errors import InfeasibleError, PipeplanError
+from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.files import Placement
-from pipeplan.planning.candidates import CandidateOrError, PlacementCandidate, graphs, roomy
+from pipeplan.partition.chain.rebalance import least_short
+from pipeplan.planning.candidates import CandidateOrError, Choice, PlacementCandidate, graphs, grid, placed
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import ExplainShortage
 from pipeplan.planning.trials import Trial
@@ -48,7 +49,7 @@ class _Fit:
 def shortage(
     request: Request, error: InfeasibleError, seconds: float, step: ExplainShortage | None = None
 ) -> InfeasibleError:
-    """The error that tells by how many bytes nothing fits, where, and what would do; ``error`` where that is unknown.
+    """The error that says by how many bytes nothing fits, where, and what would do; ``error`` where that is unknown.
 
     What would do is looked for with known schedules, for at most about ``seconds``; what is said was found to fit, and
     where time has run out it is said that less may do.
@@ -94,8 +95,8 @@ class _Least:
                 self.in_time = False
 
     def _find_memory(self) -> None:
-        for make in roomy(self._request):
-            self._lower(partial(_made_fit, make))
+        for point in _points(self._request):
+            self._lower(partial(_point_fit, point))
         self._lower(self._graph)
 
     def _find_devices(self) -> None:
@@ -151,7 +152,7 @@ class _Least:
         return True
 
     def _chain(self, request: Request) -> _Fit | None:
-        return _first_fit(request, self._timely(make(request) for make in roomy(request)))
+        return _first_fit(request, self._timely(placed(request, point, least_short) for point in _points(request)))
 
     def _graph(self, request: Request) -> _Fit | None:
         return _first_fit(request, self._timely(graphs(request)))
@@ -162,8 +163,13 @@ class _Least:
             yield each
 
 
-def _made_fit(make: Callable[[Request], CandidateOrError], request: Request) -> _Fit | None:
-    return _first_fit(request, [make(request)])
+def _points(request: Request) -> list[Choice | PlacementCandidate]:
+    """What there is without stages as a graph, to be placed so that little memory does."""
+    return [point for point in grid(request) if not isinstance(point, UsageError)]
+
+
+def _point_fit(point: Choice | PlacementCandidate, request: Request) -> _Fit | None:
+    return _first_fit(request, [placed(request, point, least_short)])
 
 
 def _first_fit(request: Request, found: Iterable[CandidateOrError]) -> _Fit | None:

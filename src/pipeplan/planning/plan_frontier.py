@@ -1,37 +1,139 @@
 """The frontier over whole plans: iteration time against memory per device against devices.
 
 One stage on all devices comes first, split block by block as each point of its cost frontier says, and the profile's
-own placement in less and less memory, where it is for so many devices. Then, for every number of devices and every
-micro-batch size, stages are cut under one memory limit after another, from none down to where nothing fits; each stage
-takes its way to run from its device group's frontier (:mod:`pipeplan.partition.stage_frontier`), and every partition
-gets the best known schedule under that limit. While there is time, GraphPipe's stages join them, and those that stand
-are tried again with each block split in a way of its own. What is simulated counts: a point stays if no other has at
-most its memory, time and devices.
+own placement in less and less memory, where it is for that number of devices. Then, for every number of devices and
+every micro-batch size, stages are cut under one memory limit after another, from none down to where nothing fits; each
+stage takes its way to run from its device group's frontier (:mod:`pipeplan.partition.stage_frontier`), and every
+partition gets the best known schedule under that limit. While there is time, GraphPipe's stages join them, and those
+that stand are tried again with each block split in a way of its own. What is simulated counts: a point stays if no
+other has at most its memory, time and devices.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from heapq import merge
+from itertools import product
 
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.files import Plan
 from pipeplan.partition.per_block_sharding import GroupSplits
+from pipeplan.partition.stage_frontier import StageFrontiers
 from pipeplan.planning.build_plan import planned
-from pipeplan.planning.candidates import PlacementCandidate
-from pipeplan.planning.device_mapping import on_cluster
+from pipeplan.planning.candidates import PlacementCandidate, graphs, open_sizes
 from pipeplan.planning.infeasibility import rounded_up
-from pipeplan.planning.operator_strategies import StageSplits, plan_of_strategy, split_blocks
-from pipeplan.planning.pipeline_frontier import STEP, PartitionTrial, chains, in_turn, own_placement, stage_graphs
-from pipeplan.planning.request import Request, Splitting
-from pipeplan.planning.sharding_frontier import Splits, split_frontier
-from pipeplan.planning.trials import Trial
+from pipeplan.planning.request import Batch, Request, Splitting
+from pipeplan.planning.sharding_frontier import Splits, split_frontier, split_stages
+from pipeplan.planning.trials import Trial, on_cluster
+from pipeplan.sharding.details import split_blocks
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices
 from pipeplan.workload.memory import peak_memory
 
-__all__ = ["PlanFrontier", "PlanPoint", "StrategyPlan", "plan_frontier"]
+__all__ = ["PlanFrontier", "chains", "plan_frontier"]
+
+
+STEP = 0.92
+"""Each memory limit is at most this part of what the partition before took: frontiers of thousands help nobody."""
+
+_COARSE = STEP**4
+"""The same where limits are looked at for the first time: there may not be time for all."""
+
+_GRAPHS = 20
+"""One stage graph may take its part of the time, were this many to share it."""
+
+_SCHEDULED = 3
+"""How many of the partitions under a limit, with 1, 2, 3 ... stages, are scheduled: those that should be quickest."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionTrial:
+    """A partition, or why there is none, and the request it is for; ``promised_ns`` of one iteration, 0 if unknown.
+
+    ``open``: its stages may yet be split block by block.
+    """
+
+    request: Request
+    candidate: PlacementCandidate | PipeplanError
+    promised_ns: int = 0
+    open: bool = False
+
+
+def chains(request: Request, splits: GroupSplits, *, quickest: bool = False) -> Iterator[PartitionTrial]:
+    """Partitions of the chain with micro-batches of every size, under limit after limit.
+
+    The sizes in turn, or the partitions that promise the ``quickest`` iterations first.
+    """
+    steps = (STEP,) if quickest else (_COARSE, STEP)
+    sizes = [_of_size(request, splits, size, steps) for size in open_sizes(request)]
+    return merge(*sizes, key=lambda asked: asked.promised_ns) if quickest else in_turn(sizes)
+
+
+def _of_size(request: Request, splits: GroupSplits, size: int, steps: Sequence[float]) -> Iterator[PartitionTrial]:
+    batch = Batch(request.batch.mini_batch // size, size)
+    given = request.profile, size, batch.num_microbatches, request.num_devices
+    how = _recomputes(request), request.cluster, splits
+    try:
+        stages = StageFrontiers(*given, *how)
+    except PipeplanError as error:
+        yield PartitionTrial(request, error)
+    else:
+        for step in steps:
+            yield from _limited(request, stages, batch, step)
+
+
+def _recomputes(request: Request) -> Sequence[bool]:
+    return (False, True) if request.recompute is None else (request.recompute,)
+
+
+def own_placement(request: Request) -> Iterator[PlacementCandidate]:
+    """The profile's own placement, if it is for that number of devices, with micro-batches of every size."""
+    placement = request.profile.placement
+    if placement is not None and placement.num_devices == request.num_devices:
+        for size, recompute in product(open_sizes(request), _recomputes(request)):
+            batch = Batch(request.batch.mini_batch // size, size)
+            yield PlacementCandidate(placement, batch, recompute, "the profile's own")
+
+
+def _limited(request: Request, stages: StageFrontiers, batch: Batch, step: float) -> Iterator[PartitionTrial]:
+    limit = request.least_memory
+    while True:
+        cuts = stages.fastest(request.num_devices, limit, _SCHEDULED)
+        if not cuts:
+            return
+        asked = replace(request, memory_bytes=limit)
+        for cut in cuts:
+            candidate = PlacementCandidate(cut.placement, batch, False, "frontier", given=cut.given or None)
+            yield PartitionTrial(asked, candidate, cut.slowest_ns * (batch.num_microbatches + cut.num_stages - 1))
+        limit = int(step * max(cut.memory_bytes for cut in cuts))
+
+
+def stage_graphs(request: Request, memories: Sequence[int]) -> Iterator[PartitionTrial]:
+    """GraphPipe's stages under the request's limit, then under those that points were found for."""
+    limits: list[int | None] = [request.least_memory]
+    for memory in memories:
+        if limits[-1] is None or memory <= STEP * limits[-1]:
+            limits.append(memory)
+    for limit in limits:
+        asked = replace(request, memory_bytes=limit)
+        for found in graphs(replace(asked, time_limit=request.time_limit / _GRAPHS)):
+            yield PartitionTrial(asked, found, open=True)
+
+
+def in_turn(found: Sequence[Iterator[PartitionTrial]]) -> Iterator[PartitionTrial]:
+    """One of each, again and again, none before it is its turn: there may not be time for all."""
+    waiting = deque(found)
+    while waiting:
+        turn = waiting.popleft()
+        for asked in turn:
+            yield asked
+            waiting.append(turn)
+            break
+
 
 _CHAINS, _SPLIT = 0.6, 0.85
 """Parts of the time after which partitions of the chain, and split stages, make way for what else there is."""
@@ -49,15 +151,34 @@ _COUNTING = 0.05
 """The part of the time that counting what was not tried may take."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlanPoint:
-    """A plan of the frontier with what it takes; memory is the peak of the device that needs most, with workspace."""
+    """What fits and what it takes, to be compared; memory is the peak of the device that needs most, with workspace.
 
-    plan: Plan
+    Its stages may yet be split where there is a ``candidate``.
+    """
+
+    request: Request
     memory_bytes: int
     workspace_bytes: int
     iteration_ns: int
-    num_devices: int
+    make: Callable[[], Plan]
+    candidate: PlacementCandidate | None = None
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Made when it is wanted."""
+        return self.make()
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the plan."""
+        return self.request.num_devices
+
+    @property
+    def figures(self) -> tuple[int, int, int]:
+        """What points are compared by; less is better."""
+        return self.num_devices, self.memory_bytes, self.iteration_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,31 +199,12 @@ class PlanFrontier:
     failures: Mapping[int, PipeplanError] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tried:
-    """What fits and what it takes, to be compared; with a ``candidate`` whose stages may yet be split."""
-
-    request: Request
-    memory_bytes: int
-    workspace_bytes: int
-    iteration_ns: int
-    plan: Callable[[], Plan]
-    candidate: PlacementCandidate | None = None
-
-    @property
-    def figures(self) -> tuple[int, int, int]:
-        return self.request.num_devices, self.memory_bytes, self.iteration_ns
-
-
 def plan_frontier(request: Request, *, quickest: bool = False) -> PlanFrontier:
     """The frontier of a request's profile and mini-batch over its numbers of devices.
 
     The request's memory is the most that any plan may take. Ends when all partitions have been tried, at Ctrl-C, or at
-    the time limit as soon as there is something, whatever is going on then: with what there is.
-
-    Args:
-        request: with the mini-batch and the time.
-        quickest: what promises least time comes first, for those who look for the quickest plans alone.
+    the time limit as soon as there is something, whatever is going on then: with what there is. Where the ``quickest``
+    are looked for, what promises least time comes first.
 
     Raises:
         InfeasibleError: nothing fits; it says what would, as far as there was time to find out.
@@ -112,7 +214,7 @@ def plan_frontier(request: Request, *, quickest: bool = False) -> PlanFrontier:
         raise _why(request, found)
     search = found.search
     untried = _counted(found.partitions, _COUNTING * request.time_limit) if found.interrupted else 0
-    points = [_point(tried) for tried in sorted(search.best, key=lambda tried: tried.figures)]
+    points = sorted(search.best, key=lambda point: point.figures)
     seconds, counts = search.limit.elapsed, {point.num_devices for point in points}
     failures = {count: error for count, error in search.failures.items() if count not in counts}
     how = search.num_tried, seconds, found.interrupted, untried, tuple(search.rough)
@@ -142,7 +244,7 @@ def _searched(request: Request, seconds: float, quickest: bool) -> _Searched:
         search.try_all(partitions, share[0])
         others = [stage_graphs(each, search.memories(each.num_devices)) for each in requests]
         joined = search.try_all(in_turn(others), share[1])
-        split = search.try_all(_split(StageSplits(splits), search.by_devices(requests)))
+        split = search.try_all(in_turn([_split(splits, points) for points in search.by_devices(requests)]))
         interrupted = not (search.try_all(partitions) and split and joined)
     except (KeyboardInterrupt, TimeUpError):
         interrupted = True
@@ -177,7 +279,7 @@ class _FrontierSearch:
     """What has been found until the time is up."""
 
     limit: Limit
-    best: list[_Tried] = field(default_factory=list)
+    best: list[PlanPoint] = field(default_factory=list)
     failures: dict[int, PipeplanError] = field(default_factory=dict)
     num_tried: int = 0
     rough: list[int] = field(default_factory=list)
@@ -241,19 +343,19 @@ class _FrontierSearch:
             self.best = _with(self.best, tried)
 
     def memories(self, num_devices: int) -> list[int]:
-        """The memory of the points on so many devices, most first."""
+        """The memory of the points on ``num_devices``, most first."""
         return sorted(
             (each.memory_bytes for each in self.best if each.request.num_devices == num_devices), reverse=True
         )
 
-    def by_devices(self, requests: Sequence[Request]) -> list[list[_Tried]]:
+    def by_devices(self, requests: Sequence[Request]) -> list[list[PlanPoint]]:
         """The points of every number of devices, quickest first."""
         ordered = sorted(self.best, key=lambda each: each.iteration_ns)
         return [[each for each in ordered if each.request.num_devices == asked.num_devices] for asked in requests]
 
 
-def _one_stage(request: Request, within: float) -> Iterator[_Tried]:
-    """The cost frontier of the whole model on all devices; nothing where its costs cannot be told.
+def _one_stage(request: Request, within: float) -> Iterator[PlanPoint]:
+    """The cost frontier of the whole model on all devices; nothing where its costs are not known.
 
     One device splits nothing, and what it runs must be profiled: it is left to the partitions.
     """
@@ -266,9 +368,8 @@ def _one_stage(request: Request, within: float) -> Iterator[_Tried]:
     limit = request.least_memory
     for index, point in enumerate(splits.points):
         if (limit is None or point.memory_bytes <= limit) and _runs(splits, index):
-            yield _Tried(
-                request, point.memory_bytes, point.workspace_bytes, point.time_ns, StrategyPlan(request, splits, index)
-            )
+            plan = partial(splits.plan, request, index)
+            yield PlanPoint(request, point.memory_bytes, point.workspace_bytes, point.time_ns, plan)
 
 
 def _runs(splits: Splits, index: int) -> bool:
@@ -280,32 +381,10 @@ def _runs(splits: Splits, index: int) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class StrategyPlan:
-    """The plan of a strategy, made when it is wanted."""
-
-    request: Request
-    splits: Splits
-    index: int
-
-    def __call__(self) -> Plan:
-        """Make it, or say why no plan can run it: :func:`pipeplan.planning.operator_strategies.plan_of_strategy`."""
-        asked, strategy = self.request, self.splits.points[self.index].strategy
-        return plan_of_strategy(
-            asked.profile, self.splits.model, strategy, cluster=asked.cluster, memory_bytes=asked.memory_bytes
-        )
-
-
-def _split(splits: StageSplits, best: Sequence[Sequence[_Tried]]) -> Iterator[PartitionTrial]:
+def _split(splits: GroupSplits, best: Sequence[PlanPoint]) -> Iterator[PartitionTrial]:
     """The points again with every stage on several devices split as its own frontier says, under the same limits."""
-    return in_turn([_split_points(splits, points) for points in best])
-
-
-def _split_points(splits: StageSplits, best: Sequence[_Tried]) -> Iterator[PartitionTrial]:
     for tried in best:
-        if tried.candidate is None:
-            continue
-        found = splits.split(tried.candidate, tried.request.least_memory)
+        found = tried.candidate and split_stages(splits, tried.candidate, tried.request.least_memory)
         if found is not None:
             yield PartitionTrial(tried.request, found)
 
@@ -320,7 +399,7 @@ def _counted(found: Iterator[PartitionTrial], seconds: float) -> int:
     return number
 
 
-def _tried(asked: PartitionTrial, candidate: PlacementCandidate, best: Sequence[_Tried]) -> _Tried | None:
+def _tried(asked: PartitionTrial, candidate: PlacementCandidate, best: Sequence[PlanPoint]) -> PlanPoint | None:
     """A candidate with the best known schedule; None if it does not fit, or cannot be better than what there is."""
     request = asked.request
     try:
@@ -334,24 +413,16 @@ def _tried(asked: PartitionTrial, candidate: PlacementCandidate, best: Sequence[
     if trial.best is None or trial.value_ns is None:
         return None
     peak = max(peak_memory(trial.best.graph, trial.best.orders), key=lambda each: each.peak_bytes)
-    plan, still_open = _TrialPlan(request, trial), trial.candidate if asked.open else None
-    return _Tried(request, peak.peak_bytes, peak.workspace_bytes, trial.value_ns, plan, still_open)
+    plan, still_open = partial(_trial_plan, request, trial), trial.candidate if asked.open else None
+    return PlanPoint(request, peak.peak_bytes, peak.workspace_bytes, trial.value_ns, plan, still_open)
 
 
-@dataclass(frozen=True, slots=True)
-class _TrialPlan:
-    """The plan of a trial, made when it is wanted."""
-
-    request: Request
-    trial: Trial
-
-    def __call__(self) -> Plan:
-        trial = self.trial
-        assert trial.best is not None
-        return planned(self.request, trial.candidate, trial.settled, trial.best.workload)
+def _trial_plan(request: Request, trial: Trial) -> Plan:
+    assert trial.best is not None
+    return planned(request, trial.candidate, trial.settled, trial.best.workload)
 
 
-def _with(best: Sequence[_Tried], found: _Tried) -> list[_Tried]:
+def _with(best: Sequence[PlanPoint], found: PlanPoint) -> list[PlanPoint]:
     """The frontier with another point, if it belongs there."""
     if any(_beats(each.figures, found.figures) for each in best):
         return list(best)
@@ -361,9 +432,3 @@ def _with(best: Sequence[_Tried], found: _Tried) -> list[_Tried]:
 def _beats(figures: tuple[int, ...], others: tuple[int, ...]) -> bool:
     """At most as much of everything."""
     return all(own <= other for own, other in zip(figures, others, strict=True))
-
-
-def _point(tried: _Tried) -> PlanPoint:
-    plan = tried.plan()
-    memory = tried.memory_bytes, tried.workspace_bytes
-    return PlanPoint(plan, *memory, plan.predicted.iteration_ns, tried.request.num_devices)

@@ -1,7 +1,4 @@
-"""Changes to a placement that keep its schedule's orders, where they make the iteration shorter.
-
-Leading forwards in two parts (AutoPipe III-C), and stages that need not recompute after all.
-"""
+"""Changes to a placement that keep its schedule's orders: forwards in two parts (AutoPipe III-C), no recomputation."""
 
 from __future__ import annotations
 
@@ -70,7 +67,7 @@ def slice_forwards(request: Request, trial: Trial, step: SliceForwards, *, final
     the trial is the best ``finally_``, it is tried only where it is quick.
 
     Raises:
-        UsageError: so many are asked for, and the placement or the profile does not allow it.
+        UsageError: a number is asked for that the placement or the profile does not allow.
     """
     trial.parted = None
     wanted, whole = request.num_parted, trial.best
@@ -94,7 +91,7 @@ def slice_forwards(request: Request, trial: Trial, step: SliceForwards, *, final
 
 
 def _parted(trial: Trial, workload: Workload, count: int) -> Placement:
-    """The trial's placement with so many micro-batches in parts."""
+    """The trial's placement with ``count`` micro-batches in parts."""
     places = _places(workload)
     depth = 1 + max(places)
     parts = {index: {"num_parted": min(count, depth - place)} for index, place in enumerate(places)}

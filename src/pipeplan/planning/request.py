@@ -1,19 +1,21 @@
-"""What is asked of a search: the request, its defaults, and how its mini-batch is cut."""
+"""What is asked of a search: the request, its defaults, how its mini-batch is cut, and where rules place its model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from pipeplan.errors import UsageError
-from pipeplan.files import Cluster, Placement, Profile, read_placement
-from pipeplan.partition import STRATEGIES
-from pipeplan.planning.rule_placements import SUBMODULES, follows_rules, strategy_of
-from pipeplan.schedule.rules import Rules
+from pipeplan.files import Cluster, PlacedStage, Placement, Profile, read_placement
+from pipeplan.partition import STRATEGIES, Submodule
+from pipeplan.partition.placement import follows
+from pipeplan.schedule.rules import Rules, SubmoduleRules
+from pipeplan.schedule.rules.numbers import evaluate
 
-__all__ = ["Batch", "Request", "Splitting", "choose_placement", "resolve_batch"]
+__all__ = ["SUBMODULES", "Batch", "Request", "Splitting", "choose_placement", "resolve_batch", "submodules_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,3 +285,67 @@ def _count(profile: Profile, num_devices: int | None) -> int:
     if count is None:
         raise UsageError(f"profile {profile.name!r} has no placement; say how many --devices, or give a --cluster")
     return count
+
+
+SUBMODULES = "submodules"
+"""What stands for a strategy where the rules place each submodule by one of its own."""
+
+
+def strategy_of(rules: Rules | None) -> str | None:
+    """The strategy that rules name, :data:`SUBMODULES` where they have one for each submodule, None without any.
+
+    Raises:
+        UsageError: it is not known; they place the whole model and submodules, or not all submodules.
+    """
+    if rules is None or _places_submodules(rules):
+        return None if rules is None else SUBMODULES
+    if rules.placement not in (None, *STRATEGIES):
+        raise UsageError(f"rules {rules.name!r}: placement is {rules.placement!r}; choose from {', '.join(STRATEGIES)}")
+    return rules.placement
+
+
+def follows_rules(profile: Profile, placement: Placement, rules: Rules) -> bool:
+    """Whether a placement is one that rules ask for, wherever it cuts the model."""
+    if not _places_submodules(rules):
+        return rules.placement is None or follows(profile, placement.stages, rules.placement, rules.chunks)
+    taken: set[int] = set()
+    for submodule in rules.submodules:
+        there = [
+            number
+            for number, stage in enumerate(placement.stages)
+            if number not in taken and fnmatchcase(stage.blocks[0], submodule.blocks)
+        ]
+        taken.update(there)
+        stages = [placement.stages[number] for number in there]
+        if not _follows(profile, submodule, stages, placement.num_devices):
+            return False
+    return True
+
+
+def _follows(profile: Profile, rules: SubmoduleRules, stages: Sequence[PlacedStage], num_devices: int) -> bool:
+    asked = _submodule(rules, num_devices)
+    first, end = asked.positions or (0, num_devices)
+    inside = all(first <= device < end for stage in stages for device in stage.devices)
+    return inside and follows(profile, stages, asked.strategy, asked.chunks)
+
+
+def _places_submodules(rules: Rules) -> bool:
+    if not any(submodule.placement for submodule in rules.submodules):
+        return False
+    if rules.placement is not None:
+        raise UsageError(f"rules {rules.name!r} place the model as {rules.placement} and by submodules; choose one")
+    unplaced = next((submodule.blocks for submodule in rules.submodules if submodule.placement is None), None)
+    if unplaced is not None:
+        raise UsageError(f"rules {rules.name!r}: submodule {unplaced!r} has no placement, but others do; give it one")
+    return True
+
+
+def submodules_of(rules: Rules, positions: int) -> list[Submodule]:
+    """Every submodule as its rules place it, each on devices of its own; in their ``devices`` D is ``positions``."""
+    return [_submodule(submodule, positions) for submodule in rules.submodules]
+
+
+def _submodule(rules: SubmoduleRules, positions: int) -> Submodule:
+    assert rules.placement is not None  # _places_submodules
+    ends = [evaluate("devices", number, {"D": positions}, least=0) for number in rules.devices or ()]
+    return Submodule(rules.blocks, rules.placement, rules.chunks, (ends[0], ends[1]) if ends else None)

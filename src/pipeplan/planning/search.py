@@ -12,13 +12,11 @@ from dataclasses import replace
 
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError
 from pipeplan.files import Placement
-from pipeplan.planning.build_plan import planned
+from pipeplan.planning.build_plan import Result, planned
 from pipeplan.planning.candidates import CandidateOrError, PlacementCandidate, candidates
-from pipeplan.planning.device_mapping import on_cluster
 from pipeplan.planning.infeasibility import shortage
 from pipeplan.planning.polish import ease_recomputation, expect_parts, slice_forwards
 from pipeplan.planning.request import Request
-from pipeplan.planning.result import Result
 from pipeplan.planning.steps import (
     STEPS,
     EaseRecomputation,
@@ -28,7 +26,7 @@ from pipeplan.planning.steps import (
     SliceForwards,
     named,
 )
-from pipeplan.planning.trials import Trial
+from pipeplan.planning.trials import Trial, on_cluster
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget, load_solver
 from pipeplan.schedule.state import Progress, Step
 from pipeplan.workload.workload import Workload

@@ -1,21 +1,38 @@
-"""The frontier of a whole model split over devices without a pipeline (TensorOpt's setting)."""
+"""A whole model split over devices without a pipeline (TensorOpt's setting): its frontier, and its strategies as plans.
+
+A strategy of whole blocks is what the executor runs: its meshes are the stage's configurations, and what it costs is
+the stage's: times of forward and backward with all that is exchanged in them, sums of gradients once per iteration.
+"""
 
 from __future__ import annotations
 
+import math
+import platform
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import numpy as np
 
+from pipeplan._version import __version__
+from pipeplan.checker import check
+from pipeplan.costs import StageCost, build_workload
+from pipeplan.files import Cluster, PlacedStage, Placement, Plan, Profile, Provenance, sha256_of
+from pipeplan.partition.per_block_sharding import BlockSplits, GroupSplits, RunPoint
+from pipeplan.planning.build_plan import assemble
+from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Request, Splitting
-from pipeplan.sharding.configurations.building import CostModel, CostOptions, cost_model
+from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
+from pipeplan.sharding.details import split_blocks
 from pipeplan.sharding.graph import CostGraph, Strategy
 from pipeplan.sharding.table import IntArray
 from pipeplan.sharding.tracking import Tracked, track
+from pipeplan.workload.bounds import weak_makespan_bound
+from pipeplan.workload.task_graph import TaskGraph, task_graph
 
-__all__ = ["SplitPoint", "Splits", "most_frequent", "split_frontier"]
+__all__ = ["SplitPoint", "Splits", "most_frequent", "plan_of_strategy", "split_frontier", "split_stages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +51,7 @@ class SplitPoint:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """The strategies of a model on so many devices, and what their costs came from.
+    """The strategies of a model on a number of devices, and what their costs came from.
 
     ``points`` are those that no other one found beats in peak memory and time, least memory first. That some point
     takes at most ``factor`` times the memory and time of any strategy is proved of the whole peak if no strategy with
@@ -53,6 +70,11 @@ class Splits:
     def exact(self) -> bool:
         """Whether no strategy at all beats a point."""
         return self.settled and self.tracked.exact and self.factor == 1
+
+    def plan(self, request: Request, index: int) -> Plan:
+        """That of a point, or why no plan can run it, as :func:`plan_of_strategy` says."""
+        strategy, memory = self.points[index].strategy, request.memory_bytes
+        return plan_of_strategy(request.profile, self.model, strategy, cluster=request.cluster, memory_bytes=memory)
 
     def words(self, strategy: Strategy) -> str:
         """A strategy in a few words: its most frequent configurations."""
@@ -81,11 +103,11 @@ def _unbeaten(points: Iterable[SplitPoint]) -> Iterator[SplitPoint]:
 def split_frontier(request: Request, splitting: Splitting, *, seconds: float = 0.0) -> Splits:
     """Track the frontier of a profile on a request's devices, for iterations of its mini-batch as one micro-batch.
 
-    Strategies with less workspace may take so many ``seconds`` more; the exact frontier of whole blocks looks for some
+    Strategies with less workspace may take ``seconds`` more; the exact frontier of whole blocks looks for some
     in any case.
 
     Raises:
-        UsageError: as :func:`pipeplan.sharding.configurations.building.cost_model`.
+        UsageError: as :func:`pipeplan.sharding.cost_model.cost_model`.
     """
     begun = time.monotonic()
     options = CostOptions(blocks=splitting.whole_blocks, data_parallel_loading=splitting.data_parallel_loading)
@@ -171,3 +193,100 @@ def _with_workspace(tracked: Tracked, sizes: Mapping[str, IntArray], kept: Mappi
         whole = replace(strategy, configurations=chosen)
         found.append(SplitPoint(whole, strategy.memory_bytes + workspace, workspace))
     return found
+
+
+def plan_of_strategy(
+    profile: Profile,
+    model: CostModel,
+    strategy: Strategy,
+    *,
+    cluster: Cluster | None = None,
+    memory_bytes: int | None = None,
+) -> Plan:
+    """The plan that runs a strategy of a profile's ``model`` of whole blocks on all of its devices, checked.
+
+    With the micro-batches that the model's options say, and how many hold activations at once; their simulated
+    time and memory are the strategy's. ``cluster`` is the model's; ``memory_bytes`` of every device, if not its.
+
+    Raises:
+        UsageError: as :func:`split_blocks`.
+        InvalidPlanError: it needs more memory than a device has.
+    """
+    split, options, devices = split_blocks(model, strategy), model.options, model.resharding.devices
+    samples = model.operators.nodes[0].operation.axis("samples").size
+    stage = PlacedStage(
+        blocks=split.blocks, devices=tuple(range(devices)), shards=devices, configurations=split.configurations
+    )
+    workload = build_workload(
+        profile,
+        Placement(strategy="strategy", num_devices=devices, stages=(stage,)),
+        num_microbatches=options.microbatches,
+        microbatch_size=samples,
+        cluster=cluster,
+        memory_bytes=None if memory_bytes is None else [memory_bytes] * devices,
+        given={0: split.costs},
+    )
+    graph = task_graph(workload)
+    plan = assemble(
+        graph,
+        [_order(graph, options.in_flight)] * devices,
+        weak_makespan_bound(workload),
+        Fraction(split.costs.forward_ns + split.costs.backward_ns),
+        "strategy",
+        provenance=_provenance(profile, cluster, samples, options.microbatches),
+    )
+    check(plan, profile, cluster if memory_bytes is None else None).require("the plan of the strategy")
+    return plan
+
+
+def _order(graph: TaskGraph, in_flight: int) -> list[int]:
+    """Forwards as far ahead as micro-batches may hold activations at once, each backward as soon as it can."""
+    forwards, backwards = (range(graph.offsets[index], graph.offsets[index + 1]) for index in (0, 1))
+    ahead = min(in_flight, len(forwards)) - 1
+    order = list(forwards[:ahead])
+    for microbatch, task in enumerate(backwards):
+        order += [*forwards[ahead + microbatch : ahead + microbatch + 1], task]
+    return order
+
+
+def _provenance(profile: Profile, cluster: Cluster | None, samples: int, microbatches: int) -> Provenance:
+    return Provenance(
+        profile=profile.name,
+        profile_sha256=sha256_of(profile),
+        cluster_sha256=sha256_of(cluster) if cluster is not None else "",
+        options={"num_microbatches": microbatches, "microbatch_size": samples},
+        versions={"pipeplan": __version__, "python": platform.python_version()},
+    )
+
+
+def split_stages(
+    known: GroupSplits, candidate: PlacementCandidate, memory_bytes: int | None
+) -> PlacementCandidate | None:
+    """The candidate with every stage on several devices at the quickest point of its frontier that memory allows.
+
+    The k-th stage from the end holds k micro-batches in flight. None where no stage has such a point.
+    """
+    stages = list(candidate.placement.stages)
+    given: dict[int, StageCost] = {}
+    limit = math.inf if memory_bytes is None else memory_bytes
+    for place, stage in enumerate(stages):
+        if len(stage.devices) == 1:
+            continue
+        in_flight = min(len(stages) - place, candidate.batch.num_microbatches)
+        size = stage.microbatch_size or candidate.batch.microbatch_size
+        splits = known.of(len(stage.devices), size, candidate.batch.mini_batch // size, (False, True))
+        point = _quickest(splits, set(stage.blocks), in_flight, limit)
+        if point is not None:
+            stages[place] = point.placed(stage.devices).model_copy(update={"microbatch_size": stage.microbatch_size})
+            given[place] = point.split.costs
+    if not given:
+        return None
+    placement = candidate.placement.model_copy(update={"stages": tuple(stages)})
+    return replace(candidate, placement=placement, source=f"{candidate.source}, split", given=given)
+
+
+def _quickest(splits: Sequence[BlockSplits], blocks: Collection[str], in_flight: int, limit: float) -> RunPoint | None:
+    points = [
+        each.holding(in_flight).quickest([name for name in each.order if name in blocks], limit) for each in splits
+    ]
+    return min((each for each in points if each is not None), key=lambda each: each.time_ns, default=None)

@@ -1,38 +1,140 @@
 """The auto-tuner (FlexPipe, section 6): a grid over depth, replicas, sizes, placements and rules, the best row a plan.
 
 Cells come in the order of their bounds, and in rounds of a fixed number, so that what is skipped because it cannot
-become the best depends on nothing but what is asked: not on how many processes share the work.
+become the best depends on nothing but what is asked: not on how many processes share the work. Work can be stopped,
+and what is done until then is kept.
 """
 
 from __future__ import annotations
 
 import math
+import signal
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from typing import Protocol, TypeVar
+from multiprocessing import get_context
+from multiprocessing.synchronize import Event
+from typing import Protocol, Self, TypeVar
 
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import Placement
-from pipeplan.planning.build_plan import planned
+from pipeplan.planning.build_plan import Result, planned
 from pipeplan.planning.candidates import Choice, PlacementCandidate, grid
 from pipeplan.planning.infeasibility import shortage
 from pipeplan.planning.request import Request
-from pipeplan.planning.result import Result
 from pipeplan.planning.search import most_telling
 from pipeplan.planning.tuning_cells import Cache, Cell, CellRows, TuningRow, cell_of, rows_of, schedule_of, settled_cell
-from pipeplan.planning.tuning_workers import Work, Workers
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.state import Progress
 from pipeplan.time_limit import Limit
 
-__all__ = ["Tuning", "tune"]
+__all__ = ["Tuning", "Workers", "tune"]
+
+
+Item = TypeVar("Item")
+Found = TypeVar("Found")
+Work = Callable[[Request, Item, Callable[[], bool]], Found]
+"""(request, item, whether to stop now) -> what was found; a function of a module, since it is sent to processes."""
+
+
+class Workers:
+    """So many processes, or for one none beside this; they stop when ``limit`` says so, or by Ctrl-C.
+
+    Ctrl-C is heard here alone, and nothing is torn: what is at work ends at its next look at the clock. The second one
+    is what Ctrl-C is without this.
+    """
+
+    def __init__(self, request: Request, count: int, limit: Limit) -> None:
+        self._request, self._count, self._limit = request, count, limit
+        self._pool: ProcessPoolExecutor | None = None
+        self._left = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self._count > 1:
+            context = get_context("spawn")  # threads of a progress line do not survive a fork
+            self._stop = context.Event()
+            known = self._request, self._stop, self._limit
+            self._pool = ProcessPoolExecutor(self._count, mp_context=context, initializer=_begin, initargs=known)
+        self._left.enter_context(self._limit.hearing_interrupts(self.interrupt))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left.close()
+        if self._pool is not None:
+            self._stop.set()
+            self._pool.shutdown(cancel_futures=True)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C was heard."""
+        return self._limit.interrupted
+
+    @property
+    def stopped(self) -> bool:
+        """Whether no more work is to begin."""
+        return self._limit.expired
+
+    def interrupt(self) -> None:
+        """Let what is at work come to its end soon, and begin no more."""
+        self._limit.interrupted = True
+        if self._pool is not None:
+            self._stop.set()
+
+    def run(self, work: Work[Item, Found], items: Sequence[Item]) -> Iterator[Found]:
+        """What is found for each item, in their order, as it comes; what is stopped says so itself.
+
+        A process that dies, by a signal or for want of memory, takes nothing along: the work is done here.
+        """
+        for item, future in zip(items, self._begun(work, items), strict=True):
+            try:
+                yield self._here(work, item) if future is None else future.result()
+            except BrokenProcessPool:
+                yield self._here(work, item)
+
+    def _begun(self, work: Work[Item, Found], items: Sequence[Item]) -> list[Future[Found] | None]:
+        """The items, given to the processes; None for those to be done here."""
+        if self._pool is None:
+            return [None] * len(items)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # inherited: processes begin deaf to it
+        try:
+            return [self._pool.submit(_apply, work, item) for item in items]
+        except BrokenProcessPool:
+            return [None] * len(items)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _here(self, work: Work[Item, Found], item: Item) -> Found:
+        return work(self._request, item, lambda: self.stopped)
+
+
+class _WorkerState:
+    """What a process knows."""
+
+    request: Request
+    stop: Event
+    limit: Limit
+
+
+def _begin(request: Request, stop: Event, limit: Limit) -> None:
+    _WorkerState.request, _WorkerState.stop, _WorkerState.limit = request, stop, limit
+
+
+def _apply(work: Work[Item, Found], item: Item) -> Found:
+    return work(_WorkerState.request, item, _stopped)
+
+
+def _stopped() -> bool:
+    return _WorkerState.stop.is_set() or _WorkerState.limit.expired
+
 
 _PLACED, _PLACING = 32, 0.4
-"""Once there is a plan, so many points of the grid are placed at once, and more for this part of the time left."""
+"""Points of the grid placed at once when there is a plan, and the part of the time left in which more are."""
 
 _ROUND = 8
-"""Cells of a round, once there is a plan: so many processes can share them. As many are placed for the first plan."""
+"""Cells of a round, once there is a plan, for processes to share. As many are placed for the first plan."""
 
 _NO_RULES = (
     "no built-in rules make a schedule that fits into the devices' memory; raise --memory or --devices, lower "
@@ -85,7 +187,7 @@ class Tuning:
 
 
 def tune(request: Request, *, workers: int = 1, cache: str | None = None, progress: Progress | None = None) -> Tuning:
-    """Look into the grid that the request leaves open, by so many processes, until all is known or time is up.
+    """Look into the grid that the request leaves open, on ``workers`` processes, until all is known or time is up.
 
     ``cache`` names a file that keeps what is found, and from which a tuning that was interrupted goes on.
 
@@ -108,7 +210,6 @@ class _Looked(Protocol):
         """Whether that is all."""
 
 
-Item = TypeVar("Item")
 Looked = TypeVar("Looked", bound=_Looked)
 
 

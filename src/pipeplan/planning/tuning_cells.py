@@ -1,7 +1,4 @@
-"""Cells of the auto-tuner's grid: evaluated under every built-in rule, and kept in a file.
-
-One cell of the grid: a placement with sizes and recomputation, under every built-in rule (FlexPipe, section 6).
-"""
+"""Cells of the auto-tuner's grid (FlexPipe, section 6): placements under every built-in rule, kept in a file."""
 
 from __future__ import annotations
 
@@ -19,9 +16,8 @@ from pipeplan._version import __version__
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.files import sha256_of
 from pipeplan.planning.candidates import Choice, PlacementCandidate, placed
-from pipeplan.planning.device_mapping import may_move, on_cluster
 from pipeplan.planning.request import Request
-from pipeplan.planning.trials import Trial, workloads
+from pipeplan.planning.trials import Trial, may_move, on_cluster, workloads
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.sweep import Swept, built_in_rules, run_rules, sweep
 from pipeplan.schedule.search import timed
@@ -141,7 +137,7 @@ def _read(path: Path, number: int, line: bytes) -> dict[str, object]:
 
 
 _MOST_STARTED = 150_000
-"""All built-in rules are tried where they start so many actions together at most; else section 6's alone."""
+"""All built-in rules are tried where together they start at most this many actions; else section 6's alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The planners that TensorOpt compares with, told by our costs (sections 2.2 and 5.1).
+"""The planners that TensorOpt compares with, by our costs (sections 2.2 and 5.1).
 
 * *Data parallelism*: every operator splits its samples over all devices.
 * *OptCNN-like*: the least time, whatever it takes in memory. One point.
@@ -18,12 +18,11 @@ from math import prod
 import numpy as np
 
 from pipeplan.errors import UsageError
-from pipeplan.sharding.configurations.building import CostModel
-from pipeplan.sharding.configurations.details import details_of
-from pipeplan.sharding.configurations.layouts import MeshSplit, factorizations, splits_of
-from pipeplan.sharding.configurations.operation import Splittable
-from pipeplan.sharding.configurations.pricing import Rule, Splits
+from pipeplan.sharding.cost_model import CostModel
+from pipeplan.sharding.details import details_of
 from pipeplan.sharding.graph import CostGraph
+from pipeplan.sharding.layouts import MeshSplit
+from pipeplan.sharding.operators import Rule, Splits, Splittable, factorizations, splits_of
 from pipeplan.sharding.table import Table
 from pipeplan.sharding.tracking import track
 

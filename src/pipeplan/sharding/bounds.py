@@ -1,28 +1,19 @@
 """What cannot be in the frontier, proved before it is computed: from minima and from its convex hull.
 
-Expressions computed as plain minima of ``weights`` . (memory, time), and what each cell costs at best in the whole.
+With weights of memory and time the frontier's operations become sums and minima of numbers, so every cell of every
+table has two: *inside*, the least of its own points, and *outside*, the least that all the rest adds when this cell is
+used. A point of the cell can be in no strategy cheaper than itself plus the outside. Both are found by going through
+the expression once forward and once backward.
 
-With weights the frontier's operations become sums and minima of numbers, so every cell of every table has two:
-*inside*, the least of its own points, and *outside*, the least that all the rest adds when this cell is used. A point
-of the cell can be in no strategy cheaper than itself plus the outside. Both are found by going through the expression
-once forward and once backward.
+A strategy that is best for some weighting lies on the convex hull of the frontier. Between two of them that lie side by
+side every strategy is above a line: that of the weighting in which they are equal, at the least value it has. From that
+follows by which factor a strategy between them can be better, in memory against the one, in time against the other.
+The widest gap is halved until no factor exceeds what was asked for, or the gap holds no strategy below its line.
 
-The frontier up to a stated factor, by weightings of memory and time alone.
-
-A strategy that is best for some weighting lies on the convex hull of the frontier, and finding it takes minima of
-numbers instead of sets of points. Between two of them that lie side by side every strategy is above a line: that of
-the weighting in which they are equal, at the least value it has. From that follows by which factor a strategy between
-them can be better, in memory against the one, in time against the other. The widest gap is halved until no factor
-exceeds what was asked for, or the gap holds no strategy below its line.
-
-What can still be in the frontier: proved before the frontier is computed.
-
-The two-phase method of biobjective optimisation. First, strategies that are best for some weighting of memory and time
-(the convex hull of the frontier) are found by minima alone, see :mod:`pipeplan.sharding.bounds`. Between two of them
-that lie side by side, a frontier point must be under the *corner* made of the memory of the one and the time of the
-other. Then a point of any table is of use only if, with the least that the rest adds to it, it is under a corner: in
-memory, in time, and in the weighting in which both neighbours of the corner are equal. What is of no use is dropped;
-the frontier stays exact. Rounding is on the safe side: limits are relaxed by one part in 10^9.
+A frontier point in a gap must be under the *corner* made of the memory of the one end and the time of the other. So a
+point of any table is of use only if, with the least that the rest adds to it, it is under a corner: in memory, in time,
+and in the weighting of the line (the two-phase method of biobjective optimisation). Limits are relaxed by one part in
+10^9, so that rounding loses nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeplan.sharding.elimination import Expression, in_order
+from pipeplan.sharding.graph import Expression, in_order
 from pipeplan.sharding.table import FloatArray, IntArray, PointLimit, Table, Weights, spread, weighed
 from pipeplan.time_limit import checkpoint
 
@@ -52,7 +43,6 @@ __all__ = [
     "inside",
     "level",
     "optimum",
-    "outside",
     "solved",
     "weighing",
 ]
@@ -318,7 +308,7 @@ class Bounds:
 
 
 def bounds_of(root: Expression, num_weightings: int) -> Bounds:
-    """Bounds from at most so many weightings, of which the first two are least memory and least time."""
+    """Bounds from at most ``num_weightings``, of which the first two are least memory and least time."""
     ends = ends_of(root)
     known: dict[Weights, Weighing] = {each.solved.at: each for each in ends}
 

@@ -1,18 +1,4 @@
-"""Eliminations: a graph of frontiers made smaller step by step, written down as expressions.
-
-What is to be computed, written down before it is: tables made of tables, identical ones known as such.
-
-Eliminations and linear DP only write expressions; :mod:`pipeplan.sharding.reducing` computes them, as frontiers or as
-plain minima. In one expression every given table stands once, so it is a tree. Parts of it with the same ``key`` are
-equal: identical layers have identical tables, which are computed once.
-
-Union over the configurations in the middle: the one step under node elimination and linear DP.
-
-``contract(A, B)[r, c]`` is the reduced union over m of ``A[r, m]`` x ``B[m, c]``: a matrix product in which points are
-multiplied by *product* and added by *union* and *reduce*. Node elimination (equation 4) contracts K x K with K x K,
-linear DP (Algorithm 3, line 6) 1 x K with K x K, which is why it is K times cheaper.
-
-Eliminations: a graph of frontiers made smaller, exactly where that can be (TensorOpt section 3.2).
+"""Eliminations: a graph reduced to one expression, exactly where that can be (TensorOpt section 3.2, Algorithm 2).
 
 Costs do not care which way a tensor runs, so neighbours are counted without direction: whatever has at most two of
 them is eliminated exactly, which takes apart every series-parallel graph, and a decoder whose layers all read one
@@ -21,141 +7,24 @@ encoder. Only what remains is merged with a neighbour, configuration by configur
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import pairwise
 
 import numpy as np
 
-from pipeplan.sharding.graph import CostGraph
+from pipeplan.sharding.bounds import inside
+from pipeplan.sharding.graph import CostGraph, Expression, Strategy, Writer, in_order
 from pipeplan.sharding.table import (
-    CellPairs,
+    FloatArray,
     IntArray,
-    PointLimit,
-    Points,
     Table,
-    Wanted,
-    made,
-    paired,
-    reduce_points,
-    spread,
-    table,
-    union,
 )
+from pipeplan.time_limit import checkpoint
 
-__all__ = ["Expression", "Reduced", "Writer", "contract", "in_order"]
-
-
-Operation = Literal["given", "product", "contract", "gather"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Expression:
-    """A table of ``rows`` x ``columns`` cells: a given one, or an operation on others (``cells``: what it gathers)."""
-
-    operation: Operation
-    rows: int
-    columns: int
-    key: int
-    sources: tuple[Expression, ...] = ()
-    given: Table | None = None
-    cells: IntArray | None = None
-
-
-@dataclass(slots=True)
-class Writer:
-    """Makes expressions and numbers them by what they are made of."""
-
-    numbers: dict[Hashable, int] = field(default_factory=dict)
-
-    def given(self, costs: Table) -> Expression:
-        """A given table, known by its content, variants included."""
-        content = hashlib.blake2b(digest_size=16)
-        for array in (costs.starts, costs.memory_bytes, costs.time_ns, costs.picks):
-            content.update(array.tobytes())
-        key = self._number("given", costs.rows, costs.columns, content.digest())
-        return Expression("given", costs.rows, costs.columns, key, given=costs)
-
-    def product(self, left: Expression, right: Expression) -> Expression:
-        """Cell by cell; one row or column serves all."""
-        rows, columns = np.broadcast_shapes((left.rows, left.columns), (right.rows, right.columns))
-        return Expression("product", rows, columns, self._number("product", left.key, right.key), (left, right))
-
-    def contract(self, left: Expression, right: Expression) -> Expression:
-        """The union over the middle."""
-        key = self._number("contract", left.key, right.key)
-        return Expression("contract", left.rows, right.columns, key, (left, right))
-
-    def gather(self, source: Expression, cells: IntArray) -> Expression:
-        """Cell (r, c) is the cell ``cells[r, c]`` of the source."""
-        key = self._number("gather", source.key, cells.shape, cells.tobytes())
-        return Expression("gather", cells.shape[0], cells.shape[1], key, (source,), cells=cells)
-
-    def turned(self, source: Expression) -> Expression:
-        """Rows and columns exchanged."""
-        return self.gather(source, np.arange(source.rows * source.columns).reshape(source.rows, source.columns).T)
-
-    def union(self, row: Expression) -> Expression:
-        """One cell: the frontier over all cells of a row, whichever configuration is taken."""
-        return self.contract(row, self.given(table(np.zeros((row.columns, 1)), 0)))
-
-    def _number(self, *made_of: Hashable) -> int:
-        return self.numbers.setdefault(made_of, len(self.numbers))
-
-
-def in_order(root: Expression) -> list[Expression]:
-    """All parts of an expression, sources before what is made of them."""
-    return list(_before(root))[::-1]
-
-
-def _before(root: Expression) -> Iterator[Expression]:
-    """Every part before its sources."""
-    stack = [root]
-    while stack:
-        part = stack.pop()
-        yield part
-        stack.extend(part.sources)
-
-
-_BATCH_POINTS = 1 << 21
-"""Sums held at once: as many as stay near the caches (16 MiB an array)."""
-
-
-def contract(left: Table, right: Table, limit: PointLimit | None = None, *, batch_points: int = _BATCH_POINTS) -> Table:
-    """The table of ``left.rows`` x ``right.columns`` cells, or what is wanted of it.
-
-    ``batch_points`` bounds the sums held at once.
-    """
-    batches = _batches(left.counts @ right.counts, batch_points)
-    wanted = Wanted.of(left, right, limit)
-    parts = spread(lambda cells: _part(left, right, cells, wanted), batches)
-    return made(left.rows, right.columns, union(parts))
-
-
-def _batches(sums: IntArray, batch_points: int) -> Iterator[IntArray]:
-    """Runs of cells, row by row, of at most so many sums (or a single cell), from the sums of each, [R, C]."""
-    ends = np.cumsum(sums.ravel())
-    start = 0
-    while start < len(ends):
-        done = ends[start - 1] if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends, done + batch_points, side="right")))
-        yield np.arange(start, stop)
-        start = stop
-
-
-def _part(left: Table, right: Table, cells: IntArray, wanted: Wanted | None) -> Points:
-    """The frontiers of some cells of the contraction."""
-    rows, columns = np.divmod(cells, right.columns)
-    middle = np.arange(left.columns)
-    pairs = CellPairs(
-        (rows[:, None] * left.columns + middle).ravel(),
-        (middle * right.columns + columns[:, None]).ravel(),
-        np.repeat(cells, left.columns),
-    )
-    return reduce_points(paired(left, right, pairs, wanted))
+__all__ = ["ReducedPart", "Reducing", "Strategies", "Whole"]
 
 
 @dataclass(slots=True)
@@ -289,3 +158,179 @@ class Reduced:
         for other in self.ends.pop(node, set()):
             self.ends[other].discard(node)
             del self.edges[min(node, other), max(node, other)]
+
+
+_MERGED = 4096
+"""Configurations that branch elimination may make; a node that would make more is settled by heuristics."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedPart:
+    """A graph that eliminations reduce to one cell: all of the given one, or with some operators held to a choice.
+
+    ``places`` says which of an operator's configurations are left, by their places in the given graph.
+    """
+
+    graph: CostGraph
+    places: Mapping[str, IntArray]
+
+    @classmethod
+    def of(cls, graph: CostGraph) -> ReducedPart:
+        """All of a graph."""
+        return cls(graph, {node.name: np.arange(len(node.configurations)) for node in graph.nodes})
+
+    def fewer(self, kept: Mapping[str, IntArray]) -> ReducedPart:
+        """With these configurations of what is left."""
+        places = {name: old[kept[name]] for name, old in self.places.items()}
+        return ReducedPart(self.graph.restricted(kept), places)
+
+    def held(self, name: str, choice: int) -> ReducedPart:
+        """With one configuration of an operator, all others as they are."""
+        everything = {each: np.arange(len(left)) for each, left in self.places.items()}
+        return self.fewer({**everything, name: np.array([choice])})
+
+    def same(self, other: ReducedPart) -> bool:
+        """Whether both leave the same configurations."""
+        return all(np.array_equal(left, other.places[name]) for name, left in self.places.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Strategies:
+    """P strategies, by ascending memory, without the tables that they were found in; all arrays are [P]."""
+
+    memory_bytes: IntArray
+    time_ns: IntArray
+    configurations: Mapping[str, IntArray]
+    node_variants: Mapping[str, IntArray]
+    edge_variants: tuple[IntArray, ...]
+
+    def strategy(self, point: int) -> Strategy:
+        """One of them."""
+        return Strategy(
+            memory_bytes=int(self.memory_bytes[point]),
+            time_ns=int(self.time_ns[point]),
+            configurations={name: int(chosen[point]) for name, chosen in self.configurations.items()},
+            node_variants={name: int(chosen[point]) for name, chosen in self.node_variants.items()},
+            edge_variants=tuple(int(chosen[point]) for chosen in self.edge_variants),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A part as one expression of one cell, with those of its operators and tensors in it, and eliminations by kind."""
+
+    part: ReducedPart
+    expression: Expression
+    rows: Mapping[str, Expression]
+    edges: tuple[Expression, ...]
+    done: Counter[str]
+
+    @property
+    def num_tables(self) -> int:
+        """How many tables of the expression differ."""
+        return len({part.key for part in in_order(self.expression)})
+
+    def strategies(self, taken: Mapping[Expression, IntArray], tables: Mapping[int, Table]) -> Strategies:
+        """Those that take these points, [P], of the given tables, which ``tables`` has by key."""
+        every = [(tables[each.key], taken[each]) for each in (*self.rows.values(), *self.edges)]
+        rows = {name: (tables[row.key], taken[row]) for name, row in self.rows.items()}
+        return Strategies(
+            memory_bytes=np.sum([table.memory_bytes[points] for table, points in every], axis=0),
+            time_ns=np.sum([table.time_ns[points] for table, points in every], axis=0),
+            configurations={
+                name: self.part.places[name][np.searchsorted(row.starts, points, side="right") - 1]
+                for name, (row, points) in rows.items()
+            },
+            node_variants={name: row.picks[0, points] for name, (row, points) in rows.items()},
+            edge_variants=tuple(table.picks[0, points] for table, points in every[len(rows) :]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Reducing:
+    """How graphs are reduced: to a ``linear`` part, then along it, or (FT-Elimination) to two nodes.
+
+    Branch elimination makes at most ``merged`` configurations; what would need more is settled heuristically.
+    """
+
+    linear: bool = True
+    merged: int = _MERGED
+
+    def parts(self, graph: CostGraph) -> tuple[list[ReducedPart], int]:
+        """The graph, or one part for each of the heuristics; and how many operators they hold to a choice.
+
+        One chooses for least memory, one for least time, one for least of both, all along.
+        """
+        whole = ReducedPart.of(graph)
+        found: list[ReducedPart] = []
+        held = 0
+        for weights in ((1.0, 0.0), (0.0, 1.0), None):
+            part, settled = whole, 0
+            while (chosen := self._choice(part, weights)) is not None:
+                part, settled = part.held(*chosen), settled + 1
+            if not settled:
+                return [whole], 0
+            held = max(held, settled)
+            if not any(part.same(other) for other in found):
+                found.append(part)
+        return found, held
+
+    def _choice(self, part: ReducedPart, weights: tuple[float, float] | None) -> tuple[str, int] | None:
+        """The operator with most neighbours that cannot be eliminated exactly, and its configuration."""
+        reduced, _, _ = Reduced.of(part.graph)
+        if self._reduce(reduced):
+            return None
+        left = [node for node in reduced.nodes.keys() - set(self._kept(reduced)) if node not in reduced.joint]
+        node = max(left or set(reduced.nodes) - reduced.joint, key=lambda each: (len(reduced.neighbours(each)), -each))
+        return part.graph.order()[node], _promising(reduced, node, weights)
+
+    def whole(self, part: ReducedPart) -> Whole:
+        """A part that needs no heuristics, as one expression."""
+        reduced, rows, edges = Reduced.of(part.graph)
+        done = self._reduce(reduced)
+        assert done
+        return Whole(part, _along(reduced, sorted(reduced.nodes)), rows, tuple(edges), reduced.done)
+
+    def _reduce(self, reduced: Reduced) -> bool:
+        """Algorithm 2 without heuristics; whether what is left is linear."""
+        kept = self._kept(reduced)
+        while len(kept) < len(reduced.nodes) and reduced.eliminate(kept, merged=self.merged, in_order=not self.linear):
+            checkpoint()
+            kept = self._kept(reduced)
+        return len(kept) == len(reduced.nodes)
+
+    def _kept(self, reduced: Reduced) -> Collection[int]:
+        """What no step may eliminate: the linear part, or the two ends."""
+        return reduced.linear() if self.linear else {min(reduced.nodes), max(reduced.nodes)}
+
+
+def _along(reduced: Reduced, chain: list[int]) -> Expression:
+    """Linear dynamic programming (Algorithm 3) over nodes of which each has an edge to the next at most."""
+    writer = reduced.writer
+    frontier = reduced.nodes[chain[0]]
+    for before, node in pairwise(chain):
+        joined = (before, node) in reduced.edges
+        reached = writer.contract(frontier, reduced.between(before, node)) if joined else writer.union(frontier)
+        frontier = writer.product(reached, reduced.nodes[node])
+    return writer.union(frontier)
+
+
+def _promising(reduced: Reduced, node: int, weights: tuple[float, float] | None) -> int:
+    """The best configuration by these weights, or by both costs over their least.
+
+    Each is judged by its own costs and, for every neighbour, the best that its edge offers.
+    """
+    if weights is not None:
+        return int(np.argmin(_judged(reduced, node, weights)))
+    memory, time = (_judged(reduced, node, each) for each in ((1.0, 0.0), (0.0, 1.0)))
+    return int(np.argmin(memory / max(memory.min(), 1) + time / max(time.min(), 1)))
+
+
+def _judged(reduced: Reduced, node: int, weights: tuple[float, float]) -> FloatArray:
+    values: dict[int, FloatArray] = {}
+    row = reduced.nodes[node]
+    costs: FloatArray = inside(row, weights, values)[row.key][0].copy()
+    for other in reduced.neighbours(node):
+        edge = reduced.between(node, other)
+        costs += inside(edge, weights, values)[edge.key].min(axis=1)
+    return costs

@@ -1,21 +1,55 @@
-"""What frontier tracking works on: operators with configurations, those never needed left out.
+"""What frontier tracking works on: operators and tensors with their costs, and expressions of tables made of them.
 
-What frontier tracking works on: operators with configurations, and tensors between them (TensorOpt section 2.1).
+Operators have configurations, and lie between tensors (TensorOpt section 2.1). An expression is what is to be computed,
+written down before it is: tables made of tables, identical ones known as such. In one expression every given table
+stands once, so it is a tree. Parts of it with the same ``key`` are equal: identical layers have identical tables, which
+are computed once.
+
+``contract(A, B)[r, c]`` is the reduced union over m of ``A[r, m]`` x ``B[m, c]``: a matrix product in which points are
+multiplied by *product* and added by *union* and *reduce*. Node elimination (equation 4) contracts K x K with K x K,
+linear DP (Algorithm 3, line 6) 1 x K with K x K, which is why it is K times cheaper.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
-from pipeplan.sharding.table import IntArray, Table, gather
+from pipeplan.costs import UNLIMITED
+from pipeplan.sharding.table import (
+    CellPairs,
+    IntArray,
+    PointLimit,
+    Points,
+    Table,
+    Wanted,
+    gather,
+    made,
+    paired,
+    reduce_points,
+    spread,
+    table,
+    union,
+)
 
-__all__ = ["CostEdge", "CostGraph", "CostNode", "Strategy", "undominated"]
+__all__ = [
+    "CostEdge",
+    "CostGraph",
+    "CostNode",
+    "Expression",
+    "Strategy",
+    "Writer",
+    "contract",
+    "in_order",
+    "undominated",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +142,6 @@ def _shape(what: str, costs: Table, expected: tuple[int, int]) -> None:
         raise ValueError(f"{what}: no configuration is allowed")
 
 
-_NEVER = np.iinfo(np.int64).max
-
-
 def undominated(graph: CostGraph, besides: Mapping[str, IntArray] | None = None) -> dict[str, IntArray]:
     """The configurations of every operator, by their places, without which some strategies would be missed.
 
@@ -138,21 +169,21 @@ def _useful(tables: Sequence[tuple[bool, Table]], besides: IntArray | None) -> I
     """Of an operator, by its own table and those of its tensors, of which it is the taker (columns) or the giver."""
     size = tables[0][1].columns
     rows = []
-    for taken, table in tables:
-        costs = _costs(table)
+    for taken, each in tables:
+        costs = _costs(each)
         if costs is None:
             return np.arange(size)
         rows.append((costs if taken else costs.swapaxes(1, 2)).reshape(-1, size))
     return _best(np.concatenate(rows if besides is None else [*rows, besides[None, :]]))
 
 
-def _costs(table: Table) -> IntArray | None:
+def _costs(each: Table) -> IntArray | None:
     """Memory and time, [2, rows, columns], never where a cell is empty; None where one has several points."""
-    counts = table.counts
+    counts = each.counts
     if counts.max(initial=0) > 1:
         return None
-    found = np.full((2, *counts.shape), _NEVER)
-    found[:, counts > 0] = table.memory_bytes, table.time_ns
+    found = np.full((2, *counts.shape), UNLIMITED)
+    found[:, counts > 0] = each.memory_bytes, each.time_ns
     return found
 
 
@@ -162,3 +193,112 @@ def _best(costs: IntArray) -> IntArray:
     at_most = np.asarray((costs[:, :, None] <= costs[:, None, :]).all(axis=0))
     beaten = at_most & (~at_most.T | (number[:, None] < number[None, :]))
     return np.flatnonzero(~(beaten & (number[:, None] != number[None, :])).any(axis=0))
+
+
+Operation = Literal["given", "product", "contract", "gather"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expression:
+    """A table of ``rows`` x ``columns`` cells: a given one, or an operation on others (``cells``: what it gathers)."""
+
+    operation: Operation
+    rows: int
+    columns: int
+    key: int
+    sources: tuple[Expression, ...] = ()
+    given: Table | None = None
+    cells: IntArray | None = None
+
+
+@dataclass(slots=True)
+class Writer:
+    """Makes expressions and numbers them by what they are made of."""
+
+    numbers: dict[Hashable, int] = field(default_factory=dict)
+
+    def given(self, costs: Table) -> Expression:
+        """A given table, known by its content, variants included."""
+        content = hashlib.blake2b(digest_size=16)
+        for array in (costs.starts, costs.memory_bytes, costs.time_ns, costs.picks):
+            content.update(array.tobytes())
+        key = self._number("given", costs.rows, costs.columns, content.digest())
+        return Expression("given", costs.rows, costs.columns, key, given=costs)
+
+    def product(self, left: Expression, right: Expression) -> Expression:
+        """Cell by cell; one row or column serves all."""
+        rows, columns = np.broadcast_shapes((left.rows, left.columns), (right.rows, right.columns))
+        return Expression("product", rows, columns, self._number("product", left.key, right.key), (left, right))
+
+    def contract(self, left: Expression, right: Expression) -> Expression:
+        """The union over the middle."""
+        key = self._number("contract", left.key, right.key)
+        return Expression("contract", left.rows, right.columns, key, (left, right))
+
+    def gather(self, source: Expression, cells: IntArray) -> Expression:
+        """Cell (r, c) is the cell ``cells[r, c]`` of the source."""
+        key = self._number("gather", source.key, cells.shape, cells.tobytes())
+        return Expression("gather", cells.shape[0], cells.shape[1], key, (source,), cells=cells)
+
+    def turned(self, source: Expression) -> Expression:
+        """Rows and columns exchanged."""
+        return self.gather(source, np.arange(source.rows * source.columns).reshape(source.rows, source.columns).T)
+
+    def union(self, row: Expression) -> Expression:
+        """One cell: the frontier over all cells of a row, whichever configuration is taken."""
+        return self.contract(row, self.given(table(np.zeros((row.columns, 1)), 0)))
+
+    def _number(self, *made_of: Hashable) -> int:
+        return self.numbers.setdefault(made_of, len(self.numbers))
+
+
+def in_order(root: Expression) -> list[Expression]:
+    """All parts of an expression, sources before what is made of them."""
+    return list(_before(root))[::-1]
+
+
+def _before(root: Expression) -> Iterator[Expression]:
+    """Every part before its sources."""
+    stack = [root]
+    while stack:
+        part = stack.pop()
+        yield part
+        stack.extend(part.sources)
+
+
+_BATCH_POINTS = 1 << 21
+"""Sums held at once: as many as stay near the caches (16 MiB an array)."""
+
+
+def contract(left: Table, right: Table, limit: PointLimit | None = None, *, batch_points: int = _BATCH_POINTS) -> Table:
+    """The table of ``left.rows`` x ``right.columns`` cells, or what is wanted of it.
+
+    ``batch_points`` bounds the sums held at once.
+    """
+    batches = _batches(left.counts @ right.counts, batch_points)
+    wanted = Wanted.of(left, right, limit)
+    parts = spread(lambda cells: _part(left, right, cells, wanted), batches)
+    return made(left.rows, right.columns, union(parts))
+
+
+def _batches(sums: IntArray, batch_points: int) -> Iterator[IntArray]:
+    """Runs of cells, row by row, of at most ``batch_points`` sums (or a single cell), from the sums of each, [R, C]."""
+    ends = np.cumsum(sums.ravel())
+    start = 0
+    while start < len(ends):
+        done = ends[start - 1] if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, done + batch_points, side="right")))
+        yield np.arange(start, stop)
+        start = stop
+
+
+def _part(left: Table, right: Table, cells: IntArray, wanted: Wanted | None) -> Points:
+    """The frontiers of some cells of the contraction."""
+    rows, columns = np.divmod(cells, right.columns)
+    middle = np.arange(left.columns)
+    pairs = CellPairs(
+        (rows[:, None] * left.columns + middle).ravel(),
+        (middle * right.columns + columns[:, None]).ravel(),
+        np.repeat(cells, left.columns),
+    )
+    return reduce_points(paired(left, right, pairs, wanted))

@@ -1,6 +1,4 @@
-"""Tables of frontiers: union, reduce and product on them, on several cores.
-
-Tables of frontiers, and union and reduce on them (TensorOpt section 3.1).
+"""Tables of frontiers, and union, reduce and product on them (TensorOpt section 3.1).
 
 A frontier is a set of points (memory, time) of which none is at most another in both. A :class:`Table` holds one
 frontier for every cell of a matrix: a node's costs are one row with a cell per configuration, an edge's costs a row
@@ -9,11 +7,9 @@ per configuration of its source and a column per configuration of its target. Al
 Every point of a table made from others knows the points it was made of (``picks``), so that a strategy is read off by
 walking back, whichever operations led there.
 
-Product: the sums of every point of one frontier with every point of another, or of those sums that are wanted.
-
 Most sums of large frontiers are of no use to the whole, and what is of use is known beforehand: a cell's sums are
 wanted up to a weighted cost (:class:`PointLimit`). With the points of one side in order of that cost, each point of the
-other is added to the first so many of them, and the rest is never made.
+other is added to the first few of them, and the rest is never made.
 """
 
 from __future__ import annotations
@@ -34,7 +30,6 @@ __all__ = [
     "IntArray",
     "PointLimit",
     "Points",
-    "Ranked",
     "Table",
     "Wanted",
     "Weights",
@@ -42,7 +37,6 @@ __all__ = [
     "made",
     "paired",
     "product",
-    "ranges",
     "reduce_points",
     "select",
     "spread",
@@ -55,7 +49,7 @@ __all__ = [
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 Weights = tuple[float, float]
-"""What a byte and a nanosecond count for where both are told as one number."""
+"""What a byte and a nanosecond count for where both become one number."""
 
 _PACKED_BITS = 62
 """A cell's number and a cost share one int64 key while their ranges multiply to less than two to this power."""
@@ -247,7 +241,7 @@ class Ranked:
     """Points of a table in order of their cells and, within each, of weighted cost: ``order`` and ``keys``, [P].
 
     A key is the cell's number times ``span`` plus the cost over the least of all, so that how many points of a cell
-    cost at most so much is one binary search.
+    cost at most a limit is one binary search.
     """
 
     starts: IntArray
@@ -272,7 +266,7 @@ class Ranked:
         return np.where(first < self.starts[cells + 1], self.costs[np.minimum(first, len(self.costs) - 1)], np.inf)
 
     def num_up_to(self, cells: IntArray, most: FloatArray) -> IntArray:
-        """How many points of each of these cells cost at most so much, [N]; rounding may add some, never leave out."""
+        """How many points of each of these cells cost at most ``most``, [N]; rounding may add some, never leave out."""
         most = np.maximum(most, -2 * abs(self.lowest) - self.span)  # all that is less takes none, also minus infinity
         most = most - self.lowest + 8 * np.spacing(self.keys[-1]) + 1e-9 * np.abs(most)
         some = np.flatnonzero((most >= 0) & (self.starts[cells] < self.starts[cells + 1]))

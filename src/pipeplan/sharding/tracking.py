@@ -1,17 +1,12 @@
-"""Frontier tracking: the frontier of a graph, gap by gap where it is large, its strategies and its knee.
+"""Frontier tracking (TensorOpt, Algorithms 2 and 3): all strategies that no other beats in memory and time.
 
-Large frontiers, gap by gap of their hull.
-
-Neighbours on the hull (:mod:`pipeplan.sharding.bounds`) have a line below which there is no strategy, and a frontier
-point between them lies in the triangle over that line. Most lie close to the line. So what is looked at first is a
-*corridor*: all strategies that cost, in the line's weights, at most a small share of what the triangle's corner does
-beyond the line. That leaves few configurations, few points in each cell and few sums of points. What was found says
-whether it was enough: a strategy not found must be in a corner between two neighbours that were, and where all corners
-lie in the corridor there is none. Else the corridor is made wider, at most up to the highest corner left.
-
-Frontier tracking (TensorOpt, Algorithms 2 and 3): all strategies that no other beats in memory and time.
-
-The turning point of a frontier (TensorOpt section 5.1): below it time rises rapidly, above it memory buys little.
+Large frontiers are tracked gap by gap of their hull. Neighbours on the hull (:mod:`pipeplan.sharding.bounds`) have a
+line below which there is no strategy, and a frontier point between them lies in the triangle over that line. Most lie
+close to the line. So what is looked at first is a *corridor*: all strategies that cost, in the line's weights, at most
+a small share of what the triangle's corner does beyond the line. That leaves few configurations, few points in each
+cell and few sums of points. What was found says whether it was enough: a strategy not found must be in a corner between
+two neighbours that were, and where all corners lie in the corridor there is none. Else the corridor is made wider, at
+most up to the highest corner left.
 """
 
 from __future__ import annotations
@@ -41,16 +36,27 @@ from pipeplan.sharding.bounds import (
     solved,
     weighing,
 )
-from pipeplan.sharding.elimination import Expression
-from pipeplan.sharding.graph import CostGraph, Strategy
-from pipeplan.sharding.reducing import ReducedPart, Reducing, Strategies, Tables, Whole, evaluate, points_taken
-from pipeplan.sharding.table import IntArray, Points, Weights, reduce_points, union
+from pipeplan.sharding.elimination import ReducedPart, Reducing, Strategies, Whole
+from pipeplan.sharding.graph import CostGraph, Expression, Strategy, contract, in_order
+from pipeplan.sharding.table import (
+    IntArray,
+    PointLimit,
+    Points,
+    Table,
+    Weights,
+    gather,
+    product,
+    reduce_points,
+    select,
+    union,
+)
+from pipeplan.time_limit import checkpoint
 
-__all__ = ["Found", "Tracked", "computed", "fewer", "gap_by_gap", "track", "turning_point"]
+__all__ = ["Tracked", "knee", "track"]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PartFrontier:
     """Strategies of a part.
 
     Of all strategies that were looked for, some here takes at most ``factor`` times the memory and the time. Finding
@@ -61,18 +67,71 @@ class Found:
     factor: float = 1.0
     num_sums: int = 0
 
-    def within(self, factor: float) -> Found:
+    def within(self, factor: float) -> PartFrontier:
         """The same, proved up to a factor."""
         return replace(self, factor=factor)
 
 
-def computed(whole: Whole, bounds: Bounds | None = None, *, most_sums: float = math.inf) -> Found | None:
-    """The frontier of a part, as far as ``bounds`` leave points; None if it takes more than so many sums of points."""
+Tables = dict[int, Table]
+"""What has been computed, by an expression's key."""
+
+
+def evaluate(
+    root: Expression, tables: Tables, bounds: Bounds | None = None, *, most_sums: float = math.inf
+) -> int | None:
+    """Computes the table of an expression; every distinct part is computed once and stays in ``tables``.
+
+    With ``bounds`` points that no frontier of the whole has use for are dropped. Tells how many pairs of points were
+    offered to products; None if they would have been more than ``most_sums``.
+    """
+    num_sums = 0
+    for part in in_order(root):
+        checkpoint()
+        if part.key not in tables:
+            sources = [tables[source.key] for source in part.sources]
+            num_sums += _sums(part, sources)
+            if num_sums > most_sums:
+                return None
+            made = _computed(part, sources, bounds.limit(part.key) if bounds else None)
+            tables[part.key] = select(made, bounds.useful(part.key, made)) if bounds else made
+    return num_sums
+
+
+def _sums(part: Expression, sources: Sequence[Table]) -> int:
+    """How many pairs of points a part offers."""
+    if part.operation == "contract":
+        return int((sources[0].counts @ sources[1].counts).sum())
+    return int((sources[0].counts * sources[1].counts).sum()) if part.operation == "product" else 0
+
+
+def _computed(part: Expression, sources: Sequence[Table], limit: PointLimit | None) -> Table:
+    if part.given is not None:
+        return part.given
+    if part.cells is not None:
+        return gather(sources[0], part.cells)
+    left, right = sources
+    return contract(left, right, limit) if part.operation == "contract" else product(left, right, limit)
+
+
+def points_taken(root: Expression, tables: Tables) -> dict[Expression, IntArray]:
+    """The point of every given table that is in each point of the whole, [P]."""
+    taken: dict[Expression, IntArray] = {}
+    stack = [(root, np.arange(tables[root.key].num_points))]
+    while stack:
+        part, points = stack.pop()
+        if part.given is not None:
+            taken[part] = points
+        stack.extend((source, tables[part.key].picks[s, points]) for s, source in enumerate(part.sources))
+    return taken
+
+
+def computed(whole: Whole, bounds: Bounds | None = None, *, most_sums: float = math.inf) -> PartFrontier | None:
+    """The frontier of a part, as far as ``bounds`` leave points; None if it takes more than ``most_sums``."""
     tables: Tables = {}
     num_sums = evaluate(whole.expression, tables, bounds, most_sums=most_sums)
     if num_sums is None:
         return None
-    return Found(whole.strategies(points_taken(whole.expression, tables), tables), num_sums=num_sums)
+    return PartFrontier(whole.strategies(points_taken(whole.expression, tables), tables), num_sums=num_sums)
 
 
 _MOST_WEIGHTINGS = 64
@@ -98,7 +157,7 @@ def fewer(whole: Whole, bounds: Bounds) -> ReducedPart:
     return whole.part.fewer(kept)
 
 
-def gap_by_gap(reducing: Reducing, part: ReducedPart, within: float) -> list[Found]:
+def gap_by_gap(reducing: Reducing, part: ReducedPart, within: float) -> list[PartFrontier]:
     """The frontier of a part as the frontiers of its gaps, each exact or up to a factor of 1 + ``within``."""
     whole = reducing.whole(part)
     root = whole.expression
@@ -117,14 +176,14 @@ def gap_by_gap(reducing: Reducing, part: ReducedPart, within: float) -> list[Fou
     return [hull, *(_in_gap(reducing, whole, gap, ends, within) for gap in gaps if gap.factor > 1 + within)]
 
 
-def _of_strategies(whole: Whole, strategies: Sequence[Mapping[Expression, int]]) -> Found:
-    """Strategies told by the point of every given table in each."""
+def _of_strategies(whole: Whole, strategies: Sequence[Mapping[Expression, int]]) -> PartFrontier:
+    """Strategies from the point of every given table in each."""
     taken = {part: np.array([points[part] for points in strategies]) for part in strategies[0]}
     given = {part.key: part.given for part in taken if part.given is not None}
-    return Found(whole.strategies(taken, given))
+    return PartFrontier(whole.strategies(taken, given))
 
 
-def _in_gap(reducing: Reducing, whole: Whole, gap: Gap, ends: tuple[Weighing, Weighing], within: float) -> Found:
+def _in_gap(reducing: Reducing, whole: Whole, gap: Gap, ends: tuple[Weighing, Weighing], within: float) -> PartFrontier:
     """What is in a gap, by corridors that get wider until that is proved."""
     corner = corner_of(gap, ends, weighing(whole.expression, level(gap.left, gap.right)))
     least, most = corner.weighings[-1].least, corner.most[-1]
@@ -137,8 +196,8 @@ def _in_gap(reducing: Reducing, whole: Whole, gap: Gap, ends: tuple[Weighing, We
         limit = min(left.highest, least + _WIDER[found.num_sums > _MANY_SUMS] * (limit - least))
 
 
-def _in_corridor(reducing: Reducing, whole: Whole, corner: Corner) -> Found:
-    """All strategies under a corner; its weightings are told anew by the few configurations that it leaves."""
+def _in_corridor(reducing: Reducing, whole: Whole, corner: Corner) -> PartFrontier:
+    """All strategies under a corner; its weightings are computed anew from the few configurations that it leaves."""
     narrow = reducing.whole(fewer(whole, Bounds((corner,))))
     again = tuple(weighing(narrow.expression, each.solved.at) for each in corner.weighings)
     found = computed(narrow, Bounds((replace(corner, weighings=again),)))
@@ -153,7 +212,7 @@ class _Left(NamedTuple):
     highest: float
 
 
-def _left(found: Found, gap: Gap, line: Weighing, limit: float) -> _Left:
+def _left(found: PartFrontier, gap: Gap, line: Weighing, limit: float) -> _Left:
     memory = np.r_[gap.left.memory_bytes, found.strategies.memory_bytes, gap.right.memory_bytes]
     time = np.r_[gap.left.time_ns, found.strategies.time_ns, gap.right.time_ns]
     costs = line.cost(memory[1:], time[:-1])
@@ -188,7 +247,7 @@ class Tracked:
     exact: bool
     eliminations: Counter[str]
     num_computed: int
-    _of: tuple[Found, ...]
+    _of: tuple[PartFrontier, ...]
     _picks: IntArray
     factor: float = 1.0
 
@@ -225,7 +284,7 @@ def track(
     return Tracked(kept.memory_bytes, kept.time_ns, exact, done, num_computed, tuple(found), kept.picks, factor)
 
 
-def _found(reducing: Reducing, part: ReducedPart, pruned: bool, within: float) -> list[Found]:
+def _found(reducing: Reducing, part: ReducedPart, pruned: bool, within: float) -> list[PartFrontier]:
     """The frontier of a part that needs no heuristics, at once where that is not too much, else gap by gap."""
     if not pruned:
         everything = computed(reducing.whole(part))
@@ -240,7 +299,7 @@ def _found(reducing: Reducing, part: ReducedPart, pruned: bool, within: float) -
     return [at_once] if at_once else gap_by_gap(reducing, part, within)
 
 
-def _points(end: int, found: Found) -> Points:
+def _points(end: int, found: PartFrontier) -> Points:
     memory, time = found.strategies.memory_bytes, found.strategies.time_ns
     index = np.arange(len(memory))
     return Points(np.zeros_like(index), memory, time, np.stack((np.full_like(index, end), index)))
@@ -249,7 +308,7 @@ def _points(end: int, found: Found) -> Points:
 _ROUNDING = 1e-9
 
 
-def turning_point(memory_bytes: npt.ArrayLike, time_ns: npt.ArrayLike) -> int | None:
+def knee(memory_bytes: npt.ArrayLike, time_ns: npt.ArrayLike) -> int | None:
     """Which point, of a frontier with memory ascending and time descending; None where there is no such point.
 
     The one farthest below the straight line between the ends of the frontier, with memory and time each taken as a

@@ -168,7 +168,7 @@ def _unrolled(problem: OneMicrobatch) -> int:
     """The bound of all micro-batches' actions: longest paths through what must follow what, and each device's work.
 
     What must follow what: dependencies, the order of micro-batches, and what memory says about order
-    (:mod:`pipeplan.schedule.cpsat.memory_precedences`). Each device then has a one-machine problem with heads and
+    (:func:`memory_recurrences`). Each device then has a one-machine problem with heads and
     tails, whose preemptive optimum is Jackson's rule: of what is there, run what has the longest tail.
     """
     count = problem.num_microbatches

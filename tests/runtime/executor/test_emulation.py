@@ -17,7 +17,7 @@ from pipeplan.errors import UsageError
 from pipeplan.examples import ShapeCosts
 from pipeplan.files import PlacedStage, Plan
 from pipeplan.runtime.executor import emulate as emulation
-from pipeplan.runtime.executor.rank_group import extent, iteration_of
+from pipeplan.runtime.executor.process_groups import extent, iteration_of
 from pipeplan.runtime.executor.rank_program import planned_programs
 from pipeplan.runtime.launch.job import RunOptions, RunResult
 from pipeplan.runtime.models.load import load_model

@@ -18,16 +18,15 @@ from pipeplan.checker import check
 from pipeplan.costs import build_workload, stage_costs
 from pipeplan.errors import UsageError
 from pipeplan.files import PlacedStage, Plan
-from pipeplan.runtime.executor.layouts import StageLayouts, TensorLayout
+from pipeplan.runtime.executor.tensors import StageLayouts, TensorLayout
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.sequential import sequential_model
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.models.zoo import ZOO
 from pipeplan.runtime.models.zoo.gpt import GPTSize
-from pipeplan.runtime.parallel.parameter_slices import Cut, ParameterPart, Slice
-from pipeplan.runtime.parallel.sharding import Shards
+from pipeplan.runtime.parallel.sharding import Cut, ParameterPart, Shards, Slice
 from pipeplan.runtime.training.trainer import require_splittable
-from pipeplan.sharding.configurations.building import CostOptions, cost_model
+from pipeplan.sharding.cost_model import CostOptions, cost_model
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.mesh import COPIES, SAMPLES, SHARDS, Mesh, MeshAxis
 from runtime_support.models import branches

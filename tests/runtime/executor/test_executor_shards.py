@@ -13,15 +13,16 @@ from pipeplan.checker import check
 from pipeplan.costs.presets import cluster_of_paper, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.files import PlacedStage, Plan
-from pipeplan.planning.operator_strategies import plan_of_strategy
+from pipeplan.planning.sharding_frontier import plan_of_strategy
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.profiling.estimate import estimate_model
 from pipeplan.runtime.training.trainer import require_splittable
-from pipeplan.sharding.configurations.building import CostOptions, cost_model
+from pipeplan.sharding.cost_model import CostOptions, cost_model
 from pipeplan.sharding.tracking import track
 from pipeplan.workload.mesh import Mesh
 from runtime_support import models as runtime_models
 from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, model_plan, placed_plan, reports_of
+from support.marks import asked_for, slow_but
 
 WORDED, TRANSLATING, PAIRING = (f"runtime_support.models:{name}" for name in ("worded", "translating", "pairing"))
 ALL = (0, 1, 2, 3)
@@ -229,12 +230,12 @@ def middle_of_frontier(name: str) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def reports() -> Reports:
+def reports(request: pytest.FixtureRequest) -> Reports:
     """[case][rank] what 4 real processes report, started once for all cases."""
-    return reports_of(cases())
+    return reports_of(asked_for(request, cases()))
 
 
-@pytest.mark.parametrize("name", list(cases()))
+@slow_but("name", cases(), lambda name: not name.endswith(("full", "recomputed")))
 def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
     plan, options = cases()[name]
     check(plan).require(name)
@@ -253,14 +254,14 @@ def test_the_middle_of_a_frontier_is_a_mixture(model: str) -> None:
 
 def test_ranks_have_shares(reports: Reports) -> None:
     """Otherwise nothing above would have split anything; 11 words are shared by 4 as 3, 3, 3 and 2."""
-    rows = [reports["mllm full"][rank]["shapes"]["words.table.weight"] for rank in ALL]
+    rows = [reports["mllm split"][rank]["shapes"]["words.table.weight"] for rank in ALL]
     assert rows == [[[3, 8]], [[3, 8]], [[3, 8]], [[2, 8]]]
 
 
 def test_a_parameter_counts_once_whatever_copies_and_shares_there_are(reports: Reports) -> None:
     """What ranks say is theirs to count adds up to the model."""
-    for name, (_, options) in cases().items():
-        model = load_model(options.model)
+    for name, ranks in reports.items():
+        model = load_model(cases()[name][1].model)
         tied = {holder for _, *others in model.tied for holder in others}
         whole = sum(
             parameter.numel()
@@ -268,7 +269,7 @@ def test_a_parameter_counts_once_whatever_copies_and_shares_there_are(reports: R
             for parameter_name, parameter in block.build().named_parameters()
             if (block.id, parameter_name) not in tied
         )
-        assert sum(report["counted"] for report in reports[name].values()) == whole, name
+        assert sum(report["counted"] for report in ranks.values()) == whole, name
 
 
 def test_a_block_that_cannot_be_split_is_refused() -> None:

@@ -14,7 +14,7 @@ from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.planning import Batch, Request
 from pipeplan.planning.build_plan import planned
 from pipeplan.planning.candidates import PlacementCandidate
-from pipeplan.planning.pipeline_frontier import chains
+from pipeplan.planning.plan_frontier import chains
 from pipeplan.planning.trials import Trial
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import Model

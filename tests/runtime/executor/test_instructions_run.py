@@ -17,10 +17,10 @@ from pipeplan.runtime.executor.message_graph import Message
 from pipeplan.runtime.executor.process_groups import ProcessGroups
 from pipeplan.runtime.executor.rank_program import planned_programs, programs_of
 from pipeplan.runtime.executor.stage import MiniBatch, StageError
-from pipeplan.runtime.executor.tensor_slots import TensorSlots, TensorSpec
+from pipeplan.runtime.executor.tensors import TensorSlots, TensorSpec
 from pipeplan.runtime.launch.job import RunOptions
-from pipeplan.runtime.launch.status_board import Board, Progress
-from pipeplan.runtime.models.import_path import imported_module
+from pipeplan.runtime.launch.status import Board, Progress
+from pipeplan.runtime.models.load import imported_module
 from pipeplan.runtime.models.spec import Model
 from pipeplan.schedule.rules import CustomOp, Rules
 from pipeplan.simulator.simulation import simulate

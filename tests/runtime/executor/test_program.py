@@ -13,9 +13,8 @@ from builders.profiles import joined
 from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, PlacedStage, Placement, Plan
-from pipeplan.runtime.executor.message_graph import Message
+from pipeplan.runtime.executor.message_graph import Message, Numbers
 from pipeplan.runtime.executor.rank_program import Program, programs_of
-from pipeplan.runtime.executor.sample_ownership import Numbers
 from pipeplan.runtime.parallel.share import Share
 from pipeplan.workload.elements import Dependency
 

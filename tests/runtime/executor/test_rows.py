@@ -12,7 +12,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import PlacedStage, Plan
 from pipeplan.runtime.executor.message_graph import Message
 from pipeplan.runtime.executor.rank_program import programs_of
-from pipeplan.runtime.executor.tensor_slots import Made, TensorSlots, TensorSpec
+from pipeplan.runtime.executor.tensors import Made, TensorSlots, TensorSpec
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.training.trainer import travelling
 from runtime_support.models import Mix, SquaredError, vectors

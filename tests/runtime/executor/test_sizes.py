@@ -12,16 +12,15 @@ from builders.plans import plan_of
 from pipeplan.costs import build_workload
 from pipeplan.costs.presets import cluster_of_paper, device_preset
 from pipeplan.files import CostRow, PlacedStage, Placement, Plan, Source
-from pipeplan.planning.operator_strategies import plan_of_strategy
+from pipeplan.planning.sharding_frontier import plan_of_strategy
 from pipeplan.runtime.executor.rank_program import programs_of
-from pipeplan.runtime.executor.size_check import other_sizes, warn_of_other_sizes
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.profiling.block_graph import block_graph_of
-from pipeplan.runtime.profiling.build_profile import profile_of
+from pipeplan.runtime.profiling.build_profile import block_graph_of, profile_of
 from pipeplan.runtime.profiling.estimate import estimate_model
+from pipeplan.runtime.training.compatibility import other_sizes, warn_of_other_sizes
 from pipeplan.runtime.training.trainer import travelling
-from pipeplan.sharding.configurations.building import CostOptions, cost_model
+from pipeplan.sharding.cost_model import CostOptions, cost_model
 from pipeplan.sharding.tracking import track
 from pipeplan.units import format_bytes
 

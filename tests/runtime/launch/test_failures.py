@@ -18,10 +18,8 @@ import pytest
 
 from pipeplan.errors import ExecutionError, PipeplanError, UsageError
 from pipeplan.files import PlacedStage, Plan, write_file
-from pipeplan.runtime.launch.failures import Cause, Failure, cause_of
 from pipeplan.runtime.launch.local import run_local
-from pipeplan.runtime.launch.status_board import Board, Phase
-from pipeplan.runtime.launch.verdict import culprit, verdict
+from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, cause_of, culprit, verdict
 from pipeplan.runtime.training.options import TrainOptions
 from runtime_support import models as runtime_models
 from runtime_support.faults import MARK, left_over

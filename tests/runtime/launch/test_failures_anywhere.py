@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from pipeplan.files import PlacedStage, Plan
 from pipeplan.runtime.training.options import TrainOptions
 from runtime_support import models as runtime_models
 from runtime_support.faults import Fault, run_with
 from runtime_support.plans import model_plan, placed_plan
+from support.marks import slow_but
 
 
 def split_chain() -> Plan:
@@ -45,9 +44,10 @@ CASES = {
     "killed while a checkpoint is written": ("split", Fault("killed", 0, "SAVING", step=1)),
     "endless optimizer": ("replicas", Fault("endless", 0, "UPDATING", step=2)),
 }
+QUICK = ("started with another plan", "raises in W", "killed while gradients are summed", "ends while connecting")
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@slow_but("name", CASES, lambda name: name in QUICK)
 def test_ends_with_one_message_and_no_process_left(name: str) -> None:
     plan, fault = CASES[name]
     made = {"split": split_chain, "replicas": replicas}[plan]()

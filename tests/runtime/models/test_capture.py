@@ -18,9 +18,9 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.models.capture import capture, replay
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
-from pipeplan.runtime.profiling.block_graph import block_graph_of
+from pipeplan.runtime.profiling.build_profile import block_graph_of
+from pipeplan.runtime.profiling.instruments import saved_tensors, storages
 from pipeplan.runtime.profiling.measure import profile_model
-from pipeplan.runtime.profiling.memory import SavedTensors, storages
 
 WIDTH, HEADS, SEQUENCE, VOCABULARY = 8, 2, 4, 11
 GRAINS: tuple[Literal["layer", "half", "operator"], ...] = ("layer", "half", "operator")
@@ -457,9 +457,9 @@ def test_changes_in_place(change: Callable[[Tensor], Tensor]) -> None:
 def held(make: Callable[[], Tensor], modules: Iterable[nn.Module]) -> int:
     """Bytes that wait for backward, less parameters and buffers."""
     own = storages([tensor for module in modules for tensor in (*module.parameters(), *module.buffers())])
-    with SavedTensors() as saved:
+    with saved_tensors() as saved:
         output = make()
-    return sum(size for place, size in storages([*saved.alive(), output]).items() if place not in own)
+    return sum(size for place, size in storages([*saved(), output]).items() if place not in own)
 
 
 @pytest.mark.parametrize("case", ["pre-norm", "post-norm", "conv-net"])

@@ -14,7 +14,7 @@ from pipeplan.runtime.models.capture import parameters_of, replay
 from pipeplan.runtime.models.huggingface import LoadedModel, load_configuration
 from pipeplan.runtime.models.shapes import shaped_blocks
 from pipeplan.runtime.models.spec import Grain, Model
-from pipeplan.runtime.profiling.block_graph import block_graph_of
+from pipeplan.runtime.profiling.build_profile import block_graph_of
 from runtime_support.hugging_face import (
     ARGUMENTS,
     LAYERS,
@@ -27,10 +27,14 @@ from runtime_support.hugging_face import (
     text,
     whole,
 )
+from support.marks import slow_but
 
 
-@pytest.mark.parametrize("grain", ["layer", "half", "operator"])
-@pytest.mark.parametrize("name", NAMES)
+@slow_but(
+    "name, grain",
+    [(name, grain) for name in NAMES for grain in ("layer", "half", "operator")],
+    lambda case: case[1] == "half" or case[0] == "gpt2",
+)
 def test_blocks_run_in_one_piece_are_the_model(name: str, grain: Grain) -> None:
     """Output and the gradients of all parameters, for a number of samples that was not exported."""
     found, model = whole(name), captured(name, grain)
@@ -85,7 +89,7 @@ def test_blocks_give_one_tensor_each(name: str, grain: Grain) -> None:
     assert {len(step.outputs) for step in shaped_blocks(captured(name, grain), 2)} == {1}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mixtral", "bert", "clip"])
+@slow_but("name", ["gpt2", "mixtral", "bert", "clip"], lambda name: name != "mixtral")
 def test_identical_layers_are_alike(name: str) -> None:
     """More layers make no more kinds of blocks."""
     deeper = dict(ARGUMENTS[name])

@@ -14,8 +14,10 @@ from runtime_support.hugging_face import ARGUMENTS, SEQUENCE, batch_for, capture
 from runtime_support.hugging_face import whole as original
 from runtime_support.plans import Case, Reports, assert_as_unsplit, model_plan, reports_of
 from runtime_support.threads import run_in_threads
+from support.marks import asked_for, slow_but
 
 NAMES = ["gpt2", "llama", "bert", "t5"]
+QUICK = ("gpt2", "bert")
 SEED = 3
 
 
@@ -48,16 +50,16 @@ def cases() -> dict[str, Case]:
 
 
 @pytest.fixture(scope="module")
-def reports() -> Reports:
-    return reports_of(cases())
+def reports(request: pytest.FixtureRequest) -> Reports:
+    return reports_of(asked_for(request, cases()))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@slow_but("name", NAMES, lambda name: name in QUICK)
 def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
     assert_as_unsplit(model_of(name), cases()[name][1], reports[name])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@slow_but("name", NAMES, lambda name: name in QUICK)
 def test_equals_transformers_own_model(name: str, reports: Reports) -> None:
     """Before the first update: the loss of the model in one piece."""
     plan, _ = cases()[name]
@@ -68,7 +70,7 @@ def test_equals_transformers_own_model(name: str, reports: Reports) -> None:
         assert report["losses"][0] == pytest.approx(loss, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["mistral", "mixtral", "qwen2", "qwen3", "flava", "mt5"])
+@slow_but("name", ["mistral", "mixtral", "qwen2", "qwen3", "flava", "mt5"], lambda name: name in ("mixtral", "flava"))
 def test_other_families_give_transformers_loss(name: str) -> None:
     """All ranks in this process. CLIP's loss is one of whole micro-batches."""
     model, whole = captured(name, "half"), original(name)

@@ -20,7 +20,6 @@ from pipeplan.runtime.models.shapes import output_shapes, shaped_blocks
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.models.synthetic_batches import token_batch
 from pipeplan.runtime.models.zoo import ZOO, zoo_model
-from pipeplan.runtime.models.zoo.gpt import gpt
 from pipeplan.runtime.parallel.weight_grads import DeferredLinear
 
 
@@ -186,7 +185,7 @@ def test_loss_in_bfloat16_keeps_its_digits() -> None:
 
 
 def test_untied_head_has_weights_of_its_own() -> None:
-    model = gpt("untied", replace(ZOO["gpt2-tiny"], tied=False))
+    model = replace(ZOO["gpt2-tiny"], tied=False).model("untied")
     assert model.tied == ()
     head, embedding = model.build("head", 0), model.build("embedding", 0)
     assert not torch.equal(head.output.weight, embedding.token.weight)
@@ -262,10 +261,9 @@ def test_mini_batch_takes_the_models_number_format() -> None:
 
 MODULE = """
 from pipeplan.runtime.models.zoo import ZOO
-from pipeplan.runtime.models.zoo.gpt import gpt
 
 def tiny():
-    return gpt("mine", ZOO["gpt2-tiny"])
+    return ZOO["gpt2-tiny"].model("mine")
 
 def fails():
     raise KeyError("weights")

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.spec import BlockSpec, Model
-from pipeplan.runtime.parallel.parameter_slices import Cut, ParameterPart, Slice
-from pipeplan.runtime.parallel.sharding import Shards, Split, share_of
+from pipeplan.runtime.parallel.sharding import Cut, ParameterPart, Shards, Slice, Split, share_of
 from pipeplan.runtime.parallel.share import Share
 from pipeplan.runtime.parallel.split_layers import RowLinear, WordEmbedding, cross_entropy
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, defer_weight_gradients

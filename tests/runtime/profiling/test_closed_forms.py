@@ -27,17 +27,17 @@ from pipeplan.costs.operators import (
 from pipeplan.examples.parts import Stack, bottleneck, class_loss, dense, image_stem, long_memory, table_rows
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.shapes import shaped_blocks
-from pipeplan.runtime.profiling.memory import SavedTensors, storages
+from pipeplan.runtime.profiling.instruments import saved_tensors, storages
 
 WIDTH = 4  # float32
 
 
 def kept(module: nn.Module, *inputs: Tensor) -> int:
     """Bytes that a row's ``activation_bytes`` are: what autograd holds after a forward, and inputs with gradients."""
-    with SavedTensors() as saved:
+    with saved_tensors() as saved:
         output = module(*inputs)
         own = storages([*module.parameters(), *module.buffers()])
-        held = storages([*saved.alive(), *(each for each in inputs if each.requires_grad)])
+        held = storages([*saved(), *(each for each in inputs if each.requires_grad)])
         assert output.requires_grad
     return sum(size for address, size in held.items() if address not in own)
 

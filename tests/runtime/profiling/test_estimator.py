@@ -23,6 +23,7 @@ from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.profiling.estimate import estimate_model, work_of_blocks
 from pipeplan.runtime.profiling.measure import profile_model
+from support.marks import slow_but
 from support.paths import ROOT
 
 A100 = device_preset("a100-80gb")
@@ -94,13 +95,10 @@ MODELS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("model", "dtype"),
-    [
-        *((model, torch.float32) for model in MODELS),
-        *((model, torch.bfloat16) for model in MODELS[:-1]),
-        pytest.param(MODELS[-1], torch.bfloat16, marks=pytest.mark.slow),  # 30 s, as in float32
-    ],
+@slow_but(
+    "model, dtype",
+    [(model, dtype) for dtype in (torch.float32, torch.bfloat16) for model in MODELS],
+    lambda case: case[0] is not MODELS[-1] and case != (MODELS[2], torch.bfloat16),
     ids=lambda value: getattr(value, "name", None) or str(value).removeprefix("torch."),
 )
 def test_bytes_are_those_that_measuring_finds(model: Model, dtype: torch.dtype) -> None:

@@ -20,17 +20,16 @@ from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.shapes import shaped_blocks
 from pipeplan.runtime.models.spec import BlockSpec, Collective, Model
 from pipeplan.runtime.models.zoo import ZOO
-from pipeplan.runtime.models.zoo.gpt import GPTSize, gpt
+from pipeplan.runtime.models.zoo.gpt import GPTSize
 from pipeplan.runtime.models.zoo.layers import FeedForward, SelfAttention
 from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, defer_weight_gradients
-from pipeplan.runtime.profiling.block_bench import Bench
-from pipeplan.runtime.profiling.block_graph import block_graph_of
+from pipeplan.runtime.profiling.benches import Bench
+from pipeplan.runtime.profiling.build_profile import block_graph_of
+from pipeplan.runtime.profiling.instruments import drift_of, meter_for, num_outliers
 from pipeplan.runtime.profiling.measure import profile_model
-from pipeplan.runtime.profiling.memory import meter_for
-from pipeplan.runtime.profiling.resume import RowKey, UnfinishedProfile
-from pipeplan.runtime.profiling.timing import drift_of, num_outliers
-from pipeplan.runtime.profiling.whole_model import in_one_piece, measure_whole
+from pipeplan.runtime.profiling.rounds import RowKey, UnfinishedProfile
+from runtime_support.whole_model import in_one_piece, measure_whole
 
 WIDTH = 8
 FLOAT = 4
@@ -147,7 +146,7 @@ def test_inputs_from_like_blocks_are_two_tensors() -> None:
     twins = [BlockSpec(id_, "layer", linear, samples=("x",)) for id_ in "ab"]
     apart = of_blocks(*twins, BlockSpec("c", "multiply", Multiply, sources=("a", "b")))
     same = of_blocks(*twins, BlockSpec("c", "multiply", Multiply, sources=("a", "a")))
-    assert block_graph_of(apart, torch.float32).kinds["a"] == ["a", "b"]
+    assert [each.kind for each in block_graph_of(apart, torch.float32).blocks[:2]] == ["a", "a"]
     assert row_of(measure(apart), "c").activation_bytes == 2 * WIDTH * FLOAT
     assert row_of(measure(same), "c").activation_bytes == WIDTH * FLOAT
 
@@ -363,7 +362,7 @@ def matrix_flops(model: Model) -> int:
 
 
 def test_shares_add_up_to_the_work() -> None:
-    model = gpt("g", replace(TINY, heads=4))
+    model = replace(TINY, heads=4).model("g")
     assert matrix_flops(model) == 4 * matrix_flops(split(model, 4))
 
 
@@ -400,7 +399,7 @@ def _part(whole: Tensor, name: str, rank: int) -> Tensor:
 def test_heads_that_cannot_be_split(size: GPTSize) -> None:
     told = r"it has (2|3) heads, which 5 devices cannot share evenly; these numbers of devices can: 1, \1$"
     with pytest.raises(UsageError, match=told):
-        split(gpt("odd", size), 5)
+        split(size.model("odd"), 5)
 
 
 def test_a_number_of_devices_that_cannot_be_names_flag_and_model() -> None:
@@ -430,7 +429,7 @@ def test_all_cases_in_short_formats(dtype: torch.dtype) -> None:
 def test_blocks_hold_what_the_whole_holds() -> None:
     model = load_model("gpt2-tiny")
     whole = in_one_piece(model, 4)
-    found = measure(model, (4,), repeats=3, beside=[whole])
+    found = measure(model, (4,), repeats=3, beside=[whole.time])
     result = whole.result()
     assert result.retained_bytes == result.allocated_bytes
     blocks = sum(row.activation_bytes for block in found.blocks for row in block.costs)
@@ -454,7 +453,7 @@ def test_tensors_that_several_blocks_take() -> None:
 
     model = of_blocks(block("a"), block("b", "a"), block("c", "a"), block("d", "a", "b", "c"))
     whole = in_one_piece(model, 8)
-    found = measure(model, (8,), beside=[whole])
+    found = measure(model, (8,), beside=[whole.time])
     apart = sum(block.costs[0].activation_bytes for block in found.blocks)
     held = stage_costs(found, [block.id for block in found.blocks], 8).activation_bytes
     assert apart - held == 2 * 8 * WIDTH * FLOAT

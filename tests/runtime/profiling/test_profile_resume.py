@@ -19,9 +19,10 @@ from pipeplan.cli.main import main
 from pipeplan.errors import ExecutionError, FileError, InfeasibleError, UsageError
 from pipeplan.files import Profile, read_profile
 from pipeplan.runtime.models.spec import BlockSpec, Model
-from pipeplan.runtime.profiling import resume as partial_module
+from pipeplan.runtime.profiling import rounds as partial_module
 from pipeplan.runtime.profiling.measure import profile_model
-from pipeplan.runtime.profiling.resume import RowKey, UnfinishedProfile
+from pipeplan.runtime.profiling.rounds import RowKey, UnfinishedProfile
+from support.marks import slow_but
 
 RUNS = {"repeats": 4, "warmup": 1}
 
@@ -241,7 +242,7 @@ import os
 import time
 import torch
 from torch import nn
-from pipeplan.runtime.profiling import resume as partial
+from pipeplan.runtime.profiling import rounds as partial
 from pipeplan.runtime.models.spec import BlockSpec, Model
 
 partial._SAVE_EVERY_S = 0.0
@@ -286,7 +287,7 @@ def stop(process: subprocess.Popen[str], folder: Path, number: signal.Signals) -
     return process.returncode, err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@slow_but("number", [signal.SIGINT, signal.SIGKILL], lambda number: number is signal.SIGINT)
 def test_a_process_that_is_ended(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "slow_models.py").write_text(MODULE)
     (tmp_path / "p.json").write_text("what was there")

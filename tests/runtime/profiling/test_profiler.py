@@ -21,10 +21,10 @@ from pipeplan.files import CostRow, Profile, parse, read_profile, to_json
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
-from pipeplan.runtime.profiling import timing
-from pipeplan.runtime.profiling.block_graph import block_graph_of
+from pipeplan.runtime.profiling import instruments
+from pipeplan.runtime.profiling.build_profile import block_graph_of
+from pipeplan.runtime.profiling.instruments import meter_for, saved_tensors, storages
 from pipeplan.runtime.profiling.measure import profile_model
-from pipeplan.runtime.profiling.memory import SavedTensors, meter_for, storages
 from support.paths import ROOT
 
 WIDTH = 8
@@ -148,7 +148,11 @@ def test_other_number_formats(dtype: torch.dtype) -> None:
 
 
 def kinds(model: Model) -> dict[str, list[str]]:
-    return block_graph_of(model, torch.float32).kinds
+    """Blocks by the first of those that are alike."""
+    found: dict[str, list[str]] = {}
+    for block in block_graph_of(model, torch.float32).blocks:
+        found.setdefault(block.kind, []).append(block.spec.id)
+    return found
 
 
 def test_alike_are_equal_blocks_with_equal_inputs() -> None:
@@ -381,11 +385,11 @@ def test_tensors_that_backward_does_not_need_are_not_counted() -> None:
 
 def test_saved_tensors_are_those_that_live() -> None:
     x = torch.randn(3, requires_grad=True)
-    with SavedTensors() as saved:
+    with saved_tensors() as saved:
         y = (x * 2).exp()
-    assert list(storages(saved.alive())) == [y.untyped_storage()._cdata]
+    assert list(storages(saved())) == [y.untyped_storage()._cdata]
     y.sum().backward()
-    assert saved.alive() == []
+    assert saved() == []
     gone = weakref.ref(y)
     del y
     assert gone() is None
@@ -439,7 +443,7 @@ class SlowBlock(nn.Module):
 
 
 def test_times_are_of_the_right_action(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "time", CLOCK)
+    monkeypatch.setattr(instruments, "time", CLOCK)
     row = row_of(measure(chain(linear, SlowBlock), repeats=3), "b")
     assert (row.forward_ns, row.backward_ns) == (FORWARD, INPUT_GRAD + WEIGHT_GRAD)
     assert (row.input_grad_ns, row.weight_grad_ns) == (INPUT_GRAD, WEIGHT_GRAD)
@@ -449,7 +453,7 @@ def test_median_and_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warm-up runs are dropped; the spread is the interquartile range over the median."""
     runs = [[9999] * 4, [10, 100, 30, 7], [50, 300, 30, 7], [20, 200, 30, 7], [40, 500, 30, 7], [30, 400, 90, 7]]
     ticks = (tick for durations in runs for duration in durations for tick in (0, duration))
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter_ns=lambda: next(ticks)))
+    monkeypatch.setattr(instruments, "time", SimpleNamespace(perf_counter_ns=lambda: next(ticks)))
     row = row_of(measure(chain(linear), repeats=5, warmup=1), "a")
     assert (row.forward_ns, row.backward_ns, row.input_grad_ns, row.weight_grad_ns) == (30, 300, 30, 7)
     assert row.repeats == 5
@@ -669,7 +673,7 @@ def test_command_without_torch(
 MODULE = """
 import torch
 from torch import nn
-from pipeplan.runtime.profiling import timing
+from pipeplan.runtime.profiling import instruments
 from pipeplan.runtime.models.spec import BlockSpec, Model
 
 class Odd(nn.Linear):

@@ -25,6 +25,7 @@ from pipeplan.runtime.training import trainer as training
 from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
 from pipeplan.runtime.training.options import TrainOptions
 from runtime_support.plans import PLACEMENTS, TOLERANCE, TRAINING, four_devices, model_plan, placed_plan
+from support.marks import asked_for, slow_but
 
 RANK = (sys.executable, "-m", "runtime_support.checkpoint_rank")
 NUM_STEPS = 5
@@ -73,6 +74,10 @@ def operators_as(*turns: str) -> Plan:
         configurations=tuple(each[number % len(each)] for number, each in enumerate(found)),
     )
     return placed_plan(model, [stage], num_microbatches=3, microbatch_size=4)
+
+
+SLOW = ("and the other way round", "whole, then split over three", "branches")
+"""Of the pairs."""
 
 
 @functools.cache
@@ -192,15 +197,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reports(folder: Path) -> dict[str, list[list[dict[str, Any]]]]:
+def reports(request: pytest.FixtureRequest, folder: Path) -> dict[str, list[list[dict[str, Any]]]]:
     """[case][rank][leg], all by the same processes."""
-    cases = {name: legs_of(model, plans, folder / name) for name, (model, plans) in pairs().items()}
+    asked = asked_for(request, pairs())
+    cases = {name: legs_of(model, plans, folder / name) for name, (model, plans) in asked.items()}
     tiny = pairs()["four devices, then two, then one"][1][1:]
     cases["counting"] = legs_of(TINY, tiny, folder / "counting", optimizer="runtime_support.checkpoint_models:Counting")
     return told(cases | refusals(folder / "refused"))
 
 
-@pytest.mark.parametrize("name", [*pairs(), "counting"])
+@slow_but("name", [*pairs(), "counting"], lambda name: name not in SLOW)
 def test_losses_and_parameters_are_those_of_an_unsplit_run(name: str, reports: Any, folder: Path) -> None:
     for rank in reports[name]:
         first = [leg["first"] for leg in rank]
@@ -210,7 +216,7 @@ def test_losses_and_parameters_are_those_of_an_unsplit_run(name: str, reports: A
 
 
 def test_copies_are_written_once_and_old_checkpoints_removed(reports: Any, folder: Path) -> None:
-    for name in pairs():
+    for name in pairs().keys() & reports:
         kept = CheckpointFolder(str(folder / name))
         assert len(kept.whole()) == 2, "three were written in one case"
         assert {entry.name for entry in kept.path.iterdir()} == {kept.of(step).name for step in kept.whole()}
@@ -232,6 +238,7 @@ def test_what_does_not_fit_is_refused_by_all(name: str, reports: Any) -> None:
         assert re.search(TOLD[name], leg["refused"]), leg["refused"]
 
 
+@pytest.mark.slow
 def test_a_rank_killed_while_writing_leaves_the_last_one(folder: Path) -> None:
     plan, where = model_plan(load_model(TINY), [0, 1, 2, 3]), CheckpointFolder(str(folder / "killed"))
     base = replace(TRAINING, num_steps=NUM_STEPS, checkpoint=str(where.path))

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.load import load_model
-from pipeplan.runtime.training.data import builtin_text, num_samples, with_data
+from pipeplan.runtime.training.data import builtin_text, with_data
 from runtime_support import models as runtime_models
 
 BRANCHES = "runtime_support.models:branches"
@@ -59,13 +59,12 @@ def written(folder: Path, tokens: np.ndarray, name: str) -> str:
 def test_without_data_a_model_makes_up_its_own() -> None:
     model = load_model("gpt2-tiny")
     assert with_data(model, None) is model
-    assert num_samples(model) is None
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 9])
 def test_every_sample_comes_once_per_epoch_whatever_the_mini_batch(size: int) -> None:
     model = with_data(runtime_models.branches(), f"{HERE}:Numbers")
-    assert num_samples(model) == 7
+    assert len(model.batch.dataset) == 7
     found = [int(row[0]) for step in range(63 // size) for row in model.batch(size, step, 5)["x"]]
     other = [int(row[0]) for step in range(9) for row in model.batch(7, step, 5)["x"]]
     assert found == other, "the order is that of the samples, not of the mini-batches"
@@ -83,7 +82,7 @@ def test_tokens_of_files_are_windows_of_their_neighbours(tmp_path: Path) -> None
     expected = [tokens[begin : begin + SEQUENCE + 1].tolist() for begin in range(0, 5 * SEQUENCE, SEQUENCE)]
     for text in texts:
         model = with_data(load_model("gpt2-tiny"), text)
-        assert num_samples(model) == 5
+        assert len(model.batch.dataset) == 5
         batch = model.mini_batch(5, 0, 0)
         assert batch["tokens"].dtype == torch.int64
         rows = [[*row.tolist(), int(last[-1])] for row, last in zip(batch["tokens"], batch["targets"], strict=True)]

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.models.zoo.gpt import gpt
+from pipeplan.runtime.training.compatibility import identity_of, require_identity
 from pipeplan.runtime.training.data import fingerprint, with_data
 from pipeplan.runtime.training.options import TrainOptions
-from pipeplan.runtime.training.run_fingerprint import identity_of, require_identity
 from runtime_support.checkpoint_models import TINY
 
 WHERE = Path("saved/step-00000010")
@@ -100,7 +99,7 @@ def test_blocks_with_the_same_parameters_that_make_other_shapes() -> None:
 
 
 def _tiny(heads: int) -> Model:
-    return gpt("gpt2-tiny", replace(TINY, heads=heads))
+    return replace(TINY, heads=heads).model("gpt2-tiny")
 
 
 def test_blocks_that_say_their_dimensions() -> None:
@@ -112,7 +111,7 @@ def test_blocks_that_say_their_dimensions() -> None:
 
 def test_what_only_one_of_them_has() -> None:
     options = TrainOptions("gpt2-tiny")
-    four, five = (identity_of(gpt("gpt2-tiny", replace(TINY, layers=layers)), options, 8) for layers in (4, 5))
+    four, five = (identity_of(replace(TINY, layers=layers).model("gpt2-tiny"), options, 8) for layers in (4, 5))
     assert "was trained without block layer4.attention in --model, and this run is with block" in refusal(four, five)
     assert "was trained with block more [] in --model" in (
         text := refusal({**four, "block more in --model": "[]"}, four)

@@ -103,7 +103,7 @@ def test_learning_rates_step_by_step() -> None:
 def test_factors_stay_between_nothing_and_all() -> None:
     for shape in ("constant", "linear", "cosine"):
         for num_warmup, num_steps in [(0, 1), (3, 3), (5, 2), (0, 7)]:
-            factors = [factor_at(shape, step, num_warmup, num_steps) for step in range(12)]
+            factors = [factor_at(shape, num_warmup, num_steps, step) for step in range(12)]
             assert all(0 <= factor <= 1 for factor in factors)
             assert factors[num_warmup] == 1, "the learning rate itself, behind the warmup"
             assert all(factor > 0 for factor in factors[:num_steps]), "no step of the run is idle"

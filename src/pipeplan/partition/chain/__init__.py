@@ -3,7 +3,7 @@
 Here: contiguous stages. Not here: which device runs a stage (placement), stages that form a graph (graph).
 """
 
-from pipeplan.partition.chain.autopipe import Cuts, Fitting, Planned, autopipe, plan_chain
-from pipeplan.partition.chain.autopipe_simulator import Timeline, timeline
+from pipeplan.partition.chain.autopipe import Cuts, Planned, Timeline, autopipe, plan_chain, timeline
+from pipeplan.partition.chain.costs import Fitting
 
 __all__ = ["Cuts", "Fitting", "Planned", "Timeline", "autopipe", "plan_chain", "timeline"]

@@ -1,11 +1,21 @@
-"""AutoPipe's planner: the master stage moved forward from the balanced split on, within memory.
+"""AutoPipe: its pipeline simulator, and its planner, which moves the master stage forward from the balanced split on.
 
-AutoPipe's heuristic search (III-B2): from the balanced split on, move the master stage forward; then polish.
+The simulator says the time of one iteration of 1F1B, its critical path and its master stage. Where the paper takes the
+first micro-batch's way for the whole warmup (III-B1), here every action has its exact time. In 1F1B stage x of p runs a
+forward in every other wave and a backward in the waves between them,
+
+    the forward of micro-batch m in wave 2m + x,          its backward in wave 2m + 2p - 1 - x
+
+and what an action waits for is in earlier waves, so that one pass over the waves is enough. A transfer takes time but
+no stage's time, as everywhere in pipeplan; the paper's formulas let a stage wait for it even where its input came long
+before, which is the same where transfers are free.
+
+The planner is the paper's heuristic search (III-B2), within memory, and polishes what that finds.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -13,83 +23,179 @@ from itertools import pairwise
 import numpy as np
 
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.partition.chain.autopipe_simulator import Measured, measured
-from pipeplan.partition.chain.costs import Array, ChainCosts, Place
+from pipeplan.partition.chain.costs import Array, ChainCosts, Fitting, StageTimes
 from pipeplan.partition.chain.kernel import ShortestStages, least_split
 from pipeplan.partition.problem import Partition, PartitionProblem, Way
-from pipeplan.units import format_bytes
 
-__all__ = ["Cuts", "Fitting", "Planned", "autopipe", "plan_chain"]
+__all__ = ["Cuts", "Planned", "Step", "Timeline", "autopipe", "measured", "plan_chain", "steps_in_order", "timeline"]
+
+
+Step = tuple[str, int, int]
+"""("F" or "B", stage, micro-batch)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fitting:
-    """Tells of a chain's blocks whether some of them fit into ``memory_bytes`` as a stage.
+class Timeline:
+    """1F1B on a chain of stages: when every action ends, in ns, and which one it waited for longest.
 
-    A stage holds parameters, gradients, optimizer state, the activations of one micro-batch for itself and one for
-    every stage after it, at most of all there are, and the largest workspace. Splitting forwards changes none of it.
+    ``ending`` and ``causes`` have a cell for each wave and stage, wave by wave; a cause is a cell, or -1 at time 0.
     """
 
-    costs: ChainCosts
-    memory_bytes: int
+    stages: StageTimes
     num_microbatches: int
+    ending: list[int]
+    causes: list[int]
 
-    def needs(self, num_stages: int, stages: Place, begins: Place, ends: Place) -> Array:
-        """Bytes of blocks begin..end-1 as that of so many stages."""
-        in_flight = np.minimum(self.num_microbatches, num_stages - stages)
-        return self.costs.memory(begins, ends, in_flight)
+    @property
+    def ends(self) -> dict[Step, int]:
+        """By action."""
+        count = self.stages.num_stages
+        steps = steps_in_order(count, self.num_microbatches)
+        return {step: self.ending[_cell(step, count)] for step in steps}
 
-    def fits(self, num_stages: int, stages: Place, begins: Place, ends: Place) -> np.ndarray:
-        """Whether blocks begin..end-1 fit as that of so many stages."""
-        return self.needs(num_stages, stages, begins, ends) <= self.memory_bytes
+    @property
+    def iteration_ns(self) -> int:
+        """From the first forward to the end of the last backward."""
+        return self.ending[_cell(("B", 0, self.num_microbatches - 1), self.stages.num_stages)]
 
-    def all_fit(self, begins: Sequence[int]) -> bool:
-        """Whether every stage of a cut does."""
-        return bool((self._needs_of(begins) <= self.memory_bytes).all())
+    @property
+    def startup_ns(self) -> int:
+        """When the last stage starts: it has received the first micro-batch."""
+        last = self.stages.num_stages - 1
+        return self.ending[_cell(("F", last, 0), self.stages.num_stages)] - self.stages.forwards[last]
 
-    def any_cut(self, num_stages: int) -> bool:
-        """Whether some cut into so many stages fits."""
-        return self._greedy(num_stages, self.memory_bytes) is not None
+    def critical_path(self) -> list[Step]:
+        """The longest path, first to last; of several the one closest to the last stage, as the paper wants it."""
+        return [_step(cell, self.stages.num_stages) for cell in self._backwards()][::-1]
 
-    def least_bytes(self, num_stages: int) -> tuple[int, int]:
-        """The least memory that every device must have for some cut into so many stages, and the stage that needs it.
+    def master_stage(self, repeated: int = 0) -> int:
+        """The stage that the critical path passes in the steady phase (III-B).
 
-        At most as many stages as blocks.
+        That with most steps of the path among those it runs in turn, one forward and one backward; the last of equals.
+        So many steps ``repeated`` belong to the stage where the path is once the steady phase repeats itself.
         """
-        most = int(self.needs(num_stages, 0, 0, self.costs.num_blocks))
-        least = bisect_left(range(most), True, key=lambda limit: self._greedy(num_stages, limit) is not None)
-        cut = self._greedy(num_stages, least)
-        assert cut is not None  # no stage of any cut needs more than all blocks together
-        return least, int(self._needs_of(cut).argmax())
+        count, first = self.stages.num_stages, self._settled_wave()
+        counts: Counter[int] = Counter()
+        for cell in self._backwards():
+            kind, stage, index = _step(cell, count)
+            if self._steady(kind, stage, index):
+                counts[stage] += 1
+            if repeated and cell // count <= first:
+                counts[stage] += repeated
+                repeated = 0
+        return max(counts, key=lambda stage: (counts[stage], stage))
 
-    def shortfall(self, num_stages: int) -> str:
-        """What is missing for so many stages, in words."""
-        (least, stage), most = self.least_bytes(num_stages), self.memory_bytes
-        return (
-            f"at a depth of {num_stages} stage {stage} needs {format_bytes(least)} at least, "
-            f"{format_bytes(max(0, least - most))} more than the {format_bytes(most)} there are"
-        )
+    def period_ns(self) -> int | None:
+        """By how much every further micro-batch lengthens the iteration; None if the steady phase does not repeat yet.
 
-    def _needs_of(self, begins: Sequence[int]) -> Array:
-        """[stage] bytes."""
-        bounds = np.array((*begins, self.costs.num_blocks))
-        return self.needs(len(begins), np.arange(len(begins)), bounds[:-1], bounds[1:])
-
-    def _greedy(self, num_stages: int, limit: int) -> tuple[int, ...] | None:
-        """The cut whose stages, first to last, take as much as fits into ``limit``; None if blocks are left over.
-
-        More blocks never need less, so if any cut fits this one does.
+        While all stages run in turn, a wave follows from the one before. So if a wave is the one before the last, later
+        by the same on all stages, all further ones are, too. As many waves as the path may need to get to the stage
+        where it stays are left after it.
         """
-        begins: list[int] = []
-        begin, count = 0, self.costs.num_blocks
-        for stage in range(num_stages):
-            ends = np.arange(begin + 1, count - (num_stages - stage - 1) + 1)
-            fitting = int(np.searchsorted(self.needs(num_stages, stage, begin, ends), limit, side="right"))
-            if not fitting:
-                return None
-            begins.append(begin)
-            begin = int(ends[fitting - 1])
-        return tuple(begins) if begin == count else None
+        count, wave = self.stages.num_stages, self._settled_wave()
+        if wave < 2 * count + 1:
+            return None
+        now, before = (self.ending[at * count : (at + 1) * count] for at in (wave, wave - 2))
+        differences = set(map(int.__sub__, now, before))
+        return differences.pop() if len(differences) == 1 else None
+
+    def _settled_wave(self) -> int:
+        """Twice as many waves as stages before stage 0 runs its last forward."""
+        return 2 * (self.num_microbatches - 1 - self.stages.num_stages)
+
+    def _backwards(self) -> Iterator[int]:
+        """Cells of the longest path from its end on."""
+        cell = _cell(("B", 0, self.num_microbatches - 1), self.stages.num_stages)
+        while cell >= 0:
+            yield cell
+            cell = self.causes[cell]
+
+    def _steady(self, kind: str, stage: int, index: int) -> bool:
+        """Whether a step belongs to the phase in which its stage runs forwards and backwards in turn."""
+        started = self.stages.num_stages - stage - 1
+        return index >= started if kind == "F" else index < self.num_microbatches - started
+
+
+def timeline(stages: StageTimes, num_microbatches: int) -> Timeline:
+    """Run 1F1B: every action as soon as its stage is free and its input is there."""
+    count, transfer = stages.num_stages, stages.transfer_ns
+    last = count - 1
+    waves = 2 * (count + num_microbatches) - 2
+    ending, causes, latest = [0] * (waves * count), [-1] * (waves * count), [-1] * count
+    for wave in range(waves):
+        row = wave * count
+        for stage in _forwards_in(wave, count, num_microbatches):
+            cause = latest[stage]
+            start = ending[cause] if cause >= 0 else 0
+            # of equals the one at the later stage counts
+            if stage and ((arrival := ending[row - count + stage - 1] + transfer) > start or cause < 0):
+                start, cause = arrival, row - count + stage - 1
+            cell = latest[stage] = row + stage
+            ending[cell], causes[cell] = start + stages.forwards[stage], cause
+        for stage in _backwards_in(wave, count, num_microbatches):
+            cause = latest[stage]
+            start = ending[cause]
+            if stage < last and (arrival := ending[row - count + stage + 1] + transfer) >= start:
+                start, cause = arrival, row - count + stage + 1
+            cell = latest[stage] = row + stage
+            ending[cell], causes[cell] = start + stages.backwards[stage], cause
+    return Timeline(stages, num_microbatches, ending, causes)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the search asks of a timeline, and how many steps it took to find out."""
+
+    iteration_ns: int
+    master_stage: int
+    num_steps: int
+
+
+def measured(stages: StageTimes, num_microbatches: int) -> Measured:
+    """Iteration and master stage of the timeline, whose steady phase is not run to its end once it repeats itself."""
+    fewer, steps = 4 * stages.num_stages, 0
+    while fewer < num_microbatches:
+        found, more = timeline(stages, fewer), num_microbatches - fewer
+        steps += len(found.ending)
+        period = found.period_ns()
+        if period is not None:
+            return Measured(found.iteration_ns + more * period, found.master_stage(2 * more), steps)
+        fewer *= 2
+    found = timeline(stages, num_microbatches)
+    return Measured(found.iteration_ns, found.master_stage(), steps + len(found.ending))
+
+
+def _forwards_in(wave: int, count: int, num_microbatches: int) -> range:
+    """Stages that run a forward in a wave."""
+    first = max(wave % 2, wave - 2 * num_microbatches + 2)
+    return range(first, min(count, wave + 1), 2)
+
+
+def _backwards_in(wave: int, count: int, num_microbatches: int) -> range:
+    """Stages that run a backward in a wave."""
+    first = max((wave + 1) % 2, 2 * count - 1 - wave)
+    return range(first, min(count, 2 * (num_microbatches + count) - 2 - wave), 2)
+
+
+def _cell(step: Step, num_stages: int) -> int:
+    kind, stage, index = step
+    wave = 2 * index + stage if kind == "F" else 2 * (index + num_stages) - 1 - stage
+    return wave * num_stages + stage
+
+
+def _step(cell: int, num_stages: int) -> Step:
+    wave, stage = divmod(cell, num_stages)
+    if (wave - stage) % 2 == 0:
+        return "F", stage, (wave - stage) // 2
+    return "B", stage, (wave + 1 + stage) // 2 - num_stages
+
+
+def steps_in_order(num_stages: int, num_microbatches: int) -> Iterator[Step]:
+    """All actions in an order in which each comes after what it waits for, and on every stage 1F1B's."""
+    for wave in range(2 * (num_stages + num_microbatches) - 2):
+        for stages in (_forwards_in, _backwards_in):
+            for stage in stages(wave, num_stages, num_microbatches):
+                yield _step(wave * num_stages + stage, num_stages)
 
 
 Cuts = tuple[int, ...]
@@ -232,21 +338,21 @@ def _planned(
     """The same with Algorithm 1's table at hand."""
     if fits is not None and not fits.any_cut(num_stages):
         raise InfeasibleError(
-            f"no cut of {costs.num_blocks} blocks into {num_stages} stages fits into memory: "
-            f"{fits.shortfall(num_stages)}; raise --memory or --devices, or lower --microbatch-size"
+            f"no cut of {costs.num_blocks} blocks into {num_stages} stages fits into memory; raise --memory or "
+            "--devices, or lower --microbatch-size"
         )
     search = _AutoPipeSearch(costs, num_microbatches, balance)
     start = balance.begins_of(costs.num_blocks, num_stages)
     search.run(start)
     if fits is not None and not search.fitting(fits):
-        search.run(_roomy_start(costs, num_stages, fits))
+        search.run(_fitting_start(costs, num_stages, fits))
     best = min(search.fitting(fits), key=lambda begins: (search.seen[begins].iteration_ns, begins))
     best = search.polished(best, fits)
     found = search.seen[best]
     return Planned(best, found.iteration_ns, found.master_stage, search.seen[start].iteration_ns, len(search.seen))
 
 
-def _roomy_start(costs: ChainCosts, num_stages: int, fits: Fitting) -> Cuts:
+def _fitting_start(costs: ChainCosts, num_stages: int, fits: Fitting) -> Cuts:
     """The split with the least longest stage of those that fit."""
 
     def cost(stage: int, begins: Array, ends: Array) -> Array:
@@ -306,8 +412,7 @@ def autopipe(problem: PartitionProblem) -> Iterator[Partition]:
     if best is None:
         raise InfeasibleError(
             f"no pipeline depth that divides {problem.num_devices} devices fits into memory and shares out a "
-            f"mini-batch of {problem.mini_batch} samples{_nearest(depths)}; raise --memory or --devices, or lower "
-            "--microbatch-size"
+            f"mini-batch of {problem.mini_batch} samples; raise --memory or --devices, or lower --microbatch-size"
         )
     depth, planned = best
     stages = [(order[begin:end], depth.way) for begin, end in pairwise((*planned.begins, len(order)))]
@@ -328,12 +433,3 @@ def _depths(problem: PartitionProblem, order: Sequence[str]) -> list[_Depth]:
             fits = None if limit is None else Fitting(costs, limit, count)
             found.append(_Depth(way, stages, count, costs, fits))
     return found
-
-
-def _nearest(depths: Sequence[_Depth]) -> str:
-    """What is missing at the depth that needs least, where that is known."""
-    known = [(depth.fits, depth.num_stages) for depth in depths if depth.fits is not None]
-    if not known:
-        return ""
-    fits, stages = min(known, key=lambda each: each[0].least_bytes(each[1])[0])
-    return f": {fits.shortfall(stages)}"

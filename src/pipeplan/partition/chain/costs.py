@@ -1,15 +1,7 @@
 """What stages of a chain cost, for one choice of cuts and for many ranges of blocks at once.
 
-A chain of blocks to be cut into stages on given devices: what a choice of cuts means for each device.
-
-Cuts are given as ``begins``: the first block of each stage. Memory is what a device takes at the very least, when
-one micro-batch is in flight: parameters, gradients and optimizer state of all its stages, the activations of its
-stages up to the one that runs, and that one's workspace.
-
-What stages of a chain cost, for many ranges of blocks at once.
-
 A range has blocks begin..end-1 and is given by its two ends: two integers or two arrays of any equal shapes, as which
-the results come back.
+the results come back. Cuts are given as ``begins``: the first block of each stage.
 """
 
 from __future__ import annotations
@@ -21,9 +13,21 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeplan.costs import UNLIMITED, StageCost
+from pipeplan.costs import UNLIMITED, StageCost, state_bytes
 
-__all__ = ["Array", "Chain", "ChainCosts", "FloatArray", "Held", "Place", "Range", "Repeat", "StageTimes", "over_all"]
+__all__ = [
+    "Array",
+    "Chain",
+    "ChainCosts",
+    "Fitting",
+    "FloatArray",
+    "Held",
+    "Place",
+    "Range",
+    "Repeat",
+    "StageTimes",
+    "over_all",
+]
 
 
 Range = tuple[int, int]
@@ -160,18 +164,14 @@ Repeat = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class ChainCosts:
-    """Running sums [..., block + 1] of what blocks cost, in ns and bytes.
+    """Running ``sums`` [kind, ..., block + 1] of what blocks cost, in ns and bytes.
 
     ``widest`` [..., power, begin] is the largest workspace of the 2^power blocks from ``begin`` on. ``repeated``
     [begin, end] are bytes that the blocks of a range count as held more than once. ``transfer_ns`` is what sending
     between any two stages takes, where that is looked at.
     """
 
-    forward: Array
-    compute: Array
-    activations: Array
-    parameters: Array
-    static: Array
+    sums: Array
     widest: Array
     repeated: Array | None = None
     transfer_ns: int = 0
@@ -179,26 +179,66 @@ class ChainCosts:
     @classmethod
     def of(cls, costs: Sequence[StageCost], repeats: Iterable[Repeat] = (), transfer_ns: int = 0) -> Self:
         """Those of blocks with these ``costs`` [block], each as a stage of its own."""
-        forward, compute, activations, parameters, static = _sums([costs])[:, 0]
-        repeated = _sums_inside(list(repeats), len(costs))
-        return cls(forward, compute, activations, parameters, static, _widest([costs])[0], repeated, transfer_ns)
+        return cls(_sums([costs])[:, 0], _widest([costs])[0], _sums_inside(list(repeats), len(costs)), transfer_ns)
 
     @classmethod
     def of_rows(cls, rows: Sequence[Sequence[StageCost]]) -> Self:
         """Those of the same blocks for several rows: all results then begin with [row]."""
-        forward, compute, activations, parameters, static = _sums(rows)
-        return cls(forward, compute, activations, parameters, static, _widest(rows))
+        return cls(_sums(rows), _widest(rows))
+
+    @property
+    def forward(self) -> Array:
+        """Ns of forward before each cut, [..., cut], as all of these."""
+        return self._sum(0)
+
+    @property
+    def compute(self) -> Array:
+        """Ns of forward and backward."""
+        return self._sum(1)
+
+    @property
+    def activations(self) -> Array:
+        """Bytes for each micro-batch in flight."""
+        return self._sum(2)
+
+    @property
+    def parameters(self) -> Array:
+        """Bytes of parameters."""
+        return self._sum(3)
+
+    @property
+    def static(self) -> Array:
+        """Bytes that are held all the time."""
+        return self._sum(4)
+
+    def _sum(self, kind: int) -> Array:
+        found: Array = self.sums[kind]
+        return found
 
     @property
     def num_blocks(self) -> int:
         """Blocks in the chain."""
-        return int(self.compute.shape[-1]) - 1
+        return int(self.sums.shape[-1]) - 1
 
     def stages(self, begins: Sequence[int]) -> StageTimes:
         """What each stage takes when the chain is cut so, for a single row."""
         bounds = np.array((*begins, self.num_blocks))
         forwards, totals = np.diff(self.forward[bounds]), np.diff(self.compute[bounds])
         return StageTimes(tuple(forwards.tolist()), tuple((totals - forwards).tolist()), self.transfer_ns)
+
+    def stage(self, begin: int, end: int, row: int) -> StageCost:
+        """What one range costs as a stage, of several rows."""
+        between = self.sums[:, row, end] - self.sums[:, row, begin]
+        forward, compute, activations, parameters, static = between.tolist()
+        power = (end - begin).bit_length() - 1
+        return StageCost(
+            forward,
+            compute - forward,
+            activation_bytes=activations,
+            workspace_bytes=int(max(self.widest[row, power, begin], self.widest[row, power, end - (1 << power)])),
+            parameter_bytes=parameters,
+            optimizer_bytes=static - state_bytes(parameters),
+        )
 
     def time(self, begins: Place, ends: Place) -> Array:
         """Ns of forward and backward."""
@@ -220,12 +260,12 @@ class ChainCosts:
         return largest
 
     def memory(self, begins: Place, ends: Place, in_flight: Place) -> Array:
-        """Bytes with so many micro-batches in flight."""
+        """Bytes with this number of micro-batches in flight."""
         needed: Array = in_flight * self.activation(begins, ends) + self.workspace(begins, ends)
         return needed + self.statics(begins, ends)
 
-    def room(self, begins: Place, ends: Place, limit: int) -> Array:
-        """Micro-batches of which so many bytes hold the activations; -1 if they do not even hold the rest."""
+    def most_in_flight(self, begins: Place, ends: Place, limit: int) -> Array:
+        """Micro-batches whose activations fit into ``limit`` bytes beside the rest; -1 if not even the rest does."""
         left = limit - self.statics(begins, ends) - self.workspace(begins, ends)
         each = self.activation(begins, ends)
         return np.where(left < 0, -1, np.where(each > 0, left // np.maximum(each, 1), UNLIMITED))
@@ -248,6 +288,47 @@ class StageTimes:
     def totals(self) -> tuple[int, ...]:
         """[stage] forward and backward."""
         return tuple(map(int.__add__, self.forwards, self.backwards))
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """Tells of a chain's blocks whether some of them fit into ``memory_bytes`` as a stage.
+
+    A stage holds parameters, gradients, optimizer state, the activations of one micro-batch for itself and one for
+    every stage after it, at most of all there are, and the largest workspace. Splitting forwards changes none of it.
+    """
+
+    costs: ChainCosts
+    memory_bytes: int
+    num_microbatches: int
+
+    def needs(self, num_stages: int, stages: Place, begins: Place, ends: Place) -> Array:
+        """Bytes of blocks begin..end-1 as that of ``num_stages``."""
+        in_flight = np.minimum(self.num_microbatches, num_stages - stages)
+        return self.costs.memory(begins, ends, in_flight)
+
+    def fits(self, num_stages: int, stages: Place, begins: Place, ends: Place) -> np.ndarray:
+        """Whether blocks begin..end-1 fit as that of ``num_stages``."""
+        return self.needs(num_stages, stages, begins, ends) <= self.memory_bytes
+
+    def all_fit(self, begins: Sequence[int]) -> bool:
+        """Whether every stage of a cut does."""
+        bounds = np.array((*begins, self.costs.num_blocks))
+        return bool(self.fits(len(begins), np.arange(len(begins)), bounds[:-1], bounds[1:]).all())
+
+    def any_cut(self, num_stages: int) -> bool:
+        """Whether some cut into ``num_stages`` fits: that whose stages, first to last, take as much as fits.
+
+        More blocks never need less, so if any cut fits this one does.
+        """
+        begin, count = 0, self.costs.num_blocks
+        for stage in range(num_stages):
+            ends = np.arange(begin + 1, count - (num_stages - stage - 1) + 1)
+            fitting = int(self.fits(num_stages, stage, begin, ends).sum())
+            if not fitting:
+                return False
+            begin = int(ends[fitting - 1])
+        return begin == count
 
 
 def over_all(num_blocks: int, of: Callable[[Array, Array], Array], none: float) -> FloatArray:

@@ -17,20 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeplan.costs import UNLIMITED
 from pipeplan.partition.chain.costs import Array
 
-__all__ = [
-    "MOST_RANGES",
-    "Cost",
-    "Fits",
-    "Layer",
-    "Programme",
-    "ShortestStages",
-    "balanced_split",
-    "first_holding",
-    "least_split",
-    "shortest_first",
-]
+__all__ = ["Cost", "Fits", "Programme", "ShortestStages", "balanced_split", "least_split", "shortest_first"]
 
 Values = NDArray[Any]
 """Integers of 64 bits, or of any size where these are too short; floats only where costs are floats."""
@@ -87,7 +77,7 @@ class Programme:
         object.__setattr__(self, "left", left)
 
     def start(self, num_devices: Sequence[int] = (0,)) -> Layer:
-        """No stage yet, and so many devices of which none has to have one: 0 where all have to."""
+        """No stage yet, and how many devices may be left without one: 0 where all must have one."""
         layer = self._impossible()
         layer.values[list(num_devices), 0] = 0
         return layer
@@ -246,17 +236,17 @@ class ShortestStages:
 
     @classmethod
     def of(cls, sums: Array, num_stages: int) -> ShortestStages:
-        """For blocks with running ``sums`` [cut] of their times, and any number of stages up to that.
-
-        Where the last stage begins later it is shorter and the rest longer, so where they meet is found by bisection,
-        for all cuts at once.
-        """
-        longest: list[Array] = [sums]
-        lasts: list[Array] = [np.zeros(len(sums), dtype=np.int64)]
-        for stages in range(2, num_stages + 1):
-            lasts.append(_meeting(sums, longest[-1], stages - 1))
-            longest.append(np.maximum(longest[-1][lasts[-1]], sums - sums[lasts[-1]]))
-        return cls(longest, lasts)
+        """For blocks with running ``sums`` [cut] of their times, and any number of stages up to that."""
+        count = len(sums)
+        programme = Programme(count, UNLIMITED)
+        cuts = np.arange(count)
+        longest_first = np.where(cuts < cuts[:, None], cuts, -1)
+        layers = [programme.start()]
+        for _ in range(num_stages):
+            layers.append(
+                programme.extended(layers[-1], _alone(lambda begins, ends: sums[ends] - sums[begins]), longest_first)
+            )
+        return cls([each.values[0, :count] for each in layers[1:]], [each.begins[0, :count] for each in layers[1:]])
 
     def begins_of(self, num_blocks: int, num_stages: int) -> tuple[int, ...]:
         """The split of the first ``num_blocks`` blocks, at least as many as stages."""
@@ -266,21 +256,6 @@ class ShortestStages:
             end = int(lasts[end])
             begins.append(end)
         return tuple(reversed(begins))
-
-
-def _meeting(sums: Array, before: Array, least: int) -> Array:
-    """[cut] where the last stage begins, from block ``least`` on, with ``before`` [cut] what the others take."""
-    ends = np.arange(len(sums))
-    known = np.minimum(ends, least)
-
-    def meets(begins: Array, ends: Array) -> NDArray[np.bool_]:
-        """Whether the last stage is no longer than those before it."""
-        return sums[ends] - sums[begins] <= before[begins]
-
-    met = np.clip(first_holding(meets, known), 0, np.maximum(ends - 1, 0))
-    near = np.stack((met, np.maximum(met - 1, np.minimum(known, met))))
-    most = np.maximum(before[near], sums - sums[near]).min(axis=0)
-    return first_holding(lambda begins, ends: sums[ends] - sums[begins] <= most[ends], known)
 
 
 def _alone(cost: Callable[[Array, Array], Array]) -> Price:

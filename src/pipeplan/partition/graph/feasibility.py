@@ -1,8 +1,6 @@
 """Can all stages take at most a given time? Solutions that no other beats, from the last part to the first.
 
-Can all stages take at most so long? Answered for parts from the last to the first.
-
-Of a part before stages with some need (:mod:`~pipeplan.partition.graph.needs`) only those solutions are kept that
+Of a part before stages with some need (:mod:`~pipeplan.partition.graph.in_flight`) only those solutions are kept that
 no other beats in devices and need, so that work does not grow with the number of devices. These facts keep the fronts
 small and lose nothing:
 
@@ -10,7 +8,7 @@ small and lose nothing:
   with a shorter one stays one when the run takes over what it left, since leaving out blocks never costs more.
 - The same holds for a run that takes the end of one of the branches before it: it takes as much as it can.
 - A solution is left out if it takes more devices than are left when everything else takes its fewest
-  (:class:`~pipeplan.partition.graph.bounds.PartBounds`).
+  (:class:`~pipeplan.partition.graph.shapes.PartBounds`).
 - Parts of one shape before the same need have the same solutions.
 """
 
@@ -22,13 +20,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeplan.partition.graph.bounds import NEVER, PartBounds
-from pipeplan.partition.graph.needs import Integers, Need
-from pipeplan.partition.graph.shapes import Group, Shape
+from pipeplan.partition.graph.in_flight import Integers, Need
+from pipeplan.partition.graph.shapes import NEVER, Group, PartBounds, Shape
 from pipeplan.partition.problem import Way
 from pipeplan.time_limit import checkpoint
 
-__all__ = ["Candidates", "Entry", "EntryTrace", "Front", "Question", "Solution"]
+__all__ = ["Entry", "EntryTrace", "Feasibility", "Solution"]
 
 
 _CHUNK = 256
@@ -142,7 +139,7 @@ class _Runs(NamedTuple):
     differences: Integers
 
 
-class Question:
+class Feasibility:
     """Whether stages can be found that take at most ``bounds.most_ns`` for the mini-batch, in the memory there is."""
 
     def __init__(self, bounds: PartBounds, num_devices: int) -> None:
@@ -299,8 +296,8 @@ class Question:
         quick = self._bounds.quick(group)
         held = self._needs.in_flight(np.array([after.total]), np.array([after.difference]))
         fits = self._bounds.fitting(self._shapes.load(group), quick)
-        room = NEVER if fits is None else fits
-        kept = np.array(quick, dtype=np.int64)[-(-held // self._needs.each)[0, quick] <= room]
+        most = NEVER if fits is None else fits
+        kept = np.array(quick, dtype=np.int64)[-(-held // self._needs.each)[0, quick] <= most]
         totals, differences = (each[0, kept] for each in self._needs.after(held))
         choices = self._shapes.choices
 

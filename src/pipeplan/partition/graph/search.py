@@ -8,10 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
-from pipeplan.partition.graph.bounds import PartBounds
-from pipeplan.partition.graph.feasibility import Entry, EntryTrace, Question, Solution
-from pipeplan.partition.graph.shapes import Shapes, grouped
-from pipeplan.partition.in_flight import flows
+from pipeplan.partition.graph.feasibility import Entry, EntryTrace, Feasibility, Solution
+from pipeplan.partition.graph.shapes import PartBounds, Shapes, grouped
 from pipeplan.partition.problem import Costs, Partition, PartitionProblem, Way, together
 from pipeplan.partition.series_parallel import Part, SeriesParallel, decompose, in_line, topological_order
 from pipeplan.units import format_bytes, named_devices
@@ -41,12 +39,12 @@ def graphpipe(problem: PartitionProblem, *, grain: int = 0, tolerance: float = 0
 
     The lines are the blocks in the order they were given in (as far as edges let them) and in the order of the
     decomposition. Of equal partitions those of the decomposition are taken, with few samples in flight, then few
-    devices. With a ``grain`` blocks in series are taken together as long as they make at most so many ns for the
+    devices. With a ``grain`` blocks in series are taken together as long as they take at most that many ns of the
     mini-batch (GraphPipe 3.5): quicker, and the optimum may be missed. With a ``tolerance`` the result is at most so
     much above the optimum, as a share of it. There is one such partition.
 
     Raises:
-        InfeasibleError: nothing fits; the text says on how many devices or with how much memory something would.
+        InfeasibleError: nothing fits; the text says with how much memory something would.
     """
     weights = {block: problem.work(costs) for block, costs in problem.costs.items()}
     found = decompose(tuple(problem.costs), problem.edges, weights)
@@ -124,7 +122,7 @@ def _lowest(shapes: Shapes, low: int, most: int, tolerance: float) -> int:
 
 def _answer(shapes: Shapes, most_ns: int) -> Solution | None:
     """Stages that take at most so long."""
-    return Question(PartBounds(shapes, most_ns), shapes.problem.num_devices).answer()
+    return Feasibility(PartBounds(shapes, most_ns), shapes.problem.num_devices).answer()
 
 
 def _longest(shapes: Shapes) -> int:
@@ -191,52 +189,17 @@ def _entries(trace: EntryTrace | None) -> Iterator[Entry]:
 
 
 def _told(problem: PartitionProblem, tree: Part) -> str:
-    """Why nothing fits, as far as there is time to find out."""
+    """Why nothing fits, and what memory would do, as far as there is time to find out."""
     assert problem.memory_bytes is not None  # without a limit one block per stage, or all in one, is a solution
+    devices = named_devices(problem.num_devices)
     try:
-        return _why(problem, tree)
+        enough = f"{devices} of {format_bytes(_enough(problem, tree))} would do"
     except SearchTimeoutError:
-        return (
-            f"no partition onto {named_devices(problem.num_devices)} of {format_bytes(problem.memory_bytes)} fits; "
-            "raise --memory or --devices, or allow smaller micro-batches; with more --time-limit it is said how far"
-        )
-
-
-def _why(problem: PartitionProblem, tree: Part) -> str:
-    """What would have to be different for anything to fit."""
-    assert problem.memory_bytes is not None  # without a limit one block per stage, or all in one, is a solution
-    limit, needed = problem.memory_bytes, _enough(problem, tree)
-    many = replace(problem, num_devices=problem.num_devices * len(problem.costs))
-    shapes = Shapes(many, tree)
-    solution = _answer(shapes, _longest(shapes))
-    enough = f"{named_devices(problem.num_devices)} of {format_bytes(needed)} would do"
-    if solution is None:
-        enough += ", and of this size no number of devices unless they split blocks"
-    else:
-        enough = f"{named_devices(solution.devices)} of this size would do, or {enough.removesuffix(' would do')}"
+        enough = "with more --time-limit it is said how far"
     return (
-        f"no partition onto {named_devices(problem.num_devices)} of {format_bytes(limit)} fits: "
-        f"{_tightest(replace(problem, memory_bytes=needed), tree, limit)}; {enough}; "
-        "raise --memory or --devices, or allow smaller micro-batches"
+        f"no partition onto {devices} of {format_bytes(problem.memory_bytes)} fits; {enough}; raise --memory or "
+        "--devices, or allow smaller micro-batches"
     )
-
-
-def _tightest(problem: PartitionProblem, tree: Part, limit: int) -> str:
-    """Which stage misses how much of ``limit`` in the partition that needs least."""
-    shapes = Shapes(problem, tree)
-    solution = _answer(shapes, _longest(shapes))
-    assert solution is not None
-    stages = _read(shapes, solution)[1]
-    stage_of = {block: index for index, (blocks, _) in enumerate(stages) for block in blocks}
-    crossing = {(stage_of[a], stage_of[b]) for a, b in problem.edges if stage_of[a] != stage_of[b]}
-    in_flight = flows([way.microbatch_size for _, way in stages], crossing, problem.mini_batch)
-    each = [
-        (problem.memory_of(_load(problem, blocks), way, held), blocks)
-        for (blocks, way), held in zip(stages, in_flight, strict=True)
-    ]
-    needed, blocks = max(each, key=lambda stage: stage[0])
-    names = blocks[0] if len(blocks) == 1 else f"{blocks[0]} .. {blocks[-1]} ({len(blocks)} blocks)"
-    return f"at best the stage of {names} needs {format_bytes(needed)}, {format_bytes(needed - limit)} too much"
 
 
 def _enough(problem: PartitionProblem, tree: Part) -> int:

@@ -1,10 +1,14 @@
-"""Parts of the graph that are not taken apart, and equal parts made one.
+"""Parts of a graph made one where they are equal, and the fewest devices that parts can do with in a given time.
 
-Coarser parts: blocks that are never taken apart, so that less has to be searched (GraphPipe 3.5).
+What is solved once for parts with equal loads and equal structure holds for all of them. A *run* is children
+begin..end-1 of a series as one stage. Blocks may be taken together before, never to be taken apart, so that less has to
+be searched (GraphPipe 3.5).
 
-Parts with equal loads and equal structure, made one: what is solved once for all of them.
-
-A *run* is children begin..end-1 of a series as one stage. Sums over runs are differences of running sums.
+Tables of fewest devices bound the exact search: from the first child of a series to the last, and for every state of
+what comes after (:class:`Needs`, rounded down), the fewest devices for a number of children. Where memory has no limit,
+needs do not matter and the bounds are exact. Else they are below the truth because needs are rounded, because what
+comes before parallel branches is said to need no more than what comes after them, and because a stage with the end of a
+branch is said to hold what the state with the least does. A beginning of a series is a part of the table of the whole.
 """
 
 from __future__ import annotations
@@ -14,17 +18,17 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
-from pipeplan.costs import UNLIMITED
+from pipeplan.costs import UNLIMITED, StageCost
 from pipeplan.partition.chain.costs import ChainCosts
-from pipeplan.partition.graph.needs import Integers, Needs
+from pipeplan.partition.graph.in_flight import Integers, Needs
 from pipeplan.partition.problem import Costs, PartitionProblem, together
 from pipeplan.partition.series_parallel import Part
 
-__all__ = ["MAX_GROUPS", "BlockRun", "Group", "Shape", "Shapes", "Split", "grouped"]
+__all__ = ["NEVER", "Group", "PartBounds", "Shape", "Shapes", "grouped"]
 
 
 def grouped(tree: Part, weights: Mapping[str, int], grain: int) -> Part:
@@ -74,34 +78,13 @@ Split = tuple[Left, tuple[tuple[Left, Group], ...]]
 """Branches that are left, and every group that can be taken from them with what is left then."""
 
 
-class BlockRun(NamedTuple):
-    """What blocks that run one after another cost on a device, for one number of samples: in total."""
-
-    time: int
-    activations: int
-    workspace: int
-    parameter_bytes: int
-    static_bytes: int
-
-    def with_tail(self, tail: BlockRun) -> BlockRun:
-        """Both in one stage."""
-        return BlockRun(
-            self.time + tail.time,
-            self.activations + tail.activations,
-            max(self.workspace, tail.workspace),
-            self.parameter_bytes + tail.parameter_bytes,
-            self.static_bytes + tail.static_bytes,
-        )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Shape:
     """A kind of part.
 
-    ``children`` are shapes by number: in order for a series, sorted for parallel parts, itself for a block. Running
-    sums over at least the children of a series or block: ``times`` and ``activations`` [samples][child + 1],
-    ``parameters`` and ``statics`` [child + 1]; ``workspaces`` [power][samples][child] is the largest of 2 ** power
-    children from there on. ``work`` is the least ns of all devices for the mini-batch.
+    ``children`` are shapes by number: in order for a series, sorted for parallel parts, itself for a block. ``costs``
+    are the running sums over at least the children of a series or block, [row] first. ``work`` is the least ns of all
+    devices for the mini-batch.
     """
 
     number: int
@@ -109,23 +92,13 @@ class Shape:
     children: tuple[int, ...]
     load: Costs
     work: int
-    times: Sequence[list[int]] = ()
-    activations: Sequence[list[int]] = ()
-    parameters: Sequence[int] = ()
-    statics: Sequence[int] = ()
-    workspaces: Sequence[Sequence[list[int]]] = ()
+    costs: ChainCosts | None = None
 
-    def run(self, begin: int, end: int, row: int) -> BlockRun:
-        """Sums over a run, for so many samples."""
-        power = (end - begin).bit_length() - 1
-        largest = self.workspaces[power][row]
-        return BlockRun(
-            self.times[row][end] - self.times[row][begin],
-            self.activations[row][end] - self.activations[row][begin],
-            max(largest[begin], largest[end - (1 << power)]),
-            self.parameters[end] - self.parameters[begin],
-            self.statics[end] - self.statics[begin],
-        )
+    @property
+    def sums(self) -> ChainCosts:
+        """Of a series or block."""
+        assert self.costs is not None
+        return self.costs
 
 
 class Shapes:
@@ -140,7 +113,7 @@ class Shapes:
         self.of: dict[Part, int] = {}
         self._known: dict[Hashable, int] = {}
         self._beginnings: dict[int, tuple[int, int]] = {}
-        self._capacities: dict[int, list[list[Integers]]] = {}
+        self._capacities: dict[tuple[int, int], Integers] = {}
         self._longest: dict[tuple[int, int], Integers] = {}
         self._loads: dict[Group, Costs] = {}
         for part in tree.post_order():
@@ -190,13 +163,15 @@ class Shapes:
         """The series (or block) that a shape is the beginning of, often itself, and how many of its children it has."""
         return self._beginnings.get(number, (number, len(self.shapes[number].children)))
 
-    def capacities(self, number: int, end: int) -> list[Integers]:
-        """[row][first child] micro-batches of which a run before ``end`` can hold the activations, ascending."""
-        if number not in self._capacities:
-            limit, shape = self.problem.memory_bytes, self.shapes[number]
-            assert limit is not None
-            self._capacities[number] = [_capacities(shape, each, limit) for each in range(1, len(shape.children) + 1)]
-        return self._capacities[number][end - 1]
+    def capacities(self, number: int, end: int) -> Integers:
+        """[row, first child] micro-batches of which a run before ``end`` can hold the activations, ascending."""
+        if (number, end) not in self._capacities:
+            assert self.problem.memory_bytes is not None
+            found = self.shapes[number].sums.most_in_flight(
+                np.arange(end), np.full(end, end), self.problem.memory_bytes
+            )
+            self._capacities[number, end] = found
+        return self._capacities[number, end]
 
     def longest(self, number: int, end: int) -> Integers:
         """[state, choice] first child of the longest run before ``end`` that fits before what needs that."""
@@ -256,7 +231,8 @@ class Shapes:
         if whole is not None:
             shape = replace(whole, number=number, kind=kind, children=children, load=total, work=work)
         elif kind != "parallel":
-            shape = _with_sums(shape, parts or [shape])
+            loads = [part.load for part in parts or [shape]]
+            shape = replace(shape, costs=ChainCosts.of_rows(list(zip(*loads, strict=True))))
         self.shapes.append(shape)
         return number
 
@@ -290,25 +266,184 @@ class Shapes:
         return tuple(0 for _ in self.splits(number)[0][0])
 
 
-def _with_sums(shape: Shape, parts: Sequence[Shape]) -> Shape:
-    """As lists, of which single numbers are quicker to get than of arrays."""
-    sums = ChainCosts.of_rows(list(zip(*(part.load for part in parts), strict=True)))
-    return replace(
-        shape,
-        times=sums.compute.tolist(),
-        activations=sums.activations.tolist(),
-        parameters=sums.parameters[0].tolist(),
-        statics=sums.static[0].tolist(),
-        workspaces=np.moveaxis(sums.widest, 1, 0).tolist(),
-    )
+NEVER = UNLIMITED >> 20
+"""More devices than there can be, of which many add up to less than what an integer holds."""
 
 
-def _capacities(shape: Shape, end: int, limit: int) -> list[Integers]:
-    """[row][first child]; -1 where a run does not even fit without activations."""
-    room = limit - (shape.statics[end] - np.array(shape.statics[:end]))
-    found = []
-    for times, row in zip(shape.activations, shape.workspaces[0], strict=True):
-        left = room - np.maximum.accumulate(np.array(row[end - 1 :: -1] if end > 1 else row[:1]))[::-1]
-        held = times[end] - np.array(times[:end])
-        found.append(np.where(left < 0, -1, np.where(held > 0, left // np.maximum(held, 1), UNLIMITED)))
-    return found
+class PartBounds:
+    """Of all parts of a tree, for stages that take at most ``most_ns`` for the mini-batch."""
+
+    def __init__(self, shapes: Shapes, most_ns: int) -> None:
+        self.shapes, self.most_ns = shapes, most_ns
+        self._problem, self._needs = shapes.problem, shapes.needs
+        self._tables: dict[int, Integers] = {}
+        self._reaches: dict[int, Integers] = {}
+        self._parallels: dict[int, Integers] = {}
+        self._lefts: dict[int, dict[Left, Integers]] = {}
+        self._quick: dict[Group, list[int]] = {}
+        self._groups: dict[Group, Integers | None] = {}
+        self._kept: dict[tuple[int, int, int, int, int, int], int] = {}
+
+    def fewest(self) -> int:
+        """Devices for the whole tree."""
+        if not self.shapes.choices:
+            return NEVER
+        return int(self.table(self.shapes.root)[-1, self._needs.state(self._needs.none)])
+
+    def table(self, number: int) -> Integers:
+        """[count, state] devices for the first children of a series (or block)."""
+        if number not in self._tables:
+            shape = self.shapes[number]
+            table = np.full((len(shape.children) + 1, self._needs.num_states), NEVER, dtype=np.int64)
+            table[0] = 0
+            for end in range(1, len(table)):
+                for devices in self._ways(shape, end, table):
+                    np.minimum(table[end], devices, out=table[end])
+            self._tables[number] = table
+        return self._tables[number]
+
+    def of(self, number: int) -> Integers:
+        """[state] devices for a series, a block or the beginning of a series."""
+        whole, count = self.shapes.whole(number)
+        found: Integers = self.table(whole)[count]
+        return found
+
+    def parallel(self, number: int) -> Integers:
+        """[state] devices for parallel branches."""
+        if number not in self._parallels:
+            children = self.shapes[number].children
+            if sum(bool(self.quick((child,))) for child in children) > 1:
+                self._parallels[number] = next(reversed(self.lefts(number).values()))
+            else:
+                self._parallels[number] = np.sum([self.of(child) for child in children], axis=0)
+        return self._parallels[number]
+
+    def lefts(self, number: int) -> dict[Left, Integers]:
+        """[state] devices for each number of branches that can be left, all of them last."""
+        if number not in self._lefts:
+            found = {self.shapes.nothing_left(number): np.zeros(self._needs.num_states, dtype=np.int64)}
+            for left, groups in self.shapes.splits(number):
+                ways = [found[rest] + taken for rest, group in groups if (taken := self._taken(group)) is not None]
+                found[left] = np.min(ways, axis=0)
+            self._lefts[number] = found
+        return self._lefts[number]
+
+    def reach(self, number: int) -> Integers:
+        """[end, choice] first child of the longest runs before ``end`` that are quick enough."""
+        if number not in self._reaches:
+            shape = self.shapes[number]
+            columns = [list(self._reached(shape, index)) for index in range(len(self.shapes.choices))]
+            self._reaches[number] = np.array(columns, dtype=np.int64).T
+        return self._reaches[number]
+
+    def quick(self, group: Group) -> list[int]:
+        """Choices, by number, under which a group of branches is quick enough as one stage."""
+        if group not in self._quick:
+            parts = [(each,) for each in group] if len(group) > 1 else []
+            possible = all(self.quick(part) for part in dict.fromkeys(parts))
+            self._quick[group] = self._quick_of(self.shapes.load(group)) if possible else []
+        return self._quick[group]
+
+    def kept(self, number: int, begin: int, end: int, choice: int, branch: int, microbatches: int) -> int:
+        """Children of a branch that stay out of a stage of children begin..end-1 after it, at the least."""
+        key = (number, begin, end, choice, branch, microbatches)
+        if key not in self._kept:
+            row, part = self.shapes.choices[choice].row, self.shapes[branch]
+            run, low, high = self.shapes[number].sums.stage(begin, end, row), 0, len(part.children)
+            while low < high:
+                middle = (low + high) // 2
+                whole = run + part.sums.stage(middle, len(part.children), row)
+                low, high = (low, middle) if self._is_good(whole, choice, microbatches) else (middle + 1, high)
+            self._kept[key] = low
+        return self._kept[key]
+
+    def tails(
+        self, number: int, begin: int, end: int, choice: int, microbatches: int
+    ) -> Iterator[tuple[int, int, int]]:
+        """(branch, children kept, what is left of the parallel part) of a run that takes the end of a branch."""
+        parallel = self.shapes[number].children[begin - 1]
+        for branch in dict.fromkeys(self.shapes[parallel].children):
+            kept = self.kept(number, begin, end, choice, branch, microbatches)
+            if kept < len(self.shapes[branch].children):
+                yield branch, kept, self.shapes.shortened(parallel, branch, kept)
+
+    def _ways(self, shape: Shape, end: int, table: Integers) -> Iterator[Integers]:
+        """[state] devices with a run that ends before ``end``, or with the parallel parts there."""
+        reach = self.reach(shape.number)[end]
+        columns = np.flatnonzero(reach < end)
+        if len(columns):
+            first = np.maximum(self.shapes.longest(shape.number, end)[:, columns], reach[columns])
+            following = self._needs.following[:, columns]
+            devices = self._needs.replicas[columns] + table[np.minimum(first, end - 1), following]
+            yield np.where(first < end, devices, NEVER).min(axis=1)
+            yield from self._with_tails(shape, end, table, columns, first)
+        child = self.shapes[shape.children[end - 1]]
+        if child.kind == "parallel":
+            yield table[end - 1] + self.parallel(child.number)
+
+    def _with_tails(
+        self, shape: Shape, end: int, table: Integers, columns: Integers, first: Integers
+    ) -> Iterator[Integers]:
+        """[state] devices with a run that takes the end of a branch before it, for each such run."""
+        for begin in range(1, end):
+            if self.shapes[shape.children[begin - 1]].kind != "parallel":
+                continue
+            for column in np.flatnonzero((first == begin).any(axis=0)):
+                choice, here = int(columns[column]), first[:, column] == begin
+                following = self._needs.following[:, choice]
+                microbatches = int(self._needs.microbatches[here, choice].min())
+                for _, _, rest in self.tails(shape.number, begin, end, choice, microbatches):
+                    devices = table[begin - 1] + self.parallel(rest) + self._needs.replicas[choice]
+                    yield np.where(here, devices[following], NEVER)
+
+    def _taken(self, group: Group) -> Integers | None:
+        """[state] devices for a group of branches; None if it cannot be one."""
+        if len(group) == 1:
+            return self.of(group[0])
+        if group not in self._groups:
+            quick = self.quick(group)
+            self._groups[group] = self._together(self.shapes.load(group), quick) if quick else None
+        return self._groups[group]
+
+    def _together(self, load: Costs, quick: list[int]) -> Integers:
+        """[state] devices for a stage with this load under one of some choices."""
+        devices = self._needs.replicas[quick]
+        fits = self.fitting(load, quick)
+        if fits is None:
+            return np.full(self._needs.num_states, devices.min())
+        least: Integers = np.where(self._needs.microbatches[:, quick] <= fits, devices, NEVER).min(axis=1)
+        return least
+
+    def fitting(self, load: Costs, choices: list[int]) -> Integers | None:
+        """[choice] micro-batches for which a stage with this load fits; None for no limit."""
+        limit = self._problem.memory_bytes
+        if limit is None:
+            return None
+        rows = [self.shapes.choices[choice].row for choice in choices]
+        return np.array([load[row].most_in_flight(limit) for row in rows], dtype=np.int64)
+
+    def _reached(self, shape: Shape, index: int) -> Iterator[int]:
+        choice, time, begin = self.shapes.choices[index], self._problem.time, 0
+        times, sizes = shape.sums.compute[choice.row].tolist(), shape.sums.parameters[choice.row].tolist()
+        yield 0
+        for end in range(1, len(shape.children) + 1):
+            while begin < end and time(times[end] - times[begin], sizes[end] - sizes[begin], choice) > self.most_ns:
+                begin += 1
+            yield begin
+
+    def _quick_of(self, load: Costs) -> list[int]:
+        times = np.array([cost.compute_ns for cost in load], dtype=np.int64)[self._needs.rows]
+        known = self._needs.repeats * times <= self.most_ns
+        choices = self.shapes.choices
+        return [
+            index
+            for index in np.flatnonzero(known).tolist()
+            if self._problem.time(int(times[index]), load[0].parameter_bytes, choices[index]) <= self.most_ns
+        ]
+
+    def _is_good(self, run: StageCost, choice: int, microbatches: int) -> bool:
+        """Whether a stage is quick enough and fits."""
+        if self._problem.time(run.compute_ns, run.parameter_bytes, self.shapes.choices[choice]) > self.most_ns:
+            return False
+        limit = self._problem.memory_bytes
+        return limit is None or run.memory_bytes(microbatches) <= limit

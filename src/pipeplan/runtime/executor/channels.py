@@ -1,16 +1,12 @@
-"""Tensors between ranks: non-blocking, received into memory that is used again.
-
-Host memory for what is received, used again as soon as nothing holds on to it.
-
-What is received starts an autograd graph, may leave its stage as a view of itself, or be kept by a model's code. So no
-plan can say when its memory is free, but torch can: it lets go of what backs a tensor with the last tensor on it.
-
-Tensors between ranks: non-blocking, addressed by message and micro-batch or part, never waited for too early.
+"""Tensors between ranks: non-blocking, addressed by message and micro-batch or part, never waited for too early.
 
 On gloo all messages share one group and have a tag each. NCCL ignores tags and matches first in, first out, so
 there every directed edge has a group of two ranks of its own; sends run on a side stream that waits only for
 what made the tensor, receives on one that waits for nothing. Programs come from the plan in an order that cannot
 deadlock even if every send blocked.
+
+What is received starts an autograd graph, may leave its stage as a view of itself, or be kept by a model's code. So no
+plan can say when its memory is free, but torch can: it lets go of what backs a tensor with the last tensor on it.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ import contextlib
 import math
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -28,17 +24,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeplan.runtime.executor.rank_program import Program, ProgramStep
-from pipeplan.runtime.executor.tensor_slots import TensorSpec
-from pipeplan.runtime.launch.failures import Cause, cause_of
+from pipeplan.runtime.executor.tensors import TensorSpec
+from pipeplan.runtime.launch.status import Cause, cause_of
 
-__all__ = ["Buffers", "Channels", "TransferError"]
+__all__ = ["Buffers", "Channels", "Ranks", "TransferError", "groups_of"]
+
+Ranks = tuple[int, ...]
 
 
 class Buffers:
     """Lends memory to tensors and gets it back when the last tensor on it, view or not, is gone.
 
-    Fresh memory would cost page faults: from 32 MiB on, where the C library gives back what is freed, receiving into it
-    takes several times as long.
+    Fresh memory costs page faults: from 32 MiB on receiving into it takes several times as long.
     """
 
     def __init__(self) -> None:
@@ -87,14 +84,9 @@ class _InFlight:
 
 
 class Channels:
-    """One rank's ends of all messages.
+    """One rank's ends of all messages, which are outputs as in ``specs``, or their gradients.
 
-    Args:
-        program: this rank's.
-        specs: shape and format of every block's output that travels.
-        device: where tensors live. With gloo and CUDA they pass through host memory.
-        transport: ``gloo`` or ``nccl``.
-        timeout: longest wait for one message.
+    With gloo (``transport``) tensors of a CUDA device pass through host memory.
     """
 
     def __init__(
@@ -111,7 +103,7 @@ class Channels:
         self._timeout = timeout
         self._nccl = transport == "nccl"
         self._staged = device.type == "cuda" and not self._nccl
-        self._groups = _groups(program.edges, transport, timeout)
+        self._groups = groups_of(program.edges, transport, timeout) if self._nccl else {}
         self._sent: dict[int, deque[_InFlight]] = {}
         self._awaited: dict[int, _InFlight] = {}
         self.buffers = Buffers()
@@ -122,11 +114,7 @@ class Channels:
         self._warm_up()
 
     def send(self, step: ProgramStep, tensors: Sequence[Tensor], made: torch.cuda.Event | None) -> None:
-        """Start sending; ``made`` is when the tensors, which are contiguous, are ready, on NCCL.
-
-        Raises:
-            TransferError: the peer is gone, or did not take earlier messages in time.
-        """
+        """Start sending; ``made`` is when the contiguous tensors are ready, on NCCL. Raises TransferError."""
         peer = step.peer
         queue = self._sent.setdefault(peer, deque())
         self._reap(queue, peer)
@@ -137,22 +125,14 @@ class Channels:
             queue.append(self._begun(step, ready))
 
     def receive(self, step: ProgramStep) -> None:
-        """Post the receives of a message into buffers that nobody uses; :meth:`take` waits for them.
-
-        Raises:
-            TransferError: the peer is gone.
-        """
+        """Post the receives of a message; :meth:`take` waits for them. Raises TransferError."""
         assert step.message is not None
         with _on(self._inbound):
             names, count = self._program.tensors[step.message], len(step.samples[0])
             self._awaited[step.counter] = self._begun(step, [self._buffer(name, count) for name in names])
 
     def take(self, step: ProgramStep) -> list[Tensor]:
-        """The tensors of a posted message, waited for.
-
-        Raises:
-            TransferError: they did not come in time, or the peer is gone.
-        """
+        """The tensors of a posted message, waited for. Raises TransferError."""
         awaited = self._awaited.pop(step.counter)
         self._finish(awaited, step.peer)
         return [self._incoming(buffer) for buffer in awaited.tensors]
@@ -166,11 +146,7 @@ class Channels:
         return event
 
     def deliver(self, step: ProgramStep) -> None:
-        """Wait until the peer has the message that was just sent; a peer takes none before it has posted its RECV.
-
-        Raises:
-            TransferError: the peer did not take it in time, or is gone.
-        """
+        """Wait until the peer has posted its RECV and has the message that was just sent. Raises TransferError."""
         self.finish(step.peer)
 
     def unfinished(self) -> list[int]:
@@ -179,11 +155,7 @@ class Channels:
         return [peer for peer, queue in self._sent.items() if queue]
 
     def finish(self, peer: int) -> None:
-        """Wait until all sends to a peer have ended.
-
-        Raises:
-            TransferError: the peer did not take them in time, or is gone.
-        """
+        """Wait until all sends to a peer have ended. Raises TransferError."""
         queue = self._sent[peer]
         while queue:
             self._finish(queue.popleft(), peer)
@@ -264,18 +236,10 @@ class Channels:
                 self._wait(self._start(sends, peer, token, 0), peer)
 
 
-def _groups(
-    edges: Sequence[tuple[int, int]], transport: str, timeout: timedelta
-) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """For NCCL, a group per directed edge, made by all ranks in the same order; gloo needs none."""
-    if transport != "nccl":
-        return {}
-    made = {}
-    for source, target in edges:
-        group = dist.new_group(sorted((source, target)), timeout=timeout, backend="nccl")
-        assert group is not None
-        made[source, target] = group
-    return made
+def groups_of(sets: Iterable[Ranks], transport: str, timeout: timedelta) -> dict[Ranks, dist.ProcessGroup]:
+    """A group for each set of ranks that this rank is in; all ranks make all, in one order. Raises RuntimeError."""
+    made = {ranks: dist.new_group(list(ranks), timeout=timeout, backend=transport) for ranks in sorted(set(sets))}
+    return {ranks: group for ranks, group in made.items() if isinstance(group, dist.ProcessGroup)}
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

@@ -18,16 +18,16 @@ from torch import Tensor
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
+from pipeplan.runtime.executor.message_graph import Numbers
 from pipeplan.runtime.executor.process_groups import RankGroup
 from pipeplan.runtime.executor.rank_program import CustomOpPart, Program, ProgramStep
-from pipeplan.runtime.executor.sample_ownership import Numbers
 from pipeplan.runtime.executor.stage import MiniBatch, StageError, stage_errors
-from pipeplan.runtime.executor.tensor_slots import Produced, Received, TensorSpec
+from pipeplan.runtime.executor.tensors import Produced, Received, TensorSpec
 from pipeplan.workload.action import is_instruction_word
 from pipeplan.workload.elements import Attribute
 from pipeplan.workload.kinds import is_instruction
 
-__all__ = ["Context", "CustomFunction", "CustomOpRunner", "HeldOutput", "custom_ops_of", "register"]
+__all__ = ["Context", "CustomFunction", "CustomOpRunner", "custom_ops_of", "register"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,7 @@ class HeldOutput:
 
 
 class HeldInputs(dict[str, Tensor]):
-    """Outputs that a rank has, by block; of another block, it says where that is.
-
-    Args:
-        found: outputs by block.
-        place: whose they are, for errors.
-        parts: which rank has which.
-    """
+    """Outputs that a rank has, by block; of another block, its error says where that is, by the ``parts``."""
 
     def __init__(self, found: Mapping[str, Tensor], place: str, parts: Iterable[HeldOutput]) -> None:
         super().__init__(found)
@@ -68,10 +62,10 @@ class HeldInputs(dict[str, Tensor]):
 class Context:
     """What a function gets.
 
-    ``action`` is the action's text, ``samples`` are its samples by number in the mini-batch. ``rank`` is this one of
-    ``ranks``, among which ``rank_group`` sums, gathers, broadcasts and sends. ``inputs`` are outputs of blocks that
-    this rank has; ``parts`` say which every rank has, and of which samples; ``takers`` on which ranks a block's output,
-    of all samples, is taken by later actions. ``attributes`` are the plan's; ``specs`` shape and format of outputs.
+    ``samples`` are the action's, by number in the mini-batch. ``rank`` is this one of ``ranks``, among which
+    ``rank_group`` sums, gathers, broadcasts and sends. ``inputs`` are outputs of blocks that this rank has; ``parts``
+    say which every rank has, and of which samples; ``takers`` on which ranks a block's output, of all samples, is taken
+    by later actions. ``attributes`` are the plan's; ``specs`` shape and format of outputs.
     """
 
     action: str
@@ -150,8 +144,7 @@ _CUSTOM_OPS: dict[str, CustomFunction] = {}
 def register(kind: str, function: CustomFunction) -> CustomFunction:
     """Say what custom ops of a kind do. Returns the function.
 
-    Raises:
-        UsageError: the kind is not a word of 3 to 24 capital letters, or has another function.
+    Raises UsageError where the kind is not a word of 3 to 24 capital letters, or is taken.
     """
     if not is_instruction_word(kind):
         raise UsageError(f"{kind!r} cannot be an instruction: write 3 to 24 capital letters, not SEND or RECV")
@@ -162,11 +155,7 @@ def register(kind: str, function: CustomFunction) -> CustomFunction:
 
 
 def custom_ops_of(plan: Plan) -> Mapping[str, CustomFunction]:
-    """[kind] what the plan's custom ops do.
-
-    Raises:
-        UsageError: nobody has registered a kind.
-    """
+    """[kind] what the plan's custom ops do. Raises UsageError where nobody has registered a kind."""
     for operation in plan.operations:
         if is_instruction(operation.kind) and operation.kind not in _CUSTOM_OPS:
             raise UsageError(
@@ -179,16 +168,7 @@ def custom_ops_of(plan: Plan) -> Mapping[str, CustomFunction]:
 
 @dataclass(frozen=True, slots=True)
 class CustomOpRunner:
-    """One rank's end of a custom op.
-
-    Args:
-        part: what the plan says of it.
-        program: this rank's.
-        function: what it does.
-        group: its ranks.
-        specs: shape and format of the outputs that leave their stage.
-        device: where tensors live.
-    """
+    """One rank's end of a custom op: ``part`` is what the plan says of it, ``specs`` of outputs that travel."""
 
     part: CustomOpPart
     program: Program
@@ -199,12 +179,7 @@ class CustomOpRunner:
     idle: ClassVar[bool] = True
 
     def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
-        """What later actions take of it here, out of what this rank has of what it takes.
-
-        Raises:
-            StageError: the function failed, or returned too little.
-            TransferError: ranks of the custom op lost each other.
-        """
+        """What later actions take of it here. Raises StageError where the function fails, and TransferError."""
         context = self._context(step, dict(itertools.chain.from_iterable(inputs.values())))
         with stage_errors(f"instruction {self.part.kind}"), torch.no_grad():
             made = self.function(context)

@@ -22,26 +22,24 @@ from torch import Tensor
 from pipeplan.files import Plan, sha256_of
 from pipeplan.runtime.executor.channels import Channels
 from pipeplan.runtime.executor.interpreter import Executor
-from pipeplan.runtime.executor.message_graph import Hops, Message, hops_of
-from pipeplan.runtime.executor.process_groups import ProcessGroups, RankGroup
-from pipeplan.runtime.executor.rank_group import AllRanks, TimedAction, extent, iteration_of, require_alike
+from pipeplan.runtime.executor.message_graph import Hops, Message, Numbers, hops_of
+from pipeplan.runtime.executor.process_groups import (
+    AllRanks,
+    ProcessGroups,
+    RankGroup,
+    TimedAction,
+    extent,
+    iteration_of,
+    require_alike,
+)
 from pipeplan.runtime.executor.rank_program import Program, ProgramStep, planned_programs
-from pipeplan.runtime.executor.sample_ownership import Numbers
 from pipeplan.runtime.executor.stage import MiniBatch
-from pipeplan.runtime.executor.tensor_slots import Produced, Received, TensorSpec
-from pipeplan.runtime.launch.failures import lost_others
+from pipeplan.runtime.executor.tensors import Produced, Received, TensorSpec
 from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunOptions, RunResult, StepResult, run_job
-from pipeplan.runtime.launch.status_board import Phase, Progress
+from pipeplan.runtime.launch.status import Phase, Progress, lost_others
 from pipeplan.workload.elements import Hop
 
-__all__ = [
-    "EmulatedChannels",
-    "EmulatedRunner",
-    "Pace",
-    "emulate",
-    "emulate_job",
-    "specs_of",
-]
+__all__ = ["emulate", "emulate_job"]
 
 _CPU = torch.device("cpu")
 _WORD_BYTES = 8
@@ -60,11 +58,8 @@ def emulate_job(job: Report, context: RankContext) -> None:
 def emulate(plan: Plan, options: RunOptions, progress: Progress, on_step: OnStep) -> RunResult:
     """Run the plan's programs as often as asked for; every rank of the process group calls this.
 
-    ``on_step`` is called on every rank as steps end, with the same result.
-
-    Raises:
-        UsageError: ranks were started with different plans or options; the same on every rank.
-        RankError: an action failed.
+    ``on_step`` is called on every rank as steps end, with the same result. Raises RankError where an action fails, and
+    UsageError, on every rank, where they were started with different plans or options.
     """
     emulation = _Emulation(plan, options, progress)
     steps, timeline = [], []
@@ -127,11 +122,8 @@ class _Emulation:
 class Pace:
     """A device's time: what it does ends no earlier than it should.
 
-    A sleep ends a little late, which is this machine's doing and no part of the plan. The device's next action counts
-    from when the sleep should have ended; any other delay counts in full.
-
-    Args:
-        offset_ns: how far this host's clock is ahead of the common one.
+    A sleep ends a little late, which is this machine's doing and no part of the plan: the next action counts from when
+    it should have ended; any other delay counts in full. ``offset_ns`` is how far the host's clock is ahead.
     """
 
     def __init__(self, offset_ns: int) -> None:
@@ -170,12 +162,7 @@ class Pace:
 class EmulatedRunner:
     """A stage or custom op whose actions sleep for as long as the plan says, from when all its devices can start them.
 
-    Args:
-        plan: says how long.
-        tensors: the names of the rows that each message carries.
-        specs: of these rows.
-        pace: of the device.
-        group: the devices that start an action together.
+    ``tensors`` names the rows that each message carries, ``group`` are the devices that start an action together.
     """
 
     idle = True
@@ -191,10 +178,7 @@ class EmulatedRunner:
         self._plan, self._tensors, self._specs, self._pace, self._group = plan, tensors, specs, pace, group
 
     def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
-        """Rows, made at the end; what can be done before an action ends is done by then.
-
-        Agreeing with the other devices on its start is part of an action's time, as collectives are.
-        """
+        """Rows, made at the end. Agreeing with the other devices on the start is part of an action's time."""
         needed = [_stamp(rows) for given in inputs.values() for _, rows in given]
         start_ns = self._group.latest(max([self._pace.free_ns(), *needed]))
         end_ns = start_ns + _duration_ns(self._plan, step)
@@ -218,15 +202,10 @@ def _duration_ns(plan: Plan, step: ProgramStep) -> int:
 
 
 class EmulatedChannels(Channels):
-    """Messages that take what the plan says, or longer where the transport does.
+    """Messages that take what the plan says in ``hops``, or longer where the transport does.
 
     A link carries one message at a time, in the order of the SENDs. The time starts when the message was made; where
-    transfers block, when both ends have come to it.
-
-    Args:
-        hops: the plan's time of each message.
-        pace: of the device.
-        blocking: whether transfers block.
+    transfers are ``blocking``, when both ends have come to it.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """One rank's interpreter: runs its program action by action, in exactly the plan's order.
 
 A compute action waits for the messages it needs and for no others. What a stage makes is kept for the SENDs that
-follow in the program, and for the next stage where that stands on the same device. Where everything is kept and what
-every action takes is found when the executor is made, so that a step looks nothing up.
+follow in the program, and for this rank's own actions. Where everything is kept and what every action takes is found
+when the executor is made, so that a step looks nothing up.
 """
 
 from __future__ import annotations
@@ -15,18 +15,14 @@ from typing import Protocol
 from torch import Tensor
 
 from pipeplan.runtime.executor.channels import Channels, TransferError
+from pipeplan.runtime.executor.message_graph import Numbers
 from pipeplan.runtime.executor.rank_program import Program, ProgramStep
-from pipeplan.runtime.executor.sample_ownership import Numbers
 from pipeplan.runtime.executor.stage import MiniBatch, StageError
-from pipeplan.runtime.executor.tensor_slots import Made, Produced, Received, Taking, TensorSlots, TensorSpec
-from pipeplan.runtime.launch.failures import Cause, RankError
-from pipeplan.runtime.launch.status_board import Phase, Progress
-from pipeplan.runtime.parallel.device import Clock, Mark
+from pipeplan.runtime.executor.tensors import Made, Produced, Received, Taking, TensorSlots, TensorSpec
+from pipeplan.runtime.launch.status import Cause, Phase, Progress, RankError
+from pipeplan.runtime.parallel.device import Clock, Span
 
-__all__ = ["Executor", "Runner", "Span"]
-
-Span = tuple[int, Mark, Mark]
-"""Program counter, start and end of an action. A SEND's is its posting; a RECV's is how long it was waited for."""
+__all__ = ["Executor"]
 
 _Taken = tuple[Numbers, tuple[str, ...], Taking]
 """Samples, blocks, and where their tensors are."""
@@ -48,17 +44,10 @@ class Runner(Protocol):
 
 @dataclass(slots=True)
 class Executor:
-    """Runs one rank's program, once per mini-batch.
+    """Runs one rank's program, once per mini-batch; ``runners`` run its stages and custom ops, by index.
 
-    Args:
-        program: what to run.
-        runners: what runs the rank's stages and custom ops, by index.
-        channels: this rank's ends of the messages.
-        specs: shape and format of the block outputs that leave their stage.
-        progress: notes every action before it begins.
-        clock: takes the times.
-        blocking: every SEND and RECV waits until its message is there, as without transfers beside computing
-            (Tessel IV-D, Fig. 7a): for comparison.
+    ``specs`` are shape and format of the block outputs that leave their stage. If ``blocking``, every SEND and RECV
+    waits until its message is there, as without transfers beside computing (Tessel IV-D, Fig. 7a): for comparison.
     """
 
     program: Program
@@ -82,11 +71,7 @@ class Executor:
         self._slots = [None] * slots.count
 
     def run(self, samples: MiniBatch) -> list[Span]:
-        """Run the program on one mini-batch; gradients add up in the parameters. Returns when actions ran.
-
-        Raises:
-            RankError: an action failed; the text names rank, action and program counter.
-        """
+        """Run the program on one mini-batch. Returns when actions ran. Raises RankError, which names the action."""
         self._spans = []
         try:
             for action in self._actions:

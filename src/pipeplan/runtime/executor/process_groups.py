@@ -1,29 +1,30 @@
-"""Ranks that split blocks, or run a custom op, together: what they exchange while they run their action.
+"""What ranks exchange beside messages: those that run an action together, and all ranks of a run.
 
-There is one process group for each set of ranks. An action of several devices stands in all their programs, in an
-order that cannot deadlock, so their exchanges meet.
+There is one process group for each set of ranks that split blocks, or run a custom op, together. An action of several
+devices stands in all their programs, in an order that cannot deadlock, so their exchanges meet. All ranks share one
+clock, and their mini-batches begin together.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeplan.runtime.executor.channels import TransferError
-from pipeplan.runtime.launch.failures import cause_of
-from pipeplan.runtime.launch.status_board import Phase, Progress
+from pipeplan.errors import UsageError
+from pipeplan.runtime.executor.channels import Ranks, TransferError, groups_of
+from pipeplan.runtime.launch.status import Phase, Progress, cause_of, lost_others
 from pipeplan.runtime.models.spec import placed
+from pipeplan.runtime.parallel.device import Clock, Mark, Span, offset_ns
 from pipeplan.runtime.parallel.sharding import WHOLE, Shards
 from pipeplan.runtime.parallel.share import Share
 
-__all__ = ["GroupError", "ProcessGroups", "RankGroup", "Ranks", "groups_of"]
-
-Ranks = tuple[int, ...]
+__all__ = ["AllRanks", "ProcessGroups", "RankGroup", "TimedAction", "extent", "iteration_of", "require_alike"]
 
 
 class GroupError(TransferError):
@@ -38,11 +39,7 @@ class GroupError(TransferError):
 class ProcessGroups:
     """What one rank exchanges with those that have other shares of its blocks, or run its actions with it.
 
-    Modules can be made before :meth:`connect`, but not run.
-
-    Args:
-        lines: sets of ranks, the same on every rank except for those of one rank.
-        progress: notes whom an exchange waits for.
+    ``lines`` are sets of ranks, the same on every rank. Modules can be made before :meth:`connect`, but not run.
     """
 
     def __init__(self, lines: Iterable[Ranks], progress: Progress) -> None:
@@ -62,11 +59,7 @@ class ProcessGroups:
         return self._made[ranks]
 
     def connect(self, transport: str, timeout: timedelta) -> None:
-        """Make the groups; all ranks of the run do so together.
-
-        Raises:
-            RuntimeError: as the transport does.
-        """
+        """Make the groups; all ranks of the run do so together. Raises RuntimeError as the transport does."""
         groups = groups_of({tuple(sorted(line)) for line in self._lines if len(line) > 1}, transport, timeout)
         for ranks, made in self._made.items():
             made.group = groups.get(tuple(sorted(ranks)))
@@ -80,11 +73,8 @@ class ProcessGroups:
 class RankGroup:
     """The collectives of ranks that run an action together: a rank's end of them.
 
-    Args:
-        ranks: in the order of their shares.
-        progress: notes, for each exchange, that this rank waits for the next one of ``ranks``; so who does not come is
-            found by going round.
-        group: made later for blocks that are built before.
+    ``ranks`` are in the order of their shares. Each exchange is noted as waiting for the next one of them, so that who
+    does not come is found by going round. The ``group`` is made later for blocks that are built before.
     """
 
     def __init__(self, ranks: Ranks, progress: Progress, group: dist.ProcessGroup | None = None) -> None:
@@ -165,11 +155,84 @@ class RankGroup:
         self._progress.begin(Phase.RUNNING, before.counter)
 
 
-def groups_of(sets: Iterable[Ranks], transport: str, timeout: timedelta) -> dict[Ranks, dist.ProcessGroup]:
-    """A process group for each set of ranks that this rank is in; all ranks make all, in the same order.
+TimedAction = tuple[int, int, int]
+"""Program counter, start and end in ns from the step's beginning."""
 
-    Raises:
-        RuntimeError: as the transport does.
+
+class AllRanks:
+    """One rank's connection with all others, beside the messages of its program; ``device``'s clock takes the times.
+
+    Construction is collective, and so are ``gather``, ``sum`` and ``begin``; all raise RankError where another rank is
+    gone, or does not come in time.
     """
-    made = {ranks: dist.new_group(list(ranks), timeout=timeout, backend=transport) for ranks in sorted(set(sets))}
-    return {ranks: group for ranks, group in made.items() if isinstance(group, dist.ProcessGroup)}
+
+    def __init__(self, device: torch.device, progress: Progress, timeout: timedelta) -> None:
+        self._progress = progress
+        with lost_others(progress):
+            self._group = dist.new_group(timeout=timeout, backend="gloo")
+            self.clock = Clock(device, offset_ns(progress.rank))
+
+    def gather(self, value: Any) -> list[Any]:
+        """What all ranks pass to this call, by rank."""
+        found: list[Any] = [None] * dist.get_world_size()
+        with lost_others(self._progress):
+            dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def sum(self, number: float) -> float:
+        """The sum of what all ranks pass to this call, the same on each."""
+        total = torch.tensor([number], dtype=torch.float64)
+        with lost_others(self._progress):
+            dist.all_reduce(total, group=self._group)
+        return float(total.item())
+
+    def begin(self) -> None:
+        """Wait until all ranks are ready; times are counted from when the last one was."""
+        self._progress.begin(Phase.REPORTING)
+        self._anchor = self.clock.anchor()
+        begin = torch.tensor([self._anchor[1] - self.clock.offset_ns])
+        with lost_others(self._progress):
+            dist.all_reduce(begin, dist.ReduceOp.MAX, group=self._group)
+        self._begin_ns = int(begin.item())
+
+    def resolve(self, spans: Iterable[Span]) -> list[TimedAction]:
+        """When actions ran, in order of time."""
+        if self.clock.device.type == "cuda":
+            torch.cuda.synchronize(self.clock.device)
+        timed = [(counter, self.at(start), self.at(end)) for counter, start, end in spans]
+        return sorted(timed, key=lambda action: action[1:])
+
+    def passed_ns(self) -> int:
+        """Time until now, when everything given to the device has ended."""
+        return self.clock.anchor()[1] - self.clock.offset_ns - self._begin_ns
+
+    def at(self, mark: Mark) -> int:
+        """When a mark was passed, once everything before it has ended (after :meth:`resolve`)."""
+        return self.clock.resolve(mark, self._anchor) - self._begin_ns
+
+    def close(self) -> None:
+        """Drop the group, which must not outlive the process group."""
+        self._group = None
+
+
+def extent(actions: Sequence[TimedAction], until_ns: int = 0) -> tuple[int, int] | None:
+    """First start, and last end, or ``until_ns`` where that is later; None of nothing."""
+    if not actions:
+        return None
+    return min(start for _, start, _ in actions), max(until_ns, *(end for *_, end in actions))
+
+
+def iteration_of(extents: Iterable[tuple[int, int] | None]) -> int:
+    """Ns from the first start to the last end, of the :func:`extent` of each rank's work."""
+    found = [each for each in extents if each is not None]
+    return max(last for _, last in found) - min(first for first, _ in found)
+
+
+def require_alike(started: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse ranks that ``started`` [rank] with different things. Raises UsageError, the same on every rank."""
+    for other, said in enumerate(started):
+        for key, value in started[0].items():
+            if said[key] != value:
+                raise UsageError(
+                    f"rank {other} was started with {key} {said[key]!r}, rank 0 with {value!r}; start all ranks alike"
+                )

@@ -12,25 +12,22 @@ from dataclasses import dataclass
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
-from pipeplan.runtime.executor.message_graph import Message, MessageGraph, hops_of, model_messages, planned_messages
-from pipeplan.runtime.executor.sample_ownership import Numbers, SampleOwnership
+from pipeplan.runtime.executor.message_graph import (
+    Message,
+    MessageGraph,
+    Numbers,
+    SampleOwnership,
+    hops_of,
+    model_messages,
+    planned_messages,
+)
 from pipeplan.runtime.parallel.share import Share
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Attribute, Stage
 from pipeplan.workload.kinds import Role, is_instruction
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh, MeshAxis
 
-__all__ = [
-    "CustomOpPart",
-    "Message",
-    "Numbers",
-    "Program",
-    "ProgramStep",
-    "Rows",
-    "StagePart",
-    "planned_programs",
-    "programs_of",
-]
+__all__ = ["CustomOpPart", "Program", "ProgramStep", "StagePart", "planned_programs", "programs_of"]
 
 Rows = tuple[Message, Numbers]
 """What a message carries of these samples."""
@@ -110,8 +107,7 @@ class Program:
     ``holders`` are the plan's shares with the rank that has each, in the same order on every rank; ``tensors`` names
     the blocks whose outputs, or gradients of outputs, a message carries, in order. ``lines`` are sets of ranks, of all
     the plan, that exchange something while they run an action together, ``edges`` its pairs of source and target ranks
-    of messages. ``stages`` and ``custom_ops`` are those that
-    run here, by the plan's index.
+    of messages. ``stages`` and ``custom_ops`` are those that run here, by the plan's index.
     """
 
     rank: int
@@ -138,30 +134,17 @@ class Program:
 
 
 def programs_of(plan: Plan, blocks: Sequence[str], edges: Sequence[tuple[str, str]], model: str) -> tuple[Program, ...]:
-    """The program of every rank.
+    """The program of every rank of a plan that ``check`` accepts.
 
-    Args:
-        plan: a plan that ``check`` accepts.
-        blocks: the model's block names.
-        edges: the model's edges as (source block, target block).
-        model: the model's name, for errors.
-
-    Raises:
-        UsageError: blocks or edges of plan and model differ; the text names the first that does.
+    ``edges`` are the model's, as (source block, target block); ``model`` is its name, for errors. Raises UsageError for
+    the first block or edge in which plan and model differ.
     """
     _require_same_blocks(plan, blocks, model)
     return _programs(plan, model_messages(plan, edges, model))
 
 
 def planned_programs(plan: Plan) -> tuple[Program, ...]:
-    """The program of every rank where no model is known: a stage gives each other one tensor, named ``0>1``.
-
-    Args:
-        plan: a plan that ``check`` accepts.
-
-    Raises:
-        UsageError: gradients come from a stage to which no outputs go.
-    """
+    """As :func:`programs_of`, where no model is known: a stage gives each other one tensor, named ``0>1``."""
     return _programs(plan, planned_messages(plan))
 
 

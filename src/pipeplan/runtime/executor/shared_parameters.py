@@ -1,13 +1,10 @@
 """Parameters that exist more than once: in blocks that share one, in replicas of a stage, on several routes, as shares.
 
-On one rank blocks that share a parameter, such as GPT-2's token embedding and head, get one and the same, so their
-gradients add by themselves. Between ranks every holder has a copy of equal value; after a step's programs the copies'
-gradients are summed, each rank's once, and all make the same update.
-
-Of split blocks, those who have the same share of the same number are copies of each other: a share's gradient is
-summed over them, and so is that of a parameter that is whole on every device. Where a parameter is split in one stage
-and whole, or split otherwise, in another, gradients are assembled into whole ones, summed over all ranks, and each
-takes its part.
+Blocks of one rank that share a parameter, such as GPT-2's token embedding and head, get one and the same, so their
+gradients add by themselves. Between ranks every holder has a copy; after a step's programs the copies' gradients are
+summed, each rank's once, and all make the same update. Equal shares of split blocks are copies of each other, too.
+Where a parameter is split in one stage and whole, or split otherwise, in another, gradients are assembled into whole
+ones, summed over all ranks, and each takes its part.
 """
 
 from __future__ import annotations
@@ -24,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.executor.process_groups import Ranks, groups_of
+from pipeplan.runtime.executor.channels import Ranks, groups_of
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.parallel.parameter_slices import ParameterPart
+from pipeplan.runtime.parallel.sharding import ParameterPart
 from pipeplan.runtime.parallel.share import Share
 
 __all__ = ["SharedParameters", "require_equal_copies"]
@@ -110,13 +107,8 @@ class _GradientSum:
 class SharedParameters:
     """The parameters of one rank that others have copies or shares of, or that blocks share.
 
-    Args:
-        model: its ties, and how its blocks are split.
-        holders: who has which share of every block, in the same order on every rank.
-        modules: this rank's blocks; their tied parameters are made one.
-        rank: this rank.
-        transport: ``gloo`` or ``nccl``; groups of ranks are made here, which is a collective of all.
-        timeout: longest wait for a sum.
+    ``holders`` say who has which share of every block, in the same order on every rank. Tied parameters of ``modules``,
+    this rank's blocks, are made one. Construction makes groups of ranks, which is a collective of all.
     """
 
     def __init__(
@@ -155,11 +147,7 @@ class SharedParameters:
         return {ranks: [(each.name, each.likeness) for each in sums] for ranks, sums in self._sums.items()}
 
     def sum_gradients(self) -> None:
-        """Sum the gradients of each shared parameter over its copies; one that no rank has stays absent.
-
-        Raises:
-            RuntimeError: as the transport does.
-        """
+        """Sum the gradients of each shared parameter over its copies. Raises RuntimeError as the transport does."""
         for ranks, sums in sorted(self._sums.items()):
             _sum([each for each in sums if each.first.requires_grad], self._groups[ranks])
 
@@ -172,11 +160,7 @@ class SharedParameters:
 def require_equal_copies(copies_of: Sequence[Mapping[Ranks, Sequence[Copy]]]) -> None:
     """Refuse models that are not the same on all ranks: their copies would stay different, or not fit each other.
 
-    Args:
-        copies_of: [rank] what its copies are like.
-
-    Raises:
-        UsageError: two copies differ; the same error on every rank.
+    ``copies_of`` [rank] says what its copies are like. Raises UsageError, the same on every rank.
     """
     for rank, copies in enumerate(copies_of):
         for ranks, own in copies.items():

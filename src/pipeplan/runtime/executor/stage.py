@@ -1,8 +1,7 @@
 """A stage's blocks on its rank: forward, backward and weight gradients of one micro-batch at a time.
 
-Autograd runs inside a stage only. What enters is a detached leaf, what leaves is detached, and gradients cross in
-messages; so every stage keeps a graph of its own per forward and lets go of it when the plan says so. A micro-batch
-that ran forward in parts has two graphs for its one backward.
+Autograd runs inside a stage only: what enters is a detached leaf, what leaves is detached, and gradients cross in
+messages. A micro-batch that ran forward in parts has two graphs for its one backward.
 """
 
 from __future__ import annotations
@@ -20,17 +19,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from pipeplan.runtime.executor.channels import TransferError
-from pipeplan.runtime.executor.layouts import WHOLE, StageLayouts, TensorLayout
+from pipeplan.runtime.executor.message_graph import Numbers
 from pipeplan.runtime.executor.rank_program import ProgramStep, StagePart
-from pipeplan.runtime.executor.sample_ownership import Numbers
-from pipeplan.runtime.executor.tensor_slots import Produced, Received
+from pipeplan.runtime.executor.tensors import WHOLE, Produced, Received, StageLayouts, TensorLayout
 from pipeplan.runtime.models.spec import BlockSpec
 from pipeplan.runtime.parallel.device import Autocast, precise
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, warn_if_nothing_waits
 from pipeplan.workload.kinds import Role
 
 __all__ = ["MiniBatch", "StageError", "StageRunner", "stage_errors"]
-
 
 _ANYWHERE = torch.empty(0)  # where a block is that takes nothing and has no parameters
 
@@ -44,11 +41,7 @@ class StageError(Exception):
 
 @contextmanager
 def stage_errors(what: str) -> Iterator[None]:
-    """Say of what a failing action consists; ranks that lost each other say so themselves.
-
-    Raises:
-        StageError: something else was raised.
-    """
+    """Say of what a failing action consists; ranks that lost each other say so themselves. Raises StageError."""
     try:
         yield
     except (StageError, TransferError):
@@ -61,9 +54,8 @@ def stage_errors(what: str) -> Iterator[None]:
 class MiniBatch:
     """A mini-batch, of which blocks take the rows of some samples.
 
-    ``tensors`` [name] has samples in its first dimension. ``num_predictions`` is that of the whole mini-batch:
-    losses are sums, and with this one scale gradients only add. ``draw`` is the seed of the run and the
-    step, which random numbers depend on.
+    ``tensors`` [name] has samples in its first dimension. ``num_predictions`` is that of the whole mini-batch: losses
+    are sums, and are all scaled by it. ``draw`` is the seed of the run, and the step, on which random numbers depend.
     """
 
     tensors: Mapping[str, Tensor]
@@ -71,10 +63,7 @@ class MiniBatch:
     draw: tuple[int, int] = (0, 0)
 
     def seed_of(self, block: str, samples: Numbers) -> int:
-        """Where a block's random numbers begin, as dropout draws them: the same on whatever rank and with any stages.
-
-        All devices that split a block draw the same, for what they drop is whole on each.
-        """
+        """Where a block's random numbers begin: the same on whatever rank, with any stages, and for all shards."""
         digest = hashlib.sha256(f"{self.draw}/{block}/{samples[0]}".encode()).digest()
         return int.from_bytes(digest[:7], "big")
 
@@ -87,10 +76,7 @@ class MiniBatch:
 
 @dataclass(slots=True)
 class _ForwardGraph:
-    """What a forward keeps for B, or for I.
-
-    Of an output that needs a gradient only its place in the graph: the tensor itself is the receiver's.
-    """
+    """What a forward keeps for B, or for I: of outputs only their places in the graph."""
 
     inputs: dict[str, Tensor]
     outputs: dict[str, GradientEdge]
@@ -100,10 +86,7 @@ class _ForwardGraph:
 class _Values:
     """What the blocks of a stage have made of a micro-batch, in every layout that some block takes it in.
 
-    Args:
-        layouts: of the stage's blocks.
-        num_samples: this replica's.
-        received: whole, by block.
+    ``num_samples`` are this replica's; what was ``received`` is whole, by block.
     """
 
     def __init__(self, layouts: StageLayouts, num_samples: int, received: Mapping[str, Tensor]) -> None:
@@ -136,12 +119,8 @@ class _Values:
 class StageRunner:
     """One stage: its blocks, and the graphs of its forwards that await their backward.
 
-    Args:
-        part: what the plan says of the stage.
-        modules: its blocks by name.
-        specs: what the model says of each of them.
-        autocast: what blocks run under, if anything; losses are added up outside of it.
-        layouts: how blocks take and give tensors.
+    ``part`` is what the plan says of it, ``specs`` what the model says of each block. Blocks run under ``autocast``, if
+    there is one; losses are added up outside of it.
     """
 
     part: StagePart
@@ -167,9 +146,8 @@ class StageRunner:
     def forward(self, own: Numbers, received: Mapping[str, Tensor], samples: MiniBatch) -> dict[str, Tensor]:
         """Run the blocks on this rank's samples of a micro-batch or part; what leaves is returned detached, by block.
 
-        Raises:
-            StageError: a block raised something, or makes what needs a gradient that the plan does not bring.
-            TransferError: ranks that split a block lost each other; so in the other methods.
+        Raises StageError where a block fails, or makes what needs a gradient that the plan does not bring, and, as all
+        methods, TransferError where ranks that split a block lost each other.
         """
         returned = self._returned()
         leaves = {name: _leaf(tensor, name in returned) for name, tensor in received.items()}
@@ -190,12 +168,7 @@ class StageRunner:
     def backward(self, microbatch: int, gradients: Received) -> Produced:
         """Gradients of what each forward received, by block; those of parameters add up, or wait for W where split.
 
-        Args:
-            microbatch: its forwards have run, and what they held is let go of.
-            gradients: of the outputs of each of the forwards, known by its samples.
-
-        Raises:
-            StageError: autograd raised something.
+        ``gradients`` are of the outputs of each of the micro-batch's forwards, known by its samples. Raises StageError.
         """
         helds = {own: self._held.pop(own) for own in gradients}
         roots = [root for own, held in helds.items() for root in _roots(held, gradients[own])]
@@ -205,11 +178,7 @@ class StageRunner:
         return {own: {name: _gradient(held.inputs[name]) for name in returned} for own, held in helds.items()}
 
     def weight_gradients(self, microbatch: int) -> None:
-        """Work through what I left: the weight gradients of one micro-batch.
-
-        Raises:
-            StageError: an operator raised something.
-        """
+        """Work through what I left: the weight gradients of one micro-batch. Raises StageError."""
         with stage_errors(f"weight gradients of its blocks {_range(self.part.blocks)}"):
             self._queues.pop(microbatch).run()
 

@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, TypeVar
 
+from pydantic import TypeAdapter
+
 from pipeplan.files import Plan, parse
-from pipeplan.runtime.launch.status_board import Progress
+from pipeplan.runtime.launch.status import Progress
 
 __all__ = ["OnStep", "RankContext", "Report", "RunOptions", "RunResult", "StepResult", "run_job"]
 
@@ -74,10 +76,6 @@ class StepResult:
         """Whether loss and norm of gradients are; if not, parameters are lost, or will be with the next update."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm or 0.0)
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain values; ``StepResult(**...)`` reads them back."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
@@ -100,15 +98,7 @@ class RunResult:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RunResult:
         """The result that :meth:`as_json` wrote."""
-        return cls(
-            steps=tuple(StepResult(**step) for step in data["steps"]),
-            peak_memory_bytes=tuple(data["peak_memory_bytes"]),
-            versions=dict(data["versions"]),
-            timeline=tuple(
-                tuple(tuple((entry[0], entry[1], entry[2]) for entry in rank) for rank in step)
-                for step in data["timeline"]
-            ),
-        )
+        return TypeAdapter(cls).validate_python(data)
 
 
 OnStep = Callable[[StepResult], None]
@@ -135,7 +125,7 @@ def run_job(
 
     def on_step(step: StepResult) -> None:
         if context.rank == 0:
-            context.report({"event": "step", "step": step.as_json()})
+            context.report({"event": "step", "step": asdict(step)})
 
     result = run(plan, options, context.progress, on_step)
     if context.rank == 0:

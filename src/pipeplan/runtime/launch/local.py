@@ -25,12 +25,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO
 
+from pydantic import TypeAdapter
+
 from pipeplan.errors import ExecutionError, PipeplanError
 from pipeplan.files import Plan
-from pipeplan.runtime.launch.failures import Cause, Failure
 from pipeplan.runtime.launch.job import OnStep, Report, RunOptions, RunResult, StepResult
-from pipeplan.runtime.launch.status_board import Board, Phase
-from pipeplan.runtime.launch.verdict import telling, verdict
+from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, telling, verdict
 
 __all__ = ["RANK", "Listener", "run_local", "start_timeout_ns", "watch_local"]
 
@@ -66,13 +66,10 @@ class Listener:
 
 
 def run_local(work: str, plan: Plan, options: RunOptions, on_step: OnStep) -> RunResult:
-    """Run a plan with one process per device on this machine.
+    """Run a verified plan with one process per device on this machine; ``on_step`` is called as steps end.
 
     Args:
         work: what a rank does, ``module:function``; it calls :func:`~pipeplan.runtime.launch.job.run_job`.
-        plan: verified.
-        options: as asked for.
-        on_step: called as steps end.
 
     Raises:
         UsageError: the ranks refused the model or the options.
@@ -97,9 +94,9 @@ def watch_local(
 
     Args:
         work: what a rank does, ``module:function``, which is called with the job and its
-            :class:`~pipeplan.runtime.launch.job.Link`.
+            :class:`~pipeplan.runtime.launch.job.RankContext`.
         programs: the plan's programs, which give the number of ranks and name actions in errors.
-        job: what every rank gets, beside ``rank``, ``world_size`` and the descriptors it inherits.
+        job: what every rank gets.
         timeout_ns: longest wait.
         listen: called with rank and report.
         command: what a rank executes.
@@ -239,7 +236,7 @@ class _Ranks:
             rank: int = key.data
             for report in self.ranks[rank].read():
                 if report["event"] == "failure":
-                    self.failures.append(Failure.from_json(report["failure"]))
+                    self.failures.append(TypeAdapter(Failure).validate_python(report["failure"]))
                 elif report["event"] == "done":
                     self.done.add(rank)
                 else:

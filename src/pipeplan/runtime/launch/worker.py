@@ -6,16 +6,16 @@ Whatever happens here ends in a report that names rank and action, and in an exi
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -24,15 +24,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipeplan.errors import PipeplanError, UsageError
 from pipeplan.files import Plan
-from pipeplan.runtime.launch.failures import Cause, Failure, RankError, lost_others
 from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunOptions, RunResult
 from pipeplan.runtime.launch.local import Listener, start_timeout_ns
-from pipeplan.runtime.launch.status_board import Board, Phase, Progress
-from pipeplan.runtime.launch.verdict import verdict
+from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, Progress, RankError, lost_others, verdict
 
 __all__ = ["Started", "be_rank", "run_under_torchrun", "under_torchrun"]
 
 Result = TypeVar("Result")
+Work = Callable[[Report, RankContext], None]
 
 _INTERRUPTED = 130
 
@@ -58,13 +57,14 @@ def be_rank(identity: Mapping[str, Any]) -> None:
 
     failure = None
     try:
-        work, job = _work_of(identity["work"]), json.loads(_content(identity["job"]))
+        work: Work = resolve_name(identity["work"])
+        job = json.loads(_content(identity["job"]))
         timeout = _start_timeout(identity["timeout_ns"])
         with _process_group(_local_store(identity, timeout), progress, world_size, timeout):
             work(job, RankContext(rank, world_size, progress, report))
     except BaseException as error:
         failure = failure_of(error, progress)
-    report({"event": "done"} if failure is None else {"event": "failure", "failure": failure.as_json()})
+    report({"event": "done"} if failure is None else {"event": "failure", "failure": asdict(failure)})
     reports.close()
     if failure is not None:
         _leave(failure.exit_code)
@@ -73,17 +73,10 @@ def be_rank(identity: Mapping[str, Any]) -> None:
 def run_under_torchrun(
     work: str, read_plan: Callable[[], Plan], options: RunOptions, on_step: OnStep
 ) -> RunResult | None:
-    """Be a rank that torchrun, or what sets the same environment, has started.
+    """Be a rank that torchrun, or what sets the same environment, has started: as :func:`run_local`, for one rank.
 
-    Args:
-        work: what the rank does, ``module:function``, as for :func:`~pipeplan.runtime.launch.local.run_local`.
-        read_plan: reads and verifies the plan.
-        options: as asked for.
-        on_step: called on rank 0 as steps end.
-
-    Returns:
-        The result on rank 0, None on the others. Where a rank fails, the first to know says so on standard error,
-        and the process ends here with the error's exit code.
+    ``read_plan`` reads and verifies the plan. The result, and ``on_step``, are rank 0's; the others get None. Where a
+    rank fails, the first to know says so on standard error, and the process ends here with the error's exit code.
     """
     listener = Listener(on_step)
 
@@ -93,7 +86,7 @@ def run_under_torchrun(
         started.programs[:] = plan.programs
         progress.program = plan.programs[progress.rank]
         job = {"plan": plan.model_dump_json(), "options": options.as_json()}
-        rank, run = progress.rank, _work_of(work)
+        rank, run = progress.rank, resolve_name(work)
         with started.group():
             run(job, RankContext(rank, started.world_size, progress, lambda report: listener(rank, report)))
 
@@ -128,14 +121,7 @@ def failure_of(error: BaseException, progress: Progress) -> Failure:
     if isinstance(error, PipeplanError):
         return Failure(rank, Cause.REFUSED, str(error), error.exit_code)
     text = f"rank {rank} failed {progress.describe()}: {type(error).__name__}: {error}"
-    return Failure(rank, Cause.RAISED, text, details=_trace(error))
-
-
-def _work_of(name: str) -> Callable[[Report, RankContext], None]:
-    """What ``module:function`` names."""
-    module, _, function = name.partition(":")
-    work: Callable[[Report, RankContext], None] = getattr(importlib.import_module(module), function)
-    return work
+    return Failure(rank, Cause.RAISED, text, details="".join(traceback.format_exception(error)))
 
 
 @contextlib.contextmanager
@@ -230,10 +216,6 @@ def _origin(error: RankError) -> str:
         at = at.tb_next
     at = at or origin.__traceback__  # models of the zoo are ours, too
     return "".join(traceback.format_exception(type(origin), origin, at, chain=False))
-
-
-def _trace(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
 
 
 def _leave(code: int) -> NoReturn:

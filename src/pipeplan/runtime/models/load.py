@@ -1,23 +1,27 @@
-"""Finding the model that a name on the command line means."""
+"""Which model a name means, and what ``pkg.mod:name`` on a command line does, which never comes from a file."""
 
 from __future__ import annotations
 
+import inspect
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from pkgutil import resolve_name
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Profile
-from pipeplan.runtime.models.import_path import value_of
 from pipeplan.runtime.models.sequential import is_plain, sequential_model
 from pipeplan.runtime.models.spec import Grain, Model
 from pipeplan.runtime.models.zoo import ZOO, zoo_model
 
-__all__ = ["load_model", "reference_model"]
+__all__ = ["found_at", "load_model", "made_by", "reference_model"]
 
 _CONFIGURATION = re.compile(r"\w+Config\s*(\(.*\))?\s*", re.DOTALL)
 
@@ -89,7 +93,7 @@ def _made_by(name: str, grain: Grain | None, seed: int) -> Model:
         case (nn.Module() as module, Tensor() as input):
             return _captured(module, {"input": input}, short, grain)
     raise UsageError(
-        f"model {name!r} is, or returned, {_told(made)}; give a pipeplan.runtime.models.spec.Model, or a module and "
+        f"model {name!r} is, or returned, {_types(made)}; give a pipeplan.runtime.models.spec.Model, or a module and "
         "its example inputs: a tensor, or tensors by the names of the arguments, with samples in the first dimension; "
         "with an nn.Sequential also targets, to train it"
     )
@@ -104,14 +108,14 @@ def _chained(path: str, name: str, chain: nn.Sequential, input: Tensor, rest: Se
         case [Tensor() as targets, loss] if callable(loss):
             return sequential_model(name, chain, input, targets, loss)
     raise UsageError(
-        f"model {path!r}: beside an nn.Sequential and its input stands {_told(tuple(rest))}; give targets as a tensor, "
-        "then maybe a loss, a function of output and targets"
+        f"model {path!r}: beside an nn.Sequential and its input stands {_types(tuple(rest))}; give targets as a "
+        "tensor, then maybe a loss, a function of output and targets"
     )
 
 
-def _told(made: object) -> str:
+def _types(made: object) -> str:
     """Types, for errors."""
-    return f"({', '.join(map(_told, made))})" if isinstance(made, tuple) else type(made).__name__
+    return f"({', '.join(map(_types, made))})" if isinstance(made, tuple) else type(made).__name__
 
 
 def _captured(module: nn.Module, inputs: Mapping[str, Tensor], name: str, grain: Grain | None) -> Model:
@@ -148,3 +152,35 @@ def reference_model(model: Model, calibration: Profile | None) -> Model | None:
         return None
     sequences = {block.dimensions.get("sequence") for block in calibration.blocks} - {None}
     return zoo_model(calibration.name, sequence=max(filter(None, sequences), default=None))
+
+
+def found_at(path: str, what: str) -> object:
+    """What ``pkg.mod:name``, or ``pkg.mod``, names; modules of the working directory are found, as by ``python -m``.
+
+    ``what`` it is for begins errors: ``model``, ``--optimizer``. Raises UsageError where it cannot be imported.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return resolve_name(path)
+    except Exception as error:  # whatever the module raises while it is imported
+        raise UsageError(f"{what} {path!r} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def value_of(path: str, what: str) -> object:
+    """What ``path`` names or, of a function, what it returns. Raises UsageError as :func:`made_by`."""
+    found = found_at(path, what)
+    return made_by(path, what) if inspect.isroutine(found) or inspect.isclass(found) else found
+
+
+def made_by(path: str, what: str, *arguments: Any, **options: Any) -> Any:
+    """What the function that ``path`` names returns. Raises UsageError as :func:`found_at`, and where it fails."""
+    factory = found_at(path, what)
+    if not callable(factory):
+        raise UsageError(f"{what} {path!r} is a {type(factory).__name__}, not a function")
+    try:
+        return factory(*arguments, **options)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{what} {path!r}: the factory failed: {type(error).__name__}: {error}") from error

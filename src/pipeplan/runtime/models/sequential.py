@@ -9,21 +9,19 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypedDict
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.shapes import shaped_blocks
-from pipeplan.runtime.models.spec import Batch, BlockSpec, Model
+from pipeplan.runtime.models.spec import Batch, BlockSpec, Model, tied_groups
 from pipeplan.runtime.models.synthetic_batches import batch_like
-from pipeplan.runtime.parallel.parameter_slices import Cut
-from pipeplan.runtime.parallel.sharding import Shards, Split
+from pipeplan.runtime.parallel.sharding import Cut, Shards, Split
 from pipeplan.runtime.parallel.split_layers import HIDDEN, Tile, WordEmbedding
 from pipeplan.runtime.parallel.weight_grads import is_plain_embedding
 
-__all__ = ["Loss", "is_plain", "sequential_model"]
+__all__ = ["is_plain", "sequential_model"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Of an output and targets: the sum over predictions."""
@@ -41,7 +39,8 @@ def sequential_model(
 ) -> Model:
     """The model of a chain of modules. A child without parameters belongs to the block before it.
 
-    Parameters start as they are in the children. Those that several children have are tied.
+    Parameters start as they are in the children. Those that several children have are tied. Raises UsageError where
+    there are no children, or the loss does not sum.
 
     Args:
         name: of the model.
@@ -50,21 +49,20 @@ def sequential_model(
         targets: examples of what the output is compared with; made up like them, as the input is.
         loss: without it cross-entropy over the last dimension where targets are integers, else the squared error. Of
             torch's modules a mean is taken as the sum. Without targets the last block may return the summed loss.
-
-    Raises:
-        UsageError: there are no children, or the loss does not sum.
     """
     groups = _groups(children)
     if not groups:
         raise UsageError(f"model {name!r} is an nn.Sequential without modules; there is nothing to cut into blocks")
     blocks = [
-        BlockSpec(
-            id_,
-            type(children.get_submodule(id_)).__name__.lower(),
-            partial(copy.deepcopy, parts[0] if len(parts) == 1 else nn.Sequential(*parts)),
-            sources=(before,) if before else (),
-            samples=() if before else ("input",),
-            **_ways(parts),
+        _split(
+            BlockSpec(
+                id_,
+                type(children.get_submodule(id_)).__name__.lower(),
+                partial(copy.deepcopy, parts[0] if len(parts) == 1 else nn.Sequential(*parts)),
+                sources=(before,) if before else (),
+                samples=() if before else ("input",),
+            ),
+            parts,
         )
         for (id_, parts), before in zip(groups.items(), ["", *groups], strict=False)
     ]
@@ -77,7 +75,7 @@ def sequential_model(
         tuple(blocks),
         partial(batch_like, {key: each.detach() for key, each in examples.items()}),
         _predictions,
-        tied=_tied(groups),
+        tied=tied_groups(_named_parameters(groups)),
     )
     return model if targets is not None else _ending_in_loss(model)
 
@@ -101,25 +99,17 @@ _OF_SINGLE_NUMBERS = (nn.ELU, nn.GELU, nn.Hardswish, nn.Identity, nn.LeakyReLU, 
 """Modules that make of each number one, so that they can be given a slice of them."""
 
 
-class _Ways(TypedDict, total=False):
-    """How a block is split, as fields of BlockSpec."""
-
-    split: Split
-    splits: dict[str, Split]
-
-
-def _ways(parts: Sequence[nn.Module]) -> _Ways:
+def _split(block: BlockSpec, parts: Sequence[nn.Module]) -> BlockSpec:
     """A linear layer, and what follows it, can be split into tiles; an embedding by its words and its width."""
     first, *rest = parts
     if type(first) is nn.Linear and all(type(each) in _OF_SINGLE_NUMBERS for each in rest):
-        return {"splits": Tile.ways(partial(_tiled, first, rest), "0" if rest else "", bias=first.bias is not None)}
+        tiles = Tile.ways(partial(_tiled, first, rest), "0" if rest else "", bias=first.bias is not None)
+        return replace(block, splits=tiles)
     if type(first) is nn.Embedding and not rest and is_plain_embedding(first) and first.padding_idx is None:
         build = partial(WordEmbedding, first.num_embeddings, first.embedding_dim)
-        return {
-            "split": Split(build, {"weight": Cut(even=False)}),
-            "splits": {HIDDEN: Split(build, {"weight": Cut(1)}, gives=True)},
-        }
-    return {}
+        by_width = Split(build, {"weight": Cut(1)}, gives=True)
+        return replace(block, split=Split(build, {"weight": Cut(even=False)}), splits={HIDDEN: by_width})
+    return block
 
 
 def _tiled(layer: nn.Linear, rest: Sequence[nn.Module], shards: Shards) -> nn.Module:
@@ -135,14 +125,11 @@ def _named(children: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _tied(groups: Mapping[str, Sequence[nn.Module]]) -> tuple[tuple[tuple[str, str], ...], ...]:
-    """Parameters that several blocks have."""
-    holders: dict[int, list[tuple[str, str]]] = {}
+def _named_parameters(groups: Mapping[str, Sequence[nn.Module]]) -> Iterator[tuple[str, str, Tensor]]:
+    """Of every block: its id, and its parameters by their names there."""
     for id_, parts in groups.items():
         module = parts[0] if len(parts) == 1 else nn.Sequential(*parts)
-        for name, parameter in module.named_parameters():
-            holders.setdefault(id(parameter), []).append((id_, name))
-    return tuple(tuple(group) for group in holders.values() if len(group) > 1)
+        yield from ((id_, name, parameter) for name, parameter in module.named_parameters())
 
 
 def _ending_in_loss(model: Model) -> Model:

@@ -38,14 +38,11 @@ def shaped_blocks(
 ) -> Iterator[ShapedBlock]:
     """Run all blocks in order on the meta device: shapes, formats and who needs gradients, without computing.
 
-    Gradients are needed where a parameter is among what a value was made from. With ``autocast`` blocks run
-    under it, and what they make says that it is on its device.
-
-    Raises:
-        UsageError: a block cannot be built or called this way; the text names it.
+    With ``autocast`` blocks run under it, and what they make says that it is on its device. Raises UsageError, which
+    names the block that cannot be built or called this way.
     """
     batch = model.mini_batch(num_samples, 0, 0, dtype=dtype, device="meta")
-    call: _Call = _called if autocast is None else _OnItsDevice(autocast)
+    call: _Call = (lambda module, arguments: module(*arguments)) if autocast is None else _OnItsDevice(autocast)
     values: dict[str, tuple[Tensor, ...]] = {}
     for block in model.blocks:
         try:
@@ -57,7 +54,7 @@ def shaped_blocks(
         except Exception as error:
             raise UsageError(
                 f"model {model.name!r}: block {block.id!r} cannot be built and called on the meta device, which "
-                f"tells shapes without computing: {type(error).__name__}: {error}"
+                f"shows shapes without computing: {type(error).__name__}: {error}"
             ) from error
         outputs = outputs_of(made)
         if outputs is None:
@@ -74,8 +71,7 @@ def output_shapes(
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of every block's output for a micro-batch, found without computing.
 
-    Raises:
-        UsageError: as :func:`shaped_blocks`, or a block returns several tensors, which plans do not carry.
+    Raises UsageError as :func:`shaped_blocks`, and for a block of several outputs, which plans do not carry.
     """
     found = {}
     for block in shaped_blocks(model, num_samples, dtype, autocast):
@@ -93,10 +89,6 @@ def outputs_of(made: object) -> tuple[Tensor, ...] | None:
     found = made if isinstance(made, tuple) else (made,)
     tensors = tuple(each for each in found if isinstance(each, Tensor))
     return tensors if tensors and len(tensors) == len(found) else None
-
-
-def _called(module: nn.Module, arguments: Sequence[Tensor]) -> object:
-    return module(*arguments)
 
 
 class _OnItsDevice:

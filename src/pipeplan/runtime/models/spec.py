@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -12,22 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.parallel.parameter_slices import ParameterPart, Slice
-from pipeplan.runtime.parallel.sharding import WHOLE, Shards, Split, share_of
+from pipeplan.runtime.parallel.sharding import WHOLE, ParameterPart, Shards, Slice, Split, share_of
 from pipeplan.runtime.parallel.share import Share
 from pipeplan.runtime.parallel.weight_grads import defer_weight_gradients
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh
 
-__all__ = [
-    "Batch",
-    "BlockSpec",
-    "Collective",
-    "Grain",
-    "Model",
-    "Output",
-    "Texts",
-    "placed",
-]
+__all__ = ["Batch", "BlockSpec", "Collective", "Grain", "Model", "Output", "Texts", "placed", "tied_groups"]
 
 Grain = Literal["layer", "half", "operator"]
 """What a block is of a model that is captured: a layer, half of one, or an operator."""
@@ -56,12 +46,12 @@ class BlockSpec:
     """One block of a model.
 
     It is called with the outputs of ``sources``, then with the tensors of the batch named in ``samples``, each with
-    the micro-batch's samples in the first dimension, and returns one tensor, or a tuple of tensors. A ``loss``
-    block returns a scalar: the sum of the losses of all its predictions, which the caller scales. ``build`` makes
-    its module, with random parameters from torch's generator. ``operator``, ``dimensions`` and ``shared`` (spread
-    over all devices by placements that know shared blocks) go into the profile. ``collectives`` are of a block that
-    is one device's share of a larger one. ``split`` says how a stage of several devices runs it; None if only whole.
-    ``splits`` are other ways, by the name of an axis of a mesh; those of one ``build`` may be used together.
+    samples in the first dimension, and returns one tensor, or a tuple of tensors. A ``loss`` block returns a scalar:
+    the sum of the losses of all its predictions. ``build`` makes its module, with random parameters from torch's
+    generator. ``operator``, ``dimensions`` and ``shared`` (spread over all devices by some placements) go into the
+    profile. ``collectives`` are of a block that is one device's share of a larger one. ``split`` says how a stage of
+    several devices runs it; None if only whole. ``splits`` are other ways, by the name of an axis of a mesh; those of
+    one ``build`` may be used together.
     """
 
     id: str
@@ -98,17 +88,13 @@ class Texts:
 class Model:
     """Blocks in topological order, and batches for them.
 
-    ``batch(num_samples, step, seed)`` makes the named tensors of a mini-batch; its samples do not depend on how
-    many there are. ``predictions(batch)`` counts what the summed loss is divided by. Each group of ``tied`` names
-    (block id, parameter name) pairs that stand for one parameter: they start equal, and their gradients must be
-    summed over the group before every step.
+    ``batch(num_samples, step, seed)`` makes the named tensors of a mini-batch; its samples do not depend on how many
+    there are. ``predictions(batch)`` counts what the summed loss is divided by. Each group of ``tied`` names (block id,
+    parameter name) pairs that stand for one parameter.
 
-    ``sharded(num_devices)`` gives a model of the same blocks and edges, each block one device's share of it; blocks
-    that cannot be split are whole. None if the model cannot be split over devices at all. ``texts`` is for models that
-    can be trained on text. ``settings`` are all of the configuration that it was made of, if it was.
-
-    Raises:
-        UsageError: no blocks, two of one name, or a source or tie that is not a block before it.
+    ``sharded(num_devices)`` gives a model of the same blocks and edges, each block one device's share of it, or whole;
+    None if the model cannot be split over devices. ``texts`` is for models that can be trained on text. ``settings``
+    are all of the configuration that it was made of, if it was. Raises UsageError where names do not fit.
     """
 
     name: str
@@ -174,11 +160,7 @@ class Model:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> nn.Module:
-        """As :meth:`build`, for one of the devices that split the block: with parts of the same parameters.
-
-        Raises:
-            UsageError: the block cannot be split so.
-        """
+        """As :meth:`build`, with the parts of one of the devices that split the block. Raises UsageError."""
         module = self._share(share, self._whole(share.block, seed), shards)
         return defer_weight_gradients(module.to(device=device, dtype=dtype))
 
@@ -194,8 +176,7 @@ class Model:
     def parameter_shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
         """The whole shape of every parameter, by block and name; of a block's names for one, the tied or first one's.
 
-        Raises:
-            UsageError: parameters that are tied have different shapes.
+        Raises UsageError where tied parameters have different shapes.
         """
         found, tied = {}, {holder for group in self.tied for holder in group}
         for block in self.blocks:
@@ -286,11 +267,7 @@ class Model:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> dict[str, Tensor]:
-        """A mini-batch on a device, its floating-point tensors in the dtype that the blocks are built in.
-
-        Raises:
-            UsageError: the model's ``batch`` failed.
-        """
+        """A mini-batch on a device, its floats of the given dtype. Raises UsageError where ``batch`` fails."""
         try:
             made = self.batch(num_samples, step, seed)
         except Exception as error:
@@ -316,11 +293,16 @@ def _copy_parameter(source: nn.Module, source_name: str, target: nn.Module, targ
         target.get_parameter(target_name).copy_(source.get_parameter(source_name))
 
 
-def placed(share: Share, along: Callable[[tuple[int, ...]], Shards]) -> Shards:
-    """The place of a share's rank among those that split the block in its usual way, and on all axes of the mesh.
+def tied_groups(named: Iterable[tuple[str, str, Tensor]]) -> tuple[tuple[tuple[str, str], ...], ...]:
+    """Of (block, name, parameter): the names of each parameter that several blocks have."""
+    holders: dict[int, list[tuple[str, str]]] = {}
+    for block, name, parameter in named:
+        holders.setdefault(id(parameter), []).append((block, name))
+    return tuple(tuple(group) for group in holders.values() if len({block for block, _ in group}) > 1)
 
-    ``along`` is its place in a line of ranks.
-    """
+
+def placed(share: Share, along: Callable[[tuple[int, ...]], Shards]) -> Shards:
+    """The place of a share's rank on all axes of its mesh; ``along`` is its place in a line of ranks."""
     axes = [name for name, size in share.mesh.axes if size > 1 and name != COPIES]
     found = {name: along(share.along(name)) for name in axes} | ({PLACES: along(share.places)} if share.places else {})
     return replace(found.get(SHARDS, WHOLE), along=found)

@@ -8,6 +8,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,11 +16,13 @@ from torch import Tensor
 
 from pipeplan.errors import UsageError
 
-__all__ = ["Autocast", "Clock", "Mark", "offset_ns", "precise", "rank_device"]
-
+__all__ = ["Autocast", "Clock", "Mark", "Span", "gathered", "offset_ns", "precise", "rank_device"]
 
 Mark = int | torch.cuda.Event
 """A moment: nanoseconds of the host's clock, or an event that has still to be resolved."""
+
+Span = tuple[int, Mark, Mark]
+"""Program counter, start and end of an action. A SEND's is its posting; a RECV's is how long it was waited for."""
 
 _ROUNDS = 9
 
@@ -55,7 +58,14 @@ class Clock:
         return at_ns + round(passed_ms * 1e6) - self.offset_ns
 
 
-def offset_ns(rank: int, world_size: int) -> int:
+def gathered(value: Any) -> list[Any]:
+    """What all ranks of the default group pass to this call, by rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def offset_ns(rank: int) -> int:
     """How far this rank's host clock is ahead of rank 0's: 0 on the same machine, else from when barriers end.
 
     A collective of all ranks.
@@ -64,8 +74,7 @@ def offset_ns(rank: int, world_size: int) -> int:
     for _ in range(_ROUNDS):
         dist.barrier()
         stamps.append(time.monotonic_ns())
-    found: list[tuple[str, list[int]]] = [("", [])] * world_size
-    dist.all_gather_object(found, (_machine(), stamps))
+    found: list[tuple[str, list[int]]] = gathered((_machine(), stamps))
     if found[rank][0] == found[0][0]:
         return 0
     return round(statistics.median(own - first for own, first in zip(stamps, found[0][1], strict=True)))
@@ -80,15 +89,10 @@ def _machine() -> str:
 
 
 def rank_device(device: str, transport: str, num_threads: int = 0) -> torch.device:
-    """The rank's device; on CUDA the ranks of a machine take its devices in turn.
+    """The rank's device, ``cpu`` or ``cuda``; on CUDA the ranks of a machine take its devices in turn.
 
-    Args:
-        device: ``cpu`` or ``cuda``.
-        transport: the torch.distributed backend that carries tensors, ``gloo`` or ``nccl``.
-        num_threads: for operators on the CPU, 0 to leave it as it is.
-
-    Raises:
-        UsageError: the device and the transport do not go together, or there are too few devices here.
+    ``num_threads`` are for operators on the CPU, 0 to leave it as it is. Raises UsageError where device and transport
+    (``gloo`` or ``nccl``) do not go together, or there are too few devices here.
     """
     if num_threads:
         torch.set_num_threads(num_threads)
@@ -116,8 +120,7 @@ class Autocast:
     def __call__(self) -> torch.autocast:
         """A context in which a block runs.
 
-        Weights cast once are not kept for the next use: those cast while gradients are off, as in the forward of
-        modules whose weight gradients wait, would be taken where they are on, and their gradients be lost.
+        Weights cast while gradients are off, as where weight gradients wait, must not be kept for when they are on.
         """
         return torch.autocast(self.device, dtype=self.dtype, cache_enabled=False)
 

@@ -2,13 +2,11 @@
 
 What enters a split block, and what leaves it, is whole on each of its devices, and so are the gradients of both.
 Between, each device works on its share, as in Megatron-LM (Shoeybi et al. 2019): :meth:`Shards.shared` stands where a
-whole tensor enters split work, and its gradient is the sum of the shares'; :meth:`Shards.summed` where split work
-makes parts of a sum, :meth:`Shards.gathered` where it makes slices. Loss over a split vocabulary is that of Megatron,
-with one exchange of a few numbers per token instead of three (:mod:`pipeplan.runtime.parallel.split_layers`).
+whole tensor enters split work, :meth:`Shards.summed` where split work makes parts of a sum, :meth:`Shards.gathered`
+where it makes slices.
 
 torch's DTensor shards parameters, too. But a 16 x 16 linear layer and its backward then take 431 us instead of 91 us
-here and 62 us unsharded (torch 2.13, one CPU thread, no exchanges), and its weight gradients cannot wait for W.
-"""
+here and 62 us unsharded (torch 2.13, one CPU thread, no exchanges), and its weight gradients cannot wait for W."""
 
 from __future__ import annotations
 
@@ -21,9 +19,120 @@ import torch
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.parallel.parameter_slices import Cut, ParameterPart, Slice, range_of
 
-__all__ = ["WHOLE", "Collectives", "Cut", "ParameterPart", "Shards", "Slice", "Split", "share_of"]
+__all__ = ["WHOLE", "Cut", "ParameterPart", "Shards", "Slice", "Split", "share_of"]
+
+
+def range_of(total: int, count: int, index: int) -> tuple[int, int]:
+    """One of ``count`` shares of ``total`` rows: first, and the one after the last. Shares differ by one at most."""
+    each, more = divmod(total, count)
+    begin = index * each + min(index, more)
+    return begin, begin + each + (index < more)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a parameter is split: along ``dimension``, in each of ``parts`` equal parts of it by itself.
+
+    The weight of a layer that makes query, key and value has three parts. Shares are equal, except where ``even`` is
+    False: those of a table of words differ by one row at most.
+    """
+
+    dimension: int = 0
+    parts: int = 1
+    even: bool = True
+
+    def cut(self, whole: Tensor, count: int, index: int) -> Tensor:
+        """One of ``count`` shares. Raises UsageError where they would not be equal and must be."""
+        size = whole.shape[self.dimension]
+        if size % self.parts or (self.even and size // self.parts % count) or size // self.parts < count:
+            of = f" in each of {self.parts} parts" if self.parts > 1 else ""
+            raise UsageError(
+                f"shape {list(whole.shape)} has {size // self.parts}{of} along dimension {self.dimension}, which "
+                f"{count} devices cannot share{' evenly' if self.even else ''}"
+            )
+        begin, end = range_of(size // self.parts, count, index)
+        pieces = [part.narrow(self.dimension, begin, end - begin) for part in self._parts(whole)]
+        return torch.cat(pieces, self.dimension) if len(pieces) > 1 else pieces[0]
+
+    def add(self, share: Tensor, whole: Tensor, count: int, index: int) -> None:
+        """Add one of ``count`` shares to the whole, in place."""
+        begin, end = range_of(whole.shape[self.dimension] // self.parts, count, index)
+        for part, of in zip(self._parts(whole), self._parts(share), strict=True):
+            part.narrow(self.dimension, begin, end - begin).add_(of)
+
+    def places(self, share: Tensor, size: int, count: int, index: int) -> list[tuple[int, Tensor]]:
+        """Views of a share with where each begins in the whole, which is ``size`` long along the dimension."""
+        each = size // self.parts
+        begin, _ = range_of(each, count, index)
+        return [(number * each + begin, part) for number, part in enumerate(self._parts(share))]
+
+    def _parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return tensor.chunk(self.parts, self.dimension)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Share ``index`` of ``count`` of a parameter that is ``cut``."""
+
+    cut: Cut
+    count: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPart:
+    """What a device has of a parameter: all of it, or a slice along each axis of a mesh that cuts it.
+
+    Of the devices that split the block, ``copies`` have this part and the same gradient of it; this is number ``copy``.
+    """
+
+    slices: tuple[Slice, ...] = ()
+    copies: int = 1
+    copy: int = 0
+
+    @property
+    def adds(self) -> bool:
+        """Whether its gradient adds to those of the block's other devices, instead of being the same as another's."""
+        return self.copy == 0
+
+    @property
+    def kind(self) -> tuple[tuple[tuple[Cut, int], ...], int]:
+        """What parts that are made by the same cuts have in common."""
+        return tuple((each.cut, each.count) for each in self.slices), self.copies
+
+    @property
+    def number(self) -> tuple[int, ...]:
+        """Which it is of its kind."""
+        return (*(each.index for each in self.slices), self.copy)
+
+    def within(self, whole: Tensor) -> Tensor:
+        """The part of a whole tensor. Raises UsageError where parts would not be equal and must be."""
+        for each in self.slices:
+            whole = each.cut.cut(whole, each.count, each.index)
+        return whole
+
+    def spread(self, part: Tensor, whole: Tensor) -> None:
+        """Add the part to a whole tensor."""
+        if not self.slices:
+            whole += part
+            return
+        *outer, last = self.slices
+        for each in outer:
+            whole = each.cut.cut(whole, each.count, each.index)  # a view, for a cut of a single part
+        last.cut.add(part, whole, last.count, last.index)
+
+    def places(self, part: Tensor, shape: Sequence[int]) -> list[tuple[list[int], Tensor]]:
+        """Views of the part with where each begins in the whole, which has this shape."""
+        found = [([0] * part.dim(), part)]
+        for each in self.slices:
+            at = each.cut.dimension
+            found = [
+                ([*begin[:at], offset, *begin[at + 1 :]], piece)
+                for begin, tensor in found
+                for offset, piece in each.cut.places(tensor, shape[at], each.count, each.index)
+            ]
+        return found
 
 
 _Map = Callable[[Tensor], Tensor]
@@ -88,11 +197,7 @@ class Shards:
         return share if self.count == 1 else _mapped(share, *self._gather_and_slice(dimension))
 
     def sliced(self, whole: Tensor, dimension: int = -1) -> Tensor:
-        """This device's slice of what is whole on each; all are of one size. Gradients of slices make up the whole's.
-
-        Raises:
-            UsageError: the slices would not be of one size.
-        """
+        """This device's slice of what is whole on each. Raises UsageError where slices are not of one size."""
         if self.count == 1:
             return whole
         self._require_cut(whole, dimension)
@@ -100,11 +205,7 @@ class Shards:
         return _mapped(whole, slice_, gather)
 
     def exchanged(self, share: Tensor, taken: int, given: int) -> Tensor:
-        """A slice along dimension ``given`` becomes one along ``taken``: what gathering and slicing would make.
-
-        Raises:
-            UsageError: as :meth:`sliced`.
-        """
+        """A slice along dimension ``given`` becomes one along ``taken``. Raises UsageError as :meth:`sliced`."""
         self._require_cut(share, taken)
 
         def exchange(tensor: Tensor, cut: int, joined: int) -> Tensor:
@@ -141,10 +242,9 @@ WHOLE = Shards()
 class Split:
     """How a block is split over devices.
 
-    ``build(shards)`` makes the module of one device. It is called with the same inputs as the whole block and returns
-    the same outputs, whole on every device. Its parameters have the whole block's names; ``cuts`` says of which it has
-    shares. All others are whole on every device, and so must be their gradients. Values are copied from the whole
-    block.
+    ``build(shards)`` makes the module of one device, which takes and returns what the whole block does. Its parameters
+    have the whole block's names, and values; ``cuts`` says of which it has shares. All others are whole on every
+    device, and so must be their gradients.
 
     With ``takes`` its inputs are slices along their last dimension, with ``gives`` its output is one. Of the axis
     ``places`` inputs and outputs always are slices along their second dimension, and parameters whole.
@@ -159,8 +259,7 @@ class Split:
 def share_of(whole: nn.Module, made: nn.Module, part_of: Callable[[str], ParameterPart]) -> nn.Module:
     """The module ``made`` for one device, with its parts of the whole block's parameters, by name.
 
-    Raises:
-        UsageError: a parameter cannot be split so, or the module's parameters are not such parts.
+    Raises UsageError where a parameter cannot be split so, or those of the module are not such parts.
     """
     names = {name for name, _ in whole.named_parameters()}
     if unlike := names ^ {name for name, _ in made.named_parameters()}:

@@ -11,15 +11,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from pipeplan.runtime.parallel.parameter_slices import Cut
-from pipeplan.runtime.parallel.sharding import WHOLE, Shards, Split
+from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
 from pipeplan.runtime.parallel.weight_grads import embedding, linear
 
 __all__ = ["FEATURES", "HIDDEN", "RowLinear", "Tile", "WordEmbedding", "cross_entropy", "hidden_of"]
 
 HIDDEN = "hidden"
 """The axis along which an embedding's width is split: each device makes its part of every sample."""
-
 
 FEATURES = "features"
 """The axis along which a block takes slices of its inputs' last dimension, and gives such a slice."""
@@ -112,14 +110,14 @@ def cross_entropy(
 ) -> Tensor:
     """The loss of every token, as ``F.cross_entropy`` without reduction, from the logits of this device's words.
 
-    The devices exchange two numbers per token: the logarithm of the sum of exponentials, which stands for the largest
-    logit and the sum of the shifted exponentials, and the target's logit.
+    The devices exchange two numbers per token, where Megatron-LM has three exchanges: the logarithm of the sum of
+    exponentials, and the target's logit.
 
     Args:
-        logits: [..., words of this device].
+        logits: [..., words of this device], made of what comes from ``shards.shared``.
         targets: [...] indices of words; where they are ``ignore_index`` the loss is 0.
         words: of all devices.
-        shards: this device's place; ``shards.shared`` is where the logits' input comes from.
+        shards: this device's place.
     """
     begin, end = shards.range(words)
     elsewhere = (targets < begin) | (targets >= end)

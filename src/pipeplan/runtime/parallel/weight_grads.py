@@ -1,13 +1,11 @@
 """Weight gradients that can wait: backward split into I (input gradients) and W (weight gradients).
 
 Modules that multiply by a weight queue its gradient while a :class:`WeightGradQueue` is active, and compute it at
-once otherwise. The operations are the same, so split and full backward agree bit for bit, and to rounding where a
-weight is used more than once.
+once otherwise, by the same operations: split and full backward agree bit for bit where a weight is used once.
 
 Deferred are ``nn.Linear`` (weight and bias) and ``nn.Embedding``. Everything else computes its weight gradients
-with I: normalisations, where they are a by-product of the input gradient and small; convolutions; subclasses, whose
-forward may be their own; and weights that are themselves computed, as under a parametrization. Hooks on a deferred
-parameter are not called by W.
+with I: normalisations and convolutions, subclasses, whose forward may be their own, and weights that are themselves
+computed, as under a parametrization. Hooks on a deferred parameter are not called by W.
 """
 
 from __future__ import annotations
@@ -37,10 +35,7 @@ __all__ = [
 
 
 class WeightGradQueue:
-    """Collects the weight gradients of the backward that runs while it is active; :meth:`run` computes them.
-
-    One queue per stage and micro-batch. Only one is active at a time in a process.
-    """
+    """Collects the weight gradients of the backward that runs while it, and no other, is active."""
 
     _active: WeightGradQueue | None = None  # not thread-local: CUDA runs backward on threads of its own
 
@@ -102,8 +97,7 @@ class DeferredEmbedding(nn.Embedding):
 def defer_weight_gradients(module: nn.Module) -> nn.Module:
     """Let the weight gradients of every ``nn.Linear`` and ``nn.Embedding`` inside be deferred; returns the module.
 
-    Parameter names stay. Modules under ``torch.compile`` keep their own backward: their weight gradients are
-    computed with I, of which a warning tells.
+    Parameter names stay. Modules under ``torch.compile`` keep their own backward, and warn of it.
     """
     for name, child in _outside_compiled(module, ""):
         if _is_compiled(child):
@@ -120,10 +114,7 @@ def defer_weight_gradients(module: nn.Module) -> nn.Module:
 
 
 def warn_if_few_can_wait(module: nn.Module, name: str) -> None:
-    """Warn if of a module whose backward a plan splits most weight gradients cannot be deferred.
-
-    Parameters of one dimension, as of normalisations, do not count: their gradients are by-products of I.
-    """
+    """Warn if most weight gradients of a module cannot be deferred, those of normalisations left out."""
     trained = {id(each): each.numel() for each in module.parameters() if each.requires_grad and each.ndim > 1}
     can_wait = {id(weight) for child in module.modules() for weight in _deferrable(child)}
     total, waiting = sum(trained.values()), sum(trained[each] for each in can_wait & trained.keys())
@@ -137,10 +128,7 @@ def warn_if_few_can_wait(module: nn.Module, name: str) -> None:
 
 
 def warn_if_nothing_waits(queue: WeightGradQueue, module: nn.Module, name: str) -> None:
-    """Warn if a backward with ``queue`` active has deferred nothing, though ``module`` has weights to defer.
-
-    That happens where a part was compiled without the module knowing: the backward stays right, but W is empty.
-    """
+    """Warn if a backward with ``queue`` active has deferred nothing of a module: a part of it was compiled."""
     deferrable = (weight for child in module.modules() for weight in _deferrable(child))
     if len(queue) == 0 and any(weight.requires_grad for weight in deferrable):
         warnings.warn(

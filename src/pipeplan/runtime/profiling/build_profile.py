@@ -1,30 +1,217 @@
-"""From rows of blocks that were measured or estimated once for all like them to a profile."""
+"""Building a profile: a model's graph, found without computing, and the rows of its blocks.
+
+Blocks that are alike are measured or estimated once; from the rows of one of each kind comes a profile of all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from pydantic import ValidationError
+from torch import Tensor, nn
 
 from pipeplan.costs.communication import Exchange, Prices
 from pipeplan.costs.stage_cost import state_recipe
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, Cluster, CostRow, Profile, Source
-from pipeplan.runtime.models.spec import Collective, Model
-from pipeplan.runtime.profiling.block_graph import BlockGraph, BlockNode, block_graph_of
-from pipeplan.runtime.profiling.rounds import Kind, SharedModel
+from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Source
+from pipeplan.runtime.models.shapes import ShapedBlock, shaped_blocks
+from pipeplan.runtime.models.spec import BlockSpec, Collective, Model
 
-__all__ = ["Price", "costs_of", "dtype_of", "on_threads", "priced_by", "profile_of", "splits_of", "unsplit_of"]
+__all__ = [
+    "STATE_NOTES",
+    "BlockGraph",
+    "BlockNode",
+    "Kind",
+    "ModelShare",
+    "block_graph_of",
+    "costs_of",
+    "dtype_of",
+    "kinds_of",
+    "on_threads",
+    "priced_by",
+    "profile_of",
+    "splits_of",
+    "unsplit_of",
+]
+
+Kind = tuple[int, str]
+"""Shards and id of the block that is measured for all like it."""
+
+_NUM_SAMPLES, _MORE_SAMPLES = 3, 5  # what grows between them is of samples, the rest is shared by all
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNode:
+    """What is known of a block before it runs.
+
+    ``kind`` is the id of the first block like it, ``likeness`` equal for all of them, those of other models included;
+    ``input_needs_grad`` is by source; ``roots`` are the outputs, by index, that backward starts from; ``trainable`` are
+    the numbers in parameters that get a gradient; ``tied`` names its group of shared parameters.
+    """
+
+    spec: BlockSpec
+    kind: str
+    likeness: Hashable
+    input_needs_grad: tuple[bool, ...]
+    roots: tuple[int, ...]
+    parameter_bytes: int
+    trainable: int
+    trainable_bytes: int
+    tied: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGraph:
+    """The blocks of a model in topological order, and its edges."""
+
+    blocks: tuple[BlockNode, ...]
+    edges: tuple[Edge, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for models whose blocks have the same names, dimensions, parameters, likeness and edges."""
+        blocks = [
+            (
+                block.spec.id,
+                block.spec.operator,
+                sorted(block.spec.dimensions.items()),
+                block.spec.samples,
+                block.kind,
+                block.input_needs_grad,
+                (block.parameter_bytes, block.trainable_bytes, block.tied),
+            )
+            for block in self.blocks
+        ]
+        edges = [edge.model_dump_json() for edge in self.edges]
+        return hashlib.sha256(repr((blocks, edges)).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShare:
+    """A model of which each block is one device's share among ``shards``, and what is known of it."""
+
+    shards: int
+    model: Model
+    graph: BlockGraph
+
+
+def kinds_of(splits: Sequence[ModelShare]) -> dict[Hashable, Kind]:
+    """Which block is measured for those of a likeness: the first, with the fewest devices."""
+    found: dict[Hashable, Kind] = {}
+    for split in splits:
+        for block in split.graph.blocks:
+            found.setdefault(block.likeness, (split.shards, block.spec.id))
+    return found
+
+
+def block_graph_of(model: Model, dtype: torch.dtype) -> BlockGraph:
+    """A model's graph, found without computing.
+
+    Blocks are alike that have the same operator, dimensions, modules, parameters and inputs. A block that shares
+    parameters with others counts them as its own. Raises UsageError where a block cannot be built or called.
+    """
+    tied = {id_: f"{group[0][0]}.{group[0][1]}" for group in model.tied for id_, _ in group}
+    read = {each for block in model.blocks for each in block.inputs}
+    steps = tuple(shaped_blocks(model, _NUM_SAMPLES, dtype))
+    kinds: dict[Hashable, str] = {}
+    blocks: list[BlockNode] = []
+    for step in steps:
+        id_, parameters = step.spec.id, list(step.module.parameters())
+        trained = [tensor for tensor in parameters if tensor.requires_grad]
+        roots = _roots(step, read)
+        likeness = _likeness(step, roots)
+        blocks.append(
+            BlockNode(
+                step.spec,
+                kinds.setdefault(likeness, id_),
+                likeness,
+                tuple(tensor.requires_grad for tensor in step.inputs),
+                roots,
+                sum(tensor.nbytes for tensor in parameters),
+                sum(tensor.numel() for tensor in trained),
+                sum(tensor.nbytes for tensor in trained),
+                tied.get(id_),
+            )
+        )
+    pairs = zip(steps, shaped_blocks(model, _MORE_SAMPLES, dtype), strict=True)
+    readers = Counter(each for block in model.blocks for each in set(block.inputs))
+    return BlockGraph(tuple(blocks), tuple(edge for few, more in pairs for edge in _edges(few, more, readers)))
+
+
+def _roots(step: ShapedBlock, read: Collection[tuple[str, int]]) -> tuple[int, ...]:
+    """The outputs that others read; of a block that nobody reads, all."""
+    indices = range(len(step.outputs))
+    return tuple(index for index in indices if (step.spec.id, index) in read) or tuple(indices)
+
+
+def _edges(few: ShapedBlock, more: ShapedBlock, readers: Mapping[tuple[str, int], int]) -> Iterator[Edge]:
+    """An edge for each tensor; what the block takes twice travels once. Those that others read, too, have a name."""
+    taken = dict(zip(few.spec.inputs, zip(few.inputs, more.inputs, strict=True), strict=True))
+    counts = Counter(source for source, _ in taken)
+    for (source, index), tensors in taken.items():
+        size, broadcast = _bytes(*tensors)
+        yield Edge(
+            source=source,
+            target=few.spec.id,
+            tensor=str(index) if readers[source, index] > 1 or counts[source] > 1 else None,
+            bytes_per_sample=size,
+            gradient=tensors[0].requires_grad,
+            broadcast=broadcast,
+        )
+
+
+def _bytes(few: Tensor, more: Tensor) -> tuple[int, bool]:
+    """Bytes for each sample, and False; of a tensor that does not grow with samples, all its bytes, and True."""
+    growth = more.nbytes - few.nbytes
+    return (growth // (_MORE_SAMPLES - _NUM_SAMPLES), False) if growth > 0 else (few.nbytes, True)
+
+
+def _likeness(step: ShapedBlock, roots: tuple[int, ...]) -> Hashable:
+    """Equal for blocks that cost the same."""
+    spec = step.spec
+    return (
+        spec.operator,
+        tuple(sorted(spec.dimensions.items())),
+        spec.samples,
+        spec.loss,
+        _structure(step.module),
+        tuple(_form(tensor) for tensor in step.inputs),
+        tuple(spec.inputs.index(each) for each in spec.inputs),  # which of them are the same tensor
+        roots,
+    )
+
+
+def _structure(module: nn.Module) -> Hashable:
+    return (
+        type(module),
+        repr(module),
+        tuple((name, _form(tensor)) for name, tensor in module.named_parameters()),
+        tuple((name, _form(tensor)) for name, tensor in module.named_buffers()),
+    )
+
+
+def _form(tensor: Tensor) -> Hashable:
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+
 
 _RECIPE = "adamw"
 """What training is taken to hold of every parameter, a recipe of the catalog."""
 
+STATE_NOTES = (
+    "Weight gradients of linear and embedding layers are deferred to W, all others are part of I.",
+    f"Optimizer state is {state_recipe(_RECIPE).title}'s.",
+)
+"""What every profile that is made here says of its blocks."""
+
 _FLOAT32_BYTES = 4
 
 Price = Callable[[Collective, int, int], int]
-"""Time in ns of a collective for so many samples among so many devices."""
+"""Time in ns of a collective, by the numbers of samples and of devices."""
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -47,7 +234,7 @@ def on_threads(count: int | None) -> Iterator[None]:
 
 def splits_of(
     model: Model, shards: Sequence[int], dtype: torch.dtype, cluster: Cluster | None
-) -> tuple[SharedModel, ...]:
+) -> tuple[ModelShare, ...]:
     """The model of one device for each number of devices. Raises UsageError."""
     counts = sorted(set(shards))
     if not counts or counts[0] < 1:
@@ -57,11 +244,11 @@ def splits_of(
     if cluster is not None and counts[-1] > cluster.num_devices:
         raise UsageError(f"--shards {counts[-1]}: the cluster has {cluster.num_devices} devices")
     models = {count: _share_of(model, count) for count in counts}
-    return tuple(SharedModel(count, each, block_graph_of(each, dtype)) for count, each in models.items())
+    return tuple(ModelShare(count, each, block_graph_of(each, dtype)) for count, each in models.items())
 
 
 def _share_of(model: Model, count: int) -> Model:
-    """One device's share among so many. Raises UsageError that names flag and model."""
+    """One of ``count`` devices' share. Raises UsageError that names flag and model."""
     if count == 1 or model.sharded is None:
         return model
     try:
@@ -70,18 +257,18 @@ def _share_of(model: Model, count: int) -> Model:
         raise UsageError(f"--shards {count}: model {model.name!r} cannot be split so: {error}") from None
 
 
-def unsplit_of(splits: Sequence[SharedModel], model: Model, dtype: torch.dtype) -> BlockGraph:
+def unsplit_of(splits: Sequence[ModelShare], model: Model, dtype: torch.dtype) -> BlockGraph:
     """The unsplit model, whose sizes are those in a profile."""
-    return splits[0].survey if splits[0].shards == 1 else block_graph_of(model, dtype)
+    return splits[0].graph if splits[0].shards == 1 else block_graph_of(model, dtype)
 
 
 def costs_of(
-    splits: Sequence[SharedModel], kinds: Mapping[Hashable, Kind], rows: Mapping[Kind, Sequence[CostRow]], price: Price
+    splits: Sequence[ModelShare], kinds: Mapping[Hashable, Kind], rows: Mapping[Kind, Sequence[CostRow]], price: Price
 ) -> dict[str, list[CostRow]]:
     """Rows of every block by micro-batch size, shards and recomputation, from the ``rows`` of its kind."""
     found: dict[str, list[CostRow]] = {}
     for split in splits:
-        for block in split.survey.blocks:
+        for block in split.graph.blocks:
             for row in rows[kinds[block.likeness]]:
                 own = row.model_copy(update={"shards": split.shards})
                 found.setdefault(block.spec.id, []).append(_with_collectives(own, block.spec.collectives, price))
@@ -114,14 +301,14 @@ def _with_collectives(row: CostRow, collectives: Sequence[Collective], price: Pr
     return row.model_copy(update=times)
 
 
-def profile_of(model: Model, surveyed: BlockGraph, costs: Mapping[str, Sequence[CostRow]], source: Source) -> Profile:
+def profile_of(model: Model, graph: BlockGraph, costs: Mapping[str, Sequence[CostRow]], source: Source) -> Profile:
     """The model's profile. Raises UsageError where its names do not fit one."""
     try:
         return Profile(
             name=model.name,
             source=source,
-            blocks=tuple(_block(block, costs[block.spec.id]) for block in surveyed.blocks),
-            edges=surveyed.edges,
+            blocks=tuple(_block(block, costs[block.spec.id]) for block in graph.blocks),
+            edges=graph.edges,
         )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]

@@ -1,7 +1,7 @@
 """Estimating a model's costs without running it: bytes and work counted on fake tensors, times by a device's rates.
 
-Blocks run as they do when measured, but on tensors that have shapes and no data, so that a model of any size needs
-neither memory nor time. Fake tensors stand on the CPU: the meta device would choose another attention and hold more.
+Blocks run as they do when measured, but on tensors that have shapes and no data, which stand on the CPU: the meta
+device would choose another attention and hold more.
 """
 
 from __future__ import annotations
@@ -29,11 +29,20 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow, Profile, Source
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.weight_grads import defer_weight_gradients
-from pipeplan.runtime.profiling.block_bench import Bench
-from pipeplan.runtime.profiling.build_profile import costs_of, priced_by, profile_of, splits_of, unsplit_of
-from pipeplan.runtime.profiling.memory import Meter, Usage
-from pipeplan.runtime.profiling.resume import UnfinishedProfile
-from pipeplan.runtime.profiling.rounds import Benches, Kind, Progress, RunCounter, SharedModel, kinds_of
+from pipeplan.runtime.profiling.benches import Bench
+from pipeplan.runtime.profiling.build_profile import (
+    STATE_NOTES,
+    Kind,
+    ModelShare,
+    costs_of,
+    kinds_of,
+    priced_by,
+    profile_of,
+    splits_of,
+    unsplit_of,
+)
+from pipeplan.runtime.profiling.instruments import Meter, Usage
+from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, UnfinishedProfile
 
 __all__ = ["estimate_model", "work_of_blocks"]
 
@@ -41,10 +50,12 @@ _attention_flops: Any = sdpa_flop_count
 _attention_backward_flops: Any = sdpa_backward_flop_count
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
-_NOTES = (
-    "Estimated, not measured: bytes are what autograd would hold, times are sums over kernels of the device's "
-    "roofline. Weight gradients of linear and embedding layers are deferred to W, all others are part of I. Optimizer "
-    "state is AdamW's."
+_NOTES = " ".join(
+    (
+        "Estimated, not measured: bytes are what autograd would hold, times are sums over kernels of the device's "
+        "roofline.",
+        *STATE_NOTES,
+    )
 )
 
 
@@ -73,7 +84,7 @@ def estimate_model(
         calibration: a measured profile that times are fitted to: of this model, or of some of its blocks.
         reference: the model that ``calibration`` is of, if it is another one.
         cluster: whose links the collectives of split blocks take; without, the device's own link.
-        progress: told of every block and size.
+        progress: called before every block and size.
 
     Raises:
         UsageError: sizes or shards make no sense, or the calibration knows no block of this model.
@@ -92,7 +103,7 @@ def estimate_model(
         fitted = _fitted(calibration, reference or model, dtype)
         blocks = {block.id: block for block in bare.blocks}
         timed = {key: fitted.row(blocks[key.block], *rows[key]) for key in rows}
-        notes = f"{notes} {_told(calibration, fitted, bare)}"
+        notes = f"{notes} {_fit_notes(calibration, fitted, bare)}"
     for key, row in timed.items():
         by_kind.setdefault((key.shards, key.block), []).append(row)
     price = priced_by(prices_in(cluster) if cluster is not None else prices_of(device), dtype)
@@ -106,7 +117,7 @@ def work_of_blocks(model: Model, microbatch_size: int, dtype: torch.dtype) -> di
     """Bytes, in a row without times, and kernels of every block for one micro-batch, by block id."""
     splits = splits_of(model, (1,), dtype, None)
     found = {b.key.block: (b.row(), work) for b, work in _counted(splits, [microbatch_size], dtype, False, None)}
-    return {block.spec.id: found[block.kind] for block in splits[0].survey.blocks}
+    return {block.spec.id: found[block.kind] for block in splits[0].graph.blocks}
 
 
 def _on_device(row: CostRow, work: Work, device: DevicePreset) -> CostRow:
@@ -134,9 +145,9 @@ def _source(device: DevicePreset, dtype: torch.dtype, notes: str) -> Source:
 def _fitted(measured: Profile, reference: Model, dtype: torch.dtype) -> Calibration:
     """Rates and factors from the measured rows of blocks that the reference has."""
     splits = splits_of(reference, (1,), dtype, None)
-    unsplit = splits[0].survey
+    unsplit = splits[0].graph
     bare = profile_of(reference, unsplit, {b.spec.id: [_ANY] for b in unsplit.blocks}, Source(method="estimated"))
-    kinds = {likeness(block): surveyed.kind for block, surveyed in zip(bare.blocks, unsplit.blocks, strict=True)}
+    kinds = {likeness(block): node.kind for block, node in zip(bare.blocks, unsplit.blocks, strict=True)}
     rows = [(block, row) for block, row in measured_rows(measured) if likeness(block) in kinds]
     if not rows:
         raise UsageError(
@@ -148,7 +159,7 @@ def _fitted(measured: Profile, reference: Model, dtype: torch.dtype) -> Calibrat
     return calibrate([KnownRow(block, row, works[kinds[likeness(block)], row.microbatch_size]) for block, row in rows])
 
 
-def _told(measured: Profile, fitted: Calibration, estimated: Profile) -> str:
+def _fit_notes(measured: Profile, fitted: Calibration, estimated: Profile) -> str:
     known = {like for like, _ in fitted.blocks}
     blocks = sum(likeness(block) in known for block in estimated.blocks)
     sizes = sorted({size for by_size in fitted.blocks.values() for size in by_size})
@@ -163,7 +174,7 @@ def _told(measured: Profile, fitted: Calibration, estimated: Profile) -> str:
 
 
 def _counted(
-    splits: Sequence[SharedModel], sizes: Sequence[int], dtype: torch.dtype, recompute: bool, progress: Progress | None
+    splits: Sequence[ModelShare], sizes: Sequence[int], dtype: torch.dtype, recompute: bool, progress: Progress | None
 ) -> Iterator[tuple[Bench, Work]]:
     """Every kind of block at every size, with its bytes, and its kernels in F, I and W."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)

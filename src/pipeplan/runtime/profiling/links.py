@@ -25,21 +25,20 @@ from pipeplan.costs.communication import latency_and_bandwidth
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source, parse, to_json
 from pipeplan.files.cluster import Operation
-from pipeplan.runtime.launch.failures import lost_others
 from pipeplan.runtime.launch.job import RankContext, RunOptions
 from pipeplan.runtime.launch.local import RANK, watch_local
-from pipeplan.runtime.launch.status_board import Phase, Progress
+from pipeplan.runtime.launch.status import Phase, Progress, lost_others
 from pipeplan.runtime.launch.worker import Started, under_torchrun
-from pipeplan.runtime.parallel.device import Clock, rank_device
+from pipeplan.runtime.parallel.device import Clock, gathered, rank_device
 
-__all__ = ["LinkOptions", "LinkPoint", "Task", "measure_job", "measure_links", "measure_local", "tasks_of"]
+__all__ = ["LinkOptions", "LinkPoint", "measure_job", "measure_links", "measure_local", "tasks_of"]
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 """What can be measured, in the order it is: ``send`` first, since latency and bandwidth come from it."""
 
 _ELEMENT_BYTES = 4
 _MAX_CALLS = 16
-_CALLS_BYTES = 1 << 20  # so many bytes of calls are timed together, lest small ones show the start's skew
+_CALLS_BYTES = 1 << 20  # of calls that are timed together, lest small ones show the start's skew
 _MAX_NOTES = 8000
 
 Key = tuple[Operation, str, int]
@@ -50,11 +49,8 @@ Key = tuple[Operation, str, int]
 class LinkOptions:
     """What to measure: sizes from ``smallest_bytes`` to ``largest_bytes``, each ``factor`` times the one before.
 
-    ``repeats`` timed runs are behind each median, after ``warmup`` others. ``device``, ``backend``, ``timeout_ns`` as
-    in :class:`RunOptions`; one round over all sizes must end within the timeout.
-
-    Raises:
-        UsageError: a range without sizes, too few repeats, an unknown operation.
+    Each is the median of ``repeats`` timed runs, after ``warmup`` others. ``device``, ``backend``, ``timeout_ns`` as in
+    :class:`RunOptions`; one round over all sizes must end within the timeout. Raises UsageError.
     """
 
     smallest_bytes: int = 1 << 10
@@ -140,7 +136,9 @@ Keep = Callable[[Cluster], None]
 def measure_links(
     options: LinkOptions, cluster: Cluster | None = None, *, on_point: OnPoint, keep: Keep
 ) -> Cluster | None:
-    """Measure as a rank that torchrun has started.
+    """Measure as a rank that torchrun has started. Returns the cluster on rank 0, None on others.
+
+    Where a rank fails, the first to know says so, naming rank and operation, and the process ends here.
 
     Args:
         options: what to measure.
@@ -148,10 +146,6 @@ def measure_links(
         on_point: called on rank 0 with each point.
         keep: called on rank 0 with all that is measured, whenever a curve is whole; the first time when the sends of
             every level are.
-
-    Returns:
-        The cluster on rank 0, None on others. Where a rank fails, the first to know says so, naming rank and
-        operation, and the process ends here.
     """
 
     def as_rank(started: Started) -> Cluster | None:
@@ -170,11 +164,9 @@ def measure_local(
     keep: Keep,
     command: Sequence[str] = RANK,
 ) -> Cluster:
-    """Measure among so many processes, started on this machine; the rest is as in :func:`measure_links`.
+    """Measure among processes started on this machine; the rest is as in :func:`measure_links`.
 
-    Raises:
-        UsageError: one process, or a cluster that does not fit.
-        ExecutionError: a rank failed, died or hung; the text names rank and operation.
+    Raises UsageError where the cluster does not fit, and ExecutionError, which names rank and operation.
     """
     base = cluster or _bare([""] * num_processes, torch.device("cpu"), options)
     program = tuple(map(str, tasks_of(base, num_processes, options)))
@@ -212,10 +204,7 @@ def tasks_of(cluster: Cluster, num_ranks: int, options: LinkOptions) -> tuple[Ta
     """Everything there is to measure on a cluster's levels, in order.
 
     Of each level: sends between the first, the middle and the last two neighbours that it joins, and collectives of
-    two, four, ... of the groups inside it, up to all.
-
-    Raises:
-        UsageError: there is nothing to measure, or the cluster is too small.
+    two, four, ... of the groups inside it, up to all. Raises UsageError where there are none.
     """
     if num_ranks < 2 or num_ranks > cluster.num_devices or not cluster.levels:
         raise UsageError(
@@ -255,11 +244,7 @@ def _whole(operation: Operation, ranks: Sequence[int], size: int) -> int:
 
 
 def _bare(hosts: Sequence[str], device: torch.device, options: LinkOptions) -> Cluster:
-    """A cluster of the ranks, on hosts as named, with its links still to be measured.
-
-    Raises:
-        UsageError: hosts have different numbers of ranks or ranks out of order, or no sends are measured.
-    """
+    """A cluster of the ranks, with links still to be measured. Raises UsageError where hosts do not fit."""
     if "send" not in options.operations:
         raise UsageError("a new cluster needs sends, for latency and bandwidth; measure send too, or give --cluster")
     counts = [len(list(ranks)) for _, ranks in groupby(hosts)]
@@ -306,7 +291,7 @@ class _Measuring:
         """Measure everything; ``programs`` gets the tasks' names for errors. The cluster on rank 0, else None."""
         device = rank_device(self.options.device, self.options.transport)
         with lost_others(self.progress):
-            hosts = _gathered(socket.gethostname())
+            hosts = gathered(socket.gethostname())
         base = self.given or _bare(hosts, device, self.options)
         tasks = tasks_of(base, len(hosts), self.options)
         self.progress.program = tuple(map(str, tasks))
@@ -346,11 +331,11 @@ class _Measuring:
             self.progress.begin(Phase.WAITING, first)
             own = self._round(calls, group, clock)
             with lost_others(self.progress):
-                told = [times for times in _gathered(own) if times != []]
-            if None in told:
+                given = [times for times in gathered(own) if times != []]
+            if None in given:
                 self.missing.append(task.operation)
                 return
-            rounds.append([max(times) for times in zip(*told, strict=True)])
+            rounds.append([max(times) for times in zip(*given, strict=True)])
         if rank == 0:
             for (_, task), times in zip(numbered, zip(*rounds[self.options.warmup :], strict=True), strict=True):
                 self._note(task, times)
@@ -400,13 +385,6 @@ class _Measuring:
             f"point {typical:.0%} in the median, {worst.spread:.0%} at most ({worst.operation} of {worst.size} "
             f"bytes, {worst.num_devices} devices).{fitted}{left_out}"
         )
-
-
-def _gathered(value: Any) -> list[Any]:
-    """Every rank's value, on every rank."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, value)
-    return told
 
 
 def _curves(points: Sequence[LinkPoint]) -> dict[Key, MeasuredCurve]:

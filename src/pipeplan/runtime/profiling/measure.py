@@ -1,14 +1,14 @@
 """Measuring a model block by block: times, memory, and what travels between blocks.
 
 Every block runs by itself as a stage runs it: its inputs are leaves, and its backward starts from a given gradient.
-F and B are timed in one pass; F, I and W in another. The runs of all blocks and sizes take turns, one run of each
-per round, so that a slow moment of the machine falls on all of them, and each finds the caches as another left them.
+F and B are timed in one pass; F, I and W in another. The runs of all blocks and sizes take turns, so that a slow moment
+of the machine falls on all of them, and each finds the caches as another left them.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,18 +19,26 @@ from pipeplan.costs.communication import prices_in
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow, Profile, Source
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.profiling.block_bench import TIMES, Bench
-from pipeplan.runtime.profiling.block_graph import BlockGraph
-from pipeplan.runtime.profiling.build_profile import costs_of, priced_by, profile_of, splits_of, unsplit_of
-from pipeplan.runtime.profiling.resume import UnfinishedProfile
-from pipeplan.runtime.profiling.rounds import Benches, Kind, Progress, RunCounter, RunCounts, SharedModel, kinds_of
-from pipeplan.runtime.profiling.timing import drift_of, num_outliers, steady
-from pipeplan.runtime.profiling.whole_model import WholeBench
+from pipeplan.runtime.profiling.benches import TIMES, Bench
+from pipeplan.runtime.profiling.build_profile import (
+    STATE_NOTES,
+    BlockGraph,
+    Kind,
+    ModelShare,
+    costs_of,
+    kinds_of,
+    priced_by,
+    profile_of,
+    splits_of,
+    unsplit_of,
+)
+from pipeplan.runtime.profiling.instruments import drift_of, num_outliers, steady
+from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, RunCounts, UnfinishedProfile
 
-__all__ = ["Progress", "profile_model"]
+__all__ = ["profile_model"]
 
 _DRIFT = 0.1
-"""A second half of the runs that is slower or faster by more than this is told of."""
+"""A second half of the runs that is slower or faster by more than this is noted."""
 
 
 def profile_model(
@@ -48,13 +56,12 @@ def profile_model(
     seed: int = 0,
     progress: Progress | None = None,
     partial: UnfinishedProfile | None = None,
-    beside: Sequence[WholeBench] = (),
+    beside: Sequence[Callable[[bool], None]] = (),
 ) -> Profile:
     """Measure every block of a model for each micro-batch size.
 
-    Blocks that are alike are measured once, those of different shard counts included. Held in memory are one block of
-    each kind with its gradients, and what one of them needs to run. A size for which memory runs out is left out, and
-    so are those above it; the profile's notes then say so.
+    Blocks that are alike are measured once. Held in memory are one block of each kind with its gradients, and what one
+    of them needs to run. A size for which memory runs out is left out, and so are those above it, as the notes say.
 
     With ``partial`` what was measured is kept in its file every few seconds and when something fails, and a later
     call goes on from there, also with other sizes. The file stays until the caller has written the profile.
@@ -62,7 +69,7 @@ def profile_model(
     Args:
         model: what to measure.
         microbatch_sizes: samples per micro-batch, each at least 1.
-        repeats: timed runs behind each median, at least 1.
+        repeats: timed runs of each block and size, at least 1.
         warmup: runs of each before them.
         max_spread: go on, up to 5 times ``repeats``, with blocks whose spread is above it.
         shards: devices that split each block; one device's share is measured alone.
@@ -71,9 +78,9 @@ def profile_model(
         dtype: of parameters and activations.
         device: where to run; times and memory on CUDA are taken on the device.
         seed: of parameters and samples.
-        progress: told of every run.
+        progress: called before every run.
         partial: keeps what was measured.
-        beside: models in one piece that take turns with the blocks.
+        beside: called once each round, with whether its times count: for what takes turns with the blocks.
 
     Raises:
         UsageError: sizes, repeats, shards or device make no sense, the model cannot be split so, a block cannot be
@@ -99,7 +106,7 @@ def profile_model(
     finally:
         benches.keep()
         partial.save()
-    notes = " ".join([*_notes(splits, kinds, runs, cluster, recompute=recompute), *_told(benches.all, missing)])
+    notes = " ".join([*_notes(splits, kinds, runs, cluster, recompute=recompute), *_findings(benches.all, missing)])
     rows: dict[Kind, list[CostRow]] = {}
     for bench in benches.all:
         rows.setdefault((bench.key.shards, bench.key.block), []).append(bench.row())
@@ -123,14 +130,14 @@ def _require_usable(sizes: Sequence[int], runs: RunCounts, device: torch.device 
     return found
 
 
-def _require_fitting(model: Model, surveyed: BlockGraph, dtype: torch.dtype, device: torch.device) -> None:
+def _require_fitting(model: Model, graph: BlockGraph, dtype: torch.dtype, device: torch.device) -> None:
     """Check before anything runs that names and edges are those of a profile. Raises UsageError."""
     nothing = (CostRow(microbatch_size=1, forward_ns=0, backward_ns=0),)
-    profile_of(model, surveyed, {block.spec.id: nothing for block in surveyed.blocks}, _source(dtype, device, ""))
+    profile_of(model, graph, {block.spec.id: nothing for block in graph.blocks}, _source(dtype, device, ""))
 
 
 def _question(
-    splits: Sequence[SharedModel],
+    splits: Sequence[ModelShare],
     runs: RunCounts,
     dtype: torch.dtype,
     device: torch.device,
@@ -150,7 +157,7 @@ def _question(
         "--warmup": str(runs.warmup),
         "--seed": str(seed),
         "largest spread": str(runs.max_spread),
-        "fingerprint of the model's blocks": "-".join(split.survey.fingerprint for split in splits),
+        "fingerprint of the model's blocks": "-".join(split.graph.fingerprint for split in splits),
         **{f"version of {name}": version for name, version in source.versions.items()},
     }
 
@@ -181,7 +188,7 @@ def _processor() -> str:
 
 
 def _notes(
-    splits: Sequence[SharedModel],
+    splits: Sequence[ModelShare],
     kinds: Mapping[Hashable, Kind],
     runs: RunCounts,
     cluster: Cluster | None,
@@ -193,8 +200,7 @@ def _notes(
     yield f"Median of {runs.repeats} runs{more} after {runs.warmup} to warm up, blocks and sizes taking turns."
     if groups := _groups(splits, kinds):
         yield f"Blocks that are alike were measured once: {', '.join(groups[:20])}."
-    yield "Weight gradients of linear and embedding layers are deferred to W, all others are part of I."
-    yield "Optimizer state is AdamW's."
+    yield from STATE_NOTES
     if splits[-1].shards > 1:
         links = "not among their times" if cluster is None else "among their times, by the links of the cluster given"
         yield f"Split blocks: one device's share was measured alone; collectives are {links}."
@@ -202,12 +208,12 @@ def _notes(
         yield "With recomputation F keeps a block's inputs alone, and B and I run its forward again first."
 
 
-def _groups(splits: Sequence[SharedModel], kinds: Mapping[Hashable, Kind]) -> list[str]:
+def _groups(splits: Sequence[ModelShare], kinds: Mapping[Hashable, Kind]) -> list[str]:
     """Kinds that stand for several blocks of one split."""
     found = []
     for split in splits:
         counts: dict[Kind, int] = {}
-        for block in split.survey.blocks:
+        for block in split.graph.blocks:
             kind = kinds[block.likeness]
             counts[kind] = counts.get(kind, 0) + 1
         split_so = f" split over {split.shards}" if split.shards > 1 else ""
@@ -215,7 +221,7 @@ def _groups(splits: Sequence[SharedModel], kinds: Mapping[Hashable, Kind]) -> li
     return found
 
 
-def _told(benches: Sequence[Bench], missing: str | None) -> Iterator[str]:
+def _findings(benches: Sequence[Bench], missing: str | None) -> Iterator[str]:
     """What the runs showed that a reader must know: drift, outliers, sizes that are missing."""
     series = [(bench.key.label, name, bench.times[name]) for bench in benches for name in TIMES[:2]]
     drifts = {f"{name} of {label}": drift_of(values) for label, name, values in series}

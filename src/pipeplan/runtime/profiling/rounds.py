@@ -1,52 +1,36 @@
-"""All benches of a measurement, which take turns: one run of each per round."""
+"""All benches of a measurement, which take turns: one run of each per round; what is measured is kept in a file."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
 
-from pipeplan.errors import InfeasibleError
+from pipeplan.errors import FileError, InfeasibleError, UsageError
+from pipeplan.files import File, parse, write_text
+from pipeplan.files.base import CurrentVersion
+from pipeplan.files.migrations import current_version
+from pipeplan.files.read_write import read_bytes
 from pipeplan.runtime.models.shapes import outputs_of
-from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.profiling.block_bench import Bench
-from pipeplan.runtime.profiling.block_graph import BlockGraph, BlockNode
-from pipeplan.runtime.profiling.memory import Meter, meter_for
-from pipeplan.runtime.profiling.resume import RowKey, UnfinishedProfile
-from pipeplan.runtime.profiling.timing import blamed
-from pipeplan.runtime.profiling.whole_model import WholeBench
+from pipeplan.runtime.profiling.benches import Bench, KeptRow, RowKey
+from pipeplan.runtime.profiling.build_profile import BlockNode, Kind, ModelShare
+from pipeplan.runtime.profiling.instruments import Meter, blamed, meter_for
+from pipeplan.workload.elements import Items
 
-__all__ = ["Benches", "Kind", "Progress", "RunCounter", "RunCounts", "SharedModel", "kinds_of"]
+__all__ = ["Benches", "Progress", "RunCounter", "RunCounts", "UnfinishedProfile"]
 
 Progress = Callable[[int, int, str], None]
 """Called before each run with the runs done, all runs, and what runs now."""
 
-Kind = tuple[int, str]
-"""Shards and id of the block that is measured for all like it."""
-
 _ADAPTIVE = 5
-"""At most so many times the runs asked for, where times are unsteady."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedModel:
-    """A model of which each block is one device's share among ``shards``, and what is known of it."""
-
-    shards: int
-    model: Model
-    survey: BlockGraph
-
-
-def kinds_of(splits: Sequence[SharedModel]) -> dict[Hashable, Kind]:
-    """Which block is measured for those of a likeness: the first, with the fewest devices."""
-    found: dict[Hashable, Kind] = {}
-    for split in splits:
-        for block in split.survey.blocks:
-            found.setdefault(block.likeness, (split.shards, block.spec.id))
-    return found
+"""At most this multiple of the runs asked for, where times are unsteady."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +50,8 @@ class RunCounter:
     total: int
     done: int = 0
 
-    def tell(self, what: str) -> None:
-        """Before a run."""
+    def begin(self, what: str) -> None:
+        """Note a run before it begins."""
         if self.progress is not None:
             self.progress(self.done, max(self.total, self.done + 1), what)
         self.done += 1
@@ -77,31 +61,28 @@ class RunCounter:
 class Benches:
     """All that is measured: one bench per kind of block, micro-batch size and recomputation choice, as they run.
 
-    ``beside`` are models in one piece that take their turn in each round, too.
+    ``beside`` are called once each round, too, with whether its times count.
     """
 
-    splits: Sequence[SharedModel]
+    splits: Sequence[ModelShare]
     kinds: Mapping[Hashable, Kind]
     recompute: tuple[bool, ...]
     dtype: torch.dtype
     device: torch.device
     seed: int
     partial: UnfinishedProfile
-    beside: Sequence[WholeBench] = ()
+    beside: Sequence[Callable[[bool], None]] = ()
     meter: Callable[[torch.device], Meter] = meter_for
     all: list[Bench] = field(default_factory=list)
     _modules: dict[Kind, nn.Module] = field(default_factory=dict)
 
     def fill(self, sizes: Sequence[int], rounds: RunCounter) -> str | None:
-        """Build a bench for every kind and size and measure its memory.
-
-        Returns why sizes are missing, if memory did not suffice for all.
-        """
+        """Build a bench for every kind and size and measure its memory. Returns why sizes are missing, if some are."""
         for size in sizes:
             rows: list[Bench] = []
             try:
                 for bench in self._of_size(size):
-                    rounds.tell(bench.key.label)
+                    rounds.begin(bench.key.label)
                     self._measure_memory(bench)
                     rows.append(bench)
             except InfeasibleError as error:
@@ -121,10 +102,7 @@ class Benches:
             bench.take_up(kept)
 
     def time(self, runs: RunCounts, rounds: RunCounter) -> str | None:
-        """Run all benches in turns until each has its times.
-
-        Returns why sizes are missing, if memory ran out now at one that fitted before.
-        """
+        """Run all benches in turns until each has its times. Returns why sizes are missing, if some are."""
         missing = None
         plans = {id(bench): bench.runs_left(runs.repeats, runs.warmup) for bench in self.all}
         for count in range(max(plans.values(), default=0)):
@@ -140,11 +118,11 @@ class Benches:
     def _round(self, turn: Sequence[Bench], rounds: RunCounter, *, keep: bool) -> str | None:
         missing = None
         gc.collect()
-        for whole in self.beside:
-            whole.time(keep=keep)
+        for take_turn in self.beside:
+            take_turn(keep)
         for bench in turn:
             if bench in self.all:
-                rounds.tell(bench.key.label)
+                rounds.begin(bench.key.label)
                 missing = self._time(bench, keep=keep) or missing
         if self.partial.is_due:
             self.keep()
@@ -172,8 +150,8 @@ class Benches:
         outputs: dict[Kind, tuple[Tensor, ...]] = {}
         for split in self.splits:
             batch = split.model.mini_batch(size, 0, self.seed, dtype=self.dtype, device=self.device)
-            kind_of = {block.spec.id: self.kinds[block.likeness] for block in split.survey.blocks}
-            for block in split.survey.blocks:
+            kind_of = {block.spec.id: self.kinds[block.likeness] for block in split.graph.blocks}
+            for block in split.graph.blocks:
                 kind = (split.shards, block.spec.id)
                 if kind_of[block.spec.id] != kind:
                     continue
@@ -188,7 +166,7 @@ class Benches:
                     needs = block.input_needs_grad
                     yield Bench(key, self._modules[kind], inputs, needs, samples, gradients, self.device, self.meter)
 
-    def _outputs(self, split: SharedModel, block: BlockNode, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _outputs(self, split: ModelShare, block: BlockNode, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
         kind, id_ = (split.shards, block.spec.id), block.spec.id
         if kind not in self._modules:
             self._modules[kind] = split.model.build(id_, self.seed, dtype=self.dtype, device=self.device)
@@ -221,3 +199,78 @@ def _inputs(
         is_taken = any(tensor is other for name, other in found.items() if name != (source, index))
         found.setdefault((source, index), tensor.clone() if is_taken else tensor)
     return tuple(found[each] for each in block.spec.inputs)
+
+
+_SAVE_EVERY_S = 5.0
+"""A crash loses no more than this; writing more often would disturb what is measured."""
+
+
+class _UnfinishedFile(File):
+    """The file: what was asked for, and the rows so far."""
+
+    schema_version: Annotated[int, CurrentVersion("partial-profile")] = current_version("partial-profile")
+    kind: Literal["partial-profile"] = "partial-profile"
+    question: dict[str, str]
+    rows: Items[KeptRow] = ()
+
+
+class UnfinishedProfile:
+    """The rows so far, by what was measured; without a path they are in no file."""
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self.path = None if path is None else Path(path)
+        self._question: dict[str, str] = {}
+        self._rows: dict[RowKey, KeptRow] = {}
+        self._saved_s = time.monotonic()
+
+    def open(self, question: Mapping[str, str]) -> None:
+        """Take up what the file has, if there is one; ``question`` says all that the measurements depend on.
+
+        Raises UsageError where the file is of another question, and FileError.
+        """
+        self._question = dict(question)
+        if self.path is None or not self.path.exists():
+            return
+        found = self._read(self.path)
+        for name in dict.fromkeys([*question, *found.question]):
+            before, now = found.question.get(name, "nothing"), question.get(name, "nothing")
+            if before != now:
+                raise UsageError(
+                    f"{self.path} has a measurement that has not ended, with {name} {before}, and now it is {now}; "
+                    "ask for the same to go on with it, delete it to start anew, or choose another file with -o"
+                )
+        self._rows = {row.key: row for row in found.rows}
+
+    @staticmethod
+    def _read(path: Path) -> _UnfinishedFile:
+        content = read_bytes(str(path))
+        try:
+            return parse(content, _UnfinishedFile, str(path))
+        except FileError as error:
+            raise FileError(f"{path}: not what an interrupted measurement keeps; delete it", error.problems) from None
+
+    def row(self, key: RowKey) -> KeptRow | None:
+        """What is kept of it."""
+        return self._rows.get(key)
+
+    def put(self, row: KeptRow) -> None:
+        """Keep a row in place of the one before of the same key."""
+        self._rows[row.key] = row
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the file is to be written again while measuring."""
+        return self.path is not None and time.monotonic() - self._saved_s >= _SAVE_EVERY_S
+
+    def save(self) -> None:
+        """Write the file atomically, if there is something to keep. Raises FileError."""
+        if self.path is not None and self._rows:
+            file = _UnfinishedFile(question=self._question, rows=tuple(self._rows.values()))
+            write_text(file.model_dump_json() + "\n", str(self.path))
+        self._saved_s = time.monotonic()
+
+    def remove(self) -> None:
+        """Delete the file: the profile has been written."""
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                self.path.unlink()

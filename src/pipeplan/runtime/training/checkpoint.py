@@ -17,29 +17,30 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.executor.rank_group import AllRanks
-from pipeplan.runtime.launch.failures import Cause, RankError, lost_others
-from pipeplan.runtime.launch.status_board import Phase, Progress
+from pipeplan.runtime.executor.process_groups import AllRanks
+from pipeplan.runtime.launch.status import Cause, Phase, Progress, RankError, lost_others
+from pipeplan.runtime.parallel.sharding import ParameterPart
 from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder, metadata_of, rest_of, undamaged
-from pipeplan.runtime.training.dcp_planner import (
-    ChunkLoadPlanner,
-    ChunkSavePlanner,
-    OwnedParameter,
-    ParameterChunk,
-    whole_chunk,
-)
+from pipeplan.runtime.training.compatibility import require_identity
 from pipeplan.runtime.training.optimizer import Updater
-from pipeplan.runtime.training.run_fingerprint import require_identity
 
-__all__ = ["Checkpoints", "TrainingState"]
+__all__ = ["Checkpoints", "OwnedParameter", "TrainingState"]
 
 _REST = "rest.pt"
 _PARAMETERS, _OPTIMIZER, _BUFFERS = "parameters/", "optimizer/", "buffers/"
@@ -47,11 +48,7 @@ _PARAMETERS, _OPTIMIZER, _BUFFERS = "parameters/", "optimizer/", "buffers/"
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """What one rank trains; ``buffers`` are by ``BLOCK.NAME``.
-
-    ``identity`` is what the training is, see :mod:`pipeplan.runtime.training.run_fingerprint`: only the same goes on
-    from a checkpoint.
-    """
+    """What one rank trains; ``buffers`` are by ``BLOCK.NAME``, ``identity`` is what the training is."""
 
     parameters: Sequence[OwnedParameter]
     buffers: Mapping[str, Tensor]
@@ -60,14 +57,7 @@ class TrainingState:
 
 
 class Checkpoints:
-    """Writes and reads one rank's part of checkpoints; both are collective.
-
-    Args:
-        folder: where they lie, the same for all ranks.
-        held: of this rank.
-        all_ranks: this rank's connection with all others.
-        progress: this rank's record.
-    """
+    """Writes and reads one rank's part of checkpoints, which lie in one folder for all ranks; both are collective."""
 
     def __init__(self, folder: CheckpointFolder, held: TrainingState, all_ranks: AllRanks, progress: Progress) -> None:
         self._folder, self._held, self._all_ranks, self._progress = folder, held, all_ranks, progress
@@ -75,9 +65,7 @@ class Checkpoints:
     def begin(self, resume: bool) -> int:
         """Go on from the last whole checkpoint, or start where there is none. Returns the number of steps done.
 
-        Raises:
-            UsageError: there is none to go on from, or one that this run would mix with; or it is damaged or does not
-                fit.
+        Raises UsageError where there is none to go on from, one that this run would mix with, or one that does not fit.
         """
         self._progress.begin(Phase.RESUMING)
         if self._progress.rank == 0:
@@ -90,22 +78,19 @@ class Checkpoints:
         return 0 if last is None else self._load(last)
 
     def save(self, step: int) -> None:
-        """Write the state behind so many steps; when this returns, it is on the disk.
-
-        Raises:
-            RankError: a rank could not write, or is gone.
-        """
+        """Write the state after a number of steps; when this returns, it is on the disk. Raises RankError."""
         self._progress.begin(Phase.SAVING)
-        pieces, numbers = self._state()
+        states = self._optimizer_states()
+        pieces, numbers = self._pieces(states, all_held=False), self._numbers(states)
         with self._written(step):
             if self._progress.rank == 0:
                 self._folder.begin(step)
-            told = self._all_ranks.gather((self._schedule(), numbers))
+            gathered = self._all_ranks.gather((self._schedule(), numbers))
             with lost_others(self._progress):
                 writer = FileSystemWriter(self._folder.part(step))
                 save(_first_of(pieces), storage_writer=writer, planner=ChunkSavePlanner(pieces))
             if self._progress.rank == 0:
-                self._write_rest(step, told)
+                self._write_rest(step, gathered)
                 self._folder.publish(step)
             with lost_others(self._progress):
                 dist.barrier()
@@ -122,19 +107,24 @@ class Checkpoints:
         except OSError as error:
             raise RankError(Cause.RAISED, f"rank {self._progress.rank} {where}: {error}") from error
 
-    def _state(self) -> tuple[dict[str, list[ParameterChunk]], dict[str, dict[str, Any]]]:
-        """What this rank stores of tensors, and what optimizers keep of its parameters beside tensors."""
+    def _pieces(self, states: Sequence[Mapping[str, Any]], *, all_held: bool) -> dict[str, list[ParameterChunk]]:
+        """Where tensors lie, or go: of buffers, parameters and optimizer ``states``; all, or those this rank stores."""
         pieces = {_BUFFERS + name: [whole_chunk(buffer)] for name, buffer in self._held.buffers.items()}
-        numbers: dict[str, dict[str, Any]] = {}
-        for owned, state in zip(self._held.parameters, self._optimizer_states(), strict=True):
-            if owned.stored:
-                pieces.setdefault(_PARAMETERS + owned.name, []).extend(owned.pieces(owned.parameter.detach()))
-                for key, value in state.items():
+        for owned, state in zip(self._held.parameters, states, strict=True):
+            if owned.stored or all_held:
+                named = {f"{_OPTIMIZER}{owned.name}/{key}": value for key, value in state.items()}
+                for name, value in {_PARAMETERS + owned.name: owned.parameter.detach(), **named}.items():
                     if isinstance(value, Tensor):
-                        pieces.setdefault(f"{_OPTIMIZER}{owned.name}/{key}", []).extend(owned.pieces(value))
-                    else:
-                        numbers.setdefault(owned.name, {})[key] = value
-        return pieces, numbers
+                        pieces.setdefault(name, []).extend(owned.pieces(value))
+        return pieces
+
+    def _numbers(self, states: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """What optimizers keep of this rank's parameters beside tensors."""
+        return {
+            owned.name: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+            for owned, state in zip(self._held.parameters, states, strict=True)
+            if owned.stored
+        }
 
     def _optimizer_states(self) -> list[dict[str, Any]]:
         """What the optimizer keeps of each parameter."""
@@ -150,9 +140,9 @@ class Checkpoints:
         groups = updater.optimizer.state_dict()["param_groups"]
         return [{k: v for k, v in group.items() if k != "params"} for group in groups], updater.schedule.state_dict()
 
-    def _write_rest(self, step: int, told: list[tuple[Any, dict[str, dict[str, Any]]]]) -> None:
-        schedule = next((each for each, _ in told if each is not None), None)
-        numbers = {name: state for _, states in told for name, state in states.items()}
+    def _write_rest(self, step: int, gathered: list[tuple[Any, dict[str, dict[str, Any]]]]) -> None:
+        schedule = next((each for each, _ in gathered if each is not None), None)
+        numbers = {name: state for _, states in gathered for name, state in states.items()}
         rest = {"step": step, "identity": dict(self._held.identity), "schedule": schedule, "numbers": numbers}
         with (self._folder.part(step) / _REST).open("wb") as file:
             torch.save(rest, file)
@@ -171,7 +161,7 @@ class Checkpoints:
         }
         self._require_same(path, kept)
         states = [self._room(owned, kept) for owned in self._held.parameters]
-        pieces = self._targets(states)
+        pieces = self._pieces(states, all_held=True)
         with undamaged(self._folder, step), lost_others(self._progress):
             load(_first_of(pieces), storage_reader=FileSystemReader(path), planner=ChunkLoadPlanner(pieces))
         self._restore(path, rest, states)
@@ -199,15 +189,6 @@ class Checkpoints:
             for name, each in kept.items()
             if name.startswith(prefix)
         }
-
-    def _targets(self, states: Sequence[Mapping[str, Tensor]]) -> dict[str, list[ParameterChunk]]:
-        """Where tensors go: parameters and buffers as they stand, and the room for what the optimizer kept."""
-        pieces = {_BUFFERS + name: [whole_chunk(buffer)] for name, buffer in self._held.buffers.items()}
-        for owned, state in zip(self._held.parameters, states, strict=True):
-            pieces.setdefault(_PARAMETERS + owned.name, []).extend(owned.pieces(owned.parameter.detach()))
-            for key, value in state.items():
-                pieces.setdefault(f"{_OPTIMIZER}{owned.name}/{key}", []).extend(owned.pieces(value))
-        return pieces
 
     def _restore(self, path: Path, rest: Mapping[str, Any], states: Sequence[Mapping[str, Tensor]]) -> None:
         """Put optimizer and schedule where they were; torch's optimizers move states to their parameters' device."""
@@ -239,3 +220,98 @@ def _first_of(pieces: Mapping[str, Sequence[ParameterChunk]]) -> dict[str, Any]:
 
 def _text(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterChunk:
+    """A part of a tensor of shape ``size``, from ``offsets`` on; ``tensor`` may be a view."""
+
+    size: torch.Size
+    offsets: torch.Size
+    tensor: Tensor
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """Where it lies."""
+        return ChunkStorageMetadata(self.offsets, self.tensor.size())
+
+
+def whole_chunk(tensor: Tensor) -> ParameterChunk:
+    """All of a tensor."""
+    return ParameterChunk(tensor.size(), torch.Size([0] * tensor.dim()), tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedParameter:
+    """A rank's part of a parameter of shape ``whole``; ``stored`` if this rank is the one to store it."""
+
+    name: str
+    parameter: nn.Parameter
+    whole: torch.Size
+    part: ParameterPart
+    stored: bool
+
+    def pieces(self, tensor: Tensor) -> list[ParameterChunk]:
+        """Where the parameter, or what an optimizer keeps of each of its numbers, lies; anything else is whole."""
+        if tensor.shape != self.parameter.shape:
+            return [whole_chunk(tensor)]
+        places = self.part.places(tensor, self.whole)
+        return [ParameterChunk(self.whole, torch.Size(offsets), each) for offsets, each in places]
+
+    def room(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A tensor for this rank's part of what an optimizer kept of the parameter."""
+        return torch.empty(self.parameter.shape if size == self.whole else size, dtype=dtype)
+
+
+Pieces = Mapping[str, Sequence[ParameterChunk]]
+"""What one rank has, by name."""
+
+
+class ChunkSavePlanner(DefaultSavePlanner):
+    """Writes the pieces that the ranks have; of those that several have, one."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._at = {(name, piece.offsets): piece for name, found in pieces.items() for piece in found}
+
+    def create_local_plan(self) -> SavePlan:
+        """What this rank has to write."""
+        self.plan = SavePlan([_written(name, piece) for (name, _), piece in self._at.items()])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """A piece's tensor."""
+        assert index.offset is not None, "pieces have offsets"
+        return self._at[index.fqn, index.offset].tensor
+
+
+class ChunkLoadPlanner(DefaultLoadPlanner):
+    """Reads into the pieces that a rank has, whatever pieces were written."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._pieces = pieces
+
+    def create_local_plan(self) -> LoadPlan:
+        """What this rank has to read."""
+        assert self.metadata is not None, "set up by load"
+        items = []
+        for name, found in self._pieces.items():
+            kept = self.metadata.state_dict_metadata[name]
+            assert isinstance(kept, TensorStorageMetadata), "only tensors are written"
+            items += create_read_items_for_chunk_list(name, kept, [piece.chunk for piece in found])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Where a piece goes."""
+        assert index.index is not None, "pieces are numbered"
+        return self._pieces[index.fqn][index.index].tensor
+
+
+def _written(name: str, piece: ParameterChunk) -> WriteItem:
+    properties = TensorProperties.create_from_tensor(piece.tensor)
+    return WriteItem(
+        index=MetadataIndex(name, piece.offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(piece.chunk, properties, piece.size),
+    )

@@ -1,9 +1,7 @@
-"""Where checkpoints lie, and reading one that may be damaged.
+"""Where checkpoints lie, one folder per step, and reading one that may be damaged.
 
-Where checkpoints lie: one folder per step, which has its name only when all of it is on the disk.
-
-Needs no torch. A checkpoint is written into a hidden folder and renamed at the end; an old one is renamed before it is
-removed. So whatever has the name of a checkpoint is one, whenever a process or the machine dies.
+A checkpoint is written into a hidden folder and renamed at the end; an old one is renamed before it is removed. So
+whatever has the name of a checkpoint is one, whenever a process or the machine dies.
 """
 
 from __future__ import annotations
@@ -26,18 +24,12 @@ from pipeplan.errors import UsageError
 
 __all__ = ["CheckpointFolder", "metadata_of", "rest_of", "undamaged"]
 
-
 _WHOLE = re.compile(r"step-(\d{8,})")
 _HIDDEN = ".step-*"
 
 
 class CheckpointFolder:
-    """The folder of a training's checkpoints; numbers are those of steps done.
-
-    Args:
-        path: need not exist.
-        num_kept: how many checkpoints are left when a new one is there.
-    """
+    """A training's checkpoints, by steps done, of which ``num_kept`` are left when there is a new one."""
 
     def __init__(self, path: str, num_kept: int = 2) -> None:
         self.path = Path(path)
@@ -107,8 +99,7 @@ class _DamagedFileError(Exception):
 def undamaged(folder: CheckpointFolder, step: int) -> Iterator[None]:
     """Turn what reading a damaged checkpoint raises into an error that says how to go on.
 
-    Raises:
-        UsageError: a file is missing or damaged; the text names it, and the checkpoint before.
+    Raises UsageError, which names the file that is missing or damaged, and the checkpoint before.
     """
     try:
         yield

@@ -1,10 +1,8 @@
 """Samples of a training: texts, token files and datasets, and a text made here that a small model can learn.
 
-Samples of a training: texts, token files and datasets, in place of those that a model makes up.
-
 Sample n of the training, counted from its first step on, is number n of a shuffled dataset, shuffled anew each time
 all has been seen; the order depends on the seed alone. So every rank knows which samples a mini-batch has, under every
-plan, and none needs to tell another; a rank whose blocks take no samples reads nothing.
+plan; a rank whose blocks take no samples reads nothing.
 """
 
 from __future__ import annotations
@@ -23,11 +21,10 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.models.import_path import made_by
+from pipeplan.runtime.models.load import made_by
 from pipeplan.runtime.models.spec import Model, Texts
 
-__all__ = ["Dataset", "builtin_text", "fingerprint", "num_samples", "with_data"]
-
+__all__ = ["Dataset", "builtin_text", "fingerprint", "with_data"]
 
 _ONES = """
     nought one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
@@ -132,19 +129,11 @@ def with_data(model: Model, data: str | None) -> Model:
     return replace(model, batch=_Shuffled(dataset))
 
 
-def num_samples(model: Model) -> int | None:
-    """How many samples the model's dataset has; None if it makes them up."""
-    return len(model.batch.dataset) if isinstance(model.batch, _Shuffled) else None
-
-
 def fingerprint(model: Model, data: str | None) -> str | None:
-    """What tells the data of :func:`with_data` from other data, for people to read; None if the model makes it up.
+    """What distinguishes the data of :func:`with_data`, for people to read; None if the model makes it up.
 
     Name without folders, number of samples, size of a file, and a hash: of a file's content, or of its first and last
-    MiB where it has 64 MiB or more; of a dataset's first and last items.
-
-    Raises:
-        UsageError: the file cannot be read.
+    MiB where it has 64 MiB or more; of a dataset's first and last items. Raises UsageError.
     """
     if data is None or not isinstance(model.batch, _Shuffled):
         return None

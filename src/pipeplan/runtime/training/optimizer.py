@@ -1,4 +1,4 @@
-"""What happens to parameters behind a step: gradients clipped, the optimizer's step, the next learning rate.
+"""What happens to parameters after a step: gradients clipped, the optimizer's step, the next learning rate.
 
 Every rank has an optimizer of its own over its own parameters. Copies of a parameter start equal and get equal
 gradients, so optimizers that treat each parameter by itself, as torch's do, keep them equal.
@@ -18,22 +18,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.models.import_path import made_by
+from pipeplan.runtime.models.load import made_by
 from pipeplan.runtime.training.options import LR_SCHEDULES, OPTIMIZERS, TrainOptions
 
 __all__ = ["Updater", "clip_gradients", "factor_at"]
 
 
 class Updater:
-    """One rank's optimizer and learning-rate schedule; on a rank without parameters both are None.
-
-    Args:
-        parameters: this rank's, each once.
-        options: what to make of them.
-
-    Raises:
-        UsageError: the optimizer or the schedule cannot be made.
-    """
+    """A rank's optimizer and learning-rate schedule; without parameters both are None. Raises UsageError."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], options: TrainOptions) -> None:
         self.optimizer = _optimizer(parameters, options) if parameters else None
@@ -54,14 +46,8 @@ def clip_gradients(
 ) -> float:
     """Scale gradients such that their norm over the whole model is at most ``most``; as torch's ``clip_grad_norm_``.
 
-    Args:
-        parameters: this rank's, each once.
-        counted: those of them that no other rank counts, so that copies count once.
-        most: the largest Euclidean norm.
-        over_ranks: adds up a number of every rank.
-
-    Returns:
-        The norm before, the same on all ranks.
+    ``counted`` are those of this rank's parameters that no other rank counts; ``over_ranks`` adds up a number of every
+    rank. Returns the norm before, the same on all ranks.
     """
     own = get_total_norm([parameter.grad for parameter in counted if parameter.grad is not None])
     norm = math.sqrt(over_ranks(float(own) ** 2))
@@ -70,7 +56,7 @@ def clip_gradients(
     return norm
 
 
-def factor_at(shape: str, step: int, num_warmup: int, num_steps: int) -> float:
+def factor_at(shape: str, num_warmup: int, num_steps: int, step: int) -> float:
     """What the learning rate is multiplied by in a step.
 
     It grows evenly over the first ``num_warmup`` steps, up to 1 in the last of them; then it stays (constant), falls
@@ -96,8 +82,7 @@ def _optimizer(parameters: Sequence[nn.Parameter], options: TrainOptions) -> Opt
 def _schedule(optimizer: Optimizer, options: TrainOptions) -> LRScheduler:
     shape = options.lr_schedule
     if shape in LR_SCHEDULES:
-        factor = partial(_factor, shape, options.warmup_steps, options.schedule_steps)
-        return LambdaLR(optimizer, factor)
+        return LambdaLR(optimizer, partial(factor_at, shape, options.warmup_steps, options.schedule_steps))
     if options.warmup_steps:
         raise UsageError(
             f"--warmup-steps {options.warmup_steps}: --lr-schedule {shape} has a warmup of its own or none"
@@ -106,7 +91,3 @@ def _schedule(optimizer: Optimizer, options: TrainOptions) -> LRScheduler:
     if not isinstance(made, LRScheduler):
         raise UsageError(f"--lr-schedule {shape!r} returned {type(made).__name__}, not a torch.optim LRScheduler")
     return made
-
-
-def _factor(shape: str, num_warmup: int, num_steps: int, step: int) -> float:
-    return factor_at(shape, step, num_warmup, num_steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
 from pipeplan.errors import UsageError
@@ -13,7 +13,6 @@ from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import RunOptions, RunResult
 
 __all__ = ["LR_SCHEDULES", "OPTIMIZERS", "RunOutcome", "TrainOptions"]
-
 
 OPTIMIZERS = {"adamw": "torch.optim:AdamW", "adam": "torch.optim:Adam", "sgd": "torch.optim:SGD"}
 """Optimizers by name."""
@@ -24,9 +23,8 @@ LR_SCHEDULES = ("constant", "cosine", "linear")
 @dataclass(frozen=True, slots=True)
 class TrainOptions(RunOptions):
     """How to train with a plan. ``model`` is a name of the zoo, shortened to ``sequence`` if given, a configuration, or
-    ``pkg.mod:factory``; ``grain`` is what a block of a captured model is.
-
-    ``instructions`` is a module, ``pkg.mod``, that registers what the plan's instructions do.
+    ``pkg.mod:factory``; ``grain`` is what a block of a captured model is. ``instructions`` is a module, ``pkg.mod``,
+    that registers what the plan's custom ops do.
 
     ``optimizer`` is one of ``OPTIMIZERS`` or ``pkg.mod:factory``, a function of parameters that returns one;
     ``learning_rate`` and ``weight_decay`` are handed to it where they are given. ``lr_schedule`` is one of
@@ -156,7 +154,7 @@ class RunOutcome:
             "backend": options.transport,
             "num_microbatches": plan.num_microbatches,
             **self._times(),
-            "steps": [{name: _finite(value) for name, value in step.as_json().items()} for step in result.steps],
+            "steps": [{name: _finite(value) for name, value in asdict(step).items()} for step in result.steps],
             "peak_memory_bytes": list(result.peak_memory_bytes),
             "predicted_peak_memory_bytes": [memory.peak_bytes for memory in plan.predicted.memory],
             "versions": dict(result.versions),

@@ -5,10 +5,8 @@ from __future__ import annotations
 import platform
 import sys
 from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeplan._version import __version__
@@ -17,35 +15,36 @@ from pipeplan.files import Plan, sha256_of
 from pipeplan.runtime.executor.channels import Channels
 from pipeplan.runtime.executor.custom_ops import CustomOpRunner, custom_ops_of
 from pipeplan.runtime.executor.interpreter import Executor
-from pipeplan.runtime.executor.layouts import StageLayouts
-from pipeplan.runtime.executor.process_groups import ProcessGroups
-from pipeplan.runtime.executor.rank_group import AllRanks, TimedAction, extent, iteration_of, require_alike
+from pipeplan.runtime.executor.process_groups import (
+    AllRanks,
+    ProcessGroups,
+    TimedAction,
+    extent,
+    iteration_of,
+    require_alike,
+)
 from pipeplan.runtime.executor.rank_program import Program, programs_of
 from pipeplan.runtime.executor.shared_parameters import SharedParameters, require_equal_copies
-from pipeplan.runtime.executor.size_check import warn_of_other_sizes
 from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
-from pipeplan.runtime.executor.tensor_slots import TensorSpec
-from pipeplan.runtime.launch.failures import lost_others
+from pipeplan.runtime.executor.tensors import StageLayouts, TensorSpec
 from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunResult, StepResult, run_job
-from pipeplan.runtime.launch.status_board import Phase, Progress
-from pipeplan.runtime.models.import_path import imported_module
-from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.launch.status import Phase, Progress, lost_others
+from pipeplan.runtime.models.load import found_at, load_model
 from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.parallel.device import Autocast, rank_device
+from pipeplan.runtime.parallel.device import Autocast, gathered, rank_device
 from pipeplan.runtime.parallel.share import Share
 from pipeplan.runtime.parallel.weight_grads import warn_if_few_can_wait
-from pipeplan.runtime.training.checkpoint import Checkpoints, TrainingState
+from pipeplan.runtime.training.checkpoint import Checkpoints, OwnedParameter, TrainingState
 from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
+from pipeplan.runtime.training.compatibility import identity_of, warn_of_other_sizes
 from pipeplan.runtime.training.data import with_data
-from pipeplan.runtime.training.dcp_planner import OwnedParameter
 from pipeplan.runtime.training.optimizer import Updater, clip_gradients
 from pipeplan.runtime.training.options import TrainOptions
-from pipeplan.runtime.training.run_fingerprint import identity_of
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import Role, role_of
 
-__all__ = ["Trainer", "autocast_of", "require_splittable", "train", "train_job", "travelling"]
+__all__ = ["Trainer", "autocast_of", "require_splittable", "train_job", "travelling"]
 
 
 def train_job(job: Report, context: RankContext) -> None:
@@ -56,11 +55,8 @@ def train_job(job: Report, context: RankContext) -> None:
 def train(plan: Plan, options: TrainOptions, progress: Progress, on_step: OnStep) -> RunResult:
     """Train for the steps asked for; every rank of the process group calls this.
 
-    ``on_step`` is called on every rank as steps end, with the same result.
-
-    Raises:
-        UsageError: the plan, the model and the options do not fit together; the same on every rank.
-        RankError: an action failed.
+    ``on_step`` is called on every rank as steps end, with the same result. Raises RankError where an action fails, and
+    UsageError, the same on every rank, where plan, model and options do not fit together.
     """
     trainer = Trainer(plan, model_of(options), options, progress)
     steps, timeline = [], []
@@ -93,17 +89,8 @@ def model_of(options: TrainOptions) -> Model:
 class Trainer:
     """One rank of a training run: its stages, parameters and optimizer.
 
-    Construction is collective: all ranks compare what they run, then connect.
-
-    Args:
-        plan: a plan that ``check`` accepts.
-        model: the model the plan was made for.
-        options: as asked for.
-        progress: this rank's record.
-
-    Raises:
-        UsageError: plan, model or options do not fit together, or differ between ranks.
-        RankError: connecting failed.
+    Construction is collective: all ranks compare what they run, then connect. Raises UsageError where plan, model or
+    options do not fit together, or differ between ranks, and RankError where connecting fails.
     """
 
     def __init__(self, plan: Plan, model: Model, options: TrainOptions, progress: Progress) -> None:
@@ -112,7 +99,7 @@ class Trainer:
         programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
         require_splittable(plan, model)
         if options.instructions is not None:
-            imported_module(options.instructions, "--instructions")
+            found_at(options.instructions, "--instructions")
         custom_ops = custom_ops_of(plan)
         self.program = programs[self.rank]
         self.device = rank_device(options.device, options.transport, options.num_threads)
@@ -155,11 +142,8 @@ class Trainer:
     def step(self, step: int, *, update: bool = True) -> tuple[StepResult, list[TimedAction]]:
         """Train on mini-batch number ``step``: run the program, sum gradients of copies, step the optimizer.
 
-        Without ``update`` gradients add up and parameters stay. Collective; returns the step's result, the same
-        on all ranks, and when this rank's actions ran.
-
-        Raises:
-            RankError: an action, a sum or the optimizer failed.
+        Without ``update`` gradients add up and parameters stay. Collective; returns the step's result, the same on all
+        ranks, and when this rank's actions ran. Raises RankError.
         """
         self.progress.step = step
         self.progress.begin(Phase.SAMPLING)
@@ -181,8 +165,7 @@ class Trainer:
     def resume(self) -> int:
         """Go on from the last checkpoint if that is asked for. Collective; returns the number of steps done.
 
-        Raises:
-            UsageError: there is none, it does not fit, or nothing is left to do.
+        Raises UsageError where there is none, it does not fit, or nothing is left to do.
         """
         if self.checkpoints is None:
             return 0
@@ -200,10 +183,7 @@ class Trainer:
         self.checkpoints.save(self.progress.step + 1)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters as ``block.name``; tied ones under each of their names.
-
-        Of a split block the names say which share it is: ``block[0/4].name``.
-        """
+        """This rank's parameters as ``block.name``, of a share ``block[0/4].name``; tied ones under each name."""
         return {
             f"{share}.{name}": parameter
             for share, module in self.modules.items()
@@ -330,11 +310,7 @@ class Trainer:
 def travelling(
     program: Program, model: Model, dtype: torch.dtype, autocast: Autocast | None = None
 ) -> dict[str, TensorSpec]:
-    """Shape and format of every block output that leaves its stage.
-
-    Raises:
-        UsageError: an output grows with the samples in another way than in one dimension.
-    """
+    """Shape and format of every block output that leaves its stage. Raises UsageError as :meth:`TensorSpec.between`."""
     names = {name for names in program.tensors.values() for name in names}
     size = program.microbatch_size
     once, twice = (output_shapes(model, samples, dtype, autocast) for samples in (size, 2 * size))
@@ -344,11 +320,7 @@ def travelling(
 
 
 def autocast_of(options: TrainOptions) -> Autocast | None:
-    """What ``--autocast`` asks for.
-
-    Raises:
-        UsageError: parameters are not in float32, from which alone autocast casts.
-    """
+    """What ``--autocast`` asks for. Raises UsageError where parameters are not in float32."""
     if options.autocast is None:
         return None
     if options.dtype != "float32":
@@ -360,11 +332,7 @@ def autocast_of(options: TrainOptions) -> Autocast | None:
 
 
 def require_splittable(plan: Plan, model: Model) -> None:
-    """Check that the model's blocks can be split as the plan says.
-
-    Raises:
-        UsageError: one cannot; the text names block and stage.
-    """
+    """Check that the model's blocks can be split as the plan says. Raises UsageError, which names block and stage."""
     for index, stage in enumerate(plan.stages):
         for number, block in enumerate(stage.blocks) if stage.shards > 1 else ():
             try:
@@ -402,8 +370,7 @@ def _require_agreement(
         for message, _, _ in program.remote
     }
     own = {"plan": sha256_of(plan), **options.as_json(), "model": model.name}
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (own, carried))
+    found = gathered((own, carried))
     require_alike([said for said, _ in found])
     ends: dict[str, tuple[int, list[str]]] = {}
     for other, (_, messages) in enumerate(found):

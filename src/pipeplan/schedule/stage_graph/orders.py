@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from pipeplan.errors import UsageError
-from pipeplan.partition.in_flight import KFKB, kfkb_word, samples_in_flight
+from pipeplan.partition.graph.in_flight import KFKB, kfkb_word, samples_in_flight
 from pipeplan.schedule.stage_graph.stages import NEVER, Rule, Stages, TrialRun
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import fits

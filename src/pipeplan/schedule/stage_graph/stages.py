@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from pipeplan.partition.in_flight import KFKB, samples_in_flight
+from pipeplan.partition.graph.in_flight import KFKB, samples_in_flight
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.task_graph import Orders, TaskGraph
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 
-from pipeplan.runtime.models.capture.functionalize import DTYPE, LEAST, WIDER, Marker, OpNode, SampleCount
+from pipeplan.runtime.models.capture.functionalize import DTYPE, LEAST, WIDER, Marker, OpNode, SampleCount, leaves_of
 from pipeplan.runtime.models.capture.grouping import OpGroup, name_of, needed_by, taken_by
 from pipeplan.runtime.parallel.weight_grads import addmm, embedding, linear
 
-__all__ = ["CapturedBlock", "Recipe", "recipe_of"]
+__all__ = ["BlockWriter", "Recipe"]
 
 _INITIAL_STD = 0.02
 
@@ -23,11 +24,10 @@ _INITIAL_STD = 0.02
 class Recipe:
     """How to make a block's module again and again.
 
-    ``crossing`` are the operations of other blocks whose results it takes, ``inputs`` those of the batch, in this
-    order; ``outputs`` the operations whose results it gives. ``parameters`` and ``buffers`` are by the names they have
-    in the block, with their names in the captured module; the gradients of those ``deferred`` can wait for W.
-    ``counted`` is (which argument, how often its first dimension has the samples), None if no operator needs to know
-    how many there are.
+    It takes the results of ``crossing``, operations of other blocks, then ``inputs`` of the batch, and gives those of
+    ``outputs``. ``parameters`` and ``buffers`` are by the names they have in the block, with their names in the
+    captured module; the gradients of those ``deferred`` can wait for W. ``counted`` is (which argument, how often its
+    first dimension has the samples), None if no operator needs to know how many there are.
     """
 
     code: str
@@ -122,17 +122,11 @@ def _made_up(tensor: Tensor, name: str) -> Tensor:
 # From operations to code ------------------------------------------------------------------------------------------
 
 
-def recipe_of(group: OpGroup, outputs: Sequence[OpNode], free: set[OpNode], fallback: OpNode | None) -> Recipe:
-    """The recipe of a group that hands on these results.
+class BlockWriter:
+    """Writes a group that hands on these ``outputs`` as two functions: one for constants, one for the rest.
 
-    ``fallback`` is an input of the batch that tells how many samples there are, for a block that takes nothing else
-    with samples in it.
+    ``fallback`` is an input of the batch that shows how many samples there are, where a block takes no other samples.
     """
-    return _BlockWriter(group, tuple(outputs), free, fallback).recipe()
-
-
-class _BlockWriter:
-    """Writes a group as two functions: one for constants, one for the rest."""
 
     def __init__(self, group: OpGroup, outputs: tuple[OpNode, ...], free: set[OpNode], fallback: OpNode | None) -> None:
         self.group, self.outputs, self.free, self.fallback = group, outputs, free, fallback
@@ -185,7 +179,9 @@ class _BlockWriter:
 
     def _counts(self) -> bool:
         """Whether any operator has to know how many samples there are."""
-        return any(_has_samples((op.arguments, op.keywords)) for op in self.wanted)
+        return any(
+            isinstance(each, SampleCount) for op in self.wanted for each in leaves_of((op.arguments, op.keywords))
+        )
 
     @staticmethod
     def _counter(arguments: Sequence[OpNode]) -> tuple[int, int] | None:
@@ -228,7 +224,7 @@ class _BlockWriter:
 class _BlockModuleGraph:
     """Collects calls; torch.fx writes them down."""
 
-    def __init__(self, writer: _BlockWriter, arguments: Sequence[OpNode]) -> None:
+    def __init__(self, writer: BlockWriter, arguments: Sequence[OpNode]) -> None:
         self.writer, self.graph = writer, fx.Graph()
         self.samples, self.dtype, self.device = (
             self.graph.placeholder(name) for name in ("num_samples", "dtype", "device")
@@ -242,16 +238,12 @@ class _BlockModuleGraph:
         for source in op.sources:
             if source not in self.known:
                 self.known[source] = self.graph.get_attr(self.writer.attribute(source))
-        arguments, keywords = self._value(op.arguments), self._value(op.keywords)
-        self.known[op] = self.graph.call_function(_deferring(op) or op.target, tuple(arguments), keywords)
+        arguments, keywords = map_aggregate(op.arguments, self._value), map_aggregate(op.keywords, self._value)
+        self.known[op] = self.graph.call_function(_deferring(op) or op.target, arguments, keywords)
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, OpNode):
             return self.known[value]
-        if isinstance(value, tuple | list):
-            return [self._value(each) for each in value]
-        if isinstance(value, dict):
-            return {key: self._value(each) for key, each in value.items()}
         if isinstance(value, SampleCount):
             return self.samples if value.factor == 1 else self.graph.call_function(_times, (self.samples, value.factor))
         if isinstance(value, Marker):
@@ -278,14 +270,6 @@ def _times(samples: int, factor: int) -> int:
 
 def _least(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).min)
-
-
-def _has_samples(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return any(_has_samples(each) for each in value)
-    if isinstance(value, dict):
-        return any(_has_samples(each) for each in value.values())
-    return isinstance(value, SampleCount)
 
 
 def _deferring(op: OpNode) -> Callable[..., Tensor] | None:

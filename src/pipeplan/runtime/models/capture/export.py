@@ -37,23 +37,17 @@ from pipeplan.runtime.models.capture.functionalize import (
 __all__ = ["trace"]
 
 _SAMPLES = (2, 3)
-"""Samples of the two exports; coprime, so that a multiple of one is told from a multiple of the other."""
+"""Samples of the two exports; coprime, so that multiples of one are not multiples of the other."""
 
 _FORMATS = (torch.bfloat16, torch.float64)
 """Formats of the two exports; neither is float32, which models ask for by name."""
 
 
 def trace(module: nn.Module, inputs: Mapping[str, Tensor], name: str) -> CapturedGraph:
-    """Export a module twice and merge the two.
+    """Export a module twice and merge the two; ``inputs`` are by the names of the forward's arguments.
 
-    Args:
-        module: with parameters of one floating-point format; on the meta device nothing is computed.
-        inputs: by the names of the forward's arguments, samples in the first dimension.
-        name: for errors.
-
-    Raises:
-        UsageError: it cannot be exported, behaves differently for other samples or formats, or does not return one
-            tensor.
+    Raises UsageError where it cannot be exported, behaves differently for other samples or formats, or does not return
+    one tensor.
     """
     odd = [key for key, each in inputs.items() if not isinstance(each, Tensor) or each.ndim == 0]
     if odd or not inputs:
@@ -83,7 +77,7 @@ _REMEDY = "write a function that returns a pipeplan.runtime.models.spec.Model wi
 def _export(
     module: nn.Module, inputs: Mapping[str, Tensor], count: int, dtype: torch.dtype, name: str
 ) -> ExportedProgram:
-    """The module's forward in evaluation mode, with gradients, of so many samples; nothing is computed."""
+    """The module's forward in evaluation mode, with gradients, for ``count`` samples; nothing is computed."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     examples = {key: _fake(value, fakes, dtype, (count, *value.shape[1:])) for key, value in inputs.items()}
     try:
@@ -155,7 +149,6 @@ _KINDS = {
     InputKind.CONSTANT_TENSOR: "constant",
     InputKind.USER_INPUT: "input",
 }
-
 
 _Turns = tuple[tuple[str, str], ...]
 

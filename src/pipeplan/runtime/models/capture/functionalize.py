@@ -1,9 +1,8 @@
 """A captured forward's operators, those that change tensors in place made into ones that do not.
 
-Operators that change tensors in place, as operators that make new ones.
-
 A block may not change what another made, nor a tensor that starts its graph. So what is changed gets a successor,
 which whoever comes later takes instead; a tensor that is changed through a view of it is put together again.
+torch's ``run_decompositions({})`` does so, too, but takes as long as the export, and forgets where gradients are off.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.fx.node import map_aggregate
 
 from pipeplan.errors import UsageError
 
@@ -22,16 +22,15 @@ __all__ = [
     "DTYPE",
     "LEAST",
     "WIDER",
-    "Append",
     "CapturedGraph",
     "Changes",
     "Marker",
     "OpNode",
     "SampleCount",
     "is_in_place",
+    "leaves_of",
     "name_of_target",
 ]
-
 
 _aten = torch.ops.aten
 
@@ -60,12 +59,7 @@ def is_in_place(target: Any) -> bool:
 
 
 class Changes:
-    """Which tensor stands for which by now.
-
-    Args:
-        where: the model, for errors.
-        append: adds an operation to those that the module runs.
-    """
+    """Which tensor stands for which by now; ``append`` adds an operation to those that the module runs."""
 
     def __init__(self, where: str, append: Append) -> None:
         self.where, self.append = where, append
@@ -74,11 +68,7 @@ class Changes:
         self._stale: set[OpNode] = set()
 
     def newest(self, op: OpNode) -> OpNode:
-        """What the tensor is by now.
-
-        Raises:
-            UsageError: a view of a tensor that was changed otherwise.
-        """
+        """What the tensor is by now. Raises UsageError for a view of a tensor that was changed otherwise."""
         if op in self._stale:
             raise self._refused(op)
         while op in self._newer:
@@ -96,8 +86,7 @@ class Changes:
     def change(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], like: OpNode) -> OpNode:
         """Append what an operator in place computes, and let it stand for what it changes.
 
-        Raises:
-            UsageError: it changes what the module holds or was given, or through a view that cannot be put back.
+        Raises UsageError for what the module holds or was given, or through a view that cannot be put back.
         """
         changed: OpNode = arguments[0]
         if name_of_target(target) == "copy_":
@@ -182,7 +171,7 @@ class OpNode:
     ``name`` is the parameter's or buffer's in the module, or the input's. ``arguments`` have operations, literals and
     the markers above. ``shape`` is that of the output with 2 samples, ``per_sample`` how often the samples are in
     its first dimension, 0 if they are not; ``misplaced`` if they are in others only. ``turns`` are the modules that
-    run it, from the outside in, each with its path and a name that tells apart the times it is called.
+    run it, from the outside in, each with its path and a name for each time it is called.
     """
 
     kind: str
@@ -209,17 +198,13 @@ class OpNode:
     @property
     def sources(self) -> list[OpNode]:
         """The operations whose results it takes, in order, each once."""
-        found: list[OpNode] = []
-        _visit((self.arguments, self.keywords), found.append)
-        return list(dict.fromkeys(found))
+        leaves = leaves_of((self.arguments, self.keywords))
+        return list(dict.fromkeys(each for each in leaves if isinstance(each, OpNode)))
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """The operations of a module in the order they ran, and the one whose result it returns.
-
-    ``tensors`` has parameters, buffers and constants by name.
-    """
+    """A module's operations in the order they ran, the one that it returns, and its ``tensors`` by name."""
 
     operations: tuple[OpNode, ...]
     output: OpNode
@@ -231,12 +216,8 @@ def name_of_target(target: Any) -> str:
     return str(getattr(target, "__name__", target)).split(".")[0]
 
 
-def _visit(value: Any, see: Callable[[OpNode], None]) -> None:
-    if isinstance(value, OpNode):
-        see(value)
-    elif isinstance(value, tuple | list):
-        for each in value:
-            _visit(each, see)
-    elif isinstance(value, dict):
-        for each in value.values():
-            _visit(each, see)
+def leaves_of(value: Any) -> list[Any]:
+    """What nested tuples, lists and dicts of arguments have."""
+    found: list[Any] = []
+    map_aggregate(value, found.append)
+    return found

@@ -14,10 +14,10 @@ from itertools import groupby, pairwise
 import networkx as nx
 from torch import Tensor, nn
 
-from pipeplan.runtime.models.capture.functionalize import CapturedGraph, OpNode
+from pipeplan.runtime.models.capture.functionalize import CapturedGraph, OpNode, name_of_target
 from pipeplan.runtime.models.spec import Grain
 
-__all__ = ["HEAVY", "OpGroup", "group_operations", "name_of", "needed_by", "taken_by"]
+__all__ = ["HEAVY", "VIEWS", "OpGroup", "group_operations", "joined_path", "name_of", "needed_by", "taken_by"]
 
 HEAVY = {
     "linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "scaled_dot_product_attention", "embedding",
@@ -40,7 +40,7 @@ _SHOWN = {"view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "sli
 class OpGroup:
     """The operators of a block in order, and the layer or module they are of; ``in_layer`` if it is a layer.
 
-    ``turn`` tells apart the times that a layer is called.
+    ``turn`` distinguishes the times that a layer is called.
     """
 
     path: str
@@ -70,7 +70,7 @@ class OpGroup:
 
 def name_of(op: OpNode) -> str:
     """``linear`` of ``aten.linear.default``."""
-    return str(getattr(op.target, "__name__", op.target)).split(".")[0]
+    return name_of_target(op.target)
 
 
 def _free_operations(trace: CapturedGraph) -> set[OpNode]:
@@ -154,7 +154,7 @@ def _layers(module: nn.Module) -> set[str]:
         if not any(_is_inside(path, each) for each in lists) and _is_list(child, path.rpartition(".")[0] == top_path):
             lists.append(path)
     holders = lists or [top_path]
-    return {_joint(path, name) for path in holders for name, _ in module.get_submodule(path).named_children()}
+    return {joined_path(path, name) for path in holders for name, _ in module.get_submodule(path).named_children()}
 
 
 def _top(module: nn.Module, path: str = "") -> tuple[str, nn.Module]:
@@ -163,7 +163,7 @@ def _top(module: nn.Module, path: str = "") -> tuple[str, nn.Module]:
     if len(children) != 1 or isinstance(module, nn.ModuleList | nn.Sequential):
         return path, module
     name, child = children[0]
-    return _top(child, _joint(path, name)) if any(True for _ in child.children()) else (path, module)
+    return _top(child, joined_path(path, name)) if any(True for _ in child.children()) else (path, module)
 
 
 def _is_list(module: nn.Module, at_top: bool) -> bool:
@@ -172,7 +172,8 @@ def _is_list(module: nn.Module, at_top: bool) -> bool:
     return isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 0 and (at_top or not of_operators)
 
 
-def _joint(path: str, name: str) -> str:
+def joined_path(path: str, name: str) -> str:
+    """The path of what has this name in a module."""
     return f"{path}.{name}" if path else name
 
 
@@ -208,10 +209,7 @@ def _place(op: OpNode, layers: Collection[str], around: Collection[str]) -> _Pla
 
 
 def _apart(group: OpGroup, free: set[OpNode]) -> list[OpGroup]:
-    """Its parts that take nothing of one another, such as the end of one tower and the beginning of the next.
-
-    Those that begin everything, such as several embeddings, stay together.
-    """
+    """Its parts that take nothing of one another, as of two towers; those that begin everything stay together."""
     graph = nx.Graph([(op, source) for op in group.operations for source in (op, *op.sources)])
     graph.remove_nodes_from(set(graph) - set(group.operations))
     found: list[OpGroup] = []

@@ -1,4 +1,4 @@
-"""From a module to a model of blocks that compute the same."""
+"""From a module to a model of blocks that compute the same, with what each does and which dimensions it has."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from functools import partial
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.models.capture.block_module import Recipe, recipe_of
+from pipeplan.runtime.models.capture.block_module import BlockWriter, Recipe
 from pipeplan.runtime.models.capture.export import trace
 from pipeplan.runtime.models.capture.functionalize import CapturedGraph, OpNode
-from pipeplan.runtime.models.capture.grouping import OpGroup, group_operations, taken_by
-from pipeplan.runtime.models.capture.naming import block_ids, dimensions_of, operator_of
+from pipeplan.runtime.models.capture.grouping import (
+    HEAVY,
+    VIEWS,
+    OpGroup,
+    group_operations,
+    joined_path,
+    name_of,
+    taken_by,
+)
 from pipeplan.runtime.models.shapes import outputs_of
-from pipeplan.runtime.models.spec import Batch, BlockSpec, Grain, Model, Output
+from pipeplan.runtime.models.spec import Batch, BlockSpec, Grain, Model, Output, tied_groups
 from pipeplan.runtime.models.synthetic_batches import batch_like
 
 __all__ = ["capture", "parameters_of", "replay"]
@@ -29,10 +36,7 @@ def capture(
     batch: Callable[[int, int, int], dict[str, Tensor]] | None = None,
     predictions: Callable[[Batch], int] | None = None,
 ) -> Model:
-    """Cut a module into blocks.
-
-    Dropout is left out. A tensor that goes from one block to another has its samples in the first dimension, or is one
-    for all samples.
+    """Cut a module into blocks. Dropout is left out. Raises UsageError, which says what cannot be captured.
 
     Args:
         module: returns one tensor; a scalar is taken as the sum of the losses of the samples. On the meta device
@@ -42,9 +46,6 @@ def capture(
         grain: what a block is: an element of the module's outermost lists of modules, half of one, or an operator.
         batch: as :class:`Model` has it; without it random numbers like the examples.
         predictions: as :class:`Model` has it; without it the number of samples.
-
-    Raises:
-        UsageError: it cannot be captured; the text says where and what to do.
     """
     traced = trace(module, inputs, name)
     groups, free = group_operations(traced, module, grain)
@@ -57,7 +58,11 @@ def capture(
         blocks,
         batch or partial(batch_like, {key: value.detach() for key, value in inputs.items()}),
         predictions or (lambda given: next(iter(given.values())).shape[0]),
-        tied=_tied(blocks, recipes, traced),
+        tied=tied_groups(
+            (block.id, own, traced.tensors[name])
+            for block, recipe in zip(blocks, recipes, strict=True)
+            for own, name in recipe.parameters.items()
+        ),
     )
 
 
@@ -72,7 +77,7 @@ def _recipes(traced: CapturedGraph, groups: Sequence[OpGroup], free: set[OpNode]
         raise UsageError(f"model {name!r}: its output does not depend on its parameters")
     given[owner[traced.output]][traced.output] = None
     counting = next((op for op in traced.operations if op.kind == "input" and op.per_sample), None)
-    return [recipe_of(group, list(out), free, counting) for group, out in zip(groups, given, strict=True)]
+    return [BlockWriter(group, tuple(out), free, counting).recipe() for group, out in zip(groups, given, strict=True)]
 
 
 def _require_travelling(op: OpNode, name: str) -> None:
@@ -110,17 +115,6 @@ def _blocks(
     )
 
 
-def _tied(
-    blocks: Sequence[BlockSpec], recipes: Sequence[Recipe], traced: CapturedGraph
-) -> tuple[tuple[tuple[str, str], ...], ...]:
-    """Parameters that several blocks have, or that the module has by several names."""
-    holders: dict[int, list[tuple[str, str]]] = {}
-    for block, recipe in zip(blocks, recipes, strict=True):
-        for own, name in recipe.parameters.items():
-            holders.setdefault(id(traced.tensors[name]), []).append((block.id, own))
-    return tuple(tuple(group) for group in holders.values() if len({id_ for id_, _ in group}) > 1)
-
-
 def replay(model: Model, modules: Mapping[str, nn.Module], batch: Batch) -> Tensor:
     """Run all blocks of a model in one piece; returns what the last gives."""
     values: dict[str, tuple[Tensor, ...]] = {}
@@ -137,3 +131,159 @@ def parameters_of(block: BlockSpec) -> Mapping[str, str]:
     recipe = getattr(getattr(block.build, "func", None), "__self__", None)
     assert isinstance(recipe, Recipe), f"block {block.id!r} was not captured"
     return recipe.parameters
+
+
+_LOSSES = {"cross_entropy_loss", "nll_loss", "nll_loss_nd", "mse_loss", "binary_cross_entropy_with_logits"}
+_PRODUCTS = {"linear", "addmm", "mm", "matmul", "bmm", "baddbmm", "einsum"}
+
+
+def operator_of(group: OpGroup, crossing: Sequence[OpNode], grain: Grain) -> str:
+    """The kind of operator: attention, ffn, embedding, head and so on."""
+    found = _operator_of(group, crossing)
+    return "layer" if grain == "layer" and group.in_layer and found.endswith("attention") else found
+
+
+def _operator_of(group: OpGroup, crossing: Sequence[OpNode]) -> str:
+    names = [name_of(op) for op in group.operations]
+    if _LOSSES & set(names):
+        return "head" if _PRODUCTS & set(names) else "loss"
+    if _attends(names):
+        return "cross-attention" if _attends_to_another(group, crossing) else "attention"
+    if "embedding" in names or "embedding_bag" in names:
+        return "embedding"
+    if any(name.startswith("conv") for name in names):
+        return "convolution"
+    if "topk" in names:
+        return "moe"
+    if _PRODUCTS & set(names):
+        return "ffn" if group.in_layer and sum(name in _PRODUCTS for name in names) > 1 else "linear"
+    return _light(names)
+
+
+def _attends(names: Sequence[str]) -> bool:
+    return "scaled_dot_product_attention" in names or ("softmax" in names and sum(n in _PRODUCTS for n in names) > 2)
+
+
+def _attends_to_another(group: OpGroup, crossing: Sequence[OpNode]) -> bool:
+    """Whether queries and keys are made in the block of different tensors."""
+    own = set(group.operations)
+    for op in group.operations:
+        if name_of(op) in _SCORES and all(source in own for source in op.sources[:2]) and len(op.sources) > 1:
+            query, key = (_origins(source, own, set(crossing)) for source in op.sources[:2])
+            return bool(query and key) and not query & key
+    return False
+
+
+_SCORES = {"scaled_dot_product_attention", "matmul", "bmm", "baddbmm", "einsum"}
+"""What multiplies queries and keys."""
+
+
+def _origins(op: OpNode, own: set[OpNode], crossing: set[OpNode]) -> set[OpNode]:
+    """What of other blocks, or of the batch, it is made of."""
+    found, seen, waiting = set[OpNode](), {op}, [op]
+    while waiting:
+        for source in waiting.pop().sources:
+            if source in crossing or source.kind == "input":
+                found.add(source)
+            elif source in own and source not in seen:
+                seen.add(source)
+                waiting.append(source)
+    return found
+
+
+def _light(names: Sequence[str]) -> str:
+    if {"lstm", "gru", "rnn_tanh", "rnn_relu"} & set(names):
+        return "recurrent"
+    if any("norm" in name for name in names) or "rsqrt" in names:
+        return "norm"
+    if any("pool" in name for name in names):
+        return "pool"
+    return next((name for name in names if name == "cat"), "elementwise").replace("cat", "concatenation")
+
+
+_WIDTHS = {"head": "vocabulary", "ffn": "ffn", "moe": "experts", "layer": "ffn", "linear": "outputs"}
+"""What the widest linear layer of a block is called."""
+
+
+def dimensions_of(group: OpGroup, operator: str) -> dict[str, int]:
+    """Sizes that a configuration can split, where the operators show them."""
+    found: dict[str, int] = _sequence(group)
+    for op in group.operations:
+        for key, size in _shown_by(op, operator).items():
+            found[key] = max(found.get(key, 0), size)
+    return found
+
+
+def _shown_by(op: OpNode, operator: str) -> dict[str, int]:
+    name = name_of(op)
+    weight = next((source for source in op.sources if source.kind == "parameter" and len(source.shape) == 2), None)
+    if name == "scaled_dot_product_attention":
+        return {"heads": op.sources[0].shape[1]}
+    if name == "softmax" and len(op.shape) == 4 and operator.endswith(("attention", "layer")):
+        return {"heads": op.shape[1]}
+    if name.startswith("conv"):
+        return {"channels": op.shape[1]}
+    if name in ("linear", "addmm") and weight is not None:
+        inputs, outputs = weight.shape if name == "addmm" else reversed(weight.shape)
+        hidden = inputs if operator in ("linear", "moe") else min(inputs, outputs)
+        return {"hidden": hidden, **({_WIDTHS[operator]: outputs} if operator in _WIDTHS else {})}
+    if name == "embedding" and weight is not None and operator == "embedding" and op.per_sample:
+        return {"vocabulary": weight.shape[0], "hidden": weight.shape[1]}
+    return {}
+
+
+def _sequence(group: OpGroup) -> dict[str, int]:
+    """The second of three dimensions, where tensors of a block have three."""
+    for op in group.operations:
+        if isinstance(op.value, Tensor) and op.per_sample == 1 and len(op.shape) == 3 and name_of(op) in HEAVY:
+            return {"sequence": op.shape[1]}
+    for op in group.operations:
+        if op.per_sample == 1 and len(op.shape) == 3:
+            return {"sequence": op.shape[1]}
+    return {}
+
+
+def block_ids(groups: Sequence[OpGroup], operators: Sequence[str], grain: Grain) -> list[str]:
+    """Names by module and operator, each once."""
+    bases = _modules_and_operators(groups) if grain == "operator" else _layers_and_parts(groups, operators, grain)
+    counts: dict[str, int] = {}
+    ids = []
+    for base in bases:
+        counts[base] = counts.get(base, 0) + 1
+        ids.append(base if counts[base] == 1 else f"{base}-{counts[base]}")
+    return ids
+
+
+def _layers_and_parts(groups: Sequence[OpGroup], operators: Sequence[str], grain: Grain) -> list[str]:
+    return [
+        _shortened(group.path) if group.in_layer and grain == "layer" else joined_path(_shortened(group.path), operator)
+        for group, operator in zip(groups, operators, strict=True)
+    ]
+
+
+def _modules_and_operators(groups: Sequence[OpGroup]) -> list[str]:
+    """The module where it runs a single operator, or else module and operator."""
+    paths = [group.path for group in groups]
+    shared = {path for path in paths if any(each.startswith(f"{path}.") for each in paths)} | {""}
+    works = {(group.path, _work_of(group)) for group in groups}
+    several = {path for path in paths if len([work for place, work in works if place == path]) > 1}
+    return [
+        joined_path(_shortened(group.path), _work_of(group))
+        if group.path in shared | several
+        else _shortened(group.path)
+        for group in groups
+    ]
+
+
+def _work_of(group: OpGroup) -> str:
+    """Name of the operator that computes, or else of the first."""
+    names = [name_of(op) for op in group.operations]
+    return next((name for name in names if name not in VIEWS), names[0])
+
+
+def _shortened(path: str) -> str:
+    """Without the names of wrappers that say nothing."""
+    parts = path.split(".")
+    while parts and parts[0] in ("model", "module", "transformer"):
+        parts = parts[1:]
+    return ".".join(parts)

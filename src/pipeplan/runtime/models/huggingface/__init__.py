@@ -3,7 +3,6 @@
 Here: building, splitting and feeding models of transformers. Not here: cutting them into blocks (capture).
 """
 
-from pipeplan.runtime.models.huggingface.build import LoadedModel, load
-from pipeplan.runtime.models.huggingface.to_blocks import collectives_of, load_configuration
+from pipeplan.runtime.models.huggingface.build import LoadedModel, collectives_of, load, load_configuration
 
 __all__ = ["LoadedModel", "collectives_of", "load", "load_configuration"]

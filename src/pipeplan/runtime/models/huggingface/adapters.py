@@ -1,9 +1,8 @@
-"""Made-up batches for transformers' models, and modules around these that take them by name.
+"""Modules around transformers' models, their made-up batches, and the functions that these call instead of their own.
 
-Modules around transformers' models that take the tensors of a batch by name and return one summed loss.
-
-Losses are sums over predictions, not means, so that gradients add up over micro-batches, and are accumulated in
-float32 at least.
+Modules take the tensors of a batch by name and return one summed loss. Losses are sums over predictions, not means, so
+that gradients add up over micro-batches, and are accumulated in float32 at least. Attention and experts have a form
+that can be exported and measured.
 """
 
 from __future__ import annotations
@@ -18,9 +17,24 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.models.spec import Texts
 from pipeplan.runtime.models.synthetic_batches import next_tokens, stacked, token_batch
+from pipeplan.runtime.parallel.device import precise
 
-__all__ = ["Captions", "Contents", "Pairs", "Translation", "WordsModel", "batch_of", "texts_of"]
-
+__all__ = [
+    "ATTENTION",
+    "Captions",
+    "Contents",
+    "Maker",
+    "Pairs",
+    "Translation",
+    "WordsModel",
+    "batch_of",
+    "causal",
+    "masked",
+    "paired",
+    "register_functions",
+    "texts_of",
+    "translated",
+]
 
 _IGNORED = -100
 _MASKED_EVERY = 7  # BERT masks 15 % of the words
@@ -30,23 +44,26 @@ _MASKED_EVERY = 7  # BERT masks 15 % of the words
 class Contents:
     """What a family's samples are made of.
 
-    ``kind`` is causal, masked, translated, paired or captioned; ``image`` (channels, height, width); ``special`` the
-    token that a masked word, the decoder's first or a text's last has.
+    ``image`` is (channels, height, width); ``special`` the token that a masked word, the decoder's first or a text's
+    last has.
     """
 
-    kind: str
+    make: Maker
     vocabulary: int
     sequence: int
     special: int = 0
     image: tuple[int, int, int] | None = None
 
 
+Maker = Callable[[Contents, dict[str, Tensor]], dict[str, Tensor]]
+"""Makes a batch out of ``tokens`` and the ``targets`` that follow them."""
+
+
 def batch_of(contents: Contents) -> Callable[[int, int, int], dict[str, Tensor]]:
     """The function of samples, step and seed that makes a batch of named tensors."""
-    make = _MAKERS[contents.kind]
 
     def batch(num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
-        made = make(contents, token_batch(contents.vocabulary, contents.sequence, num_samples, step, seed))
+        made = contents.make(contents, token_batch(contents.vocabulary, contents.sequence, num_samples, step, seed))
         if contents.image is not None:
             made["pixels"] = _images(contents.image, num_samples, step, seed)
         return made
@@ -56,19 +73,19 @@ def batch_of(contents: Contents) -> Callable[[int, int, int], dict[str, Tensor]]
 
 def texts_of(contents: Contents) -> Texts | None:
     """How samples are made of texts; None for those that have images, too."""
-    make = _MAKERS[contents.kind]
 
     def batch(windows: Tensor) -> dict[str, Tensor]:
-        return make(contents, next_tokens(windows))
+        return contents.make(contents, next_tokens(windows))
 
     return None if contents.image is not None else Texts(contents.vocabulary, contents.sequence + 1, batch)
 
 
-def _causal(contents: Contents, text: dict[str, Tensor]) -> dict[str, Tensor]:
+def causal(contents: Contents, text: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Every word, by those before it."""
     return text
 
 
-def _masked(contents: Contents, text: dict[str, Tensor]) -> dict[str, Tensor]:
+def masked(contents: Contents, text: dict[str, Tensor]) -> dict[str, Tensor]:
     """Every seventh word hidden, from one that the text decides on; the hidden words are the targets."""
     words = text["tokens"]
     first = words[:, :1] % min(_MASKED_EVERY, contents.sequence)
@@ -76,25 +93,17 @@ def _masked(contents: Contents, text: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"tokens": words.masked_fill(hidden, _special(contents)), "targets": words.masked_fill(~hidden, _IGNORED)}
 
 
-def _translated(contents: Contents, text: dict[str, Tensor]) -> dict[str, Tensor]:
+def translated(contents: Contents, text: dict[str, Tensor]) -> dict[str, Tensor]:
     """The decoder continues the encoder's text."""
     start = torch.full_like(text["targets"][:, :1], _special(contents))
     shifted = torch.cat([start, text["targets"][:, :-1]], dim=1)
     return {"tokens": text["tokens"], "decoder_tokens": shifted, "targets": text["targets"]}
 
 
-def _paired(contents: Contents, text: dict[str, Tensor]) -> dict[str, Tensor]:
+def paired(contents: Contents, text: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Texts that end with the special token."""
     end = torch.full_like(text["tokens"][:, :1], _special(contents))
     return {"tokens": torch.cat([text["tokens"][:, 1:], end], dim=1)}
-
-
-_MAKERS: dict[str, Callable[[Contents, dict[str, Tensor]], dict[str, Tensor]]] = {
-    "causal": _causal,
-    "masked": _masked,
-    "translated": _translated,
-    "paired": _paired,
-    "captioned": _masked,
-}
 
 
 def _special(contents: Contents) -> int:
@@ -107,24 +116,24 @@ def _images(shape: tuple[int, int, int], num_samples: int, step: int, seed: int)
     return stacked(lambda generator: {"": torch.randn(shape, generator=generator)}, num_samples, step, seed)[""]
 
 
-class WordsModel(nn.Module):
-    """A language model, causal or masked, and the loss of the words it predicts."""
+class _Adapter(nn.Module):
+    """A module around a model of transformers."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+
+
+class WordsModel(_Adapter):
+    """A language model, causal or masked, and the loss of the words it predicts."""
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Tokens and targets [samples, sequence]; no loss where a target is -100."""
         return _summed_loss(self.model(input_ids=tokens, use_cache=False).logits, targets)
 
 
-class Translation(nn.Module):
+class Translation(_Adapter):
     """An encoder and a decoder, and the loss of the words that the decoder predicts."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, tokens: Tensor, decoder_tokens: Tensor, targets: Tensor) -> Tensor:
         """Tokens of the encoder [samples, sequence], of the decoder, and its targets."""
@@ -132,29 +141,24 @@ class Translation(nn.Module):
         return _summed_loss(made.logits, targets)
 
 
-class Pairs(nn.Module):
+class Pairs(_Adapter):
     """CLIP: two towers and the contrastive loss of the micro-batch, as a sum over its samples."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, tokens: Tensor, pixels: Tensor) -> Tensor:
         """Texts [samples, sequence] and their images [samples, channels, height, width]."""
         made = self.model(input_ids=tokens, pixel_values=pixels)
         scaled = made.text_embeds * self.model.logit_scale.exp()  # samples first, for as long as possible
-        per_text = _wide(scaled @ made.image_embeds.t())
+        per_text = precise(scaled @ made.image_embeds.t())
         partner = torch.arange(per_text.shape[0], device=per_text.device)
         by_text = F.cross_entropy(per_text, partner, reduction="sum")
         return (by_text + F.cross_entropy(per_text.t(), partner, reduction="sum")) / 2
 
 
-class Captions(nn.Module):
+class Captions(_Adapter):
     """Flava: text and image encoders, the multimodal encoder on both, and the loss of the words it predicts."""
 
-    def __init__(self, model: nn.Module, head: Any) -> None:
-        super().__init__()
-        self.model = model
+    def __init__(self, model: Any, head: Any) -> None:
+        super().__init__(model)
         self.head = head
         self.head.bias = self.head.decoder.bias  # transformers ties the two
 
@@ -165,8 +169,77 @@ class Captions(nn.Module):
 
 
 def _summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(_wide(logits).flatten(0, 1), targets.flatten(), reduction="sum")
+    return F.cross_entropy(precise(logits).flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-def _wide(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+ATTENTION = "pipeplan"
+"""Of the functions here among transformers' attentions and experts. Attention makes no mask, so that a causal one is
+left to the operator; experts have one product each, whose sizes depend on the data but whose shapes do not."""
+
+
+def register_functions() -> None:
+    """Make the functions known to transformers, and the work of experts to torch's FLOP counter. Can be repeated."""
+    from transformers import AttentionInterface
+    from transformers.integrations.moe import ExpertsInterface
+
+    AttentionInterface.register(ATTENTION, _attention)
+    ExpertsInterface.register(ATTENTION, _experts)
+    _count_grouped_products()
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' own attention on torch's operator, with a mask only for a window shorter than the text."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if sliding_window is not None and sliding_window < key.shape[2]:
+        attention_mask = _window(sliding_window, key.shape[2], key.device)
+    made: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options)
+    return made
+
+
+def _window(width: int, length: int, device: torch.device) -> Tensor:
+    """[1, 1, length, length]: whether a query (third) may look at a key: itself and the width - 1 before it."""
+    positions = torch.arange(length, device=device)
+    distance = positions[:, None] - positions[None, :]
+    return ((distance >= 0) & (distance < width))[None, None]
+
+
+def _experts(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    """Sum of each token's experts: hidden [tokens, hidden], chosen and shares [tokens, experts per token].
+
+    Rows are sorted by expert, and ``transformers::grouped_mm_fallback`` multiplies those of each by its weights.
+    """
+    product = torch.ops.transformers.grouped_mm_fallback
+    each = chosen.shape[1]
+    expert, order = chosen.flatten().sort()
+    numbers = torch.arange(module.num_experts, device=expert.device)
+    ends = (expert[:, None] <= numbers).sum(0).to(torch.int32)
+    gate, up = product(hidden[order // each], module.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
+    made = product(module.act_fn(gate) * up, module.down_proj.transpose(1, 2), ends)
+    weighted = made[order.argsort()] * shares.flatten()[:, None].to(made.dtype)
+    summed: Tensor = weighted.unflatten(0, (-1, each)).sum(1)
+    return summed
+
+
+def _count_grouped_products() -> None:
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+    product = torch.ops.transformers.grouped_mm_fallback
+    if product in flop_registry:
+        return
+
+    @register_flop_formula(product)
+    def forward(input: Any, weight: Any, offsets: Any, *_: Any, **__: Any) -> int:
+        return 2 * int(input[0]) * int(weight[1]) * int(weight[2])
+
+    @register_flop_formula(torch.ops.transformers.grouped_mm_fallback_backward)
+    def backward(input: Any, weight: Any, *_: Any, **__: Any) -> int:
+        return 4 * int(input[0]) * int(weight[1]) * int(weight[2])

@@ -1,24 +1,113 @@
-"""From a configuration to a module with a loss, its example inputs and its batches."""
+"""From a configuration, in a local file or in text, to a model of blocks, whole and as one device's share.
+
+Configurations are data, never code, and never a download.
+"""
 
 from __future__ import annotations
 
+import ast
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.models.huggingface import attention_patches as functions
-from pipeplan.runtime.models.huggingface.adapters import batch_of, texts_of
-from pipeplan.runtime.models.huggingface.configuration import configuration, describe
-from pipeplan.runtime.models.huggingface.families import ModelFamily, family_of
-from pipeplan.runtime.models.huggingface.sharding import WORDS, require_divisible, share_of, split_weights
-from pipeplan.runtime.models.spec import Batch, Texts
+from pipeplan.runtime.models.capture import capture, parameters_of
+from pipeplan.runtime.models.huggingface.adapters import ATTENTION, batch_of, register_functions, texts_of
+from pipeplan.runtime.models.huggingface.families import (
+    COLUMNS,
+    ROWS,
+    WORDS,
+    ModelFamily,
+    family_of,
+    require_divisible,
+    share_of,
+    split_weights,
+    widths_of,
+)
+from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Grain, Model, Texts
 
-__all__ = ["LoadedModel", "load"]
+__all__ = ["LoadedModel", "collectives_of", "load", "load_configuration"]
+
+Description = tuple[str, dict[str, Any], bool]
+"""A family's ``model_type`` or class name, its keyword arguments, and whether unknown ones are mistakes."""
+
+_IGNORED = {
+    "architectures", "attn_implementation", "auto_map", "dtype", "experts_implementation", "model_type",
+    "output_attentions", "output_hidden_states", "output_router_logits", "quantization_config", "return_dict",
+    "torch_dtype", "torchscript",
+}  # fmt: skip
+"""Keys that would bring in other code, formats or outputs; models are made from their class, in float32."""
+
+
+def describe(text: str) -> Description:
+    """What a path of a ``config.json``, or a text such as ``LlamaConfig(hidden_size=512)``, says. Raises UsageError."""
+    if text.endswith(".json"):
+        return _from_file(Path(text))
+    try:
+        expression = ast.parse(text.strip(), mode="eval").body
+        match expression:
+            case ast.Name(id=name):
+                return name, {}, True
+            case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords) if all(each.arg for each in keywords):
+                return name, {str(each.arg): ast.literal_eval(each.value) for each in keywords}, True
+    except (SyntaxError, ValueError):
+        pass
+    raise UsageError(
+        f"configuration {text!r} is neither the path of a config.json nor of the form "
+        "LlamaConfig(hidden_size=512, num_hidden_layers=4) with numbers, texts, lists and dicts; "
+        "nothing is downloaded, so save the config.json of a model of the hub first"
+    )
+
+
+def _from_file(path: Path) -> Description:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"configuration {path} cannot be read: {error.strerror}; nothing is downloaded, so save the config.json "
+            "of a model of the hub first"
+        ) from error
+    except ValueError as error:
+        raise UsageError(f"configuration {path} is not JSON: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+        raise UsageError(f"configuration {path} has no 'model_type', so it is not one of transformers")
+    return found["model_type"], found, False
+
+
+def _configuration(family: ModelFamily, keywords: Mapping[str, Any], strict: bool, where: str) -> Any:
+    """A family's configuration; ``strict`` refuses arguments that it would keep without using them."""
+    cls = getattr(_transformers(), family.config)
+    if strict:
+        _refuse_unknown(cls(), keywords, where)
+    try:
+        config = cls(**{key: value for key, value in keywords.items() if key not in _IGNORED})
+    except Exception as error:  # whatever the class raises
+        raise UsageError(
+            f"configuration {where}: {cls.__name__} refuses it: {type(error).__name__}: {error}"
+        ) from error
+    config._attn_implementation = ATTENTION
+    config._experts_implementation = ATTENTION
+    return config
+
+
+def _refuse_unknown(default: Any, keywords: Mapping[str, Any], where: str) -> None:
+    older = ("rope_scaling", "rope_theta") if hasattr(default, "rope_parameters") else ()
+    known = {key for key in (*vars(default), *default.attribute_map, *older) if not key.startswith("_")}
+    for key, value in keywords.items():
+        if key not in known:
+            raise UsageError(
+                f"configuration {where}: {type(default).__name__} has no argument {key!r}; it has "
+                f"{', '.join(sorted(known))}"
+            )
+        if isinstance(value, Mapping) and hasattr(getattr(default, key), "attribute_map"):
+            _refuse_unknown(getattr(default, key), value, where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +120,9 @@ class LoadedModel:
         inputs: a batch of two samples, on the module's device.
         batch: makes the named tensors of a mini-batch from samples, step and seed.
         predictions: what the summed loss of a batch is divided by.
-        sharded: the same for the share that one of so many devices has; raises UsageError if it cannot be split so.
+        sharded: the same for one device's share, by their number; raises UsageError if it cannot be split so.
         ways: how each parameter is split, by its name: "colwise", "packed_colwise", "rowwise" or "words".
         tokens: positions per sample by the beginning of parameters' names, the longest that fits.
-        loss: whether the module returns a loss.
         texts: how it takes texts, if it does.
         settings: all of the configuration, but the version of transformers that reads it.
     """
@@ -47,7 +135,6 @@ class LoadedModel:
     sharded: Callable[[int], LoadedModel]
     ways: Mapping[str, str]
     tokens: Mapping[str, int]
-    loss: bool = True
     texts: Texts | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
 
@@ -109,14 +196,6 @@ def _whole(
     )
 
 
-def _configuration(family: ModelFamily, keywords: Mapping[str, Any], strict: bool, where: str) -> Any:
-    cls = getattr(_transformers(), family.config)
-    config = configuration(cls, keywords, strict, where)
-    config._attn_implementation = functions.NAME
-    config._experts_implementation = functions.NAME
-    return config
-
-
 def _transformers() -> Any:
     try:
         import transformers
@@ -138,7 +217,7 @@ def _sequence(family: ModelFamily, config: Any, asked: int | None, where: str) -
 
 def _module(family: ModelFamily, config: Any, where: str, meta: bool, seed: int) -> nn.Module:
     """The wrapped model with the same random numbers for a seed, in evaluation mode, where dropout does nothing."""
-    functions.register()
+    register_functions()
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta" if meta else "cpu"):
             torch.manual_seed(seed)
@@ -199,3 +278,79 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(before)
+
+
+_ELEMENT_BYTES = 4  # float32
+_LOSS_NUMBERS = 3  # per word: the largest logit, the sum of exponentials, the target's logit
+
+
+def load_configuration(
+    text_or_path: str, *, sequence: int | None = None, grain: Grain = "half", meta: bool = False, seed: int = 0
+) -> Model:
+    """The blocks of a Hugging Face configuration; arguments and errors are those of ``load`` and ``capture``."""
+    whole = load(text_or_path, sequence=sequence, meta=meta, seed=seed)
+    model, sharded = _captured(whole, grain), partial(_share, whole, grain)
+    return replace(model, sharded=sharded, texts=whole.texts, settings=whole.settings)
+
+
+def _captured(whole: LoadedModel, grain: Grain) -> Model:
+    return capture(
+        whole.module, whole.inputs, name=whole.name, grain=grain, batch=whole.batch, predictions=whole.predictions
+    )
+
+
+def _share(whole: LoadedModel, grain: Grain, num_devices: int) -> Model:
+    share = whole.sharded(num_devices)
+    model = _captured(share, grain)
+    return model if num_devices == 1 else collectives_of(model, share)
+
+
+def collectives_of(model: Model, share: LoadedModel) -> Model:
+    """The model, captured from one device's share, with what each block needs of the others, as Megatron-LM does it.
+
+    Sums over devices follow every layer that is split by its inputs, and the lookup in a table of words, in F; and the
+    input gradient of all layers that are split by outputs and take the same input, in I, in the first block that has
+    one of them. The head sums three float32 numbers per word in F. Bytes are those of float32 elements.
+    """
+    seen = set[str]()
+    return replace(model, blocks=tuple(_with_collectives(block, share, seen) for block in model.blocks))
+
+
+def _with_collectives(block: BlockSpec, share: LoadedModel, seen: set[str]) -> BlockSpec:
+    found: list[Collective] = []
+    for name in parameters_of(block).values():
+        way = share.ways.get(name)
+        if way is not None and not name.endswith("bias"):
+            found += _of_weight(name, way, block, share, seen)
+    return replace(block, collectives=tuple(found))
+
+
+def _of_weight(name: str, way: str, block: BlockSpec, share: LoadedModel, seen: set[str]) -> Iterator[Collective]:
+    tokens = _tokens(name, share.tokens)
+    inputs, outputs = widths_of(share.module, name)
+    hidden = share.module.get_parameter(name).shape[-1]  # of a table, whichever of two tied ones it is named after
+    if way in ROWS:
+        yield Collective("all_reduce", "F", tokens * outputs * _ELEMENT_BYTES)
+    elif way == WORDS and block.operator == "embedding":
+        yield Collective("all_reduce", "F", tokens * hidden * _ELEMENT_BYTES)
+    elif way == WORDS:
+        yield Collective("all_reduce", "F", tokens * _LOSS_NUMBERS * _ELEMENT_BYTES)
+        yield Collective("all_reduce", "I", tokens * hidden * _ELEMENT_BYTES)
+    elif way in COLUMNS and not _is_table(share.module, name) and (taker := _taker(name)) not in seen:
+        seen.add(taker)
+        yield Collective("all_reduce", "I", tokens * inputs * _ELEMENT_BYTES)
+
+
+def _taker(name: str) -> str:
+    """The same for all layers that take the same input: those of a module, but a query across attends to another's."""
+    owner, _, layer = name.removesuffix(".weight").rpartition(".")
+    return f"{owner}.q" if owner.endswith("EncDecAttention") and layer == "q" else owner
+
+
+def _is_table(module: nn.Module, name: str) -> bool:
+    return isinstance(module.get_submodule(name.rpartition(".")[0]), nn.Embedding)
+
+
+def _tokens(name: str, tokens: Mapping[str, int]) -> int:
+    """Positions per sample where a parameter is used, by the longest beginning of its name."""
+    return tokens[max((prefix for prefix in tokens if name.startswith(prefix)), key=len)]

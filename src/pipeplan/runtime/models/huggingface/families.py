@@ -1,47 +1,87 @@
-"""The families that are known: which class of transformers, what its samples are, and how its weights can be split."""
+"""The families that are known: which class of transformers, what its samples are, and how its weights are split.
+
+Ways of splitting a layer, as transformers names them: ``colwise`` splits its outputs, ``rowwise`` its inputs, so that
+its output is a sum over the devices; ``packed_colwise`` splits each of the parts that its outputs consist of. The
+bias of a ``rowwise`` layer is whole on every device. Attention between the two has a share of the heads.
+"""
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.models.huggingface.adapters import Captions, Contents, Pairs, Translation, WordsModel
+from pipeplan.runtime.models.huggingface.adapters import (
+    Captions,
+    Contents,
+    Maker,
+    Pairs,
+    Translation,
+    WordsModel,
+    causal,
+    masked,
+    paired,
+    translated,
+)
+from pipeplan.runtime.parallel.sharding import Cut
 
-__all__ = ["FAMILIES", "ModelFamily", "family_of"]
+__all__ = [
+    "COLUMNS",
+    "FAMILIES",
+    "ROWS",
+    "WORDS",
+    "ModelFamily",
+    "family_of",
+    "require_divisible",
+    "share_of",
+    "split_weights",
+    "widths_of",
+]
 
 _LONGEST = 1024
 _MASKED_LONGEST = 512
 _CAPTION_LONGEST = 77  # words of CLIP's and Flava's texts
 
+_MASK_TOKEN = 103  # of BERT's vocabulary, which Flava shares
+
+
+def _simple(make: Maker, config: Any, vocabulary: int, sequence: int) -> Contents:
+    return Contents(make, vocabulary, sequence, _MASK_TOKEN)
+
+
+_CAUSAL = partial(_simple, causal)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """One ``model_type``.
+    """One ``model_type``; without more a causal language model with Llama's names.
 
     ``config`` and ``model`` are classes of transformers by name, ``module(model, config)`` wraps a model so that it
     returns a loss. ``longest`` is the sequence without ``--sequence``, if ``maximum(config)`` (None: any length) is
     not smaller. ``contents(config, vocabulary, sequence)`` says what its samples are, ``words(config)`` how large the
     vocabulary is. ``plan`` has patterns of module or parameter names inside the wrapper, ``*`` for one part of a name,
-    with the way each is split (see ``sharding.py``); None: the configuration's own ``base_model_tp_plan``.
+    with the way each is split; None: the configuration's own ``base_model_tp_plan``.
     ``vocabulary`` are the names of what has a row for each word. ``tokens(config, sequence)`` has the positions per
     sample by the beginning of parameters' names.
     """
 
     config: str
     model: str
-    module: Callable[[nn.Module, Any], nn.Module]
-    longest: int
-    maximum: Callable[[Any], int | None]
-    contents: Callable[[Any, int, int], Contents]
-    words: Callable[[Any], int]
-    plan: Mapping[str, str] | None
-    vocabulary: tuple[str, ...]
-    tokens: Callable[[Any, int], Mapping[str, int]]
+    module: Callable[[nn.Module, Any], nn.Module] = lambda made, _: WordsModel(made)
+    longest: int = _LONGEST
+    maximum: Callable[[Any], int | None] = attrgetter("max_position_embeddings")
+    contents: Callable[[Any, int, int], Contents] = _CAUSAL
+    words: Callable[[Any], int] = attrgetter("vocab_size")
+    plan: Mapping[str, str] | None = None
+    vocabulary: tuple[str, ...] = ("model.model.embed_tokens", "model.lm_head")
+    tokens: Callable[[Any, int], Mapping[str, int]] = lambda _, sequence: {"": sequence}
 
 
 def _text(config: Any) -> Any:
@@ -55,17 +95,6 @@ def _patches(config: Any) -> int:
 
 def _image(config: Any) -> tuple[int, int, int]:
     return config.num_channels, config.image_size, config.image_size
-
-
-def _of(*names: str) -> Callable[[Any], Any]:
-    """A configuration's number by the path of its name."""
-
-    def read(config: Any) -> Any:
-        for name in names:
-            config = getattr(config, name)
-        return config
-
-    return read
 
 
 # How weights are split ---------------------------------------------------------------------------------------------
@@ -122,18 +151,15 @@ def _flava() -> dict[str, str]:
 
 def _translated(config: Any, vocabulary: int, sequence: int) -> Contents:
     """T5's decoder starts with the padding token."""
-    return Contents("translated", vocabulary, sequence, config.pad_token_id or 0)
+    return Contents(translated, vocabulary, sequence, config.pad_token_id or 0)
 
 
 def _paired(config: Any, vocabulary: int, sequence: int) -> Contents:
-    return Contents("paired", vocabulary, sequence, _text(config).eos_token_id or 0, _image(config.vision_config))
+    return Contents(paired, vocabulary, sequence, _text(config).eos_token_id or 0, _image(config.vision_config))
 
 
 def _captioned(config: Any, vocabulary: int, sequence: int) -> Contents:
-    return Contents("captioned", vocabulary, sequence, _MASK_TOKEN, _image(config.image_config))
-
-
-_MASK_TOKEN = 103  # of BERT's vocabulary, which Flava shares
+    return Contents(masked, vocabulary, sequence, _MASK_TOKEN, _image(config.image_config))
 
 
 def _captions(model: nn.Module, config: Any) -> nn.Module:
@@ -151,27 +177,8 @@ def _fused_tokens(config: Any, sequence: int) -> dict[str, int]:
 # The families ------------------------------------------------------------------------------------------------------
 
 
-def _decoder(config: str, model: str, **changes: Any) -> ModelFamily:
-    """A causal language model with Llama's names."""
-    usual: dict[str, Any] = {
-        "module": lambda made, _: WordsModel(made),
-        "longest": _LONGEST,
-        "maximum": _of("max_position_embeddings"),
-        "contents": partial(_simple, "causal"),
-        "words": _of("vocab_size"),
-        "plan": None,
-        "vocabulary": ("model.model.embed_tokens", "model.lm_head"),
-        "tokens": lambda _, sequence: {"": sequence},
-    }
-    return ModelFamily(config, model, **{**usual, **changes})
-
-
-def _simple(kind: str, config: Any, vocabulary: int, sequence: int) -> Contents:
-    return Contents(kind, vocabulary, sequence, _MASK_TOKEN)
-
-
 def _t5(config: str, model: str) -> ModelFamily:
-    return _decoder(
+    return ModelFamily(
         config,
         model,
         module=lambda made, _: Translation(made),
@@ -184,44 +191,44 @@ def _t5(config: str, model: str) -> ModelFamily:
 
 
 FAMILIES: dict[str, ModelFamily] = {
-    "gpt2": _decoder(
+    "gpt2": ModelFamily(
         "GPT2Config", "GPT2LMHeadModel", plan=_GPT2, vocabulary=("model.transformer.wte", "model.lm_head")
     ),
-    "llama": _decoder("LlamaConfig", "LlamaForCausalLM"),
-    "qwen2": _decoder("Qwen2Config", "Qwen2ForCausalLM"),
-    "qwen3": _decoder("Qwen3Config", "Qwen3ForCausalLM"),
-    "mistral": _decoder("MistralConfig", "MistralForCausalLM"),
-    "mixtral": _decoder("MixtralConfig", "MixtralForCausalLM"),
-    "bert": _decoder(
+    "llama": ModelFamily("LlamaConfig", "LlamaForCausalLM"),
+    "qwen2": ModelFamily("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ModelFamily("Qwen3Config", "Qwen3ForCausalLM"),
+    "mistral": ModelFamily("MistralConfig", "MistralForCausalLM"),
+    "mixtral": ModelFamily("MixtralConfig", "MixtralForCausalLM"),
+    "bert": ModelFamily(
         "BertConfig",
         "BertForMaskedLM",
         longest=_MASKED_LONGEST,
-        contents=partial(_simple, "masked"),
+        contents=partial(_simple, masked),
         plan=_bert_like("model.bert.encoder.layer", "self"),
         vocabulary=("model.bert.embeddings.word_embeddings", "model.cls.predictions.decoder"),
     ),
     "t5": _t5("T5Config", "T5ForConditionalGeneration"),
     "mt5": _t5("MT5Config", "MT5ForConditionalGeneration"),
-    "clip": _decoder(
+    "clip": ModelFamily(
         "CLIPConfig",
         "CLIPModel",
         module=lambda made, _: Pairs(made),
         longest=_CAPTION_LONGEST,
-        maximum=_of("text_config", "max_position_embeddings"),
+        maximum=attrgetter("text_config.max_position_embeddings"),
         contents=_paired,
-        words=_of("text_config", "vocab_size"),
+        words=attrgetter("text_config.vocab_size"),
         plan=_clip(),
         vocabulary=("model.text_model.embeddings.token_embedding",),
         tokens=lambda config, sequence: {"model.vision_model": _patches(config.vision_config), "": sequence},
     ),
-    "flava": _decoder(
+    "flava": ModelFamily(
         "FlavaConfig",
         "FlavaModel",
         module=_captions,
         longest=_CAPTION_LONGEST,
-        maximum=_of("text_config", "max_position_embeddings"),
+        maximum=attrgetter("text_config.max_position_embeddings"),
         contents=_captioned,
-        words=_of("text_config", "vocab_size"),
+        words=attrgetter("text_config.vocab_size"),
         plan=_flava(),
         vocabulary=("model.text_model.embeddings.word_embeddings", "head.decoder"),
         tokens=_fused_tokens,
@@ -231,11 +238,7 @@ FAMILIES: dict[str, ModelFamily] = {
 
 
 def family_of(name: str) -> ModelFamily:
-    """The family of a ``model_type``, or of the name of its configuration's class.
-
-    Raises:
-        UsageError: it is not among those known.
-    """
+    """The family of a ``model_type``, or of the name of its configuration's class. Raises UsageError."""
     for model_type, family in FAMILIES.items():
         if name in (model_type, family.config):
             return family
@@ -244,3 +247,110 @@ def family_of(name: str) -> ModelFamily:
         f"configurations of {name!r} are not known; known are {known}. For any other model write a function that "
         "returns the module and its example inputs, and give it as pkg.mod:function (docs/capture.md)"
     )
+
+
+COLUMNS = ("colwise", "packed_colwise")
+ROWS = ("rowwise",)
+WORDS = "words"
+"""Rows of a table, one for each word; those of devices may differ by one."""
+
+_PARTS = {"c_attn": 3}  # query, key and value
+_USUAL_PARTS = 2  # gate and input
+_COUNTS = ("all_head_size", "inner_dim", "n_heads", "num_attention_heads", "num_heads", "split_size")
+"""Attributes of attention modules that count what is split."""
+
+
+def split_weights(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """The way each split parameter is split, by its name; the plan has patterns of modules' or parameters' names."""
+    found = {}
+    for pattern, way in plan.items():
+        matcher = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+") + r"(\.weight|\.bias)?")
+        for name, _ in module.named_parameters(remove_duplicate=False):
+            if way in (*COLUMNS, *ROWS, WORDS) and matcher.fullmatch(name) and not _is_whole(name, way):
+                found[name] = way
+    return found
+
+
+def _is_whole(name: str, way: str) -> bool:
+    return way in ROWS and name.endswith(".bias")
+
+
+def share_of(module: nn.Module, ways: Mapping[str, str], num_devices: int, rank: int = 0) -> nn.Module:
+    """A copy of the module with one device's share of the parameters; tied ones stay tied, whole ones are copies.
+
+    ``ways`` are of :func:`split_weights`. Raises UsageError where a parameter does not divide by the devices.
+    """
+    shares: dict[int, object] = {}  # by the identity of the whole one, as deepcopy wants it
+    for name, way in ways.items():
+        parameter = module.get_parameter(name)
+        if id(parameter) not in shares:
+            cut = _cut(module, name, parameter.detach(), way, num_devices, rank).clone()
+            shares[id(parameter)] = nn.Parameter(cut, parameter.requires_grad)
+    made = copy.deepcopy(module, shares)
+    layers = {name.rpartition(".")[0]: way for name, way in ways.items() if name.endswith(".weight")}
+    for name in layers:
+        _resize(made.get_submodule(name))
+    for name in {name.rpartition(".")[0] for name, way in layers.items() if way in COLUMNS}:
+        _count_anew(made.get_submodule(name), num_devices)
+    return made
+
+
+def _cut(module: nn.Module, name: str, whole: Tensor, way: str, num_devices: int, rank: int) -> Tensor:
+    """One device's part of a parameter."""
+    owner = module.get_submodule(name.rpartition(".")[0])
+    last = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    parts = _PARTS.get(last, _USUAL_PARTS) if way == "packed_colwise" else 1
+    try:
+        return Cut(_dimension(owner, whole, way), parts, even=way != WORDS).cut(whole, num_devices, rank)
+    except UsageError as error:
+        raise UsageError(f"{name} of {error}; choose a number that divides it") from None
+
+
+def _dimension(owner: nn.Module, whole: Tensor, way: str) -> int:
+    """The dimension of a parameter that is split."""
+    if whole.ndim == 1 or way == WORDS:
+        return 0
+    return whole.ndim - 2 if (way in COLUMNS) != _is_turned(owner) else whole.ndim - 1
+
+
+def _is_turned(owner: nn.Module) -> bool:
+    """Whether weights are [inputs, outputs]: tables, and GPT-2's layers."""
+    return type(owner).__name__ == "Conv1D" or isinstance(owner, nn.Embedding)
+
+
+def widths_of(module: nn.Module, name: str) -> tuple[int, int]:
+    """Inputs and outputs of the layer with the weight of that name."""
+    first, second = module.get_parameter(name).shape[-2:]
+    turned = _is_turned(module.get_submodule(name.rpartition(".")[0]))
+    return (first, second) if turned else (second, first)
+
+
+def _resize(layer: nn.Module) -> None:
+    """Let a layer know the sizes that its weight has now."""
+    weight = layer.get_parameter("weight")
+    if isinstance(layer, nn.Embedding):
+        layer.num_embeddings, layer.embedding_dim = weight.shape
+        if layer.padding_idx is not None and layer.padding_idx >= layer.num_embeddings:
+            layer.padding_idx = None
+    elif isinstance(layer, nn.Linear):
+        layer.out_features, layer.in_features = weight.shape
+    else:  # GPT-2's, the other way round
+        for name, size in zip(("nx", "nf"), weight.shape, strict=True):
+            setattr(layer, name, size)
+
+
+def _count_anew(module: nn.Module, num_devices: int) -> None:
+    """Divide what a module counts of its heads and widths."""
+    for name in _COUNTS:
+        if isinstance(getattr(module, name, None), int):
+            setattr(module, name, getattr(module, name) // num_devices)
+
+
+def require_divisible(counts: Mapping[str, int], num_devices: int, name: str) -> None:
+    """Check that all counts divide by the number of devices. Raises UsageError."""
+    for what, count in counts.items():
+        if count % num_devices:
+            raise UsageError(
+                f"{name} has {count} {what}, which cannot be split over {num_devices} devices; choose a number that "
+                "divides them"
+            )

@@ -17,28 +17,26 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.models.synthetic_batches import token_batch
-from pipeplan.runtime.models.zoo.blocks import num_targets
+from pipeplan.runtime.models.zoo.gpt import norm_by_operator
 from pipeplan.runtime.models.zoo.layers import (
-    WORDS,
     FeedForward,
     LayerStack,
     SelfAttention,
+    ZooSize,
     columns,
     exchanged,
     halves,
     layers,
     linear,
+    num_targets,
     positions_of,
     replicated,
     row_linear,
-    summed_loss,
-    with_shares,
-    words_told,
+    word_embedding,
+    word_head,
 )
-from pipeplan.runtime.models.zoo.per_operator import norm_by_operator
-from pipeplan.runtime.parallel.parameter_slices import Cut
-from pipeplan.runtime.parallel.sharding import WHOLE, Shards, Split
-from pipeplan.runtime.parallel.split_layers import HIDDEN, WordEmbedding, hidden_of
+from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
+from pipeplan.runtime.parallel.split_layers import WordEmbedding, hidden_of
 
 __all__ = ["TranslationSize"]
 
@@ -47,7 +45,7 @@ _START = 0
 
 
 @dataclass(frozen=True, slots=True)
-class TranslationSize:
+class TranslationSize(ZooSize):
     """Dimensions: ``layers`` of the encoder and as many of the decoder, texts of ``sequence`` words on both sides.
 
     ``biased``: norms and linear layers with biases. ``shared`` spreads embeddings and head over all devices.
@@ -71,52 +69,22 @@ class TranslationSize:
         """The layers of the encoder."""
         return LayerStack(self.layers, self.hidden, self.heads, self.sequence, biased=self.biased)
 
-    def model(self, name: str) -> Model:
-        """Encoder, then decoder, then head with loss."""
-        return with_shares(partial(self._model, name))
-
     def _model(self, name: str, shards: Shards) -> Model:
+        """Encoder, then decoder, then head with loss."""
         source = self._words("encoder.embedding", "tokens", shards)
         encoder = layers("encoder.layer", self.stack, (source.id,), shards=shards)
         norm = norm_by_operator("encoder.norm", self.stack, encoder[-1].id)
         encoded = replace(norm, split=replicated(norm.build))
         target = self._words("decoder.embedding", "decoder_tokens", shards)
         decoder = _decoder(replace(self.stack, causal=True), (target.id, encoded.id), shards)
-        blocks = (source, *encoder, encoded, target, *decoder, self._head(decoder[-1].id, shards))
-        table = [(source.id, "token.weight"), (target.id, "token.weight"), ("head", "output.weight")]
+        head = word_head(decoder[-1].id, self.stack, self.vocabulary, shards, shared=self.shared)
+        blocks = (source, *encoder, encoded, target, *decoder, head)
+        table = [(source.id, "token.weight"), (target.id, "token.weight"), (head.id, "output.weight")]
         return Model(name, blocks, self._batch, num_targets, tied=(tuple(table),))
 
     def _words(self, id_: str, sample: str, shards: Shards) -> BlockSpec:
         build = partial(WordLookup, self.stack, self.vocabulary)
-        return BlockSpec(
-            id_,
-            "embedding",
-            partial(WordLookup, self.stack, self.vocabulary, shards),
-            samples=(sample,),
-            dimensions=self._sizes(shards),
-            shared=self.shared,
-            collectives=exchanged(shards, ("all_reduce", "F", self.stack.numbers)),
-            split=Split(build, {"token.weight": WORDS}),
-            splits={HIDDEN: Split(build, {"token.weight": Cut(1)}, gives=True)},
-        )
-
-    def _head(self, source: str, shards: Shards) -> BlockSpec:
-        return BlockSpec(
-            "head",
-            "head",
-            partial(Prediction, self.stack, self.vocabulary, shards),
-            (source,),
-            ("targets",),
-            loss=True,
-            dimensions=self._sizes(shards),
-            shared=self.shared,
-            collectives=exchanged(shards, words_told(shards, self.sequence), ("all_reduce", "I", self.stack.numbers)),
-            split=Split(partial(Prediction, self.stack, self.vocabulary), {"output.weight": WORDS}),
-        )
-
-    def _sizes(self, shards: Shards) -> dict[str, int]:
-        begin, end = shards.range(self.vocabulary)
-        return self.stack.sizes | {"vocabulary": end - begin}
+        return word_embedding(id_, sample, build, ("token",), self.stack, self.vocabulary, shards, shared=self.shared)
 
     def _batch(self, num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
         """A text that counts up, whose translation is the same text one word on."""
@@ -168,22 +136,6 @@ class EncoderDecoderAttention(nn.Module):
         """How parameters are split."""
         both = columns("query", biased=stack.biased) | columns("memory", parts=2, biased=stack.biased)
         return {**both, "project.weight": Cut(1)}
-
-
-class Prediction(nn.Module):
-    """Final norm, output layer (shares the table of words) and the sum of the words' cross-entropies."""
-
-    def __init__(self, stack: LayerStack, vocabulary: int, shards: Shards = WHOLE) -> None:
-        super().__init__()
-        begin, end = shards.range(vocabulary)
-        self.vocabulary, self.shards = vocabulary, shards
-        self.norm = _norm(stack)
-        self.output = linear(stack.hidden, end - begin, biased=False)
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        """[samples, sequence, hidden] and targets [samples, sequence] to a scalar, in float32 at least."""
-        logits = self.output(self.shards.shared(self.norm(x)))
-        return summed_loss(logits, targets, self.vocabulary, self.shards)
 
 
 _Part = type[SelfAttention] | type[EncoderDecoderAttention] | type[FeedForward]
@@ -240,7 +192,3 @@ def _part(operator: str, stack: LayerStack, layer: int) -> tuple[Callable[[Shard
         return partial(part, stack), part.cuts(stack)
     build = partial(Beside, part, stack, last and operator != "attention")
     return build, {f"part.{name}": cut for name, cut in part.cuts(stack).items()}
-
-
-def _norm(stack: LayerStack) -> nn.LayerNorm:
-    return nn.LayerNorm(stack.hidden, bias=stack.biased)

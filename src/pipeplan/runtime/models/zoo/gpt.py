@@ -1,39 +1,235 @@
-"""GPT-2 (Radford et al. 2019): learned positions, pre-LayerNorm layers, causal attention.
+"""GPT-2 (Radford et al. 2019): learned positions, pre-LayerNorm layers, causal attention; no dropout.
 
-The output layer shares the token embedding. No dropout.
+The output layer shares the token embedding. Halves of layers are blocks, or every operator, so that each can be split
+in a way of its own: then the query, key and value of a head lie together, so that a slice of their product has whole
+heads. Tensors between blocks are [samples, places, features].
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeplan.runtime.models.spec import BlockSpec, Model, Texts
 from pipeplan.runtime.models.synthetic_batches import next_tokens, token_batch
-from pipeplan.runtime.models.zoo.blocks import num_targets
 from pipeplan.runtime.models.zoo.layers import (
-    WORDS,
     LayerStack,
-    exchanged,
+    ZooSize,
     layers,
-    linear,
+    num_targets,
+    small,
     summed_loss,
-    with_shares,
-    words_told,
+    word_embedding,
+    word_head,
 )
-from pipeplan.runtime.models.zoo.per_operator import operators_of_head, operators_of_layers
-from pipeplan.runtime.parallel.parameter_slices import Cut
-from pipeplan.runtime.parallel.sharding import WHOLE, Shards, Split
-from pipeplan.runtime.parallel.split_layers import HIDDEN, WordEmbedding, hidden_of
+from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
+from pipeplan.runtime.parallel.split_layers import FEATURES, Tile, WordEmbedding, hidden_of
+from pipeplan.workload.mesh import PLACES
 
-__all__ = ["GPTSize", "Head", "TokenEmbedding", "gpt", "words"]
+__all__ = ["GPTSize", "norm_by_operator", "operators_of_head", "operators_of_layers", "words"]
+
+
+Module = TypeVar("Module", bound=nn.Module)
+
+_EPSILON = 1e-5
+
+
+class NormOperator(nn.Module):
+    """LayerNorm, of which devices may have slices of the features."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, hidden: int, biased: bool, shards: Shards = WHOLE) -> None:
+        super().__init__()
+        self.hidden, self.features = hidden, _features(shards)
+        own = hidden // self.features.count
+        self.weight = nn.Parameter(torch.ones(own))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(own)) if biased else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[samples, places, features of this device] to the same."""
+        if self.features.count == 1:
+            return F.layer_norm(x, (self.hidden,), self.weight, self.bias, _EPSILON)
+        centred = x - self._mean(x)
+        result = centred * torch.rsqrt(self._mean(centred.square()) + _EPSILON) * self.weight
+        return result if self.bias is None else result + self.bias
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """Over the features of all devices; each uses it for its own, so its gradient is the sum of theirs."""
+        return self.features.shared(self.features.summed(x.sum(-1, keepdim=True))) / self.hidden
+
+
+class AttentionCore(nn.Module):
+    """Attention of [samples, places, heads * 3 sizes]: heads are split, or places, of which all keys are gathered."""
+
+    def __init__(self, stack: LayerStack, shards: Shards = WHOLE) -> None:
+        super().__init__()
+        stack.heads_of(_features(shards))  # refuses slices of heads
+        self.size, self.causal = stack.hidden // stack.heads, stack.causal
+        self.places = shards.along.get(PLACES, WHOLE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[samples, places, heads * 3 sizes] to [samples, places, heads * size], each of this device."""
+        query, both = torch.split(x.reshape(*x.shape[:2], -1, 3, self.size), [1, 2], dim=-2)
+        both = self.places.shared(self.places.gathered(both, 1))
+        key, value = both.permute(3, 0, 2, 1, 4)
+        mixed = F.scaled_dot_product_attention(
+            query.squeeze(-2).transpose(1, 2), key, value, attn_mask=self._mask(x, key.shape[-2])
+        )
+        return mixed.transpose(1, 2).flatten(2)
+
+    def _mask(self, x: Tensor, num_keys: int) -> Tensor | None:
+        """Which keys each place looks at: those up to its own."""
+        if not self.causal:
+            return None
+        own = torch.arange(x.shape[1], device=x.device) + self.places.index * x.shape[1]
+        return own[:, None] >= torch.arange(num_keys, device=x.device)[None, :]
+
+
+class ActivationOperator(nn.Module):
+    """GELU with the tanh approximation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[...] to the same."""
+        return F.gelu(x, approximate="tanh")
+
+
+class AddOperator(nn.Module):
+    """The sum of two tensors."""
+
+    def forward(self, x: Tensor, more: Tensor) -> Tensor:
+        """[...] twice to the same."""
+        return x + more
+
+
+class LossOperator(nn.Module):
+    """The sum of the tokens' cross-entropies, of which devices may have slices of the words."""
+
+    def __init__(self, words: int, shards: Shards = WHOLE) -> None:
+        super().__init__()
+        self.words, self.features = words, _features(shards)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """[samples, places, words of this device] and [samples, places] to a scalar, in float32 at least."""
+        return summed_loss(logits, targets, self.words, self.features)
+
+
+def operators_of_layers(stack: LayerStack, source: str) -> list[BlockSpec]:
+    """The operators of all layers, one after another, with their residuals."""
+    found: list[BlockSpec] = []
+    for layer in range(stack.layers):
+        for half in (_attention, _feed_forward):
+            found += half(f"layer{layer}", stack, found[-1].id if found else source)
+    return found
+
+
+def operators_of_head(stack: LayerStack, words: int, source: str) -> list[BlockSpec]:
+    """Final norm, output layer and loss."""
+    norm = norm_by_operator("head.norm", stack, source)
+    output = _product("head.output", stack, norm.id, stack.hidden, words, std=0.02, biased=False)
+    build = partial(LossOperator, words)
+    loss = BlockSpec(
+        "head.loss",
+        "loss",
+        build,
+        (output.id,),
+        ("targets",),
+        loss=True,
+        dimensions={"sequence": stack.sequence, "vocabulary": words},
+        splits={FEATURES: Split(build, takes=True), PLACES: Split(build)},
+    )
+    return [norm, output, loss]
+
+
+def _attention(layer: str, stack: LayerStack, source: str) -> list[BlockSpec]:
+    prefix, hidden = f"{layer}.attention", stack.hidden
+    norm = norm_by_operator(f"{prefix}.norm", stack, source)
+    made = _product(f"{prefix}.made", stack, norm.id, hidden, 3 * hidden, std=0.02)
+    build = partial(AttentionCore, stack)
+    core = BlockSpec(
+        f"{prefix}.core",
+        "attention-core",
+        build,
+        (made.id,),
+        dimensions=stack.sizes | {"heads": stack.heads},
+        splits=_slices(build),
+    )
+    last = _product(f"{prefix}.projection", stack, core.id, hidden, hidden, std=stack.last_std)
+    return [norm, made, core, last, _each(f"{prefix}.sum", "add", AddOperator, stack, (source, last.id))]
+
+
+def _feed_forward(layer: str, stack: LayerStack, source: str) -> list[BlockSpec]:
+    prefix, hidden = f"{layer}.ffn", stack.hidden
+    norm = norm_by_operator(f"{prefix}.norm", stack, source)
+    wide = _product(f"{prefix}.expand", stack, norm.id, hidden, 4 * hidden, std=0.02)
+    bent = _each(f"{prefix}.activation", "activation", ActivationOperator, stack, (wide.id,), 4 * hidden)
+    last = _product(f"{prefix}.projection", stack, bent.id, 4 * hidden, hidden, std=stack.last_std)
+    return [norm, wide, bent, last, _each(f"{prefix}.sum", "add", AddOperator, stack, (source, last.id))]
+
+
+def norm_by_operator(id_: str, stack: LayerStack, source: str) -> BlockSpec:
+    """A norm by itself, split as any operator."""
+    build = partial(NormOperator, stack.hidden, stack.biased)
+    names = ("weight", "bias") if stack.biased else ("weight",)
+    cuts = {name: Cut() for name in names}
+    return BlockSpec(id_, "norm", build, (source,), dimensions=stack.sizes, splits=_slices(build, cuts))
+
+
+def _product(
+    id_: str, stack: LayerStack, source: str, inputs: int, outputs: int, *, std: float, biased: bool | None = None
+) -> BlockSpec:
+    bias = stack.biased if biased is None else biased
+    build = partial(_tile, inputs, outputs, std, bias)
+    return BlockSpec(
+        id_,
+        "product",
+        build,
+        (source,),
+        dimensions={"sequence": stack.sequence, "inputs": inputs, "outputs": outputs},
+        splits=Tile.ways(build, bias=bias) | {PLACES: Split(build)},
+    )
+
+
+def _tile(inputs: int, outputs: int, std: float, biased: bool, shards: Shards = WHOLE) -> Tile:
+    return small(Tile(inputs, outputs, shards, bias=biased), std)
+
+
+def _each(
+    id_: str,
+    operator: str,
+    module: type[nn.Module],
+    stack: LayerStack,
+    sources: tuple[str, ...],
+    width: int | None = None,
+) -> BlockSpec:
+    """A function of each number."""
+    build = partial(_anywhere, module)
+    dimensions = {"sequence": stack.sequence, "hidden": width or stack.hidden}
+    return BlockSpec(id_, operator, build, sources, dimensions=dimensions, splits=_slices(build))
+
+
+def _anywhere(module: Callable[[], Module], shards: Shards = WHOLE) -> Module:
+    """A module that is the same whatever part of its input it gets."""
+    return module()
+
+
+def _slices(build: Callable[[Shards], nn.Module], cuts: dict[str, Cut] | None = None) -> dict[str, Split]:
+    """What takes slices of the features and gives some, and takes any places."""
+    return {FEATURES: Split(build, cuts or {}, takes=True, gives=True), PLACES: Split(build)}
+
+
+def _features(shards: Shards) -> Shards:
+    return shards.along.get(FEATURES, WHOLE)
 
 
 @dataclass(frozen=True, slots=True)
-class GPTSize:
+class GPTSize(ZooSize):
     """Dimensions of a GPT-2 model.
 
     ``positions`` is the longest sequence it can take, ``sequence`` the one its batches have. With ``tied`` the output
@@ -62,8 +258,27 @@ class GPTSize:
         return LayerStack(self.layers, self.hidden, self.heads, self.sequence, causal=True)
 
     def model(self, name: str) -> Model:
-        """The model of this size."""
-        return _by_operator(name, self) if self.by_operator else gpt(name, self)
+        """The model of this size; of one by operators nothing is known of shares."""
+        return self._model(name, WHOLE) if self.by_operator else ZooSize.model(self, name)
+
+    def _model(self, name: str, shards: Shards) -> Model:
+        """Embedding, then attention and feed-forward of each layer, then head with loss."""
+        first = words(self, "embedding", shards)
+        if self.by_operator:
+            middle = operators_of_layers(self.stack, first.id)
+            end, output = operators_of_head(self.stack, self.vocabulary, middle[-1].id), ("head.output", "weight")
+        else:
+            middle = layers("layer", self.stack, (first.id,), shards=shards)
+            end = [word_head(middle[-1].id, self.stack, self.vocabulary, shards, shared=self.shared)]
+            output = ("head", "output.weight")
+        return Model(
+            name,
+            (first, *middle, *end),
+            partial(token_batch, self.vocabulary, self.sequence),
+            num_targets,
+            tied=((("embedding", "token.weight"), output),) if self.tied else (),
+            texts=Texts(self.vocabulary, self.sequence + 1, next_tokens),
+        )
 
 
 class TokenEmbedding(nn.Module):
@@ -82,84 +297,7 @@ class TokenEmbedding(nn.Module):
         return result
 
 
-class Head(nn.Module):
-    """Final LayerNorm, output layer (shares the token embedding) and the sum of the tokens' cross-entropies."""
-
-    def __init__(self, size: GPTSize, shards: Shards = WHOLE) -> None:
-        super().__init__()
-        begin, end = shards.range(size.vocabulary)
-        self.vocabulary, self.shards = size.vocabulary, shards
-        self.norm = nn.LayerNorm(size.hidden)
-        self.output = linear(size.hidden, end - begin, biased=False)
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        """[samples, sequence, hidden] and targets [samples, sequence] to a scalar, in float32 at least."""
-        logits = self.output(self.shards.shared(self.norm(x)))
-        return summed_loss(logits, targets, self.vocabulary, self.shards)
-
-
-def gpt(name: str, size: GPTSize) -> Model:
-    """A GPT-2 of the given size: embedding, then attention and feed-forward of each layer, then head with loss."""
-    return with_shares(partial(_gpt, name, size))
-
-
-def _gpt(name: str, size: GPTSize, shards: Shards) -> Model:
-    """The model, or the first device's share of it."""
-    first = words(size, "embedding", shards)
-    middle = layers("layer", size.stack, (first.id,), shards=shards)
-    return Model(
-        name,
-        (first, *middle, _head(size, middle[-1].id, shards)),
-        partial(token_batch, size.vocabulary, size.sequence),
-        num_targets,
-        tied=((("embedding", "token.weight"), ("head", "output.weight")),) if size.tied else (),
-        texts=Texts(size.vocabulary, size.sequence + 1, next_tokens),
-    )
-
-
-def _by_operator(name: str, size: GPTSize) -> Model:
-    """The model with an operator to a block."""
-    first = words(size, "embedding", WHOLE)
-    middle = operators_of_layers(size.stack, first.id)
-    return Model(
-        name,
-        (first, *middle, *operators_of_head(size.stack, size.vocabulary, middle[-1].id)),
-        partial(token_batch, size.vocabulary, size.sequence),
-        num_targets,
-        tied=((("embedding", "token.weight"), ("head.output", "weight")),) if size.tied else (),
-        texts=Texts(size.vocabulary, size.sequence + 1, next_tokens),
-    )
-
-
 def words(size: GPTSize, id_: str, shards: Shards) -> BlockSpec:
     """The embedding of the batch's ``tokens``."""
-    begin, end = shards.range(size.vocabulary)
-    build = partial(TokenEmbedding, size)
-    by_width = {"token.weight": Cut(1), "position.weight": Cut(1)}
-    return BlockSpec(
-        id_,
-        "embedding",
-        partial(TokenEmbedding, size, shards),
-        samples=("tokens",),
-        dimensions=size.stack.sizes | {"vocabulary": end - begin},
-        shared=size.shared,
-        collectives=exchanged(shards, ("all_reduce", "F", size.stack.numbers)),
-        split=Split(build, {"token.weight": WORDS}),
-        splits={HIDDEN: Split(build, by_width, gives=True)},
-    )
-
-
-def _head(size: GPTSize, source: str, shards: Shards) -> BlockSpec:
-    begin, end = shards.range(size.vocabulary)
-    return BlockSpec(
-        "head",
-        "head",
-        partial(Head, size, shards),
-        (source,),
-        ("targets",),
-        loss=True,
-        dimensions=size.stack.sizes | {"vocabulary": end - begin},
-        shared=size.shared,
-        collectives=exchanged(shards, words_told(shards, size.sequence), ("all_reduce", "I", size.stack.numbers)),
-        split=Split(partial(Head, size), {"output.weight": WORDS}),
-    )
+    build, tables = partial(TokenEmbedding, size), ("token", "position")
+    return word_embedding(id_, "tokens", build, tables, size.stack, size.vocabulary, shards, shared=size.shared)

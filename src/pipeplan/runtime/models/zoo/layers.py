@@ -1,14 +1,9 @@
-"""Halves of transformer layers, whole and as one device's share.
+"""Blocks that several models have, whole and as one device's share: halves of transformer layers, words, heads.
 
-How blocks are split over devices, and what one device's share needs of the others.
-
-As in Megatron-LM (Shoeybi et al. 2019): layers are split by their outputs or by their inputs, tables and the loss by
-words. Norms, and what travels between blocks, are whole on every device.
-
-Halves of transformer layers, with norms before them: pre-LayerNorm, GELU with the tanh approximation, no dropout.
-
-Half a layer is a block. Split over devices as in Megatron-LM (Shoeybi et al. 2019): heads, and the width between the
-two layers of the perceptron.
+Half a transformer layer is a block, with its norm before it: pre-LayerNorm, GELU with the tanh approximation, no
+dropout. As in Megatron-LM (Shoeybi et al. 2019) heads, and the width between the two layers of the perceptron, are
+split over devices: layers by their outputs or by their inputs, tables and the loss by words. Norms, and what travels
+between blocks, are whole on every device.
 """
 
 from __future__ import annotations
@@ -17,48 +12,67 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.models.spec import BlockSpec, Collective, Model
-from pipeplan.runtime.parallel.parameter_slices import Cut
-from pipeplan.runtime.parallel.sharding import WHOLE, Shards, Split
-from pipeplan.runtime.parallel.split_layers import RowLinear, cross_entropy
+from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Model
+from pipeplan.runtime.parallel.device import precise
+from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
+from pipeplan.runtime.parallel.split_layers import HIDDEN, RowLinear, Tile, cross_entropy
 
 __all__ = [
     "WORDS",
+    "ClassHead",
     "FeedForward",
     "LayerStack",
     "SelfAttention",
+    "ZooSize",
     "columns",
     "exchanged",
     "halves",
     "layers",
     "linear",
+    "loss_exchange",
+    "num_targets",
     "positions_of",
     "replicated",
     "row_linear",
+    "small",
     "summed_loss",
-    "with_shares",
-    "words_told",
+    "word_embedding",
+    "word_head",
 ]
-
 
 WORDS = Cut(even=False)
 """Of a table, or an output layer, with a row for each word or class."""
+
+Layer = TypeVar("Layer", nn.Linear, RowLinear, Tile)
 
 _FLOAT32_BYTES = 4
 _LOSS_NUMBERS = 3
 """Per token and device, of words split over devices: largest logit, sum of exponentials, the target's logit."""
 
 
-def with_shares(make: Callable[[Shards], Model]) -> Model:
-    """A whole model that can be cut into models of which every block is one device's share."""
-    return replace(make(WHOLE), sharded=lambda count: make(Shards(count)))
+@dataclass(frozen=True, slots=True)
+class ZooSize:
+    """Dimensions of a model of the zoo; each family adds its own, and makes a model of them."""
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence it takes; 0 where samples are no sequences."""
+        return 0
+
+    def model(self, name: str) -> Model:
+        """The whole model, which can be cut into models of which every block is one device's share."""
+        return replace(self._model(name, WHOLE), sharded=lambda count: self._model(name, Shards(count)))
+
+    def _model(self, name: str, shards: Shards) -> Model:
+        """The model, or one device's share of it."""
+        raise NotImplementedError
 
 
 def columns(name: str, *, parts: int = 1, biased: bool = True) -> dict[str, Cut]:
@@ -75,26 +89,19 @@ def replicated(build: Callable[[], nn.Module]) -> Split:
 def exchanged(
     shards: Shards, *arrays: tuple[Literal["all_reduce", "all_gather"], Literal["F", "I"], int]
 ) -> tuple[Collective, ...]:
-    """Collectives after F or I, each about an array of so many numbers per sample; none where nothing is split."""
+    """Collectives after F or I, each about an array with its numbers per sample; none where nothing is split."""
     found = (Collective(operation, phase, _FLOAT32_BYTES * numbers) for operation, phase, numbers in arrays)
     return tuple(found) if shards.count > 1 else ()
 
 
-def words_told(shards: Shards, rows: int) -> tuple[Literal["all_gather"], Literal["F"], int]:
-    """What devices tell each other about the losses of so many rows per sample."""
+def loss_exchange(shards: Shards, rows: int) -> tuple[Literal["all_gather"], Literal["F"], int]:
+    """What devices exchange about the losses of ``rows`` rows per sample."""
     return "all_gather", "F", rows * _LOSS_NUMBERS * shards.count
 
 
 def summed_loss(logits: Tensor, targets: Tensor, classes: int, shards: Shards) -> Tensor:
-    """The sum of cross-entropies, in float32 at least: a sum of thousands needs the digits.
-
-    Args:
-        logits: [..., this device's of all classes].
-        targets: [...].
-        classes: on all devices.
-        shards: this device's place.
-    """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    """The sum of cross-entropies of logits [..., classes of this device] and targets [...], in float32 at least."""
+    logits = precise(logits)  # a sum of thousands needs the digits
     if shards.count == 1:  # one operator instead of several
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
     return cross_entropy(logits, targets, classes, shards).sum()
@@ -124,6 +131,11 @@ class LayerStack:
         """Of the tensor between two blocks, for one sample."""
         return self.sequence * self.hidden
 
+    @property
+    def last_std(self) -> float:
+        """The deviation of the last weights of a half: the smaller, the more halves the residual adds."""
+        return 0.02 / math.sqrt(2 * self.layers)
+
     def heads_of(self, shards: Shards) -> int:
         """One device's heads. Raises UsageError where they cannot be shared evenly."""
         if self.heads % shards.count:
@@ -136,10 +148,7 @@ class LayerStack:
 
 
 class SelfAttention(nn.Module):
-    """Self-attention, causal or not, with its LayerNorm and residual: [samples, sequence, hidden] to the same.
-
-    One device among several has a share of the heads.
-    """
+    """Self-attention, causal or not, with its LayerNorm and residual; devices have shares of the heads."""
 
     def __init__(self, stack: LayerStack, shards: Shards = WHOLE) -> None:
         super().__init__()
@@ -202,10 +211,7 @@ def layers(
     shared: bool = False,
     first: type[SelfAttention] = SelfAttention,
 ) -> list[BlockSpec]:
-    """The halves of all layers, one after another, or one device's shares of them.
-
-    ``sources`` feed the ``first`` attention.
-    """
+    """The halves of all layers, or one device's shares of them; ``sources`` feed the ``first`` attention."""
     blocks: list[BlockSpec] = []
     for layer in range(stack.layers):
         for operator, split in halves(stack, shards).items():
@@ -225,13 +231,17 @@ def layers(
     return blocks
 
 
-def linear(inputs: int, outputs: int, *, std: float = 0.02, biased: bool = True) -> nn.Linear:
-    """A linear layer with small random weights and no offset."""
-    layer = nn.Linear(inputs, outputs, bias=biased)
+def small(layer: Layer, std: float = 0.02) -> Layer:
+    """The layer with small random weights and no offset."""
     nn.init.normal_(layer.weight, std=std)
-    if biased:
+    if layer.bias is not None:
         nn.init.zeros_(layer.bias)
     return layer
+
+
+def linear(inputs: int, outputs: int, *, biased: bool = True) -> nn.Linear:
+    """A linear layer with small random weights and no offset."""
+    return small(nn.Linear(inputs, outputs, bias=biased))
 
 
 def positions_of(sequence: int, hidden: int) -> Tensor:
@@ -242,9 +252,73 @@ def positions_of(sequence: int, hidden: int) -> Tensor:
 
 
 def row_linear(inputs: int, stack: LayerStack, shards: Shards) -> RowLinear:
-    """The last layer of a half, split by its inputs; its weights are the smaller, the more halves the residual adds."""
-    layer = RowLinear(inputs, stack.hidden, shards, bias=stack.biased)
-    nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * stack.layers))
-    if layer.bias is not None:
-        nn.init.zeros_(layer.bias)
-    return layer
+    """The last layer of a half, split by its inputs."""
+    return small(RowLinear(inputs, stack.hidden, shards, bias=stack.biased), stack.last_std)
+
+
+class ClassHead(nn.Module):
+    """Final LayerNorm, a linear layer to classes, and the sum of the cross-entropies: of every token, or the first."""
+
+    def __init__(
+        self, stack: LayerStack, classes: int, shards: Shards = WHOLE, *, biased: bool = False, first: bool = False
+    ) -> None:
+        super().__init__()
+        begin, end = shards.range(classes)
+        self.classes, self.shards, self.first = classes, shards, first
+        self.norm = nn.LayerNorm(stack.hidden, bias=stack.biased)
+        self.output = linear(stack.hidden, end - begin, biased=biased)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """[samples, sequence, hidden] and targets [samples, sequence], or [samples], to a scalar."""
+        normed = self.norm(x)
+        logits = self.output(self.shards.shared(normed[:, 0] if self.first else normed))
+        return summed_loss(logits, targets, self.classes, self.shards)
+
+
+def word_embedding(
+    id_: str,
+    sample: str,
+    build: Callable[..., nn.Module],
+    tables: Sequence[str],
+    stack: LayerStack,
+    vocabulary: int,
+    shards: Shards,
+    *,
+    shared: bool,
+) -> BlockSpec:
+    """The embedding of a batch's words by a module with these ``tables``, of which ``token`` has the words."""
+    begin, end = shards.range(vocabulary)
+    return BlockSpec(
+        id_,
+        "embedding",
+        partial(build, shards),
+        samples=(sample,),
+        dimensions=stack.sizes | {"vocabulary": end - begin},
+        shared=shared,
+        collectives=exchanged(shards, ("all_reduce", "F", stack.numbers)),
+        split=Split(build, {"token.weight": WORDS}),
+        splits={HIDDEN: Split(build, {f"{table}.weight": Cut(1) for table in tables}, gives=True)},
+    )
+
+
+def word_head(source: str, stack: LayerStack, vocabulary: int, shards: Shards, *, shared: bool) -> BlockSpec:
+    """The prediction of a word for every token, whose output layer can share the embedding's table."""
+    begin, end = shards.range(vocabulary)
+    build = partial(ClassHead, stack, vocabulary)
+    return BlockSpec(
+        "head",
+        "head",
+        partial(build, shards),
+        (source,),
+        ("targets",),
+        loss=True,
+        dimensions=stack.sizes | {"vocabulary": end - begin},
+        shared=shared,
+        collectives=exchanged(shards, loss_exchange(shards, stack.sequence), ("all_reduce", "I", stack.numbers)),
+        split=Split(build, {"output.weight": WORDS}),
+    )
+
+
+def num_targets(batch: Batch) -> int:
+    """What a summed loss is divided by."""
+    return batch["targets"].numel()

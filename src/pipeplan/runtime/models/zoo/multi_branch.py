@@ -1,6 +1,4 @@
-"""Models with branches side by side: GraphPipe's, and Flava as Tessel has it.
-
-Models with branches side by side, of the form and the sizes of GraphPipe's (section 3.10.3).
+"""Models with branches side by side: GraphPipe's (section 3.10.3), and Flava as Tessel has it.
 
 MMT: branches of transformer layers, one for each kind of input. DLRM: branches of linear layers for dense features and
 tables for sparse ones. CANDLE-Uno: branches of linear layers. All are concatenated before what follows.
@@ -9,35 +7,41 @@ tables for sparse ones. CANDLE-Uno: branches of linear layers. All are concatena
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.models.synthetic_batches import stacked
-from pipeplan.runtime.models.zoo.blocks import concatenation, num_targets, patches, perceptron, value_head
 from pipeplan.runtime.models.zoo.gpt import GPTSize, words
 from pipeplan.runtime.models.zoo.layers import (
     WORDS,
+    ClassHead,
     LayerStack,
     SelfAttention,
+    ZooSize,
+    columns,
     exchanged,
     layers,
     linear,
-    summed_loss,
-    with_shares,
-    words_told,
+    loss_exchange,
+    num_targets,
+    positions_of,
+    replicated,
 )
+from pipeplan.runtime.parallel.device import precise
 from pipeplan.runtime.parallel.sharding import WHOLE, Shards, Split
-from pipeplan.runtime.parallel.split_layers import WordEmbedding
+from pipeplan.runtime.parallel.split_layers import HIDDEN, Tile, WordEmbedding, hidden_of
 
 __all__ = ["CaptionsSize", "MultiModalSize", "RecommendationSize", "ResponseSize"]
 
 
 @dataclass(frozen=True, slots=True)
-class MultiModalSize:
+class MultiModalSize(ZooSize):
     """Dimensions of an MMT: branches of equal layers, whose tokens are patches of ``patch`` numbers."""
 
     branches: int
@@ -57,16 +61,10 @@ class MultiModalSize:
         """The layers of a branch."""
         return LayerStack(self.layers, self.hidden, self.heads, self.sequence)
 
-    def model(self, name: str) -> Model:
-        """Branches, their outputs concatenated for every token, and a number per token with its loss."""
-        return with_shares(partial(self._model, name))
-
     def _model(self, name: str, shards: Shards) -> Model:
+        """Branches, their outputs concatenated for every token, and a number per token with its loss."""
         branches = [self._branch(f"branch{index}", f"patches{index}", shards) for index in range(self.branches)]
-        joined = concatenation("concatenation", {each[-1].id: self.sequence * self.hidden for each in branches})
-        head = value_head(joined.id, self.branches * self.hidden)
-        blocks = (*(block for branch in branches for block in branch), joined, head)
-        return Model(name, blocks, partial(stacked, self._sample), num_targets)
+        return _joined(name, branches, self.sequence * self.hidden, self.hidden, self._sample)
 
     def _branch(self, id_: str, sample: str, shards: Shards) -> list[BlockSpec]:
         first = patches(f"{id_}.embedding", self.stack, self.patch, sample, shards)
@@ -80,7 +78,7 @@ class MultiModalSize:
 
 
 @dataclass(frozen=True, slots=True)
-class RecommendationSize:
+class RecommendationSize(ZooSize):
     """Dimensions of a DLRM: as many branches of dense as of sparse features.
 
     A dense branch has ``layers`` linear layers of ``hidden`` numbers, as many as its features; so have the layers after
@@ -94,20 +92,9 @@ class RecommendationSize:
     vocabulary: int
     width: int
 
-    @property
-    def longest(self) -> int:
-        """Samples are no sequences."""
-        return 0
-
-    def model(self, name: str) -> Model:
-        """Dense branches, then tables, their outputs concatenated, then layers and a number per sample."""
-        return with_shares(partial(self._model, name))
-
     def _model(self, name: str, shards: Shards) -> Model:
-        dense = [
-            perceptron(f"dense{index}.layer", self.layers, self.hidden, self.hidden, shards, samples=(f"dense{index}",))
-            for index in range(self.branches)
-        ]
+        """Dense branches, then tables, their outputs concatenated, then layers and a number per sample."""
+        dense = _perceptrons(self, "dense", "dense", shards)
         tables = [self._table(index, shards) for index in range(self.branches)]
         numbers = {branch[-1].id: self.hidden for branch in dense}
         numbers |= {table.id: self.lookups * self.width for table in tables}
@@ -152,33 +139,17 @@ class EmbeddingRows(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class ResponseSize:
+class ResponseSize(ZooSize):
     """Dimensions of a CANDLE-Uno: branches of ``layers`` linear layers of ``hidden`` numbers, as many as features."""
 
     branches: int
     layers: int
     hidden: int
 
-    @property
-    def longest(self) -> int:
-        """Samples are no sequences."""
-        return 0
-
-    def model(self, name: str) -> Model:
-        """Branches, their outputs concatenated, and a number per sample with its loss."""
-        return with_shares(partial(self._model, name))
-
     def _model(self, name: str, shards: Shards) -> Model:
-        branches = [
-            perceptron(
-                f"branch{index}.layer", self.layers, self.hidden, self.hidden, shards, samples=(f"features{index}",)
-            )
-            for index in range(self.branches)
-        ]
-        joined = concatenation("concatenation", {branch[-1].id: self.hidden for branch in branches})
-        head = value_head(joined.id, self.branches * self.hidden)
-        blocks = (*(block for branch in branches for block in branch), joined, head)
-        return Model(name, blocks, partial(stacked, self._sample), num_targets)
+        """Branches, their outputs concatenated, and a number per sample with its loss."""
+        branches = _perceptrons(self, "branch", "features", shards)
+        return _joined(name, branches, self.hidden, self.hidden, self._sample)
 
     def _sample(self, generator: Generator) -> dict[str, Tensor]:
         """Random features; the target is a sum of one feature of every branch."""
@@ -187,8 +158,34 @@ class ResponseSize:
         return {**named, "targets": made[:, 0].sum() / math.sqrt(self.branches)}
 
 
+def _perceptrons(
+    size: RecommendationSize | ResponseSize, branch: str, sample: str, shards: Shards
+) -> list[list[BlockSpec]]:
+    """The branches of linear layers, each with the batch's features of the same number."""
+    return [
+        perceptron(
+            f"{branch}{index}.layer", size.layers, size.hidden, size.hidden, shards, samples=(f"{sample}{index}",)
+        )
+        for index in range(size.branches)
+    ]
+
+
+def _joined(
+    name: str,
+    branches: Sequence[Sequence[BlockSpec]],
+    numbers: int,
+    width: int,
+    sample: Callable[[Generator], dict[str, Tensor]],
+) -> Model:
+    """Branches that give ``numbers`` numbers per sample, in rows of ``width``: concatenated, with a number per row."""
+    joined = concatenation("concatenation", {branch[-1].id: numbers for branch in branches})
+    head = value_head(joined.id, len(branches) * width)
+    blocks = (*(block for branch in branches for block in branch), joined, head)
+    return Model(name, blocks, partial(stacked, sample), num_targets)
+
+
 @dataclass(frozen=True, slots=True)
-class CaptionsSize:
+class CaptionsSize(ZooSize):
     """Dimensions: each of the three encoders has ``layers`` of the same size.
 
     Texts have ``sequence`` words, at most ``positions``; images ``tokens`` patches of ``patch`` numbers.
@@ -223,11 +220,8 @@ class CaptionsSize:
         """The cross-encoder."""
         return replace(self.image, sequence=self.sequence + self.tokens)
 
-    def model(self, name: str) -> Model:
-        """Both towers, the cross-encoder on all devices, and a class per sample with its loss."""
-        return with_shares(partial(self._model, name))
-
     def _model(self, name: str, shards: Shards) -> Model:
+        """Both towers, the cross-encoder on all devices, and a class per sample with its loss."""
         first = words(self.text, "text.embedding", shards)
         text = [first, *layers("text.layer", self.text.stack, (first.id,), shards=shards)]
         second = patches("image.embedding", self.image, self.patch, "patches", shards)
@@ -239,21 +233,22 @@ class CaptionsSize:
 
     def _pool(self, source: str, shards: Shards) -> BlockSpec:
         begin, end = shards.range(self.hidden)
+        build = partial(ClassHead, self.cross, self.hidden, biased=True, first=True)
         return BlockSpec(
             "cross.pool",
             "pool",
-            partial(Pool, self.cross, shards),
+            partial(build, shards),
             (source,),
             ("targets",),
             loss=True,
             dimensions=self.cross.sizes | {"outputs": end - begin},
             shared=True,
-            collectives=exchanged(shards, words_told(shards, 1), ("all_reduce", "I", self.hidden)),
-            split=Split(partial(Pool, self.cross), {"output.weight": WORDS, "output.bias": WORDS}),
+            collectives=exchanged(shards, loss_exchange(shards, 1), ("all_reduce", "I", self.hidden)),
+            split=Split(build, {"output.weight": WORDS, "output.bias": WORDS}),
         )
 
     def _sample(self, generator: Generator) -> dict[str, Tensor]:
-        """Random words and patches; the class is told by the first word."""
+        """Random words and patches; the class follows from the first word."""
         text = torch.randint(self.vocabulary, (self.sequence,), generator=generator)
         noise = torch.randn(self.tokens, self.patch, generator=generator)
         return {"tokens": text, "patches": noise, "targets": text[0] % self.hidden}
@@ -267,17 +262,134 @@ class FusedAttention(SelfAttention):
         return super().forward(torch.cat(towers, dim=1))
 
 
-class Pool(nn.Module):
-    """Final norm, the first token by a linear layer to as many classes, and the sum of the samples' cross-entropies."""
+# Blocks -----------------------------------------------------------------------------------------------------------
 
-    def __init__(self, stack: LayerStack, shards: Shards = WHOLE) -> None:
+
+class Patches(nn.Module):
+    """Linear embedding of patches, to which positions without parameters are added."""
+
+    positions: Tensor
+
+    def __init__(self, stack: LayerStack, patch: int, shards: Shards = WHOLE) -> None:
         super().__init__()
-        begin, end = shards.range(stack.hidden)
-        self.classes, self.shards = stack.hidden, shards
-        self.norm = nn.LayerNorm(stack.hidden)
-        self.output = linear(stack.hidden, end - begin)
+        self.shards, own = shards, hidden_of(shards)
+        self.embed = linear(patch, stack.hidden // shards.count // own.count)
+        positions = own.sliced(positions_of(stack.sequence, stack.hidden))
+        self.register_buffer("positions", positions, persistent=False)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """[samples, sequence, patch] to [samples, sequence, hidden], or this device's part of hidden."""
+        return self.shards.gathered(self.embed(patches)) + self.positions
+
+
+class Dense(nn.Module):
+    """A linear layer with a ReLU, split by its outputs."""
+
+    def __init__(self, inputs: int, outputs: int, shards: Shards = WHOLE) -> None:
+        super().__init__()
+        self.shards = shards
+        self.layer = nn.Linear(inputs, outputs // shards.count)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[samples, inputs] to [samples, outputs]."""
+        return self.shards.gathered(F.relu(self.layer(self.shards.shared(x))))
+
+
+class DenseTile(nn.Module):
+    """A linear layer with a ReLU, of whose weight devices have tiles."""
+
+    def __init__(self, inputs: int, outputs: int, shards: Shards) -> None:
+        super().__init__()
+        self.layer = Tile(inputs, outputs, shards)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[samples, inputs of this device] to [samples, outputs of this device]."""
+        return F.relu(self.layer(x))
+
+
+class ConcatenationBlock(nn.Module):
+    """What several blocks give, side by side in the last dimension."""
+
+    def forward(self, *outputs: Tensor) -> Tensor:
+        """[samples, ..., width] each to [samples, ..., sum of the widths]."""
+        return torch.cat(outputs, dim=-1)
+
+
+class ValueHead(nn.Module):
+    """A number for every row by a linear layer, and the sum of their squared errors."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.output = linear(width, 1)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        """[samples, tokens, hidden] and classes [samples] to a scalar, in float32 at least."""
-        logits = self.output(self.shards.shared(self.norm(x)[:, 0]))
-        return summed_loss(logits, targets, self.classes, self.shards)
+        """[samples, ..., width] and targets [samples, ...] to a scalar, in float32 at least."""
+        found = precise(self.output(x).squeeze(-1))  # a sum of thousands needs the digits
+        return F.mse_loss(found, targets.to(found.dtype), reduction="sum")
+
+
+def patches(id_: str, stack: LayerStack, patch: int, sample: str, shards: Shards) -> BlockSpec:
+    """The embedding of a batch's patches."""
+    return BlockSpec(
+        id_,
+        "patch-embedding",
+        partial(Patches, stack, patch, shards),
+        samples=(sample,),
+        dimensions=stack.sizes | {"patch": patch},
+        collectives=exchanged(shards, ("all_gather", "F", stack.numbers)),
+        split=Split(partial(Patches, stack, patch), columns("embed")),
+        splits={HIDDEN: Split(partial(Patches, stack, patch), columns("embed"), gives=True)},
+    )
+
+
+def perceptron(
+    prefix: str,
+    layers: int,
+    inputs: int,
+    outputs: int,
+    shards: Shards,
+    *,
+    sources: Sequence[str] = (),
+    samples: Sequence[str] = (),
+) -> list[BlockSpec]:
+    """Linear layers with a ReLU each, a block apiece; the first takes ``inputs`` numbers of sources or samples."""
+    blocks: list[BlockSpec] = []
+    for layer in range(layers):
+        taken = outputs if layer else inputs
+        feeds = (blocks[-1].id,) if layer else tuple(sources)
+        returned = exchanged(shards, ("all_reduce", "I", taken)) if feeds else ()
+        block = BlockSpec(
+            f"{prefix}{layer}",
+            "linear",
+            partial(Dense, taken, outputs, shards),
+            feeds,
+            () if layer else tuple(samples),
+            dimensions={"inputs": taken, "outputs": outputs // shards.count},
+            collectives=(*exchanged(shards, ("all_gather", "F", outputs)), *returned),
+            split=Split(partial(Dense, taken, outputs), columns("layer")),
+            splits=Tile.ways(partial(DenseTile, taken, outputs), "layer"),
+        )
+        blocks.append(block)
+    return blocks
+
+
+def concatenation(id_: str, numbers: Mapping[str, int]) -> BlockSpec:
+    """Joins blocks, which give these ``numbers`` per sample."""
+    sizes = {"outputs": sum(numbers.values())}
+    split = replicated(ConcatenationBlock)
+    return BlockSpec(id_, "concatenation", ConcatenationBlock, tuple(numbers), dimensions=sizes, split=split)
+
+
+def value_head(source: str, width: int) -> BlockSpec:
+    """A number for every row of a block's output, against ``targets``."""
+    build = partial(ValueHead, width)
+    return BlockSpec(
+        "head",
+        "head",
+        build,
+        (source,),
+        ("targets",),
+        loss=True,
+        dimensions={"inputs": width, "outputs": 1},
+        split=replicated(build),
+    )

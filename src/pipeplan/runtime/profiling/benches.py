@@ -6,21 +6,29 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from pipeplan.files import CostRow
+from pipeplan.files import CostRow, FileModel
 from pipeplan.runtime.models.shapes import outputs_of
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, warn_if_nothing_waits
-from pipeplan.runtime.profiling.memory import Meter, SavedTensors, Usage, meter_for, storages
-from pipeplan.runtime.profiling.resume import KeptRow, RowKey
-from pipeplan.runtime.profiling.timing import blamed, spread_of, timed
+from pipeplan.runtime.profiling.instruments import (
+    Meter,
+    Usage,
+    blamed,
+    meter_for,
+    saved_tensors,
+    spread_of,
+    storages,
+    timed,
+)
+from pipeplan.workload.elements import Bytes, Count, Items, Name, Nanoseconds
 
-__all__ = ["TIMES", "Bench", "Time"]
+__all__ = ["TIMES", "Bench", "KeptRow", "RowKey"]
 
 Time = Literal["forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns"]
 TIMES: tuple[Time, ...] = ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns")
@@ -30,6 +38,40 @@ _Roots = list[tuple[GradientEdge, Tensor]]
 
 _WORTH_A_LOOK = 0.01
 """Times below this share of a block's forward and backward may be as unsteady as they like."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowKey:
+    """What is measured: a block at a micro-batch size, one device's share of it among ``shards``."""
+
+    block: str
+    size: int
+    shards: int = 1
+    recompute: bool = False
+
+    @property
+    def label(self) -> str:
+        """For progress and errors."""
+        split = f", split over {self.shards} devices" if self.shards > 1 else ""
+        return f"block {self.block!r} at micro-batch size {self.size}{split}{', recomputed' * self.recompute}"
+
+
+class KeptRow(FileModel):
+    """Measurements of one kind of block in one case; ``times`` are of each timed run: F, B, I, W in ns."""
+
+    block: Name
+    microbatch_size: Count
+    shards: Count = 1
+    recompute: bool = False
+    activation_bytes: Bytes
+    weight_grad_bytes: Bytes
+    workspace_bytes: Bytes
+    times: Items[tuple[Nanoseconds, Nanoseconds, Nanoseconds, Nanoseconds]] = ()
+
+    @property
+    def key(self) -> RowKey:
+        """What was measured."""
+        return RowKey(self.block, self.microbatch_size, self.shards, self.recompute)
 
 
 @dataclass(slots=True, eq=False)
@@ -149,14 +191,13 @@ class Bench:
     def _measure_held(self) -> int:
         """Fill in what waits for B, or for W; returns how much of the former the block was given.
 
-        Held after F are the tensors that autograd saved and the inputs that get a gradient, or with recomputation
-        all that the block was given; less what belongs to the module. The output is not among them: whoever takes
-        it counts it as an input. Held after I is what the deferred weight gradients need.
+        Held after F are the tensors that autograd saved and the inputs that get a gradient, or with recomputation all
+        that the block was given; less what belongs to the module. Outputs count as inputs of those who take them.
         """
         own = storages([*self.module.parameters(), *self.module.buffers()])
-        with SavedTensors() as saved:
+        with saved_tensors() as saved:
             roots = self.forward()
-        held = _without(storages([*saved.alive(), *self._kept_inputs()]) if roots else {}, own)
+        held = _without(storages([*saved(), *self._kept_inputs()]) if roots else {}, own)
         with WeightGradQueue() as queue:
             self.backward(roots)
         warn_if_nothing_waits(queue, self.module, self.key.label)
@@ -189,11 +230,10 @@ class Bench:
         return meter.usage
 
     def _workspace(self, usage: dict[str, Usage], given: int) -> int:
-        """The most that F, B, I or W takes beyond what the row counts as held while it runs.
+        """The most that F, B, I or W takes beyond what the row counts as held while it runs, its outputs included.
 
         ``given`` bytes of the inputs, and the gradients of the outputs, were there before anything was counted; I
-        counts as holding what F left or what W needs, whichever is more. Outputs and gradients of inputs are part
-        of the workspace: they leave when the action ends.
+        counts as holding what F left or what W needs, whichever is more.
         """
         held, deferred = self.activation_bytes, self.weight_grad_bytes
         gradient = sum(gradient.nbytes for _, gradient in self.gradients)
@@ -207,17 +247,10 @@ class Bench:
 
     def row(self) -> CostRow:
         """The measurements as a row of the profile."""
+        medians: dict[str, Any] = {name: self.median(name) for name in TIMES}
         return CostRow(
-            microbatch_size=self.key.size,
-            shards=self.key.shards,
-            recompute=self.key.recompute,
-            forward_ns=self.median("forward_ns"),
-            backward_ns=self.median("backward_ns"),
-            input_grad_ns=self.median("input_grad_ns"),
-            weight_grad_ns=self.median("weight_grad_ns"),
-            activation_bytes=self.activation_bytes,
-            weight_grad_bytes=self.weight_grad_bytes,
-            workspace_bytes=self.workspace_bytes,
+            **self.kept().model_dump(exclude={"block", "times"}),
+            **medians,
             repeats=len(self.times["forward_ns"]),
             spread={name: spread_of(self.times[name]) for name in TIMES},
         )

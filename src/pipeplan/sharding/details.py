@@ -1,6 +1,4 @@
-"""What a strategy is made of, for a whole model and for the stages of a pipeline.
-
-Stages of a pipeline as cost models: parts of a model of whole blocks, with what enters and leaves them.
+"""What a strategy is made of, what a stage runs by it, and the stages of a pipeline as cost models.
 
 Tensors come to a stage whole on every device of its group, and go on so: its first blocks cut what they take and gather
 the gradient that they give, its last ones gather what they give and cut their gradient.
@@ -12,16 +10,16 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from pipeplan.costs import StageCost, state_bytes
 from pipeplan.costs.operators import Operator
-from pipeplan.sharding.configurations.building import CostModel, TensorNeed
-from pipeplan.sharding.configurations.expansion import Link, OperatorGraph, OperatorNode
-from pipeplan.sharding.configurations.layouts import Layout, Tensor
-from pipeplan.sharding.configurations.operation import Numbers, Splittable
-from pipeplan.sharding.configurations.pricing import Configuration, OperatorScale
-from pipeplan.sharding.configurations.resharding import Move
+from pipeplan.errors import UsageError
+from pipeplan.sharding.cost_model import CostModel, TensorNeed
+from pipeplan.sharding.expansion import Link, OperatorGraph, OperatorNode
 from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, Strategy
+from pipeplan.sharding.layouts import Layout, Move, Tensor
+from pipeplan.sharding.operators import Configuration, Numbers, OperatorScale, Splittable
 
-__all__ = ["OUTSIDE", "Details", "OperatorDetail", "StageModels", "TensorDetail", "details_of"]
+__all__ = ["Details", "SplitBlocks", "StageModels", "details_of", "split_blocks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +110,7 @@ def _tensor(model: CostModel, link: Link, variant: str, source: Configuration, t
 
 
 def _held_bytes(tensor: Tensor, given: Layout, taken: Layout, need: TensorNeed, variant: str) -> int:
-    """As :func:`pipeplan.sharding.configurations.building` counts it, for one pair of layouts."""
+    """As :func:`pipeplan.sharding.cost_model` counts it, for one pair of layouts."""
     if not need.held:
         return 0
     before = 0 if need.kept else tensor.local_bytes(given)
@@ -120,6 +118,70 @@ def _held_bytes(tensor: Tensor, given: Layout, taken: Layout, need: TensorNeed, 
     if variant == "both" and given != taken:
         return before + after
     return after if variant == "after" else before
+
+
+@dataclass(frozen=True, slots=True)
+class SplitBlocks:
+    """Blocks in the order they run, how each is split over the devices of a stage, and what that costs per device."""
+
+    blocks: tuple[str, ...]
+    configurations: tuple[str, ...]
+    costs: StageCost
+
+
+def split_blocks(model: CostModel, strategy: Strategy) -> SplitBlocks:
+    """What a stage runs by a strategy of whole blocks.
+
+    Times add up to the strategy's for one micro-batch; what workspace takes while a block runs comes on top of its
+    memory.
+
+    Raises:
+        UsageError: the strategy splits operators inside of blocks, loads data by an operator of its own, or makes
+            tensors again for backward.
+    """
+    details = details_of(model, strategy)
+    details = replace(details, operators=tuple(each for each in details.operators if each.block != OUTSIDE))
+    blocks = tuple(each.name for each in details.operators)
+    for each in details.operators:
+        if each.name != each.block:
+            raise UsageError(
+                f"the strategy splits {each.name!r}, an operator of block {each.block!r}, and plans run whole blocks; "
+                "track the frontier of whole blocks"
+            )
+    again = next((each.link for each in details.tensors if each.again), None)
+    if again is not None:
+        raise UsageError(
+            f"the strategy makes the output of {again.source!r} again for the backward of {again.target!r}, and plans "
+            "keep what backward needs; track a frontier of blocks that keep it themselves"
+        )
+    devices = model.resharding.devices
+    names = tuple(each.configuration.name for each in details.operators)
+    return SplitBlocks(blocks, names if devices > 1 else (), _stage_cost(details, strategy, model.options.microbatches))
+
+
+def _stage_cost(details: Details, strategy: Strategy, microbatches: int) -> StageCost:
+    """What a stage takes; forward and backward together take what the strategy does, to the nanosecond."""
+    chosen = [each.configuration for each in details.operators]
+    state = sum(each.state_bytes for each in chosen)
+    parameters = min(sum(each.parameter_bytes for each in chosen), state // state_bytes(1))
+    forward = sum(each.forward_ns for each in chosen) + sum(each.forward_ns for each in details.tensors)
+    sums = sum(-(-each.sync_ns // microbatches) for each in chosen)
+    backward, weights = strategy.time_ns - sums - forward, sum(each.weight_grad_ns for each in chosen)
+    deferred = [each.deferred_bytes for each in chosen if each.deferred_bytes is not None]
+    parted = len(deferred) == len(chosen)
+    return StageCost(
+        forward_ns=max(1, forward),
+        backward_ns=max(1, backward),
+        input_grad_ns=max(1, backward - weights) if parted else None,
+        weight_grad_ns=max(1, weights) if parted else None,
+        activation_bytes=sum(each.kept_bytes for each in details.operators)
+        + sum(each.held_bytes for each in details.tensors),
+        weight_grad_bytes=sum(deferred) if parted else 0,
+        workspace_bytes=max(each.workspace_bytes for each in chosen),
+        parameter_bytes=parameters,
+        optimizer_bytes=state - state_bytes(parameters),
+        sync_ns=sum(each.sync_ns for each in chosen),
+    )
 
 
 OUTSIDE = "outside of the stage"
@@ -148,36 +210,36 @@ class _OtherStages(Splittable):
 class StageModels:
     """The cost models of all stages that can be cut out of a model.
 
-    ``whole`` has an outside before every operator that takes a tensor and one behind every operator that gives one; no
-    stage has all of them. ``before`` are the links from the former, for each of the ``inner`` links, and ``behind``
+    ``whole`` has an outside before every operator that takes a tensor and one after every operator that gives one; no
+    stage has all of them. ``before`` are the links from the former, for each of the ``inner`` links, and ``after``
     those to the latter, by their source.
     """
 
     whole: CostModel
     inner: tuple[Link, ...]
     before: dict[Link, Link]
-    behind: dict[str, Link]
+    after: dict[str, Link]
 
     @classmethod
     def of(cls, model: CostModel) -> StageModels:
         """Of a model of whole blocks."""
         nodes, inner = list(model.operators.nodes), model.operators.links
         before: dict[Link, Link] = {}
-        behind: dict[str, Link] = {}
+        after: dict[str, Link] = {}
         for number, link in enumerate(inner):
             outside = _outside(f"{OUTSIDE}, before {number}", model.tensor(link), nodes[0].operation.width)
             before[link] = replace(link, source=outside.name)
             nodes.append(outside)
-            if link.source not in behind:
-                outside = replace(outside, name=f"{OUTSIDE}, behind {number}")
-                behind[link.source] = replace(link, target=outside.name, port=0)
+            if link.source not in after:
+                outside = replace(outside, name=f"{OUTSIDE}, after {number}")
+                after[link.source] = replace(link, target=outside.name, port=0)
                 nodes.append(outside)
-        operators = OperatorGraph(tuple(nodes), (*inner, *before.values(), *behind.values()))
+        operators = OperatorGraph(tuple(nodes), (*inner, *before.values(), *after.values()))
         scales = {node.name: model.scales.get(node.name, OperatorScale()) for node in nodes}
-        return cls(replace(model, operators=operators, scales=scales), inner, before, behind)
+        return cls(replace(model, operators=operators, scales=scales), inner, before, after)
 
     def holding(self, in_flight: int) -> StageModels:
-        """With so many micro-batches that hold activations at once."""
+        """With this number of micro-batches that hold activations at once."""
         return replace(self, whole=self.whole.holding(in_flight))
 
     def recomputing(self) -> StageModels:
@@ -188,7 +250,7 @@ class StageModels:
         """What enters a stage, and what leaves it."""
         entering = [self.before[link] for link in self.inner if link.target in blocks and link.source not in blocks]
         going = [link.source for link in self.inner if link.source in blocks and link.target not in blocks]
-        return (*entering, *(self.behind[source] for source in dict.fromkeys(going)))
+        return (*entering, *(self.after[source] for source in dict.fromkeys(going)))
 
     def links(self, blocks: Collection[str]) -> tuple[Link, ...]:
         """The tensors inside a stage, and then its ends."""

@@ -1,12 +1,6 @@
-"""Blocks that are not expanded into operators: with their profile's costs, or as the executor runs them.
+"""Blocks as single operators: with their profile's costs, or, where the executor runs one operator, as it runs it.
 
-A block as one operator, with the costs that its profile has for it.
-
-These are the configurations that the executor runs: what is split inside of a block is summed before it ends.
-
-Blocks of one operator, as the executor runs them: sums are made before they end, and all they need they keep.
-
-A linear layer by itself, and the operators of models that have a block for each.
+What is split inside of a block is summed before it ends, and a block keeps all it needs.
 """
 
 from __future__ import annotations
@@ -21,9 +15,9 @@ from pipeplan.costs.operators import Operator
 from pipeplan.costs.presets import DevicePreset
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow
-from pipeplan.sharding.configurations import operations as ops
-from pipeplan.sharding.configurations.layouts import ANY, Tensor
-from pipeplan.sharding.configurations.operation import Axis, InnerExchange, Map, Numbers, Splittable, Times
+from pipeplan.sharding import operator_kinds as ops
+from pipeplan.sharding.layouts import ANY, Tensor
+from pipeplan.sharding.operators import Axis, InnerExchange, Map, Numbers, Splittable, Times
 
 __all__ = ["WholeBlock", "WordTable", "row_for", "shards_axis", "single_operator"]
 
@@ -115,7 +109,7 @@ def shards_axis(block: Block) -> Axis:
 
 
 def row_for(block: Block, samples: int, shards: int = 1) -> CostRow:
-    """The block's costs for so many samples; outside of its rows' sizes, the nearest row in proportion."""
+    """The block's costs for ``samples``; outside of its rows' sizes, the nearest row in proportion."""
     sizes = sorted(row.microbatch_size for row in block.costs if row.shards == shards and _plain(row))
     if not sizes:
         raise UsageError(
@@ -200,7 +194,7 @@ def single_operator(
 
 
 def _linear(sizes: Numbers, batch: Axis, width: int, taken: int, learns: bool) -> Splittable | None:
-    """With a function of each number behind it; more places than one are for the block to know."""
+    """With a function of each number after it; more places than one are for the block to know."""
     if taken > sizes["inputs"] * width:
         return None
     return _ExecutedLayer(_product_axes(sizes, batch, 1), width, learns=learns, bent=True)

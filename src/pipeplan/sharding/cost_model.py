@@ -1,10 +1,9 @@
 """The cost graph of a profile: every operator with its configurations, every tensor with what lies between them.
 
-Memory is counted once. A tensor that backward needs is held where it is needed: by the operator that takes it, in the
-layout it takes it in, or by the one that gives it. Where these differ there are the paper's three variants (section
-4.2, tensor reuse): *both* copies are kept, or only that *before* or *after* resharding, and the other is made again
-for backward. A tensor that several operators need is kept as it was given, and each of them keeps its own copy beside
-it or makes it again.
+A tensor that backward needs is held where it is needed: by the operator that takes it, in the layout it takes it in,
+or by the one that gives it. Where these differ there are the paper's three variants (section 4.2, tensor reuse):
+*both* copies are kept, or only that *before* or *after* resharding, and the other is made again for backward. A tensor
+that several operators need is kept as it was given, and each of them keeps its own copy beside it or makes it again.
 """
 
 from __future__ import annotations
@@ -18,28 +17,30 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipeplan.costs import state_bytes
 from pipeplan.costs.presets import PRESETS, DevicePreset, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, Profile
-from pipeplan.sharding.configurations.expansion import Link, OperatorGraph, OperatorNode, expand
-from pipeplan.sharding.configurations.layouts import MOST_DIMENSIONS, Layout, Tensor
-from pipeplan.sharding.configurations.operation import Axis, Splittable
-from pipeplan.sharding.configurations.operations import Data
-from pipeplan.sharding.configurations.pricing import (
+from pipeplan.sharding.expansion import Link, OperatorGraph, OperatorNode, expand
+from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode
+from pipeplan.sharding.layouts import Layout, Resharding, Tensor
+from pipeplan.sharding.operator_kinds import Data
+from pipeplan.sharding.operators import (
+    MOST_DIMENSIONS,
+    Axis,
     Configuration,
     OperatorScale,
     Rule,
+    Splittable,
     Taken,
     configurations,
     recomputed,
 )
-from pipeplan.sharding.configurations.resharding import Resharding
-from pipeplan.sharding.configurations.whole_blocks import row_for
-from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode
 from pipeplan.sharding.table import IntArray, Table, table
+from pipeplan.sharding.whole_blocks import row_for
 from pipeplan.time_limit import checkpoint
 
-__all__ = ["VARIANTS", "CostModel", "CostOptions", "TensorNeed", "cost_graph", "cost_model"]
+__all__ = ["CostModel", "CostOptions", "TensorNeed", "cost_model"]
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -178,7 +179,7 @@ class CostModel:
         return tuple(edges)
 
     def holding(self, in_flight: int) -> CostModel:
-        """The same with so many micro-batches that hold activations at once."""
+        """The same with this number of micro-batches that hold activations at once."""
         changed = self._with_known(replace(self, options=replace(self.options, in_flight=in_flight)))
         if not any(edge.costs.memory_bytes.any() for edge in self._cost_edges):  # then they do not change, either
             vars(changed)["_cost_edges"] = self._cost_edges
@@ -318,19 +319,6 @@ def cost_model(
     return CostModel(operators, resharding, preset, _scales(profile, operators, preset), options)
 
 
-def cost_graph(
-    profile: Profile,
-    cluster: Cluster | None,
-    devices: int,
-    samples: int,
-    *,
-    device: str | None = None,
-    options: CostOptions = CostOptions(),
-) -> CostGraph:
-    """The graph of :func:`cost_model`: what frontier tracking works on."""
-    return cost_model(profile, cluster, devices, samples, device=device, options=options).graph
-
-
 def _preset_of(profile: Profile, cluster: Cluster | None) -> DevicePreset:
     names = [profile.source.device, *([kind.name for kind in cluster.devices] if cluster is not None else [])]
     for name in names:
@@ -339,8 +327,8 @@ def _preset_of(profile: Profile, cluster: Cluster | None) -> DevicePreset:
                 return preset
     if profile.source.dtype == "float32" and profile.source.method == "measured":
         return device_preset("cpu")
-    told = profile.source.device
-    why = f"is for {told!r}, of which nothing more is known" if told else "does not say which device its times are of"
+    said = profile.source.device
+    why = f"is for {said!r}, of which nothing more is known" if said else "does not say which device its times are of"
     raise UsageError(
         f"profile {profile.name!r} {why}, and the times of split blocks are worked out for a known one; "
         f"give --device, one of {', '.join(PRESETS)}"
@@ -392,12 +380,12 @@ def _scales(profile: Profile, operators: OperatorGraph, preset: DevicePreset) ->
 
 def _block_scales(block: Block, nodes: Sequence[OperatorNode], preset: DevicePreset) -> Iterable[OperatorScale]:
     """Its operators in proportion: times so that they add up to its row's, bytes to its parameters'."""
-    forward, backward = _told_and_measured(block, nodes, preset)
+    forward, backward = _measured_over_computed(block, nodes, preset)
     counts = [_parameters(node.operation) for node in nodes]
     total = max(1, sum(counts))
     for count in counts:
         parameters = block.parameter_bytes * count // total
-        state = 2 * parameters + block.optimizer_bytes * count // total
+        state = state_bytes(parameters, block.optimizer_bytes * count // total)
         yield OperatorScale(forward, backward, parameters, state)
 
 
@@ -405,7 +393,7 @@ def _parameters(operation: Splittable) -> int:
     return operation.parameters if operation.kind != "block" else 1
 
 
-def _told_and_measured(block: Block, nodes: Sequence[OperatorNode], preset: DevicePreset) -> tuple[float, float]:
+def _measured_over_computed(block: Block, nodes: Sequence[OperatorNode], preset: DevicePreset) -> tuple[float, float]:
     """Times of the block's row over those of its operators, forward and backward, at the nearest size it has."""
     samples = nodes[0].operation.axis("samples").size
     sizes = [row.microbatch_size for row in block.costs if row.shards == 1]
@@ -415,13 +403,13 @@ def _told_and_measured(block: Block, nodes: Sequence[OperatorNode], preset: Devi
     times = [
         node.operation.times({**node.operation.numbers(), "samples": row.microbatch_size}, preset) for node in nodes
     ]
-    told_forward = sum(each.forward_ns for each in times)
-    told_backward = sum(each.input_grad_ns + each.weight_grad_ns for each in times)
+    computed_forward = sum(each.forward_ns for each in times)
+    computed_backward = sum(each.input_grad_ns + each.weight_grad_ns for each in times)
     if row.input_grad_ns is not None and row.weight_grad_ns is not None:
         backward = row.input_grad_ns + row.weight_grad_ns
     else:
         backward = row.backward_ns or 0
     return (
-        row.forward_ns / told_forward if told_forward and row.forward_ns else 1.0,
-        backward / told_backward if told_backward and backward else 1.0,
+        row.forward_ns / computed_forward if computed_forward and row.forward_ns else 1.0,
+        backward / computed_backward if computed_backward and backward else 1.0,
     )

@@ -1,6 +1,10 @@
-"""What stages need of those before them, as numbers in arrays.
+"""Samples in flight under kFkB schedules (GraphPipe, Table 3.2), and what stages need of those before them, in arrays.
 
-With 1F1B a stage x before stages y has, by Table 3.2, ``max over y of max(i_y + b_y, i_y - b_y + 2 b_x)`` samples in
+A stage that runs kFkB starts with some forwards, then runs k backwards and k forwards in turn, and ends with the
+backwards that are left; stages have micro-batch sizes of their own. How many samples one holds at most follows from
+those of the stages after it.
+
+With 1F1B a stage x before stages y has, by that table, ``max over y of max(i_y + b_y, i_y - b_y + 2 b_x)`` samples in
 flight. So all that counts of the stages y is a :class:`Need`: the largest ``i + b`` and the largest ``i - b``. What it
 stands for is a function, the samples in flight of a stage with a given micro-batch size; of the needs that stand for
 the same one, the *largest* is taken, for then one function is below another exactly if both of its numbers are.
@@ -11,7 +15,8 @@ a micro-batch size. With one stage after another nothing but the total is rounde
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -20,13 +25,68 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeplan.partition.problem import Way
+from pipeplan.workload.kinds import Role
 
-__all__ = ["GRID", "Integers", "Need", "Needs"]
+__all__ = ["KFKB", "Integers", "Need", "Needs", "flows", "kfkb_word", "samples_in_flight"]
+
+
+@dataclass(frozen=True, slots=True)
+class KFKB:
+    """Of a stage: how many forwards and backwards run in turn, and samples in a micro-batch."""
+
+    k: int
+    microbatch_size: int
+
+    @property
+    def samples(self) -> int:
+        """Samples in k micro-batches."""
+        return self.k * self.microbatch_size
+
+
+def samples_in_flight(stage: KFKB, successor: KFKB, of_successor: int) -> int:
+    """Samples in flight at a stage, given a stage after it that has ``of_successor`` in flight (Table 3.2).
+
+    One micro-batch size divides the other. The last stage has ``stage.samples`` in flight.
+    """
+    size, larger = stage.microbatch_size, max(stage.microbatch_size, successor.microbatch_size)
+    own, others = stage.samples, successor.samples
+    if others < size:
+        return of_successor + own - others + size
+    if own < successor.microbatch_size:
+        return of_successor + successor.microbatch_size
+    if own <= others:
+        return of_successor + larger * (1 if own == larger else 2)
+    return of_successor + (own if others == larger else own - others + 2 * larger)
+
+
+def flows(sizes: Sequence[int], edges: Iterable[tuple[int, int]], mini_batch: int) -> list[int]:
+    """[stage] samples in flight with 1F1B, for stages in topological order with these micro-batch sizes."""
+    held = list(sizes)
+    for source, target in sorted(edges, reverse=True):
+        needed = samples_in_flight(KFKB(1, sizes[source]), KFKB(1, sizes[target]), held[target])
+        held[source] = min(mini_batch, max(held[source], needed))
+    return held
+
+
+def kfkb_word(stage: KFKB, in_flight: int, mini_batch: int) -> Iterator[Role]:
+    """Forwards and backwards in the order of a stage's schedule; each role goes through the micro-batches in order."""
+    count = mini_batch // stage.microbatch_size
+    forwards = min(count, -(-in_flight // stage.microbatch_size))
+    backwards = 0
+    yield from itertools.repeat(Role.FORWARD, forwards)
+    while backwards < count:
+        some = min(stage.k, count - backwards)
+        yield from itertools.repeat(Role.BACKWARD, some)
+        backwards += some
+        more = min(stage.k, count - forwards)
+        yield from itertools.repeat(Role.FORWARD, more)
+        forwards += more
+
 
 Integers = NDArray[np.int64]
 
 GRID = 16
-"""Totals up to twice so many times the least micro-batch size are states of their own, then so many per doubling."""
+"""Totals up to twice this times the least micro-batch size are states of their own, then this many per doubling."""
 
 
 class Need(NamedTuple):
@@ -82,7 +142,7 @@ class Needs:
         return held
 
     def after(self, in_flight: Integers) -> tuple[Integers, Integers]:
-        """[need, choice] what stages with so many samples in flight need."""
+        """[need, choice] what stages with these samples in flight need."""
         return self.largest(in_flight + self.each, in_flight - self.each)
 
     def largest(self, totals: Integers, differences: Integers) -> tuple[Integers, Integers]:
@@ -93,8 +153,8 @@ class Needs:
         """
         least = self.sizes[0]
         totals = np.minimum(self.mini_batch, np.maximum(np.maximum(totals, least), differences + 2 * least))
-        room = np.minimum(self.mini_batch, -(-(self.mini_batch - differences) // 2))
-        place = np.searchsorted(self.sizes, room) - 1
+        largest = np.minimum(self.mini_batch, -(-(self.mini_batch - differences) // 2))
+        place = np.searchsorted(self.sizes, largest) - 1
         size = self.sizes[np.maximum(place, 0)]
         raised = np.maximum(differences, np.maximum(totals - 2 * size, -size))
         return totals, np.where((place < 0) | (totals >= self.mini_batch), self.mini_batch, raised)

@@ -13,10 +13,7 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.models.shapes import outputs_of
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.profiling.memory import SavedTensors, meter_for, storages
-from pipeplan.runtime.profiling.timing import blamed, spread_of, steady, timed
-
-__all__ = ["WholeBench", "WholeModelTimes", "in_one_piece", "measure_whole"]
+from pipeplan.runtime.profiling.instruments import blamed, meter_for, saved_tensors, spread_of, steady, storages, timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ class WholeBench:
     forward_ns: list[int] = field(default_factory=list)
     backward_ns: list[int] = field(default_factory=list)
 
-    def time(self, *, keep: bool) -> None:
+    def time(self, keep: bool) -> None:
         """One forward and backward; their times are kept unless they warm up."""
         with blamed("the model in one piece"):
             output, forward_ns = timed(self.run, self.device)
@@ -77,9 +74,9 @@ class WholeBench:
     def _retained(self) -> tuple[int, int]:
         """Bytes of the storages held after forward, and of those among them that were there before."""
         own = storages(tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers()))
-        with SavedTensors() as saved:
+        with saved_tensors() as saved:
             output = self.run()
-        held = {key: size for key, size in storages([*saved.alive(), output]).items() if key not in own}
+        held = {key: size for key, size in storages([*saved(), output]).items() if key not in own}
         torch.autograd.backward(output, torch.ones_like(output))  # parameters have gradients from here on
         given = storages(self.given)
         return sum(held.values()), sum(size for key, size in held.items() if key in given)
@@ -106,7 +103,7 @@ def measure_whole(
 ) -> WholeModelTimes:
     """Measure a model in one piece.
 
-    To take turns with its blocks, which evens out what disturbs a machine, hand a :class:`WholeBench` to
+    To take turns with its blocks, which evens out what disturbs a machine, hand ``time`` of a :class:`WholeBench` to
     ``profile_model`` instead, and take its ``result`` afterwards.
 
     Args:
@@ -125,7 +122,7 @@ def measure_whole(
     with steady(bench.device):
         for count in range(warmup + repeats):
             gc.collect()
-            bench.time(keep=count >= warmup)
+            bench.time(count >= warmup)
         return bench.result()
 
 

@@ -1,21 +1,88 @@
-"""Whether a model is as large as its plan says: one of other sequences runs, but not in the predicted time."""
+"""Whether what is to be trained fits together: the model its plan, the ranks each other, a checkpoint the training.
+
+A training is all that its losses depend on, so that only the same training goes on from a checkpoint. Its facts are by
+the flag that says them, or by ``WHAT in FLAG`` where they are part of what a flag means. Values are texts, numbers or
+None, for flags that were not given. A model of other sizes than its plan's runs, but not in the predicted time.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
+from pipeplan.errors import UsageError
 from pipeplan.files import Plan
 from pipeplan.runtime.executor.message_graph import Message, hops_of
 from pipeplan.runtime.executor.rank_program import Program
-from pipeplan.runtime.executor.tensor_slots import TensorSpec
+from pipeplan.runtime.executor.tensors import TensorSpec
+from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.training.data import fingerprint
+from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.units import format_bytes
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, Mesh
 
-__all__ = ["other_sizes", "warn_of_other_sizes"]
+__all__ = ["identity_of", "other_sizes", "require_identity", "warn_of_other_sizes"]
+
+_SAMPLES = 2  # some losses compare samples with each other
+
+
+def identity_of(model: Model, options: TrainOptions, mini_batch: int) -> dict[str, object]:
+    """All facts of a training, the same under every plan of this mini-batch. Raises UsageError."""
+    named: dict[str, object] = {"--model": model.name, "--mini-batch": mini_batch}
+    return named | options.identity | {"--data": fingerprint(model, options.data)} | _inside(model)
+
+
+def require_identity(path: Path, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
+    """Refuse a checkpoint of another training. Raises UsageError, which names the first fact that differs."""
+    for fact in dict.fromkeys([*own, *saved]):
+        if saved.get(fact) != own.get(fact):
+            raise UsageError(
+                f"{path} was trained {_said(fact, saved.get(fact))}, and this run is {_said(fact, own.get(fact))}; "
+                "resume with the same, or start anew in another folder"
+            )
+
+
+def _said(fact: str, value: object) -> str:
+    """A fact in the user's words."""
+    if value is None:
+        return f"without {fact}"
+    what, inside, flag = fact.rpartition(" in ")
+    return f"with {what} {value}{inside}{flag}" if inside else f"with {flag} {value}"
+
+
+def _inside(model: Model) -> dict[str, object]:
+    """What a model's name does not say: settings of its configuration, and what its blocks are, take and make."""
+    made = output_shapes(model, _SAMPLES)
+    facts = {name: _text(value) for name, value in _flat(model.settings)}
+    for block in model.blocks:
+        about = {
+            block.operator: dict(block.dimensions),
+            "takes": [*block.inputs, *block.samples],
+            "makes": list(made[block.id][0]),
+        }
+        facts[f"block {block.id}"] = _text(about)
+    return {f"{name} in --model": text for name, text in facts.items()}
+
+
+def _flat(settings: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
+    """Settings by the path of their names."""
+    for key in sorted(settings, key=str):
+        value = settings[key]
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def _text(value: object) -> str:
+    """As canonical JSON."""
+    return json.dumps(value, sort_keys=True, default=str)
+
 
 _FORMATS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """How many times larger a number may be in the run's format than in the profile's."""
@@ -42,8 +109,8 @@ def other_sizes(
     """The first message or stage whose bytes differ between plan and model; None where none does.
 
     Plans do not say the profile's number format. Where the parameters of some stage have what another format explains,
-    that is it, and everything must agree with it; else any format may. What the plan knows no bytes of is left out.
-    ``dtype`` is that of parameters; what autocast makes shorter counts as if it were not.
+    everything must agree with it; else any format may. What the plan knows no bytes of is left out. ``dtype`` is that
+    of parameters; what autocast makes shorter counts as if it were not.
     """
     held = {index: sizes for index, sizes in enumerate(_parameters(plan, model, dtype)) if min(sizes) > 0}
     formats = {fit for sizes in held.values() for fit in _FORMATS if _agree(sizes, (fit,))} or set(_FORMATS)

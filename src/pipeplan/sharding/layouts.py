@@ -1,6 +1,14 @@
-"""From one layout of a tensor to another by the cheapest sequence of collectives (TensorOpt section 4.2).
+"""How a tensor lies on the devices, and the cheapest way from one layout to another (TensorOpt section 4.2).
 
-The layouts are the nodes of a graph, and an edge joins two of which one becomes the other by one step:
+Every tensor is seen as [samples, places, features]: places are positions of a sequence or rows of an image, features
+its hidden numbers or channels. A layout says which split each dimension has, and whether the tensor is *partial*: the
+sum of what the devices along one split hold.
+
+Devices 0 to n - 1 form a mesh, the last dimension's coordinate changing fastest. A *split* is one of its dimensions by
+itself: a number of devices, a stride apart. Saying splits instead of meshes makes configurations of different meshes
+comparable: [2, 8] with the second dimension unused and [2, 2, 4] with the last two unused are one.
+
+Layouts are the nodes of a graph, and an edge joins two of which one becomes the other by one step:
 
 * *gather*: a dimension gives up the minor part of its split, or all of it (all-gather);
 * *slice*: a dimension is split along devices that hold the same; every device drops what is not its own, at no cost
@@ -20,16 +28,141 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from itertools import product
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeplan.costs.communication import BusiestPair, Combining, Exchange, busiest_pair, time_of_groups
 from pipeplan.files import Cluster
-from pipeplan.sharding.configurations.layouts import DIMENSIONS, Layout, MeshSplit, Tensor, all_layouts, nested
 
-__all__ = ["Move", "Resharding", "groups_along", "moves_between_all"]
+__all__ = [
+    "ANY",
+    "DIMENSIONS",
+    "Layout",
+    "MeshSplit",
+    "Move",
+    "Resharding",
+    "Tensor",
+    "all_layouts",
+    "groups_along",
+    "moves_between_all",
+]
+
+
+ANY = 0
+"""Size of a dimension of which is not known what divides it: whoever takes it says so."""
+
+DIMENSIONS = ("samples", "places", "features")
+
+
+class Layout(NamedTuple):
+    """The split of every dimension, None where it is whole on every device, and the split it is partial along."""
+
+    samples: MeshSplit | None = None
+    places: MeshSplit | None = None
+    features: MeshSplit | None = None
+    partial: MeshSplit | None = None
+
+    @property
+    def shards(self) -> int:
+        """Into how many pieces the tensor is cut."""
+        count = 1
+        for split in self[:3]:
+            count *= split.extent if split else 1
+        return count
+
+    @property
+    def free(self) -> bool:
+        """Whether it is whole everywhere and no sum."""
+        return not any(self)
+
+    def used(self) -> tuple[MeshSplit, ...]:
+        """Every split in it."""
+        return tuple(split for split in self if split)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A whole tensor: what its dimensions can be divided by, and its bytes."""
+
+    sizes: tuple[int, int, int]
+    num_bytes: int
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether every split divides its dimension."""
+        return all(not split or size % split.extent == 0 for size, split in zip(self.sizes, layout[:3], strict=True))
+
+    def local_bytes(self, layout: Layout) -> int:
+        """What one device holds."""
+        return -(-self.num_bytes // layout.shards)
+
+
+@cache
+def all_layouts(devices: int) -> tuple[Layout, ...]:
+    """Every layout on ``devices``, of meshes of any number of dimensions."""
+    runs = [
+        MeshSplit(extent, stride)
+        for extent in range(2, devices + 1)
+        for stride in range(1, devices + 1)
+        if devices % (extent * stride) == 0
+    ]
+    return tuple(Layout(*each) for each in _combinations(runs, devices))
+
+
+def _combinations(runs: Sequence[MeshSplit], devices: int) -> list[tuple[MeshSplit | None, ...]]:
+    """Choices for the four entries of a layout, built entry by entry so that few are looked at in vain."""
+    found: list[tuple[MeshSplit | None, ...]] = [()]
+    for _ in Layout._fields:
+        found = [
+            (*start, each)
+            for start, each in product(found, [None, *runs])
+            if nested([split for split in (*start, each) if split], devices)
+        ]
+    return found
+
+
+class MeshSplit(NamedTuple):
+    """A dimension of a mesh: ``extent`` devices, ``stride`` apart in their numbers."""
+
+    extent: int
+    stride: int
+
+    @property
+    def reach(self) -> int:
+        """The devices of one block of this dimension and all after it."""
+        return self.extent * self.stride
+
+    def coordinate(self, device: int) -> int:
+        """Where a device is along it."""
+        return device // self.stride % self.extent
+
+    @property
+    def parts(self) -> tuple[tuple[MeshSplit, MeshSplit], ...]:
+        """Every way to see it as two dimensions, the one with the larger stride first."""
+        return tuple(
+            (MeshSplit(self.extent // low, self.stride * low), MeshSplit(low, self.stride))
+            for low in range(2, self.extent)
+            if self.extent % low == 0
+        )
+
+    def after(self, major: MeshSplit | None) -> MeshSplit | None:
+        """The split by ``major`` and then by this one, where the two are one dimension; by this one without it."""
+        if major is None:
+            return self
+        return MeshSplit(major.extent * self.extent, self.stride) if major.stride == self.reach else None
+
+
+def nested(splits: Sequence[MeshSplit], devices: int) -> bool:
+    """Whether the splits are dimensions of one mesh of ``devices``."""
+    outer = devices
+    for split in sorted(splits, key=lambda each: -each.stride):
+        if outer % split.reach:
+            return False
+        outer = split.stride
+    return True
+
 
 FloatArray = npt.NDArray[np.float64]
 How = Literal["gather", "slice", "exchange", "sum", "scatter", "send"]
@@ -68,7 +201,7 @@ def groups_along(along: Sequence[MeshSplit], devices: int) -> list[list[int]]:
 
 @cache
 def moves_between_all(devices: int) -> tuple[Move, ...]:
-    """Every step between two layouts on so many devices."""
+    """Every step between two layouts on ``devices``."""
     layouts = all_layouts(devices)
     found = [move for layout in layouts for move in _moves_from(layout, devices)]
     shapes: dict[tuple[int, ...], list[Layout]] = {}

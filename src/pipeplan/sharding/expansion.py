@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeplan.files import Block, Edge, Profile
-from pipeplan.sharding.configurations import operations as ops
-from pipeplan.sharding.configurations.operation import Axis, Splittable
-from pipeplan.sharding.configurations.whole_blocks import WholeBlock, WordTable, shards_axis, single_operator
+from pipeplan.sharding import operator_kinds as ops
+from pipeplan.sharding.operators import Axis, Splittable
+from pipeplan.sharding.whole_blocks import WholeBlock, WordTable, shards_axis, single_operator
 
 __all__ = ["Link", "OperatorGraph", "OperatorNode", "expand"]
 
@@ -108,7 +108,7 @@ class _Builder:
 
 
 def expand(profile: Profile, samples: int, *, width: int = 2, whole_blocks: bool = False) -> OperatorGraph:
-    """The operators of a profile's blocks for a micro-batch of so many samples; ``width`` is bytes per number.
+    """The operators of a profile's blocks for a micro-batch of ``samples``; ``width`` is bytes per number.
 
     With ``whole_blocks`` every block is one operator.
     """
@@ -356,12 +356,12 @@ def _image_axes(known: _BlockNumbers, side: int, *more: Axis) -> tuple[Axis, ...
 
 
 def _relu(built: _Builder, name: str, side: int, channels: Axis, *after: str) -> str:
-    features = Axis("features", channels.size, channels.unit, channels.called)
+    features = replace(channels, name="features")
     return built.add(name, ops.Relu(_image_axes(built.known, side, features), built.known.width), *after)
 
 
 def _pooled(built: _Builder, side: int, channels: Axis, *after: str) -> str:
-    features = Axis("features", channels.size, channels.unit, channels.called)
+    features = replace(channels, name="features")
     return built.add("pool", ops.MaxPool(_image_axes(built.known, side, features), built.known.width), *after)
 
 
@@ -391,7 +391,7 @@ def _normed(
     axes = _image_axes(known, side, rows, columns)
     layer = ops.Convolution(axes, known.width, bool(source) and built.learns, kernel=kernel, stride=stride)
     made = built.add(name, layer, *source)
-    features = Axis("features", columns.size, columns.unit, columns.called)
+    features = replace(columns, name="features")
     return built.add(f"{name}-norm", ops.BatchNorm(_image_axes(known, side, features), known.width), made)
 
 

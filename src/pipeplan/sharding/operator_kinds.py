@@ -1,4 +1,4 @@
-"""The kinds of operators: their axes, and what one share of each costs (:mod:`.operation` says what an operator is)."""
+"""The kinds of operators: their axes, and what one share of each costs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from pipeplan.costs import operators as forms
 from pipeplan.costs.operators import Kernel, Operator
-from pipeplan.sharding.configurations.layouts import ANY, Tensor
-from pipeplan.sharding.configurations.operation import IMAGE, InnerExchange, Numbers, Splittable, tokens
+from pipeplan.sharding.layouts import ANY, Tensor
+from pipeplan.sharding.operators import IMAGE, InnerExchange, Numbers, Splittable, tokens
 
 __all__ = [
     "Activation",

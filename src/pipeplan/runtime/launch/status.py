@@ -1,0 +1,321 @@
+"""What is known of the ranks of a run: where each is, what went wrong, and the one message that a failed run ends with.
+
+A rank writes down what it begins in memory that all processes of a machine share, which costs about a microsecond. So
+a failure's report can say where a rank was that was killed or hangs. When a rank dies, its neighbours lose their
+connections and report that too; the cause is what is worth saying.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from pathlib import Path
+
+from pipeplan.errors import ExecutionError, PipeplanError, UsageError
+from pipeplan.units import format_ns
+
+__all__ = [
+    "Board",
+    "Cause",
+    "Failure",
+    "Phase",
+    "Progress",
+    "RankError",
+    "cause_of",
+    "culprit",
+    "lost_others",
+    "telling",
+    "verdict",
+]
+
+
+_FIELDS = 6  # phase, step, counter, peer, since_ns, process
+_CELL_BYTES = 8
+_READ_TRIES = 16
+
+
+class Phase(IntEnum):
+    """What a rank is busy with."""
+
+    UNSEEN = 0
+    STARTING = 1
+    LOADING = 2
+    CONNECTING = 3
+    RUNNING = 4
+    WAITING = 5
+    REDUCING = 6
+    UPDATING = 7
+    REPORTING = 8
+    DONE = 9
+    SAMPLING = 10
+    CLIPPING = 11
+    RESUMING = 12
+    SAVING = 13
+
+    @property
+    def waits(self) -> bool:
+        """Whether the rank can only go on when others do, or is not to be seen from here."""
+        return self not in (Phase.STARTING, Phase.LOADING, Phase.SAMPLING, Phase.RUNNING, Phase.UPDATING)
+
+    @property
+    def takes_long(self) -> bool:
+        """Whether it may take longer than the longest wait while steps run."""
+        return self in (Phase.STARTING, Phase.LOADING, Phase.CONNECTING, Phase.RESUMING, Phase.SAVING)
+
+
+_OUTSIDE = {
+    Phase.UNSEEN: "on another machine",
+    Phase.STARTING: "while starting",
+    Phase.LOADING: "while building its blocks",
+    Phase.CONNECTING: "while connecting to the other ranks",
+    Phase.SAMPLING: "in step {step}, before its program: drawing its samples",
+    Phase.REDUCING: "in step {step}, after its program: summing the gradients of parameters that other ranks hold too",
+    Phase.CLIPPING: "in step {step}, after its program: computing the norm of all gradients",
+    Phase.RESUMING: "before its first step: looking for a checkpoint to resume from",
+    Phase.SAVING: "after step {step}: writing a checkpoint",
+    Phase.UPDATING: "in step {step}, after its program: optimizer step",
+    Phase.REPORTING: "in step {step}, after its program: reporting the loss",
+    Phase.DONE: "after its last step",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a rank is. ``counter`` is an index into its program, ``peer`` the rank it waits for or -1.
+
+    ``since_ns`` is on ``time.monotonic_ns``'s clock, which processes of one machine share.
+    """
+
+    phase: Phase
+    step: int
+    counter: int
+    peer: int
+    since_ns: int
+
+    def describe(self, program: Sequence[str]) -> str:
+        """The place in words: action, step and program counter, or what the rank does outside its program."""
+        if self.phase not in (Phase.RUNNING, Phase.WAITING):
+            return _OUTSIDE[self.phase].format(step=self.step)
+        action = program[self.counter] if 0 <= self.counter < len(program) else "?"
+        return f"in {action} (step {self.step}, program counter {self.counter} of {len(program)})"
+
+
+class Board:
+    """One :class:`Position` per rank in an open file of :meth:`size` bytes, mapped by all processes."""
+
+    def __init__(self, descriptor: int, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._cells = memoryview(mmap.mmap(descriptor, self.size(num_ranks))).cast("q")
+
+    @staticmethod
+    def size(num_ranks: int) -> int:
+        """Bytes the file must have."""
+        return num_ranks * _FIELDS * _CELL_BYTES
+
+    def write(self, rank: int, phase: Phase, step: int, counter: int, peer: int) -> None:
+        """Note that a rank begins something now."""
+        cells, first = self._cells, rank * _FIELDS
+        cells[first + 4] = time.monotonic_ns()
+        cells[first] = phase
+        cells[first + 1] = step
+        cells[first + 2] = counter
+        cells[first + 3] = peer
+
+    def read(self, rank: int) -> Position:
+        """Where a rank is; one that has written nothing, as ranks of other machines, is ``UNSEEN``."""
+        first = rank * _FIELDS
+        found: list[int] = []
+        for _ in range(_READ_TRIES):  # the rank writes cell by cell and never waits: two equal looks are one state
+            before, found = found, self._cells[first : first + _FIELDS - 1].tolist()
+            if found == before:
+                break
+        return Position(Phase(found[0]), *found[1:])
+
+    def sign(self, rank: int) -> None:
+        """Note which process the rank is."""
+        self._cells[rank * _FIELDS + 5] = os.getpid()
+
+    @property
+    def stopped(self) -> list[int]:
+        """Ranks of this machine whose processes are stopped, as by SIGSTOP."""
+        return [rank for rank, state in self._states() if state in ("T", "t")]
+
+    @property
+    def gone(self) -> list[int]:
+        """Ranks of this machine whose processes have ended."""
+        return [rank for rank, state in self._states() if state in ("", "Z", "X")]
+
+    def _states(self) -> Iterator[tuple[int, str]]:
+        """Of ranks that have signed."""
+        signed = [rank for rank in range(self.num_ranks) if self._process(rank)]
+        return ((rank, _state(self._process(rank))) for rank in signed)
+
+    def wake(self) -> None:
+        """Let stopped processes go on."""
+        for rank in self.stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process(rank), signal.SIGCONT)
+
+    def _process(self, rank: int) -> int:
+        return self._cells[rank * _FIELDS + 5]
+
+
+class Progress:
+    """One rank's pen for the :class:`Board`: the texts of its ``program``, and the ``step`` it works on."""
+
+    def __init__(self, board: Board, rank: int, program: Sequence[str] = ()) -> None:
+        self.board = board
+        self.rank = rank
+        self.program = program
+        self.step = 0
+        board.sign(rank)
+        self.begin(Phase.STARTING)
+
+    def begin(self, phase: Phase, counter: int = -1, peer: int = -1) -> None:
+        """Note what the rank does from now on; ``counter`` and ``peer`` as in :class:`Position`."""
+        self.board.write(self.rank, phase, self.step, counter, peer)
+
+    def describe(self) -> str:
+        """Where the rank is, in words."""
+        return self.board.read(self.rank).describe(self.program)
+
+
+def _state(process: int) -> str:
+    """The letter by which Linux says what a process does, nothing if there is none; R where the system does not say."""
+    if not Path("/proc/self/stat").exists():
+        return "R"
+    try:
+        return Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace").rpartition(") ")[2][:1]
+    except OSError:
+        return ""
+
+
+class Cause(StrEnum):
+    """Why a rank gave up, most telling first."""
+
+    REFUSED = "refused"  # before the first step: model, plan and options do not fit together
+    RAISED = "raised"  # an exception in the model's code or ours
+    TIMEOUT = "timeout"  # nothing came for as long as --timeout allows
+    LOST = "lost"  # the connection to another rank broke
+
+
+class RankError(ExecutionError):
+    """A rank cannot go on; the text names rank, action and program counter. ``peer`` is the rank it lost, or -1."""
+
+    def __init__(self, cause: Cause, message: str, peer: int = -1) -> None:
+        self.cause = cause
+        self.peer = peer
+        super().__init__(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A rank's own report, with the command's exit code, maybe a traceback, and the lost ``peer`` or -1."""
+
+    rank: int
+    cause: Cause
+    text: str
+    exit_code: int = 1
+    details: str = ""
+    peer: int = -1
+
+
+def cause_of(error: RuntimeError) -> tuple[Cause, str]:
+    """What an error of a transport means, TIMEOUT or LOST, and its text without place and advice."""
+    text = re.sub(r"^\[[^\]]*\] *", "", str(error).strip().partition("\n")[0]).partition(". ")[0]
+    return Cause.TIMEOUT if re.search("timed ?out|timeout", text, re.IGNORECASE) else Cause.LOST, text
+
+
+@contextlib.contextmanager
+def lost_others(progress: Progress) -> Iterator[None]:
+    """Turn what a collective of all ranks raises into an error that names rank and place."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause, text = cause_of(error)
+        raise RankError(cause, f"rank {progress.rank} lost the others {progress.describe()}: {text}") from error
+
+
+def verdict(
+    failures: Sequence[Failure],
+    deaths: Mapping[int, int],
+    board: Board,
+    programs: Sequence[Sequence[str]],
+    timeout_ns: int,
+) -> PipeplanError:
+    """The one error that a failed run ends with.
+
+    ``failures`` are what ranks reported, in order of arrival; ``deaths`` the exit status of those that ended without a
+    report, as ``subprocess`` gives it; ``timeout_ns`` is the longest wait allowed.
+    """
+    cause = telling(failures)
+    if cause is not None:
+        return UsageError(cause.text) if cause.exit_code == UsageError.exit_code else ExecutionError(cause.text)
+    if deaths:
+        return ExecutionError("; ".join(death(rank, deaths[rank], board, programs) for rank in sorted(deaths)))
+    first = min(failures, key=lambda failure: (failure.cause is Cause.LOST, not failure.text))
+    if first.cause is Cause.LOST:
+        return ExecutionError(loss(first, board, programs))
+    return ExecutionError(hang(first.rank, first.text, board, programs, timeout_ns))
+
+
+def telling(failures: Sequence[Failure]) -> Failure | None:
+    """The failure that explains the others by itself, if one does: a refusal, or else an exception."""
+    found = [failure for failure in failures if failure.cause in (Cause.REFUSED, Cause.RAISED)]
+    return min(found, key=lambda failure: failure.cause is Cause.RAISED, default=None)
+
+
+def death(rank: int, status: int, board: Board, programs: Sequence[Sequence[str]]) -> str:
+    """A rank ended without a word: how, and where it was."""
+    place = board.read(rank).describe(programs[rank])
+    if status >= 0:
+        return f"rank {rank} ended with exit code {status} {place}"
+    name = signal.Signals(-status).name if -status in {int(s) for s in signal.Signals} else f"signal {-status}"
+    hint = "; often because memory ran out" if -status == signal.SIGKILL else ""
+    return f"rank {rank} was killed ({name}) {place}{hint}"
+
+
+def loss(failure: Failure, board: Board, programs: Sequence[Sequence[str]]) -> str:
+    """A connection broke: whose, or which ranks have ended, and where they were last."""
+    peers = [failure.peer] if failure.peer >= 0 else [rank for rank in board.gone if rank != failure.rank]
+    return "; ".join(
+        [failure.text, *(f"rank {peer} was last {board.read(peer).describe(programs[peer])}" for peer in peers)]
+    )
+
+
+def hang(rank: int, text: str, board: Board, programs: Sequence[Sequence[str]], timeout_ns: int) -> str:
+    """A rank waited too long: who holds it up, where that one is, and what the first one waited for."""
+    other = culprit(board, rank)
+    place = board.read(other).describe(programs[other])
+    remedy = f"if it is only slow, raise --timeout (now {format_ns(timeout_ns)})"
+    if other == rank:
+        return f"{text or f'rank {rank} hangs {place}'}; {remedy}"
+    return f"rank {other} hangs {place}; {text or f'rank {rank} waits for it'}; {remedy}"
+
+
+def culprit(board: Board, rank: int) -> int:
+    """The rank that holds up ``rank``: whom it waits for, and so on, up to one that does not wait.
+
+    A stopped process comes before all. Where the chain ends at a rank that waits for all, or in a circle, it is the
+    rank that has stood still for longest: of those that wait for nobody, else of the chain.
+    """
+    stopped = board.stopped
+    if stopped:
+        return min(stopped, key=lambda other: board.read(other).since_ns)
+    chain = [rank]
+    position = board.read(rank)
+    while position.phase is Phase.WAITING and position.peer not in (-1, *chain):
+        chain.append(position.peer)
+        position = board.read(position.peer)
+    if not position.phase.waits:
+        return chain[-1]
+    idle = [other for other in range(board.num_ranks) if not board.read(other).phase.waits]
+    candidates = chain if position.phase is Phase.WAITING else idle or chain
+    return min(candidates, key=lambda other: board.read(other).since_ns)

@@ -1,0 +1,256 @@
+"""What measuring reads off: what time some work takes undisturbed, and how much memory tensors hold while it runs."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from pipeplan.errors import ExecutionError, InfeasibleError
+
+__all__ = [
+    "Meter",
+    "Usage",
+    "blamed",
+    "drift_of",
+    "meter_for",
+    "num_outliers",
+    "saved_tensors",
+    "spread_of",
+    "steady",
+    "storages",
+    "timed",
+]
+
+T = TypeVar("T")
+
+_FEW = 6
+"""Fewer runs than this show neither drift nor outliers."""
+_FAR = 3.0
+"""Tukey's fences for what is far out: interquartile ranges beyond the quartiles."""
+
+
+def timed(work: Callable[[], T], device: torch.device) -> tuple[T, int]:
+    """What some work returns, and how long it takes in ns: by the processor's clock, or by events on the device."""
+    if device.type == "cuda":
+        event: Callable[..., torch.cuda.Event] = torch.cuda.Event
+        start, end = event(enable_timing=True), event(enable_timing=True)
+        torch.cuda.synchronize(device)
+        start.record()
+        result = work()
+        end.record()
+        end.synchronize()
+        return result, round(start.elapsed_time(end) * 1e6)
+    begin = time.perf_counter_ns()
+    result = work()
+    return result, time.perf_counter_ns() - begin
+
+
+def spread_of(values: Sequence[int]) -> float:
+    """Interquartile range divided by the median; 0 for a single value."""
+    median = statistics.median(values)
+    if len(values) < 2 or median == 0:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return round((high - low) / median, 4)
+
+
+def drift_of(values: Sequence[int]) -> float:
+    """How much the median of the second half is above that of the first, relative to it; 0 for few values."""
+    if len(values) < _FEW:
+        return 0.0
+    half = len(values) // 2
+    before, after = statistics.median(values[:half]), statistics.median(values[-half:])
+    return after / before - 1 if before > 0 else 0.0
+
+
+def num_outliers(values: Sequence[int]) -> int:
+    """How many values are far above the others; 0 for few values."""
+    if len(values) < _FEW:
+        return 0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return sum(value > high + _FAR * (high - low) for value in values)
+
+
+@contextmanager
+def steady(device: torch.device) -> Iterator[None]:
+    """No garbage collection but between rounds, and only of what came since."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def blamed(what: str) -> Iterator[None]:
+    """Say what failed, by block and size. Raises InfeasibleError where memory ran out, else ExecutionError."""
+    try:
+        yield
+    except Exception as error:
+        if _is_out_of_memory(error):
+            raise InfeasibleError(
+                f"memory ran out for {what}: {error}; leave the size out of --microbatch, or lower --sequence"
+            ) from error
+        raise ExecutionError(
+            f"{what} failed: {type(error).__name__}: {error}; it would again: change the block, or leave the size out "
+            "of --microbatch (batch normalisation, for one, needs 2 samples or more)"
+        ) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """CUDA has an error of its own; the CPU allocator raises a RuntimeError like any other."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of every storage of the tensors, each once, by its identity. Views count for the whole they show."""
+    found = (tensor.untyped_storage() for tensor in tensors)  # fake tensors have storages, too, but no addresses
+    return {storage._cdata: storage.nbytes() for storage in found if storage.nbytes() > 0}
+
+
+@contextmanager
+def saved_tensors() -> Iterator[Callable[[], list[Tensor]]]:
+    """Note what autograd saves inside; gives a function that lists what of it still waits for its backward."""
+    seen: list[weakref.ref[Tensor]] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        alias = tensor.detach()  # an output that its own graph holds on to would never be let go of
+        seen.append(weakref.ref(alias))
+        return alias
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield lambda: [tensor for reference in seen if (tensor := reference()) is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Allocated bytes when a phase began and at most until it ended, counted from when the meter was entered."""
+
+    start: int
+    peak: int
+
+
+class Meter(Protocol):
+    """Watches an allocator while it is entered; ``usage`` [phase] is there after it is left."""
+
+    usage: dict[str, Usage]
+
+    def __enter__(self) -> Meter:
+        """Begin to count."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop counting."""
+        return
+
+    def phase(self, name: str) -> AbstractContextManager[Any]:
+        """Name what runs inside."""
+
+
+def meter_for(device: torch.device) -> Meter:
+    """A meter of the allocator of a device."""
+    return _CudaMeter(device) if device.type == "cuda" else _CpuMeter()
+
+
+class _CpuMeter:
+    """Reads allocations from the trace of torch's profiler, so that it sees what operators take for themselves.
+
+    What is allocated inside must also be released inside: the profiler knows no sizes of what it did not see made.
+    """
+
+    _PREFIX = "pipeplan:"
+
+    def __init__(self) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes to stderr at start and stop otherwise
+        self._profiler: Any = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        )
+        self.usage: dict[str, Usage] = {}
+
+    def __enter__(self) -> Meter:
+        self._profiler.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._profiler.__exit__(kind, error, trace)
+        if error is None:
+            self.usage = self._read()
+
+    def phase(self, name: str) -> AbstractContextManager[Any]:
+        """Name what runs inside."""
+        return torch.profiler.record_function(self._PREFIX + name)
+
+    def _read(self) -> dict[str, Usage]:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            self._profiler.export_chrome_trace(str(path))
+            events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        changes = [(e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]" and _is_cpu(e["args"])]
+        changes.sort(key=lambda change: change[0])
+        return {
+            event["name"].removeprefix(self._PREFIX): _between(changes, event["ts"], event["ts"] + event["dur"])
+            for event in events
+            if event["name"].startswith(self._PREFIX)
+        }
+
+
+def _is_cpu(event: Mapping[str, Any]) -> bool:
+    return bool(event["Device Type"] == 0)
+
+
+def _between(changes: Iterable[tuple[float, int]], begin: float, end: float) -> Usage:
+    """Bytes in use from one time to another, from changes in the order of time."""
+    in_use, start, peak = 0, 0, 0
+    for at, change in changes:
+        if at > end:
+            break
+        in_use += change
+        if at < begin:
+            start = peak = in_use
+        peak = max(peak, in_use)
+    return Usage(start, peak)
+
+
+class _CudaMeter(Meter):
+    """Reads the statistics of the caching allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.usage: dict[str, Usage] = {}
+        torch.cuda.synchronize(device)
+        self._base = torch.cuda.memory_allocated(device)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name what runs inside."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        start = torch.cuda.memory_allocated(self.device)
+        yield
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        self.usage[name] = Usage(start - self._base, peak - self._base)

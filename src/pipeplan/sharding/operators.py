@@ -1,0 +1,446 @@
+"""Operators as what can be split, and all their configurations on some devices with what each costs (equation 1).
+
+An operator is written as its index notation is: a matrix product takes [samples, places, rows] and a weight
+[rows, columns] to [samples, places, columns]. From that follows what a split costs beside computing:
+
+* an axis of the operator that its output lacks (``rows`` of a product) leaves the output *partial*;
+* an axis that an input lacks (``columns``) leaves that input's gradient partial;
+* an axis that the parameters lack (``samples``, ``places``) leaves their gradient partial: it is all-reduced.
+
+Costs of a share are the closed forms of :mod:`pipeplan.costs.operators` at the share's sizes; what an operator
+exchanges in its middle (statistics of a norm, keys and values, the state of a recurrent cell) is said by itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations, permutations
+from math import prod
+from typing import ClassVar, Literal, NamedTuple
+
+from pipeplan.costs.communication import Combining, Exchange, send_time, time_of_groups
+from pipeplan.costs.operators import Kernel, Operator
+from pipeplan.costs.presets import DevicePreset
+from pipeplan.sharding.layouts import ANY, Layout, MeshSplit, Resharding, Tensor, groups_along
+
+__all__ = [
+    "IMAGE",
+    "MOST_DIMENSIONS",
+    "Axis",
+    "Configuration",
+    "InnerExchange",
+    "Map",
+    "Numbers",
+    "OperatorScale",
+    "Rule",
+    "Splits",
+    "Splittable",
+    "Taken",
+    "Times",
+    "configurations",
+    "factorizations",
+    "mesh_name",
+    "recomputed",
+    "splits_of",
+    "tokens",
+    "ways_to_split",
+]
+
+
+Map = tuple[str | None, str | None, str | None]
+"""Which axis of the operator each dimension of a tensor is: samples, places, features; None where it is whole."""
+
+Numbers = Mapping[str, int]
+
+IMAGE: Map = ("samples", "places", "features")
+"""A tensor that has all three, none of them under another name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Something that an operator can be split along.
+
+    ``size`` pieces that stay whole, of ``unit`` numbers each (a head, a row of an image); ``called`` is the model's
+    name for it, the same in all operators that have it (``hidden``, ``vocabulary``).
+    """
+
+    name: str
+    size: int
+    unit: int = 1
+    called: str = ""
+
+    def share(self, extent: int) -> int:
+        """Numbers on one of ``extent`` devices."""
+        return self.size // extent * self.unit
+
+
+class InnerExchange(NamedTuple):
+    """A collective in the middle of an operator, along an axis: how often in forward and in backward.
+
+    ``neighbours``: the bytes go to the next device along the axis instead, and as many come from it.
+    """
+
+    axis: str
+    operation: Combining | Literal["neighbours"]
+    num_bytes: int
+    forward: int = 1
+    backward: int = 1
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """The collective; None among neighbours."""
+        return None if self.operation == "neighbours" else Exchange(self.operation, self.num_bytes)
+
+
+class Times(NamedTuple):
+    """Times in ns of forward, of the input's gradient and of the weight's."""
+
+    forward_ns: float
+    input_grad_ns: float
+    weight_grad_ns: float
+
+
+@dataclass(frozen=True)
+class Splittable(ABC):
+    """One operator of a model, for all samples of a micro-batch.
+
+    ``width`` is bytes per number. ``learns``: whether a gradient goes back to its input. Operators that are equal cost
+    the same in every configuration.
+    """
+
+    axes: tuple[Axis, ...]
+    width: int
+    learns: bool = True
+
+    kind: ClassVar[str]
+    inputs: ClassVar[tuple[Map, ...]] = (IMAGE,)
+    output: ClassVar[Map] = IMAGE
+    weighted: ClassVar[frozenset[str]] = frozenset()
+    """Axes that its parameters have."""
+    combined: ClassVar[frozenset[str]] = frozenset()
+    """Axes that the output lacks, but whose sums it takes itself."""
+    keeps: ClassVar[tuple[bool, ...]] = (True,)
+    """Which of its inputs backward needs."""
+    keeps_output: ClassVar[bool] = False
+
+    @abstractmethod
+    def share(self, numbers: Numbers) -> Operator:
+        """Costs of a share with these numbers of each axis."""
+
+    def exchanges(self, numbers: Numbers) -> tuple[InnerExchange, ...]:
+        """What the shares exchange in the middle of it; it counts where the axis is split."""
+        return ()
+
+    def entry_bytes(self, numbers: Numbers) -> int:
+        """Bytes of its first input."""
+        return self.width * prod(numbers[name] for name in self.inputs[0] if name)
+
+    def inside_bytes(self, numbers: Numbers) -> int:
+        """What backward needs beside inputs and output."""
+        return max(0, self.share(numbers).saved_bytes - (self.entry_bytes(numbers) if self.keeps[0] else 0))
+
+    def workspace_bytes(self, numbers: Numbers) -> int:
+        """What it holds besides while it runs."""
+        share = self.share(numbers)
+        return max(share.gradient_bytes, share.update_bytes)
+
+    def deferred_bytes(self, numbers: Numbers) -> int | None:
+        """What it holds from its input's gradient until its weight's; None where that is not known."""
+        return None
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in its parameters, unsplit."""
+        return self.share(self.numbers()).parameters
+
+    def numbers(self, extents: Mapping[str, int] | None = None) -> dict[str, int]:
+        """Numbers of each axis on one device; whole without ``extents``."""
+        return {axis.name: axis.share((extents or {}).get(axis.name, 1)) for axis in self.axes}
+
+    def allows(self, extents: Mapping[str, int]) -> bool:
+        """Whether it can be split so, where dividing its axes is not all that matters."""
+        return True
+
+    def tensor(self) -> Tensor:
+        """Its output."""
+        numbers = self.numbers()
+        sizes = tuple(numbers[name] if name else 1 for name in self.output)
+        return Tensor((sizes[0], sizes[1], sizes[2]), self.width * prod(sizes))
+
+    def axis(self, name: str) -> Axis:
+        """The axis of this name."""
+        return next(axis for axis in self.axes if axis.name == name)
+
+    def keeps_input(self, port: int) -> bool:
+        """Whether backward needs an input; the last one said holds for all after it."""
+        return self.keeps[min(port, len(self.keeps) - 1)]
+
+    def times(self, numbers: Numbers, device: DevicePreset) -> Times:
+        """Times of a share by the closed forms, without what it exchanges."""
+        share = self.share(numbers)
+        return Times(*(_kernels_ns(part, device) for part in (share.forward, share.input_grad, share.weight_grad)))
+
+
+def _kernels_ns(kernels: Iterable[Kernel], device: DevicePreset) -> float:
+    return sum(
+        count * device.kernel_ns(each.flops, each.moved_bytes, matrix=each.matrix)
+        for each, count in Counter(kernels).items()  # a recurrent layer launches the same in every step
+    )
+
+
+def tokens(numbers: Numbers) -> int:
+    """Places of all samples."""
+    return numbers["samples"] * numbers["places"]
+
+
+MOST_DIMENSIONS = 3
+"""Dimensions of a mesh."""
+
+
+@cache
+def factorizations(count: int, most: int = MOST_DIMENSIONS) -> tuple[tuple[int, ...], ...]:
+    """Every mesh of ``count`` devices: at most ``most`` ordered factors above 1; none for a single device."""
+    if count == 1:
+        return ((),)
+    if most == 0:
+        return ()
+    return tuple(
+        (first, *rest)
+        for first in range(2, count + 1)
+        if count % first == 0
+        for rest in factorizations(count // first, most - 1)
+    )
+
+
+def splits_of(mesh: Sequence[int]) -> tuple[MeshSplit, ...]:
+    """The dimensions of a mesh as splits, the first changing slowest."""
+    found, stride = [], 1
+    for extent in reversed(mesh):
+        found.append(MeshSplit(extent, stride))
+        stride *= extent
+    return tuple(reversed(found))
+
+
+def ways_to_split(
+    devices: int, sizes: Sequence[int], most: int = MOST_DIMENSIONS
+) -> list[tuple[MeshSplit | None, ...]]:
+    """Every valid way to split axes of these sizes over a number of devices; None is an axis that is not split.
+
+    For every mesh, each of its dimensions splits at most one axis and each axis is split by at most one, whose extent
+    divides the axis; along dimensions that split nothing all devices do the same. Each way is listed once, however
+    many meshes show it.
+    """
+    found: dict[tuple[MeshSplit | None, ...], None] = {}
+    for mesh in factorizations(devices, most):
+        dimensions = splits_of(mesh)
+        for used in range(len(dimensions) + 1):
+            for chosen in combinations(dimensions, used):
+                for axes in permutations(range(len(sizes)), used):
+                    if all(sizes[axis] % split.extent == 0 for axis, split in zip(axes, chosen, strict=True)):
+                        by_axis = dict(zip(axes, chosen, strict=True))
+                        found.setdefault(tuple(by_axis.get(axis) for axis in range(len(sizes))))
+    return list(found)
+
+
+def mesh_name(splits: Sequence[tuple[str, MeshSplit]], devices: int) -> str:
+    """A configuration in words, such as ``batch2-copies4-columns2``: the mesh in order and what each dimension splits.
+
+    ``copies`` are devices that do the same.
+    """
+    words = [f"{name}{extent}" for name, extent in _in_order(splits, devices)]
+    return "-".join(words) or "whole"
+
+
+def _in_order(splits: Sequence[tuple[str, MeshSplit]], devices: int) -> Iterator[tuple[str, int]]:
+    outer = devices
+    for name, split in sorted(splits, key=lambda each: -each[1].stride):
+        if outer > split.reach:
+            yield "copies", outer // split.reach
+        yield name, split.extent
+        outer = split.stride
+    if outer > 1:
+        yield "copies", outer
+
+
+Splits = Mapping[str, MeshSplit]
+"""The split of every axis that is split."""
+
+Rule = Callable[[Splittable, Splits], bool]
+"""Whether a configuration is looked at: planners that restrict what may be split are such rules."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorScale:
+    """What a profile says of an operator beyond its closed form.
+
+    ``forward`` and ``backward`` are measured over computed time of its block; ``state_bytes`` are its unsplit
+    parameters, gradients and optimizer state, of which ``parameter_bytes`` parameters (gradients are as large).
+    """
+
+    forward: float = 1.0
+    backward: float = 1.0
+    parameter_bytes: int = 0
+    state_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """How an operator is split and what it costs each device; times in ns, of all its samples.
+
+    ``weight_grad_ns`` is the part of backward that can wait, holding ``deferred_bytes``: None where it cannot.
+    ``sync_ns`` adds up the parameters' gradients. ``state_bytes`` are parameters, gradients and optimizer state,
+    ``inside_bytes`` what backward needs beside inputs and output, ``entry_bytes`` the first input. Layouts are those of
+    the inputs, of the gradients given for them (none if none are), and of the output, whose gradient is taken where
+    the output lies and is no sum.
+    """
+
+    name: str
+    splits: Splits
+    forward_ns: int
+    backward_ns: int
+    weight_grad_ns: int
+    deferred_bytes: int | None
+    sync_ns: int
+    parameter_bytes: int
+    state_bytes: int
+    inside_bytes: int
+    entry_bytes: int
+    workspace_bytes: int
+    inputs: tuple[Layout, ...]
+    input_gradients: tuple[Layout, ...]
+    output: Layout
+
+    @property
+    def compute_ns(self) -> int:
+        """Forward and backward, with what is exchanged in the middle of them."""
+        return self.forward_ns + self.backward_ns
+
+    def taken(self, port: int) -> Layout:
+        """The layout of an input."""
+        return self.inputs[min(port, len(self.inputs) - 1)]
+
+    def returned(self, port: int) -> Layout:
+        """The layout of the gradient of an input."""
+        return self.input_gradients[min(port, len(self.input_gradients) - 1)]
+
+
+class Taken(NamedTuple):
+    """A tensor that an operator takes; of all samples where it is broadcast."""
+
+    tensor: Tensor
+    port: int
+    broadcast: bool
+
+    def local_bytes(self, way: Configuration) -> int:
+        """What a device has of it as it is taken."""
+        return self.tensor.num_bytes if self.broadcast else self.tensor.local_bytes(way.taken(self.port))
+
+
+def recomputed(way: Configuration, inputs: Collection[Taken]) -> Configuration:
+    """A configuration that keeps its inputs alone: backward runs forward first, and needs what that holds."""
+    return replace(
+        way,
+        backward_ns=way.backward_ns + way.forward_ns,
+        inside_bytes=min(way.inside_bytes, sum(each.local_bytes(way) for each in inputs)),
+        workspace_bytes=way.workspace_bytes + way.inside_bytes,
+    )
+
+
+def configurations(
+    operation: Splittable,
+    scale: OperatorScale,
+    device: DevicePreset,
+    resharding: Resharding,
+    *,
+    rule: Rule | None = None,
+    mesh_dimensions: int = MOST_DIMENSIONS,
+) -> tuple[Configuration, ...]:
+    """Every valid configuration of an operator on the devices of ``resharding``, in a fixed order."""
+    found = []
+    for way in ways_to_split(resharding.devices, [axis.size for axis in operation.axes], mesh_dimensions):
+        splits = {axis.name: split for axis, split in zip(operation.axes, way, strict=True) if split}
+        extents = {axis.name: split.extent if split else 1 for axis, split in zip(operation.axes, way, strict=True)}
+        if operation.allows(extents) and (rule is None or rule(operation, splits)):
+            found.append(_priced(operation, splits, extents, scale, device, resharding))
+    return tuple(found)
+
+
+def _priced(
+    operation: Splittable,
+    splits: Splits,
+    extents: Mapping[str, int],
+    scale: OperatorScale,
+    device: DevicePreset,
+    resharding: Resharding,
+) -> Configuration:
+    numbers = operation.numbers(extents)
+    times = operation.times(numbers, device)
+    forward, backward = _exchanged(operation.exchanges(numbers), splits, resharding)
+    parts = prod(extents[name] for name in operation.weighted if name in extents)
+    parameters = -(-scale.parameter_bytes // parts)
+    summed = [split for name, split in splits.items() if name not in operation.weighted]
+    deferred = operation.deferred_bytes(numbers)
+    return Configuration(
+        name=mesh_name(list(splits.items()), resharding.devices),
+        splits=splits,
+        forward_ns=round(times.forward_ns * scale.forward + forward),
+        backward_ns=round((times.input_grad_ns + times.weight_grad_ns) * scale.backward + backward),
+        weight_grad_ns=0 if deferred is None else round(times.weight_grad_ns * scale.backward),
+        deferred_bytes=deferred,
+        sync_ns=round(sum(_sum_ns(parameters, split, resharding) for split in summed)),
+        parameter_bytes=parameters,
+        state_bytes=-(-scale.state_bytes // parts),
+        inside_bytes=operation.inside_bytes(numbers),
+        entry_bytes=operation.entry_bytes(numbers),
+        workspace_bytes=operation.workspace_bytes(numbers),
+        inputs=tuple(_layout(taken, splits) for taken in operation.inputs),
+        input_gradients=tuple(_partial(operation, taken, splits) for taken in operation.inputs if operation.learns),
+        output=_partial(operation, operation.output, splits),
+    )
+
+
+def _exchanged(exchanges: tuple[InnerExchange, ...], splits: Splits, resharding: Resharding) -> tuple[float, float]:
+    """Time in forward and in backward of what the shares exchange in the middle of an operator."""
+    forward = backward = 0.0
+    for each in exchanges:
+        if each.axis in splits:
+            time = _exchange_ns(each, splits[each.axis], resharding)
+            forward += each.forward * time
+            backward += each.backward * time
+    return forward, backward
+
+
+def _exchange_ns(inner: InnerExchange, split: MeshSplit, resharding: Resharding) -> float:
+    exchange = inner.exchange
+    if exchange is not None:
+        return time_of_groups(resharding.cluster, exchange, groups_along([split], resharding.devices))
+    pairs = [
+        (device, device + split.stride)
+        for device in range(resharding.devices)
+        if split.coordinate(device) + 1 < split.extent
+    ]
+    return float(send_time(resharding.cluster, pairs, inner.num_bytes))
+
+
+def _sum_ns(size: int, split: MeshSplit, resharding: Resharding) -> float:
+    """Time to add up gradients of ``size`` bytes along a split: the cheapest way from a sum to a whole tensor."""
+    if not size:
+        return 0.0
+    tensor = Tensor((ANY, ANY, ANY), size)
+    return float(resharding.times(tensor, [Layout(partial=split)], [Layout()])[0, 0])
+
+
+def _layout(taken: Map, splits: Splits) -> Layout:
+    samples, places, features = (splits.get(name) if name else None for name in taken)
+    return Layout(samples, places, features)
+
+
+def _partial(operation: Splittable, taken: Map, splits: Splits) -> Layout:
+    """The layout of a tensor that is a sum along whatever the operator splits and the tensor does not have."""
+    lacking = [split for name, split in splits.items() if name not in taken and name not in operation.combined]
+    assert len(lacking) <= 1, f"{operation.kind} leaves a sum along {lacking}"
+    return _layout(taken, splits)._replace(partial=lacking[0] if lacking else None)

@@ -1,0 +1,32 @@
+"""Which of a test's cases run always, and which with ``-m slow``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import pytest
+
+Case = TypeVar("Case")
+
+
+def slow_but(
+    names: str, values: Iterable[Any], is_quick: Callable[[Any], bool], **options: Any
+) -> pytest.MarkDecorator:
+    """``parametrize``, with all values but the quick ones marked slow."""
+    several = "," in names
+    found = [
+        pytest.param(*(value if several else (value,)), marks=() if is_quick(value) else pytest.mark.slow)
+        for value in values
+    ]
+    return pytest.mark.parametrize(names, found, **options)
+
+
+def asked_for(request: pytest.FixtureRequest, cases: Mapping[str, Case]) -> dict[str, Case]:
+    """Of a module's cases those by whose ``name`` some test that was collected is parametrized."""
+    names = {
+        item.callspec.params.get("name")
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.module is request.module and hasattr(item, "callspec")
+    }
+    return {name: case for name, case in cases.items() if name in names}
