@@ -278,7 +278,7 @@ def _rules(workload: Workload) -> list[Rules]:
 
 
 def _schedule(problem: OneMicrobatch, workload: Workload, swept: Swept) -> Schedule | None:
-    return timed(problem, workload, swept.orders[: problem.num_devices], f"rules: {swept.rules.name}")
+    return timed(problem, task_graph(workload), swept.orders[: problem.num_devices], f"rules: {swept.rules.name}")
 
 
 def _row(candidate: PlacementCandidate, schedule: Schedule, rules: Rules) -> TuningRow:

@@ -75,9 +75,10 @@ def first_look(workload: Workload, *, thorough: bool = False) -> Schedule | None
     _require_known_kinds(workload)
     problem = OneMicrobatch.of(workload, require_room=False)
     graph = task_graph(problem.workload)
+    given = graph if problem.reduction is None else task_graph(workload)
     best: Schedule | None = None
     for name, orders in _known_orders(problem, graph, thorough and graph.num_tasks <= CHEAP_TASKS):
-        found = timed(problem, workload, orders, name)
+        found = timed(problem, given, orders, name)
         if found is not None and (best is None or found.makespan_ns < best.makespan_ns):
             best = found
     return best
@@ -104,17 +105,15 @@ _GREEDY_TASKS = 1_500
 """Up to this many actions the greedy schedule is quick enough for a first look: it tries many limits."""
 
 
-def timed(problem: OneMicrobatch, workload: Workload, orders: Orders, scheduler: str) -> Schedule | None:
-    """The schedule of a problem's orders; None if they block each other or do not fit into memory."""
-    graph = task_graph(workload)
-    own = orders if problem.reduction is None else problem.reduction.from_reduced(orders)
-    found = fitting(graph, own)
+def timed(problem: OneMicrobatch, given: TaskGraph, orders: Orders, scheduler: str) -> Schedule | None:
+    """The schedule of the given workload by a problem's orders; None if they block each other or do not fit."""
+    found = fitting(given, orders if problem.reduction is None else problem.reduction.from_reduced(orders))
     if found is None:
         return None
     complete, starts = found
-    makespan = max(map(sum, zip(starts, graph.durations, strict=True)))
-    bound = min(makespan, weak_makespan_bound(workload))
-    return Schedule(workload, graph, complete, starts, makespan, bound, scheduler)
+    makespan = max(map(sum, zip(starts, given.durations, strict=True)))
+    bound = min(makespan, weak_makespan_bound(given.workload))
+    return Schedule(given.workload, given, complete, starts, makespan, bound, scheduler)
 
 
 def _restored(problem: OneMicrobatch, found: Schedule) -> Schedule:
