@@ -35,7 +35,7 @@ from pipeplan.planning import Batch, Request, search_plan
 from pipeplan.planning.steps import STEPS, schedule_steps, without
 from pipeplan.schedule.cpsat.solver import Budget, load_solver
 from pipeplan.schedule.search import search_schedule
-from pipeplan.schedule.state import ScheduleStep, SearchState, Step
+from pipeplan.schedule.state import ScheduleStep, SearchState, SearchStep
 from pipeplan.schedule.steps import MOST_ADOPTED
 from pipeplan.workload.steady_state.repetend import find_repetend
 from pipeplan.workload.workload import Workload
@@ -43,7 +43,7 @@ from pipeplan.workload.workload import Workload
 NAMES = tuple(dict.fromkeys(step.name for step in schedule_steps(STEPS) if not step.needed))
 """The steps of the search for a schedule that can be switched off."""
 
-Steps = Sequence[Step]
+Steps = Sequence[SearchStep]
 Off = frozenset[str]
 Found = tuple[int, bool]
 """The makespan or iteration in ns, and whether the schedule can be repeated for more micro-batches."""

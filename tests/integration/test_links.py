@@ -32,7 +32,7 @@ from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.bounds import period_bound, strong_makespan_bound, weak_makespan_bound
 from pipeplan.workload.elements import Dependency, Hop, Operation, Stage
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from pipeplan.workload.steady_state.rate import Cut
+from pipeplan.workload.steady_state.rate import CutOrders
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph, with_links
 from pipeplan.workload.workload import Workload
@@ -242,7 +242,7 @@ def test_patterns_over_busy_links_repeat(name: str) -> None:
     larger, longer = extend(workload, orders, repetend, 16 + 4 * repetend.unroll)
     assert check(plan_of(task_graph(larger), longer)).problems == ()
     assert (
-        len(Cut.of(problem.workload, orders, repetend.first, repetend.unroll).tasks)
+        len(CutOrders.of(problem.workload, orders, repetend.first, repetend.unroll).tasks)
         == repetend.unroll * problem.num_operations
     )
     settled = pattern_of(problem, orders, repetend)

@@ -21,7 +21,7 @@ from pipeplan.workload.bounds import work_bound
 from pipeplan.workload.elements import Dependency, Operation, Repetend
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.steady_state.rate import (
-    Cut,
+    CutOrders,
     repetend_rate,
     steady_bubble_rate,
 )
@@ -283,4 +283,8 @@ def test_copy_ranges_are_where_the_copy_stands() -> None:
     workload = chain_workload(3, 8)
     _, orders, _ = timed(workload, one_f_one_b(workload))
     repetend = Repetend(unroll=2, repetend_ns=60, first=one_f_one_b_repetend(workload))
-    assert Cut.of(workload, orders, repetend.first, repetend.unroll).ranges == [range(2, 6), range(1, 5), range(4)]
+    assert CutOrders.of(workload, orders, repetend.first, repetend.unroll).ranges == [
+        range(2, 6),
+        range(1, 5),
+        range(4),
+    ]

@@ -28,13 +28,13 @@ from pipeplan.planning.steps import (
 )
 from pipeplan.planning.trials import Trial, on_cluster
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget, load_solver
-from pipeplan.schedule.state import Progress, Step
+from pipeplan.schedule.state import Progress, SearchStep
 from pipeplan.workload.workload import Workload
 
 __all__ = ["most_telling", "search_plan"]
 
 
-def search_plan(request: Request, *, progress: Progress | None = None, steps: Sequence[Step] = STEPS) -> Result:
+def search_plan(request: Request, *, progress: Progress | None = None, steps: Sequence[SearchStep] = STEPS) -> Result:
     """Search the best plan of a placement, a strategy, or with ``auto`` of all of them, for a mini-batch.
 
     With ``split_backward`` left open both ways get a short look and the better one the rest of the time, and the bound
@@ -52,7 +52,9 @@ def search_plan(request: Request, *, progress: Progress | None = None, steps: Se
 class _PlanSearch:
     """What a search knows: trials in the order they were made, and why the others are not among them."""
 
-    def __init__(self, request: Request, budget: Budget, progress: Progress | None, steps: Sequence[Step]) -> None:
+    def __init__(
+        self, request: Request, budget: Budget, progress: Progress | None, steps: Sequence[SearchStep]
+    ) -> None:
         self._steps = steps
         self._looking = named(steps, LookAtCandidates) or LookAtCandidates()
         self._rounds = (named(steps, SearchCandidates) or SearchCandidates()).rounds

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pipeplan.schedule.state import ScheduleStep, Step
+from pipeplan.schedule.state import ScheduleStep, SearchStep
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class LookAtCandidates(Step):
+class LookAtCandidates(SearchStep):
     """Known schedules of placements as they come; with less than ``least`` of the limit left no more are looked at."""
 
     share: float = 0.5
@@ -41,7 +41,7 @@ class LookAtCandidates(Step):
 
 
 @dataclass(frozen=True)
-class SearchCandidates(Step):
+class SearchCandidates(SearchStep):
     """Search the most promising candidates: in each round (how many, their part of the time that is left)."""
 
     rounds: tuple[tuple[int, float], ...] = ((8, 0.4), (3, 0.5), (1, 1.0))
@@ -51,7 +51,7 @@ class SearchCandidates(Step):
 
 
 @dataclass(frozen=True)
-class BackwardWays(Step):
+class BackwardWays(SearchStep):
     """Each way of running backward gets a short look, then the better one the rest of the candidate's time."""
 
     share: float = 0.15
@@ -62,7 +62,7 @@ class BackwardWays(Step):
 
 
 @dataclass(frozen=True)
-class EaseRecomputation(Step):
+class EaseRecomputation(SearchStep):
     """Stages of the best ``finalists`` that need not recompute after all."""
 
     finalists: int = 3
@@ -71,7 +71,7 @@ class EaseRecomputation(Step):
 
 
 @dataclass(frozen=True)
-class SliceForwards(Step):
+class SliceForwards(SearchStep):
     """Leading forwards in two parts: of the best ``finalists``, and of candidates with few actions times stages."""
 
     finalists: int = 3
@@ -81,7 +81,7 @@ class SliceForwards(Step):
 
 
 @dataclass(frozen=True)
-class ExplainShortage(Step):
+class ExplainShortage(SearchStep):
     """What would do where nothing fits, looked for in at least ``seconds``; memory is found to ``precision``."""
 
     seconds: float = 1.0
@@ -90,7 +90,7 @@ class ExplainShortage(Step):
     when = "nothing fits into memory"
 
 
-STEPS: tuple[Step, ...] = (
+STEPS: tuple[SearchStep, ...] = (
     LookAtCandidates(),
     SearchCandidates(),
     BackwardWays(),
@@ -100,20 +100,20 @@ STEPS: tuple[Step, ...] = (
     ExplainShortage(),
 )
 
-AnyStep = TypeVar("AnyStep", bound=Step)
+AnyStep = TypeVar("AnyStep", bound=SearchStep)
 
 
-def named(steps: Sequence[Step], kind: type[AnyStep]) -> AnyStep | None:
+def named(steps: Sequence[SearchStep], kind: type[AnyStep]) -> AnyStep | None:
     """The step of a kind; None where it is switched off."""
     return next((step for step in steps if isinstance(step, kind)), None)
 
 
-def schedule_steps(steps: Sequence[Step]) -> tuple[ScheduleStep, ...]:
+def schedule_steps(steps: Sequence[SearchStep]) -> tuple[ScheduleStep, ...]:
     """The steps of the search for a schedule."""
     return tuple(step for step in steps if isinstance(step, ScheduleStep))
 
 
-def without(names: Collection[str], steps: Sequence[Step] = STEPS) -> tuple[Step, ...]:
+def without(names: Collection[str], steps: Sequence[SearchStep] = STEPS) -> tuple[SearchStep, ...]:
     """The steps without those of some names.
 
     Raises:
@@ -125,7 +125,7 @@ def without(names: Collection[str], steps: Sequence[Step] = STEPS) -> tuple[Step
     return tuple(step for step in steps if step.name not in names)
 
 
-def table(steps: Sequence[Step] = STEPS) -> str:
+def table(steps: Sequence[SearchStep] = STEPS) -> str:
     """The steps as a Markdown table: name, when it is tried, its share of the time."""
     rows = [("step", "tried when", "time, at most"), ("---", "---", "---"), *(step.row for step in steps)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -20,7 +20,7 @@ from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.language import naming
 from pipeplan.schedule.search import SEARCHING, first_look, search_schedule
-from pipeplan.schedule.state import Progress, Schedule, Step
+from pipeplan.schedule.state import Progress, Schedule, SearchStep
 from pipeplan.simulator.metrics import iteration_time, rates
 from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.one_microbatch import device_groups
@@ -105,7 +105,7 @@ class Trial:
     best: Schedule | None = None
     parted: Schedule | None = None
     parted_bound: int | None = None
-    steps: Sequence[Step] = STEPS
+    steps: Sequence[SearchStep] = STEPS
     sync_ns: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -116,7 +116,7 @@ class Trial:
         self.sync_ns = min(waits)
 
     @classmethod
-    def of(cls, request: Request, candidate: PlacementCandidate, steps: Sequence[Step] = STEPS) -> Trial:
+    def of(cls, request: Request, candidate: PlacementCandidate, steps: Sequence[SearchStep] = STEPS) -> Trial:
         """The candidate's workloads, with bounds from work and dependencies alone.
 
         Raises:

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from pipeplan.workload.elements import Repetend
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from pipeplan.workload.steady_state.rate import Cut, Entry, repeated, tasks_of_copy
+from pipeplan.workload.steady_state.rate import CutOrders, Entry, repeated, tasks_of_copy
 from pipeplan.workload.steady_state.repetend import extend
 from pipeplan.workload.task_graph import Orders, earliest_starts, task_graph
 
@@ -108,7 +108,7 @@ def pattern_of(problem: OneMicrobatch, orders: Orders, repetend: Repetend) -> Pa
     larger, longer = extend(problem.workload, orders, repetend, problem.num_microbatches + _SETTLING * unroll)
     starts = earliest_starts(task_graph(larger), longer)
     rows: list[list[int]] = []
-    for x, begin in enumerate(Cut.of(problem.workload, orders, repetend.first, unroll).begins):
+    for x, begin in enumerate(CutOrders.of(problem.workload, orders, repetend.first, unroll).begins):
         row = [0] * unroll
         for u in range(unroll):
             m = begin + (_SETTLING - 1) * unroll + u

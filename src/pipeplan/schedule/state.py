@@ -23,7 +23,7 @@ __all__ = [
     "Schedule",
     "ScheduleStep",
     "SearchState",
-    "Step",
+    "SearchStep",
     "fitting",
     "origin_of",
     "scheduler_words",
@@ -79,7 +79,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Step:
+class SearchStep:
     """One thing that a search tries; the fields are its constants.
 
     ``when`` says the precondition in words, with fields in braces. ``share`` is the part of the time that it gets at
@@ -99,7 +99,7 @@ class Step:
         return self.name, self.when.format(**asdict(self)), share
 
 
-class ScheduleStep(Step, ABC):
+class ScheduleStep(SearchStep, ABC):
     """A step of the search for a schedule."""
 
     @abstractmethod

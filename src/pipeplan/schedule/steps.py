@@ -12,7 +12,7 @@ from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through, solve_pattern
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_POLICY, SECONDS_PER_SWEEP
-from pipeplan.schedule.cpsat.windows import Ramps, WholeHorizon, Windows
+from pipeplan.schedule.cpsat.windows import Ramps, SlidingWindows, WholeHorizon
 from pipeplan.schedule.list_scheduling import PolicySearch, list_schedule
 from pipeplan.schedule.pattern import (
     Pattern,
@@ -27,7 +27,7 @@ from pipeplan.schedule.state import Candidate, ScheduleStep, SearchState
 from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from pipeplan.workload.steady_state.rate import Cut
+from pipeplan.workload.steady_state.rate import CutOrders
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
 
 __all__ = ["CHEAP_TASKS", "MOST_ADOPTED", "STEPS"]
@@ -287,7 +287,7 @@ class AdoptedRepetitions(ScheduleStep):
             repetend = find_repetend(state.graph, candidate.orders, candidate.starts, self.most_unroll)
             if repetend is None:
                 continue
-            cut = Cut.of(state.graph.workload, candidate.orders, repetend.first, repetend.unroll)
+            cut = CutOrders.of(state.graph.workload, candidate.orders, repetend.first, repetend.unroll)
             state.offer(replace(candidate, frozen=cut.tasks))
             pattern = pattern_of(state.problem, candidate.orders, repetend)
             if pattern is not None and (state.pattern is None or pattern.period < state.pattern.period):
@@ -368,7 +368,7 @@ STEPS: tuple[ScheduleStep, ...] = (
     UnrolledRepetends(),
     Ramps(),
     WholeHorizon(),
-    Windows(),
+    SlidingWindows(),
     WholeHorizon(),
     LessMemory(),
 )

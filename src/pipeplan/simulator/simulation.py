@@ -17,7 +17,7 @@ from pipeplan.workload.elements import DeviceMemory, Repetend
 from pipeplan.workload.kinds import payload_of
 from pipeplan.workload.memory import Overflow, overflow, peak_memory
 from pipeplan.workload.slices import has_parts, in_parts, parts_before, whole, with_parts
-from pipeplan.workload.steady_state.rate import Cut, repetend_rate, steady_bubble_rate
+from pipeplan.workload.steady_state.rate import CutOrders, repetend_rate, steady_bubble_rate
 from pipeplan.workload.steady_state.repetend import extend
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
@@ -292,7 +292,7 @@ def _repetition(graph: TaskGraph, orders: list[list[int]], repetend: Repetend) -
     replaced, whole_orders = whole(graph, orders)
     period = repetend_rate(replaced.workload, whole_orders, repetend.first, repetend.unroll)
     shifts = [parts_before(graph.workload, device) for device in range(len(graph.workload.devices))]
-    copies = Cut.of(replaced.workload, whole_orders, repetend.first, repetend.unroll).ranges
+    copies = CutOrders.of(replaced.workload, whole_orders, repetend.first, repetend.unroll).ranges
     return period, [range(c.start + by, c.stop + by) for c, by in zip(copies, shifts, strict=False)]
 
 

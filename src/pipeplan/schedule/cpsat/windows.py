@@ -27,7 +27,7 @@ from pipeplan.workload.task_graph import Orders, TaskGraph
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-__all__ = ["Ramps", "Rescheduled", "WholeHorizon", "Windows", "reschedule"]
+__all__ = ["Ramps", "Rescheduled", "SlidingWindows", "WholeHorizon", "reschedule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +321,7 @@ class WholeHorizon(ScheduleStep):
 
 
 @dataclass(frozen=True)
-class Windows(ScheduleStep):
+class SlidingWindows(ScheduleStep):
     """Reschedule windows that slide over the whole schedule, from its two ends first, growing while nothing helps."""
 
     sizes: tuple[int, ...] = _SIZES

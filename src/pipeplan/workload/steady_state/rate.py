@@ -21,7 +21,7 @@ from pipeplan.workload.task_graph import Orders
 from pipeplan.workload.workload import Workload
 
 __all__ = [
-    "Cut",
+    "CutOrders",
     "Entry",
     "link_begins",
     "repeated",
@@ -42,7 +42,7 @@ Parts = tuple[list[Entry], list[Entry], list[Entry]]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class CutOrders:
     """Orders cut at a repetend: ``begins`` [item] its first micro-batch in the copy, ``parts`` [device, link]."""
 
     workload: Workload
@@ -51,7 +51,7 @@ class Cut:
     parts: list[Parts]
 
     @classmethod
-    def of(cls, workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int) -> Cut:
+    def of(cls, workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int) -> CutOrders:
         """Cut orders where ``first`` and ``unroll`` say.
 
         Raises:
@@ -216,7 +216,7 @@ def repetend_rate(workload: Workload, orders: Orders, first: Mapping[str, int], 
         InvalidPlanError: the orders do not contain such a copy.
     """
     require_cut(workload, first)
-    cut = Cut.of(workload, orders, first, unroll)
+    cut = CutOrders.of(workload, orders, first, unroll)
     steady = steady_state(workload, [copy for _, copy, _ in cut.parts], cut.begins, unroll)
     return None if steady is None else Fraction(steady[1], steady[0] * unroll)
 

@@ -18,7 +18,7 @@ from pipeplan.errors import UsageError
 from pipeplan.workload.bounds import work_bound
 from pipeplan.workload.elements import MAX_COUNT, Repetend
 from pipeplan.workload.steady_state.rate import (
-    Cut,
+    CutOrders,
     Entry,
     link_begins,
     require_cut,
@@ -50,7 +50,7 @@ def find_repetend(
     shows them, which finds any that lasts a sixteenth of the run.
     """
     require_equal_sizes(graph.workload)
-    search = _RepetendSearch.of(graph, orders, starts)
+    search = _RepetendFinder.of(graph, orders, starts)
     if search is None:
         return None
     limit = graph.workload.num_microbatches // 2
@@ -154,7 +154,7 @@ class _RepetendStart:
 
 
 @dataclass(frozen=True, slots=True)
-class _RepetendSearch:
+class _RepetendFinder:
     """A schedule in which repetends are looked for; ``steps`` are its distinct moments with who starts then."""
 
     workload: Workload
@@ -164,7 +164,7 @@ class _RepetendSearch:
     steady: dict[object, tuple[int, int]]
 
     @classmethod
-    def of(cls, graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> _RepetendSearch | None:
+    def of(cls, graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> _RepetendFinder | None:
         """None if some operation does not run its micro-batches in turn."""
         n = graph.workload.num_microbatches
         lines = []
@@ -302,7 +302,7 @@ def extend(
         )
     require_cut(workload, repetend.first)
     copies = _num_copies(before, repetend.unroll, num_microbatches)
-    cut = Cut.of(workload, orders, repetend.first, repetend.unroll)
+    cut = CutOrders.of(workload, orders, repetend.first, repetend.unroll)
     return workload.with_microbatches(num_microbatches), cut.orders(copies)
 
 
