@@ -27,7 +27,7 @@ from shared_shapes import COSTS
 from tables import machine, markdown, note
 
 from pipeplan.costs import build_workload
-from pipeplan.costs.presets import cluster_of_paper
+from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.errors import PipeplanError
 from pipeplan.examples import shape
 from pipeplan.files import read_profile

@@ -28,7 +28,7 @@ import stage_frontiers
 from tables import machine, markdown, note
 
 import partition as partitions
-from pipeplan.costs.presets import cluster_of_paper
+from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.errors import PipeplanError
 from pipeplan.examples import model
 from pipeplan.files import read_profile

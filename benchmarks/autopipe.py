@@ -34,7 +34,7 @@ from autopipe_plans import (
 )
 from tables import machine, markdown, note
 
-from pipeplan.costs import StageCost
+from pipeplan.costs import StageCost, training_state
 from pipeplan.errors import InfeasibleError
 from pipeplan.partition.baselines import dapple, num_to_split, piper, sliced
 from pipeplan.partition.chain import Cuts, plan_chain, timeline
@@ -369,7 +369,7 @@ def bytes_held(case: Case, begins: Cuts, ends: Mapping[Step, int]) -> int:
     for stage, (begin, end) in enumerate(pairwise((*begins, case.loads.num_blocks))):
         costs = case.costs(case.microbatch_size)[begin:end]
         found.append(
-            sum(2 * each.parameter_bytes + each.optimizer_bytes for each in costs)
+            sum(each.static_bytes for each in costs)
             + most_held(ends, stage) * sum(each.activation_bytes for each in costs)
             + max(each.workspace_bytes for each in costs)
         )
@@ -402,7 +402,7 @@ def startup(head: float | None) -> str:
 def random_blocks(random: Random, blocks: int) -> list[StageCost]:
     """Forwards of 1 to 12 and backwards of 1 to 24."""
     forwards, backwards = ([random.randint(1, most) for _ in range(blocks)] for most in (12, 24))
-    return [StageCost(*times, optimizer_bytes=1) for times in zip(forwards, backwards, strict=True)]
+    return [StageCost(*times, state=training_state(0, 1)) for times in zip(forwards, backwards, strict=True)]
 
 
 def random_chain(random: Random, blocks: int) -> ChainCosts:

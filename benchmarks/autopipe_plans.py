@@ -15,8 +15,9 @@ from itertools import accumulate, pairwise
 from statistics import pstdev
 
 from pipeplan.costs import StageCost, group_costs, transfer_time
+from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.costs.communication import Exchange, prices_in
-from pipeplan.costs.presets import cluster_of_paper, device_preset
+from pipeplan.costs.devices import device_preset
 from pipeplan.examples import model
 from pipeplan.files import Cluster
 from pipeplan.partition.baselines import dapple, latency, piper
@@ -103,7 +104,7 @@ class Case:
     @cached_property
     def parameter_sums(self) -> list[int]:
         """[block + 1] bytes of all blocks before."""
-        return list(accumulate((each.parameter_bytes for each in self.costs(1)), initial=0))
+        return list(accumulate((each.gradient_bytes for each in self.costs(1)), initial=0))
 
     def parameters(self, begins: Cuts) -> list[int]:
         """[stage] bytes."""
@@ -171,7 +172,7 @@ class Stages:
             costs = case.costs(self.shares(case)[stage])[begin:end]
             held = min(in_flight(turns, stage), -(-num_microbatches // turns[stage]))
             found.append(
-                sum(2 * each.parameter_bytes + each.optimizer_bytes for each in costs)
+                sum(each.static_bytes for each in costs)
                 + held * sum(each.activation_bytes for each in costs)
                 + max(each.workspace_bytes for each in costs)
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from tables import markdown
 
-from pipeplan.costs.presets import device_preset
+from pipeplan.costs.devices import device_preset
 from pipeplan.files import Profile, read_profile
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.profiling.estimate import estimate_model

@@ -19,7 +19,7 @@ from typing import Any
 
 from tables import machine, markdown, note
 
-from pipeplan.costs.presets import cluster_of_paper
+from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.examples import model
 from pipeplan.files import Plan, Profile

@@ -17,7 +17,7 @@ from itertools import product
 from flexpipe import described, speedup
 from tables import markdown, note
 
-from pipeplan.costs.presets import cluster_of_paper
+from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import model
 from pipeplan.files import Plan

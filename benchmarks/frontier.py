@@ -22,7 +22,8 @@ from time import perf_counter, process_time
 import numpy as np
 from tables import machine, markdown, note
 
-from pipeplan.costs.presets import cluster_of_paper, device_preset
+from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.devices import device_preset
 from pipeplan.errors import PipeplanError
 from pipeplan.examples.layout import ModelLayout
 from pipeplan.examples.models import family_of, model

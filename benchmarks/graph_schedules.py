@@ -17,8 +17,8 @@ from dataclasses import replace
 from tables import machine, markdown, note
 
 from pipeplan.costs import build_workload
+from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.costs.communication import all_reduce_time
-from pipeplan.costs.presets import cluster_of_paper
 from pipeplan.examples import model
 from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Source
 from pipeplan.partition.graph import graphpipe

@@ -25,7 +25,7 @@ from tables import machine, markdown, note
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from pipeplan.costs.presets import device_preset
+from pipeplan.costs.devices import device_preset
 from pipeplan.costs.stages import stage_costs
 from pipeplan.files import Profile, write_file
 from pipeplan.runtime.models.capture import replay

@@ -23,9 +23,10 @@ from typing import TypeVar
 
 from tables import machine, markdown, note
 
-from pipeplan.costs import StageCost, build_workload
+from pipeplan.costs import StageCost, block_state, build_workload, training_state
+from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.costs.communication import all_reduce_time
-from pipeplan.costs.presets import cluster_of_paper, device_preset
+from pipeplan.costs.devices import device_preset
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import model
 from pipeplan.examples.layout import ModelLayout
@@ -323,8 +324,7 @@ def sized(blocks: int, branches: int, num_devices: int, memory: int | None) -> P
                 0,
                 activation_bytes=held * row.samples,
                 workspace_bytes=held * row.samples // 2,
-                parameter_bytes=10 * size,
-                optimizer_bytes=40 * size,
+                state=training_state(10 * size, 40 * size),
             )
             for row in rows
         )
@@ -485,7 +485,7 @@ def _room(profile: Profile) -> int:
     """Bytes that let the graph have micro-batches of 4, of which 5 are in flight, but the line, of 8, only of 2."""
     layer = [block for block in profile.blocks if block.id.startswith("branch0.layer0")]
     rows = [next(row for row in block.costs if row.microbatch_size == 4) for block in layer]
-    static = sum(2 * block.parameter_bytes + block.optimizer_bytes for block in layer)
+    static = sum(block_state(block).total for block in layer)
     held = sum(row.activation_bytes for row in rows)
     return static + 6 * held + 2 * max(row.workspace_bytes for row in rows)
 

@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from pipeplan.costs.presets import cluster_of_paper
+from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import read_profile
 from pipeplan.partition import STRATEGIES

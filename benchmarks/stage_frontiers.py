@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from statistics import median
 
-from pipeplan.costs.presets import cluster_of_paper
+from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.examples import model
 from pipeplan.partition.stage_frontier import StageFrontiers
 

@@ -195,7 +195,7 @@ def estimate(
     model: Model, microbatch_sizes: Sequence[int], *, device: str, dtype: str | None = None, **how: Any
 ) -> Profile:
     """Estimate a model for a preset: :func:`pipeplan.runtime.profiling.estimate.estimate_model`, also for errors."""
-    from pipeplan.costs.presets import device_preset
+    from pipeplan.costs.devices import device_preset
     from pipeplan.runtime.models.load import reference_model
     from pipeplan.runtime.profiling.build_profile import dtype_of
     from pipeplan.runtime.profiling.estimate import estimate_model
@@ -228,8 +228,8 @@ def measure_links(
 
 def add_links(cluster: Cluster, printed: Mapping[str, str], level: str | None = None) -> LinkResult:
     """The cluster with the link times that nccl-tests printed: path -> text. Raises UsageError or FileError."""
+    from pipeplan.costs.clusters import parse_nccl_tests, with_runs
     from pipeplan.costs.communication import LinkResult
-    from pipeplan.costs.nccl_tests import parse_nccl_tests, with_runs
 
     for path, text in printed.items():
         cluster = with_runs(cluster, parse_nccl_tests(text, path), level, os.path.basename(path))
@@ -296,7 +296,7 @@ def last_checkpoint(folder: str) -> int | None:
 
 def example_kind(name: str) -> Literal["shapes", "models", "testbeds"]:
     """What kind of ready input a name is. Raises UsageError."""
-    from pipeplan.costs.presets import TESTBEDS
+    from pipeplan.costs.clusters import TESTBEDS
     from pipeplan.errors import UsageError
     from pipeplan.examples import MODELS, SHAPES
 
@@ -326,7 +326,7 @@ def make_model(name: str, **how: Any) -> Profile:
 
 
 def make_cluster(name: str, num_devices: int | None = None) -> Cluster:
-    """A paper's testbed, cut or extended; see :func:`pipeplan.costs.presets.cluster_of_paper`. Raises UsageError."""
-    from pipeplan.costs.presets import cluster_of_paper
+    """A paper's testbed, cut or extended; see :func:`pipeplan.costs.clusters.cluster_of_paper`. Raises UsageError."""
+    from pipeplan.costs.clusters import cluster_of_paper
 
     return cluster_of_paper(name.removeprefix("testbed-"), num_devices)

@@ -31,7 +31,7 @@ class TimeUpError(Exception):
 class Limit:
     """Seconds from when it was made, or until it is interrupted; infinitely many are no limit.
 
-    ``clock`` tells seconds; whatever begins it does not matter.
+    ``clock`` returns seconds from any fixed moment.
     """
 
     seconds: float = math.inf

@@ -43,16 +43,8 @@ def plan_of(
     spans = [_span([done[entry] for entry in order]) for order in orders]
     longest = max(range(len(spans)), key=lambda device: (spans[device], -device))
     num_devices = len(workload.devices)
-    return Plan(
-        name=workload.name,
-        placement=workload.placement,
-        num_microbatches=workload.num_microbatches,
-        microbatch_size=workload.microbatch_size,
-        num_routes=workload.num_routes,
-        devices=workload.devices,
-        stages=workload.stages,
-        operations=workload.operations,
-        dependencies=workload.dependencies,
+    return Plan.of_workload(
+        workload,
         starts_ns={
             operation.id: tuple(done[operation.id, n][0] for n in range(len(actions_of(workload, operation.id))))
             for operation in workload.operations
@@ -125,11 +117,11 @@ def _memory(workload: Workload, device: int, order: Sequence[Entry]) -> DeviceMe
             peak, parts = held + operation.workspace_bytes, (held, operation.workspace_bytes)
         held -= operation.release_bytes
     stages = [stage for stage in workload.stages if device in stage.devices]
+    state = {
+        "parameter_bytes": sum(stage.parameter_bytes for stage in stages),
+        "gradient_bytes": sum(stage.gradient_bytes for stage in stages),
+        "optimizer_bytes": sum(stage.optimizer_bytes for stage in stages),
+    }
     return DeviceMemory(
-        parameter_bytes=sum(stage.parameter_bytes for stage in stages),
-        gradient_bytes=sum(stage.gradient_bytes for stage in stages),
-        optimizer_bytes=sum(stage.optimizer_bytes for stage in stages),
-        activation_bytes=parts[0],
-        workspace_bytes=parts[1],
-        peak_bytes=workload.static_bytes(device) + peak,
+        **state, activation_bytes=parts[0], workspace_bytes=parts[1], peak_bytes=sum(state.values()) + peak
     )

@@ -8,13 +8,15 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from pipeplan import catalog
-from pipeplan.catalog.reading import ModelSize, model_sizes, names, read_table
-from pipeplan.costs.presets import PRESETS, TESTBEDS, DevicePreset, cluster_of_paper, device_preset
-from pipeplan.costs.stage_cost import RECIPES, StateRecipe, state_recipe
+from pipeplan.catalog import ModelSize, model_sizes, names, read_table
+from pipeplan.costs.blocks import RECIPES, StateRecipe, state_recipe
+from pipeplan.costs.clusters import TESTBEDS, cluster_of_paper
+from pipeplan.costs.devices import PRESETS, DevicePreset, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS
 from pipeplan.examples.models import family_of
 from pipeplan.schedule.rules.files import named_rules, shipped_rules
+from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS
 
 ROOT = Path(catalog.__file__).parent
 READERS = {"clusters", "devices", "models", "recipes", "rules"}
@@ -53,15 +55,16 @@ def test_rules_are_read(name: str) -> None:
 @pytest.mark.parametrize("name", names("recipes"))
 def test_recipes_are_read(name: str) -> None:
     recipe = state_recipe(name)
-    tensors = len(recipe.master) + len(recipe.optimizer)
-    assert recipe.optimizer_bytes(10, 40) == 40 * tensors, "all formats take as much in float32"
-    assert recipe.optimizer_bytes(10, 20) <= 40 * tensors
+    tensors = sum(map(len, recipe.tensors.values()))
+    assert recipe.state(10, 40).total == 40 * tensors, "all formats take as much in float32"
+    assert recipe.state(10, 20).total <= 40 * tensors
+    assert recipe.state(10, 20)[PARAMETERS] == recipe.state(10, 20)[GRADIENTS] == 20
     assert recipe.source
 
 
 def test_recipes_of_the_literature() -> None:
-    assert state_recipe("mixed-precision-adam").optimizer_bytes(1, 2) == 12  # ZeRO, section 3.1
-    assert state_recipe("adamw").optimizer_bytes(1, 2) == 4
+    assert state_recipe("mixed-precision-adam").state(1, 2)[OPTIMIZER] == 12  # ZeRO, section 3.1
+    assert state_recipe("adamw").state(1, 2)[OPTIMIZER] == 4
 
 
 @pytest.mark.parametrize("size", model_sizes().values(), ids=lambda size: size.name)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from pipeplan.cli.example_verb import command
+from pipeplan.cli.example_verb import example_command as command
 from pipeplan.cli.main import main
 from pipeplan.examples import MODELS, SHAPES
 from pipeplan.files import Profile, parse, read_profile
@@ -114,7 +114,17 @@ def test_refused_with_exit_2(
 def test_flags_are_the_documented_ones() -> None:
     flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
     assert flags == {
-        *("name", "--devices", "--chunks", "--forward", "--backward", "--input-grad", "--weight-grad"),
+        *(
+            "name",
+            "--devices",
+            "--chunks",
+            "--vp",
+            "--virtual-stages",
+            "--forward",
+            "--backward",
+            "--input-grad",
+            "--weight-grad",
+        ),
         *("--shared-forward", "--shared-backward", "--comm", "--activation-bytes", "--weight-grad-bytes"),
         *("--device", "--microbatch", "--shards", "--cluster", "-o", "--output"),
     }
@@ -169,7 +179,7 @@ def test_as_a_process() -> None:
 
 
 def test_testbeds_are_clusters() -> None:
-    from pipeplan.costs.presets import TESTBEDS
+    from pipeplan.costs.clusters import TESTBEDS
     from pipeplan.files import Cluster, parse
 
     for name in TESTBEDS:

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from pipeplan.checker import check
 from pipeplan.cli.main import cli
-from pipeplan.costs.presets import cluster_of_paper
+from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.errors import FileError, InfeasibleError, UsageError
 from pipeplan.examples import model, shape
 from pipeplan.files import Profile, read_plan, read_profile, sha256_of, write_file
@@ -53,7 +53,7 @@ def test_splits_have_a_turning_point_and_a_plan_that_is_right(profile_path: Path
     assert check(plan).valid
     drawn = svg_path.read_text()
     assert drawn.count("<circle") == len(points)
-    assert drawn.count(">turning point and chosen: ") == len(chosen) == 1
+    assert drawn.count(">knee and chosen: ") == len(chosen) == 1
     assert "2 devices</text>" in drawn
     assert drawn.count('text-anchor="middle"') == 6  # five ticks and what they are
 
@@ -104,7 +104,7 @@ def test_plans_are_written_and_prices_shown(profile_path: Path, tmp_path: Path) 
 def test_a_device_that_changes_nothing_is_noted(profile_path: Path) -> None:
     asked = (profile_path, "--devices", 2, "--device", "a100-40gb", "--json")
     assert any("--device a100-40gb changes nothing" in note for note in json.loads(run(*asked).stdout)["notes"])
-    assert "changes nothing" not in run(*asked, "--grain", "operator").stdout
+    assert "changes nothing" not in run(*asked, "--split-level", "operator").stdout
 
 
 @pytest.mark.parametrize("kind", [(), ("--plans", "--time-limit", "200ms")])
@@ -136,14 +136,15 @@ def test_what_cannot_be_is_said(profile_path: Path, tmp_path: Path) -> None:
     with_little = run(profile_path, "--devices", 2, "--memory", "1MB", fails=InfeasibleError)
     assert all(said in str(with_little.exception) for said in ("2 devices need", "4 samples", "lower --mini-batch"))
     assert "--devices" in str(run(profile_path, fails=UsageError).exception)
-    refused = run(profile_path, "--devices", 2, "--grain", "operator", "-o", tmp_path / "p.json", fails=UsageError)
-    assert "--grain" in str(refused.exception)
+    asked = (profile_path, "--devices", 2, "--split-level", "operator")
+    refused = run(*asked, "-o", tmp_path / "p.json", fails=UsageError)
+    assert "--split-level" in str(refused.exception)
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--plans", "--grain", "operator"), ("--grain", "--plans")),
+        (("--plans", "--split-level", "operator"), ("--split-level", "--plans")),
         (("--plans", "--data-parallel-loading"), ("--data-parallel-loading", "--plans")),
         (("--plans", "--device", "a100-40gb"), ("--device", "--plans")),
         (("--mode", "min-devices"), ("--memory",)),
@@ -195,11 +196,11 @@ def test_profiles_that_cannot_be_split_say_what_would_help(profile_path: Path, t
     ]
     write_file(whole.model_copy(update={"blocks": tuple(rows)}), str(path))
     assert "4 of 5 blocks can be split by samples only" in run(path, "--devices", 2, "--json").stdout
-    assert "by samples only" not in run(path, "--devices", 2, "--grain", "operator", "--json").stdout
+    assert "by samples only" not in run(path, "--devices", 2, "--split-level", "operator", "--json").stdout
     assert "by samples only" not in run(profile_path, "--devices", 2, "--json").stdout
     refused = run(path, "--devices", 2, "--memory", "1MB", fails=InfeasibleError)
     assert "--shards" in str(refused.exception)
-    assert "--grain operator" in str(refused.exception)
+    assert "--split-level operator" in str(refused.exception)
 
 
 def test_any_point_can_be_written(profile_path: Path, tmp_path: Path) -> None:
@@ -268,7 +269,7 @@ def test_near_points_are_as_near_in_peak_memory_as_they_say(
     asked = (profile_path, "--devices", 2, "--mini-batch", 4, "--json")
     every = json.loads(run(*asked).stdout)["points"]
     monkeypatch.setattr("pipeplan.planning.frontier._SETTLING", 3600.0)
-    near = json.loads(run(*asked, "--within", 0.1).stdout)
+    near = json.loads(run(*asked, "--tolerance", 0.1).stdout)
     assert 1 <= near["factor"] <= 1.1
     assert near["factor_without"] == []
     for point in every:
@@ -278,17 +279,17 @@ def test_near_points_are_as_near_in_peak_memory_as_they_say(
             for other in near["points"]
         )
     monkeypatch.setattr("pipeplan.planning.frontier._SETTLING", 0.0)
-    result = run(*asked, "--within", 0.1)
+    result = run(*asked, "--tolerance", 0.1)
     hasty = json.loads(result.stdout)
     assert (hasty["exact"], hasty["factor_without"]) == (False, ["workspace"])
     assert 1 <= hasty["factor"] <= 1.1
-    assert "workspace apart" in run(*asked[:-1], "--within", 0.1).stdout.splitlines()[0]
+    assert "workspace apart" in run(*asked[:-1], "--tolerance", 0.1).stdout.splitlines()[0]
 
 
 def test_grains_that_cannot_be_compared_are_noted(profile_path: Path, tmp_path: Path) -> None:
     """A block's gradients are summed at once, those of its operators one by one."""
     path = tmp_path / "cluster.json"
     write_file(cluster_of_paper("tensoropt", 2), str(path))
-    asked = (profile_path, "--cluster", path, "--mini-batch", 2, "--within", 0.1, "--json")
-    assert "operators here, for each of 5 blocks there" in run(*asked, "--grain", "operator").stdout
+    asked = (profile_path, "--cluster", path, "--mini-batch", 2, "--tolerance", 0.1, "--json")
+    assert "operators here, for each of 5 blocks there" in run(*asked, "--split-level", "operator").stdout
     assert "not to be compared" not in run(*asked).stdout

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from builders.chains import chain_workload, shared_workload
 from builders.orders import gpipe_orders
 from builders.plans import plan_of
-from pipeplan.cli.run_verb import command
+from pipeplan.cli.run_verb import run_command as command
 from pipeplan.errors import FileError, InvalidPlanError, UsageError
 from pipeplan.files import Plan, write_file
 from pipeplan.runtime.launch.job import RunResult, StepResult

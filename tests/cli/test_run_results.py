@@ -28,7 +28,7 @@ def test_a_loss_that_is_not_finite_is_shown_and_told_once(quiet: bool, capsys: p
     for step in (FINE, LOST, STEEP, LOST):
         shown.show(step)
     out, errors = capsys.readouterr()
-    told = "step 1: the loss is nan; no checkpoint is written after such a step"
+    told = "step 1: the loss is nan; no checkpoint is written after this step"
     assert errors == f"pipeplan: warning: {told}\n"
     assert [line.partition("  gradients")[0] for line in out.splitlines()] == (
         [] if quiet else ["step 0  loss 2.5000", "step 1  loss nan", "step 2  loss 2.0000", "step 1  loss nan"]
@@ -57,7 +57,7 @@ def test_predicted_beside_the_median_without_the_first_step() -> None:
     predicted = plan.predicted.makespan_ns
     times = [9 * predicted, predicted, 2 * predicted, 3 * predicted]
     many = RunResult(tuple(StepResult(step, 1.0, ns, 0) for step, ns in enumerate(times)), ())
-    assert comparison_line(trained(plan, many)).endswith(" (+100.0%); the first step, which warms up, is left out")
+    assert comparison_line(trained(plan, many)).endswith(" (+100.0%); first (warm-up) step excluded")
     assert comparison_line(trained(plan, RunResult(many.steps[:1], ()))).endswith(" (+800.0%)")
 
 

@@ -258,7 +258,7 @@ def test_flags_that_contradict_the_devices(chain: Path) -> None:
     assert done.returncode == 2
     assert "3" in done.stderr
     assert "--replicas" in done.stderr
-    done = pipeplan("search", chain, "--devices", 4, "--placement", "one-to-one", "--spread", "yes")
+    done = pipeplan("search", chain, "--devices", 4, "--placement", "one-to-one", "--shard-shared", "yes")
     assert done.returncode == 2
     assert "no shared blocks" in done.stderr
 

@@ -115,7 +115,7 @@ def test_measured_shows_what_a_run_of_the_plan_took(run: Command, tmp_path: Path
     trace.write_text(text.replace("PLAN_SHA256", sha256_of(planned)), encoding="utf-8")
     done = run(plan, "--measured", trace)
     assert done.code == 0
-    assert "emulated in 2 steps; the first one, which warms up, is left out" in done.out
+    assert "emulated in 2 steps; first (warm-up) step excluded" in done.out
     found = json.loads(run(plan, "--measured", trace, "--json").out)
     assert found["measured"]["predicted_iteration_ns"] == found["makespan_ns"]
     assert found["measured"]["iteration_ns"] > found["makespan_ns"]

@@ -8,8 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeplan.costs.blocks import PHASES, DeviceRates, KnownRow, Work, calibrate, fit_rates, likeness, measured_rows
-from pipeplan.costs.operators import Kernel
+from pipeplan.costs.devices import (
+    PHASES,
+    DeviceRates,
+    Kernel,
+    KnownRow,
+    Work,
+    calibrate,
+    fit_rates,
+    likeness,
+    measured_rows,
+)
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Profile, Source
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from pipeplan.costs.clusters import MeasuredRun, parse_nccl_tests, with_runs
 from pipeplan.costs.communication import leave_one_out_error, time_on_curve, transfer_time
-from pipeplan.costs.nccl_tests import MeasuredRun, parse_nccl_tests, with_runs
 from pipeplan.errors import FileError, UsageError
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source
 

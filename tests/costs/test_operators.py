@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipeplan.costs.communication import Exchange, prices_in, prices_of, ring_ns
+from pipeplan.costs.devices import PRESETS, Kernel, device_preset
 from pipeplan.costs.operators import (
-    Kernel,
     Operator,
     activation,
     add,
@@ -26,7 +26,6 @@ from pipeplan.costs.operators import (
     sequence_of,
     vocabulary_loss,
 )
-from pipeplan.costs.presets import PRESETS, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Profile, Source, read_profile
 from pipeplan.files.cluster import DeviceKind, LinkLevel, MeasuredCurve

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from builders.requests import request_of
+from pipeplan.costs.clusters import TESTBEDS
+from pipeplan.costs.clusters import cluster_of_paper as cluster_of
 from pipeplan.costs.communication import transfer_time
-from pipeplan.costs.presets import TESTBEDS
-from pipeplan.costs.presets import cluster_of_paper as cluster_of
 from pipeplan.errors import UsageError
 from pipeplan.examples import model
 from pipeplan.files import Cluster, parse, to_json

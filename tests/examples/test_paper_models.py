@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from builders.requests import request_of
 from pipeplan.checker import check
-from pipeplan.cli.example_verb import command
-from pipeplan.costs.presets import PRESETS, device_preset
+from pipeplan.cli.example_verb import example_command as command
+from pipeplan.costs.devices import PRESETS, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS, model
 from pipeplan.files import Cluster, PlacedStage, Placement, Profile, Source, parse, to_json

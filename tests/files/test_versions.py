@@ -29,7 +29,7 @@ from pipeplan.files import (
     Plan,
     Profile,
     Provenance,
-    forms,
+    base,
     parse,
     read_profile,
     schema,
@@ -38,9 +38,15 @@ from pipeplan.files import (
     write_file,
 )
 from pipeplan.files import read_write as files
-from pipeplan.files.base import CurrentVersion
-from pipeplan.files.forms import canonical_text, completed, form_of_version
-from pipeplan.files.migrations import MIGRATIONS, Content, current_version
+from pipeplan.files.base import (
+    MIGRATIONS,
+    Content,
+    CurrentVersion,
+    canonical_text,
+    completed,
+    current_version,
+    form_of_version,
+)
 from pipeplan.workload.elements import Items, Name
 
 TESTS = Path(__file__).parents[1]
@@ -60,7 +66,7 @@ def test_fingerprints_stay(row: dict[str, Any]) -> None:
     content = row["file"]
     assert sha256_of(parse(json.dumps(content), FORMATS[content["kind"]])) == row["sha256"]
     own = completed(content, form_of_version(content["kind"], 1))
-    assert forms.sha256_of_text(canonical_text(own)) == row["sha256"]
+    assert base.sha256_of_text(canonical_text(own)) == row["sha256"]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -81,13 +87,13 @@ def test_the_fingerprint_is_of_the_meaning_at_the_own_version_too(seed: int) -> 
         said.add(json.dumps(content))
         assert sha256_of(parse(json.dumps(content), FORMATS[kind])) == row["sha256"]
         own = completed(content, form_of_version(kind, 1))
-        assert forms.sha256_of_text(canonical_text(own)) == row["sha256"]
+        assert base.sha256_of_text(canonical_text(own)) == row["sha256"]
     assert len(said) > 25
 
 
-def rewritten(rng: random.Random, content: Any, form: forms.Form) -> Any:
+def rewritten(rng: random.Random, content: Any, form: base.Form) -> Any:
     """The same meaning, said otherwise."""
-    form = next((each for each in form.get("anyOf", [form]) if forms._has_type(content, each)), form)
+    form = next((each for each in form.get("anyOf", [form]) if base._has_type(content, each)), form)
     if isinstance(content, list):
         return [rewritten(rng, each, form["items"]) for each in content] if "items" in form else content
     if not isinstance(content, dict) or "properties" not in form:
@@ -104,7 +110,7 @@ def rewritten(rng: random.Random, content: Any, form: forms.Form) -> Any:
 
 def test_every_version_has_its_form() -> None:
     assert set(FORMATS) >= {kind for kind, _ in MIGRATIONS}
-    folder = Path(forms.__file__).parent / forms.FOLDER
+    folder = Path(base.__file__).parent / base.FOLDER
     expected = {f"{kind}.{version}.json" for kind in FORMATS for version in range(1, current_version(kind) + 1)}
     assert {path.name for path in folder.iterdir()} == expected
 
@@ -128,8 +134,8 @@ Block2 = create_model("Block2", __base__=FileModel, **_FIELDS, trainable=(bool, 
 def use(monkeypatch: pytest.MonkeyPatch, folder: Path, models: dict[str, type[File]]) -> None:
     """Let these be the formats, and keep their forms in a folder that has those of version 1."""
     if not (folder / "versions").exists():
-        shutil.copytree(Path(forms.__file__).parent / forms.FOLDER, folder / "versions")
-    monkeypatch.setattr(forms, "FOLDER", str(folder / "versions"))
+        shutil.copytree(Path(base.__file__).parent / base.FOLDER, folder / "versions")
+    monkeypatch.setattr(base, "FOLDER", str(folder / "versions"))
     for kind, model in models.items():
         monkeypatch.setitem(FORMATS, kind, model)
         monkeypatch.setattr(files, kind.capitalize(), model)
@@ -144,7 +150,7 @@ def second(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Profile]:
 
     class Profile2(Profile):
         schema_version: Annotated[int, CurrentVersion("profile")] = current_version("profile")
-        blocks: Items[Block2]  # type: ignore[valid-type]
+        blocks: Items[Block2]  # type: ignore[valid-type]  # made at run time by create_model
 
     use(monkeypatch, tmp_path, {"profile": Profile2})
     return Profile2
@@ -197,7 +203,7 @@ def test_old_and_new_plans_are_accepted_with_their_profiles(
 
 def test_old_files_become_new_ones(second: type[Profile]) -> None:
     read = parse(json.dumps(OLD["file"]), second)
-    assert [(block.family, block.trainable) for block in read.blocks] == [("block", True)] * 2  # type: ignore[attr-defined]
+    assert [(block.family, block.trainable) for block in read.blocks] == [("block", True)] * 2  # type: ignore[attr-defined]  # fields of Block2
     text = to_json(read)
     assert json.loads(text)["schema_version"] == 2
     again = parse(text, second)
@@ -230,7 +236,7 @@ def test_a_third_version_builds_on_the_second(
     )
     monkeypatch.setitem(MIGRATIONS, ("profile", 2), blocks_are_named)
 
-    class Profile3(second):  # type: ignore[misc, valid-type]
+    class Profile3(second):  # type: ignore[misc, valid-type]  # a class made at run time
         schema_version: Annotated[int, CurrentVersion("profile")] = current_version("profile")
         title: Name = "none"
 
@@ -255,7 +261,7 @@ def one_key_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for kind, model in FORMATS.items():
         monkeypatch.setitem(MIGRATIONS, (kind, 1), lambda content: content)
         version = (Annotated[int, CurrentVersion(kind)], current_version(kind))
-        models[kind] = create_model(model.__name__, __base__=model, schema_version=version, added=(int, 7))  # type: ignore[call-overload]
+        models[kind] = create_model(model.__name__, __base__=model, schema_version=version, added=(int, 7))  # type: ignore[call-overload]  # fields by name
     use(monkeypatch, tmp_path, models)
 
 
@@ -264,16 +270,16 @@ def one_key_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_shipped_files_keep_their_fingerprints(path: Path) -> None:
     kind = json.loads(path.read_bytes())["kind"]
     read = parse(path.read_bytes(), FORMATS[kind])
-    assert read.added == 7  # type: ignore[attr-defined]
+    assert read.added == 7  # type: ignore[attr-defined]  # a field made at run time
     content = json.loads(read.model_dump_json(exclude={"added"})) | {"schema_version": 1}
-    assert sha256_of(read) == forms.sha256_of_text(canonical_text(completed(content, form_of_version(kind, 1))))
+    assert sha256_of(read) == base.sha256_of_text(canonical_text(completed(content, form_of_version(kind, 1))))
 
 
 @pytest.mark.usefixtures("one_key_more")
 @pytest.mark.parametrize("row", RECORDED, ids=lambda row: row["sha256"][:8])
 def test_recorded_files_keep_their_fingerprints(row: dict[str, Any]) -> None:
     read = parse(json.dumps(row["file"]), FORMATS[row["file"]["kind"]])
-    assert (read.schema_version, read.added) == (2, 7)  # type: ignore[attr-defined]
+    assert (read.schema_version, read.added) == (2, 7)  # type: ignore[attr-defined]  # a field made at run time
     assert sha256_of(read) == row["sha256"]
 
 
@@ -399,7 +405,7 @@ def test_a_new_version_gets_its_form_and_schema(second: type[Profile], tmp_path:
     names = {path.name for path in (tmp_path / "versions").iterdir()}
     assert names == {f"{kind}.1.json" for kind in FORMATS} | {"profile.2.json"}
     assert schema.main(["--check", str(tmp_path / "schema")]) == 0
-    assert forms.form_of(second.model_json_schema()) == form_of_version("profile", 2)
+    assert schema.form_of(second.model_json_schema()) == form_of_version("profile", 2)
 
 
 def test_chains_of_helpers_are_the_recorded_ones() -> None:

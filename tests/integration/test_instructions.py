@@ -27,8 +27,7 @@ from pipeplan.errors import FileError, UsageError
 from pipeplan.files import PlacedStage, Placement, Plan, Profile, parse, read_plan, write_file, write_text
 from pipeplan.planning import assemble
 from pipeplan.reporting.terminal import print_simulation
-from pipeplan.reporting.timeline import odd_stages, timeline_svg
-from pipeplan.reporting.trace import predicted_trace
+from pipeplan.reporting.timeline import odd_stages, predicted_trace, timeline_svg
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import (
     CustomOp,

@@ -21,7 +21,7 @@ from pipeplan.examples import ShapeCosts
 from pipeplan.files import Plan
 from pipeplan.planning import assemble
 from pipeplan.reporting.terminal import print_simulation
-from pipeplan.reporting.trace import predicted_trace
+from pipeplan.reporting.timeline import predicted_trace
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through
 from pipeplan.schedule.cpsat.solver import Budget

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from builders.chains import chain_workload
 from builders.orders import one_f_one_b
 from builders.plans import plan_of
-from pipeplan.costs import StageCost, stage_costs
+from pipeplan.costs import StageCost, stage_costs, training_state
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Block, CostRow, Edge, Profile, Source
 from pipeplan.partition.baselines import num_to_split, sliced
@@ -34,7 +34,7 @@ TRANSFER = st.sampled_from([0, 0, 1, 3])
 
 def chain_of(blocks: Sequence[tuple[int, int]], transfer: int = 0) -> ChainCosts:
     """Blocks of a byte each."""
-    costs = [StageCost(forward, backward, optimizer_bytes=1) for forward, backward in blocks]
+    costs = [StageCost(forward, backward, state=training_state(0, 1)) for forward, backward in blocks]
     return ChainCosts.of(costs, transfer_ns=transfer)
 
 
@@ -236,7 +236,7 @@ def test_search_moves_load_forward() -> None:
 
 def test_depth_with_little_work_to_share_is_one() -> None:
     """With many micro-batches and room for everything, replicas have no bubbles: the paper's Table III."""
-    costs = [StageCost(2, 4, parameter_bytes=1)] * 8
+    costs = [StageCost(2, 4, state=training_state(1))] * 8
 
     def depth(memory: int | None = None, all_reduce: Callable[[int, int], int] = free) -> tuple[int, int, int]:
         found = next(autopipe(problem_of(costs, 4, 16, memory, all_reduce)))
@@ -253,7 +253,7 @@ def test_depth_with_little_work_to_share_is_one() -> None:
 def test_depths_left_out_are_no_better(
     blocks: list[tuple[int, int]], num_devices: int, num_microbatches: int, most: int
 ) -> None:
-    costs = [StageCost(forward, backward, optimizer_bytes=1) for forward, backward in blocks]
+    costs = [StageCost(forward, backward, state=training_state(0, 1)) for forward, backward in blocks]
     loads, found = ChainCosts.of(costs), []
     for stages in range(1, min(num_devices, len(blocks)) + 1):
         replicas = num_devices // stages
@@ -349,7 +349,7 @@ def test_algorithm_2_is_near_the_best_on_nearly_balanced_stages(
 
 def test_first_stages_hold_more_micro_batches() -> None:
     """Of four equal stages the first holds four micro-batches and the last one, but never more than there are."""
-    costs = [StageCost(1, 1, None, None, 10, 0, 3, 7, 14)] * 4
+    costs = [StageCost(1, 1, None, None, 10, 0, 3, training_state(7, 14))] * 4
     chain = ChainCosts.of(costs)
     needs = Fitting(chain, 71, 8).needs
     assert [needs(4, stage, stage, stage + 1) for stage in range(4)] == [71, 61, 51, 41]
@@ -404,7 +404,7 @@ def test_what_several_blocks_of_a_stage_take_counts_once(sizes: list[tuple[int, 
     for begin in range(len(order)):
         for end in range(begin + 1, len(order) + 1):
             cost = stage_costs(profile, order[begin:end], 2, recompute=recompute)
-            static = 2 * cost.parameter_bytes + cost.optimizer_bytes
+            static = cost.static_bytes
             for stage in range(3):
                 held = (3 - stage) * cost.activation_bytes
                 assert needs(3, stage, begin, end) == static + held + cost.workspace_bytes
@@ -430,7 +430,7 @@ def test_least_memory_is_that_of_the_roomiest_cut(
 
 def test_no_depth_fits_into_less_than_the_deepest_needs() -> None:
     """Eight micro-batches on four devices: of one stage each replica has two, of two it has four."""
-    costs = [StageCost(1, 1, None, None, 10, 0, 0, 7, 14)] * 4
+    costs = [StageCost(1, 1, None, None, 10, 0, 0, training_state(7, 14))] * 4
     assert len(next(autopipe(problem_of(costs, 4, 8, 68))).placement.stages) == 4
     with pytest.raises(InfeasibleError, match="pipeline depth"):
         next(autopipe(problem_of(costs, 4, 8, 67)))

@@ -14,7 +14,7 @@ from statistics import pstdev
 import pytest
 
 from pipeplan.costs import StageCost, group_costs
-from pipeplan.costs.presets import device_preset
+from pipeplan.costs.devices import device_preset
 from pipeplan.examples import model
 from pipeplan.files import PlacedStage
 from pipeplan.partition.baselines import dapple, num_to_split, sliced

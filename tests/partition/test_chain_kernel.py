@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeplan.costs import UNLIMITED, StageCost
+from pipeplan.costs import UNLIMITED, StageCost, training_state
 from pipeplan.partition.chain.costs import ChainCosts
 from pipeplan.partition.chain.kernel import Programme, ShortestStages, shortest_first
 
@@ -23,8 +23,7 @@ COSTS = st.builds(
     backward_ns=st.integers(0, 9),
     activation_bytes=SIZES,
     workspace_bytes=SIZES,
-    parameter_bytes=SIZES,
-    optimizer_bytes=SIZES,
+    state=st.builds(training_state, SIZES, SIZES),
 )
 
 

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from builders import profiles
-from pipeplan.costs import StageCost
+from pipeplan.costs import StageCost, training_state
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Block, CostRow, Placement, Profile, Source
 from pipeplan.partition import STRATEGIES, balanced_split, place
@@ -48,7 +48,7 @@ def chain_of(
     blocks: Sequence[tuple[int, int, int, int]], devices: Sequence[int], memory: Sequence[int | None]
 ) -> Chain:
     """Blocks as (time, parameters, activations, workspace)."""
-    costs = [StageCost(time, 0, None, None, held, 0, work, size, 0) for time, size, held, work in blocks]
+    costs = [StageCost(time, 0, None, None, held, 0, work, training_state(size)) for time, size, held, work in blocks]
     return Chain.of(costs, devices, memory)
 
 

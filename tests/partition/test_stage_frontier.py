@@ -65,7 +65,7 @@ def takes(profile: Profile, partition: list[tuple[tuple[str, ...], Way]], num_mi
     for place, (blocks, way) in enumerate(partition):
         costs = [stage_costs(profile, [b], 4 // way.replicas, way.shards, recompute=way.recompute) for b in blocks]
         in_flight = min(len(partition) - place, num_microbatches)
-        static = sum(2 * cost.parameter_bytes + cost.optimizer_bytes for cost in costs)
+        static = sum(cost.static_bytes for cost in costs)
         held = sum(cost.activation_bytes for cost in costs)
         memory = max(memory, static + in_flight * held + max(cost.workspace_bytes for cost in costs))
         slowest = max(slowest, sum(cost.forward_ns + cost.backward_ns for cost in costs))

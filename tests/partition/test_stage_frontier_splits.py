@@ -84,8 +84,8 @@ def all_alike(profile: Profile, blocks: Sequence[str], devices: int, in_flight: 
                 continue
             costs = [stage_costs(profile, [b], SIZE // way.replicas, shards, recompute=recompute) for b in blocks]
             peers = range(0, devices, shards)
-            sums = [all_reduce_time(cluster_of(devices), peers, cost.parameter_bytes) for cost in costs]
-            held = sum(2 * c.parameter_bytes + c.optimizer_bytes + in_flight * c.activation_bytes for c in costs)
+            sums = [all_reduce_time(cluster_of(devices), peers, cost.gradient_bytes) for cost in costs]
+            held = sum(c.static_bytes + in_flight * c.activation_bytes for c in costs)
             time = sum(c.forward_ns + c.backward_ns + -(-s // number) for c, s in zip(costs, sums, strict=True))
             yield held + max(cost.workspace_bytes for cost in costs), time
 

@@ -14,7 +14,7 @@ from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import Profile
 from pipeplan.planning import Batch, Request, compare, comparison, search_plan
 from pipeplan.planning.comparison import OURS, Comparison, NotThere, compare_on
-from pipeplan.reporting.comparison import print_comparison
+from pipeplan.reporting.tables import print_comparison
 from pipeplan.reporting.terminal import bottleneck, print_stages
 from pipeplan.schedule.classic import CLASSIC, Classic
 

@@ -10,7 +10,7 @@ import pytest
 
 from builders.requests import request_of
 from pipeplan.checker import check
-from pipeplan.costs import presets as testbeds
+from pipeplan.costs import clusters as testbeds
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import shape
 from pipeplan.files import Block, Cluster, Profile, read_profile

@@ -9,7 +9,7 @@ import pytest
 
 from pipeplan.checker import check
 from pipeplan.costs import stage_costs
-from pipeplan.costs.presets import cluster_of_paper
+from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.examples import model as paper_model
 from pipeplan.files import Profile, parse, to_json

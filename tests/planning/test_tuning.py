@@ -10,7 +10,7 @@ import pytest
 
 from pipeplan.checker import check
 from pipeplan.costs import build_workload
-from pipeplan.costs import presets as testbeds
+from pipeplan.costs import clusters as testbeds
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import read_profile
 from pipeplan.partition import STRATEGIES, place

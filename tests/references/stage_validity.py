@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pipeplan.costs import StageCost
+from pipeplan.costs import StageCost, training_state
 from pipeplan.files import PlacedStage, Placement
 from pipeplan.partition.graph.in_flight import KFKB, flows, kfkb_word
 from pipeplan.partition.problem import Costs
@@ -25,8 +25,7 @@ def costs_of(
             0,
             activation_bytes=held,
             workspace_bytes=workspace,
-            parameter_bytes=parameters,
-            optimizer_bytes=static - 2 * parameters,
+            state=training_state(parameters, static - 2 * parameters),
         )
         for time, held, workspace in zip(times, activations, workspaces, strict=True)
     )

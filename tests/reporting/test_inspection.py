@@ -27,7 +27,7 @@ from pipeplan.files import (
     read_cluster,
     write_file,
 )
-from pipeplan.reporting.inspection import print_inspection
+from pipeplan.reporting.tables import print_inspection
 from support.paths import ROOT
 
 SIZES = (1, 2, 4)

@@ -18,10 +18,16 @@ from builders.orders import gpipe_orders, one_f_one_b, serial_orders
 from builders.plans import plan_of
 from pipeplan.errors import PipeplanError
 from pipeplan.files import Plan, parse, to_json
-from pipeplan.files.trace import Trace, trace_event
+from pipeplan.files.trace import Trace
 from pipeplan.reporting.terminal import print_simulation
-from pipeplan.reporting.timeline import device_row, repetend_time_range, timeline_svg, windows
-from pipeplan.reporting.trace import predicted_trace, trace_text
+from pipeplan.reporting.timeline import (
+    device_row,
+    predicted_trace,
+    repetend_time_range,
+    timeline_svg,
+    trace_text,
+    windows,
+)
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.action import Action
 from support.paths import GOLDEN
@@ -313,10 +319,10 @@ def test_tracks_are_named_and_hold_no_overlapping_events() -> None:
 
 
 def test_measured_events_stand_beside_predicted_ones() -> None:
-    measured = Trace("measured")
+    measured, planned = Trace("measured"), Trace("predicted")
     measured.add("0F0", 0, 5, 10, {"step": 3})
-    event = measured.events()[-1]
-    predicted = trace_event("0F0", 0, 5, 10)
+    planned.add("0F0", 0, 5, 10)
+    event, predicted = measured.events()[-1], planned.events()[-1]
     assert event["pid"] != predicted["pid"]
     assert event["tid"] == predicted["tid"]
     assert event["args"] == {"stage": 0, "microbatch": 0, "device": 0, "step": 3}

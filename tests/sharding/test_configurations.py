@@ -8,7 +8,8 @@ from math import prod
 import numpy as np
 import pytest
 
-from pipeplan.costs.presets import cluster_of_paper, device_preset
+from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.devices import device_preset
 from pipeplan.errors import UsageError
 from pipeplan.examples.models import MODELS, model
 from pipeplan.files import Block, CostRow, Edge, Profile, Source

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from pipeplan.costs.presets import cluster_of_paper
+from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.examples.models import model
 from pipeplan.sharding.baselines import BaselinePoint, data_parallel, fastest, one_mesh_for_all, split_everything
 from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model

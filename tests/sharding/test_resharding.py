@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.costs.communication import Exchange, send_time, time_of_groups
-from pipeplan.costs.presets import cluster_of_paper
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source
 from pipeplan.sharding.layouts import (
     Layout,

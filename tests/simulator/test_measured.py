@@ -16,8 +16,8 @@ from builders.plans import plan_of
 from pipeplan.errors import FileError, UsageError
 from pipeplan.files import Plan, sha256_of
 from pipeplan.files.trace import MeasuredTrace, TimedText, read_trace
-from pipeplan.reporting.measured import print_comparison
-from pipeplan.reporting.trace import predicted_trace
+from pipeplan.reporting.tables import print_measured
+from pipeplan.reporting.timeline import predicted_trace
 from pipeplan.simulator.measured import compared
 from pipeplan.simulator.simulation import simulate
 from support.paths import GOLDEN
@@ -141,7 +141,7 @@ def trace_of_run(directory: Path) -> str:
 def test_the_comparison_reads_as_agreed(tmp_path: Path) -> None:
     simulation = simulate(ran())
     comparison, stream = compared(simulation, read_trace(trace_of_run(tmp_path), 2)), io.StringIO()
-    print_comparison(simulation, comparison, stream, 120)
+    print_measured(simulation, comparison, stream, 120)
     lines = [line.rstrip() for line in stream.getvalue().splitlines()]
     assert lines == (GOLDEN / "measured_chain.txt").read_text(encoding="utf-8").splitlines()
     assert max(map(len, lines)) <= 120

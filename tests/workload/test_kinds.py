@@ -2,10 +2,11 @@
 
 import ast
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 import pipeplan
 from builders.chains import chain_workload
@@ -14,11 +15,17 @@ from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.language import Rules
 from pipeplan.schedule.stage_graph.stages import Rule, Stages, TrialRun
 from pipeplan.workload.action import Action, operation_of
-from pipeplan.workload.elements import Operation
+from pipeplan.workload.elements import DeviceMemory, Operation, Stage
 from pipeplan.workload.kinds import (
+    ACTIVATIONS,
     COMPUTE_KINDS,
+    GRADIENTS,
     KINDS,
+    MEMORY_KINDS,
+    PARAMETERS,
+    STATE_KINDS,
     Kind,
+    MemoryBytes,
     Resource,
     Role,
     in_order,
@@ -32,8 +39,6 @@ from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
 
 ALLOWED = {
-    "checker/inputs.py": "the specification, independent of the rest",
-    "checker/structure.py": "the specification, independent of the rest",
     "partition/baselines.py": "steps of the paper's simulator",
     "partition/chain/autopipe.py": "steps of the paper's simulator",
     "schedule/classic_orders.py": "classic schedules are scripts of letters",
@@ -167,3 +172,33 @@ def orders_of(workload: Workload) -> list[object]:
         (stages.taken, stages.given, stages.needs),
         TrialRun(stages, [Rule(2)] * stages.count).orders,
     ]
+
+
+def test_files_have_a_key_for_every_kind_of_memory() -> None:
+    """What is kept throughout stands beside a stage, and everything in what a device holds at its peak."""
+    keys = [each.name for each in fields(DeviceMemory)]
+    assert keys == [*(kind.key for kind in MEMORY_KINDS), "peak_bytes"]
+    own = {"memory_bytes", *(kind.key for kind in STATE_KINDS)}
+    assert {each.name for each in fields(Stage) if each.name.endswith("_bytes")} <= own
+    assert all(hasattr(Stage(blocks=("a",), devices=(0,), microbatch_size=1), kind.key) for kind in STATE_KINDS)
+
+
+def test_bytes_by_kind_add_up() -> None:
+    state = MemoryBytes({PARAMETERS: 5, GRADIENTS: 3})
+    held = state + MemoryBytes({ACTIVATIONS: 2}) * 4
+    assert held == MemoryBytes({PARAMETERS: 5, GRADIENTS: 3, ACTIVATIONS: 8})
+    assert hash(held) == hash(MemoryBytes(held))
+    assert held.total == 16
+    assert state.share(2) == MemoryBytes({PARAMETERS: 3, GRADIENTS: 2})
+    assert sum([state, state], MemoryBytes()) == state * 2
+    assert list(held) == list(MEMORY_KINDS)
+    assert DeviceMemory.of(held).parts == held
+    assert DeviceMemory.of(held).peak_bytes == 16
+    stage = Stage(blocks=("a",), devices=(0,), microbatch_size=1, optimizer_bytes=7)
+    assert stage.with_state(state).state == state
+    adapter = TypeAdapter(MemoryBytes)
+    assert adapter.validate_json(adapter.dump_json(held)) == held
+    with pytest.raises(ValidationError):
+        adapter.validate_json('{"cache_bytes": 1}')
+    with pytest.raises(KeyError):
+        MemoryBytes({replace(PARAMETERS, name="master weights"): 1})

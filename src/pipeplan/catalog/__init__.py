@@ -1,5 +1,80 @@
-"""Data and nothing else: devices, clusters of the papers, sizes of models, scheduling rules, recipes of training state.
+"""Data: devices, clusters of the papers, sizes of models, scheduling rules, recipes of training state; and reading it.
 
-Here: one file per member, in a folder per kind, which :mod:`pipeplan.catalog.reading` lists. Not here: what the data
-means, and code of any other kind; that lives in the rooms that read it.
+Here: one file per member, in a folder per kind, listed and read with the standard library alone, so that every room can
+use them. Not here: what the data means, and code of any other kind; that lives in the rooms that read it.
 """
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any
+
+__all__ = ["ModelSize", "model_sizes", "names", "read_table", "read_text"]
+
+
+def names(folder: str) -> tuple[str, ...]:
+    """The names of a folder's files, without their suffix, in alphabetical order."""
+    return tuple(_files(folder))
+
+
+def read_text(folder: str, name: str) -> str:
+    """A file's text; ``name`` is one of :func:`names`."""
+    return _files(folder)[name].read_text(encoding="utf-8")
+
+
+def read_table(folder: str, name: str) -> dict[str, Any]:
+    """What a file holds; ``name`` is one of :func:`names`."""
+    is_json = _files(folder)[name].name.endswith(".json")
+    table: dict[str, Any] = (json.loads if is_json else tomllib.loads)(read_text(folder, name))
+    return table
+
+
+@cache
+def _files(folder: str) -> Mapping[str, Traversable]:
+    """{name: file}"""
+    found = {}
+    for file in (files("pipeplan.catalog") / folder).iterdir():
+        name, _, suffix = file.name.rpartition(".")
+        if suffix in ("json", "toml"):
+            found[name] = file
+    return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """A model by the dimensions of its family; which these are, and their units, the family's class says.
+
+    ``reference`` is where a paper gives them, empty for models of ours that are only to be run; ``notes`` say what the
+    paper leaves open, ``microbatch_sizes`` which ones an example has costs for unless it is asked for others.
+    """
+
+    name: str
+    family: str
+    dimensions: Mapping[str, Any]
+    reference: str = ""
+    notes: str = ""
+    microbatch_sizes: Sequence[int] = (1, 2, 4)
+
+
+@cache
+def model_sizes() -> Mapping[str, ModelSize]:
+    """Every model by name. In a file, each table is a model, and what stands before the first holds for all of them."""
+    found: dict[str, ModelSize] = {}
+    for file in names("models"):
+        table = read_table("models", file)
+        common = {key: value for key, value in table.items() if not isinstance(value, dict)}
+        models = {name: common | own for name, own in table.items() if isinstance(own, dict)}
+        found |= {name: _model_size(name, keys) for name, keys in models.items()}
+    return found
+
+
+def _model_size(name: str, keys: Mapping[str, Any]) -> ModelSize:
+    known = {each.name for each in fields(ModelSize)}
+    dimensions = {key: value for key, value in keys.items() if key not in known}
+    return ModelSize(name, dimensions=dimensions, **{key: value for key, value in keys.items() if key in known})

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from pipeplan.checker.facts import Facts
+from pipeplan.checker.facts import RULES, Facts, Figures, Findings, Report, Violation, check_figures, figures_of
 from pipeplan.checker.inputs import check_cluster, check_profile
 from pipeplan.checker.programs import Messages, check_messages, read_programs
 from pipeplan.checker.repetend import check_repetend
-from pipeplan.checker.report import RULES, Figures, Findings, Report, Violation, check_figures, figures_of
 from pipeplan.checker.structure import check_structure
 from pipeplan.checker.timeline import Links, check_inputs, check_links, check_memory, check_timeline
 from pipeplan.files import Cluster, Plan, Profile

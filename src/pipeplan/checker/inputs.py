@@ -6,14 +6,22 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 
-from pipeplan.checker.facts import deliveries_of, replicas_of, shares_evenly
-from pipeplan.checker.report import Findings
+from pipeplan.checker.facts import Findings, deliveries_of, replicas_of, shares_evenly
 from pipeplan.costs import block_costs, transfer_time
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, sha256_of
 from pipeplan.workload.elements import Dependency, Hop, Operation, Stage
-from pipeplan.workload.kinds import is_instruction
+from pipeplan.workload.kinds import (
+    BACKWARD_ROLES,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    STATE_KINDS,
+    MemoryBytes,
+    Role,
+    is_instruction,
+)
 
 __all__ = ["check_cluster", "check_profile"]
 
@@ -45,7 +53,7 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
 
 
 def _knows_links(plan: Plan, cluster: Cluster | None) -> bool:
-    """Whether times of messages can be told: without the plan's cluster they cannot."""
+    """Whether times of messages are known: without the plan's cluster they are not."""
     return cluster is not None or not plan.provenance.cluster_sha256
 
 
@@ -85,7 +93,7 @@ def _has_its_blocks(plan: Plan, profile: Profile, findings: Findings) -> bool:
 
 
 def _check_block_order(plan: Plan, profile: Profile, findings: Findings) -> None:
-    """In a stage a block stands behind those whose outputs it takes."""
+    """In a stage a block comes after those whose outputs it takes."""
     for number, stage in enumerate(plan.stages):
         place_of = {block: index for index, block in enumerate(stage.blocks)}
         for edge in profile.edges:
@@ -96,7 +104,7 @@ def _check_block_order(plan: Plan, profile: Profile, findings: Findings) -> None
 
 
 def _rows(number: int, stage: Stage, samples: int, profile: Profile, findings: Findings) -> list[CostRow]:
-    """Costs of the stage's blocks on each device for so many samples there.
+    """Costs of the stage's blocks on each device for ``samples`` samples there.
 
     Empty, with a problem noted, if the profile lacks some; and where it cannot have them.
     """
@@ -135,12 +143,9 @@ def _check_stage(number: int, stage: Stage, profile: Profile, findings: Findings
     by_id = {block.id: block for block in profile.blocks}
     blocks = [by_id[id_] for id_ in stage.blocks]
     parameters = sum(-(-block.parameter_bytes // stage.shards) for block in blocks)
-    expected = {
-        "parameter_bytes": parameters,
-        "gradient_bytes": parameters,
-        "optimizer_bytes": sum(-(-block.optimizer_bytes // stage.shards) for block in blocks),
-    }
-    _compare(f"stages[{number}]", stage, expected, findings)
+    optimizer = sum(-(-block.optimizer_bytes // stage.shards) for block in blocks)
+    expected = MemoryBytes({PARAMETERS: parameters, GRADIENTS: parameters, OPTIMIZER: optimizer})
+    _compare(f"stages[{number}]", stage, expected.keyed(STATE_KINDS), findings)
 
 
 def _check_part(number: int, stage: Stage, forward: Operation, profile: Profile, findings: Findings) -> None:
@@ -178,19 +183,19 @@ def _check_operations(
     held = max(0, sum(row.activation_bytes for row in rows) - again)
     deferred = sum(row.weight_grad_bytes for row in rows)
     effects = {
-        "F": (held, 0),
-        "B": (0, held),
-        "I": (max(0, deferred - held), max(0, held - deferred)),
-        "W": (0, deferred),
+        Role.FORWARD: (held, 0),
+        Role.BACKWARD: (0, held),
+        Role.INPUT_GRAD: (max(0, deferred - held), max(0, held - deferred)),
+        Role.WEIGHT_GRAD: (0, deferred),
     }
     for operation in operations:
-        durations = [_duration(row, operation.kind) for row in rows]
+        durations = [_duration(row, operation.role) for row in rows]
         place = f"operations[{operation.id}]"
         if any(duration is None for duration in durations):
             findings.add("profile", place, "the profile has no input_grad_ns and weight_grad_ns for some block")
             continue
-        acquire, release = effects[operation.kind]
-        overhead = split_overhead_ns if operation.kind in "IW" else 0
+        acquire, release = effects[operation.role]
+        overhead = split_overhead_ns if operation.role in (Role.INPUT_GRAD, Role.WEIGHT_GRAD) else 0
         expected = {
             "duration_ns": max(1, sum(duration or 0 for duration in durations) + overhead),
             "acquire_bytes": acquire,
@@ -200,17 +205,16 @@ def _check_operations(
         _compare(place, operation, expected, findings)
 
 
-def _duration(row: CostRow, kind: str) -> int | None:
+def _duration(row: CostRow, role: Role) -> int | None:
     """Time of one block, None where the row does not have it; a full backward is also I and W after each other."""
-    if kind == "F":
-        return row.forward_ns
-    if kind == "I":
-        return row.input_grad_ns
-    if kind == "W":
-        return row.weight_grad_ns
-    if row.backward_ns is not None:
-        return row.backward_ns
-    return (row.input_grad_ns or 0) + (row.weight_grad_ns or 0)
+    whole = (row.input_grad_ns or 0) + (row.weight_grad_ns or 0) if row.backward_ns is None else row.backward_ns
+    times = {
+        Role.FORWARD: row.forward_ns,
+        Role.BACKWARD: whole,
+        Role.INPUT_GRAD: row.input_grad_ns,
+        Role.WEIGHT_GRAD: row.weight_grad_ns,
+    }
+    return times[role]
 
 
 def _check_dependencies(plan: Plan, profile: Profile, cluster: Cluster | None, findings: Findings) -> None:
@@ -228,7 +232,7 @@ def _check_dependencies(plan: Plan, profile: Profile, cluster: Cluster | None, f
         if pair in expected:
             _check_hops(plan, number, dependency, expected[pair], cluster, findings)
         elif dependency.source_stage != dependency.target_stage and not dependency.has_instruction:
-            text = f"{pair[0]} -> {pair[1]} has no edge of the profile behind it"
+            text = f"{pair[0]} -> {pair[1]} comes from no edge of the profile"
             findings.add("profile", f"dependencies[{number}]", text)
 
 
@@ -246,19 +250,19 @@ def _led_by_instructions(plan: Plan, source: str, target: str) -> bool:
 
 
 def _expected(plan: Plan, profile: Profile) -> _EdgesByPair:
-    """Dependencies between stages, each with the edges behind it."""
+    """Dependencies between stages, each with the edges it comes from."""
     stage_of = {(stage.route, block): n for n, stage in enumerate(plan.stages) for block in stage.blocks}
-    split = {operation.stage for operation in plan.operations if operation.kind == "I"}
+    forward = {operation.stage: operation.id for operation in plan.operations if operation.role is Role.FORWARD}
+    back = {operation.stage: operation.id for operation in plan.operations if operation.role in BACKWARD_ROLES}
     found: _EdgesByPair = defaultdict(list)
     sent: set[tuple[object, ...]] = set()  # a tensor goes to a stage once
     for route, edge in itertools.product(sorted({route for route, _ in stage_of}), profile.edges):
         source, target = stage_of[route, edge.source], stage_of[route, edge.target]
-        if source == target:
+        if source == target or not {source, target} <= forward.keys() & back.keys():  # the latter is refused elsewhere
             continue
-        pairs = [(f"{source}F", f"{target}F")]
+        pairs = [(forward[source], forward[target])]
         if edge.gradient:
-            back = ["I" if stage in split else "B" for stage in (target, source)]
-            pairs.append((f"{target}{back[0]}", f"{source}{back[1]}"))
+            pairs.append((back[target], back[source]))
         for pair in pairs:
             if edge.tensor is None or (pair, edge.source, edge.tensor) not in sent:
                 found[pair].append(edge)

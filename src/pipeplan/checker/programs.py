@@ -6,8 +6,7 @@ import itertools
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from pipeplan.checker.facts import Facts
-from pipeplan.checker.report import Findings
+from pipeplan.checker.facts import Facts, Findings
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Dependency, Hop
 from pipeplan.workload.samples import Slots
@@ -15,7 +14,7 @@ from pipeplan.workload.samples import Slots
 __all__ = ["Entry", "Messages", "Programs", "check_messages", "read_programs"]
 
 Entry = tuple[int, int]
-"""An operation, or a hop behind all operations, and the number of one of its actions or messages."""
+"""An operation, or a hop (numbered after all operations), and the number of one of its actions or messages."""
 
 _AMBIGUOUS = -1
 
@@ -154,14 +153,14 @@ class _Reader:
         key = (action.stage, action.payload, self.device, action.peer_stage, action.peer_device)
         number = names.get(key)
         if number is None:
-            return "no dependency has such a hop from or to this device"
+            return "no dependency has this hop from or to this device"
         if number == _AMBIGUOUS:
             return "several hops fit; name the stage and the device on the other end, as 1SEND_F0>3@2"
         return len(self.facts.ids) + number, self.messages.slots[number]
 
 
 def _not_there(action: Action, slots: Slots) -> str:
-    """Why an operation has no such action, or a hop no such message."""
+    """Why an operation does not have the action, or a hop the message."""
     if action.microbatch >= slots.count:
         return f"there are only {slots.count} micro-batches"
     if slots.every > 1 and not slots.first <= action.microbatch % slots.every < slots.first + slots.run:

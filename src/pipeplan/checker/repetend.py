@@ -13,9 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from pipeplan.checker.facts import Facts
+from pipeplan.checker.facts import Facts, Findings
 from pipeplan.checker.programs import Programs
-from pipeplan.checker.report import Findings
 from pipeplan.checker.timeline import Links, Sent
 from pipeplan.workload.elements import Repetend
 
@@ -27,7 +26,7 @@ MAX_STEPS = 30_000_000
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """One copy: task ``operation * unroll + u`` is that operation's (first + u)-th action; messages stand behind.
+    """One copy: task ``operation * unroll + u`` is that operation's (first + u)-th action; messages come after.
 
     ``edges`` are (source, target, time in ns from start to start, copies back), ``starts`` [task] in ns as the
     plan has them, ``rate`` the largest busy time of a device, a first guess for the time between copies.
@@ -39,7 +38,7 @@ class _Copy:
 
 
 def check_repetend(facts: Facts, programs: Programs, links: Links | None, findings: Findings) -> Fraction | None:
-    """Check the plan's repetend; returns ns from one copy to the next, None if it cannot be told.
+    """Check the plan's repetend; returns ns from one copy to the next, None if it cannot be determined.
 
     Call it with complete programs and right start times only; without ``links`` as if all were free.
     """
@@ -111,8 +110,8 @@ def _copy_order(
     end = begin + repetend.unroll * len(own)
     for index, (operation, number) in enumerate(entries):
         m, _ = facts.slots[operation].name(number)
-        part = "before" if m < first[operation] else "in" if m < first[operation] + repetend.unroll else "behind"
-        stands = "before" if index < begin else "in" if index < end else "behind"
+        part = "before" if m < first[operation] else "in" if m < first[operation] + repetend.unroll else "after"
+        stands = "before" if index < begin else "in" if index < end else "after"
         if part != stands:
             at = programs.where[device][operation, number]
             text = (

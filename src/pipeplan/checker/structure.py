@@ -5,19 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection
 
-from pipeplan.checker.facts import deliveries_of, goes_with, period_of, replicas_of, shares_evenly
-from pipeplan.checker.report import Findings
+from pipeplan.checker.facts import Findings, deliveries_of, goes_with, period_of, replicas_of, shares_evenly
 from pipeplan.files import Plan
 from pipeplan.files.placement import configuration_problem
-from pipeplan.workload.action import operation_of
 from pipeplan.workload.elements import Dependency, Operation
-from pipeplan.workload.kinds import COMPUTE_KINDS, in_order, is_instruction
+from pipeplan.workload.kinds import BACKWARD_ROLES, Role, in_order
 
 __all__ = ["check_structure"]
 
-_FULL, _SPLIT = {"F", "B"}, {"F", "I", "W"}
-_FEEDS = {"F": "F", "B": "BI", "I": "BI", "W": ""}
-"""Kind -> the kinds of other stages that hand something to it."""
+_FULL = [Role.FORWARD, Role.BACKWARD]
+_SPLIT = [Role.FORWARD, Role.INPUT_GRAD, Role.WEIGHT_GRAD]
+"""What a stage with blocks runs, in order."""
+
+_FEEDS = {Role.FORWARD: (Role.FORWARD,), Role.BACKWARD: BACKWARD_ROLES, Role.INPUT_GRAD: BACKWARD_ROLES}
+"""Role -> the roles of other stages that hand something to it."""
 
 _Seen = dict[tuple[int, str, int, int, int], str]
 """{(source stage, payload, target stage, source device, target device): place of the hop}."""
@@ -41,11 +42,11 @@ def check_structure(plan: Plan, findings: Findings) -> None:
 def _check_kinds(plan: Plan, stage: int, operations: dict[str, Operation], findings: Findings) -> bool:
     """A stage with blocks runs F and B, or F, I and W; one without runs an instruction."""
     has = ", ".join(operations) or "none"
+    roles = [operations[kind].role for kind in in_order(operations)]
     if plan.stages[stage].blocks:
-        right, text = set(operations) in (_FULL, _SPLIT), "a stage runs F and B, or F, I and W"
+        right, text = roles in (_FULL, _SPLIT), "a stage runs F and B, or F, I and W"
     else:
-        right = len(operations) == 1 and not set(operations) & set(COMPUTE_KINDS)
-        text = "a stage without blocks runs one instruction"
+        right, text = roles == [Role.CUSTOM], "a stage without blocks runs one instruction"
     if not right:
         findings.add("stages", f"stages[{stage}]", f"has operations {has}; {text}")
     return right
@@ -112,8 +113,7 @@ def _check_own_order(
     stage: int, operations: dict[str, Operation], pairs: set[tuple[str, str]], findings: Findings
 ) -> None:
     """F before B or I, I before W."""
-    kinds = [kind for kind in ("F", "B", "I", "W") if kind in operations]
-    for before, after in zip(kinds, kinds[1:], strict=False):
+    for before, after in itertools.pairwise(in_order(operations)):
         if (f"{stage}{before}", f"{stage}{after}") not in pairs:
             findings.add(
                 "dependencies", "dependencies", f"{stage}{after} must wait for {stage}{before}; no entry says so"
@@ -137,15 +137,16 @@ def _check_balance(stage: int, operations: dict[str, Operation], findings: Findi
 
 def _check_dependency(plan: Plan, number: int, source: str, target: str, findings: Findings) -> None:
     """Outputs feed forwards, gradients feed backwards, between stages of one route."""
-    (from_stage, from_kind), (to_stage, to_kind) = operation_of(source), operation_of(target)
-    if is_instruction(from_kind) or is_instruction(to_kind):
+    dependency = plan.dependencies[number]
+    roles = dependency.source_role, dependency.target_role
+    if dependency.has_instruction:
         allowed = True
-    elif from_stage == to_stage:
-        allowed = from_kind + to_kind in ("FB", "FI", "IW")
+    elif dependency.source_stage == dependency.target_stage:
+        allowed = roles in (*itertools.pairwise(_FULL), *itertools.pairwise(_SPLIT))
     else:
-        allowed = from_kind in _FEEDS[to_kind]
+        allowed = roles[0] in _FEEDS.get(roles[1], ())
     routes = [plan.stage_of(id_).route for id_ in (source, target)]
-    if routes[0] != routes[1] and plan.dependencies[number].needs is None:
+    if routes[0] != routes[1] and dependency.needs is None:
         text = f"{source} -> {target} joins route {routes[0]} to route {routes[1]}, which have no sample in common"
         findings.add("dependencies", f"dependencies[{number}]", text)
     if not allowed:
@@ -157,7 +158,7 @@ def _check_dependency(plan: Plan, number: int, source: str, target: str, finding
 
 
 def _check_ends(number: int, dependency: Dependency, messages: _Seen, findings: Findings) -> None:
-    """No hop goes nowhere, and no two of the plan have the same ends, so that messages can be told apart."""
+    """No hop goes nowhere, and no two of the plan have the same ends, so that messages can be distinguished."""
     payload = dependency.payload
     if dependency.hops and not payload:
         findings.add("hops", f"dependencies[{number}].hops", f"{dependency.source} makes nothing to send")

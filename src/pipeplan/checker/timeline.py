@@ -6,10 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeplan.checker.facts import Facts
+from pipeplan.checker.facts import Facts, Findings
 from pipeplan.checker.programs import Entry, Messages, Programs
-from pipeplan.checker.report import Findings
 from pipeplan.workload.elements import DeviceMemory, Hop
+from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes
 
 __all__ = ["Links", "check_inputs", "check_links", "check_memory", "check_timeline"]
 
@@ -87,7 +87,7 @@ class Links:
         """The link's part of a repetend that has its operations from micro-batches ``begins`` [operation] on.
 
         That is a contiguous run of its messages, in which each hop occurs ``unroll`` times; the last such run
-        in which no message is before what makes it, or behind what waits for it. {(hop, micro-batch): the
+        in which no message is before what makes it, or after what waits for it. {(hop, micro-batch): the
         micro-batch's number in the run, by hop}, in order; None if there is none.
         """
         named = [(number, self.messages.slots[number].name(message)) for number, message in self.orders[link]]
@@ -208,43 +208,28 @@ def check_memory(facts: Facts, programs: Programs, findings: Findings) -> tuple[
     takes half; workspace is held while it runs. A device runs one action at a time, so all follows from its order.
     Call it with complete programs only.
     """
-    static = _static(facts)
+    state = _state(facts)
     peaks: list[int] = []
     for device, entries in enumerate(programs.compute):
         levels = _levels(facts, entries)
-        highest = max(levels, default=0)
-        parameter, gradient, optimizer = static[device]
-        base = parameter + gradient + optimizer
-        _check_limit(facts, programs, device, base, levels, findings)
-        workspace = 0
+        highest, workspace = max(levels, default=0), 0
+        _check_limit(facts, programs, device, state[device].total, levels, findings)
         if highest > 0:
             operation = entries[levels.index(highest)][0]  # the first moment of the peak
             workspace = facts.plan.operations[operation].workspace_bytes
-        parts = {
-            "parameter_bytes": parameter,
-            "gradient_bytes": gradient,
-            "optimizer_bytes": optimizer,
-            "activation_bytes": highest - workspace,
-            "workspace_bytes": workspace,
-            "peak_bytes": base + highest,
-        }
+        parts = state[device] + MemoryBytes({ACTIVATIONS: highest - workspace, WORKSPACE: workspace})
         _check_parts(device, facts.plan.predicted.memory[device], parts, findings)
-        peaks.append(base + highest)
+        peaks.append(parts.total)
     return tuple(peaks)
 
 
-def _static(facts: Facts) -> list[tuple[int, int, int]]:
-    """Parameters, gradients and optimizer state [device]."""
-    static = [(0, 0, 0)] * len(facts.plan.devices)
+def _state(facts: Facts) -> list[MemoryBytes]:
+    """What the stages on a device keep throughout [device]."""
+    state = [MemoryBytes()] * len(facts.plan.devices)
     for stage in facts.plan.stages:
         for device in stage.devices:
-            parameter, gradient, optimizer = static[device]
-            static[device] = (
-                parameter + stage.parameter_bytes,
-                gradient + stage.gradient_bytes,
-                optimizer + stage.optimizer_bytes,
-            )
-    return static
+            state[device] += stage.state
+    return state
 
 
 def _levels(facts: Facts, entries: list[Entry]) -> list[int]:
@@ -276,8 +261,8 @@ def _check_limit(
         findings.add("memory", place, text)
 
 
-def _check_parts(device: int, stated: DeviceMemory, parts: dict[str, int], findings: Findings) -> None:
-    for part, value in parts.items():
+def _check_parts(device: int, stated: DeviceMemory, parts: MemoryBytes, findings: Findings) -> None:
+    for part, value in (parts.keyed() | {"peak_bytes": parts.total}).items():
         if getattr(stated, part) != value:
             text = f"is {getattr(stated, part)}, the programs give {value}"
             findings.add("figures", f"predicted.memory[{device}].{part}", text)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from pipeplan import _api
-from pipeplan.cli.options import BYTES, COUNTS, DURATION
+from pipeplan.cli.shared import BYTES, COUNTS, DURATION
 from pipeplan.errors import UsageError
 
-__all__ = ["command"]
+__all__ = ["example_command"]
 
-_SHARED = ("shared_forward", "shared_backward")
+_SHARED = ("shared_forward_ns", "shared_backward_ns")
+_Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
+
 _WITH_SHARED = ("m", "mllm", "nn", "k")
 _OF_ALL = ("name", "output")
 _TAKERS = {
     **dict.fromkeys(("device", "microbatch", "shards", "cluster"), ("models",)),
     "devices": ("shapes", "testbeds"),
 }
-"""Flag -> the kinds of examples that take it; all others are of shapes."""
+"""Parameter -> the kinds of examples that take it; all others are of shapes."""
 
 
 class _Command(click.Command):
@@ -28,7 +31,7 @@ class _Command(click.Command):
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The text, and lists of all models and testbeds."""
-        from pipeplan.catalog.reading import model_sizes, names
+        from pipeplan.catalog import model_sizes, names
 
         super().format_help_text(ctx, formatter)
         models = [name for name, size in model_sizes().items() if size.reference]
@@ -49,19 +52,39 @@ def _together(names: Iterable[str]) -> Iterator[str]:
         yield f"{prefix}{{{','.join(ends)}}}" if len(ends) > 1 else prefix + ends[0] * prefix.endswith("-")
 
 
-@click.command(
-    "example", cls=_Command, short_help="Write a ready input: a shape, a model or a testbed of the literature."
-)
+def _duration(flag: str, text: str, default: str | None = None) -> Callable[[_Decorated], _Decorated]:
+    """An option ``--x-y`` that is a shape's ``x_y_ns``."""
+    parameter = f"{flag[2:].replace('-', '_')}_ns"
+    return click.option(flag, parameter, type=DURATION, default=default, show_default=default is not None, help=text)
+
+
+@click.command("example", cls=_Command)
 @click.argument("name", metavar="NAME")
 @click.option("--devices", type=click.IntRange(min=1), default=4, show_default=True, help="Number of devices.")
-@click.option("--chunks", type=click.IntRange(min=1), help="Stages per device of shape-circular.  [default: 2]")
-@click.option("--forward", type=DURATION, default="1ms", show_default=True, help="Forward of a chain block.")
-@click.option("--backward", type=DURATION, help="Backward of a chain block.  [default: 3ms]")
-@click.option("--input-grad", type=DURATION, help="Input gradient of a chain block, instead of --backward.")
-@click.option("--weight-grad", type=DURATION, help="Weight gradient of a chain block, with --input-grad.")
-@click.option("--shared-forward", type=DURATION, help="Forward of a block on all devices.  [default: 1ms]")
-@click.option("--shared-backward", type=DURATION, help="Backward of a block on all devices.  [default: 1ms]")
-@click.option("--comm", type=DURATION, default="0ns", show_default=True, help="Latency between chain blocks.")
+@click.option(
+    *("--chunks", "--vp", "--virtual-stages", "chunks"),
+    type=click.IntRange(min=1),
+    help="Virtual stages: stages per device of shape-circular.  [default: 2]",
+)
+@click.option(
+    "--forward", "forward_ns", type=DURATION, default="1ms", show_default=True, help="Forward of a chain block."
+)
+@_duration("--backward", "Backward of a chain block.  [default: 3ms]")
+@click.option(
+    "--input-grad", "input_grad_ns", type=DURATION, help="Input gradient of a chain block, instead of --backward."
+)
+@click.option(
+    "--weight-grad", "weight_grad_ns", type=DURATION, help="Weight gradient of a chain block, with --input-grad."
+)
+@click.option(
+    "--shared-forward", "shared_forward_ns", type=DURATION, help="Forward of a block on all devices.  [default: 1ms]"
+)
+@click.option(
+    "--shared-backward", "shared_backward_ns", type=DURATION, help="Backward of a block on all devices.  [default: 1ms]"
+)
+@click.option(
+    "--comm", "comm_ns", type=DURATION, default="0ns", show_default=True, help="Latency between chain blocks."
+)
 @click.option("--activation-bytes", type=BYTES, default="1GB", show_default=True, help="Held by each chain block.")
 @click.option(
     "--weight-grad-bytes",
@@ -78,25 +101,18 @@ def _together(names: Iterable[str]) -> Iterator[str]:
 @click.option("--cluster", metavar="FILE", help="Whose links time the collectives of split blocks.")
 @click.option("-o", "--output", default="-", show_default=True, metavar="FILE", help="Where to write; - for stdout.")
 @click.pass_context
-def command(
+def example_command(
     ctx: click.Context,
+    /,
     name: str,
     devices: int,
     chunks: int | None,
-    forward: int,
-    backward: int | None,
-    input_grad: int | None,
-    weight_grad: int | None,
-    shared_forward: int | None,
-    shared_backward: int | None,
-    comm: int,
-    activation_bytes: int,
-    weight_grad_bytes: int,
     device: str | None,
     microbatch: tuple[int, ...] | None,
     shards: tuple[int, ...] | None,
     cluster: str | None,
     output: str,
+    **costs: int | None,
 ) -> None:
     """Write the file NAME: a shape with its placement, a paper's model with estimated costs, or a paper's cluster.
 
@@ -122,32 +138,22 @@ def command(
         )
         _api.write_file(profile, output)
         return
-    for flag in _SHARED:
-        if ctx.params[flag] is not None and name.removeprefix("shape-") not in _WITH_SHARED:
+    for parameter in _SHARED:
+        if costs[parameter] is not None and name.removeprefix("shape-") not in _WITH_SHARED:
             raise UsageError(
-                f"--{flag.replace('_', '-')} does not apply to {name}, which has no shared block; leave it out"
+                f"{_flag(ctx, parameter)} does not apply to {name}, which has no shared block; leave it out"
             )
-    profile = _api.make_shape(
-        name,
-        devices,
-        chunks=chunks,
-        forward_ns=forward,
-        backward_ns=backward,
-        input_grad_ns=input_grad,
-        weight_grad_ns=weight_grad,
-        shared_forward_ns=shared_forward,
-        shared_backward_ns=shared_backward,
-        comm_ns=comm,
-        activation_bytes=activation_bytes,
-        weight_grad_bytes=weight_grad_bytes,
-    )
-    _api.write_file(profile, output)
+    _api.write_file(_api.make_shape(name, devices, chunks=chunks, **costs), output)
+
+
+def _flag(ctx: click.Context, parameter: str) -> str:
+    return next(each.opts[0] for each in ctx.command.params if each.name == parameter)
 
 
 def _refuse_others(ctx: click.Context, name: str, kind: str) -> None:
     """Refuse flags that are not for this kind of example."""
-    for flag in ctx.params:
-        given = ctx.get_parameter_source(flag) is ParameterSource.COMMANDLINE
-        takers = _TAKERS.get(flag, ("shapes",))
-        if given and flag not in _OF_ALL and kind not in takers:
-            raise UsageError(f"--{flag.replace('_', '-')} is for {' and '.join(takers)}, not for {name}; leave it out")
+    for parameter in ctx.params:
+        given = ctx.get_parameter_source(parameter) is ParameterSource.COMMANDLINE
+        takers = _TAKERS.get(parameter, ("shapes",))
+        if given and parameter not in _OF_ALL and kind not in takers:
+            raise UsageError(f"{_flag(ctx, parameter)} is for {' and '.join(takers)}, not for {name}; leave it out")

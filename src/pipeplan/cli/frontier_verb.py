@@ -10,23 +10,31 @@ import click
 from click.core import ParameterSource
 
 from pipeplan import _api
-from pipeplan.cli.options import BYTES, COUNTS, DURATION
-from pipeplan.cli.status import interrupt_on_sigterm, require_folder, require_stdout_once, require_writable
+from pipeplan.cli.shared import (
+    BYTES,
+    COUNTS,
+    DURATION,
+    RenamedOption,
+    interrupt_on_sigterm,
+    require_folder,
+    require_stdout_once,
+    require_writable,
+)
 from pipeplan.errors import PipeplanError, UsageError
 
 if TYPE_CHECKING:
     from pipeplan._api import FrontierResult, Mode
 
-__all__ = ["command"]
+__all__ = ["frontier_command"]
 
 _ONLY_SPLITS = {
-    "grain": "--grain",
+    "split_level": "--split-level",
     "device": "--device",
     "data_parallel_loading": "--data-parallel-loading",
-    "within": "--within",
+    "tolerance": "--tolerance",
 }
 _DEVICES = (
-    "Numbers of devices, these and no others; for --mode min-devices one number is the most there may be.  "
+    "Numbers of devices to consider; for --mode min-devices a single number is the maximum.  "
     "[default: the cluster's, and with --plans, profile and min-devices powers of two below]"
 )
 _MINI_BATCH = (
@@ -34,13 +42,13 @@ _MINI_BATCH = (
     "[default: the largest profiled size times the most devices; with --plans four times that]"
 )
 _TIME_LIMIT = (
-    "Stop after this, as at Ctrl-C: --plans with what was found, one stage with the rest tracked --within 0.01.  "
+    "Stop after this, as at Ctrl-C: --plans with what was found, one stage with the rest at --tolerance 0.01.  "
     "[default: 60s with --plans]"
 )
 _MODES = ("all", "min-time", "min-devices", "profile")
 
 
-@click.command("frontier", short_help="Time against memory against devices.")
+@click.command("frontier")
 @click.argument("profile_path", metavar="PROFILE")
 @click.option("--devices", type=COUNTS, metavar="D,...", help=_DEVICES)
 @click.option("--cluster", "cluster_path", metavar="FILE", help="Cluster file: devices, memory, links, prices.")
@@ -56,7 +64,9 @@ _MODES = ("all", "min-time", "min-devices", "profile")
 @click.option("--plans", is_flag=True, help="Whole plans with pipelines, instead of one stage on all devices.")
 @click.option("--mini-batch", type=click.IntRange(min=1), help=_MINI_BATCH)
 @click.option(
-    "--grain",
+    "--split-level",
+    cls=RenamedOption,
+    was=("--grain",),
     type=click.Choice(["block", "operator"]),
     default="block",
     show_default=True,
@@ -65,25 +75,27 @@ _MODES = ("all", "min-time", "min-devices", "profile")
 @click.option("--device", metavar="PRESET", help="Device whose times splits are estimated with.  [default: profile's]")
 @click.option("--data-parallel-loading", is_flag=True, help="Inputs come split by samples over all devices.")
 @click.option(
-    "--within",
+    "--tolerance",
+    cls=RenamedOption,
+    was=("--within",),
     type=click.FloatRange(min=0),
     default=0.0,
     show_default=True,
-    help="Without --plans: points so near the frontier, 0.01 for 1 % in memory and time, in far less time; 0 is exact.",
+    help="Without --plans: how far points may be from the frontier, as 0.01 for 1 % of memory and time; 0 is exact.",
 )
 @click.option("--time-limit", type=DURATION, help=_TIME_LIMIT)
 @click.option(
     "--point",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Choose the N-th point shown, for -o; a search that ends early may show others the next time.",
+    help="Choose the N-th point shown, for -o; a search that ends early may show other points the next time.",
 )
 @click.option("--svg", metavar="FILE", help="Draw time against memory as SVG.")
 @click.option(
     "-o",
     "--output",
     metavar="FILE",
-    help="Write the plan that is chosen; by --mode all, the turning point of the most devices.",
+    help="Write the plan that is chosen; by --mode all, the knee of the most devices.",
 )
 @click.option(
     "--output-all",
@@ -92,7 +104,7 @@ _MODES = ("all", "min-time", "min-devices", "profile")
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
 @click.pass_context
-def command(
+def frontier_command(
     ctx: click.Context,
     profile_path: str,
     devices: tuple[int, ...] | None,
@@ -101,10 +113,10 @@ def command(
     mode: Mode,
     plans: bool,
     mini_batch: int | None,
-    grain: str,
+    split_level: str,
     device: str | None,
     data_parallel_loading: bool,
-    within: float,
+    tolerance: float,
     time_limit: int | None,
     point: int | None,
     svg: str | None,
@@ -112,7 +124,7 @@ def command(
     output_all: str | None,
     as_json: bool,
 ) -> None:
-    """What more memory and more devices bring PROFILE: all strategies that no other beats in memory and time.
+    """What PROFILE gains from more memory and more devices: all strategies that no other beats in memory and time.
 
     Without --plans the model is one stage on all devices, each block split in a way of its own. With --plans it may be
     a pipeline, and every point is a plan.
@@ -126,16 +138,16 @@ def command(
         if path is not None:
             require_writable(path, option)
     writes = "-o" if output is not None else "--output-all" if output_all is not None else None
-    if writes is not None and grain == "operator" and not plans:
+    if writes is not None and split_level == "operator" and not plans:
         raise UsageError(
-            f"{writes} writes plans, and these run whole blocks; leave out --grain operator, or profile a model whose "
-            "blocks are operators, as gpt2-124m-operators"
+            f"{writes} writes plans, and these run whole blocks; leave out --split-level operator, or profile a model "
+            "whose blocks are operators, as gpt2-124m-operators"
         )
     splitting = _api.Splitting(
         device=device,
-        whole_blocks=grain == "block",
+        whole_blocks=split_level == "block",
         data_parallel_loading=data_parallel_loading,
-        within=within,
+        within=tolerance,
     )
     request = _api.frontier_request(
         _api.read_profile(profile_path),

@@ -17,16 +17,16 @@ from pipeplan.errors import PipeplanError
 __all__ = ["cli", "main"]
 
 VERBS = {
-    "search": "Search a schedule for a profile and write the plan.",
-    "compare": "Compare every known schedule, ours beside them.",
-    "frontier": "Show what more memory and more devices bring.",
-    "simulate": "Simulate a plan: bubbles, memory, critical path, timeline.",
-    "run": "Run a plan on torch.distributed, or emulate it.",
-    "profile": "Measure a model block by block and write the profile.",
-    "check": "Verify a plan independently of what made it.",
-    "example": "Write a ready input: a literature shape or a paper's model.",
+    "search": ("search_verbs", "Search for the best plan."),
+    "compare": ("search_verbs", "Compare pipeplan's schedule with every known one."),
+    "frontier": ("frontier_verb", "Show what more memory and more devices bring."),
+    "simulate": ("plan_verbs", "Simulate a plan: bubbles, memory, critical path, timeline."),
+    "run": ("run_verb", "Run a plan on torch.distributed, or emulate it."),
+    "profile": ("profile_verb", "Measure or estimate a model block by block."),
+    "check": ("plan_verbs", "Verify a plan independently of what made it."),
+    "example": ("example_verb", "Write a ready input: a literature shape or a paper's model."),
 }
-"""Verb -> one line of help; the command is ``command`` in ``pipeplan.cli.<verb>_verb``."""
+"""Verb -> the module that has its ``VERB_command``, and one line of help."""
 
 INTERRUPTED = 130
 
@@ -35,20 +35,21 @@ class LazyGroup(click.Group):
     """A group that imports a verb's module when the verb is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Verbs in the order of the job."""
+        """Verbs in the order in which they are used."""
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The verb's command, imported now; None if there is no such verb."""
+        """The verb's command, imported now; None if the verb is unknown."""
         if cmd_name not in VERBS:
             return None
-        command: click.Command = importlib.import_module(f"pipeplan.cli.{cmd_name}_verb").command
+        module, _ = VERBS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(f"pipeplan.cli.{module}"), f"{cmd_name}_command")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The verbs with their help lines, without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl(list(VERBS.items()))
+            formatter.write_dl([(verb, text) for verb, (_, text) in VERBS.items()])
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -75,7 +76,7 @@ def main() -> None:
     except PipeplanError as error:
         click.echo(f"pipeplan: {error}", err=True)
         sys.exit(error.exit_code)
-    except BrokenPipeError:  # the reader of stdout left; nothing to tell it
+    except BrokenPipeError:  # the reader of stdout left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     sys.exit(code if isinstance(code, int) else 0)

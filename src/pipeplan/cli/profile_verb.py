@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -15,15 +14,23 @@ import click
 from click.core import ParameterSource
 
 from pipeplan import _api
-from pipeplan.cli.options import BYTES, COUNTS
-from pipeplan.cli.status import Shown, require_stdout_once, require_writable, warnings_told
+from pipeplan.cli.shared import (
+    BYTES,
+    COUNTS,
+    RenamedOption,
+    Shown,
+    interrupt_on_sigterm,
+    require_stdout_once,
+    require_writable,
+    warnings_told,
+)
 from pipeplan.errors import ExecutionError, FileError, InfeasibleError, UsageError
 from pipeplan.units import format_bytes
 
 if TYPE_CHECKING:
     from pipeplan._api import Cluster, LinkPoint, LinkResult, Model, Profile, UnfinishedProfile
 
-__all__ = ["INTERRUPTED", "add_communication", "command", "measure_communication"]
+__all__ = ["INTERRUPTED", "add_communication", "measure_communication", "profile_command"]
 
 
 INTERRUPTED = 130
@@ -51,7 +58,7 @@ def measure_communication(ctx: click.Context) -> None:
 
     try:
         if given["processes"]:
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            interrupt_on_sigterm()
         else:
             _require_ranks()
         found = _api.measure_links(options, given["processes"], base, on_point=_tell, keep=keep)
@@ -80,7 +87,7 @@ def _require_ranks() -> None:
 
 
 def add_communication(given: Mapping[str, Any]) -> None:
-    """Read measured link times, write the cluster with them, and say how well each curve tells what it has not seen."""
+    """Read measured link times, write the cluster with them, and print how well each curve predicts unseen times."""
     cluster = _api.read_cluster(given["cluster"])
     printed = {path: _read_text(path) for path in given["communication_from"]}
     found = _api.add_links(cluster, printed, given["level"])
@@ -100,10 +107,10 @@ def _print_curves(found: LinkResult, output: str, *, as_json: bool) -> None:
 
 def _curve_line(curve: dict[str, Any]) -> str:
     error = curve["leave_one_out_error"]
-    told = "too few points to tell" if error is None else f"{error:.1%} median error of points left out"
+    accuracy = "too few points to judge" if error is None else f"{error:.1%} median error of points left out"
     sizes = f"{format_bytes(curve['smallest_bytes'])} to {format_bytes(curve['largest_bytes'])}"
     where = f"on {curve['level']}, {curve['num_devices']} devices"
-    return f"{curve['operation']} {where}: {curve['num_points']} points, {sizes}, {told}"
+    return f"{curve['operation']} {where}: {curve['num_points']} points, {sizes}, {accuracy}"
 
 
 def _read_text(path: str) -> str:
@@ -115,18 +122,20 @@ def _read_text(path: str) -> str:
     return data.decode(errors="replace")
 
 
-@click.command("profile", short_help="Measure or estimate a model block by block and write the profile.")
+@click.command("profile")
 @click.argument("name", metavar="[MODEL]", required=False)
 @click.option("--microbatch", type=COUNTS, default="1,2,4", show_default=True, help="Samples per run.")
 @click.option("--sequence", type=click.IntRange(min=1), help="Length of sequences, for the zoo and configurations.")
 @click.option(
-    "--grain",
+    *("--granularity", "grain"),
+    cls=RenamedOption,
+    was=("--grain",),
     type=click.Choice(["layer", "half", "operator"]),
     help="What a block of a captured model is.  [default: half]",
 )
 @click.option("--shared", multiple=True, metavar="BLOCK", help="Blocks for all devices, by id or operator; * matches.")
 @click.option("--shards", type=COUNTS, default="1", show_default=True, help="Devices that split each block.")
-@click.option("--recompute", is_flag=True, help="Costs with activation checkpointing, too.")
+@click.option("--recompute", is_flag=True, help="Costs with activation checkpointing too.")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16", "float64"]),
@@ -138,7 +147,7 @@ def _read_text(path: str) -> str:
 @click.option("--warmup", type=click.IntRange(0, 100_000), default=3, show_default=True, help="Runs before them.")
 @click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0, show_default=True)
 @click.option("--estimate", is_flag=True, help="Run nothing: count bytes and work, and take a device's rates.")
-@click.option("--calibrate", metavar="PROFILE", help="Measured profile that an estimate's times are fitted to.")
+@click.option("--calibrate", metavar="PROFILE", help="Measured profile to fit an estimate's times to.")
 @click.option("--show", metavar="PROFILE", help="Measure nothing: print a profile, and what makes plans from it wrong.")
 @click.option(
     *("--communication-from", "communication_from"),
@@ -147,7 +156,7 @@ def _read_text(path: str) -> str:
     help="Measure nothing: put what nccl-tests printed, text or JSON, into a cluster. May be repeated.",
 )
 @click.option("--communication", is_flag=True, help="Measure links, under torchrun or with --processes.")
-@click.option("--processes", type=click.IntRange(2, 64), help="Start so many processes here to measure links between.")
+@click.option("--processes", type=click.IntRange(2, 64), help="Number of local processes to measure links between.")
 @click.option("--min-bytes", type=BYTES, default="1KiB", show_default=True, help="Smallest message.")
 @click.option("--max-bytes", type=BYTES, default="64MiB", show_default=True, help="Largest message.")
 @click.option("--cluster", metavar="CLUSTER", help="Cluster to put link times into, or to take collectives from.")
@@ -155,15 +164,15 @@ def _read_text(path: str) -> str:
 @click.option("-o", "--output", metavar="FILE", help="Where to write the profile, or the cluster; - for stdout.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.pass_context
-def command(ctx: click.Context, /, **_: Any) -> None:
+def profile_command(ctx: click.Context, /, **_: Any) -> None:
     """Measure MODEL block by block: times of forward and backward, and what memory they hold.
 
     MODEL is a name of the zoo (gpt2-tiny, gpt2-124m, tessel-mt5-tiny, mmt and others: docs/models.md), a Hugging Face
     configuration (a config.json or 'LlamaConfig(num_hidden_layers=4)'), or pkg.mod:factory, a function that returns a
-    model or a module with example inputs. Use a quiet machine: every number is a median, and the profile says how far
-    the runs behind it lie apart.
+    model or a module with example inputs. Use an idle machine: every number is a median, and the profile says how much
+    the runs vary.
 
-    What was measured before an interruption is kept, and the same command goes on with it.
+    What was measured before an interruption is kept, and the same command resumes from it.
 
     --estimate runs nothing and takes the rates of a --device such as a100-80gb. --communication measures links and
     writes a cluster. Two more uses need no torch: --show PROFILE looks a profile over, with --microbatch for those
@@ -224,7 +233,7 @@ def _written(parameter: click.Parameter) -> str:
 
 
 def _show(path: str, asked: tuple[int, ...], as_json: bool) -> None:
-    from pipeplan.reporting.inspection import print_inspection
+    from pipeplan.reporting.tables import print_inspection
 
     inspection = _api.Inspection(_api.read_profile(path), asked)
     if as_json:
@@ -239,7 +248,7 @@ def _measure(ctx: click.Context) -> None:
     begin = time.monotonic()
     partial = _api.UnfinishedProfile(_partial_path(given["output"]))
     if partial.path is not None and partial.path.exists():
-        click.echo(f"pipeplan: going on from {partial.path}", err=True)
+        click.echo(f"pipeplan: resuming from {partial.path}", err=True)
     shown = Shown("measuring")
     try:
         with warnings_told(), shown:
@@ -294,7 +303,7 @@ def _model(given: Mapping[str, Any], *, meta: bool = False) -> Model:
     if max(given["shards"]) > 1 and model.sharded is not None and not model.runs_split:
         click.echo(
             f"pipeplan: blocks of {model.name} run whole only: the rows of --shards are for planning, and plans that "
-            "run come from search --spread no",
+            "run come from search --shard-shared no",
             err=True,
         )
     return model
@@ -306,7 +315,7 @@ def _cluster(given: Mapping[str, Any]) -> Cluster | None:
 
 def _print(profile: Profile, given: Mapping[str, Any], begin: float) -> None:
     """What a profile says in short, once it is written."""
-    from pipeplan.reporting.inspection import print_blocks
+    from pipeplan.reporting.tables import print_blocks
 
     if given["as_json"]:
         click.echo(json.dumps(_api.ProfileResult(profile, time.monotonic() - begin).figures()))
@@ -322,10 +331,10 @@ def _partial_path(output: str) -> Path | None:
 
 
 def _kept(partial: UnfinishedProfile, what: str = "the same command") -> str:
-    """Where measurements are, and what goes on with them."""
+    """Where measurements are, and what resumes from them."""
     if partial.path is None or not partial.path.exists():
         return "nothing is written"
-    return f"what was measured is kept in {partial.path}, and {what} goes on from there"
+    return f"what was measured is kept in {partial.path}, and {what} resumes from there"
 
 
 def _tell_missing(profile: Profile, sizes: tuple[int, ...]) -> None:

@@ -6,97 +6,98 @@ import json
 import math
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from pipeplan import _api
-from pipeplan.cli.options import BYTES, DURATION, FiniteRange
-from pipeplan.cli.status import interrupt_on_sigterm, require_writable
+from pipeplan.cli.shared import BYTES, DURATION, FiniteRange, RenamedOption, interrupt_on_sigterm, require_writable
 from pipeplan.errors import ExecutionError, UsageError
 from pipeplan.units import format_ns
 
 if TYPE_CHECKING:
     from pipeplan._api import Plan, RunOptions, RunOutcome, StepResult
 
-__all__ = ["Steps", "command", "comparison_line", "training_options"]
+__all__ = ["Steps", "comparison_line", "run_command"]
 
 
 _Command = TypeVar("_Command", bound=Callable[..., object])
 
-_OPTIONS = (
-    click.option(
-        "--data",
-        metavar="FILE|builtin|pkg.mod:factory",
-        help="A text, tokens as .npy or .bin, sums in words, or your dataset.  [default: what the model makes up]",
-    ),
-    click.option(
-        "--optimizer",
-        default="adamw",
-        show_default=True,
-        metavar="adamw|adam|sgd|pkg.mod:factory",
-        help="One of torch's, or a function of the parameters that returns one.",
-    ),
-    click.option("--lr", "learning_rate", type=FiniteRange(0), help="[default: the optimizer's, 0.001]"),
-    click.option("--weight-decay", type=FiniteRange(0), help="[default: the optimizer's, 0.01 of adamw]"),
-    click.option(
-        "--lr-schedule",
-        default="constant",
-        show_default=True,
-        metavar="constant|cosine|linear|pkg.mod:factory",
-        help="How the learning rate goes on, or a function of the optimizer that returns a torch LRScheduler.",
-    ),
-    click.option(
-        "--warmup-steps", type=click.IntRange(min=0), default=0, show_default=True, help="The learning rate grows."
-    ),
-    click.option("--lr-steps", type=click.IntRange(min=1), help="Steps of the schedule.  [default: --steps]"),
-    click.option(
-        "--clip-norm",
-        type=FiniteRange(0, min_open=True, infinite=True),
-        metavar="X",
-        help="Largest norm of all gradients together; inf to have it reported alone.",
-    ),
-    click.option(
-        "--autocast", type=click.Choice(["bfloat16"]), help="Compute in it, with parameters and optimizer in float32."
-    ),
-    click.option("--checkpoint", metavar="DIR", help="Write checkpoints, which any plan of the model goes on from."),
-    click.option(
-        "--checkpoint-every", type=click.IntRange(min=1), metavar="K", help="Every K steps.  [default: at the end]"
-    ),
-    click.option("--keep-checkpoints", type=click.IntRange(min=1), default=2, show_default=True),
-    click.option("--resume", is_flag=True, help="Go on from the last checkpoint; --steps counts those before it, too."),
-)
-
-
-def training_options(command: _Command) -> _Command:
-    """Give a command the flags of training."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
-
-
 _LEAST_TIMEOUT_NS = 1_000_000
+_OF_ALL_RUNS = ("num_steps", "device", "backend", "timeout_ns", "blocking", "message_limit_bytes")
+"""Parameters of every run; the others are those of training."""
 
 
-@click.command("run", short_help="Run a plan on torch.distributed.")
+@click.command("run")
 @click.argument("plan_path", metavar="PLAN")
 @click.option("--model", metavar="NAME|CONFIG|pkg.mod:name", help="Of the zoo, a configuration, or your own.")
 @click.option("--emulate", is_flag=True, help="Run without a model: actions only take their predicted time.")
-@click.option("--blocking", is_flag=True, help="For comparison: every transfer holds up the devices at its two ends.")
+@click.option("--blocking", is_flag=True, help="For comparison: every transfer blocks the devices at both ends.")
 @click.option(
-    "--message-limit",
+    *("--message-limit", "message_limit_bytes"),
     type=BYTES,
     default="1MiB",
     show_default=True,
-    help="With --emulate, largest message; others have the plan's bytes.",
+    help="With --emulate, largest message; smaller ones have the plan's bytes.",
 )
 @click.option("--sequence", type=click.IntRange(min=1), help="Length of sequences, for the zoo and configurations.")
 @click.option("--instructions", metavar="pkg.mod", help="Module that registers what the plan's instructions do.")
-@click.option("--grain", type=click.Choice(["layer", "half", "operator"]), help="Blocks, as the profile has them.")
-@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Mini-batches to train on.")
+@click.option(
+    *("--granularity", "grain"),
+    cls=RenamedOption,
+    was=("--grain",),
+    type=click.Choice(["layer", "half", "operator"]),
+    help="What a block of a captured model is, as for the profile.",
+)
+@click.option(
+    "--steps", "num_steps", type=click.IntRange(min=1), default=10, show_default=True, help="Mini-batches to train on."
+)
 @click.option("--local", is_flag=True, help="Start one process per device here; otherwise torchrun has done so.")
 @click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0, show_default=True)
-@training_options
+@click.option(
+    "--data",
+    metavar="FILE|builtin|pkg.mod:factory",
+    help="A text, tokens as .npy or .bin, sums in words, or your dataset.  [default: what the model makes up]",
+)
+@click.option(
+    "--optimizer",
+    default="adamw",
+    show_default=True,
+    metavar="adamw|adam|sgd|pkg.mod:factory",
+    help="One of torch's, or a function of the parameters that returns one.",
+)
+@click.option("--lr", "learning_rate", type=FiniteRange(0), help="[default: the optimizer's, 0.001]")
+@click.option("--weight-decay", type=FiniteRange(0), help="[default: the optimizer's, 0.01 of adamw]")
+@click.option(
+    "--lr-schedule",
+    default="constant",
+    show_default=True,
+    metavar="constant|cosine|linear|pkg.mod:factory",
+    help="Learning-rate schedule; a factory takes the optimizer and returns a torch LRScheduler.",
+)
+@click.option(
+    "--warmup-steps",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Steps over which the learning rate grows.",
+)
+@click.option("--lr-steps", type=click.IntRange(min=1), help="Steps of the schedule.  [default: --steps]")
+@click.option(
+    "--clip-norm",
+    type=FiniteRange(0, min_open=True, infinite=True),
+    metavar="X",
+    help="Clip the norm of all gradients together to this; inf only reports it.",
+)
+@click.option(
+    "--autocast", type=click.Choice(["bfloat16"]), help="Compute in it, with parameters and optimizer in float32."
+)
+@click.option("--checkpoint", metavar="DIR", help="Write checkpoints, from which any plan of the model can resume.")
+@click.option(
+    "--checkpoint-every", type=click.IntRange(min=1), metavar="K", help="Every K steps.  [default: at the end]"
+)
+@click.option("--keep-checkpoints", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--resume", is_flag=True, help="Resume from the last checkpoint; --steps is the total.")
 @click.option("--dtype", type=click.Choice(["float32", "float64", "bfloat16"]), default="float32", show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option(
@@ -106,35 +107,24 @@ _LEAST_TIMEOUT_NS = 1_000_000
     show_default=True,
     help="What carries tensors; auto is nccl for cuda. With gloo several processes can share a GPU.",
 )
-@click.option("--timeout", type=DURATION, default="60s", show_default=True, help="Longest wait, and longest action.")
+@click.option(
+    *("--timeout", "timeout_ns"),
+    type=DURATION,
+    default="60s",
+    show_default=True,
+    help="Longest time to wait, and longest action.",
+)
 @click.option("--trace", "trace_path", metavar="FILE", help="Write the measured timeline beside the predicted one.")
 @click.option("--json", "as_json", is_flag=True, help="Print losses and times as one JSON object.")
-def command(
-    plan_path: str,
-    model: str | None,
-    emulate: bool,
-    blocking: bool,
-    message_limit: int,
-    sequence: int | None,
-    instructions: str | None,
-    grain: Literal["layer", "half", "operator"] | None,
-    steps: int,
-    local: bool,
-    seed: int,
-    dtype: str,
-    device: str,
-    backend: str,
-    timeout: int,
-    trace_path: str | None,
-    as_json: bool,
-    **training: Any,
+def run_command(
+    plan_path: str, model: str | None, emulate: bool, local: bool, trace_path: str | None, as_json: bool, **how: Any
 ) -> None:
     """Train with PLAN, one process per device, and print the loss of every step.
 
     Start it under torchrun (torchrun --nproc-per-node 4 -m pipeplan run PLAN ...), or give --local. The model
     comes from here, never from the plan; its blocks must have the plan's names. With --emulate no model is trained,
-    so --model is refused and what else is about models and training does nothing: actions wait for as long as PLAN
-    says. At the end stands the iteration's predicted time beside the median.
+    so --model is refused and all other flags about models and training have no effect: actions wait for as long as PLAN
+    says. At the end the iteration's predicted time is printed beside the median.
     """
     _api.require_torch("run")
     if (model is None) != emulate:
@@ -143,20 +133,11 @@ def command(
         raise UsageError("--trace - would mix with the losses on stdout; give a file")
     if trace_path is not None and (local or os.environ.get("RANK", "0") == "0"):  # only rank 0 writes it
         require_writable(trace_path, "--trace")
-    if timeout < _LEAST_TIMEOUT_NS:
-        raise UsageError(f"--timeout {timeout}ns is too short to wait for anything; give at least 1ms")
-    options = _api.RunOptions(
-        num_steps=steps,
-        device=device,
-        backend=backend,
-        timeout_ns=timeout,
-        trace=trace_path is not None,
-        blocking=blocking,
-        message_limit_bytes=message_limit,
-    )
+    if how["timeout_ns"] < _LEAST_TIMEOUT_NS:
+        raise UsageError(f"--timeout {how['timeout_ns']}ns is too short to wait for anything; give at least 1ms")
+    options = _api.RunOptions(**{name: how.pop(name) for name in _OF_ALL_RUNS}, trace=trace_path is not None)
     if model is not None:
-        training |= {"sequence": sequence, "grain": grain, "seed": seed, "dtype": dtype, "instructions": instructions}
-        options = _api.TrainOptions(model, **options.as_json(), **training)
+        options = _api.TrainOptions(model, **options.as_json(), **how)
     options.require_consistent()
     shown = Steps(options, quiet=as_json)
     outcome = _run_here(plan_path, options, shown) if local else _run_as_rank(plan_path, options, shown)
@@ -223,20 +204,20 @@ class Steps:
         what = (
             f"loss is {result.loss}" if not math.isfinite(result.loss) else f"norm of gradients is {result.grad_norm}"
         )
-        kept = "" if checkpoint is None else "; no checkpoint is written after such a step"
+        kept = "" if checkpoint is None else "; no checkpoint is written after this step"
         click.echo(f"pipeplan: warning: step {result.step}: the {what}{kept}", err=True)
 
 
 def comparison_line(outcome: RunOutcome) -> str:
     """Predicted and measured time of an iteration."""
     median, predicted = outcome.warm_ns, outcome.predicted_ns
-    left = "; the first step, which warms up, is left out" if len(outcome.result.steps) > 1 else ""
+    left = "; first (warm-up) step excluded" if len(outcome.result.steps) > 1 else ""
     ratio = f" ({median / predicted - 1:+.1%})" if predicted else ""
     return f"predicted {format_ns(predicted)}, median {format_ns(median)}{ratio}{left}"
 
 
 def _write_trace(outcome: RunOutcome, path: str) -> None:
-    from pipeplan.reporting.trace import run_trace
+    from pipeplan.reporting.timeline import run_trace
 
     options = outcome.options
     model = options.model if isinstance(options, _api.TrainOptions) else None

@@ -4,20 +4,21 @@ Here: a profile and a placement become a workload. Not here: measuring (runtime.
 clusters (catalog), what follows from costs in time (workload).
 """
 
-from pipeplan.costs.blocks import block_costs
+from pipeplan.costs.blocks import UNLIMITED, StageCost, block_costs, block_state, state_of_total, training_state
 from pipeplan.costs.communication import transfer_time
-from pipeplan.costs.stage_cost import UNLIMITED, StageCost, state_bytes
 from pipeplan.costs.stages import build_workload, can_split, gradient_sync, group_costs, stage_costs
 
 __all__ = [
     "UNLIMITED",
     "StageCost",
     "block_costs",
+    "block_state",
     "build_workload",
     "can_split",
     "gradient_sync",
     "group_costs",
     "stage_costs",
-    "state_bytes",
+    "state_of_total",
+    "training_state",
     "transfer_time",
 ]

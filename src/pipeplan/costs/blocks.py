@@ -1,38 +1,29 @@
-"""Costs of one block: between the sizes that were measured, and fitted to what was measured.
-
-Fitting a device's rates to measured blocks, so that what was not measured can be told from what was.
-
-First three rates that all blocks share: time per FLOP of matrix products, per byte moved by other kernels, and per
-kernel, none negative, by least squares of relative errors. Then how far each block is from them, as a factor: of the
-very block where it was measured, else of its kind of operator, else 1.
-"""
+"""What blocks and stages cost: a block's row between measured sizes, the state that training keeps, a stage's sum."""
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal
 
-from pipeplan.costs.operators import Kernel
+from pydantic import ConfigDict, TypeAdapter
+
+from pipeplan.catalog import names, read_table
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, CostRow, Profile
+from pipeplan.files import Block, CostRow
+from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS, STATE_KINDS, MemoryBytes
 
 __all__ = [
-    "PHASES",
-    "Calibration",
-    "DeviceRates",
-    "KnownRow",
-    "Likeness",
-    "Phase",
-    "Work",
+    "RECIPES",
+    "UNLIMITED",
+    "StageCost",
+    "StateRecipe",
     "block_costs",
-    "calibrate",
-    "fit_rates",
-    "likeness",
-    "measured_rows",
+    "block_state",
+    "state_of_total",
+    "state_recipe",
+    "training_state",
 ]
 
 
@@ -81,10 +72,10 @@ def _between(low: CostRow, high: CostRow, microbatch_size: int) -> CostRow:
         "shards": low.shards,
         "recompute": low.recompute,
     }
-    for field in (*_TIMES, *_SIZES):
-        before, after = getattr(low, field), getattr(high, field)
+    for name in (*_TIMES, *_SIZES):
+        before, after = getattr(low, name), getattr(high, name)
         if before is not None and after is not None:
-            values[field] = before + round((after - before) * offset / width)
+            values[name] = before + round((after - before) * offset / width)
     return CostRow.model_validate(values)
 
 
@@ -104,142 +95,131 @@ def _recomputed(row: CostRow, input_bytes: int) -> CostRow:
     )
 
 
-Phase = Literal["forward_ns", "input_grad_ns", "weight_grad_ns"]
-PHASES: tuple[Phase, ...] = ("forward_ns", "input_grad_ns", "weight_grad_ns")
+# State --------------------------------------------------------------------------------------------------------------
 
-Work = Mapping[Phase, Sequence[Kernel]]
-"""The kernels of F, I and W of a block for one micro-batch."""
+RECIPES = names("recipes")
+"""Every recipe by name."""
 
-Likeness = tuple[str, tuple[tuple[str, int], ...], int]
-"""Operator, dimensions and parameter bytes: equal for blocks that cost the same."""
-
-_SWEEPS = 500
-
-
-def likeness(block: Block) -> Likeness:
-    """What a block has in common with those that cost the same."""
-    return block.operator, tuple(sorted(block.dimensions.items())), block.parameter_bytes
+_FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceRates:
-    """ns per FLOP of matrix kernels, per byte that others move, and per kernel."""
+class StateRecipe:
+    """What training keeps for every parameter: tensors of its shape by kind of memory, each in the parameter's ``own``
+    format or in float32.
 
-    flop_ns: float
-    byte_ns: float
-    kernel_ns: float
+    Gradients have the parameter's own in every recipe, since a profile says that they take what parameters take.
+    """
 
-    def time_ns(self, kernels: Iterable[Kernel]) -> float:
-        """Of kernels one after another."""
-        flops, moved, count = _features(kernels)
-        return flops * self.flop_ns + moved * self.byte_ns + count * self.kernel_ns
+    title: str
+    source: str
+    tensors: Mapping[str, tuple[Literal["own", "float32"], ...]]
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    def __post_init__(self) -> None:
+        unknown = self.tensors.keys() - {kind.name for kind in STATE_KINDS}
+        if unknown or self.tensors[PARAMETERS.name] != ("own",) or self.tensors[GRADIENTS.name] != ("own",):
+            raise ValueError(f"recipe {self.title!r}: unknown kinds {sorted(unknown)}, or gradients unlike parameters")
+
+    def state(self, parameters: int, parameter_bytes: int) -> MemoryBytes:
+        """Bytes by kind for a number of parameters that take ``parameter_bytes`` in all."""
+        sizes = {"own": parameter_bytes, "float32": _FLOAT32_BYTES * parameters}
+        return MemoryBytes((kind, sum(sizes[each] for each in self.tensors.get(kind.name, ()))) for kind in STATE_KINDS)
 
 
-def _features(kernels: Iterable[Kernel]) -> tuple[int, int, int]:
-    flops = moved = count = 0
-    for kernel in kernels:
-        count += 1
-        flops += kernel.flops if kernel.matrix else 0
-        moved += 0 if kernel.matrix else kernel.moved_bytes
-    return flops, moved, count
-
-
-def fit_rates(samples: Sequence[tuple[Sequence[Kernel], int]]) -> DeviceRates:
-    """The rates nearest to measured times in ns, by squares of relative errors; none is negative.
+@cache
+def state_recipe(name: str) -> StateRecipe:
+    """The recipe of this name.
 
     Raises:
-        UsageError: no sample takes time.
+        UsageError: there is none.
     """
-    rows = [tuple(each / ns for each in _features(kernels)) for kernels, ns in samples if ns > 0 and kernels]
-    if not rows:
-        raise UsageError("the calibration has no times to fit to; measure at least one block of the model")
-    scale = [max(max(column), 1e-30) for column in zip(*rows, strict=True)]
-    scaled = [[value / unit for value, unit in zip(row, scale, strict=True)] for row in rows]
-    found = [0.0, 0.0, 0.0]
-    for _ in range(_SWEEPS):  # one unknown after the other, none below 0: converges, since the problem is convex
-        for index in range(3):
-            rest = [1 - sum(x * row[j] for j, x in enumerate(found) if j != index) for row in scaled]
-            own = [row[index] for row in scaled]
-            square = sum(value * value for value in own)
-            found[index] = max(0.0, sum(a * b for a, b in zip(own, rest, strict=True)) / square) if square else 0.0
-    return DeviceRates(*(value / unit for value, unit in zip(found, scale, strict=True)))
+    if name not in RECIPES:
+        raise UsageError(f"there is no recipe {name!r}; choose from {', '.join(RECIPES)}")
+    return TypeAdapter(StateRecipe).validate_python(read_table("recipes", name))
+
+
+def training_state(parameter_bytes: int, optimizer_bytes: int = 0) -> MemoryBytes:
+    """What is kept of parameters throughout training, by what a profile says of them: gradients take the same."""
+    return MemoryBytes({PARAMETERS: parameter_bytes, GRADIENTS: parameter_bytes, OPTIMIZER: optimizer_bytes})
+
+
+_PER_PARAMETER_BYTE = training_state(1).total
+
+
+def state_of_total(total_bytes: int, parameter_bytes: int) -> MemoryBytes:
+    """What is kept of parameters throughout training, where all of it takes ``total_bytes``."""
+    return training_state(parameter_bytes, total_bytes - parameter_bytes * _PER_PARAMETER_BYTE)
+
+
+def block_state(block: Block, shards: int = 1) -> MemoryBytes:
+    """What each of ``shards`` devices that split a block keeps of it throughout training."""
+    return training_state(block.parameter_bytes, block.optimizer_bytes).share(shards)
+
+
+UNLIMITED = 1 << 60
+"""More micro-batches than there can be, and more ns."""
 
 
 @dataclass(frozen=True, slots=True)
-class KnownRow:
-    """A measured row of a block, and the work that is behind it."""
+class StageCost:
+    """Costs of a stage on each of its devices, for one micro-batch; times in ns, sizes in bytes.
 
-    block: Block
-    row: CostRow
-    work: Work
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """What turns work into times.
-
-    ``blocks`` [likeness, phase] and ``operators`` [operator, phase] are factors on the rates' times, the former by
-    micro-batch size; ``together`` [operator] is B over I and W. ``error`` is the median of how far the rates alone are
-    from the measured times.
+    ``state`` is held all the time, activations from F to B or I, ``weight_grad_bytes`` from I to W, workspace by one
+    action.
+    ``input_grad_ns`` and ``weight_grad_ns`` are None where a block of the stage has no split backward. ``sync_ns`` is
+    summing gradients among the devices of a replica, once per iteration. Two stages that become one have the sum of
+    their costs, but for the workspace: only one block runs at a time.
     """
 
-    rates: DeviceRates
-    blocks: Mapping[tuple[Likeness, Phase], Mapping[int, float]]
-    operators: Mapping[tuple[str, Phase], float]
-    together: Mapping[str, float]
-    error: float
+    forward_ns: int
+    backward_ns: int
+    input_grad_ns: int | None = None
+    weight_grad_ns: int | None = None
+    activation_bytes: int = 0
+    weight_grad_bytes: int = 0
+    workspace_bytes: int = 0
+    state: MemoryBytes = field(default_factory=MemoryBytes)
+    sync_ns: int = 0
 
-    def row(self, block: Block, row: CostRow, work: Work) -> CostRow:
-        """An estimated row with the times that the measurement makes likely."""
-        times: dict[str, int] = {
-            phase: round(self.time_ns(block, phase, row.microbatch_size, work[phase])) for phase in PHASES
-        }
-        backward = (times["input_grad_ns"] + times["weight_grad_ns"]) * self.together.get(block.operator, 1.0)
-        return row.model_copy(update={**times, "backward_ns": round(backward)})
+    @property
+    def compute_ns(self) -> int:
+        """Forward and backward."""
+        return self.forward_ns + self.backward_ns
 
-    def time_ns(self, block: Block, phase: Phase, size: int, kernels: Sequence[Kernel]) -> float:
-        """Time of one phase; the factor is that of the nearest measured size."""
-        usual = self.operators.get((block.operator, phase), 1.0)
-        by_size = self.blocks.get((likeness(block), phase), {})
-        nearest = min(by_size, key=lambda known: abs(math.log(known / size)), default=0)
-        return self.rates.time_ns(kernels) * by_size.get(nearest, usual)
+    @property
+    def static_bytes(self) -> int:
+        """What is held all the time."""
+        return self.state.total
 
+    @property
+    def gradient_bytes(self) -> int:
+        """What replicas sum."""
+        return self.state[GRADIENTS]
 
-def calibrate(known: Sequence[KnownRow]) -> Calibration:
-    """Fit rates and factors to measured rows.
+    def memory_bytes(self, in_flight: int) -> int:
+        """Bytes with ``in_flight`` micro-batches in flight."""
+        return self.static_bytes + in_flight * self.activation_bytes + self.workspace_bytes
 
-    Raises:
-        UsageError: nothing is known.
-    """
-    samples = [
-        (each, phase, ns) for each in known for phase in PHASES if (ns := getattr(each.row, phase)) and each.work[phase]
-    ]
-    rates = fit_rates([(each.work[phase], ns) for each, phase, ns in samples])
-    blocks: dict[tuple[Likeness, Phase], dict[int, float]] = defaultdict(dict)
-    operators: dict[tuple[str, Phase], list[float]] = defaultdict(list)
-    for each, phase, ns in samples:
-        factor = ns / max(rates.time_ns(each.work[phase]), 1e-9)
-        blocks[likeness(each.block), phase][each.row.microbatch_size] = factor
-        operators[each.block.operator, phase].append(factor)
-    together: dict[str, list[float]] = defaultdict(list)
-    for each in known:
-        apart = (each.row.input_grad_ns or 0) + (each.row.weight_grad_ns or 0)
-        if each.row.backward_ns and apart:
-            together[each.block.operator].append(each.row.backward_ns / apart)
-    return Calibration(
-        rates,
-        blocks,
-        {key: statistics.geometric_mean(values) for key, values in operators.items()},
-        {key: statistics.geometric_mean(values) for key, values in together.items()},
-        statistics.median(abs(1 / factor - 1) for values in operators.values() for factor in values),
-    )
+    def most_in_flight(self, limit: int) -> int:
+        """Micro-batches whose activations fit into ``limit`` bytes; -1 if not even the rest fits."""
+        left = limit - self.static_bytes - self.workspace_bytes
+        return -1 if left < 0 else left // self.activation_bytes if self.activation_bytes else UNLIMITED
+
+    def __add__(self, other: StageCost) -> StageCost:
+        return StageCost(
+            self.forward_ns + other.forward_ns,
+            self.backward_ns + other.backward_ns,
+            _both(self.input_grad_ns, other.input_grad_ns),
+            _both(self.weight_grad_ns, other.weight_grad_ns),
+            self.activation_bytes + other.activation_bytes,
+            self.weight_grad_bytes + other.weight_grad_bytes,
+            max(self.workspace_bytes, other.workspace_bytes),
+            self.state + other.state,
+            self.sync_ns + other.sync_ns,
+        )
 
 
-def measured_rows(profile: Profile) -> list[tuple[Block, CostRow]]:
-    """A row for each likeness and micro-batch size of unsplit blocks that keep their activations."""
-    found: dict[tuple[Likeness, int], tuple[Block, CostRow]] = {}
-    for block in profile.blocks:
-        for row in block.costs:
-            if row.shards == 1 and not row.recompute and row.configuration is None:
-                found.setdefault((likeness(block), row.microbatch_size), (block, row))
-    return list(found.values())
+def _both(one: int | None, other: int | None) -> int | None:
+    return None if one is None or other is None else one + other

@@ -1,10 +1,8 @@
 """What it costs to move bytes: between two devices, within a group, and in all groups of a mesh at once.
 
-What collectives cost when all groups of a device mesh run them at once, and share the links between nodes.
-
 The groups along one dimension of a mesh are alike, and every one of them runs the collective at the same time. A link
 inside the innermost level is a device's own; those of levels above join nodes, and everything that leaves a node at
-once goes through one (TensorOpt section 4.2 measures per partition of the devices what we tell from this).
+once goes through one (TensorOpt section 4.2 measures per partition of the devices what we derive from this).
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipeplan.costs.presets import DevicePreset
+from pipeplan.costs.devices import DevicePreset
 from pipeplan.files import Cluster, LinkLevel, MeasuredCurve
 
 __all__ = [
@@ -105,13 +103,13 @@ def time_on_line(points: Points, size: int) -> int:
     return latency + math.ceil(size * 1e9 / bandwidth)
 
 
-def leave_one_out_error(points: Points, told: Callable[[Points, int], int] = time_on_curve) -> float | None:
-    """How well the curve tells times it has not seen: the median of ``|told / measured - 1|``.
+def leave_one_out_error(points: Points, predict: Callable[[Points, int], int] = time_on_curve) -> float | None:
+    """How well the curve predicts times it has not seen: the median of ``|predicted / measured - 1|``.
 
-    Each point but the first and the last is left out once, and told from the others. None below three points.
+    Each point but the first and the last is left out once, and predicted from the others. None below three points.
     """
     errors = [
-        abs(told([*points[:index], *points[index + 1 :]], size) / ns - 1)
+        abs(predict([*points[:index], *points[index + 1 :]], size) / ns - 1)
         for index, (size, ns) in enumerate(points[1:-1], start=1)
     ]
     return statistics.median(errors) if errors else None
@@ -128,7 +126,7 @@ class LinkResult:
     cluster: Cluster
 
     def figures(self) -> dict[str, Any]:
-        """The object of ``profile --communication --json``: how well each curve tells what it has not seen."""
+        """The object of ``profile --communication --json``: how well each curve predicts what it has not seen."""
         return {"cluster": self.cluster.name, "curves": [_curve_figures(curve) for curve in self.cluster.measured]}
 
 
@@ -166,7 +164,7 @@ class Exchange:
 
 
 Prices = Callable[[Exchange, int], float]
-"""Time in ns of an exchange among so many devices."""
+"""Time in ns of an exchange among a number of devices."""
 
 
 def ring_ns(exchange: Exchange, devices: int, bytes_per_s: float, step_ns: float) -> float:
@@ -255,7 +253,7 @@ class BusiestPair:
     crowd: int
 
     def send_time(self, cluster: Cluster, size: int) -> int:
-        """Time in ns when each sends so many bytes."""
+        """Time in ns when each pair sends ``size`` bytes."""
         return sum(transfer_time(cluster, self.source, self.target, size * self.crowd)) if size else 0
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from pipeplan.costs.blocks import block_state
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.units import format_ns
 
@@ -72,9 +73,7 @@ def _row(block: Block, size: int) -> CostRow:
 
 
 def _work_ns(row: CostRow) -> int:
-    """Forward and the full backward, or its two halves."""
-    backward = row.backward_ns
-    return row.forward_ns + (backward if backward is not None else (row.input_grad_ns or 0) + (row.weight_grad_ns or 0))
+    return row.forward_ns + row.whole_backward_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,7 @@ def operator_shares(profile: Profile, size: int) -> list[OperatorShare]:
     found: dict[str, list[int]] = {}
     for block in profile.blocks:
         row = _row(block, size)
-        taken = (1, _work_ns(row), 2 * block.parameter_bytes + block.optimizer_bytes, row.activation_bytes)
+        taken = (1, _work_ns(row), block_state(block).total, row.activation_bytes)
         found[block.operator] = [a + b for a, b in zip(found.get(block.operator, [0] * 4), taken, strict=True)]
     totals = [max(1, sum(column)) for column in zip(*found.values(), strict=True)]
     shares = [
@@ -238,7 +237,10 @@ def _without_split(profile: Profile, kinds: Sequence[Sequence[Block]]) -> Iterat
 
 def _zero_costs(profile: Profile, kinds: Sequence[Sequence[Block]]) -> Iterator[Caution]:
     for blocks in kinds:
-        zero = [name for name, time in (("forward", _forward), ("backward", _backward)) if not all(time(blocks[0]))]
+        times = {
+            name: [getattr(row, f"{name}_ns") for row in blocks[0].costs] for name in ("forward", "whole_backward")
+        }
+        zero = [name.removeprefix("whole_") for name, each in times.items() if not all(each)]
         if zero:
             yield Caution("zero-cost", blocks[0].id, f"{_names(blocks)} takes no time in {' and '.join(zero)}")
     if not any(row.activation_bytes for block in profile.blocks for row in block.costs):
@@ -249,14 +251,6 @@ def _zero_costs(profile: Profile, kinds: Sequence[Sequence[Block]]) -> Iterator[
         first = f"{free[0].source} -> {free[0].target}"
         text = f"{len(free)} of {len(profile.edges)} edges carry nothing and take no time, the first is {first}"
         yield Caution("zero-cost", None, f"{text}; give them bytes_per_sample or transfer_ns")
-
-
-def _forward(block: Block) -> Iterator[int]:
-    return (row.forward_ns for row in block.costs)
-
-
-def _backward(block: Block) -> Iterator[int]:
-    return (_work_ns(row) - row.forward_ns for row in block.costs)
 
 
 def _names(blocks: Sequence[Block]) -> str:

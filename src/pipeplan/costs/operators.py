@@ -15,11 +15,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pipeplan.costs.communication import Combining, Exchange, Prices, prices_of
-from pipeplan.costs.presets import DevicePreset
+from pipeplan.costs.devices import DevicePreset, Kernel
 from pipeplan.files import CostRow
 
 __all__ = [
-    "Kernel",
     "Operator",
     "activation",
     "add",
@@ -43,15 +42,6 @@ __all__ = [
 _FLOAT32 = 4
 _INT64 = 8
 _STATISTICS = 2 * _FLOAT32  # mean and reciprocal deviation of a token's norm
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """One launch: floating-point operations, bytes to and from memory, and whether matrix units do the work."""
-
-    flops: int
-    moved_bytes: int
-    matrix: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +93,7 @@ def exchange(
     forward: Combining | None = None,
     input_grad: Combining | None = None,
 ) -> Operator:
-    """Collectives about a whole array of so many bytes, in forward and in backward."""
+    """Collectives over a whole array of ``array_bytes``, in forward and in backward."""
     return Operator(
         forward_exchanges=(Exchange(forward, array_bytes),) if forward else (),
         input_grad_exchanges=(Exchange(input_grad, array_bytes),) if input_grad else (),
@@ -190,7 +180,7 @@ def relu(numbers: int, width: int, *, ends: bool = False) -> Operator:
 
 
 def concatenate(numbers: int, width: int) -> Operator:
-    """A copy of several tensors into one of so many ``numbers``; backward needs none of them and hands out views."""
+    """A copy of several tensors into one of ``numbers`` elements; backward needs none of them and hands out views."""
     return Operator(forward=(Kernel(0, 2 * numbers * width),), gradient_bytes=numbers * width)
 
 
@@ -271,7 +261,7 @@ def recurrent(
     It keeps its input and, of every step, the state before it (output and cell), the four gates and the cell's
     hyperbolic tangent; the outputs are the next operator's input. All weight gradients are made with I. A share has
     ``cells / shards``, and the outputs of every step are gathered. The ``first`` layer gives no input gradient. A share
-    that takes only some numbers of the state has so many ``state_inputs``.
+    that takes only part of the state takes ``state_inputs`` elements of it.
     """
     tokens, own = samples * steps, -(-cells // shards)
     taken = cells if state_inputs is None else state_inputs

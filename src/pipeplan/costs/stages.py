@@ -7,14 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
-from pipeplan.costs.blocks import block_costs
+from pipeplan.costs.blocks import StageCost, block_costs, block_state
 from pipeplan.costs.communication import all_reduce_time, transfer_time
-from pipeplan.costs.stage_cost import StageCost
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, Edge, PlacedStage, Placement, Profile
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, slots_of
-from pipeplan.workload.kinds import BACKWARD_ROLES, Role
+from pipeplan.workload.kinds import BACKWARD_ROLES, MemoryBytes, Role
 from pipeplan.workload.samples import carried
 from pipeplan.workload.workload import Workload
 
@@ -75,10 +75,7 @@ def _summed(
     split = all(row.input_grad_ns is not None for row in rows)
     return StageCost(
         forward_ns=sum(row.forward_ns for row in rows),
-        backward_ns=sum(
-            row.backward_ns if row.backward_ns is not None else (row.input_grad_ns or 0) + (row.weight_grad_ns or 0)
-            for row in rows
-        ),
+        backward_ns=sum(row.whole_backward_ns for row in rows),
         input_grad_ns=sum(row.input_grad_ns or 0 for row in rows) if split else None,
         weight_grad_ns=sum(row.weight_grad_ns or 0 for row in rows) if split else None,
         activation_bytes=max(
@@ -86,13 +83,12 @@ def _summed(
         ),
         weight_grad_bytes=sum(row.weight_grad_bytes for row in rows),
         workspace_bytes=max(row.workspace_bytes for row in rows),
-        parameter_bytes=sum(-(-block.parameter_bytes // shards) for block in chosen),
-        optimizer_bytes=sum(-(-block.optimizer_bytes // shards) for block in chosen),
+        state=sum((block_state(block, shards) for block in chosen), MemoryBytes()),
     )
 
 
 def _counted_again(edges: Iterable[Edge], microbatch_size: int) -> int:
-    """Bytes of inputs that several of the blocks behind these edges count as held, beyond the first time."""
+    """Bytes of inputs that several of the blocks these edges lead to count as held, beyond the first time."""
     shared = [edge for edge in edges if edge.tensor is not None and edge.gradient]
     size = sum(_edge_bytes(edge, microbatch_size) for edge in shared)
     return size - sum(_edge_bytes(edge, microbatch_size) for edge in _distinct(shared))
@@ -141,7 +137,7 @@ def build_workload(
         _require_shared_out(stage, mini_batch, placement.num_routes)
     _require_one_size(placed, placement.num_routes)
     costs = [(given or {}).get(number) or _costs_of(profile, number, stage) for number, stage in enumerate(placed)]
-    stages = [_keeping(stage, cost) for stage, cost in zip(placed, costs, strict=True)]
+    stages = [stage.with_state(cost.state) for stage, cost in zip(placed, costs, strict=True)]
     syncs = [gradient_sync(stages, stage, cluster) + cost.sync_ns for stage, cost in zip(stages, costs, strict=True)]
     stages = [replace(stage, sync_ns=sync) for stage, sync in zip(stages, syncs, strict=True)]
     operations = _operations(costs, split_backward, split_overhead_ns)
@@ -169,7 +165,7 @@ def _costs_of(profile: Profile, number: int, stage: Stage) -> StageCost:
     if stage.configurations:
         raise UsageError(
             f"stages[{number}] of the placement splits each block in its own way ({stage.configurations[0]}, ...), and "
-            "what that costs a profile does not say; plans of such stages come from pipeplan frontier"
+            "and a profile does not say what that costs; plans with these stages come from pipeplan frontier"
         )
     samples = stage.microbatch_size // stage.replicas
     return stage_costs(profile, stage.blocks, samples, stage.shards, recompute=stage.recompute)
@@ -177,17 +173,9 @@ def _costs_of(profile: Profile, number: int, stage: Stage) -> StageCost:
 
 def _settled(placed: PlacedStage, microbatch_size: int, recompute: bool) -> Stage:
     """A stage as placed, with what it does not say itself; what it keeps comes later."""
-    return Stage(
-        blocks=placed.blocks,
-        devices=placed.devices,
-        shards=placed.shards,
-        replicas=placed.replicas,
-        microbatch_size=placed.microbatch_size or microbatch_size,
-        recompute=recompute if placed.recompute is None else placed.recompute,
-        route=placed.route,
-        num_parted=placed.num_parted,
-        configurations=placed.configurations,
-    )
+    said: dict[str, Any] = {name: getattr(placed, name) for name in PlacedStage.model_fields}
+    own = {name: value for name, value in said.items() if value is not None}
+    return Stage(**({"microbatch_size": microbatch_size, "recompute": recompute} | own))
 
 
 def _require_shared_out(stage: Stage, mini_batch: int, num_routes: int) -> None:
@@ -217,16 +205,6 @@ def _require_one_size(stages: Sequence[Stage], num_routes: int) -> None:
         )
 
 
-def _keeping(stage: Stage, cost: StageCost) -> Stage:
-    """The stage with what it keeps on each device all the time."""
-    return replace(
-        stage,
-        parameter_bytes=cost.parameter_bytes,
-        gradient_bytes=cost.parameter_bytes,
-        optimizer_bytes=cost.optimizer_bytes,
-    )
-
-
 def gradient_sync(stages: Iterable[Stage], stage: Stage, cluster: Cluster | None) -> int:
     """Ns to sum a stage's gradients over its replicas, and over the other routes' stages with some of its blocks.
 
@@ -250,57 +228,39 @@ def _with_parts(profile: Profile, stage: Stage, operation: Operation) -> Operati
     return replace(operation, part_ns=max(1, cost.forward_ns))
 
 
-def _operations(costs: Sequence[StageCost], split_backward: bool, split_overhead_ns: int) -> tuple[Operation, ...]:
-    """Forwards in stage order, then backwards in reverse, so that dependencies point forward."""
+def _operations(costs: Sequence[StageCost], split_backward: bool, overhead_ns: int) -> tuple[Operation, ...]:
+    """Forwards in stage order, then backwards in reverse, so that dependencies point forward.
+
+    What W needs beyond what F held is taken when I starts, since I makes it while it runs.
+    """
     forwards = [
-        Operation(
-            kind="F",
-            stage=stage,
-            duration_ns=max(1, cost.forward_ns),
-            acquire_bytes=cost.activation_bytes,
-            workspace_bytes=cost.workspace_bytes,
-        )
+        _operation("F", stage, cost, cost.forward_ns, acquire_bytes=cost.activation_bytes)
         for stage, cost in enumerate(costs)
     ]
     backwards: list[Operation] = []
     for stage, cost in reversed(list(enumerate(costs))):
+        held, deferred = cost.activation_bytes, cost.weight_grad_bytes
         if split_backward and cost.input_grad_ns is not None and cost.weight_grad_ns is not None:
-            backwards += _split(
-                stage, cost, cost.input_grad_ns + split_overhead_ns, cost.weight_grad_ns + split_overhead_ns
-            )
+            more, less = max(0, deferred - held), max(0, held - deferred)
+            times = cost.input_grad_ns + overhead_ns, cost.weight_grad_ns + overhead_ns
+            backwards.append(_operation("I", stage, cost, times[0], acquire_bytes=more, release_bytes=less))
+            backwards.append(_operation("W", stage, cost, times[1], release_bytes=deferred))
         else:
-            backwards.append(
-                Operation(
-                    kind="B",
-                    stage=stage,
-                    duration_ns=max(1, cost.backward_ns),
-                    release_bytes=cost.activation_bytes,
-                    workspace_bytes=cost.workspace_bytes,
-                )
-            )
+            backwards.append(_operation("B", stage, cost, cost.backward_ns, release_bytes=held))
     return (*forwards, *backwards)
 
 
-def _split(stage: int, cost: StageCost, input_grad_ns: int, weight_grad_ns: int) -> list[Operation]:
-    """I and W. What W needs beyond what F held is taken when I starts, since I makes it while it runs."""
-    held, deferred = cost.activation_bytes, cost.weight_grad_bytes
-    return [
-        Operation(
-            kind="I",
-            stage=stage,
-            duration_ns=max(1, input_grad_ns),
-            acquire_bytes=max(0, deferred - held),
-            release_bytes=max(0, held - deferred),
-            workspace_bytes=cost.workspace_bytes,
-        ),
-        Operation(
-            kind="W",
-            stage=stage,
-            duration_ns=max(1, weight_grad_ns),
-            release_bytes=deferred,
-            workspace_bytes=cost.workspace_bytes,
-        ),
-    ]
+def _operation(
+    kind: str, stage: int, cost: StageCost, time_ns: int, *, acquire_bytes: int = 0, release_bytes: int = 0
+) -> Operation:
+    return Operation(
+        kind=kind,
+        stage=stage,
+        duration_ns=max(1, time_ns),
+        acquire_bytes=acquire_bytes,
+        release_bytes=release_bytes,
+        workspace_bytes=cost.workspace_bytes,
+    )
 
 
 def _dependencies(
@@ -359,7 +319,7 @@ def _hops(
 
 
 def _period(source: Stage, target: Stage) -> int:
-    """After so many micro-batches of the source both stages begin a micro-batch together again."""
+    """Number of micro-batches of the source after which both stages begin a micro-batch together again."""
     return math.lcm(source.microbatch_size, target.microbatch_size) // source.microbatch_size
 
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from pipeplan.costs.blocks import state_recipe
 from pipeplan.costs.communication import Prices
+from pipeplan.costs.devices import DevicePreset
 from pipeplan.costs.operators import Operator, activation, concatenate, cost_row, linear, sequence_of
-from pipeplan.costs.presets import DevicePreset
-from pipeplan.costs.stage_cost import state_recipe
 from pipeplan.errors import UsageError
 from pipeplan.examples.parts import (
     WIDTH,
@@ -24,6 +24,7 @@ from pipeplan.examples.parts import (
     whole,
 )
 from pipeplan.files import Block, Edge
+from pipeplan.workload.kinds import OPTIMIZER, PARAMETERS
 
 __all__ = ["RECIPE", "ModelLayout"]
 
@@ -64,13 +65,14 @@ class ModelLayout:
             UsageError: its heads do not divide by the shards.
         """
         parameters = part(1, 1).parameters
+        state = self.recipe.state(parameters, WIDTH * parameters)
         self._require_divisible(id_, dimensions.get("heads"))
         block = Block(
             id=id_,
             operator=operator,
             dimensions=dimensions,
-            parameter_bytes=WIDTH * parameters,
-            optimizer_bytes=self.recipe.optimizer_bytes(parameters, WIDTH * parameters),
+            parameter_bytes=state[PARAMETERS],
+            optimizer_bytes=state[OPTIMIZER],
             shared=shared,
             tied=tied,
             costs=tuple(

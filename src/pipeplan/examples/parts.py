@@ -68,7 +68,7 @@ def whole(costs: Callable[[int], Operator]) -> Part:
 def exchanged(
     numbers: int, shards: int, *, forward: Combining | None = None, input_grad: Combining | None = None
 ) -> tuple[Operator, ...]:
-    """Collectives about an array of so many 16-bit numbers; none where nothing is split."""
+    """Collectives over an array of ``numbers`` 16-bit elements; none where nothing is split."""
     return (exchange(numbers * WIDTH, forward=forward, input_grad=input_grad),) if shards > 1 else ()
 
 
@@ -281,7 +281,7 @@ def long_memory(steps: int, inputs: int, cells: int, *, first: bool) -> Part:
 def class_loss(rows: int, inputs: int, classes: int, *, pooled_side: int = 0) -> Part:
     """A linear layer to one number per class for each of a sample's rows, and cross-entropy, over a share of classes.
 
-    ``pooled_side``: the input is an image of so many pixels a side, and its mean is taken first.
+    ``pooled_side``: the input is an image with sides of this many pixels, and its mean is taken first.
     """
 
     def costs(samples: int, shards: int) -> Operator:

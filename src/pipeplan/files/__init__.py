@@ -4,9 +4,8 @@ Here: what a file may say, its versions and migrations, traces. Not here: what f
 (workload), whether a plan is right (checker).
 """
 
-from pipeplan.files.base import File, FileModel, Source
+from pipeplan.files.base import File, FileModel, Source, sha256_of
 from pipeplan.files.cluster import Cluster, DeviceKind, LinkLevel, MeasuredCurve
-from pipeplan.files.forms import sha256_of
 from pipeplan.files.placement import PlacedStage, Placement
 from pipeplan.files.plan import Plan, Predicted, Provenance
 from pipeplan.files.profile import Block, CostRow, Edge, Profile

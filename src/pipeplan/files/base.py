@@ -1,17 +1,82 @@
-"""What the file formats have in common: strict frozen models, their versions, and where their numbers came from."""
+"""What the file formats have in common: strict frozen models, versions and their migrations, canonical texts.
+
+A kind of file is at version 1 plus the number of its migrations. A migration is a pure function from the file's
+content at version n to its content at version n + 1. The content it gets has the form of version n: every key is there,
+with its default where the file left it out, and every value has its JSON type. It need not keep ``schema_version``. A
+placement inside a profile is part of the profile, so a new version of placements is a new version of profiles too,
+whose migration takes the placement along.
+
+To add a version: change the model, add the migration below, run ``python -m pipeplan.files.schema docs/schema``.
+Renaming a key of a profile's blocks and adding one without a default would be::
+
+    def _blocks_have_a_family(profile: Content) -> Content:
+        blocks = [{"family": block["operator"], "layer": 0, ...} for block in profile["blocks"]]
+        return profile | {"blocks": blocks}
+
+    MIGRATIONS = {("profile", 1): _blocks_have_a_family}
+
+A key that is new and has a default needs a migration that changes nothing: the version says which keys a fingerprint
+is taken of.
+
+The *form* of every version, kept in ``versions/``, has its keys in order, their defaults and JSON types: a JSON Schema
+without names, ranges and patterns. It is written when its version is new, and never changed. A file's *canonical text*
+is its JSON without blanks, with every key written out in the order of its version's form, and with numbers that may
+have a fraction always written with one. Its fingerprint is the sha256 of that: it depends neither on layout nor on
+which defaults are written out, and a later version of the format leaves it as it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
-from pydantic_core import CoreSchema, core_schema
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic_core import CoreSchema, InitErrorDetails, core_schema, to_json
 
-from pipeplan.files.migrations import current_version
+__all__ = [
+    "FOLDER",
+    "MIGRATIONS",
+    "Content",
+    "CurrentVersion",
+    "File",
+    "FileModel",
+    "Form",
+    "Migration",
+    "Source",
+    "canonical_text",
+    "completed",
+    "current_version",
+    "form_of_version",
+    "sha256_of",
+    "sha256_of_text",
+]
 
-__all__ = ["CurrentVersion", "File", "FileModel", "Source"]
+
+# Versions -----------------------------------------------------------------------------------------------------------
+
+
+Content = dict[str, Any]
+"""A file as JSON has it: dictionaries, lists, texts, numbers, booleans and None."""
+
+Migration = Callable[[Content], Content]
+
+MIGRATIONS: dict[tuple[str, int], Migration] = {}
+"""What leads from version n of a kind of file to n + 1, by kind and n."""
+
+
+def current_version(kind: str) -> int:
+    """The version that files of a kind are written in; all from 1 to this one are read."""
+    version = 1
+    while (kind, version) in MIGRATIONS:
+        version += 1
+    return version
+
+
+# Models -------------------------------------------------------------------------------------------------------------
 
 
 class FileModel(BaseModel):
@@ -43,7 +108,7 @@ class File(FileModel):
 
 @dataclass(frozen=True, slots=True)
 class CurrentVersion:
-    """Annotates a ``schema_version``: the current one of its kind, as :mod:`pipeplan.files.migrations` says."""
+    """Annotates a ``schema_version``: the current one of its kind, as :mod:`pipeplan.files.base` says."""
 
     kind: str
 
@@ -69,3 +134,100 @@ class Source(FileModel):
     ] = ""
     reference: Annotated[str, Field(max_length=2048, description="for literature: paper and table or figure")] = ""
     notes: Annotated[str, Field(max_length=8192, description="anything a reader must know to trust it")] = ""
+
+
+# Forms, canonical texts and fingerprints ----------------------------------------------------------------------------
+
+
+FOLDER = "versions"
+"""Inside this package; a file ``KIND.VERSION.json`` for each version of each kind."""
+
+Form = dict[str, Any]
+
+_Place = tuple[str | int, ...]
+
+_JSON_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "object": ((dict,), "dict_type"),
+    "array": ((list,), "list_type"),
+    "string": ((str,), "string_type"),
+    "integer": ((int,), "int_type"),
+    "number": ((int, float), "float_type"),
+    "boolean": ((bool,), "bool_type"),
+    "null": ((type(None),), "none_required"),
+}
+"""By the schema's name: what JSON is read as, and what pydantic calls the error where it is something else."""
+
+
+def sha256_of(file: File) -> str:
+    """Fingerprint of a file's meaning: sha256 of its canonical text, at the version in which it was read."""
+    return file.read_sha256 or sha256_of_text(file.model_dump_json())
+
+
+def sha256_of_text(text: str) -> str:
+    """Fingerprint of a canonical text."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def canonical_text(content: Content) -> str:
+    """The canonical text of what :func:`completed` gave."""
+    return to_json(content, inf_nan_mode="constants").decode()
+
+
+def form_of_version(kind: str, version: int) -> Form:
+    """The form that a version of a kind of file has, or had."""
+    form: Form = json.loads(files(__package__).joinpath(FOLDER, f"{kind}.{version}.json").read_bytes())
+    return form
+
+
+def completed(content: Any, form: Form, place: _Place = ()) -> Any:
+    """A file's content with every key of its form, in its order.
+
+    Raises:
+        ValidationError: a key is missing or unknown, or a value has the wrong JSON type; the first of these problems.
+    """
+    choices = form.get("anyOf", [form])
+    form = next((each for each in choices if _has_type(content, each)), {})
+    if not form:
+        raise _problem(_JSON_TYPES[choices[0]["type"]][1], place, content)
+    if content != form.get("const", content):
+        raise _problem("literal_error", place, content, {"expected": repr(form["const"])})
+    if "properties" in form:
+        return _completed_object(content, form, place)
+    if "values" in form:
+        return {key: completed(value, form["values"], (*place, key)) for key, value in content.items()}
+    if "items" in form:
+        return [completed(value, form["items"], (*place, index)) for index, value in enumerate(content)]
+    if "prefixItems" in form:
+        pairs = zip(content, form["prefixItems"], strict=False)
+        known = [completed(value, each, (*place, index)) for index, (value, each) in enumerate(pairs)]
+        return known + content[len(known) :]  # validation refuses what is too much
+    return _with_fraction(content) if form["type"] == "number" else content
+
+
+def _completed_object(content: Content, form: Form, place: _Place) -> Content:
+    found, properties = {}, form["properties"]
+    for key, each in properties.items():
+        if key not in content and key in form.get("required", ()):
+            raise _problem("missing", (*place, key), content)
+        found[key] = completed(content.get(key, each.get("default")), each, (*place, key))
+    for key, value in content.items():
+        if key not in properties:
+            raise _problem("extra_forbidden", (*place, key), value)
+    return found
+
+
+def _has_type(content: Any, form: Form) -> bool:
+    types, _ = _JSON_TYPES[form["type"]]
+    return isinstance(content, types) and (type(content) is not bool or bool in types)
+
+
+def _with_fraction(number: float) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # no valid file has a number that large
+        return number
+
+
+def _problem(type_: str, place: _Place, given: Any, context: dict[str, str] | None = None) -> ValidationError:
+    detail = InitErrorDetails(type=type_, loc=place, input=given, ctx=context or {})
+    return ValidationError.from_exception_data("file", [detail], input_type="json")

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeplan.files.base import CurrentVersion, File, FileModel, Source
-from pipeplan.files.migrations import current_version
+from pipeplan.files.base import CurrentVersion, File, FileModel, Source, current_version
 from pipeplan.workload.elements import MAX_DEVICES, Bytes, Count, DeviceCount, Items, Name, Nanoseconds, PositiveNs
 
 __all__ = ["Cluster", "DeviceKind", "LinkLevel", "MeasuredCurve"]
@@ -95,7 +94,7 @@ class Cluster(File):
         return tuple(kind.memory_bytes for kind in self.devices for _ in range(kind.count))
 
     def first(self, num_devices: int) -> Cluster:
-        """The first so many devices alone, at least one, with the links between them."""
+        """The first ``num_devices`` devices alone, at least one, with the links between them."""
         left, kinds = num_devices, []
         for kind in self.devices:
             if left > 0:

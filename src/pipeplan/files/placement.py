@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeplan.files.base import CurrentVersion, File, FileModel
-from pipeplan.files.migrations import current_version
+from pipeplan.files.base import CurrentVersion, File, FileModel, current_version
 from pipeplan.workload.elements import Count, DeviceCount, Index, Items, Name, mesh_of
 from pipeplan.workload.mesh import SAMPLES
 

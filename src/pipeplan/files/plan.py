@@ -8,13 +8,13 @@ programs give for each device the order of compute and communication.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from pipeplan.files.base import CurrentVersion, File, FileModel
-from pipeplan.files.migrations import current_version
+from pipeplan.files.base import CurrentVersion, File, FileModel, current_version
 from pipeplan.files.placement import PlacedStage, Placement
 from pipeplan.workload.action import ACTION_PATTERN, operation_of
 from pipeplan.workload.elements import (
@@ -52,7 +52,7 @@ class Predicted(FileModel):
     period_ns: Annotated[float | None, Field(ge=0, description="per micro-batch, of the repetend")] = None
     period_lower_bound_ns: Annotated[float, Field(ge=0)] = 0.0
     bubble_rate: Annotated[float, Field(ge=0, le=1, description="of the iteration")]
-    bubble_rate_span: Annotated[float, Field(ge=0, le=1, description="by span")]
+    bubble_rate_span: Annotated[float, Field(ge=0, le=1, description="by busiest device span")]
     bubble_rate_steady: Annotated[float | None, Field(ge=0, le=1, description="of the repetend")] = None
     memory: Items[DeviceMemory]
 
@@ -133,9 +133,9 @@ class Plan(File):
     def _require_blocks_first(self) -> None:
         """Stages without blocks are numbered last, so that a placement numbers the others as the plan does."""
         empty = [number for number, stage in enumerate(self.stages) if not stage.blocks]
-        behind = [number for number, stage in enumerate(self.stages) if stage.blocks and empty and number > empty[0]]
-        if behind:
-            raise ValueError(f"stages[{empty[0]}] has no blocks and stands before stages[{behind[0]}], which has some")
+        later = [number for number, stage in enumerate(self.stages) if stage.blocks and empty and number > empty[0]]
+        if later:
+            raise ValueError(f"stages[{empty[0]}] has no blocks and stands before stages[{later[0]}], which has some")
 
     def _require_parts(self, number: int) -> None:
         """Parts are halves of equal micro-batches, so that a part of one stage is a part of the next."""
@@ -193,7 +193,7 @@ class Plan(File):
         dependency, place = self.dependencies[number], f"dependencies[{number}].needs"
         needs, have = dependency.needs or (), self.num_instances(dependency.source)
         if not dependency.has_instruction or dependency.hops:
-            raise ValueError(f"{place} is for dependencies of instructions, and for such without hops")
+            raise ValueError(f"{place} is for dependencies of instructions that have no hops")
         if len(needs) != self.num_instances(dependency.target):
             raise ValueError(
                 f"{place} has {len(needs)} entries for {self.num_instances(dependency.target)} actions of "
@@ -224,20 +224,15 @@ class Plan(File):
         """Samples in one iteration."""
         return self.num_microbatches * self.microbatch_size
 
+    @classmethod
+    def of_workload(cls, workload: Workload, **rest: Any) -> Plan:
+        """A plan that runs a workload; ``rest`` are its other fields."""
+        return cls(**{each.name: getattr(workload, each.name) for each in fields(workload)}, **rest)
+
     @property
     def workload(self) -> Workload:
         """What the plan's programs run, made anew at each call."""
-        return Workload(
-            name=self.name,
-            placement=self.placement,
-            num_microbatches=self.num_microbatches,
-            microbatch_size=self.microbatch_size,
-            devices=self.devices,
-            stages=self.stages,
-            operations=self.operations,
-            dependencies=self.dependencies,
-            num_routes=self.num_routes,
-        )
+        return Workload(**{each.name: getattr(self, each.name) for each in fields(Workload)})
 
     @cached_property
     def _by_id(self) -> dict[str, Operation]:

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeplan.files.base import CurrentVersion, File, FileModel, Source
-from pipeplan.files.migrations import current_version
+from pipeplan.files.base import CurrentVersion, File, FileModel, Source, current_version
 from pipeplan.files.placement import Placement
 from pipeplan.workload.elements import Bytes, Count, Index, Items, Name, Nanoseconds
 
@@ -35,7 +34,7 @@ class CostRow(FileModel):
     activation_bytes: Bytes = 0
     weight_grad_bytes: Bytes = 0
     workspace_bytes: Bytes = 0
-    repeats: Annotated[Index, Field(description="timed runs behind each median; 0 if not measured")] = 0
+    repeats: Annotated[Index, Field(description="timed runs that each median is of; 0 if not measured")] = 0
     spread: Annotated[
         dict[
             Literal["forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns"],
@@ -51,6 +50,12 @@ class CostRow(FileModel):
         if self.backward_ns is None and self.input_grad_ns is None:
             raise ValueError("give backward_ns, or input_grad_ns and weight_grad_ns")
         return self
+
+    @property
+    def whole_backward_ns(self) -> int:
+        """The full backward, where it was not measured as one its two halves."""
+        halves = (self.input_grad_ns or 0) + (self.weight_grad_ns or 0)
+        return halves if self.backward_ns is None else self.backward_ns
 
     @property
     def key(self) -> tuple[int, int, str | None, bool]:

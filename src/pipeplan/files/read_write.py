@@ -1,7 +1,5 @@
 """Reading and writing the file formats: strict, every version there was, atomic; ``-`` is stdin or stdout.
 
-Reading the file formats: strict, every version there was, ``-`` for stdin.
-
 Files are data from strangers: reading one imports no code, opens no other file and runs nothing. Every
 problem is reported with its path inside the file, such as ``blocks[3].costs[0].forward_ns``.
 """
@@ -20,10 +18,18 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from pipeplan.errors import FileError
-from pipeplan.files.base import File, FileModel
+from pipeplan.files.base import (
+    MIGRATIONS,
+    Content,
+    File,
+    FileModel,
+    canonical_text,
+    completed,
+    current_version,
+    form_of_version,
+    sha256_of_text,
+)
 from pipeplan.files.cluster import Cluster
-from pipeplan.files.forms import canonical_text, completed, form_of_version, sha256_of_text
-from pipeplan.files.migrations import MIGRATIONS, Content, current_version
 from pipeplan.files.placement import Placement
 from pipeplan.files.plan import Plan
 from pipeplan.files.profile import Profile
@@ -263,7 +269,7 @@ def _refusal(error: ValidationError, where: str, complaint: str) -> FileError:
 
 
 def _own_problems(details: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Without lists that are too short only because reading them stopped at a problem told already."""
+    """Without lists that are too short only because reading them stopped at a problem that is reported already."""
     inside = {detail["loc"][:depth] for detail in details for depth in range(len(detail["loc"]))}
     return [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in inside]
 

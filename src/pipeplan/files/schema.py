@@ -1,4 +1,4 @@
-"""What is made from the models: JSON Schemas for readers, and the forms of versions (:mod:`pipeplan.files.forms`).
+"""What is made from the models: JSON Schemas for readers, and the forms of versions (:mod:`pipeplan.files.base`).
 
 ``python -m pipeplan.files.schema [--check] docs/schema`` writes or compares both. A schema says the form of a file;
 what one part says about another (names that must exist, lengths that must agree, cycles) is checked on reading only.
@@ -10,14 +10,14 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from pipeplan.errors import FileError
-from pipeplan.files import forms
-from pipeplan.files.base import File
-from pipeplan.files.migrations import current_version
+from pipeplan.files import base
+from pipeplan.files.base import File, Form, current_version
 from pipeplan.files.read_write import FORMATS, layout, write_text
 
-__all__ = ["form_files", "main", "schema_files"]
+__all__ = ["form_files", "form_of", "main", "schema_files"]
 
 
 def schema_files() -> dict[str, str]:
@@ -28,9 +28,31 @@ def schema_files() -> dict[str, str]:
 def form_files() -> dict[str, str]:
     """The text of each current version's form by its file's name."""
     return {
-        f"{kind}.{current_version(kind)}.json": layout(forms.form_of(model.model_json_schema()))
+        f"{kind}.{current_version(kind)}.json": layout(form_of(model.model_json_schema()))
         for kind, model in FORMATS.items()
     }
+
+
+def form_of(schema: dict[str, Any]) -> Form:
+    """The form that a JSON Schema describes, as pydantic makes them."""
+    return _form_of(schema, schema.get("$defs", {}))
+
+
+def _form_of(schema: dict[str, Any], named: dict[str, Any]) -> Form:
+    if "$ref" in schema:
+        schema = named[schema["$ref"].rpartition("/")[2]] | schema
+    form: Form = {key: schema[key] for key in ("type", "const", "required", "default") if key in schema}
+    for key in ("anyOf", "prefixItems"):
+        if key in schema:
+            form[key] = [_form_of(each, named) for each in schema[key]]
+    if "items" in schema:
+        form["items"] = _form_of(schema["items"], named)
+    if "properties" in schema:
+        form["properties"] = {key: _form_of(each, named) for key, each in schema["properties"].items()}
+    elif schema.get("type") == "object":
+        (values,) = schema.get("patternProperties", {"": schema.get("additionalProperties")}).values()
+        form["values"] = _form_of(values, named)
+    return form
 
 
 def _text(kind: str, model: type[File]) -> str:
@@ -55,9 +77,9 @@ def main(arguments: Sequence[str]) -> int:
         print("usage: python -m pipeplan.files.schema [--check] DIRECTORY", file=sys.stderr)
         return 2
     schemas = {Path(names[0]) / name: text for name, text in schema_files().items()}
-    fixed = {Path(__file__).parent / forms.FOLDER / name: text for name, text in form_files().items()}
+    fixed = {Path(__file__).parent / base.FOLDER / name: text for name, text in form_files().items()}
     if changed := [path for path, text in fixed.items() if path.exists() and not _has(path, text)]:
-        return _report(f"{path} is fixed, and the model differs: add a migration (migrations.py)" for path in changed)
+        return _report(f"{path} is fixed, and the model differs: add a migration (base.py)" for path in changed)
     stale = [path for path, text in (schemas | fixed).items() if not _has(path, text)]
     if "--check" in arguments:
         return _report(f"{path} is not current; run python -m pipeplan.files.schema {names[0]}" for path in stale)

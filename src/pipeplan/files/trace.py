@@ -1,6 +1,4 @@
-"""Traces: what a run writes and a simulation predicts, as Chrome JSON; and reading them back.
-
-Traces: timelines as Chrome JSON, which Perfetto and chrome://tracing open.
+"""Traces: what a run writes and a simulation predicts, as Chrome JSON for Perfetto; and reading them back.
 
 A predicted and a measured timeline have the same form and differ in the *process*, so that their events can
 stand beside each other in one file. Each device has a track for compute and one for communication, and further
@@ -30,7 +28,6 @@ __all__ = [
     "Trace",
     "TraceEvent",
     "read_trace",
-    "trace_event",
     "trace_json",
 ]
 
@@ -45,35 +42,6 @@ _TRACKS = 1000
 """Track ids per device: compute is 0, communication from 1 on."""
 
 
-def trace_event(
-    action: str,
-    device: int,
-    start_ns: int,
-    duration_ns: int,
-    *,
-    process: Process = "predicted",
-    lane: int = 0,
-    args: Mapping[str, object] | None = None,
-) -> TraceEvent:
-    """A complete event (``ph`` X) for one action on one device.
-
-    ``action`` is an action's text, such as ``2F0`` or ``1SEND_F0``; its kind decides the track. ``lane`` numbers
-    the communication tracks of a device. ``args`` are shown when the event is selected.
-    """
-    parsed = Action.parse(action)
-    track = 0 if parsed.is_compute else 1 + min(lane, _TRACKS - 2)
-    return {
-        "name": action,
-        "cat": parsed.kind,
-        "ph": "X",
-        "ts": start_ns / 1000,
-        "dur": duration_ns / 1000,
-        "pid": _PROCESS_IDS[process],
-        "tid": device * _TRACKS + track,
-        "args": {"stage": parsed.stage, "microbatch": parsed.microbatch, "device": device, **(args or {})},
-    }
-
-
 @dataclass(slots=True)
 class Trace:
     """Collects the actions of one process, ``predicted`` or ``measured``, in any order."""
@@ -84,22 +52,37 @@ class Trace:
     def add(
         self, action: str, device: int, start_ns: int, duration_ns: int, args: Mapping[str, object] | None = None
     ) -> None:
-        """Add one action on one device; times in ns from the start of the iteration (or of the run)."""
+        """Add one action on one device, by its text; times in ns from the start of the iteration (or of the run).
+
+        ``args`` are shown when the event is selected.
+        """
         self._added.append((device, start_ns, duration_ns, action, args))
 
     def events(self) -> list[TraceEvent]:
-        """All events by device and time, behind those that name processes and tracks."""
+        """All events by device and time, after those that name processes and tracks."""
         named: dict[int, str] = {}
         found: list[TraceEvent] = []
         busy_until: dict[int, list[int]] = {}
         for device, start, duration, action, args in sorted(self._added, key=lambda entry: entry[:4]):
-            lane = 0
-            if "_" in action:  # a transfer
+            parsed, track = Action.parse(action), 0
+            if not parsed.is_compute:
                 lane = _free_lane(busy_until.setdefault(device, []), start, start + duration)
-            event = trace_event(action, device, start, duration, process=self.process, lane=lane, args=args)
-            found.append(event)
-            number = device * _TRACKS + (1 + min(lane, _TRACKS - 2) if "_" in action else 0)
+                track = 1 + min(lane, _TRACKS - 2)
+            number = device * _TRACKS + track
             named[number] = _track_name(number)
+            about = {"stage": parsed.stage, "microbatch": parsed.microbatch, "device": device, **(args or {})}
+            found.append(
+                {
+                    "name": action,
+                    "cat": parsed.kind,
+                    "ph": "X",
+                    "ts": start / 1000,
+                    "dur": duration / 1000,
+                    "pid": _PROCESS_IDS[self.process],
+                    "tid": number,
+                    "args": about,
+                }
+            )
         return [*_names(self.process, named), *found]
 
 

@@ -116,7 +116,8 @@ def place(
     begins = _cut(chain, allowed) if cut is None else cut(chain)
     if not allowed(np.array(begins), np.array([*begins[1:], chain.num_blocks])).all():
         raise UsageError(
-            f"{len(routes[0])} stages between the shared blocks of {profile.name!r} were not found; leave out --spread"
+            f"{len(routes[0])} stages between the shared blocks of {profile.name!r} were not found; leave out "
+            "--shard-shared"
         )
     missing = chain.missing(begins)
     if any(missing) and any(_missing(chain, begins, routes, limits)):
@@ -211,8 +212,8 @@ def _spread(profile: Profile, positions: int) -> tuple[str, ...]:
     """The shared blocks. Raises UsageError where they cannot be split over a pipeline's devices."""
     if not can_spread(profile, positions):
         raise UsageError(
-            f"profile {profile.name!r} has no shared blocks with costs for {positions} shards; leave out --spread, "
-            f"or profile with --shards {positions}"
+            f"profile {profile.name!r} has no shared blocks with costs for {positions} shards; leave out "
+            f"--shard-shared, or profile with --shards {positions}"
         )
     shared = {block.id for block in profile.blocks if block.shared}
     return tuple(block for block in profile.topological_order() if block in shared)

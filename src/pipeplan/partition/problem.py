@@ -190,7 +190,7 @@ class PartitionProblem:
     def time_of(self, costs: Costs, way: Way) -> int:
         """Ns for the mini-batch of a stage with these costs."""
         cost = costs[way.row]
-        return self.time(cost.compute_ns, cost.parameter_bytes, way)
+        return self.time(cost.compute_ns, cost.gradient_bytes, way)
 
     def memory_of(self, costs: Costs, way: Way, in_flight: int) -> int:
         """Bytes on each device of a stage with this number of samples in flight."""

@@ -323,7 +323,7 @@ def _costs(frontiers: StageFrontiers, way: Way) -> ChainCosts | None:
     except UsageError:
         return None
     peers = range(0, way.num_devices, way.shards)
-    sums = [all_reduce_time(frontiers.cluster, peers, cost.parameter_bytes) for cost in alone]
+    sums = [all_reduce_time(frontiers.cluster, peers, cost.gradient_bytes) for cost in alone]
     shares = [-(-each // frontiers.num_microbatches) for each in sums]
     each = zip(alone, shares, strict=True)
     return ChainCosts.of([replace(cost, backward_ns=cost.backward_ns + share) for cost, share in each])

@@ -51,16 +51,8 @@ def assemble(
         operation.id: tuple(starts[graph.offsets[index] : graph.offsets[index + 1]])
         for index, operation in enumerate(workload.operations)
     }
-    return Plan(
-        name=workload.name,
-        placement=workload.placement,
-        num_microbatches=workload.num_microbatches,
-        microbatch_size=workload.microbatch_size,
-        num_routes=workload.num_routes,
-        devices=workload.devices,
-        stages=workload.stages,
-        operations=workload.operations,
-        dependencies=workload.dependencies,
+    return Plan.of_workload(
+        workload,
         starts_ns=by_operation,
         split_overhead_ns=split_overhead_ns,
         programs=programs(graph, orders, starts),

@@ -236,8 +236,8 @@ def _no_costs(request: Request, replicas: int, spread: bool) -> UsageError:
             return UsageError(
                 f"block {block.id!r} of profile {request.profile.name!r} has costs for {', '.join(map(str, known))} "
                 f"shards, but placement {request.placement}, {replicas} copies on {request.num_devices} devices, needs "
-                f"{shards}; change --replicas, leave out --spread and a --placement where the profile has its own, or "
-                f"profile with --shards {shards}"
+                f"{shards}; change --replicas, leave out --shard-shared and a --placement where the profile has its "
+                f"own, or profile with --shards {shards}"
             )
     return UsageError(
         f"the blocks of profile {request.profile.name!r} have no micro-batch size in common; profile all of them with "

@@ -124,7 +124,7 @@ def _of_splits(request: Request, splitting: Splitting) -> FrontierResult:
     held = 0
     tracked, interrupted = _tracked(requests, splitting)
     if interrupted:
-        notes.append(f"ended early: what there was no time for was tracked as by --within {_ROUGH}")
+        notes.append(f"ended early: what there was no time for was tracked as with --tolerance {_ROUGH}")
     for own, splits in zip(requests, tracked, strict=True):
         count, limit = own.num_devices, own.least_memory
         marked = _with_knees([_split_point(splits, each) for each in splits.points])

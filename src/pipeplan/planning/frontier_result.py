@@ -36,8 +36,8 @@ class FrontierPoint:
     """A point: memory of the device that needs most, time of one iteration, and what it is in a few words.
 
     ``memory_bytes`` is the peak of its plan, ``workspace_bytes`` what of that is workspace.
-    ``price_per_hour`` is that of its devices, None where the cluster has no prices. At the turning point more memory
-    stops to bring much. ``repeated`` is the part of the computing that several devices do alike, None where nobody
+    ``price_per_hour`` is that of its devices, None where the cluster has no prices. At the knee extra
+    memory stops paying off. ``repeated`` is the part of the computing that several devices do alike, None where nobody
     counted; ``configurations`` says of every block how it is split.
     """
 
@@ -107,7 +107,7 @@ class FrontierResult:
         """The chosen point in a few words."""
         point = self.points[self.chosen - 1]
         figures = f"{format_bytes(point.memory_bytes)}, {format_ns(point.time_ns)}, {named_devices(point.num_devices)}"
-        marks = ", the turning point" * point.turning_point
+        marks = ", the knee" * point.turning_point
         return f"point {self.chosen} of {len(self.points)} ({figures}{marks})"
 
     def figures(self) -> dict[str, object]:
@@ -206,8 +206,8 @@ def remedies(profile: Profile, *, whole_blocks: bool) -> str:
 
 
 _MORE_WAYS = (
-    "the profile has rows for one share only; a new one with --shards 1,2,4 has more ways, and so has --grain operator "
-    "here for blocks whose dimensions are known"
+    "the profile has rows for one share only; a new one with --shards 1,2,4 has more ways, and so has --split-level "
+    "operator here for blocks whose dimensions are known"
 )
 
 

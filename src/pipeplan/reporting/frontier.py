@@ -7,28 +7,24 @@ from dataclasses import dataclass
 from typing import TextIO
 from xml.sax.saxutils import escape
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from pipeplan.planning.frontier_result import FrontierPoint, FrontierResult
+from pipeplan.reporting.tables import console_for, new_table
 from pipeplan.units import format_bytes, format_ns, named_devices
 
 __all__ = ["UnitScale", "frontier_svg", "print_frontier"]
 
 
-_PLAIN_WIDTH = 120
 _MOST_ROWS = 24
 _WIDTH, _HEIGHT = 72, 16
-_DOT, _TURNING, _SIGNS = "o", "X", "123456789abcdefghijklmn"
+_DOT, _KNEE, _SIGNS = "o", "X", "123456789abcdefghijklmn"
 
 
 def print_frontier(report: FrontierResult, file: TextIO | None = None) -> None:
     """Print a heading, the plot where there is something to see, the table, and notes."""
-    console = Console(file=file, highlight=False)
-    if not console.is_terminal:
-        console = Console(file=file, highlight=False, width=_PLAIN_WIDTH)
+    console = console_for(file)
     counts = sorted({point.num_devices for point in report.points})
     samples = f"{report.samples} sample{'s' if report.samples != 1 else ''}"
     heading = f": {report.of}, {samples}, {named_devices(*counts)}; {report.proved}"
@@ -47,15 +43,14 @@ def print_frontier(report: FrontierResult, file: TextIO | None = None) -> None:
 
 def _table(points: Sequence[tuple[int, FrontierPoint]]) -> Table:
     priced = any(point.price_per_hour is not None for _, point in points)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("#", "devices", "memory", "iteration", *(["per hour", "per 1000 iter."] if priced else [])):
-        table.add_column(title, justify="right")
+    prices = ["per hour", "per 1000 iter."] if priced else []
+    table = new_table(("#", "devices", "memory", "iteration", *prices))
     table.add_column("")
     table.add_column("how", overflow="fold")
     for number, point in points:
-        marks = ", ".join(["turning point"] * point.turning_point + ["chosen"] * point.chosen)
-        prices = (_price(point.price_per_hour), _price(point.price, 1000)) if priced else ()
-        row = (str(number), str(point.num_devices), format_bytes(point.memory_bytes), format_ns(point.time_ns), *prices)
+        marks = ", ".join(["knee"] * point.turning_point + ["chosen"] * point.chosen)
+        paid = (_price(point.price_per_hour), _price(point.price, 1000)) if priced else ()
+        row = (str(number), str(point.num_devices), format_bytes(point.memory_bytes), format_ns(point.time_ns), *paid)
         table.add_row(*row, marks, point.what, style="bold" if marks else None)
     return table
 
@@ -74,14 +69,14 @@ def _shown(points: Sequence[FrontierPoint]) -> list[tuple[int, FrontierPoint]]:
 
 
 def _plot(points: Sequence[FrontierPoint]) -> Iterator[str]:
-    """Time against memory; a digit or letter is the number of devices where there are several, X the turning point."""
+    """Time against memory; a digit or letter is the number of devices where there are several, X the knee."""
     counts = sorted({point.num_devices for point in points})
     signs = {count: _DOT if len(counts) == 1 else _SIGNS[i % len(_SIGNS)] for i, count in enumerate(counts)}
     x, y = UnitScale.of([p.memory_bytes for p in points]), UnitScale.of([p.time_ns for p in points])
     cells = [[" "] * _WIDTH for _ in range(_HEIGHT)]
     for point in sorted(points, key=lambda each: each.turning_point):
         row = _HEIGHT - 1 - round(y.at(point.time_ns) * (_HEIGHT - 1))
-        sign = _TURNING if point.turning_point and len(counts) == 1 else signs[point.num_devices]
+        sign = _KNEE if point.turning_point and len(counts) == 1 else signs[point.num_devices]
         cells[row][round(x.at(point.memory_bytes) * (_WIDTH - 1))] = sign
     labels = {0: format_ns(max(p.time_ns for p in points)), _HEIGHT - 1: format_ns(min(p.time_ns for p in points))}
     margin = max(map(len, labels.values()))
@@ -120,7 +115,7 @@ Place = Callable[[FrontierPoint], tuple[float, float]]
 
 
 def frontier_svg(report: FrontierResult) -> str:
-    """The text of an SVG file: a dot with a tooltip per point, turning points and the chosen one ringed and named."""
+    """The text of an SVG file: a dot with a tooltip per point, knees and the chosen one ringed and named."""
     points = report.points
     x, y = UnitScale.of([p.memory_bytes for p in points]), UnitScale.of([p.time_ns for p in points])
 
@@ -162,7 +157,7 @@ def _dot(point: FrontierPoint, across: float, up: float, colour: str) -> str:
 
 def _label(point: FrontierPoint, across: float, up: float) -> str:
     """What a ringed point is; to its upper right, where no other point of its frontier lies."""
-    words = " and ".join(["turning point"] * point.turning_point + ["chosen"] * point.chosen)
+    words = " and ".join(["knee"] * point.turning_point + ["chosen"] * point.chosen)
     figures = f"{format_bytes(point.memory_bytes)}, {format_ns(point.time_ns)}"
     return f'<text x="{across + 8}" y="{up - 8}">{words}: {figures}</text>'
 

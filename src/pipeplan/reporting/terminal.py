@@ -1,6 +1,4 @@
-"""A simulation for people: figures, devices, stages, timeline and critical path.
-
-A simulation for people: figures, devices, timeline and critical path on a terminal or in a text file.
+"""A simulation on a terminal or in a text file: figures, devices, stages, timeline and critical path.
 
 Everything can be read without colour: bars carry their kind and micro-batch as text.
 """
@@ -11,12 +9,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TextIO
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from pipeplan.files import Plan
+from pipeplan.reporting.tables import console_for, counted, new_table, shown_rows
 from pipeplan.reporting.timeline import (
     TimelineCell,
     TimelineWindow,
@@ -31,21 +29,18 @@ from pipeplan.schedule.state import scheduler_words
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.elements import Stage
-from pipeplan.workload.kinds import Role, in_order, role_of
+from pipeplan.workload.kinds import MEMORY_KINDS, Role, in_order, role_of
 
-__all__ = ["bottleneck", "console_for", "print_simulation", "print_stages", "report", "shown_rows"]
+__all__ = ["bottleneck", "print_simulation", "print_stages", "report"]
 
 
-_STAGES_WIDTH = 120
 _MAX_STAGES = 32
 _MAX_BLOCKS = 4
 
 
 def print_stages(plan: Plan, file: TextIO | None = None) -> None:
     """Print the blocks and the work of every stage and the bottleneck, to stdout unless ``file`` is given."""
-    console = Console(file=file, highlight=False)
-    if not console.is_terminal:
-        console = Console(file=file, highlight=False, width=_STAGES_WIDTH)
+    console = console_for(file)
     console.print(_stage_table(plan))
     console.print(bottleneck(plan))
 
@@ -79,9 +74,7 @@ def _stage_work(plan: Plan) -> list[int]:
 
 
 def _stage_table(plan: Plan) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("stage", justify="right")
-    table.add_column("device")
+    table = new_table(("stage", "device"), left=("device",))
     table.add_column("blocks", overflow="fold")
     table.add_column("work", justify="right")
     table.add_column("parameters", justify="right")
@@ -117,7 +110,7 @@ def _way(plan: Plan, stage: Stage) -> str:
         (stage.microbatch_size != plan.microbatch_size, f"micro-batches of {stage.microbatch_size}"),
         (stage.recompute, "recomputation"),
         (plan.num_routes > 1, f"route {stage.route}"),
-        (stage.num_parted > 0, f"{stage.num_parted} in halves"),
+        (stage.num_parted > 0, f"{stage.num_parted} sliced"),
     ]
     return ", ".join(word for applies, word in words if applies)
 
@@ -141,14 +134,6 @@ _STYLES = {
     Role.WEIGHT_GRAD: "white on magenta",
 }
 _INSTRUCTION_STYLE = "black on green"
-_MEMORY_PARTS = {
-    "parameters": "parameter_bytes",
-    "gradients": "gradient_bytes",
-    "optimizer": "optimizer_bytes",
-    "activations": "activation_bytes",
-    "workspace": "workspace_bytes",
-}
-_PLAIN_WIDTH = 120
 _MAX_ROWS = 16
 _MAX_TIMELINE_ROWS = 32
 _MAX_RUNS = 12
@@ -162,14 +147,6 @@ def print_simulation(simulation: Simulation, file: TextIO | None = None, width: 
     console = console_for(file, width)
     for part in report(simulation, console.width, ascii_only=console.options.ascii_only):
         console.print(part)
-
-
-def console_for(file: TextIO | None, width: int | None) -> Console:
-    """Where reports go, as :func:`print_simulation` says."""
-    console = Console(file=file, highlight=False, soft_wrap=False)
-    if width is not None or not console.is_terminal:
-        console = Console(file=file, highlight=False, width=width or _PLAIN_WIDTH)
-    return console
 
 
 def report(simulation: Simulation, width: int, *, ascii_only: bool = False) -> list[RenderableType]:
@@ -189,8 +166,8 @@ def _headline(simulation: Simulation) -> Text:
     count = workload.num_microbatches
     about = [
         plan.placement,
-        _number(len(workload.devices), "device"),
-        f"{_number(count, 'micro-batch', 'es')} of {_number(workload.microbatch_size, 'sample')}",
+        counted(len(workload.devices), "device"),
+        f"{counted(count, 'micro-batch', 'es')} of {counted(workload.microbatch_size, 'sample')}",
     ]
     if plan.provenance.scheduler:
         about.append(f"scheduler: {scheduler_words(plan.provenance.scheduler)}")
@@ -208,12 +185,12 @@ def _figures(simulation: Simulation) -> Table:
     if repetend is None:
         table.add_row("repetend", "none")
     else:
-        period = "does not settle" if simulation.period_ns is None else format_ns(simulation.period_ns)
+        time = None if simulation.period_ns is None else f"{format_ns(simulation.period_ns)} per micro-batch"
         bound = format_ns(simulation.period_lower_bound_ns)
-        table.add_row("period", f"{period} per micro-batch, bound {bound}")
+        table.add_row("period", f"{time or 'reaches no steady state'}, bound {bound}")
         table.add_row("repetend", f"unroll {repetend.unroll}, span {repetend.span}")
     table.add_row("bubble rate", f"{rates.bubble_rate:.2%} of the iteration")
-    table.add_row("", f"{rates.bubble_rate_span:.2%} by span")
+    table.add_row("", f"{rates.bubble_rate_span:.2%} by busiest device span")
     if simulation.bubble_rate_steady is not None:
         table.add_row("", f"{simulation.bubble_rate_steady:.2%} steady")
     return table
@@ -259,12 +236,12 @@ def _time_columns(simulation: Simulation) -> list[_Column]:
 
 
 def _memory_columns(simulation: Simulation) -> list[_Column]:
-    """Parts that are nothing everywhere are left out, as is the limit where there is none."""
+    """Kinds of which there is nothing anywhere are left out, as is the limit where there is none."""
     columns = []
-    for title, field in _MEMORY_PARTS.items():
-        values = [getattr(memory, field) for memory in simulation.memory]
+    for kind in MEMORY_KINDS:
+        values = [memory.parts[kind] for memory in simulation.memory]
         if any(values):
-            columns.append((title, _sizes(values)))
+            columns.append((kind.name, _sizes(values)))
     columns.append(("peak", _sizes([memory.peak_bytes for memory in simulation.memory])))
     limits = [device.memory_bytes for device in simulation.workload.devices]
     if any(limit is not None for limit in limits):
@@ -277,20 +254,10 @@ def _sizes(values: Sequence[int]) -> list[str]:
 
 
 def _table(columns: Sequence[_Column], rows: Sequence[int | None]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title, _ in columns:
-        table.add_column(title, justify="right", no_wrap=True)
+    table = new_table((title for title, _ in columns), no_wrap=True)
     for row in rows:
         table.add_row(*("..." if row is None else values[row] for _, values in columns))
     return table
-
-
-def shown_rows(count: int, most: int) -> list[int | None]:
-    """All devices, or the first and the last with None for those between."""
-    if count <= most:
-        return list(range(count))
-    half = most // 2
-    return [*range(half), None, *range(count - half, count)]
 
 
 def _timeline(simulation: Simulation, width: int, marks: str) -> Text:
@@ -365,7 +332,7 @@ def _critical_path(simulation: Simulation, arrow: str) -> Text:
     shares = [f"{time / makespan:.1%} on device {device}" for device, time in longest]
     if len(on_device) > len(longest):
         rest = sum(on_device.values()) - sum(time for _, time in longest)
-        shares.append(f"{rest / makespan:.1%} on {_number(len(on_device) - len(longest), 'other device')}")
+        shares.append(f"{rest / makespan:.1%} on {counted(len(on_device) - len(longest), 'other device')}")
     if transfers:
         shares.append(f"{transfers / makespan:.1%} in transfers")
     runs = [_run(actions) for _, actions in runs_by_device(simulation)]
@@ -373,9 +340,9 @@ def _critical_path(simulation: Simulation, arrow: str) -> Text:
         half = _MAX_RUNS // 2
         runs = [*runs[:half], f"... {len(runs) - _MAX_RUNS} more runs ...", *runs[-half:]]
     messages = sum(step.task >= simulation.graph.num_actions for step in simulation.critical_path)
-    count = _number(len(simulation.critical_path) - messages, "action")
+    count = counted(len(simulation.critical_path) - messages, "action")
     if messages:
-        count += f" and {_number(messages, 'message')}"
+        count += f" and {counted(messages, 'message')}"
     summary = f": {count}, {', '.join(shares)}\n"
     return Text.assemble(("critical path", "bold"), summary, "  " + f" {arrow} ".join(runs))
 
@@ -385,7 +352,3 @@ def _run(actions: Sequence[str]) -> str:
     if len(actions) <= 2:
         return " ".join(actions)
     return f"{actions[0]} .. {actions[-1]} ({len(actions)})"
-
-
-def _number(count: int, noun: str, plural: str = "s") -> str:
-    return f"{count} {noun}{'' if count == 1 else plural}"

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeplan.costs import state_bytes
-from pipeplan.costs.presets import PRESETS, DevicePreset, device_preset
+from pipeplan.costs import training_state
+from pipeplan.costs.devices import PRESETS, DevicePreset, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, Profile
 from pipeplan.sharding.expansion import Link, OperatorGraph, OperatorNode, expand
@@ -385,8 +385,8 @@ def _block_scales(block: Block, nodes: Sequence[OperatorNode], preset: DevicePre
     total = max(1, sum(counts))
     for count in counts:
         parameters = block.parameter_bytes * count // total
-        state = state_bytes(parameters, block.optimizer_bytes * count // total)
-        yield OperatorScale(forward, backward, parameters, state)
+        state = training_state(parameters, block.optimizer_bytes * count // total)
+        yield OperatorScale(forward, backward, parameters, state.total)
 
 
 def _parameters(operation: Splittable) -> int:

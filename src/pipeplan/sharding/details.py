@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from pipeplan.costs import StageCost, state_bytes
+from pipeplan.costs import StageCost, state_of_total, training_state
 from pipeplan.costs.operators import Operator
 from pipeplan.errors import UsageError
 from pipeplan.sharding.cost_model import CostModel, TensorNeed
@@ -163,7 +163,7 @@ def _stage_cost(details: Details, strategy: Strategy, microbatches: int) -> Stag
     """What a stage takes; forward and backward together take what the strategy does, to the nanosecond."""
     chosen = [each.configuration for each in details.operators]
     state = sum(each.state_bytes for each in chosen)
-    parameters = min(sum(each.parameter_bytes for each in chosen), state // state_bytes(1))
+    parameters = min(sum(each.parameter_bytes for each in chosen), state // training_state(1).total)
     forward = sum(each.forward_ns for each in chosen) + sum(each.forward_ns for each in details.tensors)
     sums = sum(-(-each.sync_ns // microbatches) for each in chosen)
     backward, weights = strategy.time_ns - sums - forward, sum(each.weight_grad_ns for each in chosen)
@@ -178,8 +178,7 @@ def _stage_cost(details: Details, strategy: Strategy, microbatches: int) -> Stag
         + sum(each.held_bytes for each in details.tensors),
         weight_grad_bytes=sum(deferred) if parted else 0,
         workspace_bytes=max(each.workspace_bytes for each in chosen),
-        parameter_bytes=parameters,
-        optimizer_bytes=state - state_bytes(parameters),
+        state=state_of_total(state, parameters),
         sync_ns=sum(each.sync_ns for each in chosen),
     )
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pipeplan.costs import operators as forms
-from pipeplan.costs.operators import Kernel, Operator
+from pipeplan.costs.devices import Kernel
+from pipeplan.costs.operators import Operator
 from pipeplan.sharding.layouts import ANY, Tensor
 from pipeplan.sharding.operators import IMAGE, InnerExchange, Numbers, Splittable, tokens
 

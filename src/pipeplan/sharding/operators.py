@@ -23,8 +23,8 @@ from math import prod
 from typing import ClassVar, Literal, NamedTuple
 
 from pipeplan.costs.communication import Combining, Exchange, send_time, time_of_groups
-from pipeplan.costs.operators import Kernel, Operator
-from pipeplan.costs.presets import DevicePreset
+from pipeplan.costs.devices import DevicePreset, Kernel
+from pipeplan.costs.operators import Operator
 from pipeplan.sharding.layouts import ANY, Layout, MeshSplit, Resharding, Tensor, groups_along
 
 __all__ = [

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from pipeplan.costs.blocks import block_costs
+from pipeplan.costs.devices import DevicePreset
 from pipeplan.costs.operators import Operator
-from pipeplan.costs.presets import DevicePreset
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow
 from pipeplan.sharding import operator_kinds as ops

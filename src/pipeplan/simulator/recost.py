@@ -127,17 +127,11 @@ class _Built:
         self._hops = {v: _hops(w.dependencies) for v, w in self._workloads.items()}
 
     def stage(self, index: int) -> Stage:
-        """A stage with the profile's parameters, gradients and optimizer state; one of instructions has none."""
+        """A stage with the profile's state; one of instructions has none."""
         if not self._plan.stages[index].blocks:
             return self._plan.stages[index]
         built = self._workloads[self._variant_of[index]].stages[index]
-        return replace(
-            self._plan.stages[index],
-            parameter_bytes=built.parameter_bytes,
-            gradient_bytes=built.gradient_bytes,
-            optimizer_bytes=built.optimizer_bytes,
-            sync_ns=built.sync_ns,
-        )
+        return replace(self._plan.stages[index].with_state(built.state), sync_ns=built.sync_ns)
 
     def operation(self, operation: Operation) -> Operation:
         """An operation with the profile's time and memory; a profile knows nothing of instructions."""

@@ -20,7 +20,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from pipeplan.workload.kinds import RECV, SEND, Role, role_of
+from pipeplan.workload.kinds import RECV, SEND, Resource, Role, kind_of, role_of
 
 __all__ = [
     "ACTION_PATTERN",
@@ -103,7 +103,7 @@ class Action:
     @property
     def is_compute(self) -> bool:
         """Whether the action is an operation's: computing or an instruction; otherwise it sends or receives."""
-        return "_" not in self.kind
+        return kind_of(self.kind).resource is Resource.COMPUTE
 
     @property
     def sends(self) -> bool:

@@ -16,7 +16,7 @@ from annotated_types import Ge, Le, MaxLen, MinLen
 
 from pipeplan.units import MAX_BYTES, MAX_NS
 from pipeplan.workload.action import KIND_PATTERN, NUMBER_PATTERN, operation_of
-from pipeplan.workload.kinds import Role, is_instruction, payload_of, role_of
+from pipeplan.workload.kinds import STATE_KINDS, MemoryBytes, Role, is_instruction, payload_of, role_of
 from pipeplan.workload.mesh import SHARDS, Mesh
 from pipeplan.workload.samples import Slots
 
@@ -149,6 +149,16 @@ class Stage(Element):
     parameter_bytes: Annotated[Bytes, Meaning("on each device of the stage, as the next two")] = 0
     gradient_bytes: Bytes = 0
     optimizer_bytes: Bytes = 0
+
+    @property
+    def state(self) -> MemoryBytes:
+        """What each of its devices keeps throughout an iteration."""
+        return MemoryBytes.of_keys(self, STATE_KINDS)
+
+    def with_state(self, state: MemoryBytes) -> Stage:
+        """The stage with other bytes that each of its devices keeps."""
+        changes: dict[str, Any] = {**state.keyed(STATE_KINDS)}
+        return replace(self, **changes)
 
     def mesh_of(self, index: int) -> Mesh:
         """How the devices of a replica stand for a block. Raises ValueError where ``check`` would refuse it."""
@@ -321,7 +331,7 @@ class Repetend(Element):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory(Element):
-    """Memory of one device at the moment it holds most: the five parts add up to ``peak_bytes``."""
+    """Memory of one device at the moment it holds most: what there is of every kind adds up to ``peak_bytes``."""
 
     parameter_bytes: Bytes
     gradient_bytes: Bytes
@@ -329,6 +339,16 @@ class DeviceMemory(Element):
     activation_bytes: Bytes
     workspace_bytes: Bytes
     peak_bytes: Bytes
+
+    @classmethod
+    def of(cls, parts: MemoryBytes) -> DeviceMemory:
+        """A device with these bytes at its peak."""
+        return cls(**parts.keyed(), peak_bytes=parts.total)
+
+    @property
+    def parts(self) -> MemoryBytes:
+        """What there is of every kind."""
+        return MemoryBytes.of_keys(self)
 
 
 def mesh_of(configurations: tuple[str, ...], index: int, shards: int) -> Mesh:

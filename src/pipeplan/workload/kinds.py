@@ -1,22 +1,33 @@
-"""Kinds of actions and the role each one plays: the one place where a kind is added.
+"""Kinds of actions, with the role each one plays, and kinds of memory: the one place where a kind is added.
 
-Code asks for roles. Only the text form of actions, file readers and the classic schedules, which are published in
-letters, name kinds by their letters.
+Code asks for roles, and goes over the kinds of memory. Only the text form of actions, file readers and the classic
+schedules, which are published in letters, name kinds by their letters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from operator import add
+from typing import Any
 
 __all__ = [
+    "ACTIVATIONS",
     "BACKWARD_ROLES",
     "COMPUTE_KINDS",
+    "GRADIENTS",
     "KINDS",
+    "MEMORY_KINDS",
+    "OPTIMIZER",
+    "PARAMETERS",
     "RECV",
     "SEND",
+    "STATE_KINDS",
+    "WORKSPACE",
     "Kind",
+    "MemoryBytes",
+    "MemoryKind",
     "Resource",
     "Role",
     "in_order",
@@ -118,3 +129,101 @@ def is_instruction(name: str) -> bool:
 def in_order(names: Iterable[str]) -> list[str]:
     """Each of the kinds once: F, B, I, W, then all others by name."""
     return sorted(set(names), key=lambda name: ((*COMPUTE_KINDS, name).index(name), name))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MemoryKind:
+    """What memory is for: the name that texts and recipes give it, and the key that files give its bytes.
+
+    Kinds are single objects, as roles are.
+
+    A device keeps the *state* of its stages throughout an iteration; all other kinds come and go with actions.
+    """
+
+    name: str
+    key: str
+    is_state: bool
+
+
+PARAMETERS = MemoryKind("parameters", "parameter_bytes", is_state=True)
+GRADIENTS = MemoryKind("gradients", "gradient_bytes", is_state=True)
+OPTIMIZER = MemoryKind("optimizer", "optimizer_bytes", is_state=True)
+ACTIVATIONS = MemoryKind("activations", "activation_bytes", is_state=False)
+WORKSPACE = MemoryKind("workspace", "workspace_bytes", is_state=False)
+
+MEMORY_KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORKSPACE)
+"""Every kind of memory, in the order of tables and files. One that is added here needs its key in the plan's file."""
+
+STATE_KINDS = tuple(kind for kind in MEMORY_KINDS if kind.is_state)
+
+_PLACES = {kind: place for place, kind in enumerate(MEMORY_KINDS)}
+
+
+class MemoryBytes(Mapping[MemoryKind, int]):
+    """Bytes by kind of memory, immutable; kinds that are left out have none."""
+
+    __slots__ = ("_sizes",)
+
+    def __init__(self, sizes: Mapping[MemoryKind, int] | Iterable[tuple[MemoryKind, int]] = ()) -> None:
+        given = dict(sizes)
+        self._sizes = tuple([given.pop(kind, 0) for kind in MEMORY_KINDS])
+        if given:
+            raise KeyError(*given)
+
+    @classmethod
+    def of_keys(cls, part: object, kinds: Iterable[MemoryKind] = MEMORY_KINDS) -> MemoryBytes:
+        """What a part of a file says of some kinds under their keys."""
+        return cls((kind, getattr(part, kind.key)) for kind in kinds)
+
+    def keyed(self, kinds: Iterable[MemoryKind] = MEMORY_KINDS) -> dict[str, int]:
+        """The bytes of some kinds under the keys that files have for them."""
+        return {kind.key: self[kind] for kind in kinds}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> dict[str, Any]:
+        """In JSON it is bytes by key, as in files."""
+        read = {"type": "no-info", "function": cls._of_json}
+        written = {"type": "function-plain", "function": cls.keyed}
+        return {"type": "function-plain", "function": read, "serialization": written}
+
+    @classmethod
+    def _of_json(cls, value: object) -> MemoryBytes:
+        if not isinstance(value, dict) or not value.keys() <= {kind.key for kind in MEMORY_KINDS}:
+            raise ValueError("not bytes by kind of memory")
+        return cls((kind, int(value.get(kind.key, 0))) for kind in MEMORY_KINDS)
+
+    @property
+    def total(self) -> int:
+        """Of all kinds together."""
+        return sum(self._sizes)
+
+    def share(self, parts: int) -> MemoryBytes:
+        """The largest of as equal parts as can be, kind by kind."""
+        return self._of(-(-size // parts) for size in self._sizes)
+
+    def __getitem__(self, kind: MemoryKind) -> int:
+        return self._sizes[_PLACES[kind]]
+
+    def __iter__(self) -> Iterator[MemoryKind]:
+        return iter(MEMORY_KINDS)
+
+    def __len__(self) -> int:
+        return len(MEMORY_KINDS)
+
+    def __add__(self, other: MemoryBytes) -> MemoryBytes:
+        return self._of(map(add, self._sizes, other._sizes))
+
+    def __mul__(self, times: int) -> MemoryBytes:
+        return self._of(times * size for size in self._sizes)
+
+    def __hash__(self) -> int:
+        return hash(self._sizes)
+
+    def __repr__(self) -> str:
+        return f"MemoryBytes({', '.join(f'{kind.name}={size}' for kind, size in self.items() if size)})"
+
+    @classmethod
+    def _of(cls, sizes: Iterable[int]) -> MemoryBytes:
+        found = cls.__new__(cls)
+        found._sizes = tuple(sizes)
+        return found

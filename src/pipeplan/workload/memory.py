@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pipeplan.units import format_bytes
 from pipeplan.workload.elements import DeviceMemory
+from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes
 from pipeplan.workload.task_graph import Orders, TaskGraph
 from pipeplan.workload.workload import Workload
 
@@ -116,15 +117,5 @@ def _peak(graph: TaskGraph, order: Sequence[int]) -> _Peak:
 
 
 def _device_memory(workload: Workload, device: int, peak: _Peak) -> DeviceMemory:
-    stages = [stage for stage in workload.stages if device in stage.devices]
-    parameters = sum(stage.parameter_bytes for stage in stages)
-    gradients = sum(stage.gradient_bytes for stage in stages)
-    optimizer = sum(stage.optimizer_bytes for stage in stages)
-    return DeviceMemory(
-        parameter_bytes=parameters,
-        gradient_bytes=gradients,
-        optimizer_bytes=optimizer,
-        activation_bytes=peak.activation_bytes,
-        workspace_bytes=peak.workspace_bytes,
-        peak_bytes=parameters + gradients + optimizer + peak.total,
-    )
+    taken = MemoryBytes({ACTIVATIONS: peak.activation_bytes, WORKSPACE: peak.workspace_bytes})
+    return DeviceMemory.of(workload.states[device] + taken)

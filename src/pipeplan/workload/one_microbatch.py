@@ -28,7 +28,7 @@ from itertools import accumulate
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.units import format_bytes
 from pipeplan.workload.elements import Dependency, Device, Hop, Stage
-from pipeplan.workload.kinds import Role
+from pipeplan.workload.kinds import MemoryBytes, Role
 from pipeplan.workload.samples import Slots
 from pipeplan.workload.task_graph import Orders
 from pipeplan.workload.workload import Workload
@@ -407,7 +407,7 @@ def _copy(stage: Stage, round_size: int, index: int) -> Stage:
     copy = replace(stage, microbatch_size=round_size, route=0)
     if index == 0:
         return copy
-    return replace(copy, parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0, sync_ns=0)
+    return replace(copy.with_state(MemoryBytes()), sync_ns=0)
 
 
 def _dependencies(workload: Workload, round_size: int, stage_firsts: Sequence[int]) -> tuple[Dependency, ...]:

@@ -17,7 +17,7 @@ from functools import cached_property
 
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, slots_of
-from pipeplan.workload.kinds import is_instruction, payload_of
+from pipeplan.workload.kinds import MemoryBytes, is_instruction, payload_of
 from pipeplan.workload.samples import Slots
 
 __all__ = ["Transfer", "Workload"]
@@ -63,12 +63,18 @@ class Workload:
         return self.num_microbatches * self.microbatch_size
 
     def static_bytes(self, device: int) -> int:
-        """Parameters, gradients and optimizer state that a device keeps throughout."""
-        return sum(
-            stage.parameter_bytes + stage.gradient_bytes + stage.optimizer_bytes
-            for stage in self.stages
-            if device in stage.devices
-        )
+        """State that a device keeps throughout: parameters, gradients, optimizer."""
+        return self.states[device].total
+
+    @cached_property
+    def states(self) -> tuple[MemoryBytes, ...]:
+        """[device] the state that it keeps throughout, by kind."""
+        found = [MemoryBytes()] * len(self.devices)
+        for stage in self.stages:
+            state = stage.state
+            for device in stage.devices:
+                found[device] += state
+        return tuple(found)
 
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:

@@ -25,7 +25,7 @@ from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.models.zoo import ZOO
 from pipeplan.runtime.models.zoo.gpt import GPTSize
 from pipeplan.runtime.parallel.sharding import Cut, ParameterPart, Shards, Slice
-from pipeplan.runtime.training.trainer import require_splittable
+from pipeplan.runtime.training.compatibility import require_splittable
 from pipeplan.sharding.cost_model import CostOptions, cost_model
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.mesh import COPIES, SAMPLES, SHARDS, Mesh, MeshAxis

@@ -9,7 +9,7 @@ import pytest
 
 from pipeplan.checker import check
 from pipeplan.files import PlacedStage
-from pipeplan.reporting.trace import predicted_trace
+from pipeplan.reporting.timeline import predicted_trace
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import Model
 from pipeplan.simulator.simulation import simulate

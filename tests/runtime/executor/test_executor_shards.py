@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from pipeplan.checker import check
-from pipeplan.costs.presets import cluster_of_paper, device_preset
+from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.devices import device_preset
 from pipeplan.errors import UsageError
 from pipeplan.files import PlacedStage, Plan
 from pipeplan.planning.sharding_frontier import plan_of_strategy
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.profiling.estimate import estimate_model
-from pipeplan.runtime.training.trainer import require_splittable
+from pipeplan.runtime.training.compatibility import require_splittable
 from pipeplan.sharding.cost_model import CostOptions, cost_model
 from pipeplan.sharding.tracking import track
 from pipeplan.workload.mesh import Mesh
@@ -275,6 +276,6 @@ def test_a_parameter_counts_once_whatever_copies_and_shares_there_are(reports: R
 def test_a_block_that_cannot_be_split_is_refused() -> None:
     plan = model_plan(runtime_models.branches(), [0, 1])
     stages = (plan.stages[0], replace(plan.stages[1], devices=(0, 1), shards=2))
-    told = r"stages\[1\] splits its blocks over 2 devices, and block '\w+' .*it does not say how.*with --spread no"
+    told = r"stages\[1\] splits its blocks over 2 devices, and block '\w+' .*it does not say how.*--shard-shared no"
     with pytest.raises(UsageError, match=told):
         require_splittable(plan.model_copy(update={"stages": stages}), runtime_models.branches())

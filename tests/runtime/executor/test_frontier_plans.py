@@ -8,7 +8,8 @@ from itertools import islice
 import pytest
 import torch
 
-from pipeplan.costs.presets import cluster_of_paper, device_preset
+from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.devices import device_preset
 from pipeplan.files import Plan
 from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.planning import Batch, Request

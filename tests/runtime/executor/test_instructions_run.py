@@ -20,7 +20,7 @@ from pipeplan.runtime.executor.stage import MiniBatch, StageError
 from pipeplan.runtime.executor.tensors import TensorSlots, TensorSpec
 from pipeplan.runtime.launch.job import RunOptions
 from pipeplan.runtime.launch.status import Board, Progress
-from pipeplan.runtime.models.load import imported_module
+from pipeplan.runtime.models.load import found_at
 from pipeplan.runtime.models.spec import Model
 from pipeplan.schedule.rules import CustomOp, Rules
 from pipeplan.simulator.simulation import simulate
@@ -141,7 +141,7 @@ def test_kinds_that_nobody_knows_are_refused_before_anything_starts() -> None:
     with pytest.raises(UsageError, match=r"runs 5NOBODY0, and nothing says what NOBODY does; call .*register.*--instr"):
         custom_ops_of(plan)
     with pytest.raises(UsageError, match="--instructions 'no_such_module' cannot be imported"):
-        imported_module("no_such_module", "--instructions")
+        found_at("no_such_module", "--instructions")
 
 
 def runner(function: CustomFunction) -> CustomOpRunner:

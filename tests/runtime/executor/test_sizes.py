@@ -10,7 +10,8 @@ import torch
 from builders.orders import gpipe_orders
 from builders.plans import plan_of
 from pipeplan.costs import build_workload
-from pipeplan.costs.presets import cluster_of_paper, device_preset
+from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.devices import device_preset
 from pipeplan.files import CostRow, PlacedStage, Placement, Plan, Source
 from pipeplan.planning.sharding_frontier import plan_of_strategy
 from pipeplan.runtime.executor.rank_program import programs_of

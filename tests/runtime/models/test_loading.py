@@ -89,7 +89,7 @@ def test_shared_blocks() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("gpt2-tiny", {"grain": "layer"}, "--grain layer: gpt2-tiny has blocks of its own"),
+        ("gpt2-tiny", {"grain": "layer"}, "--granularity layer: gpt2-tiny has blocks of its own"),
         ("gpt2-tiny", {"shared": ("tower*",)}, r"--shared 'tower\*' matches no block of gpt2-tiny; its operators are"),
         ("models_to_load:chain", {"sequence": 8}, "--sequence is for models of the zoo and configurations"),
         (

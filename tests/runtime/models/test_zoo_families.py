@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from builders.requests import request_of
-from pipeplan.catalog.reading import model_sizes
-from pipeplan.costs.presets import device_preset
+from pipeplan.catalog import model_sizes
+from pipeplan.costs.devices import device_preset
 from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS
 from pipeplan.examples import model as paper_model

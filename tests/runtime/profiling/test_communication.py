@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeplan.costs.clusters import cluster_of_paper as cluster_of
 from pipeplan.costs.communication import transfer_time
-from pipeplan.costs.presets import cluster_of_paper as cluster_of
 from pipeplan.errors import ExecutionError, UsageError
 from pipeplan.files import (
     Cluster,

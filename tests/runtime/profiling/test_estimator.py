@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from builders.requests import request_of
 from pipeplan.cli.main import main
-from pipeplan.costs.presets import device_preset
+from pipeplan.costs.devices import device_preset
 from pipeplan.errors import ExecutionError, UsageError
 from pipeplan.examples import model as paper_model
 from pipeplan.files import Profile, read_profile

@@ -227,10 +227,10 @@ def test_the_command_says_what_is_kept(
         assert (ended.value.code or 0) == code
     _, err = capsys.readouterr()
     where = "block 'slow' at micro-batch size 2"
-    assert "what was measured is kept in p.json.partial, and a command with other --microbatch sizes goes on" in err
+    assert "what was measured is kept in p.json.partial, and a command with other --microbatch sizes resumes" in err
     assert err.count("block 'slow'") == 1
     assert f"{where} failed: ValueError: boom; it would again: change the block, or leave the size out of" in err
-    assert "pipeplan: going on from p.json.partial" in err
+    assert "pipeplan: resuming from p.json.partial" in err
     assert [path.name for path in tmp_path.glob("*.json*")] == ["p.json"]
     sys.modules.pop("failing_models", None)
 
@@ -301,7 +301,7 @@ def test_a_process_that_is_ended(number: signal.Signals, tmp_path: Path) -> None
     process = start(tmp_path, 1000)
     _, err = process.communicate()
     assert process.returncode == 0
-    assert "going on from p.json.partial" in err
+    assert "resuming from p.json.partial" in err
     assert len((tmp_path / "calls").read_text()) == 1 + 2 * (8 - before)
     assert read_profile(str(tmp_path / "p.json")).blocks[0].costs[0].repeats == 8
     assert not (tmp_path / "p.json.partial").exists()

@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeplan.costs import UNLIMITED, StageCost, state_bytes
+from pipeplan.costs import UNLIMITED, StageCost, state_of_total
 
 __all__ = [
     "Array",
@@ -236,8 +236,7 @@ class ChainCosts:
             compute - forward,
             activation_bytes=activations,
             workspace_bytes=int(max(self.widest[row, power, begin], self.widest[row, power, end - (1 << power)])),
-            parameter_bytes=parameters,
-            optimizer_bytes=static - state_bytes(parameters),
+            state=state_of_total(static, parameters),
         )
 
     def time(self, begins: Place, ends: Place) -> Array:
@@ -345,10 +344,10 @@ def _between(sums: Array, begins: Place, ends: Place) -> Array:
 
 
 def _sums(rows: Sequence[Sequence[StageCost]]) -> Array:
-    """[kind, row, block + 1] of forward, compute, activations, parameters and static."""
+    """[kind, row, block + 1] of forward, compute, activations, gradients and static."""
     each = [
         [
-            (cost.forward_ns, cost.compute_ns, cost.activation_bytes, cost.parameter_bytes, cost.static_bytes)
+            (cost.forward_ns, cost.compute_ns, cost.activation_bytes, cost.gradient_bytes, cost.static_bytes)
             for cost in row
         ]
         for row in rows

@@ -438,12 +438,12 @@ class PartBounds:
         return [
             index
             for index in np.flatnonzero(known).tolist()
-            if self._problem.time(int(times[index]), load[0].parameter_bytes, choices[index]) <= self.most_ns
+            if self._problem.time(int(times[index]), load[0].gradient_bytes, choices[index]) <= self.most_ns
         ]
 
     def _is_good(self, run: StageCost, choice: int, microbatches: int) -> bool:
         """Whether a stage is quick enough and fits."""
-        if self._problem.time(run.compute_ns, run.parameter_bytes, self.shapes.choices[choice]) > self.most_ns:
+        if self._problem.time(run.compute_ns, run.gradient_bytes, self.shapes.choices[choice]) > self.most_ns:
             return False
         limit = self._problem.memory_bytes
         return limit is None or run.memory_bytes(microbatches) <= limit

@@ -142,10 +142,7 @@ _CUSTOM_OPS: dict[str, CustomFunction] = {}
 
 
 def register(kind: str, function: CustomFunction) -> CustomFunction:
-    """Say what custom ops of a kind do. Returns the function.
-
-    Raises UsageError where the kind is not a word of 3 to 24 capital letters, or is taken.
-    """
+    """Say what custom ops of a kind, 3 to 24 capital letters, do. Returns the function. Raises UsageError."""
     if not is_instruction_word(kind):
         raise UsageError(f"{kind!r} cannot be an instruction: write 3 to 24 capital letters, not SEND or RECV")
     known = _CUSTOM_OPS.setdefault(kind, function)

@@ -160,10 +160,7 @@ class Pace:
 
 
 class EmulatedRunner:
-    """A stage or custom op whose actions sleep for as long as the plan says, from when all its devices can start them.
-
-    ``tensors`` names the rows that each message carries, ``group`` are the devices that start an action together.
-    """
+    """A stage or custom op whose actions sleep as long as the plan says, from when all of ``group`` can start."""
 
     idle = True
 

@@ -105,10 +105,7 @@ def model_messages(plan: Plan, edges: Sequence[tuple[str, str]], model: str) -> 
 
 
 def planned_messages(plan: Plan) -> MessageGraph:
-    """The flow where no model is known: each message has one tensor, named by its ends, as ``0>1``.
-
-    Raises UsageError where gradients come from a stage to which no outputs go.
-    """
+    """As :func:`model_messages`, where no model is known: each message has one tensor, named ``0>1`` by its ends."""
     following, stages = _following_of(plan), range(len(plan.stages))
     crossings = {
         (source, target): (f"{source}>{target}",)

@@ -88,10 +88,7 @@ class StagePart:
 
 @dataclass(frozen=True, slots=True)
 class CustomOpPart:
-    """A custom op as its rank sees it: its kind and attributes, and on which ranks it runs.
-
-    ``takers`` are, of those, the ranks that need what a message takes along.
-    """
+    """A custom op as its rank sees it; ``takers`` are its ``devices`` that need what a message takes along."""
 
     index: int
     kind: str

@@ -84,10 +84,7 @@ class _ForwardGraph:
 
 
 class _Values:
-    """What the blocks of a stage have made of a micro-batch, in every layout that some block takes it in.
-
-    ``num_samples`` are this replica's; what was ``received`` is whole, by block.
-    """
+    """What the blocks of a stage have made of a replica's samples, in every layout that some block takes it in."""
 
     def __init__(self, layouts: StageLayouts, num_samples: int, received: Mapping[str, Tensor]) -> None:
         self._layouts, self._num_samples = layouts, num_samples

@@ -59,10 +59,7 @@ class TensorSpec:
 
     @classmethod
     def between(cls, name: str, once: Shape, twice: Shape, num_samples: int, dtype: torch.dtype) -> TensorSpec:
-        """What an output is like whose shapes for ``num_samples`` and for twice as many are known.
-
-        Raises UsageError where it grows in another way than in one dimension, with the samples.
-        """
+        """An output of which two shapes are known. Raises UsageError unless it grows in one dimension alone."""
         grown = [axis for axis, (a, b) in enumerate(zip(once, twice, strict=False)) if a != b]
         if not grown and len(once) == len(twice):
             return cls(once, dtype, None)

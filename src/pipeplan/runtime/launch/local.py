@@ -90,7 +90,7 @@ def watch_local(
     listen: Callable[[int, Report], None],
     command: Sequence[str] = RANK,
 ) -> None:
-    """Start a rank per program with the same job, pass on its reports, and return when all have ended well.
+    """Start a rank per program with one job, and return when all have ended well. Raises as :func:`run_local`.
 
     Args:
         work: what a rank does, ``module:function``, which is called with the job and its
@@ -100,9 +100,6 @@ def watch_local(
         timeout_ns: longest wait.
         listen: called with rank and report.
         command: what a rank executes.
-
-    Raises:
-        PipeplanError: as in :func:`run_local`.
     """
     with _Ranks(programs, timeout_ns) as ranks:
         ranks.start(work, job, command)

@@ -126,7 +126,7 @@ def _captured(module: nn.Module, inputs: Mapping[str, Tensor], name: str, grain:
 
 def _refuse_grain(name: str, grain: Grain | None) -> None:
     if grain is not None:
-        raise UsageError(f"--grain {grain}: {name} has blocks of its own; leave it out")
+        raise UsageError(f"--granularity {grain}: {name} has blocks of its own; leave it out")
 
 
 def _with_shared(model: Model, patterns: Sequence[str]) -> Model:

@@ -69,10 +69,7 @@ def shaped_blocks(
 def output_shapes(
     model: Model, num_samples: int, dtype: torch.dtype = torch.float32, autocast: Autocast | None = None
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every block's output for a micro-batch, found without computing.
-
-    Raises UsageError as :func:`shaped_blocks`, and for a block of several outputs, which plans do not carry.
-    """
+    """Shape and dtype of every block's one output, found without computing. Raises UsageError."""
     found = {}
     for block in shaped_blocks(model, num_samples, dtype, autocast):
         if len(block.outputs) != 1:

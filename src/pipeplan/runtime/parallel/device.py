@@ -66,10 +66,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def offset_ns(rank: int) -> int:
-    """How far this rank's host clock is ahead of rank 0's: 0 on the same machine, else from when barriers end.
-
-    A collective of all ranks.
-    """
+    """How far this rank's clock is ahead of rank 0's, by when barriers end; 0 on one machine. Collective."""
     stamps = []
     for _ in range(_ROUNDS):
         dist.barrier()

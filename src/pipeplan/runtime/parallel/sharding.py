@@ -257,10 +257,7 @@ class Split:
 
 
 def share_of(whole: nn.Module, made: nn.Module, part_of: Callable[[str], ParameterPart]) -> nn.Module:
-    """The module ``made`` for one device, with its parts of the whole block's parameters, by name.
-
-    Raises UsageError where a parameter cannot be split so, or those of the module are not such parts.
-    """
+    """The module ``made`` for one device, with its parts of the whole block's parameters. Raises UsageError."""
     names = {name for name, _ in whole.named_parameters()}
     if unlike := names ^ {name for name, _ in made.named_parameters()}:
         raise UsageError(f"its share has other parameters than the whole block, such as {min(unlike)!r}")

@@ -95,10 +95,7 @@ class DeferredEmbedding(nn.Embedding):
 
 
 def defer_weight_gradients(module: nn.Module) -> nn.Module:
-    """Let the weight gradients of every ``nn.Linear`` and ``nn.Embedding`` inside be deferred; returns the module.
-
-    Parameter names stay. Modules under ``torch.compile`` keep their own backward, and warn of it.
-    """
+    """Let weight gradients of every linear and embedding layer inside wait, but compiled ones; returns it."""
     for name, child in _outside_compiled(module, ""):
         if _is_compiled(child):
             warnings.warn(

@@ -15,12 +15,13 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from pipeplan.costs.blocks import state_recipe
 from pipeplan.costs.communication import Exchange, Prices
-from pipeplan.costs.stage_cost import state_recipe
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Source
 from pipeplan.runtime.models.shapes import ShapedBlock, shaped_blocks
 from pipeplan.runtime.models.spec import BlockSpec, Collective, Model
+from pipeplan.workload.kinds import OPTIMIZER
 
 __all__ = [
     "STATE_NOTES",
@@ -322,7 +323,7 @@ def _block(block: BlockNode, costs: Sequence[CostRow]) -> Block:
         operator=block.spec.operator,
         dimensions=dict(block.spec.dimensions),
         parameter_bytes=block.parameter_bytes,
-        optimizer_bytes=state_recipe(_RECIPE).optimizer_bytes(block.trainable, block.trainable_bytes),
+        optimizer_bytes=state_recipe(_RECIPE).state(block.trainable, block.trainable_bytes)[OPTIMIZER],
         tied=block.tied,
         shared=block.spec.shared,
         costs=tuple(costs),

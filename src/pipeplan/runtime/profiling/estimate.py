@@ -21,10 +21,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from pipeplan._version import __version__
-from pipeplan.costs.blocks import Calibration, KnownRow, Work, calibrate, likeness, measured_rows
 from pipeplan.costs.communication import prices_in, prices_of
-from pipeplan.costs.operators import Kernel
-from pipeplan.costs.presets import DevicePreset
+from pipeplan.costs.devices import Calibration, DevicePreset, Kernel, KnownRow, Work, calibrate, likeness, measured_rows
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow, Profile, Source
 from pipeplan.runtime.models.spec import Model
@@ -74,6 +72,8 @@ def estimate_model(
 ) -> Profile:
     """Estimate every block of a model for each micro-batch size.
 
+    Raises UsageError where sizes, shards or calibration make no sense, and ExecutionError where a block cannot run.
+
     Args:
         model: what to estimate.
         microbatch_sizes: samples per micro-batch, each at least 1.
@@ -85,10 +85,6 @@ def estimate_model(
         reference: the model that ``calibration`` is of, if it is another one.
         cluster: whose links the collectives of split blocks take; without, the device's own link.
         progress: called before every block and size.
-
-    Raises:
-        UsageError: sizes or shards make no sense, or the calibration knows no block of this model.
-        ExecutionError: a block cannot run on fake tensors; the text names it and the size.
     """
     sizes = sorted(set(microbatch_sizes))
     if not sizes or sizes[0] < 1:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from pipeplan.errors import FileError, InfeasibleError, UsageError
 from pipeplan.files import File, parse, write_text
-from pipeplan.files.base import CurrentVersion
-from pipeplan.files.migrations import current_version
+from pipeplan.files.base import CurrentVersion, current_version
 from pipeplan.files.read_write import read_bytes
 from pipeplan.runtime.models.shapes import outputs_of
 from pipeplan.runtime.profiling.benches import Bench, KeptRow, RowKey
@@ -59,10 +58,7 @@ class RunCounter:
 
 @dataclass(slots=True)
 class Benches:
-    """All that is measured: one bench per kind of block, micro-batch size and recomputation choice, as they run.
-
-    ``beside`` are called once each round, too, with whether its times count.
-    """
+    """All that is measured: a bench per kind, size and recomputation choice. ``beside`` are called once a round."""
 
     splits: Sequence[ModelShare]
     kinds: Mapping[Hashable, Kind]

@@ -63,10 +63,7 @@ class Checkpoints:
         self._folder, self._held, self._all_ranks, self._progress = folder, held, all_ranks, progress
 
     def begin(self, resume: bool) -> int:
-        """Go on from the last whole checkpoint, or start where there is none. Returns the number of steps done.
-
-        Raises UsageError where there is none to go on from, one that this run would mix with, or one that does not fit.
-        """
+        """Go on from the last whole checkpoint, or start where there is none: the steps done. Raises UsageError."""
         self._progress.begin(Phase.RESUMING)
         if self._progress.rank == 0:
             self._folder.make()

@@ -97,10 +97,7 @@ class _DamagedFileError(Exception):
 
 @contextmanager
 def undamaged(folder: CheckpointFolder, step: int) -> Iterator[None]:
-    """Turn what reading a damaged checkpoint raises into an error that says how to go on.
-
-    Raises UsageError, which names the file that is missing or damaged, and the checkpoint before.
-    """
+    """Turn what reading a damaged checkpoint raises into a UsageError that names the file and a remedy."""
     try:
         yield
     except _DamagedFileError as error:

@@ -15,18 +15,29 @@ from pathlib import Path
 import torch
 
 from pipeplan.errors import UsageError
-from pipeplan.files import Plan
+from pipeplan.files import Plan, sha256_of
 from pipeplan.runtime.executor.message_graph import Message, hops_of
+from pipeplan.runtime.executor.process_groups import require_alike
 from pipeplan.runtime.executor.rank_program import Program
 from pipeplan.runtime.executor.tensors import TensorSpec
 from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.parallel.device import gathered
 from pipeplan.runtime.training.data import fingerprint
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.units import format_bytes
+from pipeplan.workload.elements import Stage
+from pipeplan.workload.kinds import Role, role_of
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, Mesh
 
-__all__ = ["identity_of", "other_sizes", "require_identity", "warn_of_other_sizes"]
+__all__ = [
+    "identity_of",
+    "other_sizes",
+    "require_agreement",
+    "require_identity",
+    "require_splittable",
+    "warn_of_other_sizes",
+]
 
 _SAMPLES = 2  # some losses compare samples with each other
 
@@ -167,3 +178,58 @@ def _messages(
 def _bytes(spec: TensorSpec, samples: int, dtype: torch.dtype) -> int:
     each = dtype if spec.dtype.is_floating_point else spec.dtype
     return torch.Size(spec.of(samples)).numel() * each.itemsize
+
+
+def require_splittable(plan: Plan, model: Model) -> None:
+    """Check that the model's blocks can be split as the plan says. Raises UsageError, which names block and stage."""
+    for index, stage in enumerate(plan.stages):
+        for number, block in enumerate(stage.blocks) if stage.shards > 1 else ():
+            try:
+                model.require_splittable(block, stage.mesh_of(number))
+            except UsageError as error:
+                raise UsageError(
+                    f"stages[{index}] splits its blocks over {stage.shards} devices, and {error}; {_remedy(stage)}"
+                ) from None
+
+
+def _remedy(stage: Stage) -> str:
+    """What to do about a stage whose blocks the model cannot split: strategies come from frontiers, shards do not."""
+    if stage.configurations:
+        return (
+            "write another point of the frontier (pipeplan frontier --point), or train the model of the profile that "
+            "it was made from"
+        )
+    return (
+        "search with --shard-shared no or another --placement, give the stage replicas instead of shards, or train a model "
+        "of the zoo"
+    )
+
+
+def require_agreement(
+    rank: int, plan: Plan, model: Model, options: TrainOptions, program: Program, specs: dict[str, TensorSpec]
+) -> None:
+    """Refuse to start where ranks run different things; the same error on every rank.
+
+    Transports do not compare what they carry: a wrong size ends the process, a wrong format goes unnoticed.
+    """
+    carried = {
+        f"{message.payload} {message.source} {message.target}": [
+            f"{name} {specs[name].text(program.microbatch_size)}" for name in program.tensors[message]
+        ]
+        for message, _, _ in program.remote
+    }
+    own = {"plan": sha256_of(plan), **options.as_json(), "model": model.name}
+    found = gathered((own, carried))
+    require_alike([said for said, _ in found])
+    ends: dict[str, tuple[int, list[str]]] = {}
+    for other, (_, messages) in enumerate(found):
+        for message, tensors in messages.items():
+            first, expected = ends.setdefault(message, (other, tensors))
+            if tensors != expected:
+                payload, source, target = message.split()
+                named = {Role.FORWARD: "outputs", Role.BACKWARD: "gradients"}
+                what = named.get(role_of(payload), f"outputs after {payload}")
+                raise UsageError(
+                    f"ranks {first} and {other} expect different {what} between stages {source} and {target}: "
+                    f"{', '.join(expected)} and {', '.join(tensors)}; the model must be the same on all ranks"
+                )

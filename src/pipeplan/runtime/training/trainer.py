@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipeplan._version import __version__
 from pipeplan.errors import UsageError
-from pipeplan.files import Plan, sha256_of
+from pipeplan.files import Plan
 from pipeplan.runtime.executor.channels import Channels
 from pipeplan.runtime.executor.custom_ops import CustomOpRunner, custom_ops_of
 from pipeplan.runtime.executor.interpreter import Executor
@@ -21,7 +21,6 @@ from pipeplan.runtime.executor.process_groups import (
     TimedAction,
     extent,
     iteration_of,
-    require_alike,
 )
 from pipeplan.runtime.executor.rank_program import Program, programs_of
 from pipeplan.runtime.executor.shared_parameters import SharedParameters, require_equal_copies
@@ -32,19 +31,22 @@ from pipeplan.runtime.launch.status import Phase, Progress, lost_others
 from pipeplan.runtime.models.load import found_at, load_model
 from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.parallel.device import Autocast, gathered, rank_device
+from pipeplan.runtime.parallel.device import Autocast, rank_device
 from pipeplan.runtime.parallel.share import Share
 from pipeplan.runtime.parallel.weight_grads import warn_if_few_can_wait
 from pipeplan.runtime.training.checkpoint import Checkpoints, OwnedParameter, TrainingState
 from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
-from pipeplan.runtime.training.compatibility import identity_of, warn_of_other_sizes
+from pipeplan.runtime.training.compatibility import (
+    identity_of,
+    require_agreement,
+    require_splittable,
+    warn_of_other_sizes,
+)
 from pipeplan.runtime.training.data import with_data
 from pipeplan.runtime.training.optimizer import Updater, clip_gradients
 from pipeplan.runtime.training.options import TrainOptions
-from pipeplan.workload.elements import Stage
-from pipeplan.workload.kinds import Role, role_of
 
-__all__ = ["Trainer", "autocast_of", "require_splittable", "train_job", "travelling"]
+__all__ = ["Trainer", "autocast_of", "train_job", "travelling"]
 
 
 def train_job(job: Report, context: RankContext) -> None:
@@ -112,7 +114,7 @@ class Trainer:
         progress.begin(Phase.CONNECTING)
         timeout = timedelta(seconds=options.timeout_ns / 1e9)
         with lost_others(self.progress):
-            _require_agreement(self.rank, plan, model, options, self.program, specs)
+            require_agreement(self.rank, plan, model, options, self.program, specs)
             if self.rank == 0:
                 warn_of_other_sizes(plan, programs, model, specs, dtype)
             self.all_ranks = AllRanks(self.device, progress, timeout)
@@ -163,10 +165,7 @@ class Trainer:
         return self._report(step, actions, ends, norm), actions
 
     def resume(self) -> int:
-        """Go on from the last checkpoint if that is asked for. Collective; returns the number of steps done.
-
-        Raises UsageError where there is none, it does not fit, or nothing is left to do.
-        """
+        """Go on from the last checkpoint if asked to: the number of steps done. Collective. Raises UsageError."""
         if self.checkpoints is None:
             return 0
         done = self.checkpoints.begin(self.options.resume)
@@ -329,61 +328,6 @@ def autocast_of(options: TrainOptions) -> Autocast | None:
         )
     dtype: torch.dtype = getattr(torch, options.autocast)
     return Autocast(options.device, dtype)
-
-
-def require_splittable(plan: Plan, model: Model) -> None:
-    """Check that the model's blocks can be split as the plan says. Raises UsageError, which names block and stage."""
-    for index, stage in enumerate(plan.stages):
-        for number, block in enumerate(stage.blocks) if stage.shards > 1 else ():
-            try:
-                model.require_splittable(block, stage.mesh_of(number))
-            except UsageError as error:
-                raise UsageError(
-                    f"stages[{index}] splits its blocks over {stage.shards} devices, and {error}; {_remedy(stage)}"
-                ) from None
-
-
-def _remedy(stage: Stage) -> str:
-    """What to do about a stage whose blocks the model cannot split: strategies come from frontiers, shards do not."""
-    if stage.configurations:
-        return (
-            "write another point of the frontier (pipeplan frontier --point), or train the model of the profile that "
-            "it was made from"
-        )
-    return (
-        "search with --spread no or another --placement, give the stage replicas instead of shards, or train a model "
-        "of the zoo"
-    )
-
-
-def _require_agreement(
-    rank: int, plan: Plan, model: Model, options: TrainOptions, program: Program, specs: dict[str, TensorSpec]
-) -> None:
-    """Refuse to start where ranks run different things; the same error on every rank.
-
-    Transports do not compare what they carry: a wrong size ends the process, a wrong format goes unnoticed.
-    """
-    carried = {
-        f"{message.payload} {message.source} {message.target}": [
-            f"{name} {specs[name].text(program.microbatch_size)}" for name in program.tensors[message]
-        ]
-        for message, _, _ in program.remote
-    }
-    own = {"plan": sha256_of(plan), **options.as_json(), "model": model.name}
-    found = gathered((own, carried))
-    require_alike([said for said, _ in found])
-    ends: dict[str, tuple[int, list[str]]] = {}
-    for other, (_, messages) in enumerate(found):
-        for message, tensors in messages.items():
-            first, expected = ends.setdefault(message, (other, tensors))
-            if tensors != expected:
-                payload, source, target = message.split()
-                named = {Role.FORWARD: "outputs", Role.BACKWARD: "gradients"}
-                what = named.get(role_of(payload), f"outputs after {payload}")
-                raise UsageError(
-                    f"ranks {first} and {other} expect different {what} between stages {source} and {target}: "
-                    f"{', '.join(expected)} and {', '.join(tensors)}; the model must be the same on all ranks"
-                )
 
 
 def _versions(options: TrainOptions) -> dict[str, str]:

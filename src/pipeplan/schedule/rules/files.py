@@ -15,7 +15,7 @@ from typing import Any
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
-from pipeplan.catalog.reading import names, read_text
+from pipeplan.catalog import names, read_text
 from pipeplan.errors import FileError, UsageError
 from pipeplan.files.read_write import read_bytes
 from pipeplan.schedule.rules.language import Rules

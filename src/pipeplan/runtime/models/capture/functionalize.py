@@ -84,10 +84,7 @@ class Changes:
             self._base[op] = source
 
     def change(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], like: OpNode) -> OpNode:
-        """Append what an operator in place computes, and let it stand for what it changes.
-
-        Raises UsageError for what the module holds or was given, or through a view that cannot be put back.
-        """
+        """Append what an operator in place computes, and let it stand for what it changes. Raises UsageError."""
         changed: OpNode = arguments[0]
         if name_of_target(target) == "copy_":
             made = self._copied(arguments[1], changed, like)

@@ -296,10 +296,7 @@ def _leads_to(before: OpGroup, group: OpGroup) -> bool:
 
 
 def _without_commons(groups: Sequence[OpGroup], free: set[OpNode]) -> list[OpGroup]:
-    """Put what is one for all samples, and that several groups take, into groups of its own.
-
-    Such as a position bias that the first layer makes for all: a layer then gives one tensor.
-    """
+    """Put what is one for all samples and taken by several groups, such as a position bias, into groups apart."""
     taken = [{source for op in group.operations for source in op.sources} for group in groups]
     takers = Counter(op for sources in taken for op in sources)
     found: list[OpGroup] = []

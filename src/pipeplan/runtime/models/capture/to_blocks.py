@@ -84,11 +84,11 @@ def _require_travelling(op: OpNode, name: str) -> None:
     if op.misplaced:
         raise UsageError(
             f"model {name!r}: a tensor of shape {list(op.shape)} for 2 samples, made in module {op.path!r}, goes from "
-            "block to block and has its samples not in the first dimension; use batch_first, or a coarser --grain"
+            "block to block and has its samples not in the first dimension; use batch_first, or a coarser --granularity"
         )
     if not isinstance(op.value, Tensor):
         raise UsageError(
-            f"model {name!r}: module {op.path!r} hands a list of tensors to another block; use --grain layer"
+            f"model {name!r}: module {op.path!r} hands a list of tensors to another block; use --granularity layer"
         )
 
 

@@ -112,18 +112,15 @@ def _refuse_unknown(default: Any, keywords: Mapping[str, Any], where: str) -> No
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A module and all that capturing it needs.
+    """A module and all that capturing it needs; ``batch``, ``predictions``, ``texts`` as :class:`Model` has them.
 
     Attributes:
         name: the family's, and what sets this model apart.
         module: its forward takes the tensors of a batch by name and returns the summed loss; no dropout, no cache.
         inputs: a batch of two samples, on the module's device.
-        batch: makes the named tensors of a mini-batch from samples, step and seed.
-        predictions: what the summed loss of a batch is divided by.
         sharded: the same for one device's share, by their number; raises UsageError if it cannot be split so.
         ways: how each parameter is split, by its name: "colwise", "packed_colwise", "rowwise" or "words".
         tokens: positions per sample by the beginning of parameters' names, the longest that fits.
-        texts: how it takes texts, if it does.
         settings: all of the configuration, but the version of transformers that reads it.
     """
 

@@ -276,10 +276,7 @@ def _is_whole(name: str, way: str) -> bool:
 
 
 def share_of(module: nn.Module, ways: Mapping[str, str], num_devices: int, rank: int = 0) -> nn.Module:
-    """A copy of the module with one device's share of the parameters; tied ones stay tied, whole ones are copies.
-
-    ``ways`` are of :func:`split_weights`. Raises UsageError where a parameter does not divide by the devices.
-    """
+    """A copy with one device's share of what ``ways`` splits; tied parameters stay tied. Raises UsageError."""
     shares: dict[int, object] = {}  # by the identity of the whole one, as deepcopy wants it
     for name, way in ways.items():
         parameter = module.get_parameter(name)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pipeplan.catalog.reading import model_sizes
+from pipeplan.catalog import model_sizes
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.models.zoo.encoder_decoder import TranslationSize

@@ -1,4 +1,4 @@
-"""``pipeplan search``: search a schedule for a profile and write the plan."""
+"""``pipeplan search`` and ``pipeplan compare``: search for the best plan; set it beside every known schedule."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeplan import _api
-from pipeplan.cli.options import planning_options, read_request
-from pipeplan.cli.status import Status, interrupt_on_sigterm
+from pipeplan.cli.shared import Status, interrupt_on_sigterm, planning_options, read_request
 from pipeplan.errors import UsageError
+
+__all__ = ["compare_command", "search_command"]
+
 
 if TYPE_CHECKING:
     from pipeplan._api import Result, Tuning
 
-__all__ = ["command"]
 
-
-@click.command("search", short_help="Search the best plan for a profile and write it.")
+@click.command("search")
 @planning_options
 @click.option(
     "--scheduler",
@@ -32,16 +32,16 @@ __all__ = ["command"]
     "--rules",
     "rules_path",
     metavar="FILE|NAME",
-    help="Rules of the scheduler: a TOML file, or some that ship.  [default: all built-in ones]",
+    help="Scheduling rules: a TOML file or the name of a built-in set.  [default: all built-in sets]",
 )
-@click.option("--workers", type=click.IntRange(min=1), help="Processes of a tuning.  [default: one per core]")
-@click.option("--cache", metavar="FILE", help="What a tuning finds is kept here, and not looked for again.")
-@click.option("--rules-output", metavar="FILE", help="Where to write a tuning's best rules, to give to --rules.")
+@click.option("--workers", type=click.IntRange(min=1), help="Worker processes for auto-tuning.  [default: cores]")
+@click.option("--cache", metavar="FILE", help="Cache file; configurations found in it are not re-evaluated.")
+@click.option("--rules-output", metavar="FILE", help="Where to write the best rules found, for --rules.")
 @click.option("-o", "--output", metavar="FILE", help="Where to write the plan; - for stdout.")
 @click.option(
     "--placement-output", metavar="FILE", help="Where to write the stages alone, to edit and give to --placement."
 )
-def command(
+def search_command(
     scheduler: str,
     rules_path: str | None,
     workers: int | None,
@@ -52,11 +52,11 @@ def command(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Search the best plan for PROFILE: stages, replicas, micro-batch sizes, schedule; or what flags leave open.
+    """Search for the best plan for PROFILE: stages, replicas, micro-batch sizes, schedule, or what flags leave open.
 
-    The search soon has a valid plan and improves it until it is proved optimal, the time limit passes, or Ctrl-C;
-    the best plan is written in every case. With --scheduler rules and no --rules it is a tuning: all built-in rules on
-    a grid of depths, replicas, sizes and placements, ranked.
+    The search finds a valid plan early and improves it until it is proved optimal, the time limit passes, or you press
+    Ctrl-C; the best plan is written in every case. With --scheduler rules and no --rules it auto-tunes: all built-in
+    rules are ranked on a grid of depths, replicas, sizes and placements.
     """
     if output == "-" and as_json:
         raise UsageError("-o - and --json would both print to stdout; write the plan to a file")
@@ -83,10 +83,10 @@ def command(
         _api.write_text(_api.to_toml(tuning.rules), rules_output)
     if placement_output is not None:
         _api.write_file(result.plan.placed, placement_output)
-    _print(result, tuning, output, as_json)
+    _print_result(result, tuning, output, as_json)
 
 
-def _print(result: Result, tuning: Tuning | None, output: str | None, as_json: bool) -> None:
+def _print_result(result: Result, tuning: Tuning | None, output: str | None, as_json: bool) -> None:
     if result.interrupted:
         click.echo("pipeplan: interrupted; this is the best plan so far", err=True)
     if as_json:
@@ -94,7 +94,7 @@ def _print(result: Result, tuning: Tuning | None, output: str | None, as_json: b
         return
     if output == "-":
         return
-    from pipeplan.reporting.comparison import print_ranking
+    from pipeplan.reporting.tables import print_ranking
     from pipeplan.reporting.terminal import print_simulation, print_stages
 
     if tuning is not None:
@@ -104,3 +104,25 @@ def _print(result: Result, tuning: Tuning | None, output: str | None, as_json: b
     print_stages(result.plan, file=sys.stdout)
     if output is not None:
         click.echo(f"plan written to {output}", err=True)
+
+
+@click.command("compare")
+@planning_options
+def compare_command(as_json: bool, **flags: Any) -> None:
+    """Time every classic schedule that applies to PROFILE, and search for a better one; best first.
+
+    Without --placement and without one in the profile, all strategies are compared. Schedules
+    that do not fit into memory are timed too, and listed last.
+    """
+    from pipeplan.reporting.tables import print_comparison
+
+    request = read_request(flags)
+    interrupt_on_sigterm()
+    with Status() as progress:
+        found = _api.compare(request, progress=progress)
+    if found.interrupted:
+        click.echo("pipeplan: interrupted; these are the best plans so far", err=True)
+    if as_json:
+        click.echo(json.dumps(found.figures()))
+    else:
+        print_comparison(found, file=sys.stdout)

@@ -1,4 +1,4 @@
-"""``pipeplan simulate``: replay a plan and show its bubbles, memory, critical path and timeline."""
+"""``pipeplan check`` and ``pipeplan simulate``: is a plan right, and what it does in time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,63 @@ import click
 
 from pipeplan import _api
 from pipeplan.errors import UsageError
+from pipeplan.units import format_bytes, format_ns
+
+__all__ = ["check_command", "simulate_command"]
+
+
+if TYPE_CHECKING:
+    from pipeplan._api import Cluster, Plan, Profile, Report
+
+
+@click.command("check")
+@click.argument("plan_path", metavar="PLAN")
+@click.option("--profile", "profile_path", metavar="FILE", help="Check costs and dependencies against the profile too.")
+@click.option(
+    "--cluster", "cluster_path", metavar="FILE", help="Check memory and transfer times against the cluster too."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: valid, problems, figures.")
+@click.pass_context
+def check_command(
+    ctx: click.Context, plan_path: str, profile_path: str | None, cluster_path: str | None, as_json: bool
+) -> None:
+    """Recompute everything PLAN says: actions, dependencies, messages, times, memory, figures.
+
+    Exits with 0 if all is right, 1 if a rule is broken (the first problems are shown, each with its place), 2 if
+    a file cannot be read. Transfer times are compared only with the profile given, and for a plan made for a
+    cluster only with the cluster given too.
+    """
+    plan = _api.read_plan(plan_path)
+    profile = _api.read_profile(profile_path) if profile_path is not None else None
+    cluster = _api.read_cluster(cluster_path) if cluster_path is not None else None
+    report = _api.check(plan, profile, cluster)
+    if as_json:
+        click.echo(json.dumps(report.figures(), indent=2, ensure_ascii=False))
+        ctx.exit(0 if report.valid else 1)
+    report.require(plan_path)
+    click.echo(_verdict(plan_path, plan, report, profile, cluster))
+
+
+def _verdict(path: str, plan: Plan, report: Report, profile: Profile | None, cluster: Cluster | None) -> str:
+    """What was verified, in one line."""
+    figures = report.recomputed
+    parts = [
+        f"{figures.num_actions} actions and {figures.num_transfers} transfers on {figures.num_devices} devices",
+        f"makespan {format_ns(figures.makespan_ns)}, bubble rate {figures.bubble_rate:.1%}",
+        f"peak memory {format_bytes(max(figures.peak_memory_bytes))}",
+    ]
+    if plan.repetend is not None:
+        parts.append(f"repetend {format_ns(plan.repetend.repetend_ns)} for {plan.repetend.unroll}")
+    sources = [source.name for source in (profile, cluster) if source is not None]
+    against = f" (also against {' and '.join(sources)})" if sources else ""
+    return f"{path}: valid; {'; '.join(parts)}{against}"
+
 
 if TYPE_CHECKING:
     from pipeplan._api import Simulation
 
-__all__ = ["command"]
 
-
-@click.command("simulate", short_help="Simulate a plan: bubbles, memory, critical path, timeline.")
+@click.command("simulate")
 @click.argument("plan_path", metavar="PLAN")
 @click.option(
     "--microbatches",
@@ -35,7 +84,7 @@ __all__ = ["command"]
 @click.option("--svg", "svg_path", metavar="FILE", help="Write the timeline as SVG; - for stdout.")
 @click.option("--trace", "trace_path", metavar="FILE", help="Write the timeline for Perfetto; - for stdout.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object instead of tables.")
-def command(
+def simulate_command(
     plan_path: str,
     microbatches: int | None,
     profile_path: str | None,
@@ -67,7 +116,7 @@ def command(
 
         _api.write_text(timeline_svg(simulation), svg_path)
     if trace_path is not None:
-        from pipeplan.reporting.trace import trace_text
+        from pipeplan.reporting.timeline import trace_text
 
         _api.write_text(trace_text(simulation), trace_path)
     _warn(simulation)
@@ -90,7 +139,7 @@ def _warn(simulation: Simulation) -> None:
     if simulation.as_planned and stated != simulation.rates.makespan_ns:
         click.echo(
             f"pipeplan: the plan states a makespan of {stated} ns, its programs take "
-            f"{simulation.rates.makespan_ns} ns; pipeplan check tells what is wrong with it",
+            f"{simulation.rates.makespan_ns} ns; run pipeplan check to see what is wrong with it",
             err=True,
         )
 
@@ -111,6 +160,6 @@ def _print_compared(simulation: Simulation, as_json: bool, path: str) -> None:
     if as_json:
         click.echo(json.dumps({**simulation.figures(), "measured": comparison.figures()}))
     else:
-        from pipeplan.reporting.measured import print_comparison
+        from pipeplan.reporting.tables import print_measured
 
-        print_comparison(simulation, comparison, sys.stdout)
+        print_measured(simulation, comparison, sys.stdout)

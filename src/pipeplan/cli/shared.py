@@ -1,0 +1,337 @@
+"""What verbs share: types of options, the flags of a search, progress, interruption, where results go."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from pipeplan import _api
+from pipeplan.errors import FileError, UsageError
+from pipeplan.units import parse_bytes, parse_ns
+
+__all__ = [
+    "BYTES",
+    "COUNTS",
+    "DURATION",
+    "FiniteRange",
+    "RenamedOption",
+    "Shown",
+    "Status",
+    "interrupt_on_sigterm",
+    "planning_options",
+    "read_request",
+    "require_folder",
+    "require_stdout_once",
+    "require_writable",
+    "warnings_told",
+]
+
+
+if TYPE_CHECKING:
+    from pipeplan._api import Progress, Request, Rules
+
+
+_MOST = 1_000_000
+
+
+class _Quantity(click.ParamType[int]):
+    """A number with a unit: a duration as ns (``3.2ms``), a size as bytes (``80GB``, ``80GiB``)."""
+
+    def __init__(self, name: str, parse: Callable[[str], int]) -> None:
+        self.name, self._parse = name, parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Nanoseconds, or bytes."""
+        if isinstance(value, int):
+            return value
+        try:
+            return self._parse(value)
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+
+
+class _Counts(click.ParamType[tuple[int, ...]]):
+    """Numbers from 1 on, ascending and each once: ``1,2,4``."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """The numbers."""
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in value.split(",")]
+        if not all(part.isascii() and part.isdecimal() and 1 <= int(part) <= _MOST for part in parts):
+            self.fail(f"{value!r} is not a list of numbers from 1 to {_MOST}; write them as 1,2,4", param, ctx)
+        return tuple(sorted({int(part) for part in parts}))
+
+
+class FiniteRange(click.FloatRange):
+    """Numbers from ``min`` on: never ``nan``, which no bound of click's refuses, and ``inf`` only if that is said."""
+
+    def __init__(self, min: float, *, min_open: bool = False, infinite: bool = False) -> None:
+        super().__init__(min=min, min_open=min_open)
+        self._infinite = infinite
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number) or (math.isinf(number) and not self._infinite):
+            self.fail(f"{value} is not a {'number' if self._infinite else 'finite number'}", param, ctx)
+        return number
+
+
+class _PlacementOption(click.Option):
+    """Its help names every placement strategy there is."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """The flag and its help, which is made when it is shown."""
+        self.help = f"auto (all, or the profile's own), {', '.join(_api.STRATEGIES)}, or a placement file."
+        return super().get_help_record(ctx)
+
+
+class RenamedOption(click.Option):
+    """An option that is still taken under the names it ``was`` given before, which help does not show."""
+
+    def __init__(self, *args: Any, was: tuple[str, ...], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._was = was
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        """Let the parser know all names."""
+        shown, self.opts = self.opts, [*self.opts, *self._was]
+        super().add_to_parser(parser, ctx)
+        self.opts = shown
+
+
+DURATION = _Quantity("duration", parse_ns)
+BYTES = _Quantity("size", parse_bytes)
+COUNTS = _Counts()
+
+
+_YES_NO = {"auto": None, "yes": True, "no": False}
+_RECOMPUTE = {"auto": None, "all": True, "none": False}
+
+_Command = TypeVar("_Command", bound=Callable[..., object])
+
+_OPTIONS = (
+    click.argument("profile_path", metavar="PROFILE"),
+    click.option("--devices", type=click.IntRange(min=1), help="Number of devices.  [default: the placement's]"),
+    click.option("--cluster", "cluster_path", metavar="FILE", help="Cluster file: devices, memory, links."),
+    click.option("--memory", type=BYTES, help="Memory of each device, as 16GB or 16GiB.  [default: the cluster's]"),
+    click.option("--mini-batch", type=click.IntRange(min=1), help="Samples per iteration."),
+    click.option("--microbatch-size", type=click.IntRange(min=1), help="Samples per micro-batch."),
+    click.option(
+        "--microbatches", type=click.IntRange(min=1), help="Micro-batches per iteration.  [default: 4 x devices]"
+    ),
+    click.option(
+        "--placement",
+        cls=_PlacementOption,
+        default="auto",
+        show_default=True,
+        metavar="NAME|FILE",
+    ),
+    click.option(
+        *("--chunks", "--vp", "--virtual-stages", "chunks"),
+        type=click.IntRange(min=1),
+        help="Virtual stages: stages per device, where there are several.  [default: 2]",
+    ),
+    click.option(
+        *("--replicas", "--dp", "replicas"),
+        type=click.IntRange(min=1),
+        help="Data-parallel size: copies of the whole pipeline.  [default: searched]",
+    ),
+    click.option(
+        *("--shard-shared", "spread"),
+        cls=RenamedOption,
+        was=("--spread",),
+        type=click.Choice(list(_YES_NO)),
+        default="auto",
+        show_default=True,
+        help="Split shared blocks over all devices of the pipeline.",
+    ),
+    click.option(
+        "--slices",
+        default="auto",
+        show_default=True,
+        metavar="auto|M",
+        help="Sliced micro-batches: leading ones whose warm-up forwards run in two halves.",
+    ),
+    click.option("--recompute", type=click.Choice(list(_RECOMPUTE)), default="auto", show_default=True),
+    click.option("--unroll", default="auto", show_default=True, metavar="auto|U", help="Micro-batches per repetend."),
+    click.option("--split-backward", type=click.Choice(list(_YES_NO)), default="auto", show_default=True),
+    click.option(
+        "--split-overhead",
+        type=DURATION,
+        default="0ns",
+        show_default=True,
+        help="Extra time of each input and weight gradient for being launched separately.",
+    ),
+    click.option("--time-limit", type=DURATION, default="30s", show_default=True, help="Stop after this long."),
+    click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0, show_default=True),
+    click.option("--deterministic", is_flag=True, help="Same seed, same plan: counts solver steps, not seconds."),
+    click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object."),
+)
+
+
+def planning_options(command: _Command) -> _Command:
+    """Give a command the flags of everything that searches."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def read_request(flags: dict[str, Any], scheduler: str = "auto", rules: Rules | None = None) -> Request:
+    """The request that the flags of :func:`planning_options` make, with the files that they name.
+
+    Raises:
+        UsageError: files that cannot be read, or flags that contradict each other.
+    """
+    profile = _api.read_profile(flags["profile_path"])
+    cluster = _api.read_cluster(flags["cluster_path"]) if flags["cluster_path"] is not None else None
+    same = ("devices", "placement", "mini_batch", "microbatch_size", "chunks", "replicas", "seed", "deterministic")
+    return _api.Request.of(
+        profile,
+        **{name: flags[name] for name in same},
+        cluster=cluster,
+        num_microbatches=flags["microbatches"],
+        memory_bytes=flags["memory"],
+        scheduler=scheduler,
+        rules=rules,
+        unroll=_number(flags["unroll"], "--unroll", 1, 64),
+        split_backward=_YES_NO[flags["split_backward"]],
+        split_overhead_ns=flags["split_overhead"],
+        recompute=_RECOMPUTE[flags["recompute"]],
+        spread=_YES_NO[flags["spread"]],
+        num_parted=_number(flags["slices"], "--slices", 0, 10_000),
+        time_limit=flags["time_limit"] / 1e9,
+    )
+
+
+def _number(text: str, flag: str, least: int, most: int) -> int | None:
+    """What a flag means that takes auto or a number."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise click.BadParameter(f"{text!r} is neither auto nor a number from {least} to {most}", param_hint=flag)
+    return int(text)
+
+
+# What is said while work goes on, and where results go --------------------------------------------------------------
+
+
+def require_stdout_once(output: str, as_json: bool) -> None:
+    """Refuse to print both a file and JSON to stdout. Raises UsageError."""
+    if output == "-" and as_json:
+        raise UsageError("-o - and --json would both print to stdout; write the file somewhere else with -o FILE")
+
+
+def require_writable(path: str, option: str = "-o") -> None:
+    """Find out before minutes of work whether the file that an option names can be written. Raises FileError."""
+    folder = Path(path).absolute().parent
+    if path == "-":
+        return
+    if not folder.is_dir():
+        raise FileError(f"{path}: cannot be written: there is no folder {folder}")
+    if Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
+        raise FileError(f"{path}: cannot be written; choose another file with {option}")
+
+
+def require_folder(path: str, pattern: str, option: str) -> None:
+    """Make the folder that an option names before minutes of work, for files named by a pattern.
+
+    Raises:
+        FileError: it cannot be made or written, or has files of this pattern, which could be mistaken for new ones.
+    """
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be made: {error.strerror or error}; choose a folder with {option}") from error
+    if not os.access(folder, os.W_OK):
+        raise FileError(f"{path}: cannot be written; choose another folder with {option}")
+    there = sorted(each.name for each in folder.glob(pattern))
+    if there:
+        names = f"{there[0]} of another run" if len(there) == 1 else f"{len(there)} files of another run, as {there[0]}"
+        raise FileError(f"{path}: has {names}; remove what is there, or choose another folder with {option}")
+
+
+def interrupt_on_sigterm() -> None:
+    """Let SIGTERM end work as Ctrl-C does: a search with the best plan so far, a run with its processes."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+class Status:
+    """A line on stderr with the clock, the best value, the bound and the gap; nothing unless stderr is a terminal."""
+
+    def __enter__(self) -> Progress | None:
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        console = Console(stderr=True)
+        self._line = Progress(
+            SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), console=console, transient=True
+        )
+        if not console.is_terminal:
+            return None
+        self._line.start()
+        self._task = self._line.add_task("searching", total=None)
+        return self._update
+
+    def _update(self, what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
+        from pipeplan.units import format_ns
+
+        gap = best_ns / bound_ns - 1
+        text = f"best {format_ns(best_ns)}  bound {format_ns(bound_ns)}  gap {gap:.2%}  by {what} at {seconds:.1f}s"
+        self._line.update(self._task, description=text)
+
+    def __exit__(self, *_: object) -> None:
+        if self._line.live.is_started:
+            self._line.stop()
+
+
+@contextmanager
+def warnings_told() -> Iterator[None]:
+    """Pipeplan's own warnings in the form of its other messages, on stderr when all is measured."""
+    with warnings.catch_warnings(record=True) as caught:
+        yield
+    for text in dict.fromkeys(str(warning.message) for warning in caught if warning.category is UserWarning):
+        click.echo(f"pipeplan: warning: {text}", err=True)
+
+
+class Shown:
+    """A progress bar on stderr; nothing unless it is a terminal. ``what`` runs now."""
+
+    def __init__(self, doing: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.what = "nothing yet"
+        console = Console(stderr=True)
+        columns = (
+            BarColumn(),
+            TextColumn("{task.percentage:3.0f}%"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[what]}"),
+        )
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._progress.add_task(doing, total=None, what="")
+
+    def __enter__(self) -> Shown:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def update(self, done: int, total: int, what: str) -> None:
+        """Called before each run."""
+        self.what = what
+        self._progress.update(self._task, completed=done, total=total, what=what)

@@ -1,0 +1,265 @@
+"""Devices: how fast they are by their maker's figures, and by rates fitted to measured blocks.
+
+A preset has the maker's figures with their source, and the share of them that kernels reach, as curves over a kernel's
+work.
+
+A calibration has three rates that all blocks share: time per FLOP of matrix products, per byte moved by other kernels,
+and per kernel, none negative, by least squares of relative errors. Then how far each block is from them, as a factor:
+of the very block where it was measured, else of its kind of operator, else 1.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from pydantic import ConfigDict, TypeAdapter
+
+from pipeplan.catalog import names, read_text
+from pipeplan.errors import UsageError
+from pipeplan.files import Block, CostRow, Profile
+
+__all__ = [
+    "PHASES",
+    "PRESETS",
+    "Calibration",
+    "DevicePreset",
+    "DeviceRates",
+    "Kernel",
+    "KnownRow",
+    "Likeness",
+    "Phase",
+    "Work",
+    "calibrate",
+    "device_preset",
+    "fit_rates",
+    "likeness",
+    "measured_rows",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One launch: floating-point operations, bytes to and from memory, and whether matrix units do the work."""
+
+    flops: int
+    moved_bytes: int
+    matrix: bool = False
+
+
+# Presets ------------------------------------------------------------------------------------------------------------
+
+PRESETS = names("devices")
+"""Every preset by name."""
+
+Curve = tuple[tuple[int, float], ...]
+"""Pairs of a kernel's work and the share of the peak it reaches, work ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePreset:
+    """What a device can do at most. Sizes in bytes, decimal as its maker states them; rates per second.
+
+    ``dtype`` is the 16-bit format of its matrix units, ``matrix_flops_per_s`` their peak in it without sparsity,
+    ``float32_flops_per_s`` the peak of everything else. ``link_bytes_per_s`` is what its link to the devices of its
+    machine carries each way. ``matrix_efficiency`` is over the FLOPs of a matrix product, ``memory_efficiency`` over
+    the bytes that a kernel moves.
+    """
+
+    name: str
+    title: str
+    memory_bytes: int
+    bandwidth_bytes_per_s: int
+    dtype: str
+    matrix_flops_per_s: int
+    float32_flops_per_s: int
+    link_bytes_per_s: int
+    matrix_efficiency: Curve
+    memory_efficiency: Curve
+    source: str
+    efficiency_source: str
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    def kernel_ns(self, flops: int, moved_bytes: int, *, matrix: bool) -> float:
+        """Time of one kernel in ns: the slower of computing and moving, each at the share that its size reaches."""
+        if matrix:
+            computing = _time_ns(flops, self.matrix_flops_per_s, self.matrix_efficiency)
+        else:
+            computing = 1e9 * flops / self.float32_flops_per_s
+        return max(computing, _time_ns(moved_bytes, self.bandwidth_bytes_per_s, self.memory_efficiency))
+
+
+def _time_ns(work: int, peak: int, curve: Curve) -> float:
+    """Work at the share of the peak that the curve has for it; less than its first point takes as long as that."""
+    most = max(work, curve[0][0])
+    return 1e9 * most / (peak * _share(most, curve))
+
+
+def _share(work: int, curve: Curve) -> float:
+    """The curve at some work, interpolated in the logarithms of both; beyond its last point that one's share holds."""
+    for (low, low_share), (high, high_share) in zip(curve, curve[1:], strict=False):
+        if work < high:
+            place = math.log(work / low) / math.log(high / low)
+            return low_share * math.pow(high_share / low_share, place)
+    return curve[-1][1]
+
+
+@cache
+def device_preset(name: str) -> DevicePreset:
+    """The preset of this name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if name not in PRESETS:
+        raise UsageError(f"--device {name!r} is not a preset; choose from {', '.join(PRESETS)}")
+    return TypeAdapter(DevicePreset).validate_json(read_text("devices", name))
+
+
+# Calibration --------------------------------------------------------------------------------------------------------
+
+Phase = Literal["forward_ns", "input_grad_ns", "weight_grad_ns"]
+PHASES: tuple[Phase, ...] = ("forward_ns", "input_grad_ns", "weight_grad_ns")
+
+Work = Mapping[Phase, Sequence[Kernel]]
+"""The kernels of F, I and W of a block for one micro-batch."""
+
+Likeness = tuple[str, tuple[tuple[str, int], ...], int]
+"""Operator, dimensions and parameter bytes: equal for blocks that cost the same."""
+
+_SWEEPS = 500
+
+
+def likeness(block: Block) -> Likeness:
+    """What a block has in common with those that cost the same."""
+    return block.operator, tuple(sorted(block.dimensions.items())), block.parameter_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRates:
+    """ns per FLOP of matrix kernels, per byte that others move, and per kernel."""
+
+    flop_ns: float
+    byte_ns: float
+    kernel_ns: float
+
+    def time_ns(self, kernels: Iterable[Kernel]) -> float:
+        """Of kernels one after another."""
+        flops, moved, count = _features(kernels)
+        return flops * self.flop_ns + moved * self.byte_ns + count * self.kernel_ns
+
+
+def _features(kernels: Iterable[Kernel]) -> tuple[int, int, int]:
+    flops = moved = count = 0
+    for kernel in kernels:
+        count += 1
+        flops += kernel.flops if kernel.matrix else 0
+        moved += 0 if kernel.matrix else kernel.moved_bytes
+    return flops, moved, count
+
+
+def fit_rates(samples: Sequence[tuple[Sequence[Kernel], int]]) -> DeviceRates:
+    """The rates nearest to measured times in ns, by squares of relative errors; none is negative.
+
+    Raises:
+        UsageError: no sample takes time.
+    """
+    rows = [tuple(each / ns for each in _features(kernels)) for kernels, ns in samples if ns > 0 and kernels]
+    if not rows:
+        raise UsageError("the calibration has no times to fit to; measure at least one block of the model")
+    scale = [max(max(column), 1e-30) for column in zip(*rows, strict=True)]
+    scaled = [[value / unit for value, unit in zip(row, scale, strict=True)] for row in rows]
+    found = [0.0, 0.0, 0.0]
+    for _ in range(_SWEEPS):  # one unknown after the other, none below 0: converges, since the problem is convex
+        for index in range(3):
+            rest = [1 - sum(x * row[j] for j, x in enumerate(found) if j != index) for row in scaled]
+            own = [row[index] for row in scaled]
+            square = sum(value * value for value in own)
+            found[index] = max(0.0, sum(a * b for a, b in zip(own, rest, strict=True)) / square) if square else 0.0
+    return DeviceRates(*(value / unit for value, unit in zip(found, scale, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class KnownRow:
+    """A measured row of a block, and the work that took its times."""
+
+    block: Block
+    row: CostRow
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What turns work into times.
+
+    ``blocks`` [likeness, phase] and ``operators`` [operator, phase] are factors on the rates' times, the former by
+    micro-batch size; ``together`` [operator] is B over I and W. ``error`` is the median of how far the rates alone are
+    from the measured times.
+    """
+
+    rates: DeviceRates
+    blocks: Mapping[tuple[Likeness, Phase], Mapping[int, float]]
+    operators: Mapping[tuple[str, Phase], float]
+    together: Mapping[str, float]
+    error: float
+
+    def row(self, block: Block, row: CostRow, work: Work) -> CostRow:
+        """An estimated row with the times that the measurement makes likely."""
+        times: dict[str, int] = {
+            phase: round(self.time_ns(block, phase, row.microbatch_size, work[phase])) for phase in PHASES
+        }
+        backward = (times["input_grad_ns"] + times["weight_grad_ns"]) * self.together.get(block.operator, 1.0)
+        return row.model_copy(update={**times, "backward_ns": round(backward)})
+
+    def time_ns(self, block: Block, phase: Phase, size: int, kernels: Sequence[Kernel]) -> float:
+        """Time of one phase; the factor is that of the nearest measured size."""
+        usual = self.operators.get((block.operator, phase), 1.0)
+        by_size = self.blocks.get((likeness(block), phase), {})
+        nearest = min(by_size, key=lambda known: abs(math.log(known / size)), default=0)
+        return self.rates.time_ns(kernels) * by_size.get(nearest, usual)
+
+
+def calibrate(known: Sequence[KnownRow]) -> Calibration:
+    """Fit rates and factors to measured rows.
+
+    Raises:
+        UsageError: nothing is known.
+    """
+    samples = [
+        (each, phase, ns) for each in known for phase in PHASES if (ns := getattr(each.row, phase)) and each.work[phase]
+    ]
+    rates = fit_rates([(each.work[phase], ns) for each, phase, ns in samples])
+    blocks: dict[tuple[Likeness, Phase], dict[int, float]] = defaultdict(dict)
+    operators: dict[tuple[str, Phase], list[float]] = defaultdict(list)
+    for each, phase, ns in samples:
+        factor = ns / max(rates.time_ns(each.work[phase]), 1e-9)
+        blocks[likeness(each.block), phase][each.row.microbatch_size] = factor
+        operators[each.block.operator, phase].append(factor)
+    together: dict[str, list[float]] = defaultdict(list)
+    for each in known:
+        apart = (each.row.input_grad_ns or 0) + (each.row.weight_grad_ns or 0)
+        if each.row.backward_ns and apart:
+            together[each.block.operator].append(each.row.backward_ns / apart)
+    return Calibration(
+        rates,
+        blocks,
+        {key: statistics.geometric_mean(values) for key, values in operators.items()},
+        {key: statistics.geometric_mean(values) for key, values in together.items()},
+        statistics.median(abs(1 / factor - 1) for values in operators.values() for factor in values),
+    )
+
+
+def measured_rows(profile: Profile) -> list[tuple[Block, CostRow]]:
+    """A row for each likeness and micro-batch size of unsplit blocks that keep their activations."""
+    found: dict[tuple[Likeness, int], tuple[Block, CostRow]] = {}
+    for block in profile.blocks:
+        for row in block.costs:
+            if row.shards == 1 and not row.recompute and row.configuration is None:
+                found.setdefault((likeness(block), row.microbatch_size), (block, row))
+    return list(found.values())

@@ -1,0 +1,49 @@
+"""Renamed flags: help shows the new spelling, and the old one means the same; aliases stand beside each other."""
+
+import pytest
+from click import Context
+
+from pipeplan.cli.main import cli
+
+RENAMED = [
+    ("search", "--spread", "--shard-shared", "yes"),
+    ("compare", "--spread", "--shard-shared", "no"),
+    ("frontier", "--grain", "--split-level", "operator"),
+    ("frontier", "--within", "--tolerance", "0.01"),
+    ("profile", "--grain", "--granularity", "layer"),
+    ("run", "--grain", "--granularity", "operator"),
+]
+ALIASES = [
+    ("search", "--replicas", "--dp", "2"),
+    ("search", "--chunks", "--vp", "3"),
+    ("compare", "--chunks", "--virtual-stages", "3"),
+    ("example", "--chunks", "--vp", "3"),
+]
+
+
+def context_of(verb: str, *arguments: str) -> Context:
+    command = cli.get_command(Context(cli), verb)
+    assert command is not None
+    return command.make_context(verb, [*arguments])
+
+
+@pytest.mark.parametrize(("verb", "one", "other", "value"), RENAMED + ALIASES)
+def test_both_spellings_ask_for_the_same(verb: str, one: str, other: str, value: str) -> None:
+    asked = [context_of(verb, "input", flag, value).params for flag in (one, other)]
+    assert asked[0] == asked[1] != context_of(verb, "input").params
+
+
+@pytest.mark.parametrize(("verb", "old", "new"), [case[:3] for case in RENAMED])
+def test_help_shows_new_spellings_alone(verb: str, old: str, new: str) -> None:
+    context = context_of(verb, "input")
+    words = context.command.get_help(context).split()
+    assert new in words
+    assert old not in words
+
+
+@pytest.mark.parametrize(("verb", "one", "other"), [case[:3] for case in ALIASES])
+def test_help_shows_aliases_side_by_side(verb: str, one: str, other: str) -> None:
+    context = context_of(verb, "input")
+    text = context.command.get_help(context)
+    assert f"{one}," in text
+    assert other in text
