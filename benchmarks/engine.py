@@ -26,12 +26,12 @@ from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.list_scheduling import Policy, list_schedule
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import Rules, schedule_by_rules
 from pipeplan.schedule.rules.refill import refill
 from pipeplan.schedule.stage_graph.stages import Rule, Stages, TrialRun
 from pipeplan.workload.elements import Hop
 from pipeplan.workload.kinds import Role
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph, with_links
 from pipeplan.workload.workload import Workload
 
@@ -71,7 +71,7 @@ def drawn_workload(num_microbatches: int, *, busy: bool, seed: int = 1) -> Workl
 
 
 def list_scheduling(graph: TaskGraph) -> Loop:
-    problem, policy = Problem.of(graph.workload), Policy(alternate=True)
+    problem, policy = OneMicrobatch.of(graph.workload), Policy(alternate=True)
     return lambda: list_schedule(problem, policy)
 
 
@@ -102,7 +102,7 @@ def weight_refill(graph: TaskGraph) -> Loop:
     )
     kept = [[task for task in order if task not in weights] for order in orders]
     expected = earliest_starts(graph, with_links(graph, kept))
-    capacity = Problem.of(workload).capacity
+    capacity = OneMicrobatch.of(workload).capacity
     return lambda: refill(graph, orders, weights, capacity, expected, 0.0)
 
 
@@ -112,7 +112,7 @@ def first_come(graph: TaskGraph) -> Loop:
 
 
 def _one_f_one_b(graph: TaskGraph) -> list[list[int]]:
-    orders = CLASSIC["1f1b"].orders(Problem.of(graph.workload), graph)
+    orders = CLASSIC["1f1b"].orders(OneMicrobatch.of(graph.workload), graph)
     return list(map(list, graph.on_devices(orders)))
 
 

@@ -29,7 +29,7 @@ from pipeplan.sharding.details import split_blocks
 from pipeplan.sharding.graph import CostGraph, Strategy
 from pipeplan.sharding.table import IntArray
 from pipeplan.sharding.tracking import Tracked, track
-from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.task_graph import TaskGraph, task_graph
 
 __all__ = ["SplitPoint", "Splits", "most_frequent", "plan_of_strategy", "split_frontier", "split_stages"]
@@ -229,7 +229,7 @@ def plan_of_strategy(
     plan = assemble(
         graph,
         [_order(graph, options.in_flight)] * devices,
-        makespan_bound(workload),
+        weak_makespan_bound(workload),
         Fraction(split.costs.forward_ns + split.costs.backward_ns),
         "strategy",
         provenance=_provenance(profile, cluster, samples, options.microbatches),

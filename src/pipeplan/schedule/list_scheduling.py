@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from pipeplan.schedule.problem import Problem
 from pipeplan.workload.kinds import Role
+from pipeplan.workload.one_microbatch import OneMicrobatch
 
 __all__ = ["Effect", "Policy", "PolicySearch", "in_flight_limits", "list_schedule", "policies", "still_needed"]
 
@@ -74,7 +74,7 @@ def policies(limits: Sequence[tuple[int, ...] | None] = (None,)) -> Iterator[Pol
         yield Policy(patience, wait, alternate=alternate, in_flight=limit)
 
 
-def in_flight_limits(problem: Problem) -> list[tuple[int, ...]]:
+def in_flight_limits(problem: OneMicrobatch) -> list[tuple[int, ...]]:
     """Limits of micro-batches in flight worth trying [device]: from a first one, falling from device to device.
 
     The first is what memory has room for, or the number of devices, or twice that less one as ZB-H2 and ZB-V have
@@ -92,7 +92,7 @@ def in_flight_limits(problem: Problem) -> list[tuple[int, ...]]:
     )
 
 
-def _room(problem: Problem, device: int) -> int:
+def _room(problem: OneMicrobatch, device: int) -> int:
     """Micro-batches whose activations fit on a device at once; all of them without a limit."""
     capacity = problem.capacity[device]
     each = sum(problem.acquire[x] for x in problem.on_device[device])
@@ -101,7 +101,7 @@ def _room(problem: Problem, device: int) -> int:
     return max(1, min(problem.num_microbatches, capacity // each))
 
 
-def list_schedule(problem: Problem, policy: Policy) -> list[list[int]] | None:
+def list_schedule(problem: OneMicrobatch, policy: Policy) -> list[list[int]] | None:
     """Every device's order under a policy; None where it gets stuck for memory or a stage has several devices."""
     if any(len(devices) != 1 for devices in problem.devices):
         return None
@@ -111,7 +111,7 @@ def list_schedule(problem: Problem, policy: Policy) -> list[list[int]] | None:
 class _Listing:
     """One run of the rules in time. Operations keep their micro-batches in order, so each has one next action."""
 
-    def __init__(self, problem: Problem, policy: Policy) -> None:
+    def __init__(self, problem: OneMicrobatch, policy: Policy) -> None:
         self._problem, self._policy = problem, policy
         self._count = problem.num_microbatches
         self._device = [devices[0] for devices in problem.devices]
@@ -233,7 +233,7 @@ class _Listing:
         return capacity is None or self._held[device] + problem.acquire[x] + problem.workspace[x] <= capacity
 
 
-def _needs(problem: Problem, device: int) -> list[int]:
+def _needs(problem: OneMicrobatch, device: int) -> list[int]:
     effects = zip(problem.roles, problem.acquire, problem.workspace, problem.release, strict=True)
     each = [Effect(*effect) for effect in effects]
     return still_needed([each[x] for x in problem.on_device[device]])
@@ -246,7 +246,7 @@ class PolicySearch:
     limits, then changes of the best few: a switch, or the limits of some neighbouring devices by one.
     """
 
-    def __init__(self, problem: Problem, seed: int) -> None:
+    def __init__(self, problem: OneMicrobatch, seed: int) -> None:
         self._count, self._random = problem.num_microbatches, Random(seed)
         limits = in_flight_limits(problem)
         self._planned = [replace(rules, in_flight=limit) for limit in limits for rules in _FIRST_RULES]
