@@ -17,7 +17,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,25 +32,18 @@ from pipeplan.errors import PipeplanError
 from pipeplan.examples import shape
 from pipeplan.files import read_profile
 from pipeplan.planning import Batch, Request, search_plan
-from pipeplan.schedule import search as searching
+from pipeplan.planning.steps import STEPS, schedule_steps, without
 from pipeplan.schedule.cpsat.solver import Budget, load_solver
 from pipeplan.schedule.search import search_schedule
-from pipeplan.schedule.state import SearchState
-from pipeplan.schedule.steady import MOST_ADOPTED
+from pipeplan.schedule.state import ScheduleStep, SearchState, SearchStep
+from pipeplan.schedule.steps import MOST_ADOPTED
 from pipeplan.workload.steady_state.repetend import find_repetend
 from pipeplan.workload.workload import Workload
 
-STEPS = {
-    "built-in rules": "offer_built_in",
-    "list scheduling": "offer_rules",
-    "adopted repetitions": "adopt_repetitions",
-    "ramps": "improve_ramps",
-    "windows": "improve_windows",
-    "whole horizon": "solve_whole",
-    "less memory": "_with_less_memory",
-}
-"""The steps that can be switched off, and the function of ``schedule/search.py`` that does nothing then."""
+NAMES = tuple(dict.fromkeys(step.name for step in schedule_steps(STEPS) if not step.needed))
+"""The steps of the search for a schedule that can be switched off."""
 
+Steps = Sequence[SearchStep]
 Off = frozenset[str]
 Found = tuple[int, bool]
 """The makespan or iteration in ns, and whether the schedule can be repeated for more micro-batches."""
@@ -59,10 +51,10 @@ Found = tuple[int, bool]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Something to search within so many deterministic seconds."""
+    """Something to search within so many deterministic seconds, by some steps."""
 
     name: str
-    search: Callable[[float], Found]
+    search: Callable[[float, Steps], Found]
 
 
 def cells() -> list[Cell]:
@@ -76,7 +68,7 @@ def _grid_cells() -> Iterator[Cell]:
                 for memory in grid.MEMORY:
                     name = f"grid {devices} x {chunks}, {variant.name}, {memory:g}p"
                     cell = (variant, devices, chunks, memory)
-                    yield Cell(name, lambda limit, cell=cell: _scheduled(grid.workload(*cell), limit))
+                    yield Cell(name, lambda limit, steps, cell=cell: _scheduled(grid.workload(*cell), limit, steps))
 
 
 def _shared_cells() -> Iterator[Cell]:
@@ -85,7 +77,7 @@ def _shared_cells() -> Iterator[Cell]:
             for memory in (None, 0.5, 0.75) if devices <= 8 else (None,):
                 cell = (name, devices, microbatches, memory)
                 title = f"shape {name} on {devices}" + ("" if memory is None else f", {memory:g}p")
-                yield Cell(title, lambda limit, cell=cell: _scheduled(_shared(*cell), limit))
+                yield Cell(title, lambda limit, steps, cell=cell: _scheduled(_shared(*cell), limit, steps))
 
 
 def _shared(name: str, devices: int, microbatches: int, memory: float | None) -> Workload:
@@ -98,8 +90,8 @@ def _shared(name: str, devices: int, microbatches: int, memory: float | None) ->
     )
 
 
-def _scheduled(workload: Workload, limit: float) -> Found:
-    found = search_schedule(workload, Budget(limit, deterministic=True))
+def _scheduled(workload: Workload, limit: float, steps: Steps) -> Found:
+    found = search_schedule(workload, Budget(limit, deterministic=True), steps=schedule_steps(steps))
     return found.makespan_ns, find_repetend(found.graph, found.orders, found.starts, MOST_ADOPTED) is not None
 
 
@@ -107,10 +99,10 @@ def _profile_cells() -> Iterator[Cell]:
     for devices in (4, 8):
         for name in planning.MEMORY:
             cell = (name, devices)
-            yield Cell(f"{name} on {devices}", lambda limit, cell=cell: _planned(*cell, limit))
+            yield Cell(f"{name} on {devices}", lambda limit, steps, cell=cell: _planned(*cell, limit, steps))
 
 
-def _planned(name: str, devices: int, limit: float) -> Found:
+def _planned(name: str, devices: int, limit: float, steps: Steps) -> Found:
     profile = read_profile(str(planning.PROFILES / f"{name}.json"))
     sizes = profile.microbatch_sizes
     request = Request(
@@ -124,36 +116,31 @@ def _planned(name: str, devices: int, limit: float) -> Found:
         time_limit=limit,
         deterministic=True,
     )
-    plan = search_plan(request).plan
+    plan = search_plan(request, steps=steps).plan
     return plan.predicted.iteration_ns, plan.repetend is not None
 
 
-@contextmanager
-def switched(off: Off) -> Iterator[set[str]]:
-    """With these steps switched off; the set gets the names of the others that change anything, as they do."""
-    telling: set[str] = set()
-    kept = {name: getattr(searching, step) for name, step in STEPS.items()}
-    try:
-        for name, step in STEPS.items():
-            setattr(searching, step, _nothing if name in off else _watched(name, kept[name], telling))
-        yield telling
-    finally:
-        for name, step in STEPS.items():
-            setattr(searching, step, kept[name])
+def watched(off: Off, telling: set[str]) -> Steps:
+    """The steps that are not off; the set gets the names of those that change anything, as they do."""
+    return [
+        _Watched(step, telling) if isinstance(step, ScheduleStep) and not step.needed else step for step in without(off)
+    ]
 
 
-def _nothing(state: SearchState) -> None:
-    """Stands for a step that is switched off."""
+class _Watched(ScheduleStep):
+    """A step that says whether it changed anything."""
 
+    def __init__(self, step: ScheduleStep, telling: set[str]) -> None:
+        self.step, self.telling = step, telling
 
-def _watched(name: str, step: Callable[[SearchState], None], telling: set[str]) -> Callable[[SearchState], None]:
-    def watched(state: SearchState) -> None:
+    def applies(self, state: SearchState) -> bool:
+        return self.step.applies(state)
+
+    def run(self, state: SearchState) -> None:
         before = _known(state)
-        step(state)
+        self.step.run(state)
         if _known(state) != before:
-            telling.add(name)
-
-    return watched
+            self.telling.add(self.step.name)
 
 
 def _known(state: SearchState) -> tuple[Any, ...]:
@@ -200,11 +187,11 @@ class Results:
 def _searched(cell: Cell, off: Off, limit: float) -> dict[str, Any]:
     begun = time.process_time()
     value, repeats = None, False
-    with switched(off) as telling:
-        try:
-            value, repeats = cell.search(limit)
-        except PipeplanError as error:
-            note(f"{cell.name}: {error}")
+    telling: set[str] = set()
+    try:
+        value, repeats = cell.search(limit, watched(off, telling))
+    except PipeplanError as error:
+        note(f"{cell.name}: {error}")
     spent = round(time.process_time() - begun, 2)
     note(f"{cell.name}, without {', '.join(sorted(off)) or 'nothing'}: {value} in {spent} CPU s")
     found = {"value": value, "repeats": repeats, "telling": sorted(telling), "cpu_s": spent}
@@ -240,10 +227,10 @@ def main() -> int:
     parser.add_argument("--off", action="append", help="steps to switch off together; by default each alone")
     parser.add_argument("--cells", default="", help="only cells with this in their name")
     asked = parser.parse_args()
-    sets = [frozenset(each.split(",")) for each in asked.off or STEPS]
-    unknown = frozenset[str]().union(*sets) - STEPS.keys()
+    sets = [frozenset(each.split(",")) for each in asked.off or NAMES]
+    unknown = frozenset[str]().union(*sets) - set(NAMES)
     if unknown:
-        parser.error(f"--off {', '.join(sorted(unknown))}: not one of {', '.join(STEPS)}")
+        parser.error(f"--off {', '.join(sorted(unknown))}: not one of {', '.join(NAMES)}")
     load_solver()
     results = Results.read(asked.results, asked.limit)
     chosen = [cell for cell in cells() if asked.cells in cell.name]

@@ -17,7 +17,7 @@ from pipeplan.errors import InfeasibleError
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.schedule.cpsat.repetend import least_period
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.problem import Problem
+from pipeplan.workload.one_microbatch import OneMicrobatch
 
 DEVICES = 4
 
@@ -30,7 +30,7 @@ def rate(name: str, limit: float, *, memory: int | None = None, max_span: int | 
         profile, profile.placement, num_microbatches=16, microbatch_size=1, memory_bytes=[memory] * DEVICES
     )
     try:
-        problem = Problem.of(workload)
+        problem = OneMicrobatch.of(workload)
     except InfeasibleError:
         return "does not fit"
     found = least_period(problem, Budget(limit), limit, max_span=max_span)

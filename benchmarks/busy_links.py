@@ -17,12 +17,12 @@ from pipeplan.checker import check
 from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.planning import assemble
-from pipeplan.schedule.bounds import period_bound
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.solver import Budget, load_solver
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.search import search_schedule
+from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.engine import with_links
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
@@ -49,7 +49,7 @@ def makespan(graph: TaskGraph, orders: Orders) -> int:
     return max(map(sum, zip(earliest_starts(graph, orders), graph.durations, strict=True)))
 
 
-def best_classic(problem: Problem, graph: TaskGraph) -> tuple[int, str]:
+def best_classic(problem: OneMicrobatch, graph: TaskGraph) -> tuple[int, str]:
     """The best classic schedule: makespan in ns, and its name."""
     return min(
         (makespan(graph, with_links(graph, classic.orders(problem, graph))), name)
@@ -60,7 +60,7 @@ def best_classic(problem: Problem, graph: TaskGraph) -> tuple[int, str]:
 
 def row(name: str, num_devices: int, num_microbatches: int, occupancy: int, limit: float) -> list[str]:
     workload = workload_of(name, num_devices, num_microbatches, occupancy)
-    problem, graph = Problem.of(workload), task_graph(workload)
+    problem, graph = OneMicrobatch.of(workload), task_graph(workload)
     theirs, classic = best_classic(problem, graph)
     found = search_schedule(workload, Budget(limit))
     check(assemble(graph, found.orders, found.bound_ns, period_bound(problem), "benchmark")).require()

@@ -31,13 +31,13 @@ from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.list_scheduling import Policy, list_schedule
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import Rules, schedule_by_rules
 from pipeplan.schedule.rules.separation import refill
 from pipeplan.schedule.stage_graph import Rule, Stages, TrialRun
 from pipeplan.workload.elements import Hop
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import Role
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 from references.loops import listing, trial  # a package beside the tests
@@ -82,7 +82,7 @@ def drawn_workload(num_microbatches: int, *, busy: bool, seed: int = 1) -> Workl
 
 
 def list_scheduling(graph: TaskGraph) -> Pair:
-    problem, policy = Problem.of(graph.workload), Policy(alternate=True)
+    problem, policy = OneMicrobatch.of(graph.workload), Policy(alternate=True)
     return lambda: listing.list_schedule(problem, policy), lambda: list_schedule(problem, graph, policy)
 
 
@@ -114,7 +114,7 @@ def weight_refill(graph: TaskGraph) -> Pair:
     )
     kept = [[task for task in order if task not in weights] for order in with_links(graph, orders)]
     expected = earliest_starts(graph, kept)
-    arguments = (graph, orders, weights, Problem.of(workload).capacity, expected, 0.0)
+    arguments = (graph, orders, weights, OneMicrobatch.of(workload).capacity, expected, 0.0)
     return lambda: old_refill.refill(*arguments), lambda: refill(*arguments)
 
 
@@ -124,7 +124,7 @@ def first_come(graph: TaskGraph) -> Pair:
 
 
 def _one_f_one_b(graph: TaskGraph) -> list[list[int]]:
-    orders = CLASSIC["1f1b"].orders(Problem.of(graph.workload), graph)
+    orders = CLASSIC["1f1b"].orders(OneMicrobatch.of(graph.workload), graph)
     return list(map(list, graph.on_devices(orders)))
 
 

@@ -50,9 +50,9 @@ from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.parallel.device import Clock
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.runtime.training.trainer import Trainer, travelling
-from pipeplan.schedule.bounds import makespan_bound, period_bound
 from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.problem import Problem
+from pipeplan.workload.bounds import period_bound, strong_makespan_bound
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
 
 AS_RANK = "--as-rank"
@@ -69,9 +69,9 @@ def zb_v(num_microbatches: int, *, split: bool = True) -> Plan:
     workload = build_workload(
         profile, profile.placement, num_microbatches=num_microbatches, microbatch_size=1, split_backward=split
     )
-    problem, graph = Problem.of(workload), task_graph(workload)
+    problem, graph = OneMicrobatch.of(workload), task_graph(workload)
     orders = CLASSIC["zb-v" if split else "gpipe"].orders(problem, graph)
-    return assemble(graph, orders, makespan_bound(problem), period_bound(problem), "benchmark")
+    return assemble(graph, orders, strong_makespan_bound(problem), period_bound(problem), "benchmark")
 
 
 class Layer(nn.Module):

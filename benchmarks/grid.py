@@ -20,9 +20,9 @@ from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.solver import Budget, load_solver
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.search import search_schedule
 from pipeplan.workload.memory import overflow
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
@@ -91,7 +91,7 @@ def workload(variant: Variant, devices: int, chunks: int, memory: float) -> Work
 
 def best_classic(cell: Workload) -> tuple[int, str]:
     """Makespan in ns and name of the best classic schedule that fits."""
-    problem, graph = Problem.of(cell), task_graph(cell)
+    problem, graph = OneMicrobatch.of(cell), task_graph(cell)
     found = []
     for name, classic in CLASSIC.items():
         if classic.applies(problem) is None:

@@ -20,7 +20,7 @@ from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.schedule.cpsat.repetend import least_period
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.problem import Problem
+from pipeplan.workload.one_microbatch import OneMicrobatch
 
 MS = 1_000_000
 SPLIT = ShapeCosts(input_grad_ns=MS, weight_grad_ns=MS)
@@ -50,7 +50,7 @@ def seconds_to_proof(title: str, num_devices: int, seed: int, limit: float) -> f
         split_backward=costs is SPLIT,
     )
     begun = time.perf_counter()
-    found = least_period(Problem.of(workload), Budget(limit, seed), limit)
+    found = least_period(OneMicrobatch.of(workload), Budget(limit, seed), limit)
     return time.perf_counter() - begun if found.proved else None
 
 

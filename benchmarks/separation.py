@@ -18,8 +18,8 @@ from tables import machine, markdown
 
 from builders.chains import chain_workload  # a package beside the tests
 from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.separation import separate
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
 from references.separation import best_of_all, length, num_placings, random_case
 
@@ -52,7 +52,7 @@ def _small(graph, orders) -> bool:
 def cost(num_devices: int, count: int) -> list[str]:
     """Length of 1F1B with F = I = W before and after, beside ZB-H1, and seconds."""
     workload = chain_workload(num_devices, count, forward=1, split=(1, 1))
-    graph, problem = task_graph(workload), Problem.of(workload)
+    graph, problem = task_graph(workload), OneMicrobatch.of(workload)
     orders = CLASSIC["1f1b"].orders(problem, graph)
     begin = time.perf_counter()
     found = separate(graph, orders)

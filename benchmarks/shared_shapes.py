@@ -18,14 +18,14 @@ from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.solver import Budget, load_solver
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.search import search_schedule
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 
 COSTS = ShapeCosts(1, 3, shared_forward_ns=1, shared_backward_ns=1)
 
 
-def one_forward_one_backward_plus(problem: Problem) -> int | None:
+def one_forward_one_backward_plus(problem: OneMicrobatch) -> int | None:
     """Its makespan in ns; None where it does not apply."""
     classic, graph = CLASSIC["1f1b+"], task_graph(problem.workload)
     if classic.applies(problem) is not None:
@@ -37,7 +37,7 @@ def row(name: str, devices: int, microbatches: int, limit: float) -> tuple[str, 
     profile = shape(name, devices, costs=COSTS)
     assert profile.placement is not None
     workload = build_workload(profile, profile.placement, num_microbatches=microbatches, microbatch_size=1)
-    problem = Problem.of(workload)
+    problem = OneMicrobatch.of(workload)
     plus, tessel = one_forward_one_backward_plus(problem), composed(problem, limit).makespan
     found = search_schedule(workload, Budget(limit))
     assert found.makespan_ns <= min(tessel, plus or tessel)

@@ -19,11 +19,10 @@ from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import Plan
 from pipeplan.planning import assemble
-from pipeplan.schedule.bounds import period_bound
 from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.problem import Problem
 from pipeplan.simulator.simulation import simulate
-from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.bounds import period_bound, weak_makespan_bound
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
 
@@ -45,9 +44,9 @@ def workload_of(num_devices: int, num_microbatches: int, occupancy: int) -> Work
 
 def plan_of(workload: Workload) -> Plan:
     """1F1B of the workload."""
-    problem, graph = Problem.of(workload), task_graph(workload)
+    problem, graph = OneMicrobatch.of(workload), task_graph(workload)
     orders = CLASSIC["1f1b"].orders(problem, graph)
-    return assemble(graph, orders, makespan_bound(workload), period_bound(problem), "1f1b")
+    return assemble(graph, orders, weak_makespan_bound(workload), period_bound(problem), "1f1b")
 
 
 def seconds(plan: Plan, repeats: int) -> float:

@@ -24,7 +24,7 @@ from z3_tessel import Found, Planner
 from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.schedule.cpsat.solver import load_solver
-from pipeplan.schedule.problem import Problem
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
 
@@ -101,7 +101,7 @@ def workload_of(name: str, num_microbatches: int, memory: int | None) -> Workloa
 
 def row(name: str, options: argparse.Namespace) -> Row:
     workload = workload_of(name, options.microbatches, options.memory)
-    tessel = Planner(Problem.of(workload), options.limit).search()
+    tessel = Planner(OneMicrobatch.of(workload), options.limit).search()
     makespan = makespan_of(task_graph(workload), tessel.orders) if tessel.orders else None
     reached, ours = seconds_to(workload, makespan, options) if makespan else (None, None)
     found = Row(name, tessel, makespan, reached, ours)

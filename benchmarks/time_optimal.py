@@ -27,9 +27,9 @@ from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.cpsat.window_model import reschedule
-from pipeplan.schedule.problem import Problem
-from pipeplan.schedule.steady import compose, microbatch_by_microbatch, middle_repetition
+from pipeplan.schedule.cpsat.windows import reschedule
+from pipeplan.schedule.pattern import compose, microbatch_by_microbatch, middle_repetition
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 
 DEVICES = 4
@@ -50,13 +50,15 @@ class Found:
         return self.makespan == self.bound
 
 
-def problem_of(name: str, num_microbatches: int) -> Problem:
+def problem_of(name: str, num_microbatches: int) -> OneMicrobatch:
     profile = shape(name, DEVICES, costs=ShapeCosts())
     assert profile.placement is not None
-    return Problem.of(build_workload(profile, profile.placement, num_microbatches=num_microbatches, microbatch_size=1))
+    return OneMicrobatch.of(
+        build_workload(profile, profile.placement, num_microbatches=num_microbatches, microbatch_size=1)
+    )
 
 
-def composed(problem: Problem, limit: float) -> Found:
+def composed(problem: OneMicrobatch, limit: float) -> Found:
     begun, budget, graph = time.perf_counter(), Budget(limit), task_graph(problem.workload)
     least = least_period(problem, budget, limit)
     assert least.pattern is not None
@@ -78,12 +80,12 @@ def composed(problem: Problem, limit: float) -> Found:
     return Found(makespan, 0, time.perf_counter() - begun, bool(middle))
 
 
-def searched(problem: Problem, limit: float) -> Found:
+def searched(problem: OneMicrobatch, limit: float) -> Found:
     found = timed_search(problem.workload, limit, 0)
     return Found(found.schedule.makespan_ns, found.schedule.bound_ns, found.best_seconds)
 
 
-def time_optimal(problem: Problem, limit: float) -> Found:
+def time_optimal(problem: OneMicrobatch, limit: float) -> Found:
     begun, graph = time.perf_counter(), task_graph(problem.workload)
     orders = microbatch_by_microbatch(problem)
     starts = earliest_starts(graph, orders)
@@ -94,7 +96,7 @@ def time_optimal(problem: Problem, limit: float) -> Found:
     return Found(makespan, makespan if found.exhausted else found.bound_ns or 0, time.perf_counter() - begun)
 
 
-def bubble_rate(problem: Problem, makespan: int) -> float:
+def bubble_rate(problem: OneMicrobatch, makespan: int) -> float:
     return 1 - sum(problem.work) * problem.num_microbatches / (problem.num_devices * makespan)
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from pipeplan.checker import check
 from pipeplan.planning import assemble
-from pipeplan.schedule.bounds import makespan_bound, period_bound
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.search import search_schedule
 from pipeplan.schedule.state import Schedule
+from pipeplan.workload.bounds import period_bound, strong_makespan_bound
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph
 from pipeplan.workload.workload import Workload
 
@@ -50,7 +50,7 @@ def makespan_of(graph: TaskGraph, orders: Sequence[Sequence[int]]) -> int:
     Raises:
         InvalidPlanError: the orders wait for each other, or the plan is not valid.
     """
-    problem = Problem.of(graph.workload)
-    plan = assemble(graph, orders, makespan_bound(problem), period_bound(problem), "benchmark")
+    problem = OneMicrobatch.of(graph.workload)
+    plan = assemble(graph, orders, strong_makespan_bound(problem), period_bound(problem), "benchmark")
     check(plan).require("the plan of these orders")
     return plan.predicted.makespan_ns

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import z3
 
-from pipeplan.schedule.problem import Problem
+from pipeplan.workload.one_microbatch import OneMicrobatch
 
 __all__ = ["Found", "Planner", "Repetend", "indices_of"]
 
@@ -82,7 +82,7 @@ class Found:
         return self.repetend_seconds + self.completion_seconds
 
 
-def indices_of(problem: Problem, span: int) -> Iterator[tuple[int, ...]]:
+def indices_of(problem: OneMicrobatch, span: int) -> Iterator[tuple[int, ...]]:
     """[operation] indices of all repetends that reach over ``span`` micro-batches, and no fewer (Property 4.2)."""
     before: list[list[int]] = [[] for _ in problem.durations]
     for source, target, _ in problem.edges:
@@ -104,7 +104,7 @@ def indices_of(problem: Problem, span: int) -> Iterator[tuple[int, ...]]:
 class Planner:
     """Algorithm 1 for one problem, within ``limit`` seconds from now on."""
 
-    problem: Problem
+    problem: OneMicrobatch
     limit: float
     begun: float = field(default_factory=time.perf_counter)
     solved: int = 0

@@ -30,7 +30,7 @@ def _emissions(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> list[
     """[task] when an action's messages are made and leave; for a message its own emission and start. In ns.
 
     A message whose turn on its link has come earlier than its link is free is emitted all the same: an executor that
-    posts it late, behind an action that began meanwhile, would lose that time.
+    posts it late, after an action that began meanwhile, would lose that time.
     """
     emissions = [(start + time, start + time) for start, time in zip(starts, graph.durations, strict=True)]
     workload, offsets = graph.workload, graph.offsets

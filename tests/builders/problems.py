@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipeplan.costs import build_workload
 from pipeplan.files import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
-from pipeplan.schedule.problem import Problem
+from pipeplan.workload.one_microbatch import OneMicrobatch
 
 __all__ = ["problems"]
 
@@ -16,7 +16,7 @@ times = st.integers(1, 5)
 
 
 @st.composite
-def problems(draw: st.DrawFn, max_stages: int = 3, num_microbatches: int = 4) -> Problem:
+def problems(draw: st.DrawFn, max_stages: int = 3, num_microbatches: int = 4) -> OneMicrobatch:
     """Two or three stages on two or three devices, joined in any way or not, with lags; most have little memory.
 
     One stage may have its backward split: four to seven operations in all.
@@ -34,8 +34,8 @@ def problems(draw: st.DrawFn, max_stages: int = 3, num_microbatches: int = 4) ->
         PlacedStage(blocks=(f"b{index}",), devices=group, shards=len(group)) for index, group in enumerate(devices)
     )
 
-    def build(memory: list[int | None]) -> Problem:
-        return Problem.of(
+    def build(memory: list[int | None]) -> OneMicrobatch:
+        return OneMicrobatch.of(
             build_workload(
                 profile,
                 Placement(strategy="random", num_devices=num_devices, stages=stages),
@@ -50,7 +50,8 @@ def problems(draw: st.DrawFn, max_stages: int = 3, num_microbatches: int = 4) ->
     spare = draw(st.sampled_from([0, 1, 2, 3, None]))
     if spare is None:
         return free
-    return build([free.needed_bytes(free.number_of(device)) + spare for device in range(num_devices)])
+    group_of = range(num_devices) if free.reduction is None else free.reduction.groups
+    return build([free.needed_bytes(group_of[device]) + spare for device in range(num_devices)])
 
 
 def _group(num_devices: int) -> st.SearchStrategy[tuple[int, ...]]:

@@ -22,18 +22,18 @@ from pipeplan.files import Plan
 from pipeplan.planning import assemble
 from pipeplan.reporting.terminal import print_simulation
 from pipeplan.reporting.timeline import predicted_trace
-from pipeplan.schedule.bounds import makespan_bound, period_bound
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.pattern import compose, pattern_of
 from pipeplan.schedule.search import search_schedule
-from pipeplan.schedule.steady import compose, pattern_of, repeated_tasks
 from pipeplan.simulator.metrics import critical_path
 from pipeplan.simulator.simulation import simulate
-from pipeplan.workload.bounds import makespan_bound as replay_bound
+from pipeplan.workload.bounds import period_bound, strong_makespan_bound, weak_makespan_bound
 from pipeplan.workload.elements import Dependency, Hop, Operation, Stage
 from pipeplan.workload.engine import with_links
+from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.steady_state.rate import CutOrders
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
@@ -50,8 +50,8 @@ def over_links(workload: Workload, occupancy: int, latency: int = 0) -> Workload
 
 
 def plan_of(graph: TaskGraph, orders: Orders) -> Plan:
-    problem = Problem.of(graph.workload)
-    return assemble(graph, orders, makespan_bound(problem), period_bound(problem), "test")
+    problem = OneMicrobatch.of(graph.workload)
+    return assemble(graph, orders, strong_makespan_bound(problem), period_bound(problem), "test")
 
 
 def makespan(graph: TaskGraph, orders: Orders) -> int:
@@ -132,7 +132,7 @@ def test_a_message_may_go_before_one_that_is_made_sooner() -> None:
 def test_only_links_on_which_messages_can_meet_are_resources(occupancy: int, links: int) -> None:
     """Forward takes 10, backward 20: messages down meet if they take longer than 10, up longer than 20."""
     workload = over_links(chain_workload(3, 4), occupancy)
-    problem, graph = Problem.of(workload), task_graph(workload)
+    problem, graph = OneMicrobatch.of(workload), task_graph(workload)
     assert len(workload.links) == links
     assert len(problem.on_device) == problem.num_devices + links
     free = task_graph(over_links(chain_workload(3, 4), 0, latency=occupancy))
@@ -150,7 +150,7 @@ def test_two_messages_of_one_action_meet_however_quick_they_are() -> None:
 def test_numbers_are_as_without_links_where_none_is_busy() -> None:
     workload = chain_workload(3, 4, lag=7)
     assert not workload.links
-    assert Problem.of(workload).edges == workload.edges
+    assert OneMicrobatch.of(workload).edges == workload.edges
     assert workload.edges == workload.lags
 
 
@@ -159,9 +159,9 @@ def test_numbers_are_as_without_links_where_none_is_busy() -> None:
 
 def test_a_links_work_bounds_period_and_makespan() -> None:
     workload = over_links(chain_workload(2, 6), occupancy=50)
-    problem = Problem.of(workload)
+    problem = OneMicrobatch.of(workload)
     assert period_bound(problem) == 50
-    assert makespan_bound(problem) >= replay_bound(workload) == 10 + 6 * 50 + 10 + 20 + 50 + 20
+    assert strong_makespan_bound(problem) >= weak_makespan_bound(workload) == 10 + 6 * 50 + 10 + 20 + 50 + 20
     least = least_period(problem, Budget(10, deterministic=True), 10)
     assert least.pattern is not None
     assert least.pattern.period == least.bound_ns == 50
@@ -206,7 +206,7 @@ SHAPES = ["v", "x", "m", "mllm", "nn", "k", "circular", "zbv"]
 @pytest.mark.parametrize("name", SHAPES)
 def test_classic_schedules_over_busy_links_are_valid(name: str) -> None:
     workload = slow_shape(name, 4, 8, 130)
-    problem, graph = Problem.of(workload), task_graph(workload)
+    problem, graph = OneMicrobatch.of(workload), task_graph(workload)
     assert workload.links
     for classic in CLASSIC.values():
         if classic.applies(problem) is None:
@@ -219,7 +219,7 @@ def test_classic_schedules_over_busy_links_are_valid(name: str) -> None:
 def test_search_hides_what_first_come_first_served_shows(name: str, most: int) -> None:
     """Two chunks per device, messages of 60 for actions of 50: schedules that do not know links need 3240 and more."""
     workload = slow_shape(name, 4, 8, 60)
-    problem, graph = Problem.of(workload), task_graph(workload)
+    problem, graph = OneMicrobatch.of(workload), task_graph(workload)
     unaware = [classic for schedule, classic in CLASSIC.items() if schedule != "greedy"]
     applying = [classic for classic in unaware if classic.applies(problem) is None]
     classics = [makespan(graph, with_links(graph, classic.orders(problem, graph))) for classic in applying]
@@ -232,7 +232,7 @@ def test_search_hides_what_first_come_first_served_shows(name: str, most: int) -
 @pytest.mark.parametrize("name", ["v", "m", "circular", "zbv"])
 def test_patterns_over_busy_links_repeat(name: str) -> None:
     workload = slow_shape(name, 3, 16, 130)
-    problem, graph = Problem.of(workload), task_graph(workload)
+    problem, graph = OneMicrobatch.of(workload), task_graph(workload)
     least = least_period(problem, Budget(5, deterministic=True), 5)
     assert least.pattern is not None
     pattern, _ = shortest_way_through(problem, least.pattern, Budget(5, deterministic=True), 5)
@@ -242,7 +242,10 @@ def test_patterns_over_busy_links_repeat(name: str) -> None:
     assert period_bound(problem) <= Fraction(repetend.repetend_ns, repetend.unroll) <= least.pattern.period
     larger, longer = extend(workload, orders, repetend, 16 + 4 * repetend.unroll)
     assert check(plan_of(task_graph(larger), longer)).problems == ()
-    assert len(repeated_tasks(problem, orders, repetend)) == repetend.unroll * problem.num_operations
+    assert (
+        len(CutOrders.of(problem.workload, orders, repetend.first, repetend.unroll).tasks)
+        == repetend.unroll * problem.num_operations
+    )
     settled = pattern_of(problem, orders, repetend)
     assert settled is None or settled.period == Fraction(repetend.repetend_ns, repetend.unroll)
 

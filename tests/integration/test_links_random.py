@@ -14,15 +14,14 @@ from builders.orders import random_orders
 from pipeplan.checker import check
 from pipeplan.files import Plan
 from pipeplan.planning import assemble
-from pipeplan.schedule.bounds import makespan_bound, period_bound
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.search import search_schedule
 from pipeplan.simulator.simulation import simulate
-from pipeplan.workload.bounds import makespan_bound as replay_bound
+from pipeplan.workload.bounds import period_bound, strong_makespan_bound, weak_makespan_bound
 from pipeplan.workload.elements import Dependency, Hop
 from pipeplan.workload.engine import with_links
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
@@ -174,8 +173,8 @@ def test_links_without_an_order_serve_who_comes_first(workload: Workload, random
 
 def plan_of(graph: TaskGraph, orders: Orders) -> Plan:
     """The plan of any orders. Stages of unequal micro-batch sizes have no repetend, so they are not assembled."""
-    problem = Problem.of(graph.workload)
-    return assemble(graph, orders, makespan_bound(problem), period_bound(problem), "test")
+    problem = OneMicrobatch.of(graph.workload)
+    return assemble(graph, orders, strong_makespan_bound(problem), period_bound(problem), "test")
 
 
 @given(workloads(equal=True), st.randoms(use_true_random=False))
@@ -187,7 +186,7 @@ def test_every_order_of_devices_and_links_becomes_a_valid_plan(workload: Workloa
     again = simulate(plan)
     assert again.rates.makespan_ns == plan.predicted.makespan_ns
     assert again.starts == earliest_starts(graph, orders)
-    assert replay_bound(workload) <= plan.predicted.lower_bound_ns <= plan.predicted.makespan_ns
+    assert weak_makespan_bound(workload) <= plan.predicted.lower_bound_ns <= plan.predicted.makespan_ns
 
 
 def steady_orders(graph: TaskGraph, random: Random) -> list[list[int]]:
@@ -221,7 +220,7 @@ def test_repetitions_with_busy_links_repeat(
     repetend = find_repetend(graph, orders, earliest_starts(graph, orders))
     if repetend is None:
         return
-    assert repetend.period_ns >= max(Problem.of(workload).work)
+    assert repetend.period_ns >= max(OneMicrobatch.of(workload).work)
     assert check(plan_of(graph, orders)).problems == ()
     larger, longer = extend(workload, orders, repetend, count + copies * repetend.unroll)
     assert check(plan_of(task_graph(larger), longer)).problems == ()
@@ -231,7 +230,7 @@ def test_repetitions_with_busy_links_repeat(
 @given(workloads(equal=True), st.integers(2, 6))
 def test_what_the_search_finds_passes_and_is_no_worse_than_what_is_classic(workload: Workload, count: int) -> None:
     workload = workload.with_microbatches(count)
-    problem, graph = Problem.of(workload), task_graph(workload)
+    problem, graph = OneMicrobatch.of(workload), task_graph(workload)
     found = search_schedule(workload, Budget(1.0, deterministic=True))
     assert found.bound_ns <= found.makespan_ns
     assert check(assemble(graph, found.orders, found.bound_ns, period_bound(problem), "test")).problems == ()

@@ -17,9 +17,9 @@ from pipeplan.partition import STRATEGIES, place
 from pipeplan.planning import Batch, Request, Tuning, tune
 from pipeplan.planning.candidates import grid
 from pipeplan.planning.tuning_cells import cell_of, rows_of
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.sweep import built_in_rules, run_rules
 from pipeplan.simulator.metrics import iteration_time, rates
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
 from support.paths import ROOT
 
@@ -61,7 +61,7 @@ def brute(asked: Request) -> int:
                 recompute=recompute,
                 memory_bytes=asked.memory,
             )
-            problem = Problem.of(workload)
+            problem = OneMicrobatch.of(workload)
         except (InfeasibleError, UsageError):
             continue
         graph = task_graph(problem.workload)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipeplan.schedule.problem import Problem
+from pipeplan.workload.one_microbatch import OneMicrobatch
 
 
 def alternating(operations: Sequence[int], warmup: int, microbatches: int) -> Iterator[tuple[int, int]]:
@@ -25,7 +25,7 @@ def alternating(operations: Sequence[int], warmup: int, microbatches: int) -> It
 class SharedInsertion:
     """Runs 1F1B of the single-device stages in time, and calls all devices together for the shared operations."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: OneMicrobatch) -> None:
         self._problem, self._count = problem, problem.num_microbatches
         self._shared = [x for x, devices in enumerate(problem.devices) if len(devices) > 1]
         chain = [operations for operations in problem.stage_operations if len(problem.devices[operations[0]]) == 1]

@@ -23,12 +23,12 @@ from pipeplan.partition import place, place_submodules
 from pipeplan.planning import Batch, choose_placement, search_plan
 from pipeplan.planning.request import submodules_of
 from pipeplan.schedule.list_scheduling import Policy, list_schedule
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.language import named_rules, parse_rules, shipped_rules
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import peak_memory
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import Orders, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 from references.known_orders import KNOWN, known_orders
@@ -191,7 +191,7 @@ def test_hanayo_is_a_list_schedule_with_as_many_open_as_devices(
     devices = [(d,) for chunk in range(chunks) for d in (down if chunk % 2 == 0 else down[::-1])]
     workload = with_random_times(chain_workload(num_devices, count, devices=devices), Random(seed))
     policy = Policy(patience=0.0, in_flight=(num_devices,) * num_devices)
-    assert ordered(workload, "hanayo") == list_schedule(Problem.of(workload), task_graph(workload), policy)
+    assert ordered(workload, "hanayo") == list_schedule(OneMicrobatch.of(workload), task_graph(workload), policy)
 
 
 @settings(max_examples=60)
@@ -200,7 +200,7 @@ def test_shared_stages_are_inserted_into_1f1b_whatever_the_costs(
     kind: str, num_devices: int, count: int, seed: int
 ) -> None:
     workload = with_random_times(shape_workload(kind, num_devices, count), Random(seed))
-    assert ordered(workload, "1f1b+") == SharedInsertion(Problem.of(workload)).run()
+    assert ordered(workload, "1f1b+") == SharedInsertion(OneMicrobatch.of(workload)).run()
 
 
 def with_random_times(workload: Workload, random: Random) -> Workload:

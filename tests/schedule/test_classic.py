@@ -16,8 +16,8 @@ from builders.chains import chain_workload
 from builders.shapes import shape_workload
 from pipeplan.examples import SHAPES, ShapeCosts
 from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.problem import Problem
 from pipeplan.workload.memory import fits, peak_memory
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 from support.marks import slow_but
 
@@ -30,15 +30,15 @@ def problem_of(
     forward: int = 1,
     backward: int = 3,
     split: bool = False,
-) -> Problem:
+) -> OneMicrobatch:
     """A shape of the literature; ``split`` has F, I and W alike instead of the times given."""
     times = ShapeCosts(12, None, 12, 12) if split else ShapeCosts(forward, backward)
     costs = replace(times, shared_forward_ns=1, shared_backward_ns=1)
-    return Problem.of(shape_workload(name, num_devices, num_microbatches, costs=costs, split=split))
+    return OneMicrobatch.of(shape_workload(name, num_devices, num_microbatches, costs=costs, split=split))
 
 
-def split_chain(num_devices: int, num_microbatches: int) -> Problem:
-    return Problem.of(chain_workload(num_devices, num_microbatches, split=(10, 10)))
+def split_chain(num_devices: int, num_microbatches: int) -> OneMicrobatch:
+    return OneMicrobatch.of(chain_workload(num_devices, num_microbatches, split=(10, 10)))
 
 
 def one(num_devices: int, chunks: int = 1) -> list[tuple[int]]:
@@ -60,10 +60,10 @@ def chain(
     backward: int = 2,
     split: tuple[int, int] | None = None,
     deferred: int = 1,
-) -> Problem:
+) -> OneMicrobatch:
     """A chain of equal stages without communication, each holding 2 bytes per micro-batch, ``deferred`` after I."""
     num_devices = 1 + max(device for (device,) in groups)
-    return Problem.of(
+    return OneMicrobatch.of(
         chain_workload(
             num_devices,
             num_microbatches,
@@ -77,27 +77,27 @@ def chain(
     )
 
 
-def orders_of(scheduler: str, problem: Problem) -> list[list[int]]:
+def orders_of(scheduler: str, problem: OneMicrobatch) -> list[list[int]]:
     assert CLASSIC[scheduler].applies(problem) is None
     return CLASSIC[scheduler].orders(problem, task_graph(problem.workload))
 
 
-def labels(problem: Problem, orders: list[list[int]]) -> list[list[str]]:
+def labels(problem: OneMicrobatch, orders: list[list[int]]) -> list[list[str]]:
     graph = task_graph(problem.workload)
     return [[graph.label(task) for task in order] for order in orders]
 
 
-def makespan(problem: Problem, orders: list[list[int]]) -> int:
+def makespan(problem: OneMicrobatch, orders: list[list[int]]) -> int:
     graph = task_graph(problem.workload)
     starts = earliest_starts(graph, orders)
     return max(start + duration for start, duration in zip(starts, graph.durations, strict=True))
 
 
-def bubble(problem: Problem, orders: list[list[int]]) -> int:
+def bubble(problem: OneMicrobatch, orders: list[list[int]]) -> int:
     return makespan(problem, orders) - problem.num_microbatches * max(problem.work)
 
 
-def span_bubble(problem: Problem, orders: list[list[int]]) -> int:
+def span_bubble(problem: OneMicrobatch, orders: list[list[int]]) -> int:
     graph = task_graph(problem.workload)
     starts = earliest_starts(graph, orders)
     spans = [
@@ -107,13 +107,13 @@ def span_bubble(problem: Problem, orders: list[list[int]]) -> int:
     return max(spans) - problem.num_microbatches * max(problem.work)
 
 
-def held(problem: Problem, orders: list[list[int]]) -> list[float]:
+def held(problem: OneMicrobatch, orders: list[list[int]]) -> list[float]:
     """[device] most activations held at once, in those of a micro-batch on one chunk."""
     memory = peak_memory(task_graph(problem.workload), orders)
     return [device.activation_bytes / 2 for device in memory]
 
 
-def most_in_flight(problem: Problem, order: list[int]) -> int:
+def most_in_flight(problem: OneMicrobatch, order: list[int]) -> int:
     """Most forwards of a device that have begun and whose last backward part has not ended."""
     count, held, most = problem.num_microbatches, 0, 0
     for task in order:
@@ -150,7 +150,7 @@ WHERE = {
 CASES = WHERE["gpipe"]
 
 
-def case(name: str, num_devices: int = 4, num_microbatches: int = 8) -> Problem:
+def case(name: str, num_devices: int = 4, num_microbatches: int = 8) -> OneMicrobatch:
     kind, _, split = name.partition(" ")
     if kind == "waves":
         return chain(waves(num_devices, 4), num_microbatches, split=(1, 1) if split else None)
@@ -341,7 +341,7 @@ class TestZeroBubble:
         self, num_devices: int, count: int, forward: int, input_grad: int, weight_grad: int, lag: int, deferred: int
     ) -> None:
         """Within room for D micro-batches as ZB-H1, and 2 D as ZB-H2; a deferred weight gradient may be the larger."""
-        problem = Problem.of(
+        problem = OneMicrobatch.of(
             chain_workload(
                 num_devices,
                 count,
@@ -366,7 +366,7 @@ class TestZeroBubble:
 
     @pytest.mark.parametrize("room", [1, 2, 3, 5, 9])
     def test_automatic_keeps_to_what_the_devices_have(self, room: int) -> None:
-        problem = Problem.of(
+        problem = OneMicrobatch.of(
             chain_workload(4, 10, split=(10, 10), activation_bytes=2, weight_grad_bytes=1, memory_bytes=2 * room)
         )
         assert fits(task_graph(problem.workload), orders_of("zb-auto", problem))

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from builders.chains import chain_workload
 from pipeplan.errors import UsageError
 from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders, kfkb_orders, least_ks
 from pipeplan.workload.elements import Device
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 from references.stage_graphs import (
@@ -191,7 +191,7 @@ def test_table_32_alone_lets_stages_wait_for_each_other() -> None:
 def test_1f1b_on_chains_of_one_size(devices: int, microbatches: int, split: tuple[int, int] | None) -> None:
     workload = chain_workload(devices, microbatches, split=split)
     graph = task_graph(workload)
-    assert kfkb_orders(workload, graph) == CLASSIC["1f1b"].orders(Problem.of(workload), graph)
+    assert kfkb_orders(workload, graph) == CLASSIC["1f1b"].orders(OneMicrobatch.of(workload), graph)
     if split is None:
         assert greedy_orders(workload, graph) == kfkb_orders(workload, graph)
 

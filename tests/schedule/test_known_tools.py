@@ -15,9 +15,9 @@ from builders.shapes import shape_workload, zero_bubble
 from pipeplan.examples import ShapeCosts
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.search import search_schedule
 from pipeplan.workload.memory import overflow
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 from support.marks import slow_but
 
@@ -76,7 +76,7 @@ def test_never_worse_than_a_classic_schedule_that_fits(
         weight_grad_bytes=GB,
     )
     workload = shape_workload(name, costs=costs, split=split, memory=2 * room * GB)
-    problem, graph = Problem.of(workload), task_graph(workload)
+    problem, graph = OneMicrobatch.of(workload), task_graph(workload)
     found = search_schedule(workload, Budget(0.3, deterministic=True))
     for classic in CLASSIC.values():
         if classic.applies(problem) is None:

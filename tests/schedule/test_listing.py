@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from builders.chains import chain_workload, with_devices_memory
 from builders.problems import problems
 from pipeplan.schedule.list_scheduling import Policy, PolicySearch, in_flight_limits, list_schedule, policies
-from pipeplan.schedule.problem import Problem
 from pipeplan.workload.memory import fits
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 
 times = st.integers(1, 9)
@@ -28,7 +28,7 @@ def rules(draw: st.DrawFn, num_devices: int) -> Policy:
 
 
 @st.composite
-def chains(draw: st.DrawFn, placements: tuple[str, ...] = ("one", "circular", "v-shape", "waves")) -> Problem:
+def chains(draw: st.DrawFn, placements: tuple[str, ...] = ("one", "circular", "v-shape", "waves")) -> OneMicrobatch:
     """A chain of equal stages on up to four devices, one to four per device, with from just enough memory to much."""
     num_devices = draw(st.integers(1, 4))
     down = list(range(num_devices))
@@ -46,16 +46,16 @@ def chains(draw: st.DrawFn, placements: tuple[str, ...] = ("one", "circular", "v
         weight_grad_bytes=draw(st.integers(0, 4)) if split else 0,
         workspace_bytes=draw(st.integers(0, 2)),
     )
-    free = Problem.of(workload)
+    free = OneMicrobatch.of(workload)
     spare = draw(st.none() | st.integers(0, 12))
     if spare is None:
         return free
-    return Problem.of(
+    return OneMicrobatch.of(
         with_devices_memory(workload, max(free.needed_bytes(device) for device in range(free.num_devices)) + spare)
     )
 
 
-def require_whole(problem: Problem, orders: list[list[int]]) -> None:
+def require_whole(problem: OneMicrobatch, orders: list[list[int]]) -> None:
     """Every action once, on its device, in an order that runs to its end and stays within memory."""
     count = problem.num_microbatches
     for order, operations in zip(orders, problem.on_device, strict=True):
@@ -103,9 +103,9 @@ def test_kinds_stay_in_the_order_of_micro_batches(data: st.DataObject) -> None:
         assert done == sorted(done)
 
 
-def chain(num_devices: int = 4, num_microbatches: int = 8, *, room: int | None = None) -> Problem:
+def chain(num_devices: int = 4, num_microbatches: int = 8, *, room: int | None = None) -> OneMicrobatch:
     """F = I = W = 10; each micro-batch holds 2 bytes on each device, 1 after I."""
-    return Problem.of(
+    return OneMicrobatch.of(
         chain_workload(
             num_devices,
             num_microbatches,
@@ -118,7 +118,7 @@ def chain(num_devices: int = 4, num_microbatches: int = 8, *, room: int | None =
     )
 
 
-def labels(problem: Problem, orders: list[list[int]]) -> list[str]:
+def labels(problem: OneMicrobatch, orders: list[list[int]]) -> list[str]:
     graph = task_graph(problem.workload)
     return [" ".join(graph.label(task) for task in order) for order in orders]
 
@@ -126,7 +126,7 @@ def labels(problem: Problem, orders: list[list[int]]) -> list[str]:
 class TestPolicy:
     """What each switch does, on one device of a chain."""
 
-    def orders(self, policy: Policy, problem: Problem | None = None) -> list[str]:
+    def orders(self, policy: Policy, problem: OneMicrobatch | None = None) -> list[str]:
         problem = problem or chain(2, 3)
         found = list_schedule(problem, task_graph(problem.workload), policy)
         assert found is not None
@@ -140,16 +140,15 @@ class TestPolicy:
 
     def test_patience_decides_when_weight_gradients_fill_a_gap(self) -> None:
         """After I0 device 0 has 10 until I1 arrives: enough for W of 15 with patience 0.5, not with 1."""
-        problem = Problem.of(chain_workload(2, 2, forward=10, split=(10, 15), lag=20))
+        problem = OneMicrobatch.of(chain_workload(2, 2, forward=10, split=(10, 15), lag=20))
         found = [self.orders(Policy(patience=share), problem)[0] for share in (1.0, 0.5)]
         assert found == ["0F0 0F1 0I0 0I1 0W0 0W1", "0F0 0F1 0I0 0W0 0I1 0W1"]
 
     def test_weight_gradients_need_room_for_their_workspace(self) -> None:
         """Two micro-batches' activations fill the memory; then there were none left for any weight gradient."""
         workload = chain_workload(1, 2, split=(10, 10), activation_bytes=2, weight_grad_bytes=2, memory_bytes=4)
-        forward, input_grad, weight_grad = workload.operations
-        operations = (forward, input_grad, replace(weight_grad, workspace_bytes=1))
-        problem = Problem.of(replace(workload, operations=operations), require_room=False)
+        *others, weight = workload.operations
+        problem = OneMicrobatch.of(replace(workload, operations=(*others, replace(weight, workspace_bytes=1))))
         assert self.orders(Policy(), problem) == ["0F0 0I0 0W0 0F1 0I1 0W1"]
 
     @pytest.mark.parametrize("room", [1, 2, 3, 4])
@@ -158,7 +157,7 @@ class TestPolicy:
         assert first.index("0I0") <= room
 
     def test_stages_of_several_devices_are_not_its_job(self) -> None:
-        problem = Problem.of(chain_workload(2, 2, devices=[(0, 1), (0,)]))
+        problem = OneMicrobatch.of(chain_workload(2, 2, devices=[(0, 1), (0,)]))
         assert list_schedule(problem, task_graph(problem.workload), Policy()) is None
 
 
@@ -174,7 +173,7 @@ class TestPolicies:
         } == dict.fromkeys([None, (2, 1), (3, 2)], len(list(policies())))
 
     @given(chains())
-    def test_limits_are_between_one_and_all_micro_batches(self, problem: Problem) -> None:
+    def test_limits_are_between_one_and_all_micro_batches(self, problem: OneMicrobatch) -> None:
         limits = in_flight_limits(problem)
         assert len(set(limits)) == len(limits) > 0
         for limit in limits:
@@ -184,7 +183,7 @@ class TestPolicies:
             )
 
 
-def proposed(problem: Problem, seed: int, tries: int) -> list[tuple[Policy, int | None]]:
+def proposed(problem: OneMicrobatch, seed: int, tries: int) -> list[tuple[Policy, int | None]]:
     """The policies that are tried, with the makespan of each."""
     tuning, graph, found = PolicySearch(problem, seed), task_graph(problem.workload), []
     for _ in range(tries):

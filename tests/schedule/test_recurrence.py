@@ -13,13 +13,13 @@ from builders.problems import problems
 from builders.requests import request_of
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.planning import Batch, search_plan
-from pipeplan.schedule.cpsat.memory_precedences import Recurrence, memory_recurrences
-from pipeplan.schedule.problem import Problem
+from pipeplan.workload.bounds import Recurrence, memory_recurrences
 from pipeplan.workload.memory import overflow
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 
 
-def random_orders(problem: Problem, random: Random) -> list[list[int]] | None:
+def random_orders(problem: OneMicrobatch, random: Random) -> list[list[int]] | None:
     """Any ready action that fits, again and again; None where nothing fits any more."""
     count = problem.num_microbatches
     held = [0] * problem.num_devices
@@ -49,7 +49,7 @@ def random_orders(problem: Problem, random: Random) -> list[list[int]] | None:
     return orders
 
 
-def require_holds(problem: Problem, orders: list[list[int]]) -> None:
+def require_holds(problem: OneMicrobatch, orders: list[list[int]]) -> None:
     graph, count = task_graph(problem.workload), problem.num_microbatches
     assert overflow(graph, orders) is None
     starts = earliest_starts(graph, orders)
@@ -61,7 +61,7 @@ def require_holds(problem: Problem, orders: list[list[int]]) -> None:
 
 @settings(max_examples=300, suppress_health_check=list(HealthCheck))
 @given(problems(num_microbatches=5), st.integers(0, 2**32))
-def test_every_schedule_that_fits(problem: Problem, seed: int) -> None:
+def test_every_schedule_that_fits(problem: OneMicrobatch, seed: int) -> None:
     orders = random_orders(problem, Random(seed))
     if orders is not None:
         require_holds(problem, orders)
@@ -71,7 +71,7 @@ def test_every_schedule_that_fits(problem: Problem, seed: int) -> None:
 def test_a_forward_waits_for_the_backward_that_makes_room(room: int) -> None:
     """And random orders of such a chain often fit, so that the test above is not empty."""
     chain = chain_workload(3, 6, activation_bytes=100)
-    problem = Problem.of(with_devices_memory(chain, chain.static_bytes(0) + 100 * room))
+    problem = OneMicrobatch.of(with_devices_memory(chain, chain.static_bytes(0) + 100 * room))
     backward = {operation.stage: x for x, operation in enumerate(chain.operations) if operation.kind == "B"}
     assert memory_recurrences(problem) == sorted(
         (Recurrence(backward[stage], stage, room) for stage in range(3)), key=lambda rule: rule.source
@@ -84,7 +84,7 @@ def test_a_forward_waits_for_the_backward_that_makes_room(room: int) -> None:
 
 
 def test_no_memory_limit_no_rule() -> None:
-    assert memory_recurrences(Problem.of(chain_workload(3, 6))) == []
+    assert memory_recurrences(OneMicrobatch.of(chain_workload(3, 6))) == []
 
 
 def test_room_for_very_many_micro_batches_and_long_times_do_not_overflow() -> None:

@@ -13,12 +13,11 @@ from builders import profiles
 from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
 from pipeplan.files import CostRow, PlacedStage, Placement, Profile
-from pipeplan.schedule.bounds import makespan_bound
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.problem import Problem
-from pipeplan.schedule.reduction import Reduction
 from pipeplan.schedule.search import first_look, search_schedule
+from pipeplan.workload.bounds import strong_makespan_bound
 from pipeplan.workload.engine import with_links
+from pipeplan.workload.one_microbatch import OneMicrobatch, Reduction
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
@@ -100,7 +99,7 @@ def test_orders_mean_the_same_in_both(workload: Workload) -> None:
 @settings(max_examples=40)
 def test_bounds_are_below_every_schedule(workload: Workload) -> None:
     found = search_schedule(workload, Budget(0.05, deterministic=True))
-    assert makespan_bound(Problem.of(workload)) <= found.bound_ns <= found.makespan_ns
+    assert strong_makespan_bound(OneMicrobatch.of(workload)) <= found.bound_ns <= found.makespan_ns
 
 
 def interleavings(counts: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
@@ -159,4 +158,4 @@ def test_parts_are_not_searched() -> None:
     placement = Placement(strategy="drawn", num_devices=1, stages=(stage,))
     workload = build_workload(profile_of([3], []), placement, num_microbatches=2, microbatch_size=2)
     with pytest.raises(UsageError, match="leave out num_parted"):
-        Problem.of(workload)
+        OneMicrobatch.of(workload)

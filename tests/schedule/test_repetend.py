@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -15,16 +16,16 @@ from builders.profiles import profile_of, stage_per_block
 from builders.shapes import unit_problem
 from pipeplan.costs import build_workload
 from pipeplan.files import CostRow, Profile
-from pipeplan.schedule.bounds import period_bound, work_bound
-from pipeplan.schedule.cpsat.repetend import Pattern, least_period, sequential_time, shortest_way_through, solve_pattern
+from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through, solve_pattern
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.problem import Problem
-from pipeplan.schedule.steady import compose, middle_repetition
+from pipeplan.schedule.pattern import Pattern, compose, middle_repetition, sequential_time
+from pipeplan.workload.bounds import period_bound, work_bound
 from pipeplan.workload.memory import overflow
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 
 
-def there_and_back(forward: int, lag: int, backward: int, memory: int) -> Problem:
+def there_and_back(forward: int, lag: int, backward: int, memory: int) -> OneMicrobatch:
     """Device 0 hands to device 1 and back; device 0's activation is held for forward + lag + 2 + lag + backward."""
     rows = (
         CostRow(microbatch_size=1, forward_ns=forward, backward_ns=backward, activation_bytes=1),
@@ -33,21 +34,21 @@ def there_and_back(forward: int, lag: int, backward: int, memory: int) -> Proble
     return problem_of(profile_of(rows, transfer_ns=lag), [0, 1], [memory, None])
 
 
-def problem_of(profile: Profile, devices: list[int], memory: list[int | None], count: int = 8) -> Problem:
+def problem_of(profile: Profile, devices: list[int], memory: list[int | None], count: int = 8) -> OneMicrobatch:
     """A stage for each block, on these devices, which have this memory."""
     placement = stage_per_block(profile, devices)
-    return Problem.of(
+    return OneMicrobatch.of(
         build_workload(profile, placement, num_microbatches=count, microbatch_size=1, memory_bytes=memory)
     )
 
 
-def branches_in_turn() -> Problem:
+def branches_in_turn() -> OneMicrobatch:
     """Two blocks on one device, not joined, with room for the activation of one."""
     row = CostRow(microbatch_size=1, forward_ns=1, backward_ns=1, activation_bytes=1)
     return problem_of(profile_of([row, row], pairs=()), [0, 0], [1])
 
 
-def replay_faults(problem: Problem, pattern: Pattern, repetitions: int) -> list[str]:
+def replay_faults(problem: OneMicrobatch, pattern: Pattern, repetitions: int) -> list[str]:
     """What is wrong with a pattern run for so many repetitions, found moment by moment."""
     unroll, period = pattern.unroll, pattern.repetend_ns
     count = unroll * repetitions
@@ -79,7 +80,7 @@ def replay_faults(problem: Problem, pattern: Pattern, repetitions: int) -> list[
 
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(problems(num_microbatches=7), st.integers(1, 3))
-def test_patterns_are_valid_and_compose(problem: Problem, unroll: int) -> None:
+def test_patterns_are_valid_and_compose(problem: OneMicrobatch, unroll: int) -> None:
     """Replayed as it is and composed for any N: nothing overlaps, nothing is early, everything fits."""
     found = least_period(problem, Budget(2, deterministic=True), 2, unroll=unroll)
     assert found.pattern is not None  # however hard the proofs are, there is always time for some pattern
@@ -133,14 +134,14 @@ class TestLeastPeriod:
         problem = unit_problem(name)
         found = least_period(problem, Budget(60, deterministic=True), 60)
         assert found.proved
-        assert found.bound_ns == work_bound(problem)
+        assert found.bound_ns == work_bound(problem.workload)
         assert found.pattern is not None
         assert replay_faults(problem, found.pattern, 10) == []
 
     def test_between_two_units(self) -> None:
         """Lifetime 2 + 2 + 2 + 2 + 2, every number even, two at once: 5 ns, which no sum of them is."""
         problem = there_and_back(2, 2, 2, memory=2)
-        scaled = [problem.time_unit, work_bound(problem)]
+        scaled = [problem.time_unit, work_bound(problem.workload)]
         found = least_period(problem, Budget(60, deterministic=True), 60)
         assert found.proved
         assert found.pattern is not None
@@ -149,15 +150,16 @@ class TestLeastPeriod:
     def test_finer_than_a_unit(self) -> None:
         """All times 1000 times a unit: half a unit is found, not rounded up to the next one."""
         problem = there_and_back(2, 2, 2, memory=2)
-        larger = Problem(
-            problem.workload,
-            tuple(1000 * duration for duration in problem.durations),
-            problem.devices,
-            problem.acquire,
-            problem.release,
-            problem.workspace,
-            tuple((source, target, 1000 * lag) for source, target, lag in problem.edges),
-            problem.capacity,
+        workload = problem.workload
+        larger = OneMicrobatch.of(
+            replace(
+                workload,
+                operations=tuple(replace(each, duration_ns=1000 * each.duration_ns) for each in workload.operations),
+                dependencies=tuple(
+                    replace(each, hops=tuple(replace(hop, latency_ns=1000 * hop.latency_ns) for hop in each.hops))
+                    for each in workload.dependencies
+                ),
+            )
         )
         assert larger.time_unit == 1000
         found = least_period(larger, Budget(60, deterministic=True), 60)
@@ -217,7 +219,7 @@ class TestLeastPeriod:
         assert first.pattern == second.pattern
 
 
-def two_losses(lag: int, memory: int) -> Problem:
+def two_losses(lag: int, memory: int) -> OneMicrobatch:
     """Blocks 0 and 1 feed 2, 1 alone feeds 3: two last forwards, each block on a device of its own."""
     row = CostRow(microbatch_size=1, forward_ns=1, backward_ns=1, activation_bytes=1)
     profile = profile_of([row] * 4, [(0, 2), (1, 2), (1, 3)], transfer_ns=lag)
@@ -246,7 +248,7 @@ class TestHowFarAMicrobatchCanReach:
 class TestSolvePattern:
     def test_below_the_work_bound_is_infeasible(self) -> None:
         problem = unit_problem("v")
-        assert solve_pattern(problem, work_bound(problem) - 1, Budget(10, deterministic=True), 10) == (
+        assert solve_pattern(problem, work_bound(problem.workload) - 1, Budget(10, deterministic=True), 10) == (
             False,
             None,
             None,
@@ -254,7 +256,11 @@ class TestSolvePattern:
 
     def test_out_of_time_is_not_infeasible(self) -> None:
         problem = unit_problem("v")
-        assert solve_pattern(problem, work_bound(problem), Budget(10, deterministic=True), 0.0) == (None, None, None)
+        assert solve_pattern(problem, work_bound(problem.workload), Budget(10, deterministic=True), 0.0) == (
+            None,
+            None,
+            None,
+        )
 
     def test_fewer_microbatches_than_unroll_cannot_be(self) -> None:
         problem = unit_problem("v")
@@ -310,7 +316,7 @@ class TestCompose:
             starts = earliest_starts(graph, compose(problem, found.pattern))
             end = max(start + duration for start, duration in zip(starts, graph.durations, strict=True))
             most = found.pattern.latency(problem) + (num_microbatches - 1) * found.pattern.repetend_ns
-            assert num_microbatches * work_bound(problem) <= end <= most
+            assert num_microbatches * work_bound(problem.workload) <= end <= most
 
     def test_the_middle_repetition_has_every_operation_once_per_unroll(self) -> None:
         problem = unit_problem("v", memory=3, num_microbatches=20)
@@ -323,4 +329,4 @@ class TestCompose:
     def test_too_few_microbatches_for_a_repetition(self) -> None:
         found = least_period(unit_problem("v", num_microbatches=2), Budget(60, deterministic=True), 60)
         assert found.pattern is not None
-        assert middle_repetition(unit_problem("v", num_microbatches=2), found.pattern) == []
+        assert middle_repetition(unit_problem("v", num_microbatches=2), found.pattern) == frozenset()

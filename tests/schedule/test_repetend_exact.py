@@ -15,12 +15,12 @@ from pipeplan.costs import build_workload
 from pipeplan.files import CostRow
 from pipeplan.schedule.cpsat.repetend import least_period
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.problem import Problem
+from pipeplan.workload.one_microbatch import OneMicrobatch
 
 Arc = tuple[int, int, int]  # (x, y, w): y starts at least w after x
 
 
-def least_period_by_enumeration(problem: Problem) -> int:
+def least_period_by_enumeration(problem: OneMicrobatch) -> int:
     """Least integer T over all indices k and all orders of a repetend on every device; no solver involved.
 
     With k and the orders given, starts exist for T if and only if the difference constraints have no positive
@@ -40,7 +40,7 @@ def least_period_by_enumeration(problem: Problem) -> int:
 class _Orders:
     """All orders of a device's operations in a repetend that fit into its memory, for given k."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: OneMicrobatch) -> None:
         self._problem = problem
         self._known: dict[tuple[int, tuple[int, ...]], list[tuple[int, ...]]] = {}
 
@@ -54,7 +54,7 @@ class _Orders:
         return self._known[key]
 
 
-def _reach(problem: Problem, period: int) -> int:
+def _reach(problem: OneMicrobatch, period: int) -> int:
     """What k never needs to exceed: the sum, over all operations, of the most that k can grow into one of them."""
     grows = [0] * problem.num_operations
     for source, target, lag in problem.edges:
@@ -62,7 +62,7 @@ def _reach(problem: Problem, period: int) -> int:
     return sum(grows)
 
 
-def _index_assignments(problem: Problem, most: int) -> Iterator[tuple[int, ...]]:
+def _index_assignments(problem: OneMicrobatch, most: int) -> Iterator[tuple[int, ...]]:
     """All k with k_j >= k_i along dependencies (Property 4.2), the least of them 0.
 
     What is taken in x and given back in y is there k_y - k_x times at once, which must fit.
@@ -88,7 +88,7 @@ def _index_assignments(problem: Problem, most: int) -> Iterator[tuple[int, ...]]
     return extend(())
 
 
-def _has_orders(problem: Problem, period: int, indices: tuple[int, ...], orders: _Orders) -> bool:
+def _has_orders(problem: OneMicrobatch, period: int, indices: tuple[int, ...], orders: _Orders) -> bool:
     """Whether the devices have orders within memory that leave starts possible; device by device."""
     arcs = [
         (source, target, problem.durations[source] + lag - period * (indices[target] - indices[source]))
@@ -108,7 +108,7 @@ def _has_orders(problem: Problem, period: int, indices: tuple[int, ...], orders:
     return extend(0, arcs)
 
 
-def _fits(problem: Problem, device: int, order: tuple[int, ...], indices: tuple[int, ...]) -> bool:
+def _fits(problem: OneMicrobatch, device: int, order: tuple[int, ...], indices: tuple[int, ...]) -> bool:
     """Run the repetend from the first micro-batch until all its operations take part, and once more."""
     capacity = problem.capacity[device]
     if capacity is None:
@@ -140,7 +140,7 @@ def _has_starts(num_operations: int, arcs: list[Arc]) -> bool:
 
 @settings(max_examples=70, suppress_health_check=list(HealthCheck))
 @given(problems())
-def test_least_period_is_that_of_the_enumeration(problem: Problem) -> None:
+def test_least_period_is_that_of_the_enumeration(problem: OneMicrobatch) -> None:
     found = least_period(problem, Budget(60, deterministic=True), 60)
     assert found.pattern is not None
     assert found.proved
@@ -154,4 +154,4 @@ def test_the_enumeration_itself_on_a_known_case(memory: int, period: int) -> Non
     profile = profile_of([row, row])
     placement = stage_per_block(profile)
     workload = build_workload(profile, placement, num_microbatches=4, microbatch_size=1, memory_bytes=[memory] * 2)
-    assert least_period_by_enumeration(Problem.of(workload)) == period
+    assert least_period_by_enumeration(OneMicrobatch.of(workload)) == period

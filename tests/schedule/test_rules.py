@@ -9,11 +9,9 @@ import pytest
 from builders.chains import chain_workload, shared_workload
 from builders.shapes import shape_workload
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.schedule.bounds import makespan_bound
 from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.classic.base import makespan
+from pipeplan.schedule.classic_orders import makespan
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import (
     Check,
     DeviceRules,
@@ -28,6 +26,8 @@ from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.language import named_rules
 from pipeplan.schedule.rules.sweep import built_in_rules, run_rules, schedule_of_rules
 from pipeplan.schedule.rules.values import evaluate
+from pipeplan.workload.bounds import strong_makespan_bound
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
 
@@ -123,7 +123,7 @@ def test_the_bound_is_the_one_of_other_searches() -> None:
     """Shared stages make the first and last micro-batches wait, which work and dependencies alone do not say."""
     workload = shape_workload("mllm")
     found = schedule_of_rules(workload, named_rules("1f1b+"), Budget(1.0, 0, deterministic=True))
-    assert found.bound_ns == makespan_bound(Problem.of(workload)) == 76_000_000
+    assert found.bound_ns == strong_makespan_bound(OneMicrobatch.of(workload)) == 76_000_000
 
 
 # What each rule does -------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def test_shared_stages_neither_stop_nor_drift(name: str) -> None:
     spans, plus = [], []
     for count in (16, 24):
         workload = shape_workload(name, 4, count)
-        graph, problem = task_graph(workload), Problem.of(workload)
+        graph, problem = task_graph(workload), OneMicrobatch.of(workload)
         spans.append(min(run_rules(graph, rules).makespan_ns for rules in built_in_rules(workload)))
         if CLASSIC["1f1b+"].applies(problem) is None:
             plus.append(makespan(graph, CLASSIC["1f1b+"].orders(problem, graph)))

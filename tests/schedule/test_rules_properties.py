@@ -18,13 +18,13 @@ from pipeplan.costs import build_workload
 from pipeplan.errors import InfeasibleError
 from pipeplan.files import PlacedStage, Placement
 from pipeplan.planning.build_plan import assemble
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import DeviceRules, Rules, StageTraversal, TypeTraversal
 from pipeplan.schedule.rules.engine import RulesRun, schedule_by_rules
 from pipeplan.schedule.rules.language import First
-from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 from references.rules import Reference
@@ -129,7 +129,7 @@ def test_orders_are_complete_and_their_plans_pass_check(drawn: Placed, rules: Ru
     for device, order in enumerate(orders):
         expected = {task for task in range(graph.num_actions) if device in graph.devices_of(task)}
         assert Counter(order) == Counter(expected)
-    plan = assemble(graph, orders, makespan_bound(graph.workload), Fraction(0), "rules")
+    plan = assemble(graph, orders, weak_makespan_bound(graph.workload), Fraction(0), "rules")
     check(plan).require("the plan of the rules")
 
 
@@ -151,7 +151,7 @@ def test_limits_hold(time: str, drawn: Placed, most: int) -> None:
 
 @settings(max_examples=60)
 @given(problems(), rules.map(lambda each: each.but(fit_memory=True, devices=())))
-def test_memory_is_kept(problem: Problem, rules: Rules) -> None:
+def test_memory_is_kept(problem: OneMicrobatch, rules: Rules) -> None:
     graph = task_graph(problem.workload)
     orders = orders_of(graph, rules)
     if orders is not None:

@@ -12,8 +12,7 @@ from pipeplan.examples import ShapeCosts, shape
 from pipeplan.partition import place_submodules
 from pipeplan.planning import Batch, choose_placement, resolve_batch, search_plan
 from pipeplan.planning.request import SUBMODULES, submodules_of
-from pipeplan.schedule import initial_schedules as starts
-from pipeplan.schedule import search as search_module
+from pipeplan.schedule import steps
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.language import named_rules
@@ -60,7 +59,7 @@ def test_branches_that_fit_only_one_after_the_other() -> None:
 
 
 def test_time_out_with_nothing_found_is_not_infeasible(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starts, "solve_pattern", lambda *_, **__: (None, None, None))
+    monkeypatch.setattr(steps, "solve_pattern", lambda *_, **__: (None, None, None))
     with pytest.raises(SearchTimeoutError, match="raise --time-limit"):
         search_schedule(shape_workload("x", memory=GB), Budget(1, deterministic=True))
 
@@ -77,7 +76,7 @@ def test_interruption_between_solves_keeps_the_best(monkeypatch: pytest.MonkeyPa
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(search_module, "search_repetend", interrupt)
+    monkeypatch.setattr(steps.RepetendSearch, "run", interrupt)
     found = search_schedule(shape_workload("m"), Budget(10, deterministic=True))
     assert found.interrupted
     require_sound(found)

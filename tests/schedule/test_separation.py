@@ -12,12 +12,12 @@ from builders.chains import chain_workload, with_devices_memory
 from builders.drawn import Placed, placed
 from builders.orders import random_orders
 from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.language import Rules
 from pipeplan.schedule.rules.separation import Joined, separate
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits, peak_memory
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import Orders, TaskGraph, task_graph
 from pipeplan.workload.workload import Workload
 from references.separation import best_of_all, kind, length, num_placings, random_case, weights_at_once, with_room
@@ -25,7 +25,7 @@ from references.separation import best_of_all, kind, length, num_placings, rando
 
 def classic(name: str, workload: Workload) -> tuple[TaskGraph, Orders]:
     graph = task_graph(workload)
-    return graph, CLASSIC[name].orders(Problem.of(workload), graph)
+    return graph, CLASSIC[name].orders(OneMicrobatch.of(workload), graph)
 
 
 def require_only_weights_moved(graph: TaskGraph, orders: Orders, found: Orders) -> None:

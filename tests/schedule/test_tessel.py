@@ -8,30 +8,30 @@ import pytest
 
 from builders.shapes import shape_workload
 from pipeplan.examples import ShapeCosts
-from pipeplan.schedule.bounds import makespan_bound, work_bound
 from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.cpsat.repetend import Pattern, least_period, shortest_way_through
+from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.cpsat.window_model import reschedule
-from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.cpsat.windows import reschedule
+from pipeplan.schedule.pattern import Pattern, compose, microbatch_by_microbatch, middle_repetition
 from pipeplan.schedule.search import search_schedule
-from pipeplan.schedule.steady import compose, microbatch_by_microbatch, middle_repetition
+from pipeplan.workload.bounds import strong_makespan_bound, work_bound
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 
 MS = 1_000_000
 
 
-def problem_of(name: str, num_devices: int = 4, num_microbatches: int = 16, memory: int | None = None) -> Problem:
+def problem_of(name: str, num_devices: int = 4, num_microbatches: int = 16, memory: int | None = None) -> OneMicrobatch:
     """A shape with forward 1, backward 3, shared 1 and 1 (ms), each chain forward holding one byte."""
     costs = ShapeCosts(activation_bytes=1)
-    return Problem.of(shape_workload(name, num_devices, num_microbatches, costs=costs, memory=memory))
+    return OneMicrobatch.of(shape_workload(name, num_devices, num_microbatches, costs=costs, memory=memory))
 
 
-def steady_bubble_rate(problem: Problem, period: Fraction) -> float:
+def steady_bubble_rate(problem: OneMicrobatch, period: Fraction) -> float:
     return float(1 - sum(problem.work) / (problem.num_devices * period))
 
 
-def searched(problem: Problem, max_span: int | None = None) -> Pattern:
+def searched(problem: OneMicrobatch, max_span: int | None = None) -> Pattern:
     found = least_period(problem, Budget(240, deterministic=True), 240, max_span=max_span)
     assert found.pattern is not None
     assert found.proved
@@ -89,7 +89,7 @@ class TestFig9ComposedAgainstTimeOptimal:
         assert found.bound_ns == composed_makespan(problem)
 
 
-def composed_makespan(problem: Problem) -> int:
+def composed_makespan(problem: OneMicrobatch) -> int:
     """Tessel's composition (IV-C): the repetend kept, warmup and cooldown time-optimal around it."""
     graph = task_graph(problem.workload)
     pattern, _ = shortest_way_through(problem, searched(problem), Budget(60, deterministic=True), 60)
@@ -142,7 +142,7 @@ def replayed_period(scheduler: str, name: str) -> Fraction:
 @pytest.mark.parametrize("name", ["v", "x", "m", "mllm", "nn", "k"])
 def test_zero_bubble_repetends_are_proved(name: str, num_devices: int) -> None:
     problem = problem_of(name, num_devices)
-    assert searched(problem).repetend_ns == work_bound(problem)
+    assert searched(problem).repetend_ns == work_bound(problem.workload)
 
 
 @pytest.mark.parametrize("num_devices", range(2, 17))
@@ -153,6 +153,6 @@ def test_v_shape_makespan(num_devices: int) -> None:
         workload = shape_workload("v", num_devices, num_microbatches, costs=costs)
         expected = (num_microbatches + num_devices - 1) * 3 * MS
         found = search_schedule(workload, Budget(10, deterministic=True))
-        assert makespan_bound(Problem.of(workload)) == expected
+        assert strong_makespan_bound(OneMicrobatch.of(workload)) == expected
         assert found.makespan_ns == expected
         assert found.optimal

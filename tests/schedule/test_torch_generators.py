@@ -11,7 +11,7 @@ from torch.distributed.pipelining import schedules
 
 from builders.chains import chain_workload
 from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.problem import Problem
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
 
 
@@ -51,7 +51,7 @@ def _texts(actions: Sequence[Any]) -> Iterator[str]:
 
 
 def our_orders(scheduler: str, groups: Sequence[int], num_microbatches: int, *, split: bool) -> list[list[str]]:
-    problem = Problem.of(
+    problem = OneMicrobatch.of(
         chain_workload(
             1 + max(groups),
             num_microbatches,

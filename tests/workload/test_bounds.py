@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 
 from builders.problems import problems
 from builders.shapes import unit_problem, zero_bubble
-from pipeplan.schedule.bounds import makespan_bound, period_bound
 from pipeplan.schedule.cpsat.repetend import least_period
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.search import search_schedule
+from pipeplan.workload.bounds import period_bound, strong_makespan_bound
+from pipeplan.workload.one_microbatch import OneMicrobatch
 
 
 @pytest.mark.parametrize(
@@ -21,15 +21,15 @@ from pipeplan.schedule.search import search_schedule
     [(4, 12, 3960, 3930), (8, 32, 10_440, 10_370), (16, 64, 21_000, 20_850)],
 )
 def test_a_chain_with_little_memory(num_devices: int, num_microbatches: int, chain: int, plain: int) -> None:
-    assert makespan_bound(zero_bubble("v", num_devices, num_microbatches, 1)) == chain
-    assert makespan_bound(zero_bubble("v", num_devices, num_microbatches, 2)) == plain
+    assert strong_makespan_bound(zero_bubble("v", num_devices, num_microbatches, 1)) == chain
+    assert strong_makespan_bound(zero_bubble("v", num_devices, num_microbatches, 2)) == plain
 
 
 @pytest.mark.parametrize(
     ("num_devices", "num_microbatches", "bound"), [(4, 12, 3840), (8, 32, 10_160), (16, 64, 20_400)]
 )
 def test_two_chunks_with_little_memory(num_devices: int, num_microbatches: int, bound: int) -> None:
-    assert makespan_bound(zero_bubble("zbv", num_devices, num_microbatches, 1)) == bound
+    assert strong_makespan_bound(zero_bubble("zbv", num_devices, num_microbatches, 1)) == bound
 
 
 def test_littles_law() -> None:
@@ -49,17 +49,17 @@ def test_stages_on_all_devices(name: str, num_devices: int) -> None:
     """While the first micro-batch goes down the chain nothing shared can run: the bound is what search reaches."""
     problem = unit_problem(name, num_devices, 16)
     found = search_schedule(problem.workload, Budget(30, deterministic=True))
-    assert makespan_bound(problem) == found.bound_ns == found.makespan_ns
+    assert strong_makespan_bound(problem) == found.bound_ns == found.makespan_ns
     assert found.bound_ns > 16 * max(problem.work)
 
 
 @pytest.mark.parametrize(("memory", "bound"), [(0.5, 14_720), (0.75, 10_740)])
 def test_littles_law_over_the_whole_run(memory: float, bound: int) -> None:
     """8 devices, 32 micro-batches; at half memory far above the work of 10,370."""
-    assert makespan_bound(zero_bubble("v", 8, 32, memory)) >= bound
+    assert strong_makespan_bound(zero_bubble("v", 8, 32, memory)) >= bound
 
 
-def best_makespan(problem: Problem) -> int:
+def best_makespan(problem: OneMicrobatch) -> int:
     """By trying every sequence in which actions could start; each starts as soon as it then can."""
     count = problem.num_microbatches
     sources = [[(s, lag) for s, t, lag in problem.edges if t == target] for target in range(problem.num_operations)]
@@ -91,16 +91,16 @@ def best_makespan(problem: Problem) -> int:
     return best
 
 
-def _too_much(problem: Problem, device: int, operation: int, held: int) -> bool:
+def _too_much(problem: OneMicrobatch, device: int, operation: int, held: int) -> bool:
     capacity = problem.capacity[device]
     return capacity is not None and held + problem.acquire[operation] + problem.workspace[operation] > capacity
 
 
 @settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(problems(max_stages=2, num_microbatches=2))
-def test_bounds_and_search_against_every_schedule(problem: Problem) -> None:
+def test_bounds_and_search_against_every_schedule(problem: OneMicrobatch) -> None:
     best = best_makespan(problem)
     found = search_schedule(problem.workload, Budget(10, deterministic=True))
-    assert makespan_bound(problem) <= best
+    assert strong_makespan_bound(problem) <= best
     assert found.bound_ns <= best
     assert found.makespan_ns == best

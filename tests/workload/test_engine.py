@@ -15,7 +15,6 @@ from builders.drawn import placed, placed_chains, workloads
 from builders.orders import random_orders
 from pipeplan.errors import InfeasibleError
 from pipeplan.schedule.list_scheduling import Policy, in_flight_limits, list_schedule
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules import Rules, StageTraversal, TypeTraversal
 from pipeplan.schedule.rules.engine import RulesRun
 from pipeplan.schedule.rules.separation import refill
@@ -24,6 +23,7 @@ from pipeplan.workload.elements import Hop
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import peak_memory
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 from references.loops import listing, trial
@@ -87,7 +87,7 @@ def limited(workload: Workload, random: Random) -> Workload:
 
 
 def same_listing(graph: TaskGraph, random: Random) -> None:
-    problem = Problem.of(graph.workload, require_room=False)
+    problem = OneMicrobatch.of(graph.workload, require_room=False)
     policy = Policy(
         random.choice([0.0, 0.5, 1.0]),
         random.choice([0.0, 0.5, 1.0]),

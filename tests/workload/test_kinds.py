@@ -11,7 +11,6 @@ from pydantic import TypeAdapter, ValidationError
 import pipeplan
 from builders.chains import chain_workload
 from pipeplan.schedule.list_scheduling import in_flight_limits, list_schedule, policies
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.language import Rules
 from pipeplan.schedule.stage_graph import Rule, Stages, TrialRun
@@ -35,13 +34,14 @@ from pipeplan.workload.kinds import (
     payload_of,
     role_of,
 )
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
 
 ALLOWED = {
     "partition/baselines.py": "steps of the paper's simulator",
     "partition/chain/autopipe.py": "steps of the paper's simulator",
-    "schedule/classic/base.py": "classic schedules are scripts of letters",
+    "schedule/classic_orders.py": "classic schedules are scripts of letters",
 }
 """Modules that compare with a kind's letter, and why they may. Tables keyed by letters count as comparisons.
 
@@ -141,7 +141,7 @@ def test_a_kind_added_to_the_list_is_known_everywhere(letter: str, monkeypatch: 
     assert Operation(kind="NOVEL", stage=0, duration_ns=1).role is role
     assert not named.instructions
     assert in_order(["NOVEL", "B"]) == ["B", "NOVEL"]
-    assert Problem.of(named).roles == Problem.of(given).roles
+    assert OneMicrobatch.of(named).roles == OneMicrobatch.of(given).roles
     assert orders_of(named) == before
 
 
@@ -163,7 +163,7 @@ def renamed(workload: Workload, letter: str, name: str) -> Workload:
 
 def orders_of(workload: Workload) -> list[object]:
     """What every engine makes of a workload: rules in steps and in memory, list scheduling, runs of a stage graph."""
-    graph, problem = task_graph(workload), Problem.of(workload)
+    graph, problem = task_graph(workload), OneMicrobatch.of(workload)
     stages = Stages(graph)
     return [
         schedule_by_rules(graph, Rules()),

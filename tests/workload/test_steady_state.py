@@ -17,14 +17,13 @@ from builders.plans import plan_of
 from builders.timed import entry_of, found_in, interleaved, named, timed
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.simulator.metrics import rates
+from pipeplan.workload.bounds import work_bound
 from pipeplan.workload.elements import Dependency, Operation, Repetend
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.steady_state.rate import (
-    copy_ranges,
+    CutOrders,
     repetend_rate,
-    repetend_time,
     steady_bubble_rate,
-    work_bound,
 )
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
 from pipeplan.workload.task_graph import earliest_starts, task_graph
@@ -112,7 +111,7 @@ def test_one_f_one_b_repeats_every_micro_batch(num_devices: int) -> None:
     repetend = found_in(workload, one_f_one_b(workload))
     assert repetend is not None
     assert (repetend.unroll, repetend.repetend_ns, repetend.span) == (1, 3, num_devices)
-    assert steady_bubble_rate(workload, repetend) == 0
+    assert steady_bubble_rate(workload, repetend.period) == 0
 
 
 def test_gpipe_has_no_repetend() -> None:
@@ -125,7 +124,7 @@ def test_a_serial_schedule_repeats_with_its_whole_latency() -> None:
     repetend = found_in(workload, serial_orders(workload))
     assert repetend is not None
     assert (repetend.unroll, repetend.repetend_ns, repetend.span) == (1, 94, 1)
-    assert steady_bubble_rate(workload, repetend) == pytest.approx(1 - 30 / 94)
+    assert steady_bubble_rate(workload, repetend.period) == pytest.approx(1 - 30 / 94)
 
 
 @pytest.mark.parametrize(("num_devices", "chunks"), [(2, 2), (4, 2), (4, 3)])
@@ -151,12 +150,11 @@ def test_distances_that_alternate_become_a_larger_unroll() -> None:
     workload = chain_workload(4, 24, forward=10, backward=20, lag=3)
     graph, orders, starts = timed(workload, one_f_one_b(workload))
     first = one_f_one_b_repetend(workload)
-    assert repetend_time(workload, orders, first, 1) is None
     assert repetend_rate(workload, orders, first, 1) == Fraction(69, 2)
     repetend = find_repetend(graph, orders, starts)
     assert repetend is not None
     assert (repetend.unroll, repetend.repetend_ns) == (4, 138)
-    assert repetend_time(workload, orders, first, 4) == 138
+    assert repetend_rate(workload, orders, first, 4) == Fraction(138, 4)
 
 
 def test_the_slowest_part_sets_the_time_of_a_repetend_whose_parts_run_apart() -> None:
@@ -179,7 +177,7 @@ def test_the_slowest_part_sets_the_time_of_a_repetend_whose_parts_run_apart() ->
     repetend = found_in(workload, gpipe_orders(workload))
     assert repetend is not None
     assert (repetend.unroll, repetend.repetend_ns) == (1, 30)
-    assert steady_bubble_rate(workload, repetend) == pytest.approx(1 - 40 / 60)
+    assert steady_bubble_rate(workload, repetend.period) == pytest.approx(1 - 40 / 60)
 
 
 def best_by_brute_force(workload: Workload, orders: Orders, starts: dict[Entry, int]) -> Fraction | None:
@@ -285,4 +283,8 @@ def test_copy_ranges_are_where_the_copy_stands() -> None:
     workload = chain_workload(3, 8)
     _, orders, _ = timed(workload, one_f_one_b(workload))
     repetend = Repetend(unroll=2, repetend_ns=60, first=one_f_one_b_repetend(workload))
-    assert copy_ranges(workload, orders, repetend) == [range(2, 6), range(1, 5), range(4)]
+    assert CutOrders.of(workload, orders, repetend.first, repetend.unroll).ranges == [
+        range(2, 6),
+        range(1, 5),
+        range(4),
+    ]

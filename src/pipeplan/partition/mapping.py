@@ -312,8 +312,7 @@ def mapped(
     ``groups[g]`` is the number of devices of group g; ``traffic[g, h]`` the bytes per iteration that g sends h, split
     evenly over the pairs of devices that share samples (device i of n works on the i-th n-th of them); ``sync[g]`` the
     bytes that are all-reduced inside g; ``needs[g]`` the bytes that each of its devices must hold. The result is never
-    worse than the groups one after another on devices 0, 1, 2 ..., where memory allows that, and is this where nothing
-    better is found. The same question has the same answer.
+    worse than the groups one after another, where memory allows that; the same question has the same answer.
 
     Raises:
         UsageError: the lists do not fit together.

@@ -86,16 +86,13 @@ def place(
     """Cut the profile's chain into balanced stages and put them on devices.
 
     With one stage per device the cut minimises the longest stage's forward + backward time, then the sum of squares,
-    exactly. Where a device runs several stages (``chunks`` of them, 2 by default) it starts from that cut and levels
-    the devices' sums: as :mod:`pipeplan.partition.chain.rebalance` says. ``memory_bytes`` [device] holds for one
-    micro-batch in flight (:mod:`pipeplan.partition.chain.costs`); None is no limit. The ``bidirectional`` strategies
-    have two routes, each with its own copy of every block and every other micro-batch; the second stands the other way
-    round.
+    exactly. Where a device runs ``chunks`` stages (2 by default) it starts from that cut and levels the devices' sums
+    (:mod:`pipeplan.partition.chain.rebalance`). ``memory_bytes`` [device] holds for one micro-batch in flight; None is
+    no limit.
 
     ``replicas`` neighbouring devices run each stage and share the ``microbatch_size`` samples of its micro-batches.
-    With ``spread`` every shared block is a stage of its own on each route, split over all devices of a pipeline
-    (Tessel's M and NN shapes), and the others are cut; the devices of each copy of the pipeline are then neighbours,
-    since collectives join them. ``cut`` cuts the chain otherwise.
+    With ``spread`` every shared block is a stage of its own on each route, split over all devices of a pipeline, which
+    are then neighbours (Tessel's M and NN shapes). ``cut`` cuts the chain otherwise.
 
     Raises:
         UsageError: an unknown strategy, devices, chunks or replicas that do not apply, or fewer blocks than stages.

@@ -45,8 +45,8 @@ def place_submodules(
     """Place every submodule as :func:`~pipeplan.partition.placement.place` does a chain, on its own devices.
 
     A *position* is a device, or ``replicas`` neighbouring ones that share every micro-batch. Blocks of no submodule
-    must come after all of them: they are one stage on the positions that feed it, split over them if the profile has
-    costs for that (and there are no replicas), else on the last of them alone. ``cut`` cuts each chain otherwise.
+    come after all of them, as one stage split over the positions that feed it if the profile has costs for that (and
+    there are no replicas), else on the last of them alone. ``cut`` cuts each chain otherwise.
 
     Raises:
         UsageError: a pattern matches no block or one that another has, devices that are not there or not enough, a

@@ -13,13 +13,13 @@ from pipeplan.files import Plan, Predicted, Provenance, sha256_of
 from pipeplan.lower import programs
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Request
-from pipeplan.schedule.bounds import period_bound
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.metrics import iteration_time, rates
+from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.elements import Repetend
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import peak_memory
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.slices import parts_are_before, whole
 from pipeplan.workload.steady_state.rate import steady_bubble_rate
 from pipeplan.workload.steady_state.repetend import find_repetend
@@ -67,7 +67,7 @@ def assemble(
             period_lower_bound_ns=number(period_bound_ns),
             bubble_rate=figures.bubble_rate,
             bubble_rate_span=figures.bubble_rate_span,
-            bubble_rate_steady=steady_bubble_rate(workload, repetend) if repetend is not None else None,
+            bubble_rate_steady=steady_bubble_rate(workload, repetend.period) if repetend is not None else None,
             memory=peak_memory(graph, orders),
         ),
         provenance=(provenance or Provenance()).model_copy(update={"scheduler": scheduler}),
@@ -88,7 +88,7 @@ def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule,
 
     ``whole`` is the schedule's workload, or the one without forwards in parts.
     """
-    problem = Problem.of(whole)
+    problem = OneMicrobatch.of(whole)
     plan = assemble(
         schedule.graph,
         schedule.orders,
@@ -166,7 +166,7 @@ class Result:
         period, period_bound_ns = predicted.period_ns, predicted.period_lower_bound_ns
         unroll, span = (repetend.unroll, repetend.span) if repetend is not None else (None, None)
         steady = predicted.bubble_rate_steady
-        problem = None if pattern is None else Problem.of(self.schedule.workload)
+        problem = None if pattern is None else OneMicrobatch.of(self.schedule.workload)
         per_round = 1 if problem is None else problem.microbatches_per_round
         if pattern is not None and problem is not None and (period is None or pattern.period / per_round <= period):
             period, period_bound_ns = (

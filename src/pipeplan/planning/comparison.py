@@ -14,12 +14,12 @@ from pipeplan.planning.request import Request
 from pipeplan.planning.search import search_plan
 from pipeplan.planning.trials import workloads
 from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.problem import Problem
 from pipeplan.schedule.state import Progress
 from pipeplan.simulator.metrics import rates
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import overflow, peak_memory
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 
 __all__ = ["OURS", "Comparison", "ComparisonRow", "NotThere", "compare", "compare_on"]
@@ -164,7 +164,7 @@ class _RowsSoFar:
             self._request, placement=result.plan.placed, num_devices=len(result.plan.devices), chunks=None, sizes=()
         )
         candidate = PlacementCandidate(result.plan.placed, placed.batch, recompute, "compared")
-        problems = [Problem.of(workload) for workload in workloads(placed, candidate)]
+        problems = [OneMicrobatch.of(workload) for workload in workloads(placed, candidate)]
         for name in CLASSIC:
             rows, reason = _classic(name, problems, recompute, ours.lower_bound_ns)
             self._rows += rows
@@ -213,7 +213,9 @@ def _ours(result: Result, recompute: bool) -> ComparisonRow:
     )
 
 
-def _classic(name: str, problems: Sequence[Problem], recompute: bool, bound_ns: int) -> tuple[list[ComparisonRow], str]:
+def _classic(
+    name: str, problems: Sequence[OneMicrobatch], recompute: bool, bound_ns: int
+) -> tuple[list[ComparisonRow], str]:
     """A classic schedule's rows over the ways of running backward, and why it has none where it has none."""
     rows: list[ComparisonRow] = []
     reasons: list[str] = []
@@ -235,7 +237,7 @@ def _better(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     return [min(kind, key=lambda row: row.makespan_ns) for kind in kinds if kind]
 
 
-def _row(name: str, problem: Problem, recompute: bool, bound_ns: int) -> ComparisonRow:
+def _row(name: str, problem: OneMicrobatch, recompute: bool, bound_ns: int) -> ComparisonRow:
     made = CLASSIC[name].orders(problem, task_graph(problem.workload))
     given = problem.workload if problem.reduction is None else problem.reduction.workload
     graph = task_graph(given)

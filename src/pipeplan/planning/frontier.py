@@ -26,6 +26,7 @@ from pipeplan.planning.frontier_result import (
 from pipeplan.planning.plan_frontier import PlanFrontier, plan_frontier
 from pipeplan.planning.request import Batch, Request, Splitting, resolve_batch
 from pipeplan.planning.sharding_frontier import SplitPoint, Splits, most_frequent, split_frontier
+from pipeplan.schedule.state import scheduler_words
 from pipeplan.sharding.tracking import knee
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import format_bytes, named_devices
@@ -262,7 +263,8 @@ def _words(plan: Plan) -> str:
     runs = [(way, len(list(same))) for way, same in groupby(ways)]
     stages = ", ".join(f"{count} of {way}" if count > 1 else way for way, count in runs)
     number = f"{len(ways)} stage{'s' if len(ways) > 1 else ''}"
-    return f"{number}: {stages}; {plan.provenance.scheduler}, micro-batches of {plan.microbatch_size}"
+    made = scheduler_words(plan.provenance.scheduler)
+    return f"{number}: {stages}; {made}, micro-batches of {plan.microbatch_size}"
 
 
 def _stage_words(stage: Stage) -> str:

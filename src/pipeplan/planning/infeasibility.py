@@ -12,6 +12,7 @@ from pipeplan.files import Placement
 from pipeplan.partition.chain.rebalance import least_short
 from pipeplan.planning.candidates import CandidateOrError, Choice, PlacementCandidate, graphs, grid, placed
 from pipeplan.planning.request import Request
+from pipeplan.planning.steps import ExplainShortage
 from pipeplan.planning.trials import Trial
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import SEARCHING
@@ -21,9 +22,6 @@ from pipeplan.units import format_bytes
 from pipeplan.workload.memory import peak_memory
 
 __all__ = ["rounded_up", "shortage"]
-
-_PRECISION = 1.01
-"""The least memory is found to a hundredth."""
 
 _SECONDS = 1.0
 """For one schedule of a scheduler that was asked for and is not among those that are known at once."""
@@ -48,7 +46,9 @@ class _Fit:
         return f"device {self.device} ({'; '.join(stages[:3])}{'; ...' if len(stages) > 3 else ''})"
 
 
-def shortage(request: Request, error: InfeasibleError, seconds: float) -> InfeasibleError:
+def shortage(
+    request: Request, error: InfeasibleError, seconds: float, step: ExplainShortage | None = None
+) -> InfeasibleError:
     """The error that says by how many bytes nothing fits, where, and what would do; ``error`` where that is unknown.
 
     What would do is looked for with known schedules, for at most about ``seconds``; what is said was found to fit, and
@@ -58,7 +58,7 @@ def shortage(request: Request, error: InfeasibleError, seconds: float) -> Infeas
     if limit is None:
         return error
     asked = replace(request, cluster=None, time_limit=max(1.0, seconds / 4))
-    least = _Least(asked, limit)
+    least = _Least(asked, limit, (step or ExplainShortage()).precision)
     least.find(seconds)
     if least.memory is None or least.enough <= rounded_up(limit):
         return error
@@ -74,8 +74,8 @@ class _Least:
     Strategies for chains come first, which are quick to ask; then stages as a graph, with less than those need.
     """
 
-    def __init__(self, request: Request, limit: int) -> None:
-        self._request, self._limit, self._time = request, limit, Limit()
+    def __init__(self, request: Request, limit: int, precision: float) -> None:
+        self._request, self._limit, self._precision, self._time = request, limit, precision, Limit()
         self.memory: _Fit | None = None
         self.enough = 0
         self.devices: int | None = None
@@ -107,10 +107,10 @@ class _Least:
         """The least memory with which something fits, if that is less than what is known."""
         if self.memory is None:
             self._begin(fit)
-        elif not self._less_memory(fit, int(self.enough / _PRECISION)):
+        elif not self._less_memory(fit, int(self.enough / self._precision)):
             return
         low = self._limit
-        while self.memory is not None and self.enough > low * _PRECISION:
+        while self.memory is not None and self.enough > low * self._precision:
             middle = math.isqrt(low * self.enough)
             if not self._less_memory(fit, middle):
                 low = middle

@@ -9,10 +9,11 @@ from dataclasses import replace
 from pipeplan.errors import PipeplanError, UsageError
 from pipeplan.files import PlacedStage, Placement
 from pipeplan.planning.request import Request
+from pipeplan.planning.steps import SliceForwards
 from pipeplan.planning.trials import Trial, iteration_of, workloads
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.state import Progress, Schedule
-from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import fits
 from pipeplan.workload.slices import in_parts
@@ -48,17 +49,17 @@ def ease_recomputation(request: Request, trial: Trial, budget: Budget, progress:
                 trial.search(request, budget, budget.remaining, progress)
 
 
-def expect_parts(request: Request, trial: Trial) -> None:
+def expect_parts(request: Request, trial: Trial, step: SliceForwards) -> None:
     """Lower the trial's bound to what forwards in parts may make of it, where they are open and quick to try."""
     workload = trial.ways[0]
-    if not _quick(workload) or request.num_parted is not None or _reason_against_parts(workload) is not None:
+    if not _quick(workload, step) or request.num_parted is not None or _reason_against_parts(workload) is not None:
         return
     candidate = replace(trial.candidate, placement=_parted(trial, workload, workload.num_microbatches))
     with contextlib.suppress(UsageError):  # no costs for half the samples
-        trial.parted_bound = min(map(makespan_bound, workloads(request, candidate)))
+        trial.parted_bound = min(map(weak_makespan_bound, workloads(request, candidate)))
 
 
-def slice_forwards(request: Request, trial: Trial, *, finally_: bool = True) -> None:
+def slice_forwards(request: Request, trial: Trial, step: SliceForwards, *, finally_: bool = True) -> None:
     """Run leading forwards of the trial's best schedule in parts: of as many micro-batches as asked for, or as helps.
 
     Micro-batch m of those in parts is so on all stages but the last m: there its forward is no warmup any more. On the
@@ -70,7 +71,7 @@ def slice_forwards(request: Request, trial: Trial, *, finally_: bool = True) -> 
     """
     trial.parted = None
     wanted, whole = request.num_parted, trial.best
-    if wanted == 0 or whole is None or not (finally_ or (wanted is None and _quick(whole.workload))):
+    if wanted == 0 or whole is None or not (finally_ or (wanted is None and _quick(whole.workload, step))):
         return
     reason = _reason_against_parts(whole.workload)
     if reason is not None:
@@ -97,12 +98,9 @@ def _parted(trial: Trial, workload: Workload, count: int) -> Placement:
     return _changed(trial.candidate.placement, parts)
 
 
-def _quick(workload: Workload) -> bool:
-    return len(workload.stages) * sum(map(len, workload.slots)) <= _QUICK
-
-
-_QUICK = 30_000
-"""Up to this many actions times stages, forwards in parts are tried beside every candidate: some tenths of a second."""
+def _quick(workload: Workload, step: SliceForwards) -> bool:
+    """Whether forwards in parts take but some tenths of a second to try."""
+    return len(workload.stages) * sum(map(len, workload.slots)) <= step.few
 
 
 def _retimed(request: Request, trial: Trial, placement: Placement, mark: str) -> Schedule | None:
@@ -128,7 +126,7 @@ def _retimed(request: Request, trial: Trial, placement: Placement, mark: str) ->
         orders=orders,
         starts=starts,
         makespan_ns=makespan,
-        bound_ns=min(makespan, makespan_bound(workload)),
+        bound_ns=min(makespan, weak_makespan_bound(workload)),
         scheduler=base.scheduler + mark,
     )
 

@@ -17,51 +17,48 @@ from pipeplan.planning.candidates import CandidateOrError, PlacementCandidate, c
 from pipeplan.planning.infeasibility import shortage
 from pipeplan.planning.polish import ease_recomputation, expect_parts, slice_forwards
 from pipeplan.planning.request import Request
+from pipeplan.planning.steps import (
+    STEPS,
+    EaseRecomputation,
+    ExplainShortage,
+    LookAtCandidates,
+    SearchCandidates,
+    SliceForwards,
+    named,
+)
 from pipeplan.planning.trials import Trial, on_cluster
-from pipeplan.schedule.cpsat.solver import Budget, load_solver
-from pipeplan.schedule.state import Progress
+from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget, load_solver
+from pipeplan.schedule.state import Progress, SearchStep
 from pipeplan.workload.workload import Workload
 
 __all__ = ["most_telling", "search_plan"]
 
-_ROUNDS = ((8, 0.4), (3, 0.5), (1, 1.0))
-"""(candidates, part): in each round this many of the best candidates share that part of the time left."""
 
-_LOOKING = 0.5
-"""The part of the time that is left in which candidates are looked at, once there is a plan; then some are searched."""
-
-_LAST = 0.1
-"""With less than this part of the time left no more candidates are looked at."""
-
-_FINALISTS = 3
-"""How many of the best candidates are refined at the end."""
-
-_EXPLAINING = 1.0
-"""Seconds, at least, in which it is looked for what would do where nothing fits."""
-
-_SECONDS_PER_TASK = 5e-5
-"""What looking at a candidate costs per action where seconds are deterministic."""
-
-
-def search_plan(request: Request, *, progress: Progress | None = None) -> Result:
+def search_plan(request: Request, *, progress: Progress | None = None, steps: Sequence[SearchStep] = STEPS) -> Result:
     """Search the best plan of a placement, a strategy, or with ``auto`` of all of them, for a mini-batch.
 
     With ``split_backward`` left open both ways get a short look and the better one the rest of the time, and the bound
     is for both. With ``auto`` micro-batches have any of the request's sizes per replica, and recomputation is a choice
-    like others; otherwise it is tried only where nothing fits without.
+    like others; otherwise it is tried only where nothing fits without. ``steps`` are what is tried.
 
     Raises:
         InfeasibleError: nothing fits; the text names the device, the bytes and what to change.
         UsageError: a request that contradicts the profile.
     """
     load_solver()
-    return _PlanSearch(request, Budget(request.time_limit, request.seed, request.deterministic), progress).run()
+    return _PlanSearch(request, Budget(request.time_limit, request.seed, request.deterministic), progress, steps).run()
 
 
 class _PlanSearch:
     """What a search knows: trials in the order they were made, and why the others are not among them."""
 
-    def __init__(self, request: Request, budget: Budget, progress: Progress | None) -> None:
+    def __init__(
+        self, request: Request, budget: Budget, progress: Progress | None, steps: Sequence[SearchStep]
+    ) -> None:
+        self._steps = steps
+        self._looking = named(steps, LookAtCandidates) or LookAtCandidates()
+        self._rounds = (named(steps, SearchCandidates) or SearchCandidates()).rounds
+        self._slicing = named(steps, SliceForwards)
         self._request, self._budget, self._progress = request, budget, progress
         self._without_links = replace(request, cluster=None)
         self._trials: list[Trial] = []
@@ -88,8 +85,11 @@ class _PlanSearch:
     def _alternate(self, found: Iterator[CandidateOrError], *, fallback: bool) -> None:
         done = False
         while not done:
-            done = self._look(found, fallback=fallback) or self._budget.remaining <= _LAST * self._budget.seconds
-            self._deepen(_ROUNDS if done else _ROUNDS[:1])
+            done = (
+                self._look(found, fallback=fallback)
+                or self._budget.remaining <= self._looking.least * self._budget.seconds
+            )
+            self._deepen(self._rounds if done else self._rounds[:1])
 
     @property
     def _best(self) -> Trial | None:
@@ -103,7 +103,7 @@ class _PlanSearch:
 
     def _look(self, found: Iterator[CandidateOrError], *, fallback: bool) -> bool:
         """Take candidates as they come, until they have had their part of the time; whether that were all."""
-        until = self._budget.used + _LOOKING * self._budget.remaining
+        until = self._budget.used + self._looking.share * self._budget.remaining
         while self._best is None or (self._budget.used < until and not self._budget.interrupted):
             begun = time.monotonic()
             candidate = next(found, None)
@@ -123,8 +123,9 @@ class _PlanSearch:
         try:
             if best is not None and self._hopeless(Trial.of(self._without_links, candidate), best):
                 return  # wherever its devices are
-            trial = Trial.of(self._request, on_cluster(self._request, candidate) or candidate)
-            expect_parts(self._request, trial)
+            trial = Trial.of(self._request, on_cluster(self._request, candidate) or candidate, self._steps)
+            if self._slicing is not None:
+                expect_parts(self._request, trial, self._slicing)
         except PipeplanError as error:
             self._failures.append(error)
             return
@@ -133,8 +134,8 @@ class _PlanSearch:
         if searched or (best is not None and self._hopeless(trial, best)):
             return
         trial.look()
-        slice_forwards(self._request, trial, finally_=False)
-        self._budget.charge(_SECONDS_PER_TASK * sum(map(_num_actions, trial.ways)))
+        self._slice(trial, finally_=False)
+        self._budget.charge(SECONDS_PER_LOOK * sum(map(_num_actions, trial.ways)))
         self._report(trial)
 
     def _deepen(self, rounds: Sequence[tuple[int, float]]) -> None:
@@ -151,11 +152,15 @@ class _PlanSearch:
     def _search(self, trial: Trial, seconds: float) -> None:
         try:
             trial.search(self._request, self._budget, seconds, self._progress)
-            slice_forwards(self._request, trial, finally_=False)
+            self._slice(trial, finally_=False)
         except PipeplanError as error:
             self._failures.append(error)
             if trial.best is None:
                 self._trials.remove(trial)
+
+    def _slice(self, trial: Trial, *, finally_: bool = True) -> None:
+        if self._slicing is not None:
+            slice_forwards(self._request, trial, self._slicing, finally_=finally_)
 
     def _live(self) -> list[Trial]:
         """Trials that may become the best, the most promising first."""
@@ -177,18 +182,21 @@ class _PlanSearch:
 
     def _failure(self) -> PipeplanError:
         """Why nothing was found; where memory is short, with what would do."""
-        error = most_telling(self._failures)
-        if not isinstance(error, InfeasibleError) or self._budget.interrupted:
+        error, step = most_telling(self._failures), named(self._steps, ExplainShortage)
+        if step is None or not isinstance(error, InfeasibleError) or self._budget.interrupted:
             return error
         try:
-            return shortage(self._request, error, max(_EXPLAINING, self._budget.remaining))
+            return shortage(self._request, error, max(step.seconds, self._budget.remaining), step)
         except KeyboardInterrupt:
             return error
 
     def _result(self) -> Result:
-        for finalist in sorted(self._done, key=_rank)[:_FINALISTS]:
-            ease_recomputation(self._request, finalist, self._budget, self._progress)
-            slice_forwards(self._request, finalist)
+        for number, finalist in enumerate(sorted(self._done, key=_rank)):
+            for step in self._steps:
+                if isinstance(step, EaseRecomputation) and number < step.finalists:
+                    ease_recomputation(self._request, finalist, self._budget, self._progress)
+                elif isinstance(step, SliceForwards) and number < step.finalists:
+                    self._slice(finalist)
         trial = self._best
         if trial is None or trial.best is None:
             raise self._failure()

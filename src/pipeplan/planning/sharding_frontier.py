@@ -29,7 +29,7 @@ from pipeplan.sharding.details import split_blocks
 from pipeplan.sharding.graph import CostGraph, Strategy
 from pipeplan.sharding.table import IntArray
 from pipeplan.sharding.tracking import Tracked, track
-from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.task_graph import TaskGraph, task_graph
 
 __all__ = ["SplitPoint", "Splits", "most_frequent", "plan_of_strategy", "split_frontier", "split_stages"]
@@ -161,9 +161,8 @@ class _Rounds:
 def _points(model: CostModel, tracked: Tracked, rounds: _Rounds) -> tuple[tuple[SplitPoint, ...], bool]:
     """The strategies by their peaks, and whether none with less workspace was left out.
 
-    What a strategy holds adds up along the graph, and is tracked; of workspace only the largest counts, and comes on
-    top. So the frontier is tracked again with the configurations of less workspace than what was found takes, until
-    there are none. Any strategy left out then has at least the workspace of a round that covers what it holds.
+    Of workspace only the largest counts, which is not tracked. So the frontier is tracked again with the configurations
+    of less workspace than what was found takes, until there are none.
     """
     sizes = {name: np.array([each.workspace_bytes for each in ways]) for name, ways in model.configurations.items()}
     every = {name: np.arange(len(workspaces)) for name, workspaces in sizes.items()}
@@ -230,7 +229,7 @@ def plan_of_strategy(
     plan = assemble(
         graph,
         [_order(graph, options.in_flight)] * devices,
-        makespan_bound(workload),
+        weak_makespan_bound(workload),
         Fraction(split.costs.forward_ns + split.costs.backward_ns),
         "strategy",
         provenance=_provenance(profile, cluster, samples, options.microbatches),

@@ -6,6 +6,7 @@ Before that its devices are chosen among a cluster's, so that what talks much is
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pipeplan.costs import build_workload, can_split
@@ -14,14 +15,15 @@ from pipeplan.files import Placement
 from pipeplan.partition.mapping import mapped
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Request
+from pipeplan.planning.steps import STEPS, BackwardWays, named, schedule_steps
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.reduction import device_groups
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.language import naming
 from pipeplan.schedule.search import SEARCHING, first_look, search_schedule
-from pipeplan.schedule.state import Progress, Schedule
+from pipeplan.schedule.state import Progress, Schedule, SearchStep
 from pipeplan.simulator.metrics import iteration_time, rates
-from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.bounds import weak_makespan_bound
+from pipeplan.workload.one_microbatch import device_groups
 from pipeplan.workload.workload import Workload
 
 __all__ = ["Trial", "iteration_of", "may_move", "on_cluster", "workloads"]
@@ -88,17 +90,13 @@ def on_cluster(request: Request, candidate: PlacementCandidate) -> PlacementCand
     return replace(candidate, placement=candidate.placement.model_copy(update={"stages": stages}))
 
 
-_FIRST_LOOK = 0.15
-"""The part of the time left that each way of running backward gets before one is chosen."""
-
-
 @dataclass(slots=True)
 class Trial:
     """A candidate, its workload for each way of running backward, and what is known of their schedules.
 
     ``bounds`` [way] ns that no schedule's makespan is below; ``best`` the schedule with the shortest iteration;
     ``parted`` the same with leading forwards in parts, if that is shorter or asked for, and ``parted_bound`` ns that
-    none with forwards in parts is below.
+    none with forwards in parts is below. ``steps`` are those of a search.
     """
 
     candidate: PlacementCandidate
@@ -107,6 +105,7 @@ class Trial:
     best: Schedule | None = None
     parted: Schedule | None = None
     parted_bound: int | None = None
+    steps: Sequence[SearchStep] = STEPS
     sync_ns: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -117,14 +116,14 @@ class Trial:
         self.sync_ns = min(waits)
 
     @classmethod
-    def of(cls, request: Request, candidate: PlacementCandidate) -> Trial:
+    def of(cls, request: Request, candidate: PlacementCandidate, steps: Sequence[SearchStep] = STEPS) -> Trial:
         """The candidate's workloads, with bounds from work and dependencies alone.
 
         Raises:
             UsageError: split backward is asked for, and the profile has no costs for it.
         """
         ways = workloads(request, candidate)
-        return cls(candidate, ways, list(map(makespan_bound, ways)))
+        return cls(candidate, ways, list(map(weak_makespan_bound, ways)), steps=steps)
 
     @property
     def bound_ns(self) -> int:
@@ -143,7 +142,7 @@ class Trial:
         assert self.best is not None
         ways = workloads(request, self.candidate)
         self.ways = [self.best.workload if way == self.best.workload else way for way in ways]
-        self.bounds = list(map(makespan_bound, self.ways))
+        self.bounds = list(map(weak_makespan_bound, self.ways))
 
     def look(self, *, thorough: bool = False) -> None:
         """Known schedules alone, which takes no solver."""
@@ -166,12 +165,13 @@ class Trial:
     def _search(self, request: Request, share: Budget, progress: Progress | None) -> None:
         found: dict[int, Schedule] = {}
         failures: list[PipeplanError] = []
+        looking = named(self.steps, BackwardWays) if len(self.ways) > 1 else None
         for way, workload in enumerate(self.ways):
             if self._hopeless(way) or (found and share.interrupted):
                 continue
-            seconds = share.remaining * (_FIRST_LOOK if len(self.ways) > 1 else 1.0)
+            seconds = share.remaining * (1.0 if looking is None else looking.share)
             try:
-                found[way] = _searched(request, workload, share, seconds, self._known(workload), progress)
+                found[way] = self._searched(request, workload, share, seconds, self._known(workload), progress)
             except (InfeasibleError, UsageError) as error:  # a classic schedule may apply to one way alone
                 failures.append(error)
                 continue
@@ -183,8 +183,30 @@ class Trial:
         best = min(found, key=lambda way: found[way].makespan_ns)
         more = request.scheduler in SEARCHING and len(self.ways) > 1
         if more and not found[best].optimal and not share.expired:
-            again = _searched(request, self.ways[best], share, share.remaining, found[best], progress)
+            again = self._searched(request, self.ways[best], share, share.remaining, found[best], progress)
             self._learn(best, again)
+
+    def _searched(
+        self,
+        request: Request,
+        workload: Workload,
+        budget: Budget,
+        seconds: float,
+        known: Schedule | None,
+        progress: Progress | None,
+    ) -> Schedule:
+        """Search a workload's schedule with a part of the budget, from what is known on."""
+        with budget.share(seconds) as share:
+            return search_schedule(
+                workload,
+                share,
+                scheduler=request.scheduler,
+                rules=request.rules,
+                unroll=request.unroll,
+                known=known,
+                progress=progress,
+                steps=schedule_steps(self.steps),
+            )
 
     def _hopeless(self, way: int) -> bool:
         """Whether this way of running backward cannot be better than what another one has found."""
@@ -217,27 +239,6 @@ class Trial:
 def iteration_of(schedule: Schedule) -> int:
     """Ns of a schedule's iteration, gradients summed."""
     return iteration_time(schedule.workload, rates(schedule.graph, schedule.orders, schedule.starts))
-
-
-def _searched(
-    request: Request,
-    workload: Workload,
-    budget: Budget,
-    seconds: float,
-    known: Schedule | None,
-    progress: Progress | None,
-) -> Schedule:
-    """Search a workload's schedule with a part of the budget, from what is known on."""
-    with budget.share(seconds) as share:
-        return search_schedule(
-            workload,
-            share,
-            scheduler=request.scheduler,
-            rules=request.rules,
-            unroll=request.unroll,
-            known=known,
-            progress=progress,
-        )
 
 
 def workloads(request: Request, candidate: PlacementCandidate) -> list[Workload]:

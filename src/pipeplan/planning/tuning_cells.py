@@ -18,16 +18,15 @@ from pipeplan.files import sha256_of
 from pipeplan.planning.candidates import Choice, PlacementCandidate, placed
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import Trial, may_move, on_cluster, workloads
-from pipeplan.schedule.bounds import makespan_bound
-from pipeplan.schedule.problem import Problem
-from pipeplan.schedule.reduction import device_groups
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.sweep import Swept, built_in_rules, run_rules, sweep
 from pipeplan.schedule.search import timed
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.metrics import iteration_time, rates
+from pipeplan.workload.bounds import strong_makespan_bound
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import peak_memory
+from pipeplan.workload.one_microbatch import OneMicrobatch, device_groups
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
 
@@ -223,11 +222,11 @@ def settled_cell(request: Request, cell: Cell, stopped: Callable[[], bool]) -> C
 def _bounded(request: Request, candidate: PlacementCandidate, *, closely: bool) -> Cell:
     try:
         trial = Trial.of(request, candidate)
-        problems = [Problem.of(workload) for workload in trial.ways]
+        problems = [OneMicrobatch.of(workload) for workload in trial.ways]
     except (InfeasibleError, UsageError) as error:
         return _failed(error)
     if closely:
-        trial.bounds = [max(*each) for each in zip(trial.bounds, map(makespan_bound, problems), strict=True)]
+        trial.bounds = [max(*each) for each in zip(trial.bounds, map(strong_makespan_bound, problems), strict=True)]
     return Cell(candidate, trial.bound_ns, settled=closely)
 
 
@@ -247,7 +246,7 @@ def rows_of(request: Request, cell: Cell, stopped: Callable[[], bool]) -> CellRo
     assert cell.candidate is not None
     found = CellRows(complete=True)
     for workload in workloads(request, cell.candidate):
-        problem = Problem.of(workload)
+        problem = OneMicrobatch.of(workload)
         rules = _rules(problem.workload)
         tried = itertools.takewhile(lambda _: not stopped(), rules)
         for swept in sweep(problem.workload, tried):
@@ -261,7 +260,7 @@ def schedule_of(request: Request, candidate: PlacementCandidate, row: TuningRow)
     """The rules of one of a cell's rows, and the schedule, made again."""
     for workload in workloads(request, candidate):
         if is_split(workload) == row.split:
-            problem = Problem.of(workload)
+            problem = OneMicrobatch.of(workload)
             rules = next(rules for rules in _rules(problem.workload) if rules.name == row.rules)
             schedule = _schedule(problem, workload, run_rules(task_graph(problem.workload), rules))
             assert schedule is not None
@@ -278,8 +277,8 @@ def _rules(workload: Workload) -> list[Rules]:
     return built_in_rules(workload, limits=(None,), times=("unit",), separate=(True,))
 
 
-def _schedule(problem: Problem, workload: Workload, swept: Swept) -> Schedule | None:
-    return timed(problem, workload, swept.orders[: problem.num_devices], f"rules: {swept.rules.name}")
+def _schedule(problem: OneMicrobatch, workload: Workload, swept: Swept) -> Schedule | None:
+    return timed(problem, task_graph(workload), swept.orders[: problem.num_devices], f"rules: {swept.rules.name}")
 
 
 def _row(candidate: PlacementCandidate, schedule: Schedule, rules: Rules) -> TuningRow:

@@ -25,6 +25,7 @@ from pipeplan.reporting.timeline import (
     runs_by_device,
     windows,
 )
+from pipeplan.schedule.state import scheduler_words
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.elements import Stage
@@ -169,7 +170,7 @@ def _headline(simulation: Simulation) -> Text:
         f"{counted(count, 'micro-batch', 'es')} of {counted(workload.microbatch_size, 'sample')}",
     ]
     if plan.provenance.scheduler:
-        about.append(f"scheduler {plan.provenance.scheduler}")
+        about.append(f"scheduler: {scheduler_words(plan.provenance.scheduler)}")
     return Text.assemble((plan.name, "bold"), ": ", ", ".join(about))
 
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from pipeplan.schedule.problem import Problem
 from pipeplan.workload.engine import Engine
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import MemoryState, num_that_fit
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph
 
 __all__ = ["Policy", "PolicySearch", "in_flight_limits", "list_schedule", "policies"]
@@ -51,7 +51,7 @@ def policies(limits: Sequence[tuple[int, ...] | None] = (None,)) -> Iterator[Pol
         yield Policy(patience, wait, alternate=alternate, in_flight=limit)
 
 
-def in_flight_limits(problem: Problem) -> list[tuple[int, ...]]:
+def in_flight_limits(problem: OneMicrobatch) -> list[tuple[int, ...]]:
     """Limits of micro-batches in flight worth trying [device]: from a first one, falling from device to device.
 
     The first is what memory has room for, or the number of devices, or twice that less one as ZB-H2 and ZB-V have
@@ -70,7 +70,7 @@ def in_flight_limits(problem: Problem) -> list[tuple[int, ...]]:
     )
 
 
-def list_schedule(problem: Problem, graph: TaskGraph, policy: Policy) -> list[list[int]] | None:
+def list_schedule(problem: OneMicrobatch, graph: TaskGraph, policy: Policy) -> list[list[int]] | None:
     """Every device's order under a policy; None where it gets stuck for memory or a stage has several devices.
 
     ``graph`` is that of the problem's workload.
@@ -85,7 +85,7 @@ def list_schedule(problem: Problem, graph: TaskGraph, policy: Policy) -> list[li
 class _Listing(Engine):
     """The policy as a chooser. Operations keep their micro-batches in order, so each has one next action."""
 
-    def __init__(self, problem: Problem, graph: TaskGraph, policy: Policy) -> None:
+    def __init__(self, problem: OneMicrobatch, graph: TaskGraph, policy: Policy) -> None:
         super().__init__(graph, links_choose=True)
         self._problem, self._policy = problem, policy
         self._durations = problem.durations
@@ -175,7 +175,7 @@ class PolicySearch:
     limits, then changes of the best few: a switch, or the limits of some neighbouring devices by one.
     """
 
-    def __init__(self, problem: Problem, seed: int) -> None:
+    def __init__(self, problem: OneMicrobatch, seed: int) -> None:
         self._count, self._random = problem.num_microbatches, Random(seed)
         limits = in_flight_limits(problem)
         self._planned = [replace(rules, in_flight=limit) for limit in limits for rules in _FIRST_RULES]

@@ -1,4 +1,4 @@
-"""The anytime search for a schedule: bounds, simple schedules, repetend, ramps, then the whole horizon.
+"""The anytime search for a schedule, and what is known without one.
 
 There is a valid schedule from the first moment on. Everything after only improves it, until it equals the proved
 bound, the budget is spent, or the user interrupts.
@@ -6,31 +6,22 @@ bound, the budget is spent, or the user interrupts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from fractions import Fraction
 
-from pipeplan.errors import InfeasibleError, InvalidPlanError, UsageError
+from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.initial_schedules import CHEAP_TASKS, first_schedule, offer_built_in, offer_classics, offer_rules
-from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.pattern import microbatch_by_microbatch
 from pipeplan.schedule.rules.language import Rules
 from pipeplan.schedule.rules.sweep import schedule_of_rules
-from pipeplan.schedule.state import Candidate, Progress, Schedule, SearchState
-from pipeplan.schedule.steady import (
-    MOST_ADOPTED,
-    adopt_repetitions,
-    microbatch_by_microbatch,
-    search_repetend,
-    search_unrolled,
-)
-from pipeplan.schedule.windows import improve_ramps, improve_windows, solve_whole
+from pipeplan.schedule.state import Progress, Schedule, ScheduleStep, SearchState, fitting
+from pipeplan.schedule.steps import CHEAP_TASKS, STEPS
 from pipeplan.time_limit import checkpoint
-from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.engine import with_links
-from pipeplan.workload.memory import overflow, peak_memory
-from pipeplan.workload.steady_state.repetend import extend, find_repetend
+from pipeplan.workload.memory import overflow
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
@@ -49,13 +40,14 @@ def search_schedule(
     unroll: int | None = None,
     known: Schedule | None = None,
     progress: Progress | None = None,
+    steps: Sequence[ScheduleStep] = STEPS,
 ) -> Schedule:
     """Search the best order of a workload's actions.
 
     ``scheduler`` is ``auto`` (everything), ``repetend`` (the best repetend, its warmup and cooldown as the pattern
     leaves them and then improved), ``rules`` (what ``rules`` make of it; without them the best of the built-in
-    ones), or the name of a classic schedule. ``unroll`` None lets the search choose. What is found by ``auto`` is no
-    longer than a ``known`` schedule of the same workload.
+    ones), or the name of a classic schedule. The first two try those of ``steps`` that apply. ``unroll`` None lets the
+    search choose. What is found by ``auto`` is no longer than a ``known`` schedule of the same workload.
 
     Raises:
         InfeasibleError: a device's memory is too small, the classic schedule asked for does not fit, or the rules get
@@ -66,19 +58,14 @@ def search_schedule(
     if scheduler == "rules":
         return schedule_of_rules(workload, rules, budget)
     _require_known_kinds(workload)
-    problem = Problem.of(workload)
+    state = SearchState.of(OneMicrobatch.of(workload), budget, progress)
     if scheduler in CLASSIC:
-        return _restored(problem, _one_classic(SearchState.of(problem, budget, progress), scheduler))
+        return _restored(state.problem, _one_classic(state, scheduler))
     if scheduler not in SEARCHING:
         known_names = ", ".join((*SEARCHING, "rules", *CLASSIC))
         raise UsageError(f"--scheduler {scheduler!r} is not known; choose from {known_names}")
-    repeated = _repeated(problem, budget, scheduler, unroll, progress)
-    state = SearchState.of(problem, budget, progress)
-    if known is not None and scheduler == "auto":
-        orders = known.orders[: len(workload.devices)]
-        own = orders if problem.reduction is None else problem.reduction.to_reduced(orders)
-        state.offer(state.candidate(own, known.scheduler))
-    return _restored(problem, repeated or _searched(state, scheduler, unroll))
+    state.steps, state.scheduler, state.unroll, state.known = steps, scheduler, unroll, known
+    return _restored(state.problem, state.search())
 
 
 def first_look(workload: Workload, *, thorough: bool = False) -> Schedule | None:
@@ -87,11 +74,12 @@ def first_look(workload: Workload, *, thorough: bool = False) -> Schedule | None
     A ``thorough`` look has those that are made by trying rules, too, where there are few actions.
     """
     _require_known_kinds(workload)
-    problem = Problem.of(workload, require_room=False)
+    problem = OneMicrobatch.of(workload, require_room=False)
     graph = task_graph(problem.workload)
+    given = graph if problem.reduction is None else task_graph(workload)
     best: Schedule | None = None
     for name, orders in _known_orders(problem, graph, thorough and graph.num_tasks <= CHEAP_TASKS):
-        found = timed(problem, workload, orders, name)
+        found = timed(problem, given, orders, name)
         if found is not None and (best is None or found.makespan_ns < best.makespan_ns):
             best = found
     return best
@@ -104,7 +92,7 @@ def _require_known_kinds(workload: Workload) -> None:
         raise UsageError(f"the workload has instructions ({kinds}), which rules alone schedule; give --scheduler rules")
 
 
-def _known_orders(problem: Problem, graph: TaskGraph, thorough: bool) -> Iterator[tuple[str, Orders]]:
+def _known_orders(problem: OneMicrobatch, graph: TaskGraph, thorough: bool) -> Iterator[tuple[str, Orders]]:
     """One micro-batch after another, and the classic schedules; those that are slow to make only if ``thorough``."""
     yield "sequential", microbatch_by_microbatch(problem)
     for name, classic in CLASSIC.items():
@@ -115,26 +103,21 @@ def _known_orders(problem: Problem, graph: TaskGraph, thorough: bool) -> Iterato
 
 
 _GREEDY_TASKS = 1_500
-"""Up to so many actions the greedy schedule is quick enough for a first look: it tries many limits."""
+"""Up to this many actions the greedy schedule is quick enough for a first look: it tries many limits."""
 
 
-def timed(problem: Problem, workload: Workload, orders: Orders, scheduler: str) -> Schedule | None:
-    """The schedule of a problem's orders; None if they block each other or do not fit into memory."""
-    graph = task_graph(workload)
-    own = orders if problem.reduction is None else problem.reduction.from_reduced(orders)
-    try:
-        complete = with_links(graph, own)
-        starts = earliest_starts(graph, complete)
-    except InvalidPlanError:
+def timed(problem: OneMicrobatch, given: TaskGraph, orders: Orders, scheduler: str) -> Schedule | None:
+    """The schedule of the given workload by a problem's orders; None if they block each other or do not fit."""
+    found = fitting(given, orders if problem.reduction is None else problem.reduction.from_reduced(orders))
+    if found is None:
         return None
-    if overflow(graph, complete) is not None:
-        return None
-    makespan = max(map(sum, zip(starts, graph.durations, strict=True)))
-    bound = min(makespan, makespan_bound(workload))
-    return Schedule(workload, graph, complete, starts, makespan, bound, scheduler, None, Fraction(0), None, 0.0, False)
+    complete, starts = found
+    makespan = max(map(sum, zip(starts, given.durations, strict=True)))
+    bound = min(makespan, weak_makespan_bound(given.workload))
+    return Schedule(given.workload, given, complete, starts, makespan, bound, scheduler)
 
 
-def _restored(problem: Problem, found: Schedule) -> Schedule:
+def _restored(problem: OneMicrobatch, found: Schedule) -> Schedule:
     """The schedule of the workload that was given, where it was searched in rounds; links carry what they can."""
     if problem.reduction is None:
         return found
@@ -144,80 +127,6 @@ def _restored(problem: Problem, found: Schedule) -> Schedule:
     starts = earliest_starts(graph, orders)
     makespan = max(map(sum, zip(starts, graph.durations, strict=True)))
     return replace(found, workload=workload, graph=graph, orders=orders, starts=starts, makespan_ns=makespan)
-
-
-def _searched(state: SearchState, scheduler: str, unroll: int | None) -> Schedule:
-    """Search until proved, out of time, or interrupted."""
-    try:
-        first_schedule(state)
-        return _improve(state, scheduler, unroll)
-    except KeyboardInterrupt:  # between two solves; inside one the solver stops and the search goes on to its end
-        if state.best is None:
-            raise
-        state.budget.interrupted = True
-        return _result(state)
-
-
-def _improve(state: SearchState, scheduler: str, unroll: int | None) -> Schedule:
-    """Everything after the first valid schedule, most valuable first, as long as there is time."""
-    early = scheduler == "auto" and state.graph.num_tasks <= CHEAP_TASKS
-    if early:
-        offer_classics(state, automatic=False)
-    search_repetend(state, unroll)
-    if scheduler == "auto":
-        offer_classics(state, automatic=True)
-        if not early:
-            offer_classics(state, automatic=False)
-        offer_built_in(state)
-        offer_rules(state)
-    if unroll is None:
-        adopt_repetitions(state)
-    if unroll is None and scheduler == "repetend":
-        search_unrolled(state)
-    for step in (improve_ramps, solve_whole, improve_windows, solve_whole):
-        if not state.finished:
-            step(state)
-    if not state.chosen.frozen:
-        _with_less_memory(state)
-    return _result(state)
-
-
-def _with_less_memory(state: SearchState) -> None:
-    """The best schedule cannot be repeated: look for one as short that can, with no more memory than one that can.
-
-    Without a cap, patterns with many micro-batches in flight are as good as any to the solver; with one it finds
-    those that fill and drain sooner.
-    """
-    if state.steady is None or state.budget.expired:
-        return
-    static = state.problem.workload.static_bytes
-    peaks = peak_memory(state.graph, state.steady.orders)
-    most = max(memory.peak_bytes - static(device) for device, memory in enumerate(peaks))
-    limits = tuple(most if capacity is None else min(most, capacity) for capacity in state.problem.capacity)
-    other = replace(state, problem=replace(state.problem, capacity=limits), best=None, steady=None, progress=None)
-    other.offer(state.steady)
-    search_repetend(other, None)
-    improve_ramps(other)
-    if other.steady is not None and state.best is not None and other.steady.makespan <= state.best.makespan:
-        state.steady = other.steady
-
-
-def _result(state: SearchState) -> Schedule:
-    chosen = state.chosen
-    return Schedule(
-        state.problem.workload,
-        state.graph,
-        chosen.orders,
-        chosen.starts,
-        chosen.makespan,
-        state.bound,
-        chosen.scheduler,
-        state.pattern,
-        state.period_proved,
-        state.repetend_seconds,
-        state.budget.elapsed,
-        state.budget.interrupted,
-    )
 
 
 def _one_classic(state: SearchState, name: str) -> Schedule:
@@ -232,60 +141,4 @@ def _one_classic(state: SearchState, name: str) -> Schedule:
             f"--scheduler {name} does not fit: {over}; raise --memory, or let --scheduler auto search"
         )
     state.offer(state.candidate(orders, name))
-    return _result(state)
-
-
-def _repeated(
-    problem: Problem, budget: Budget, scheduler: str, unroll: int | None, progress: Progress | None
-) -> Schedule | None:
-    """A very long run: a shorter one is searched, and the repetend of what was found there repeated.
-
-    None where the run is not long, or nothing that can be repeated up to its end is found.
-    """
-    count = problem.num_microbatches
-    fewer = max(_LONG_TASKS // problem.num_operations, 2 * problem.num_devices)
-    fewer -= (fewer - count) % _UNROLLS
-    if count < 2 * fewer:
-        return None
-    with budget.share(budget.remaining * _SHORTER_SHARE) as share:
-        state = SearchState.of(Problem.of(problem.workload.with_microbatches(fewer)), share, progress)
-        found = _searched(state, scheduler, unroll)
-    longer = [_extended(state, candidate, count) for candidate in (state.best, state.steady) if candidate is not None]
-    whole = SearchState.of(problem, budget, progress)
-    for orders in longer:
-        whole.offer(None if orders is None else whole.candidate(orders, state.chosen.scheduler))
-    if whole.best is None:
-        return None
-    if scheduler == "auto" and not whole.proved:
-        offer_classics(whole, automatic=False)
-    return replace(
-        found,
-        workload=problem.workload,
-        graph=whole.graph,
-        orders=whole.chosen.orders,
-        starts=whole.chosen.starts,
-        makespan_ns=whole.chosen.makespan,
-        bound_ns=whole.bound,
-        scheduler=whole.chosen.scheduler,
-        seconds=budget.elapsed,
-    )
-
-
-_LONG_TASKS = 20_000
-"""Runs at least twice as long as so many actions, and as two micro-batches per device, are planned that short ..."""
-
-
-_UNROLLS = 12
-"""... with fewer micro-batches by a multiple of this: repetends of unroll 1, 2, 3, 4 and 6 reach the whole number."""
-
-
-_SHORTER_SHARE = 0.8
-"""The part of the time in which the shorter run is searched; the rest is for repeating it."""
-
-
-def _extended(state: SearchState, candidate: Candidate, count: int) -> list[list[int]] | None:
-    """The orders of a schedule for more micro-batches; None without a repetend that reaches them."""
-    repetend = find_repetend(state.graph, candidate.orders, candidate.starts, MOST_ADOPTED)
-    if repetend is None or (count - state.problem.num_microbatches) % repetend.unroll:
-        return None
-    return extend(state.problem.workload, candidate.orders, repetend, count)[1]
+    return state.schedule

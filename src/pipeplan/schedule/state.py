@@ -1,22 +1,34 @@
-"""What a search knows: candidates, the best of them, bounds; and what it returns."""
+"""What a search is made of: its steps, what they know (candidates, the best of them, bounds), and what it returns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
+from typing import ClassVar
 
 from pipeplan.errors import InvalidPlanError
-from pipeplan.schedule.bounds import makespan_bound, period_bound
-from pipeplan.schedule.cpsat.repetend import Pattern
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.pattern import Pattern
+from pipeplan.workload.bounds import period_bound, strong_makespan_bound
 from pipeplan.workload.engine import with_links
-from pipeplan.workload.memory import overflow, peak_memory
-from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
+from pipeplan.workload.memory import fits, peak_memory
+from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
-__all__ = ["Candidate", "Progress", "Schedule", "SearchState"]
+__all__ = [
+    "Candidate",
+    "Progress",
+    "Schedule",
+    "ScheduleStep",
+    "SearchState",
+    "SearchStep",
+    "fitting",
+    "origin_of",
+    "scheduler_words",
+]
 
 Progress = Callable[[str, int, int, float], None]
 """Called with what is being done, the best makespan and the bound (ns), and seconds since the search began."""
@@ -38,11 +50,11 @@ class Schedule:
     makespan_ns: int
     bound_ns: int
     scheduler: str
-    pattern: Pattern | None
-    period_bound_ns: Fraction
-    repetend_seconds: float | None
-    seconds: float
-    interrupted: bool
+    pattern: Pattern | None = None
+    period_bound_ns: Fraction = Fraction(0)
+    repetend_seconds: float | None = None
+    seconds: float = 0.0
+    interrupted: bool = False
 
     @property
     def optimal(self) -> bool:
@@ -67,42 +79,118 @@ class Candidate:
         return self.makespan, self.most_bytes
 
 
+@dataclass(frozen=True)
+class SearchStep:
+    """One thing that a search tries; the fields are its constants.
+
+    ``when`` says the precondition in words, with fields in braces. ``share`` is the part of the time that it gets at
+    most: of the whole limit, or of what ``of`` says. What is ``needed`` cannot be switched off.
+    """
+
+    share: float = 1.0
+    name: ClassVar[str]
+    when: ClassVar[str]
+    of: ClassVar[str] = "the limit"
+    needed: ClassVar[bool] = False
+
+    @property
+    def row(self) -> tuple[str, str, str]:
+        """Name, precondition and share as a table has them."""
+        share = "what is left" if self.share == 1.0 else f"{self.share:.4g} of {self.of}"
+        return self.name, self.when.format(**asdict(self)), share
+
+
+class ScheduleStep(SearchStep, ABC):
+    """A step of the search for a schedule."""
+
+    @abstractmethod
+    def applies(self, state: SearchState) -> bool:
+        """Whether the precondition holds."""
+
+    @abstractmethod
+    def run(self, state: SearchState) -> None:
+        """Improve what is known."""
+
+
 @dataclass(slots=True)
 class SearchState:
     """What the search knows so far: the best schedule, and the best of those with a repetition frozen in them.
 
-    ``others`` are the best few of different makespan or memory, the best one among them.
+    ``steps`` are tried in order. ``scheduler`` is ``auto``, for all of them, or ``repetend``; ``unroll`` that of the
+    only pattern to search for, None where it is open; ``known`` a schedule that is known from elsewhere.
+
+    ``others`` are the best few of different makespan or memory, the best one among them. The search ends early where
+    ``settled``.
     """
 
-    problem: Problem
+    problem: OneMicrobatch
     graph: TaskGraph
     budget: Budget
     progress: Progress | None
     bound: int
+    steps: Sequence[ScheduleStep] = ()
+    scheduler: str = "auto"
+    unroll: int | None = None
+    known: Schedule | None = None
     best: Candidate | None = None
     steady: Candidate | None = None
     others: list[Candidate] = field(default_factory=list)
     pattern: Pattern | None = None
     period_proved: Fraction = Fraction(0)
     repetend_seconds: float | None = None
+    settled: bool = False
 
     @classmethod
-    def of(cls, problem: Problem, budget: Budget, progress: Progress | None) -> SearchState:
+    def of(cls, problem: OneMicrobatch, budget: Budget, progress: Progress | None) -> SearchState:
         """Nothing but the bounds."""
         graph = task_graph(problem.workload)
-        return cls(problem, graph, budget, progress, makespan_bound(problem), period_proved=period_bound(problem))
+        bound = strong_makespan_bound(problem)
+        return cls(problem, graph, budget, progress, bound, period_proved=period_bound(problem))
+
+    def search(self) -> Schedule:
+        """Try the steps until the schedule is settled or the user interrupts; the best schedule of the problem.
+
+        Raises:
+            InfeasibleError: no schedule fits into memory.
+            SearchTimeoutError: the budget ran out before anything that fits was found.
+        """
+        try:
+            for step in self.steps:
+                if not self.settled and step.applies(self):
+                    step.run(self)
+        except KeyboardInterrupt:  # between two solves; inside one the solver stops and the search goes on to its end
+            if self.best is None:
+                raise
+            self.budget.interrupted = True
+        return self.schedule
+
+    @property
+    def schedule(self) -> Schedule:
+        """The chosen schedule, and what is proved."""
+        chosen = self.chosen
+        return Schedule(
+            self.problem.workload,
+            self.graph,
+            chosen.orders,
+            chosen.starts,
+            chosen.makespan,
+            self.bound,
+            chosen.scheduler,
+            self.pattern,
+            self.period_proved,
+            self.repetend_seconds,
+            self.budget.elapsed,
+            self.budget.interrupted,
+        )
 
     def candidate(
         self, orders: list[list[int]], scheduler: str, frozen: frozenset[int] = frozenset()
     ) -> Candidate | None:
         """The schedule of these orders; None if they block each other or do not fit into memory."""
-        try:
-            orders = with_links(self.graph, orders)
-            starts = earliest_starts(self.graph, orders)
-        except InvalidPlanError:
+        timed = fitting(self.graph, orders)
+        if timed is None:
             return None
-        if overflow(self.graph, orders) is not None:
-            return None
+        orders, starts = timed
         makespan = max(start + duration for start, duration in zip(starts, self.graph.durations, strict=True))
         most = max(memory.peak_bytes for memory in peak_memory(self.graph, orders))
         return Candidate(orders, starts, makespan, most, scheduler, frozen)
@@ -118,7 +206,7 @@ class SearchState:
             self.steady, better = candidate, True
         if self.best is None or candidate.value < self.best.value:
             self.best, better = candidate, True
-            self.report(candidate.scheduler)
+            self.report(scheduler_words(candidate.scheduler))
         return better
 
     def raise_bound(self, bound: int | None) -> None:
@@ -155,3 +243,41 @@ class SearchState:
 
 _OTHERS = 4
 """Schedules kept beside the best, for the repetitions in them."""
+
+
+def fitting(graph: TaskGraph, orders: Orders) -> tuple[list[list[int]], list[int]] | None:
+    """Orders with those of links, and starts [task] in ns; None if they block each other or do not fit into memory."""
+    try:
+        complete = with_links(graph, orders)
+        starts = earliest_starts(graph, complete)
+    except InvalidPlanError:
+        return None
+    return (complete, starts) if fits(graph, complete) else None
+
+
+def scheduler_words(scheduler: str) -> str:
+    """What made a schedule, in words for people; ``scheduler`` is its identifier in files.
+
+    Of what was found by solving parts anew (``+windows``, ``+horizon``) it says from which schedule. Names of classic
+    schedules and of rules stay as they are, as do those of plans from elsewhere.
+    """
+    whole = scheduler.removesuffix("+slices")
+    origin = origin_of(whole)
+    words = _ORIGINS.get(origin, f"rules {origin[7:]}" if origin.startswith("rules: ") else origin)
+    if whole != origin:
+        words = f"optimised, from {words}"
+    elif origin == "repetend":
+        words = "optimised repeating pattern"
+    return words if whole == scheduler else f"{words}, leading forwards sliced"
+
+
+_ORIGINS = {
+    "sequential": "one micro-batch after another",
+    "repetend": "a repeating pattern",
+    "rules": "list scheduling",
+}
+
+
+def origin_of(scheduler: str) -> str:
+    """What a rescheduled schedule began as; ``1f1b+`` is a name of its own."""
+    return scheduler.removesuffix("+windows").removesuffix("+horizon")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan, sha256_of
@@ -67,7 +67,7 @@ class DeviceTimes:
 class MeasuredComparison:
     """Predicted against measured.
 
-    ``iterations_ns`` are those of the steps that count, behind ``num_left_out``. ``replayed_ns`` is the makespan when
+    ``iterations_ns`` are those of the steps that count, after ``num_left_out``. ``replayed_ns`` is the makespan when
     every action lasts as measured and starts as soon as it can: what is missing to ``measured_ns`` is communication
     that took longer than predicted, and the interpreter.
     """
@@ -113,28 +113,8 @@ class MeasuredComparison:
             "replayed_ns": self.replayed_ns,
             "predicted_bubble_rate": self.predicted_bubble_rate,
             "bubble_rate": self.bubble_rate,
-            "kinds": [
-                {
-                    "kind": kind.kind,
-                    "count": kind.count,
-                    "predicted_ns": kind.predicted_ns,
-                    "measured_ns": kind.measured_ns,
-                    "median_ns": kind.median_ns,
-                    "ratio": kind.ratio,
-                }
-                for kind in self.kinds
-            ],
-            "devices": [
-                {
-                    "predicted_busy_ns": device.predicted_busy_ns,
-                    "busy_ns": device.busy_ns,
-                    "waiting_ns": device.waiting_ns,
-                    "sending_ns": device.sending_ns,
-                    "outside_ns": device.outside_ns,
-                    "other_ns": device.other_ns,
-                }
-                for device in self.devices
-            ],
+            "kinds": [{**asdict(kind), "ratio": kind.ratio} for kind in self.kinds],
+            "devices": [asdict(device) for device in self.devices],
         }
 
 
@@ -152,7 +132,7 @@ def compared(simulation: Simulation, trace: MeasuredTrace) -> MeasuredComparison
         )
     _require_same_plan(plan, trace)
     left_out = 1 if len(trace.steps) > 1 else 0
-    steps = [_Step(simulation, actions, trace.emulated) for actions in trace.steps[left_out:]]
+    steps = [_MeasuredStep(simulation, actions, trace.emulated) for actions in trace.steps[left_out:]]
     iterations = tuple(step.iteration_ns for step in steps)
     return MeasuredComparison(
         emulated=trace.emulated,
@@ -183,7 +163,7 @@ def _require_same_plan(plan: Plan, trace: MeasuredTrace) -> None:
                 )
 
 
-class _Step:
+class _MeasuredStep:
     """One step: when each action's work began and ended on each device."""
 
     def __init__(self, simulation: Simulation, step: Sequence[Sequence[TimedText]], emulated: bool) -> None:
@@ -246,7 +226,7 @@ def _replicas(stage: Stage) -> list[tuple[int, ...]]:
     return [stage.devices[first : first + stage.shards] for first in range(0, len(stage.devices), stage.shards)]
 
 
-def _replayed(simulation: Simulation, steps: Sequence[_Step]) -> int:
+def _replayed(simulation: Simulation, steps: Sequence[_MeasuredStep]) -> int:
     """The makespan when every action lasts for the median over the steps, of the replica that took longest."""
     graph = simulation.graph
     durations = list(graph.durations)
@@ -257,7 +237,7 @@ def _replayed(simulation: Simulation, steps: Sequence[_Step]) -> int:
     return max(starts[task] + durations[task] for task in range(graph.num_actions))
 
 
-def _compute_kinds(simulation: Simulation, steps: Sequence[_Step]) -> Iterator[KindTimes]:
+def _compute_kinds(simulation: Simulation, steps: Sequence[_MeasuredStep]) -> Iterator[KindTimes]:
     graph = simulation.graph
     predicted: defaultdict[str, list[int]] = defaultdict(list)
     measured: defaultdict[str, list[int]] = defaultdict(list)
@@ -271,7 +251,7 @@ def _compute_kinds(simulation: Simulation, steps: Sequence[_Step]) -> Iterator[K
         yield _kind(kind, predicted[kind], measured[kind])
 
 
-def _message_kinds(simulation: Simulation, steps: Sequence[_Step]) -> Iterator[KindTimes]:
+def _message_kinds(simulation: Simulation, steps: Sequence[_MeasuredStep]) -> Iterator[KindTimes]:
     workload = simulation.workload
     predicted: defaultdict[str, list[int]] = defaultdict(list)
     for dependency in workload.dependencies:
@@ -286,7 +266,7 @@ def _message_kinds(simulation: Simulation, steps: Sequence[_Step]) -> Iterator[K
             yield _kind(f"{end}_{payload}", predicted[payload], measured[f"{end}_{payload}"])
 
 
-def _measured_messages(steps: Sequence[_Step]) -> Mapping[str, list[int]]:
+def _measured_messages(steps: Sequence[_MeasuredStep]) -> Mapping[str, list[int]]:
     found: defaultdict[str, list[int]] = defaultdict(list)
     for step in steps:
         for actions in step.actions:
@@ -302,7 +282,7 @@ def _kind(kind: str, predicted: Sequence[int], measured: Sequence[int]) -> KindT
     )
 
 
-def _device(simulation: Simulation, steps: Sequence[_Step], device: int) -> DeviceTimes:
+def _device(simulation: Simulation, steps: Sequence[_MeasuredStep], device: int) -> DeviceTimes:
     busy = statistics.median(step.busy_ns(device) for step in steps)
     waiting = statistics.median(step.waiting_ns(device) for step in steps)
     sending = statistics.median(step.sending_ns(device) for step in steps)

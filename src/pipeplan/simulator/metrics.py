@@ -120,14 +120,12 @@ class CriticalStep:
 
     ``device``: that action was on the same device until then. ``dependency``: it made the input. ``transfer``: it
     made the input, which was on the way for ``lag_ns``. A message that may have to wait for its link is a step of
-    its own; ``link``: the message before it was on the link until then. ``slack_ns`` is by how much the action could be
-    later without making the iteration longer: 0 on the critical path.
+    its own; ``link``: the message before it was on the link until then.
     """
 
     task: int
     reason: Reason
     lag_ns: int = 0
-    slack_ns: int = 0
 
 
 def critical_path(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> list[CriticalStep]:

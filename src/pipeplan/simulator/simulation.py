@@ -12,12 +12,12 @@ from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.simulator.metrics import CriticalStep, Rates, critical_path, in_flight, iteration_time, rates
 from pipeplan.simulator.recost import recosted, relinked
 from pipeplan.workload.action import operation_of
-from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.bounds import weak_makespan_bound, work_bound
 from pipeplan.workload.elements import DeviceMemory, Repetend
 from pipeplan.workload.kinds import payload_of
 from pipeplan.workload.memory import Overflow, overflow, peak_memory
 from pipeplan.workload.slices import has_parts, in_parts, parts_before, whole, with_parts
-from pipeplan.workload.steady_state.rate import copy_ranges, repetend_rate, work_bound
+from pipeplan.workload.steady_state.rate import CutOrders, repetend_rate, steady_bubble_rate
 from pipeplan.workload.steady_state.repetend import extend
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
@@ -26,7 +26,7 @@ __all__ = ["Simulation", "orders_of", "simulate"]
 
 
 _Name = tuple[str, str]
-"""What stands before and behind the micro-batch in a SEND."""
+"""What stands before and after the micro-batch in a SEND."""
 
 
 def orders_of(plan: Plan, graph: TaskGraph) -> list[list[int]]:
@@ -60,9 +60,9 @@ def _link_order(graph: TaskGraph, link: int, source: int, target: int, program: 
     numbered = enumerate(graph.workload.transfers, len(graph.workload.operations))
     tasks = {item: range(*graph.offsets[item : item + 2]) for item, transfer in numbered if transfer.link == link}
     number: dict[str, int] = {}
-    for (before, behind), item in _names(graph.workload, link, source).items():
+    for (before, after), item in _names(graph.workload, link, source).items():
         text = graph.workload.slots[item].text
-        number.update({f"{before}{text(m)}{behind}": task for m, task in enumerate(tasks[item])})
+        number.update({f"{before}{text(m)}{after}": task for m, task in enumerate(tasks[item])})
     order = [number[text] for text in program if text in number]
     if not len(order) == len(set(order)) == sum(map(len, tasks.values())):
         raise InvalidPlanError(
@@ -265,12 +265,12 @@ def simulate(
         memory=peak_memory(graph, orders),
         overflow=overflow(graph, orders),
         critical_path=critical_path(graph, orders, starts),
-        lower_bound_ns=plan.predicted.lower_bound_ns if as_planned else makespan_bound(workload),
+        lower_bound_ns=plan.predicted.lower_bound_ns if as_planned else weak_makespan_bound(workload),
         period_lower_bound_ns=_period_bound(plan, workload),
         repetend=repetend,
         copies=copies,
         period_ns=None if period is None else float(period),
-        bubble_rate_steady=None if period is None else _steady_bubble_rate(workload, period),
+        bubble_rate_steady=None if period is None else steady_bubble_rate(workload, period),
         as_planned=as_planned,
     )
 
@@ -292,7 +292,7 @@ def _repetition(graph: TaskGraph, orders: list[list[int]], repetend: Repetend) -
     replaced, whole_orders = whole(graph, orders)
     period = repetend_rate(replaced.workload, whole_orders, repetend.first, repetend.unroll)
     shifts = [parts_before(graph.workload, device) for device in range(len(graph.workload.devices))]
-    copies = copy_ranges(replaced.workload, whole_orders, repetend)
+    copies = CutOrders.of(replaced.workload, whole_orders, repetend.first, repetend.unroll).ranges
     return period, [range(c.start + by, c.stop + by) for c, by in zip(copies, shifts, strict=False)]
 
 
@@ -304,11 +304,6 @@ def _require_size(workload: Workload, num_microbatches: int) -> None:
             f"than the {MAX_ACTIONS} of one simulation; lower --microbatches to "
             f"{MAX_ACTIONS // len(workload.operations)} or less"
         )
-
-
-def _steady_bubble_rate(workload: Workload, period: Fraction) -> float:
-    work = sum(op.duration_ns * len(workload.stages[op.stage].devices) for op in workload.operations)
-    return float(1 - work / (len(workload.devices) * period))
 
 
 def _period_bound(plan: Plan, workload: Workload) -> float:

@@ -8,7 +8,7 @@ Stages form a graph and may stand on several devices, so a transfer may need to 
 ``1SEND_F0>3`` (to stage 3), ``1SEND_F0>3@2`` (to stage 3's copy on device 2). Both suffixes are left out where
 only one answer is possible.
 
-Where a forward runs a micro-batch in two parts, the part stands behind the micro-batch: ``0F0.0``, ``0F0.1``.
+Where a forward runs a micro-batch in two parts, the part follows the micro-batch: ``0F0.0``, ``0F0.1``.
 
 Kinds other than ``F``, ``B``, ``I`` and ``W`` are *instructions*, each an upper-case word: ``5ALLGATHER0``. What they
 make for others travels under their own name: ``5SEND_ALLGATHER0``.

@@ -1,17 +1,15 @@
 """What a workload is made of: devices, stages, operations, and what waits for what.
 
-What a field may hold, said once as an annotation: nothing reads it here, files enforce it where they are read.
-
-Bounds are annotated-types'; the classes here speak the protocol by which pydantic asks annotations, without needing it.
-
-Plain frozen objects that searches make and copy by the thousand. A plan's file has the same ones: what may stand in a
-field is said beside it (:mod:`pipeplan.workload.elements`), and enforced where a file is read or written.
+Plain frozen objects that searches make and copy by the thousand; a plan's file has the same ones. Annotations say what
+a field may hold, in annotated-types' terms and in the protocol by which pydantic asks annotations, without needing it.
+Nothing reads them here: files enforce them where they are read or written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from annotated_types import Ge, Le, MaxLen, MinLen
@@ -102,7 +100,7 @@ OperationId = Annotated[str, Matching(f"^{NUMBER_PATTERN}{KIND_PATTERN}$")]
 
 Scalar = str | int | float | bool
 Attribute = Scalar | tuple[Scalar, ...]
-"""What an instruction's function is told beside its tensors."""
+"""What an instruction's function gets beside its tensors."""
 
 
 class Element:
@@ -201,7 +199,7 @@ class Operation(Element):
 
     @property
     def id(self) -> str:
-        """Stage and kind: ``2F``. With a micro-batch behind it, the text of an action."""
+        """Stage and kind: ``2F``. With a micro-batch after it, the text of an action."""
         return f"{self.stage}{self.kind}"
 
 
@@ -321,9 +319,14 @@ class Repetend(Element):
         return max(self.first.values()) - min(self.first.values()) + self.unroll
 
     @property
+    def period(self) -> Fraction:
+        """Ns per micro-batch."""
+        return Fraction(self.repetend_ns, self.unroll)
+
+    @property
     def period_ns(self) -> float:
-        """Time per micro-batch."""
-        return self.repetend_ns / self.unroll
+        """The same as a number of a file."""
+        return float(self.period)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,7 @@ class MeshAxis:
         return math.gcd(self.size, other.size)
 
     def without(self, size: int) -> MeshAxis:
-        """What is left of the axis behind its first part of so many."""
+        """What is left of the axis after its first ``size``."""
         return MeshAxis(self.size // size, self.stride)
 
 

@@ -16,7 +16,7 @@ from typing import Protocol
 __all__ = ["Group", "Slots", "carried", "replica_samples"]
 
 Range = tuple[int, int]
-"""First sample, and the one behind the last."""
+"""First sample, and the one after the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Slots:
         return number if number < len(self) and self.name(number) == (microbatch, part) else None
 
     def text(self, number: int) -> str:
-        """What stands behind stage and kind in the action's text: ``3``, or ``0.1`` for a part."""
+        """What follows stage and kind in the action's text: ``3``, or ``0.1`` for a part."""
         microbatch, part = self.name(number)
         return str(microbatch) if part is None else f"{microbatch}.{part}"
 
@@ -68,14 +68,14 @@ class Slots:
     def sharing(self, samples: Range) -> range:
         """The actions that hold any of these samples."""
         first = max(0, (samples[0] - self.offset - self.size) // self.stride + 1)
-        behind = min(self.count, max(first, -(-(samples[1] - self.offset) // self.stride)))
+        after = min(self.count, max(first, -(-(samples[1] - self.offset) // self.stride)))
         if first < self.num_parted:
-            return self._sharing_parts(samples, first, behind)
-        return range(self._before(first) + self.num_parted, self._before(behind) + self.num_parted)
+            return self._sharing_parts(samples, first, after)
+        return range(self._before(first) + self.num_parted, self._before(after) + self.num_parted)
 
-    def _sharing_parts(self, samples: Range, first: int, behind: int) -> range:
+    def _sharing_parts(self, samples: Range, first: int, after: int) -> range:
         """The same where some of the micro-batches from ``first`` on run in parts."""
-        candidates = range(2 * first, behind + min(behind, self.num_parted))
+        candidates = range(2 * first, after + min(after, self.num_parted))
         found = [n for n in candidates if self.samples(n)[0] < samples[1] and samples[0] < self.samples(n)[1]]
         return range(found[0], found[-1] + 1) if found else range(0)
 

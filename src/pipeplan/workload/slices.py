@@ -1,6 +1,6 @@
 """Orders in which leading forwards run in two parts (AutoPipe III-C), and the same with whole micro-batches.
 
-A repetend is one of whole micro-batches, behind all parts, so what is said and done about repetition goes by way of
+A repetend is one of whole micro-batches, after all parts, so what is said and done about repetition goes by way of
 the whole orders and back.
 """
 
@@ -52,7 +52,7 @@ def whole(graph: TaskGraph, orders: Orders) -> tuple[TaskGraph, list[list[int]]]
 
 
 def in_parts(orders: Orders, graph: TaskGraph) -> list[list[int]]:
-    """Orders with whole micro-batches as tasks of a graph with parts, each part behind the other; links first come."""
+    """Orders with whole micro-batches as tasks of a graph with parts, one part after the other; links first come."""
     replaced = task_graph(without_parts(graph.workload))
     found = []
     for order in graph.on_devices(orders):
@@ -75,10 +75,10 @@ def parts_are_before(graph: TaskGraph, orders: Orders, repetend: Repetend) -> bo
         repetend.first[operation.id] + slots.num_parted
         for operation, slots in zip(graph.workload.operations, graph.workload.slots, strict=False)  # messages are last
     ]
-    behind: list[int] = []
+    after: list[int] = []
     for order in graph.on_devices(orders):
-        behind += order[sum(counts[item] for item in {graph.operation_of[task] for task in order}) :]
-    return all(_name(graph, task)[1] is None for task in behind)
+        after += order[sum(counts[item] for item in {graph.operation_of[task] for task in order}) :]
+    return all(_name(graph, task)[1] is None for task in after)
 
 
 def _name(graph: TaskGraph, task: int) -> tuple[int, int | None]:

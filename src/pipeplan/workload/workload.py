@@ -5,7 +5,7 @@ A plan is a workload with a schedule. Planners take a workload, simulation repla
 A *link* leads from one device to another and carries one message at a time, for the message's occupancy. Where
 messages may have to wait for it, they are *transfers*: things to run as operations are, on links instead of devices.
 Operations and transfers together are *items*, numbered: first the operations, then the transfers. Links
-are numbered behind the devices.
+are numbered after the devices.
 """
 
 from __future__ import annotations
@@ -89,10 +89,6 @@ class Workload:
     def with_microbatches(self, num_microbatches: int) -> Workload:
         """The same for another number of micro-batches."""
         return replace(self, num_microbatches=num_microbatches)
-
-    def num_instances(self, operation: Operation) -> int:
-        """How many actions an operation has: one per micro-batch of its stage, and one more for each in two parts."""
-        return len(slots_of(self.stages[operation.stage], operation.kind, self.mini_batch, self.num_routes))
 
     @property
     def mini_batch(self) -> int:
@@ -179,9 +175,23 @@ class Workload:
 
     @cached_property
     def resources(self) -> tuple[tuple[int, ...], ...]:
-        """[item] its devices, or the number of its link behind the devices."""
+        """[item] its devices, or the number of its link after the devices."""
         compute = tuple(self.stages[operation.stage].devices for operation in self.operations)
         return compute + tuple((len(self.devices) + transfer.link,) for transfer in self.transfers)
+
+    @cached_property
+    def on_resource(self) -> tuple[tuple[int, ...], ...]:
+        """[device, link] the items that run there, ascending."""
+        found: list[list[int]] = [[] for _ in range(self.num_resources)]
+        for item, resources in enumerate(self.resources):
+            for resource in resources:
+                found[resource].append(item)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def work(self) -> tuple[int, ...]:
+        """[device, link] ns of work for one whole micro-batch."""
+        return tuple(sum(self.durations[item] for item in items) for items in self.on_resource)
 
     @cached_property
     def slots(self) -> tuple[Slots, ...]:
@@ -294,6 +304,44 @@ class Workload:
             if self.slots[source].num_parted and self.slots[target].num_parted
         }
 
+    @cached_property
+    def least_durations(self) -> tuple[int, ...]:
+        """[item] ns that its shortest action takes: a part, where it runs some micro-batches in parts."""
+        timed = zip(self.durations, self.part_durations, self.slots, strict=True)
+        return tuple(min(whole, part or whole) if slots.num_parted else whole for whole, part, slots in timed)
+
+    @cached_property
+    def heads(self) -> tuple[int, ...]:
+        """[item] longest path in ns from a micro-batch's first start to the item's start, whatever runs elsewhere.
+
+        A dependency that counts is on the path if every action of its target waits for one of its source.
+        """
+        heads = [0] * len(self.durations)
+        for source, target, lag in self._ordered_edges:
+            if min(self.needs.get((source, target), (1,))) > 0:
+                lag = self.part_lags.get((source, target), lag)
+                heads[target] = max(heads[target], heads[source] + self.least_durations[source] + lag)
+        return tuple(heads)
+
+    @cached_property
+    def tails(self) -> tuple[int, ...]:
+        """[item] longest path in ns from the item's end to a micro-batch's last end.
+
+        A dependency that counts is on the path if some action of its target waits for all of its source.
+        """
+        tails = [0] * len(self.durations)
+        for source, target, lag in reversed(self._ordered_edges):
+            all_needed = len(self.slots[source])
+            if max(self.needs.get((source, target), (all_needed,))) >= all_needed:
+                lag = self.part_lags.get((source, target), lag)
+                tails[source] = max(tails[source], lag + self.least_durations[target] + tails[target])
+        return tuple(tails)
+
+    @cached_property
+    def _ordered_edges(self) -> tuple[tuple[int, int, int], ...]:
+        """The edges, those into an item before those out of it."""
+        return tuple(sorted(self.edges, key=lambda edge: self.rank(edge[0])))
+
     def _free_hops(self, dependency: Dependency) -> list[Hop]:
         """Messages that never wait for their link."""
         links = set(self.links)
@@ -304,7 +352,7 @@ class Workload:
         ]
 
     def rank(self, item: int) -> tuple[int, bool]:
-        """Sort key by which what an item waits for comes before it: a transfer stands right behind its source."""
+        """Sort key by which what an item waits for comes before it: a transfer stands right after its source."""
         is_transfer = item >= len(self.operations)
         return (self.transfers[item - len(self.operations)].source if is_transfer else item, is_transfer)
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeplan.schedule.list_scheduling import Policy
-from pipeplan.schedule.problem import Problem
 from pipeplan.workload.kinds import Role
+from pipeplan.workload.one_microbatch import OneMicrobatch
 
 __all__ = ["Effect", "list_schedule", "still_needed"]
 
@@ -42,7 +42,7 @@ def still_needed(effects: Sequence[Effect]) -> list[int]:
 _NEVER = 2**62
 
 
-def list_schedule(problem: Problem, policy: Policy) -> list[list[int]] | None:
+def list_schedule(problem: OneMicrobatch, policy: Policy) -> list[list[int]] | None:
     """Every device's order under a policy; None where it gets stuck for memory or a stage has several devices."""
     if any(len(devices) != 1 for devices in problem.devices):
         return None
@@ -52,7 +52,7 @@ def list_schedule(problem: Problem, policy: Policy) -> list[list[int]] | None:
 class _Listing:
     """One run of the rules in time. Operations keep their micro-batches in order, so each has one next action."""
 
-    def __init__(self, problem: Problem, policy: Policy) -> None:
+    def __init__(self, problem: OneMicrobatch, policy: Policy) -> None:
         self._problem, self._policy = problem, policy
         self._count = problem.num_microbatches
         self._device = [devices[0] for devices in problem.devices]
@@ -174,7 +174,7 @@ class _Listing:
         return capacity is None or self._held[device] + problem.acquire[x] + problem.workspace[x] <= capacity
 
 
-def _needs(problem: Problem, device: int) -> list[int]:
+def _needs(problem: OneMicrobatch, device: int) -> list[int]:
     effects = zip(problem.roles, problem.acquire, problem.workspace, problem.release, strict=True)
     each = [Effect(*effect) for effect in effects]
     return still_needed([each[x] for x in problem.on_device[device]])

@@ -89,8 +89,7 @@ class Timeline:
         """By how much every further micro-batch lengthens the iteration; None if the steady phase does not repeat yet.
 
         While all stages run in turn, a wave follows from the one before. So if a wave is the one before the last, later
-        by the same on all stages, all further ones are, too. As many waves as the path may need to get to the stage
-        where it stays are left after it.
+        by the same on all stages, all further ones are, too.
         """
         count, wave = self.stages.num_stages, self._settled_wave()
         if wave < 2 * count + 1:
@@ -387,9 +386,8 @@ class _Depth:
 def autopipe(problem: PartitionProblem) -> Iterator[Partition]:
     """The best depth: stages of a chain, with as many replicas of the whole pipeline as there are devices for.
 
-    AutoPipe's data-parallel size is the same for all stages (IV-D): devices divided by stages. Each replica takes its
-    share of every micro-batch, so in the paper's terms, where it takes whole ones in turn, micro-batches are larger by
-    the number of replicas. What is found is no optimum.
+    The data-parallel size is the same for all stages (IV-D): devices divided by stages. Each replica takes its share of
+    every micro-batch, where in the paper it takes whole ones in turn. What is found is no optimum.
 
     Raises:
         InfeasibleError: no depth fits.

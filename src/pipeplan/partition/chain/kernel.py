@@ -160,9 +160,7 @@ def least_split(cost: Cost, num_blocks: int, kinds: Sequence[int], fits: Fits | 
     ``kinds`` [stage] says which stages cost and hold the same; they count from 0. Every stage has at least one block;
     of equal splits the one whose later stages are shortest is taken. None if no split fits.
 
-    A programme over (stages, blocks), twice: for the dearest stage, then for the squares under it. Of the ranges that
-    end at a block only those are looked at that fit and cost no more than a bound, which is first halved for as long
-    as that leaves a split.
+    A programme over (stages, blocks), twice: for the dearest stage, then for the squares under it.
     """
     ends = np.arange(num_blocks + 1)
     fitting = [np.zeros_like(ends) for _ in range(max(kinds) + 1)]
@@ -178,6 +176,7 @@ def least_split(cost: Cost, num_blocks: int, kinds: Sequence[int], fits: Fits | 
 
     if num_blocks < len(kinds) or not _leads_through(fitting, kinds):
         return None
+    # only ranges under a bound are looked at, which is halved as long as that leaves a split
     most = max(int(cost(kind, np.array([0]), ends[-1:])[0]) for kind in range(len(fitting)))
     while most and _leads_through(within(most // 2), kinds):
         most //= 2
@@ -227,8 +226,7 @@ def _best(
 class ShortestStages:
     """[stages - 1][cut] the least longest stage of all blocks before a cut, and where the last of these begins.
 
-    A cut with at least as many blocks before it as stages, that is. Of equal splits the one whose later stages are
-    longest is taken.
+    Of equal splits the one whose later stages are longest is taken.
     """
 
     longest: list[Array]

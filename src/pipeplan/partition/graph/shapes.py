@@ -25,7 +25,7 @@ import numpy as np
 from pipeplan.costs import UNLIMITED, StageCost
 from pipeplan.partition.chain.costs import ChainCosts
 from pipeplan.partition.graph.in_flight import Integers, Needs
-from pipeplan.partition.problem import Costs, PartitionProblem, together
+from pipeplan.partition.problem import Costs, PartitionProblem, Way, together
 from pipeplan.partition.series_parallel import Part
 
 __all__ = ["NEVER", "Group", "PartBounds", "Shape", "Shapes", "grouped"]
@@ -332,7 +332,9 @@ class PartBounds:
         """[end, choice] first child of the longest runs before ``end`` that are quick enough."""
         if number not in self._reaches:
             shape = self.shapes[number]
-            columns = [list(self._reached(shape, index)) for index in range(len(self.shapes.choices))]
+            end = len(shape.children) + 1
+            times, sizes = shape.sums.compute[:, :end].tolist(), shape.sums.parameters[0, :end].tolist()
+            columns = [list(self._reached(times[choice.row], sizes, choice)) for choice in self.shapes.choices]
             self._reaches[number] = np.array(columns, dtype=np.int64).T
         return self._reaches[number]
 
@@ -422,11 +424,10 @@ class PartBounds:
         rows = [self.shapes.choices[choice].row for choice in choices]
         return np.array([load[row].most_in_flight(limit) for row in rows], dtype=np.int64)
 
-    def _reached(self, shape: Shape, index: int) -> Iterator[int]:
-        choice, time, begin = self.shapes.choices[index], self._problem.time, 0
-        times, sizes = shape.sums.compute[choice.row].tolist(), shape.sums.parameters[choice.row].tolist()
+    def _reached(self, times: list[int], sizes: list[int], choice: Way) -> Iterator[int]:
+        time, begin = self._problem.time, 0
         yield 0
-        for end in range(1, len(shape.children) + 1):
+        for end in range(1, len(times)):
             while begin < end and time(times[end] - times[begin], sizes[end] - sizes[begin], choice) > self.most_ns:
                 begin += 1
             yield begin

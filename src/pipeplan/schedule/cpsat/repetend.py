@@ -16,64 +16,24 @@ Instances of one operation run in micro-batch order (Property 4.1).
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from pipeplan.schedule.bounds import period_bound
-from pipeplan.schedule.cpsat.memory_precedences import memory_recurrences
 from pipeplan.schedule.cpsat.solver import Answer, Budget, solve
-from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.pattern import Pattern, one_after_another, sequential_time
+from pipeplan.workload.bounds import memory_recurrences, period_bound
+from pipeplan.workload.one_microbatch import OneMicrobatch
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-__all__ = ["LeastPeriod", "Pattern", "least_period", "sequential_time", "shortest_way_through", "solve_pattern"]
+__all__ = ["LeastPeriod", "least_period", "shortest_way_through", "solve_pattern"]
 
 _FARTHEST = 1_000
 """Micro-batches apart beyond which it tells a pattern nothing that one comes after another; times that far overflow."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pattern:
-    """A steady state: instance (i, u) of repetition n starts at ``starts[i][u] + n * repetend_ns``.
-
-    It runs micro-batch ``unroll * n + u``. Starts in ns, from 0.
-    """
-
-    unroll: int
-    repetend_ns: int
-    starts: tuple[tuple[int, ...], ...]
-
-    @property
-    def period(self) -> Fraction:
-        """ns per micro-batch."""
-        return Fraction(self.repetend_ns, self.unroll)
-
-    @property
-    def span(self) -> int:
-        """How many micro-batches a repetend reaches over (Tessel's N_R), cut at the moment where it is least."""
-        period = self.repetend_ns
-        cuts = {start % period for row in self.starts for start in row}
-        return min(self._span_at(cut) for cut in cuts)
-
-    def _span_at(self, cut: int) -> int:
-        """1 + the largest micro-batch index when every repetition begins ``cut`` ns later."""
-        indices = [
-            u - (start - cut) // self.repetend_ns * self.unroll for row in self.starts for u, start in enumerate(row)
-        ]
-        return max(indices) - min(indices) + 1
-
-    def latency(self, problem: Problem) -> int:
-        """Time from a micro-batch's first start to its last end, the longest over the unrolled ones, in ns."""
-        return max(
-            max(row[u] + duration for row, duration in zip(self.starts, problem.durations, strict=True))
-            - min(row[u] for row in self.starts)
-            for u in range(self.unroll)
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +54,13 @@ class _Variables:
     """Integer variables of one model; times in units of ``unit`` ns."""
 
     def __init__(
-        self, model: cp_model.CpModel, problem: Problem, period: int, unroll: int, unit: Fraction, max_span: int | None
+        self,
+        model: cp_model.CpModel,
+        problem: OneMicrobatch,
+        period: int,
+        unroll: int,
+        unit: Fraction,
+        max_span: int | None,
     ) -> None:
         self.durations = [int(duration / unit) for duration in problem.durations]
         self.lags = [int(lag / unit) for _, _, lag in problem.edges]
@@ -115,7 +81,7 @@ class _Variables:
         self.absolute = {x: self.start[x] + period * self.repetition[x] for x in self.instances}
 
 
-def _reach(problem: Problem, durations: Sequence[int], lags: Sequence[int], period: int) -> int:
+def _reach(problem: OneMicrobatch, durations: Sequence[int], lags: Sequence[int], period: int) -> int:
     """Most repetitions between the first and the last operation of a micro-batch that are ever needed.
 
     The longest path, if nothing has several last forwards; else what no chain of dependencies followed either way
@@ -133,7 +99,7 @@ def _reach(problem: Problem, durations: Sequence[int], lags: Sequence[int], peri
 class _Constraints:
     """The families of constraints of the module's docstring, each a method; the order does not matter."""
 
-    def __init__(self, model: cp_model.CpModel, problem: Problem, variables: _Variables) -> None:
+    def __init__(self, model: cp_model.CpModel, problem: OneMicrobatch, variables: _Variables) -> None:
         self._model, self._problem, self._variables = model, problem, variables
         self._before: dict[tuple[tuple[int, int], tuple[int, int]], Any] = {}
 
@@ -229,7 +195,7 @@ class _Constraints:
 
 
 def solve_pattern(
-    problem: Problem,
+    problem: OneMicrobatch,
     repetend: Fraction | int,
     budget: Budget,
     limit: float,
@@ -276,7 +242,7 @@ def _common_unit(unit: int, repetend: Fraction) -> Fraction:
     return Fraction(math.gcd(unit * repetend.denominator, repetend.numerator), repetend.denominator)
 
 
-def _pattern(problem: Problem, v: _Variables, answer: Answer, unit: Fraction) -> Pattern:
+def _pattern(problem: OneMicrobatch, v: _Variables, answer: Answer, unit: Fraction) -> Pattern:
     """The solution in whole ns. Rounding starts down and the repetend up keeps every constraint: none subtracts T."""
     repetend = math.ceil(v.period * unit)
     starts = [
@@ -290,7 +256,7 @@ def _pattern(problem: Problem, v: _Variables, answer: Answer, unit: Fraction) ->
     return Pattern(v.unroll, repetend, tuple(tuple(start - first for start in row) for row in starts))
 
 
-def _latency(model: cp_model.CpModel, problem: Problem, v: _Variables) -> cp_model.IntVar:
+def _latency(model: cp_model.CpModel, problem: OneMicrobatch, v: _Variables) -> cp_model.IntVar:
     """A variable at least as large as every micro-batch's way through."""
     horizon = v.period * (_reach(problem, v.durations, v.lags, v.period) + 3) + max(v.durations)
     latency = model.new_int_var(0, 2 * horizon, "latency")
@@ -313,7 +279,7 @@ def _add_hint(model: cp_model.CpModel, v: _Variables, hint: Pattern, unit: Fract
 
 
 def least_period(
-    problem: Problem,
+    problem: OneMicrobatch,
     budget: Budget,
     limit: float,
     *,
@@ -346,27 +312,8 @@ def least_period(
             on_pattern(pattern)
     best = search.best
     if best is None and below is None and (max_span or unroll) >= unroll:  # hard proofs took all the time
-        best = _one_after_another(problem, unroll)
+        best = one_after_another(problem, unroll)
     return LeastPeriod(best, search.bound_ns, budget.elapsed - begun)
-
-
-def _one_after_another(problem: Problem, unroll: int) -> Pattern | None:
-    """The pattern that runs one operation at a time and one micro-batch at a time; None if it does not fit."""
-    for device, capacity in enumerate(problem.capacity):
-        held = 0
-        for i in problem.on_device[device]:
-            held += problem.acquire[i]
-            if capacity is not None and held + problem.workspace[i] > capacity:
-                return None
-            held -= problem.release[i]
-    longest_lag = [0] * problem.num_operations
-    for source, _, lag in problem.edges:
-        longest_lag[source] = max(longest_lag[source], lag)
-    steps = [problem.durations[i] + longest_lag[i] for i in problem.order]
-    begins = dict(zip(problem.order, itertools.accumulate(steps, initial=0), strict=False))
-    time = sequential_time(problem)
-    starts = [tuple(begins[i] + u * time for u in range(unroll)) for i in range(problem.num_operations)]
-    return Pattern(unroll, unroll * time, tuple(starts))
 
 
 _SHARE = 4
@@ -376,7 +323,7 @@ _SHARE = 4
 class _Bisection:
     """Which repetend time to ask about next, and what the answers so far prove."""
 
-    def __init__(self, problem: Problem, unroll: int, low: Fraction, high: Fraction | None = None) -> None:
+    def __init__(self, problem: OneMicrobatch, unroll: int, low: Fraction, high: Fraction | None = None) -> None:
         self._unit = problem.time_unit
         self._total = unroll * (sum(problem.durations) + sum(lag for _, _, lag in problem.edges))
         self._sequential = sequential_time(problem) * unroll
@@ -446,12 +393,9 @@ class _Bisection:
         return sorted(ratio for ratio in found if low < ratio < high)
 
 
-def sequential_time(problem: Problem) -> int:
-    """A repetend time that works if any does: one operation at a time, and one micro-batch after another (ns)."""
-    return sum(problem.durations) + sum(lag for _, _, lag in problem.edges)
-
-
-def shortest_way_through(problem: Problem, pattern: Pattern, budget: Budget, limit: float) -> tuple[Pattern, bool]:
+def shortest_way_through(
+    problem: OneMicrobatch, pattern: Pattern, budget: Budget, limit: float
+) -> tuple[Pattern, bool]:
     """The pattern of the same repetend time with the least latency found, and whether it is proved least."""
     _, better, bound = solve_pattern(
         problem, pattern.repetend_ns, budget, limit, unroll=pattern.unroll, hint=pattern, shortest=True

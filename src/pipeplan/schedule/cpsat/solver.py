@@ -14,7 +14,16 @@ from pipeplan.time_limit import Limit
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-__all__ = ["Answer", "Budget", "load_solver", "solve"]
+__all__ = [
+    "SECONDS_PER_LOOK",
+    "SECONDS_PER_POLICY",
+    "SECONDS_PER_RULES",
+    "SECONDS_PER_SWEEP",
+    "Answer",
+    "Budget",
+    "load_solver",
+    "solve",
+]
 
 _POLL_SECONDS = 0.05
 
@@ -23,6 +32,20 @@ _DETERMINISTIC_PER_SECOND = 0.2
 
 _SOLVE_SECONDS = 0.02
 """What building a model counts when seconds are deterministic, so that many small solves end, too."""
+
+# What work outside the solver counts per action when seconds are deterministic:
+
+SECONDS_PER_LOOK = 5e-5
+"""Known schedules of a candidate."""
+
+SECONDS_PER_SWEEP = 5e-5
+"""A set of built-in rules, and separating gradients."""
+
+SECONDS_PER_RULES = 3e-5
+"""A set of rules alone."""
+
+SECONDS_PER_POLICY = 5e-6
+"""Scheduling by a policy."""
 
 
 @dataclass(slots=True, eq=False)

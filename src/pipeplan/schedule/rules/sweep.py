@@ -9,32 +9,26 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import product
 from typing import Literal
 
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.schedule import bounds
-from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.cpsat.solver import SECONDS_PER_RULES, Budget
 from pipeplan.schedule.rules.engine import schedule_by_rules, unseparated
 from pipeplan.schedule.rules.language import First, Rules, StageTraversal, TypeTraversal
 from pipeplan.schedule.rules.separation import Joined, Timed, separated
 from pipeplan.schedule.rules.settings import Resolved
 from pipeplan.schedule.rules.values import Limit
 from pipeplan.schedule.state import Schedule
-from pipeplan.workload.bounds import makespan_bound
+from pipeplan.workload.bounds import strong_makespan_bound, weak_makespan_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import fits, overflow
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph, task_graph
 from pipeplan.workload.workload import Workload
 
 __all__ = ["Swept", "built_in_rules", "run_rules", "schedule_of_rules", "sweep", "sweeping"]
-
-
-_SECONDS_PER_TASK = 3e-5
-"""What one set of rules costs per action where seconds are deterministic."""
 
 
 def schedule_of_rules(workload: Workload, rules: Rules | None, budget: Budget) -> Schedule:
@@ -63,7 +57,7 @@ def _while_there_is_time(tried: list[Rules], budget: Budget, num_tasks: int) -> 
         if number and budget.expired:
             return
         yield rules
-        budget.charge(num_tasks * _SECONDS_PER_TASK)
+        budget.charge(num_tasks * SECONDS_PER_RULES)
 
 
 def _schedule(graph: TaskGraph, swept: Swept, budget: Budget) -> Schedule:
@@ -76,21 +70,18 @@ def _schedule(graph: TaskGraph, swept: Swept, budget: Budget) -> Schedule:
         swept.makespan_ns,
         bound,
         f"rules: {swept.rules.name}",
-        None,
-        Fraction(0),
-        None,
-        budget.elapsed,
-        budget.interrupted,
+        seconds=budget.elapsed,
+        interrupted=budget.interrupted,
     )
 
 
 def _bound(workload: Workload) -> int:
     """Ns that no schedule is below: the searches' own bound, which is proved for forwards and backwards of whole
     micro-batches; work and dependencies alone where there are instructions or parts."""
-    plain = makespan_bound(workload)
+    plain = weak_makespan_bound(workload)
     if workload.instructions or any(slots.num_parted for slots in workload.slots):
         return plain
-    return max(plain, bounds.makespan_bound(Problem.of(workload, require_room=False)))
+    return max(plain, strong_makespan_bound(OneMicrobatch.of(workload, require_room=False)))
 
 
 _LIMITS: tuple[Limit | None, ...] = (None, "S - s", "2 * (S - s) - 1")

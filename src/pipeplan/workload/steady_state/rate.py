@@ -1,6 +1,4 @@
-"""How fast a repetend goes when it is repeated without end, from the copies that orders contain.
-
-Where the orders of a schedule contain a repetend: prefix, copy and suffix on each device.
+"""Where the orders of a schedule contain a repetend, and how fast it goes when it is repeated without end.
 
 A repetend (Tessel III-C) is said by ``first`` and ``unroll``: on each device the *copy* is a contiguous run in
 which every operation of the device occurs ``unroll`` times, on micro-batches ``first[operation]`` and on. What
@@ -13,52 +11,78 @@ operations at its ends, and of the places where a link's order can be cut it is 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from operator import eq, sub
 
 from pipeplan.errors import InvalidPlanError, UsageError
-from pipeplan.workload.elements import Repetend
 from pipeplan.workload.task_graph import Orders
 from pipeplan.workload.workload import Workload
 
 __all__ = [
+    "CutOrders",
     "Entry",
-    "begins_of",
-    "copy_ranges",
     "link_begins",
+    "repeated",
     "repetend_rate",
-    "repetend_time",
     "require_cut",
     "require_equal_sizes",
-    "split_order",
     "steady_bubble_rate",
     "steady_state",
-    "work_bound",
+    "tasks_of_copy",
 ]
 
 
 Entry = tuple[int, int]
 """An action or message as (item, micro-batch), where all micro-batches have one size."""
 
-
-def copy_ranges(workload: Workload, orders: Orders, repetend: Repetend) -> list[range]:
-    """Positions of the copy in each device's (and link's) order; empty for a device without actions.
-
-    Raises:
-        InvalidPlanError: the orders do not contain the repetend as stated.
-    """
-    begins = begins_of(workload, orders, repetend.first, repetend.unroll)
-    found = []
-    for resource, order in enumerate(orders):
-        prefix, copy, _ = split_order(workload, resource, order, begins, repetend.unroll)
-        found.append(range(len(prefix), len(prefix) + len(copy)))
-    return found
+Parts = tuple[list[Entry], list[Entry], list[Entry]]
+"""Prefix, copy and suffix of an order."""
 
 
-def begins_of(workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int) -> list[int]:
-    """[item] its first micro-batch in the copy: stated for operations, told from the links' orders for transfers.
+@dataclass(frozen=True, slots=True)
+class CutOrders:
+    """Orders cut at a repetend: ``begins`` [item] its first micro-batch in the copy, ``parts`` [device, link]."""
+
+    workload: Workload
+    unroll: int
+    begins: list[int]
+    parts: list[Parts]
+
+    @classmethod
+    def of(cls, workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int) -> CutOrders:
+        """Cut orders where ``first`` and ``unroll`` say.
+
+        Raises:
+            InvalidPlanError: they do not contain such a copy.
+        """
+        begins = _begins(workload, orders, first, unroll)
+        parts = [_split(workload, resource, order, begins, unroll) for resource, order in enumerate(orders)]
+        return cls(workload, unroll, begins, parts)
+
+    @property
+    def tasks(self) -> frozenset[int]:
+        """The tasks of the copy."""
+        return tasks_of_copy(self.begins, self.unroll, self.workload.num_microbatches)
+
+    @property
+    def ranges(self) -> list[range]:
+        """[device, link] the positions of the copy in its order; empty for a device without actions."""
+        return [range(len(prefix), len(prefix) + len(copy)) for prefix, copy, _ in self.parts]
+
+    def orders(self, copies: int) -> list[list[int]]:
+        """[device, link] the order with this many copies more, in tasks of a workload with as many micro-batches."""
+        count = self.workload.num_microbatches + copies * self.unroll
+        longer = []
+        for prefix, copy, suffix in self.parts:
+            entries = [*repeated(copy, self.unroll, range(copies + 1)), *repeated(suffix, self.unroll, [copies])]
+            longer.append([item * count + m for item, m in (*prefix, *entries)])
+        return longer
+
+
+def _begins(workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int) -> list[int]:
+    """[item] its first micro-batch in the copy: stated for operations, found in the links' orders for transfers.
 
     Raises:
         InvalidPlanError: a link's order cannot be cut.
@@ -103,9 +127,7 @@ def link_begins(
     return found
 
 
-def split_order(
-    workload: Workload, resource: int, order: Sequence[int], begins: Sequence[int], unroll: int
-) -> tuple[list[Entry], list[Entry], list[Entry]]:
+def _split(workload: Workload, resource: int, order: Sequence[int], begins: Sequence[int], unroll: int) -> Parts:
     """Prefix, copy and suffix of the order of a device or link; ``begins`` [item] are micro-batches.
 
     Raises:
@@ -132,6 +154,17 @@ def split_order(
                     f"{begins[item]} to {begins[item] + unroll - 1}"
                 )
     return parts
+
+
+def tasks_of_copy(begins: Sequence[int], unroll: int, num_microbatches: int) -> frozenset[int]:
+    """The tasks of a copy in a workload of ``num_microbatches``; ``begins`` [item] are the first ones of the copy."""
+    return frozenset(x * num_microbatches + m for x, begin in enumerate(begins) for m in range(begin, begin + unroll))
+
+
+def repeated(copy: Iterable[Entry], unroll: int, times: Iterable[int]) -> Iterator[Entry]:
+    """Copies of a copy one after another: each k of ``times`` has all its micro-batches k times ``unroll`` later."""
+    copy = list(copy)
+    return ((item, m + k * unroll) for k in times for item, m in copy)
 
 
 def require_cut(workload: Workload, first: Mapping[str, int]) -> None:
@@ -167,57 +200,29 @@ MAX_TASKS = 400_000
 """The longest replay, in actions, in which a repetend must become periodic to count as one."""
 
 
-def steady_bubble_rate(workload: Workload, repetend: Repetend) -> float:
-    """``1 - sum over devices of busy time per repetend / (D * repetend)`` (Tessel Fig. 11, 12, Table II)."""
+def steady_bubble_rate(workload: Workload, period: Fraction) -> float:
+    """Idle share of the devices when a micro-batch ends every ``period`` ns (Tessel Fig. 11, 12, Table II)."""
     num_devices = len(workload.devices)
-    busy = sum(_work(workload)[:num_devices]) * repetend.unroll
-    available = num_devices * repetend.repetend_ns
-    return (available - busy) / available
-
-
-def work_bound(workload: Workload) -> int:
-    """Work of the busiest device or link for one micro-batch, in ns: no period is shorter."""
-    return max(_work(workload))
-
-
-def repetend_time(
-    workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int, *, max_tasks: int = MAX_TASKS
-) -> int | None:
-    """Time from one repetition to the next, in ns, once a long replay of the copies has become periodic.
-
-    This is by how much each copy more lengthens the makespan. None if consecutive copies do not come to equal
-    distances within ``max_tasks`` actions, for instance when they alternate and only a multiple of the unroll is
-    periodic.
-
-    Raises:
-        InvalidPlanError: the orders do not contain such a copy.
-    """
-    steady = _replayed(workload, orders, first, unroll, max_tasks)
-    return steady[1] if steady is not None and steady[0] == 1 else None
+    return float(1 - sum(workload.work[:num_devices]) / (num_devices * period))
 
 
 def repetend_rate(workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int) -> Fraction | None:
-    """The same on average, in ns per micro-batch, also where consecutive copies come at distances that alternate.
+    """Time from one repetition to the next on average, in ns per micro-batch, when copies run without end.
+
+    This is by how much a micro-batch more lengthens the makespan. None where a replay of :data:`MAX_TASKS` actions
+    does not become periodic.
 
     Raises:
         InvalidPlanError: the orders do not contain such a copy.
     """
-    steady = _replayed(workload, orders, first, unroll, MAX_TASKS)
+    require_cut(workload, first)
+    cut = CutOrders.of(workload, orders, first, unroll)
+    steady = steady_state(workload, [copy for _, copy, _ in cut.parts], cut.begins, unroll)
     return None if steady is None else Fraction(steady[1], steady[0] * unroll)
 
 
-def _replayed(
-    workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int, max_tasks: int
-) -> tuple[int, int] | None:
-    """(cycle, time) of the copy that the orders contain; see :func:`steady_state`."""
-    require_cut(workload, first)
-    begins = begins_of(workload, orders, first, unroll)
-    runs = [split_order(workload, resource, order, begins, unroll)[1] for resource, order in enumerate(orders)]
-    return steady_state(workload, runs, begins, unroll, max_tasks)
-
-
 def steady_state(
-    workload: Workload, runs: Sequence[Sequence[Entry]], first: Sequence[int], unroll: int, max_tasks: int = MAX_TASKS
+    workload: Workload, runs: Sequence[Sequence[Entry]], first: Sequence[int], unroll: int
 ) -> tuple[int, int] | None:
     """(cycle, time): every ``cycle`` copies shift by ``time`` ns when copies run without end.
 
@@ -225,14 +230,14 @@ def steady_state(
     and that many copies every task has moved on by its own constant shift, and none waits for one that shifts by
     more, what decides each start shifts with it, so it stays so for ever, and the largest shift is that of the
     makespan. ``runs`` [device, link] is one copy, ``first`` [item]. None if that does not come about within
-    ``max_tasks`` actions.
+    :data:`MAX_TASKS` actions.
     """
     copy = _CopyGraph.of(workload, runs, first, unroll)
     if copy is None:
         return None
     starts: list[list[int]] = []
     num_copies = 2 * copy.reach + 12
-    while num_copies * copy.num_tasks <= max_tasks:
+    while num_copies * copy.num_tasks <= MAX_TASKS:
         copy.run(starts, num_copies)
         for cycle in range(1, (num_copies - copy.reach) // 2 + 1):
             shift = copy.steady_shift(starts, cycle)
@@ -320,12 +325,3 @@ def _topological(waits: Sequence[Sequence[tuple[int, int, int]]]) -> list[int] |
             if waiting[other] == 0:
                 order.append(other)
     return order if len(order) == len(waits) else None
-
-
-def _work(workload: Workload) -> list[int]:
-    """Work of each device, and of each link, for one micro-batch, in ns."""
-    work = [0] * workload.num_resources
-    for duration, resources in zip(workload.durations, workload.resources, strict=True):
-        for resource in resources:
-            work[resource] += duration
-    return work

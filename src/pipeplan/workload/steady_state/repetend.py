@@ -1,6 +1,4 @@
-"""The repetend of a schedule that somebody made: found, and repeated for more micro-batches.
-
-Replaying a schedule for more micro-batches by repeating its repetend (Tessel III-C).
+"""The repetend of a schedule: found, and repeated for more micro-batches (Tessel III-C).
 
 With ``first[source] >= first[target]`` for every dependency, nothing in a copy waits for a later copy, so prefix,
 any number of copies and suffix can be strung together without deadlock. A copy gives back what it takes, so
@@ -17,33 +15,20 @@ from itertools import islice, takewhile
 from operator import eq
 
 from pipeplan.errors import UsageError
+from pipeplan.workload.bounds import work_bound
 from pipeplan.workload.elements import MAX_COUNT, Repetend
 from pipeplan.workload.steady_state.rate import (
+    CutOrders,
     Entry,
-    begins_of,
-    copy_ranges,
     link_begins,
-    repetend_rate,
-    repetend_time,
     require_cut,
     require_equal_sizes,
-    split_order,
-    steady_bubble_rate,
     steady_state,
-    work_bound,
 )
 from pipeplan.workload.task_graph import Orders, TaskGraph
 from pipeplan.workload.workload import Workload
 
-__all__ = [
-    "copy_ranges",
-    "extend",
-    "find_repetend",
-    "repetend_rate",
-    "repetend_time",
-    "steady_bubble_rate",
-    "work_bound",
-]
+__all__ = ["extend", "find_repetend"]
 
 
 _SWEPT_UNROLL = 8
@@ -65,7 +50,7 @@ def find_repetend(
     shows them, which finds any that lasts a sixteenth of the run.
     """
     require_equal_sizes(graph.workload)
-    search = _RepetendSearch.of(graph, orders, starts)
+    search = _RepetendFinder.of(graph, orders, starts)
     if search is None:
         return None
     limit = graph.workload.num_microbatches // 2
@@ -85,7 +70,7 @@ def find_repetend(
     if best is None:
         return None
     ids = [operation.id for operation in graph.workload.operations]
-    first = dict(zip(ids, best.first, strict=False))  # what is behind the operations follows from the links' orders
+    first = dict(zip(ids, best.first, strict=False))  # what follows the operations is given by the links' orders
     return Repetend(unroll=best.unroll, repetend_ns=best_time, first=first)
 
 
@@ -169,7 +154,7 @@ class _RepetendStart:
 
 
 @dataclass(frozen=True, slots=True)
-class _RepetendSearch:
+class _RepetendFinder:
     """A schedule in which repetends are looked for; ``steps`` are its distinct moments with who starts then."""
 
     workload: Workload
@@ -179,7 +164,7 @@ class _RepetendSearch:
     steady: dict[object, tuple[int, int]]
 
     @classmethod
-    def of(cls, graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> _RepetendSearch | None:
+    def of(cls, graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> _RepetendFinder | None:
         """None if some operation does not run its micro-batches in turn."""
         n = graph.workload.num_microbatches
         lines = []
@@ -317,12 +302,8 @@ def extend(
         )
     require_cut(workload, repetend.first)
     copies = _num_copies(before, repetend.unroll, num_microbatches)
-    larger = workload.with_microbatches(num_microbatches)
-    begins = begins_of(workload, orders, repetend.first, repetend.unroll)
-    return larger, [
-        _renumbered(split_order(workload, resource, order, begins, repetend.unroll), repetend.unroll, copies, larger)
-        for resource, order in enumerate(orders)
-    ]
+    cut = CutOrders.of(workload, orders, repetend.first, repetend.unroll)
+    return workload.with_microbatches(num_microbatches), cut.orders(copies)
 
 
 def _num_copies(before: int, unroll: int, wanted: int) -> int:
@@ -339,15 +320,3 @@ def _num_copies(before: int, unroll: int, wanted: int) -> int:
             f"cannot be reached; the nearest are --microbatches {wanted - rest} and {wanted - rest + unroll}"
         )
     return copies
-
-
-def _renumbered(
-    parts: tuple[list[Entry], list[Entry], list[Entry]], unroll: int, copies: int, larger: Workload
-) -> list[int]:
-    """Prefix, copy shifted by 0, U, ... kU micro-batches, suffix shifted by kU."""
-    prefix, copy, suffix = parts
-    count = larger.num_microbatches
-    renumbered = [item * count + m for item, m in prefix]
-    for k in range(copies + 1):
-        renumbered += [item * count + m + k * unroll for item, m in copy]
-    return renumbered + [item * count + m + copies * unroll for item, m in suffix]

@@ -1,4 +1,4 @@
-"""Rescheduling a window of a schedule exactly, from a few actions to the whole horizon.
+"""Rescheduling windows of a schedule exactly, from a few actions to the whole horizon, and the steps that do.
 
 A schedule is cut by two moments into what came before (kept as it is), the window, and what comes after (kept in
 its order). All that matters of the two ends is numbers per action of the window:
@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pipeplan.schedule.cpsat.memory_precedences import memory_recurrences
 from pipeplan.schedule.cpsat.solver import Budget, solve
-from pipeplan.schedule.problem import Problem
+from pipeplan.schedule.state import Candidate, ScheduleStep, SearchState, origin_of
+from pipeplan.workload.bounds import memory_recurrences
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import Orders, TaskGraph
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-__all__ = ["Rescheduled", "reschedule"]
+__all__ = ["Ramps", "Rescheduled", "SlidingWindows", "WholeHorizon", "reschedule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class _Window:
 
 
 def reschedule(
-    problem: Problem,
+    problem: OneMicrobatch,
     graph: TaskGraph,
     orders: Orders,
     starts: Sequence[int],
@@ -90,12 +91,14 @@ def reschedule(
     return Rescheduled(joined, bound, answer.optimal)
 
 
-def _cut(problem: Problem, graph: TaskGraph, orders: Orders, starts: Sequence[int], begin: int, end: int) -> _Window:
+def _cut(
+    problem: OneMicrobatch, graph: TaskGraph, orders: Orders, starts: Sequence[int], begin: int, end: int
+) -> _Window:
     before = [[task for task in order if starts[task] < begin] for order in orders]
     inside = [[task for task in order if begin <= starts[task] < end] for order in orders]
     after = [[task for task in order if starts[task] >= end] for order in orders]
     tasks = sorted({task for order in inside for task in order})
-    through = _paths_after(graph, after)
+    through = _paths_after(graph, after, starts)
     release = dict.fromkeys(tasks, 0)
     tail = dict.fromkeys(tasks, 0)
     passing = 0
@@ -123,37 +126,24 @@ def _cut(problem: Problem, graph: TaskGraph, orders: Orders, starts: Sequence[in
     return _Window(tasks, release, tail, passing, before, after)
 
 
-def _paths_after(graph: TaskGraph, after: Orders) -> dict[int, int]:
+def _paths_after(graph: TaskGraph, after: Orders, starts: Sequence[int]) -> dict[int, int]:
     """[task] longest path in ns from its start to the end of everything, in the kept order after the window."""
-    following: dict[int, list[tuple[int, int]]] = {}
-    waiting: dict[int, int] = {}
-    tasks = {task for order in after for task in order}
-    for task in tasks:
-        following[task] = [(other, lag) for other, lag in graph.successors[task] if other in tasks]
+    following: dict[int, list[tuple[int, int]]] = {
+        task: [*graph.successors[task]] for task in {task for order in after for task in order}
+    }
     for order in after:
         for task, other in zip(order, order[1:], strict=False):
             following[task].append((other, 0))
-    preceding: dict[int, list[int]] = {task: [] for task in tasks}
-    for task, others in following.items():
-        waiting[task] = len(others)
-        for other, _ in others:
-            preceding[other].append(task)
     through: dict[int, int] = {}
-    ready = [task for task, count in waiting.items() if count == 0]
-    while ready:
-        task = ready.pop()
+    for task in sorted(following, key=starts.__getitem__, reverse=True):
         through[task] = graph.durations[task] + max((lag + through[other] for other, lag in following[task]), default=0)
-        for other in preceding[task]:
-            waiting[other] -= 1
-            if waiting[other] == 0:
-                ready.append(other)
     return through
 
 
 class _WindowModel:
     """Variables, constraints and objective of one window, in units of the problem's time unit."""
 
-    def __init__(self, problem: Problem, graph: TaskGraph, window: _Window, makespan: int) -> None:
+    def __init__(self, problem: OneMicrobatch, graph: TaskGraph, window: _Window, makespan: int) -> None:
         from ortools.sat.python import cp_model
 
         self._problem, self._graph, self._window = problem, graph, window
@@ -256,3 +246,143 @@ class _WindowModel:
             rest = (self._graph.durations[task] + self._window.tail[task]) // self._unit
             self.model.add(self.makespan >= start + rest)
         self.model.minimize(self.makespan)
+
+
+_SIZES = (40, 80, 160, 320)
+"""Actions of windows in which everything may change: what CP-SAT decides in about a second, and less."""
+
+_SECONDS = 1.0
+"""For one window."""
+
+
+@dataclass(frozen=True)
+class Ramps(ScheduleStep):
+    """Reschedule what runs before and after the frozen repetition: warmup and cooldown, as Tessel's IV-C."""
+
+    share: float = 1 / 8
+    sizes: tuple[int, ...] = _SIZES
+    seconds: float = _SECONDS
+    name = "ramps"
+    when = "nothing proved best; some schedule can be repeated"
+
+    def applies(self, state: SearchState) -> bool:
+        return not state.finished
+
+    def run(self, state: SearchState) -> None:
+        limit = state.budget.used + state.budget.seconds * self.share
+        for size in self.sizes:
+            improved = True
+            while improved and not self._done(state, limit):
+                assert state.steady is not None
+                improved = False
+                for window in _windows(state.steady, size):
+                    if not self._done(state, limit):
+                        improved = _try_window(state, state.steady, window, self.seconds) or improved
+
+    def _done(self, state: SearchState, limit: float) -> bool:
+        if state.steady is None or state.budget.expired or state.budget.used > limit:
+            return True
+        return state.steady.makespan <= state.bound
+
+
+@dataclass(frozen=True)
+class WholeHorizon(ScheduleStep):
+    """The whole horizon as one problem, which also proves a bound.
+
+    With at most ``few_tasks`` it is worth more of the time, since it ends with a proof.
+    """
+
+    share: float = 0.5
+    most_tasks: int = 600
+    few_tasks: int = 200
+    share_of_few: float = 0.85
+    name = "whole horizon"
+    when = "nothing proved best; at most {most_tasks} actions"
+    of = "what is left"
+
+    def applies(self, state: SearchState) -> bool:
+        return not state.finished and state.graph.num_tasks <= self.most_tasks
+
+    def run(self, state: SearchState) -> None:
+        assert state.best is not None
+        share = self.share_of_few if state.graph.num_tasks <= self.few_tasks else self.share
+        found = reschedule(
+            state.problem,
+            state.graph,
+            state.best.orders,
+            state.best.starts,
+            state.budget,
+            state.budget.remaining * share,
+            on_solution=lambda value, bound: state.report("horizon", value, bound),
+        )
+        if found.orders is not None:
+            state.offer(state.candidate(found.orders, f"{origin_of(state.best.scheduler)}+horizon"))
+        state.raise_bound(found.bound_ns)
+
+
+@dataclass(frozen=True)
+class SlidingWindows(ScheduleStep):
+    """Reschedule windows that slide over the whole schedule, from its two ends first, growing while nothing helps."""
+
+    sizes: tuple[int, ...] = _SIZES
+    seconds: float = _SECONDS
+    name = "windows"
+    when = "nothing proved best"
+
+    def applies(self, state: SearchState) -> bool:
+        return not state.finished
+
+    def run(self, state: SearchState) -> None:
+        for size in self.sizes:
+            improved = True
+            while improved and not state.finished:
+                improved = False
+                for window in _windows(_free(state), size):
+                    if not state.finished:
+                        improved = _try_window(state, _free(state), window, self.seconds) or improved
+            if size >= state.graph.num_tasks:
+                return
+
+
+def _free(state: SearchState) -> Candidate:
+    """The best schedule, of which everything may change."""
+    assert state.best is not None
+    return replace(state.best, frozen=frozenset())
+
+
+def _windows(candidate: Candidate, size: int) -> list[tuple[int, int]]:
+    """Moments between which about ``size`` actions start: both ends first, then overlapping by half.
+
+    None reaches into the frozen repetition.
+    """
+    moments = sorted(candidate.starts)
+    step = max(1, size // 2)
+    begins = list(range(0, max(1, len(moments) - step), step))
+    begins.sort(key=lambda begin: min(begin, len(moments) - begin))
+    first = min((candidate.starts[task] for task in candidate.frozen), default=moments[-1] + 1)
+    last = max((candidate.starts[task] for task in candidate.frozen), default=-1)
+    windows = []
+    for begin in begins:
+        start, end = moments[begin], moments[begin + size] if begin + size < len(moments) else moments[-1] + 1
+        if start < first:
+            windows.append((start, min(end, first)))
+        if end > last + 1 and candidate.frozen:
+            windows.append((max(start, last + 1), end))
+    return windows
+
+
+def _try_window(state: SearchState, candidate: Candidate, window: tuple[int, int], seconds: float) -> bool:
+    """Offer the candidate with a better order of a window, if there is one; whether it was better."""
+    found = reschedule(
+        state.problem,
+        state.graph,
+        candidate.orders,
+        candidate.starts,
+        state.budget,
+        seconds,
+        begin_ns=window[0],
+        end_ns=window[1],
+    )
+    if found.orders is None:
+        return False
+    return state.offer(state.candidate(found.orders, f"{origin_of(candidate.scheduler)}+windows", candidate.frozen))

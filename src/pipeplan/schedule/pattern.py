@@ -1,0 +1,161 @@
+"""Patterns: steady states as start times, unrolled into schedules and read from them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pipeplan.workload.elements import Repetend
+from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.steady_state.rate import CutOrders, Entry, repeated, tasks_of_copy
+from pipeplan.workload.steady_state.repetend import extend
+from pipeplan.workload.task_graph import Orders, earliest_starts, task_graph
+
+__all__ = [
+    "Pattern",
+    "compose",
+    "microbatch_by_microbatch",
+    "middle_repetition",
+    "one_after_another",
+    "pattern_of",
+    "sequential_time",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A steady state: instance (i, u) of repetition n starts at ``starts[i][u] + n * repetend_ns``.
+
+    It runs micro-batch ``unroll * n + u``. Starts in ns, from 0; each operation runs its micro-batches in order.
+    """
+
+    unroll: int
+    repetend_ns: int
+    starts: tuple[tuple[int, ...], ...]
+
+    @property
+    def period(self) -> Fraction:
+        """ns per micro-batch."""
+        return Fraction(self.repetend_ns, self.unroll)
+
+    @property
+    def span(self) -> int:
+        """How many micro-batches a repetend reaches over (Tessel's N_R), cut at the moment where it is least."""
+        return min(max(begins) - min(begins) + self.unroll for begins in self.cuts())
+
+    def cuts(self) -> Iterator[list[int]]:
+        """[operation] its first micro-batch in one repetition, for every moment that such a cut can begin at."""
+        for moment in sorted({start % self.repetend_ns for row in self.starts for start in row}):
+            yield [min(m for m, _ in self._from(moment, operation)) for operation in range(len(self.starts))]
+
+    def copy(self, operations: Iterable[int]) -> list[Entry]:
+        """What runs in ``repetend_ns`` from time 0 on, in order, of operations of which no two run together."""
+        entries = [(start, operation, m) for operation in operations for m, start in self._from(0, operation)]
+        return [(operation, m) for _, operation, m in sorted(entries)]
+
+    def _from(self, moment: int, operation: int) -> Iterator[tuple[int, int]]:
+        """(micro-batch, ns after the moment) of the instances that start in ``repetend_ns`` from a moment on."""
+        for u, start in enumerate(self.starts[operation]):
+            ahead, time = divmod(start - moment, self.repetend_ns)
+            yield u - ahead * self.unroll, time
+
+    def latency(self, problem: OneMicrobatch) -> int:
+        """Time from a micro-batch's first start to its last end, the longest over the unrolled ones, in ns."""
+        return max(
+            max(row[u] + duration for row, duration in zip(self.starts, problem.durations, strict=True))
+            - min(row[u] for row in self.starts)
+            for u in range(self.unroll)
+        )
+
+
+def compose(problem: OneMicrobatch, pattern: Pattern) -> list[list[int]]:
+    """Each device's, and each link's, order when the pattern runs from the first to the last micro-batch.
+
+    Warmup and cooldown are what the pattern leaves of itself (Tessel's block sets of IV-C); timed by
+    :func:`~pipeplan.workload.task_graph.earliest_starts` they close up. Every device holds at most what it holds in
+    the steady state, since the operations that are missing at the ends only free memory later than they take it.
+    """
+    count, unroll = problem.num_microbatches, pattern.unroll
+    last = max(map(max, pattern.starts)) // pattern.repetend_ns + (count - 1) // unroll
+    return [
+        [x * count + m for x, m in repeated(pattern.copy(operations), unroll, range(last + 1)) if 0 <= m < count]
+        for operations in problem.on_device
+    ]
+
+
+def middle_repetition(problem: OneMicrobatch, pattern: Pattern) -> frozenset[int]:
+    """Tasks of one whole repetition from the middle of the composed schedule; empty if it has none.
+
+    It is one unroll of every operation, cut at the moment at which the repetition spans fewest micro-batches.
+    """
+    count, unroll = problem.num_microbatches, pattern.unroll
+    best: frozenset[int] = frozenset()
+    best_span = count + 1
+    for begins in pattern.cuts():
+        first, last = -(min(begins) // unroll), (count - max(begins)) // unroll - 1
+        span = max(begins) - min(begins) + unroll
+        if first <= last and span < best_span:
+            best_span, shift = span, (first + last) // 2 * unroll
+            best = tasks_of_copy([begin + shift for begin in begins], unroll, count)
+    return best
+
+
+def pattern_of(problem: OneMicrobatch, orders: Orders, repetend: Repetend) -> Pattern | None:
+    """The steady state of a schedule's repetend, in the times it settles to; None if it does not settle soon."""
+    unroll, period = repetend.unroll, repetend.repetend_ns
+    larger, longer = extend(problem.workload, orders, repetend, problem.num_microbatches + _SETTLING * unroll)
+    starts = earliest_starts(task_graph(larger), longer)
+    rows: list[list[int]] = []
+    for x, begin in enumerate(CutOrders.of(problem.workload, orders, repetend.first, unroll).begins):
+        row = [0] * unroll
+        for u in range(unroll):
+            m = begin + (_SETTLING - 1) * unroll + u
+            task = x * larger.num_microbatches + m
+            if starts[task + unroll] - starts[task] != period:
+                return None
+            row[m % unroll] = starts[task] - m // unroll * period
+        rows.append(row)
+    first = min(map(min, rows))
+    return Pattern(unroll, period, tuple(tuple(start - first for start in row) for row in rows))
+
+
+_SETTLING = 8
+"""Repetitions after which times are taken to have settled."""
+
+
+def microbatch_by_microbatch(problem: OneMicrobatch, in_flight: int = 1) -> list[list[int]]:
+    """Groups of ``in_flight`` micro-batches, one group after another: with 1, the least memory there is."""
+    count = problem.num_microbatches
+    orders: list[list[int]] = [[] for _ in problem.on_device]
+    for begin in range(0, count, in_flight):
+        for operation in problem.order:
+            for m in range(begin, min(begin + in_flight, count)):
+                for device in problem.devices[operation]:
+                    orders[device].append(operation * count + m)
+    return orders
+
+
+def one_after_another(problem: OneMicrobatch, unroll: int) -> Pattern | None:
+    """The pattern that runs one operation at a time and one micro-batch at a time; None if it does not fit."""
+    for device, capacity in enumerate(problem.capacity):
+        held = 0
+        for i in problem.on_device[device]:
+            held += problem.acquire[i]
+            if capacity is not None and held + problem.workspace[i] > capacity:
+                return None
+            held -= problem.release[i]
+    longest_lag = [0] * problem.num_operations
+    for source, _, lag in problem.edges:
+        longest_lag[source] = max(longest_lag[source], lag)
+    steps = [problem.durations[i] + longest_lag[i] for i in problem.order]
+    begins = dict(zip(problem.order, itertools.accumulate(steps, initial=0), strict=False))
+    time = sequential_time(problem)
+    starts = [tuple(begins[i] + u * time for u in range(unroll)) for i in range(problem.num_operations)]
+    return Pattern(unroll, unroll * time, tuple(starts))
+
+
+def sequential_time(problem: OneMicrobatch) -> int:
+    """A repetend time that works if any does: one operation at a time, and one micro-batch after another (ns)."""
+    return sum(problem.durations) + sum(lag for _, _, lag in problem.edges)

@@ -1,0 +1,375 @@
+"""What a search for a schedule tries, in order: simple schedules, the repetend, parts of the schedule anew.
+
+A step is a frozen dataclass whose fields are its constants; :data:`STEPS` is the order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+from pipeplan.errors import InfeasibleError, SearchTimeoutError
+from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through, solve_pattern
+from pipeplan.schedule.cpsat.solver import SECONDS_PER_POLICY, SECONDS_PER_SWEEP
+from pipeplan.schedule.cpsat.windows import Ramps, SlidingWindows, WholeHorizon
+from pipeplan.schedule.list_scheduling import PolicySearch, list_schedule
+from pipeplan.schedule.pattern import (
+    Pattern,
+    compose,
+    microbatch_by_microbatch,
+    middle_repetition,
+    pattern_of,
+    sequential_time,
+)
+from pipeplan.schedule.rules.sweep import built_in_rules, sweeping
+from pipeplan.schedule.state import Candidate, ScheduleStep, SearchState
+from pipeplan.workload.bounds import period_bound
+from pipeplan.workload.memory import peak_memory
+from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.steady_state.rate import CutOrders
+from pipeplan.workload.steady_state.repetend import extend, find_repetend
+
+__all__ = ["CHEAP_TASKS", "MOST_ADOPTED", "STEPS"]
+
+CHEAP_TASKS = 5000
+"""Up to this many actions the classic schedules take milliseconds and are tried in any case."""
+
+MOST_ADOPTED = 8
+"""Repetends of up to this many micro-batches are taken from schedules."""
+
+
+@dataclass(frozen=True)
+class ShorterRun(ScheduleStep):
+    """A very long run: a shorter one is searched, and the repetend of what was found there repeated.
+
+    Runs at least twice as long as ``tasks`` actions, and as two micro-batches per device, are planned that short, with
+    fewer micro-batches by a multiple of ``unrolls``: repetends of unroll 1, 2, 3, 4 and 6 then reach the whole number.
+    Nothing is settled where nothing that can be repeated up to the end is found.
+    """
+
+    share: float = 0.8
+    tasks: int = 20_000
+    unrolls: int = 12
+    name = "shorter run, repeated"
+    when = "at least twice {tasks} actions, and 4 micro-batches per device"
+    of = "what is left"
+
+    def applies(self, state: SearchState) -> bool:
+        return state.problem.num_microbatches >= 2 * self._fewer(state.problem)
+
+    def _fewer(self, problem: OneMicrobatch) -> int:
+        """Micro-batches of the shorter run."""
+        fewer = max(self.tasks // problem.num_operations, 2 * problem.num_devices)
+        return fewer - (fewer - problem.num_microbatches) % self.unrolls
+
+    def run(self, state: SearchState) -> None:
+        shorter = OneMicrobatch.of(state.problem.workload.with_microbatches(self._fewer(state.problem)))
+        with state.budget.share(state.budget.remaining * self.share) as share:
+            short = SearchState.of(shorter, share, state.progress)
+            short.steps, short.scheduler, short.unroll = state.steps, state.scheduler, state.unroll
+            short.search()
+        for candidate in (short.best, short.steady):
+            orders = None if candidate is None else _extended(short, candidate, state.problem.num_microbatches)
+            if orders is not None:
+                state.offer(state.candidate(orders, short.chosen.scheduler))
+        if state.best is None:
+            return
+        if state.scheduler == "auto" and not state.proved:
+            _offer_classics(state, automatic=False)
+        state.pattern, state.period_proved = short.pattern, short.period_proved
+        state.repetend_seconds, state.settled = short.repetend_seconds, True
+
+
+def _extended(state: SearchState, candidate: Candidate, count: int) -> list[list[int]] | None:
+    """The orders of a schedule for more micro-batches; None without a repetend that reaches them."""
+    repetend = find_repetend(state.graph, candidate.orders, candidate.starts, MOST_ADOPTED)
+    if repetend is None or (count - state.problem.num_microbatches) % repetend.unroll:
+        return None
+    return extend(state.problem.workload, candidate.orders, repetend, count)[1]
+
+
+@dataclass(frozen=True)
+class KnownSchedule(ScheduleStep):
+    """A schedule of the same workload that is known from before: what is found is no longer."""
+
+    name = "known schedule"
+    when = "auto; the search goes on from a schedule"
+
+    def applies(self, state: SearchState) -> bool:
+        return state.scheduler == "auto" and state.known is not None
+
+    def run(self, state: SearchState) -> None:
+        assert state.known is not None
+        orders, reduction = state.known.graph.on_devices(state.known.orders), state.problem.reduction
+        own = [list(order) for order in orders] if reduction is None else reduction.to_reduced(orders)
+        state.offer(state.candidate(own, state.known.scheduler))
+
+
+@dataclass(frozen=True)
+class FirstSchedule(ScheduleStep):
+    """A valid schedule at once: one micro-batch after another; where that does not fit, the slowest pattern.
+
+    A micro-batch alone needs the least memory, and the pattern may run its branches in any order.
+    """
+
+    name = "first schedule"
+    when = "always"
+    needed = True
+
+    def applies(self, state: SearchState) -> bool:
+        return True
+
+    def run(self, state: SearchState) -> None:
+        problem = state.problem
+        if state.offer(state.candidate(microbatch_by_microbatch(problem), "sequential")):
+            return
+        feasible, pattern, _ = solve_pattern(problem, sequential_time(problem), state.budget, state.budget.remaining)
+        if pattern is not None:
+            state.offer(state.candidate(compose(problem, pattern), "sequential"))
+        elif feasible is False:
+            raise InfeasibleError(
+                "no order of one micro-batch's operations fits into the devices' memory, although each of them alone "
+                "does; raise --memory or --devices, or lower --microbatch-size"
+            )
+        else:
+            raise SearchTimeoutError(
+                f"no schedule that fits was found in {state.budget.elapsed:.1f} s; raise --time-limit or --memory"
+            )
+
+
+@dataclass(frozen=True)
+class QuickClassics(ScheduleStep):
+    """The classic schedules that take milliseconds, where there are few actions.
+
+    They are looked at even if no time is left, so that the result is never worse, and also beside a best one, since
+    they may need less memory.
+    """
+
+    most_tasks: int = CHEAP_TASKS
+    name = "classic schedules"
+    when = "auto; at most {most_tasks} actions"
+
+    def applies(self, state: SearchState) -> bool:
+        return state.scheduler == "auto" and state.graph.num_tasks <= self.most_tasks
+
+    def run(self, state: SearchState) -> None:
+        _offer_classics(state, automatic=False)
+
+
+@dataclass(frozen=True)
+class SlowClassics(ScheduleStep):
+    """Those that are made by trying many orders, as long as there is time, and all others if they were not tried."""
+
+    few_tasks: int = CHEAP_TASKS
+    name = "slow classic schedules"
+    when = "auto; at most {few_tasks} actions, or nothing proved best"
+
+    def applies(self, state: SearchState) -> bool:
+        return state.scheduler == "auto" and (state.graph.num_tasks <= self.few_tasks or not state.proved)
+
+    def run(self, state: SearchState) -> None:
+        _offer_classics(state, automatic=True)
+        if state.graph.num_tasks > self.few_tasks and not state.proved:
+            _offer_classics(state, automatic=False)
+
+
+def _offer_classics(state: SearchState, *, automatic: bool) -> None:
+    for name, classic in CLASSIC.items():
+        late = state.budget.expired if automatic else state.budget.interrupted
+        if classic.automatic == automatic and not late and classic.applies(state.problem) is None:
+            state.offer(state.candidate(classic.orders(state.problem, state.graph), name))
+
+
+@dataclass(frozen=True)
+class RepetendSearch(ScheduleStep):
+    """The best pattern of unroll 1, or of the one that is asked for, as it is and with its shortest way through."""
+
+    share: float = 1 / 8
+    share_of_asked: float = 1 / 3
+    name = "repetend"
+    when = "always"
+
+    def applies(self, state: SearchState) -> bool:
+        return True
+
+    def run(self, state: SearchState) -> None:
+        seconds = state.budget.seconds * (self.share if state.unroll is None else self.share_of_asked)
+        least = least_period(
+            state.problem,
+            state.budget,
+            seconds,
+            unroll=state.unroll or 1,
+            on_pattern=lambda pattern: _offer_pattern(state, pattern),
+        )
+        state.repetend_seconds = state.budget.elapsed
+        state.period_proved = max(period_bound(state.problem), Fraction(least.bound_ns, state.unroll or 1))
+        if least.pattern is not None:
+            _take_pattern(state, least.pattern, seconds)
+
+
+def _take_pattern(state: SearchState, pattern: Pattern, seconds: float) -> None:
+    """Replay a pattern better than what is known, as it is and with its shortest way through."""
+    _offer_pattern(state, pattern)
+    limit = seconds / 4 if state.finished else seconds
+    state.pattern, _ = shortest_way_through(state.problem, pattern, state.budget, limit)
+    _offer_pattern(state, state.pattern)
+
+
+def _offer_pattern(state: SearchState, pattern: Pattern) -> None:
+    middle = middle_repetition(state.problem, pattern)
+    state.offer(state.candidate(compose(state.problem, pattern), "repetend", middle))
+
+
+@dataclass(frozen=True)
+class BuiltInRules(ScheduleStep):
+    """The built-in rules (FlexPipe, section 6): as many as have about ``tasks`` actions in all."""
+
+    share: float = 0.1
+    tasks: int = 20_000
+    name = "built-in rules"
+    when = "auto; nothing proved best"
+
+    def applies(self, state: SearchState) -> bool:
+        return state.scheduler == "auto" and not state.finished
+
+    def run(self, state: SearchState) -> None:
+        graph, budget = state.graph, state.budget
+        limit = budget.used + budget.seconds * self.share
+        rules = built_in_rules(state.problem.workload)
+        swept = sweeping(graph, rules[:: 1 + len(rules) * graph.num_tasks // self.tasks])
+        while not state.finished and budget.used <= limit and (found := next(swept, None)) is not None:
+            state.offer(state.candidate(found.orders, f"rules: {found.rules}"))
+            budget.charge(graph.num_tasks * SECONDS_PER_SWEEP)
+
+
+@dataclass(frozen=True)
+class ListScheduling(ScheduleStep):
+    """Local search over list-scheduling policies, given up after ``fruitless`` changes without improvement."""
+
+    share: float = 0.15
+    fruitless: int = 400
+    name = "list scheduling"
+    when = "auto; nothing proved best; every stage on one device"
+
+    def applies(self, state: SearchState) -> bool:
+        alone = all(len(devices) == 1 for devices in state.problem.devices)
+        return state.scheduler == "auto" and alone and not state.finished
+
+    def run(self, state: SearchState) -> None:
+        problem, budget = state.problem, state.budget
+        policies = PolicySearch(problem, budget.seed)
+        limit = budget.used + budget.seconds * self.share
+        while not state.finished and budget.used < limit and policies.fruitless < self.fruitless:
+            policy = policies.propose()
+            orders = list_schedule(problem, state.graph, policy)
+            candidate = None if orders is None else state.candidate(orders, "rules")
+            policies.learn(policy, None if candidate is None else candidate.makespan)
+            state.offer(candidate)
+            budget.charge(state.graph.num_tasks * SECONDS_PER_POLICY)
+
+
+@dataclass(frozen=True)
+class AdoptedRepetitions(ScheduleStep):
+    """Where a good schedule has a repetition of its own that is quicker than the pattern's, that is the pattern."""
+
+    most_unroll: int = MOST_ADOPTED
+    name = "adopted repetitions"
+    when = "the unroll is open; at least 2 micro-batches"
+
+    def applies(self, state: SearchState) -> bool:
+        return state.unroll is None and state.problem.num_microbatches >= 2
+
+    def run(self, state: SearchState) -> None:
+        for candidate in state.others:
+            if candidate.frozen or state.budget.expired:
+                continue
+            repetend = find_repetend(state.graph, candidate.orders, candidate.starts, self.most_unroll)
+            if repetend is None:
+                continue
+            cut = CutOrders.of(state.graph.workload, candidate.orders, repetend.first, repetend.unroll)
+            state.offer(replace(candidate, frozen=cut.tasks))
+            pattern = pattern_of(state.problem, candidate.orders, repetend)
+            if pattern is not None and (state.pattern is None or pattern.period < state.pattern.period):
+                state.pattern, state.period_proved = pattern, period_bound(state.problem)
+                state.repetend_seconds = state.budget.elapsed
+
+
+@dataclass(frozen=True)
+class UnrolledRepetends(ScheduleStep):
+    """Several micro-batches per repetend, where one rounds the period up: only for less than what is known."""
+
+    share: float = 1 / 8
+    most_unroll: int = 4
+    name = "unrolled repetends"
+    when = "--scheduler repetend; the unroll is open"
+
+    def applies(self, state: SearchState) -> bool:
+        return state.unroll is None and state.scheduler == "repetend"
+
+    def run(self, state: SearchState) -> None:
+        problem, budget = state.problem, state.budget
+        bound = period_bound(problem)
+        limit = budget.used + budget.seconds * self.share
+        for unroll in range(2, self.most_unroll + 1):
+            reached = state.pattern.period if state.pattern is not None else None
+            seconds = (limit - budget.used) / (self.most_unroll + 1 - unroll)
+            if reached == bound or unroll > problem.num_microbatches // 2 or seconds <= 0 or budget.expired:
+                return
+            least = least_period(problem, budget, seconds, unroll=unroll, below=reached)
+            found = least.pattern
+            if found is not None and (reached is None or found.period < reached):
+                state.period_proved = max(bound, Fraction(least.bound_ns, unroll))
+                state.repetend_seconds = budget.elapsed
+                _take_pattern(state, found, seconds)
+
+
+@dataclass(frozen=True)
+class LessMemory(ScheduleStep):
+    """The best schedule cannot be repeated: look for one as short that can, with no more memory than one that can.
+
+    Without a cap, patterns with many micro-batches in flight are as good as any to the solver; with one it finds
+    those that fill and drain sooner.
+    """
+
+    repetend: RepetendSearch = field(default_factory=RepetendSearch)
+    ramps: Ramps = field(default_factory=Ramps)
+    name = "less memory"
+    when = "the best schedule cannot be repeated, another one can; time is left"
+
+    def applies(self, state: SearchState) -> bool:
+        return not state.chosen.frozen and state.steady is not None and not state.budget.expired
+
+    def run(self, state: SearchState) -> None:
+        assert state.steady is not None
+        static = state.problem.workload.static_bytes
+        peaks = peak_memory(state.graph, state.steady.orders)
+        most = max(memory.peak_bytes - static(device) for device, memory in enumerate(peaks))
+        limits = tuple(most if capacity is None else min(most, capacity) for capacity in state.problem.capacity)
+        problem = replace(state.problem, capacity=limits)
+        other = replace(state, problem=problem, unroll=None, best=None, steady=None, progress=None)
+        other.offer(state.steady)
+        self.repetend.run(other)
+        self.ramps.run(other)
+        if other.steady is not None and state.best is not None and other.steady.makespan <= state.best.makespan:
+            state.steady = other.steady
+
+
+STEPS: tuple[ScheduleStep, ...] = (
+    ShorterRun(),
+    KnownSchedule(),
+    FirstSchedule(),
+    QuickClassics(),
+    RepetendSearch(),
+    SlowClassics(),
+    BuiltInRules(),
+    ListScheduling(),
+    AdoptedRepetitions(),
+    UnrolledRepetends(),
+    Ramps(),
+    WholeHorizon(),
+    SlidingWindows(),
+    WholeHorizon(),
+    LessMemory(),
+)
+"""After the first valid schedule the most valuable comes first, as long as there is time."""
