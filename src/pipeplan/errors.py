@@ -18,16 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = [
-    "ExecutionError",
-    "FileError",
-    "InfeasibleError",
-    "InvalidPlanError",
-    "PipeplanError",
-    "SearchTimeoutError",
-    "UsageError",
-]
-
 
 class PipeplanError(Exception):
     """Base of all errors a user can cause; ``exit_code`` is what the command line ends with."""

@@ -9,8 +9,6 @@ from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Dependency, Hop
 from pipeplan.workload.task_graph import Orders, TaskGraph
 
-__all__ = ["programs"]
-
 _Event = tuple[int, int, int, int, str]  # time, 0 for a message and 1 for compute, tie-breaks, text
 
 

@@ -16,8 +16,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
 
-__all__ = ["Limit", "TimeUpError", "checkpoint"]
-
 
 class TimeUpError(Exception):
     """The time of a ``limit`` is up. It ends loops on the way to who set the limit, and no user sees it."""

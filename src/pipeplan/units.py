@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pipeplan.errors import UsageError
 
-__all__ = ["MAX_BYTES", "MAX_NS", "format_bytes", "format_ns", "named_devices", "parse_bytes", "parse_ns"]
-
 MAX_NS = 10**15
 """Longest duration a file may state, in ns (11.5 days): sums of a million of them stay in 64 bits less one."""
 

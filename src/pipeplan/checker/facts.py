@@ -14,25 +14,6 @@ from pipeplan.files import Plan
 from pipeplan.workload.elements import Dependency, Hop, Stage
 from pipeplan.workload.samples import Slots
 
-__all__ = [
-    "RULES",
-    "Deliveries",
-    "Facts",
-    "Figures",
-    "Findings",
-    "Report",
-    "Violation",
-    "Wait",
-    "check_figures",
-    "deliveries_of",
-    "figures_of",
-    "goes_with",
-    "period_of",
-    "replicas_of",
-    "shares_evenly",
-]
-
-
 Deliveries = dict[tuple[int, int], dict[int, int]]
 """{(target device, replica of the source): {micro-batch of the source: samples}}, of one period of both stages."""
 

@@ -23,8 +23,6 @@ from pipeplan.workload.kinds import (
     is_instruction,
 )
 
-__all__ = ["check_cluster", "check_profile"]
-
 _EdgesByPair = dict[tuple[str, str], list[Edge]]
 
 

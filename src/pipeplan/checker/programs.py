@@ -11,8 +11,6 @@ from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Dependency, Hop
 from pipeplan.workload.samples import Slots
 
-__all__ = ["Entry", "Messages", "Programs", "check_messages", "read_programs"]
-
 Entry = tuple[int, int]
 """An operation, or a hop (numbered after all operations), and the number of one of its actions or messages."""
 

@@ -18,8 +18,6 @@ from pipeplan.checker.programs import Programs
 from pipeplan.checker.timeline import Links, Sent
 from pipeplan.workload.elements import Repetend
 
-__all__ = ["check_repetend"]
-
 MAX_STEPS = 30_000_000
 """Edges looked at before giving up; real plans need a few for each edge."""
 

@@ -11,8 +11,6 @@ from pipeplan.files.placement import configuration_problem
 from pipeplan.workload.elements import Dependency, Operation
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role, in_order
 
-__all__ = ["check_structure"]
-
 _FULL = [Role.FORWARD, Role.BACKWARD]
 _SPLIT = [Role.FORWARD, Role.INPUT_GRAD, Role.WEIGHT_GRAD]
 """What a stage with blocks runs, in order."""

@@ -11,9 +11,6 @@ from pipeplan.checker.programs import Entry, Messages, Programs
 from pipeplan.workload.elements import DeviceMemory, Hop
 from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes
 
-__all__ = ["Links", "check_inputs", "check_links", "check_memory", "check_timeline"]
-
-
 Sent = tuple[int, int]
 """A message: the number of its hop, and its own among those of the hop."""
 

@@ -12,8 +12,6 @@ from pipeplan import _api
 from pipeplan.cli.shared import BYTES, COUNTS, DURATION
 from pipeplan.errors import UsageError
 
-__all__ = ["example_command"]
-
 _SHARED = ("shared_forward_ns", "shared_backward_ns")
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 

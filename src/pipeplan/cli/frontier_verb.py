@@ -25,8 +25,6 @@ from pipeplan.errors import PipeplanError, UsageError
 if TYPE_CHECKING:
     from pipeplan._api import FrontierResult, Mode
 
-__all__ = ["frontier_command"]
-
 _ONLY_SPLITS = {
     "split_level": "--split-level",
     "device": "--device",

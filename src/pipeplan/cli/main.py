@@ -14,8 +14,6 @@ import click
 from pipeplan._version import __version__
 from pipeplan.errors import PipeplanError
 
-__all__ = ["cli", "main"]
-
 VERBS = {
     "search": ("search_verbs", "Search for the best plan."),
     "compare": ("search_verbs", "Compare pipeplan's schedule with every known one."),

@@ -12,9 +12,6 @@ from pipeplan import _api
 from pipeplan.errors import UsageError
 from pipeplan.units import format_bytes, format_ns
 
-__all__ = ["check_command", "simulate_command"]
-
-
 if TYPE_CHECKING:
     from pipeplan._api import Cluster, Plan, Profile, Report
 

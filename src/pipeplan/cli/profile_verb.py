@@ -30,9 +30,6 @@ from pipeplan.units import format_bytes
 if TYPE_CHECKING:
     from pipeplan._api import Cluster, LinkPoint, LinkResult, Model, Profile, UnfinishedProfile
 
-__all__ = ["INTERRUPTED", "add_communication", "measure_communication", "profile_command"]
-
-
 INTERRUPTED = 130
 
 

@@ -18,9 +18,6 @@ from pipeplan.units import format_ns
 if TYPE_CHECKING:
     from pipeplan._api import Plan, RunOptions, RunOutcome, StepResult
 
-__all__ = ["Steps", "comparison_line", "run_command"]
-
-
 _Command = TypeVar("_Command", bound=Callable[..., object])
 
 _LEAST_TIMEOUT_NS = 1_000_000

@@ -12,9 +12,6 @@ from pipeplan import _api
 from pipeplan.cli.shared import Status, interrupt_on_sigterm, planning_options, read_request
 from pipeplan.errors import UsageError
 
-__all__ = ["compare_command", "search_command"]
-
-
 if TYPE_CHECKING:
     from pipeplan._api import Result, Tuning
 

@@ -17,24 +17,6 @@ from pipeplan import _api
 from pipeplan.errors import FileError, UsageError
 from pipeplan.units import parse_bytes, parse_ns
 
-__all__ = [
-    "BYTES",
-    "COUNTS",
-    "DURATION",
-    "FiniteRange",
-    "RenamedOption",
-    "Shown",
-    "Status",
-    "interrupt_on_sigterm",
-    "planning_options",
-    "read_request",
-    "require_folder",
-    "require_stdout_once",
-    "require_writable",
-    "warnings_told",
-]
-
-
 if TYPE_CHECKING:
     from pipeplan._api import Progress, Request, Rules
 

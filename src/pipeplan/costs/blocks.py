@@ -14,18 +14,6 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow
 from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS, STATE_KINDS, MemoryBytes
 
-__all__ = [
-    "RECIPES",
-    "UNLIMITED",
-    "StageCost",
-    "StateRecipe",
-    "block_costs",
-    "block_state",
-    "state_of_total",
-    "state_recipe",
-    "training_state",
-]
-
 
 def block_costs(
     block: Block, microbatch_size: int, shards: int = 1, *, recompute: bool = False, input_bytes: int = 0

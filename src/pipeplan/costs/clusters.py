@@ -28,8 +28,6 @@ from pipeplan.files import Cluster, MeasuredCurve, parse
 from pipeplan.files.cluster import Operation
 from pipeplan.units import MAX_NS
 
-__all__ = ["TESTBEDS", "MeasuredRun", "cluster_of_paper", "parse_nccl_tests", "with_runs"]
-
 TESTBEDS = names("clusters")
 """Every testbed by name."""
 

@@ -17,30 +17,6 @@ from typing import Any, Literal
 from pipeplan.costs.devices import DevicePreset
 from pipeplan.files import Cluster, LinkLevel, MeasuredCurve
 
-__all__ = [
-    "BusiestPair",
-    "Combining",
-    "Exchange",
-    "LinkResult",
-    "Prices",
-    "all_gather_time",
-    "all_reduce_time",
-    "busiest_pair",
-    "crowding",
-    "latency_and_bandwidth",
-    "leave_one_out_error",
-    "price_at",
-    "prices_in",
-    "prices_of",
-    "ring_ns",
-    "send_time",
-    "time_of_groups",
-    "time_on_curve",
-    "time_on_line",
-    "transfer_time",
-]
-
-
 Points = Sequence[tuple[int, int]]
 """Pairs of bytes and ns, bytes ascending."""
 

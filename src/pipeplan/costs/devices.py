@@ -24,24 +24,6 @@ from pipeplan.catalog import names, read_text
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Profile
 
-__all__ = [
-    "PHASES",
-    "PRESETS",
-    "Calibration",
-    "DevicePreset",
-    "DeviceRates",
-    "Kernel",
-    "KnownRow",
-    "Likeness",
-    "Phase",
-    "Work",
-    "calibrate",
-    "device_preset",
-    "fit_rates",
-    "likeness",
-    "measured_rows",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Kernel:

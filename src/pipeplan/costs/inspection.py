@@ -10,19 +10,6 @@ from pipeplan.costs.blocks import block_state
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.units import format_ns
 
-__all__ = [
-    "SUMMED",
-    "Caution",
-    "Inspection",
-    "OperatorShare",
-    "ProfileResult",
-    "alike",
-    "cautions",
-    "counts",
-    "operator_shares",
-    "sums",
-]
-
 LARGE_SPREAD = 0.1
 """Interquartile range over median from which a measurement is doubtful: plans differ by less."""
 FEW_REPEATS = 3

@@ -18,27 +18,6 @@ from pipeplan.costs.communication import Combining, Exchange, Prices, prices_of
 from pipeplan.costs.devices import DevicePreset, Kernel
 from pipeplan.files import CostRow
 
-__all__ = [
-    "Operator",
-    "activation",
-    "add",
-    "attention_core",
-    "average_pool",
-    "batch_norm",
-    "concatenate",
-    "convolution",
-    "cost_row",
-    "embedding",
-    "exchange",
-    "linear",
-    "max_pool",
-    "norm",
-    "recurrent",
-    "relu",
-    "sequence_of",
-    "vocabulary_loss",
-]
-
 _FLOAT32 = 4
 _INT64 = 8
 _STATISTICS = 2 * _FLOAT32  # mean and reciprocal deviation of a token's norm

@@ -18,8 +18,6 @@ from pipeplan.workload.kinds import BACKWARD_ROLES, MemoryBytes, Role
 from pipeplan.workload.samples import carried
 from pipeplan.workload.workload import Workload
 
-__all__ = ["build_workload", "can_split", "gradient_sync", "group_costs", "stage_costs"]
-
 
 def can_split(profile: Profile) -> bool:
     """Whether some block has input and weight gradients apart, so that a plan can split backward there."""

@@ -26,8 +26,6 @@ from pipeplan.examples.parts import (
 from pipeplan.files import Block, Edge
 from pipeplan.workload.kinds import OPTIMIZER, PARAMETERS
 
-__all__ = ["RECIPE", "ModelLayout"]
-
 RECIPE = "mixed-precision-adam"
 """What training holds of every parameter, a recipe of the catalog."""
 

@@ -35,9 +35,6 @@ from pipeplan.examples.parts import (
 from pipeplan.files import Cluster, Profile, Source
 from pipeplan.workload.kinds import OPTIMIZER
 
-__all__ = ["FAMILIES", "MODELS", "Family", "family_of", "model"]
-
-
 _STRICT = ConfigDict(extra="forbid")
 _TIED = "token-embedding"
 

@@ -30,22 +30,6 @@ from pipeplan.costs.operators import (
     vocabulary_loss,
 )
 
-__all__ = [
-    "WIDTH",
-    "Part",
-    "Stack",
-    "bottleneck",
-    "class_loss",
-    "convolved",
-    "dense",
-    "gathered_linear",
-    "image_stem",
-    "long_memory",
-    "share",
-    "table_rows",
-    "whole",
-]
-
 WIDTH = 2
 """Bytes of a number in the 16-bit formats."""
 

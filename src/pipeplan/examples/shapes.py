@@ -12,8 +12,6 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
 from pipeplan.units import MAX_NS, format_ns
 
-__all__ = ["SHAPES", "ShapeCosts", "shape"]
-
 MAX_DEVICES = 4096
 MAX_CHUNKS = 64
 

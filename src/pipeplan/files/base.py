@@ -37,25 +37,6 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, core_schema, to_json
 
-__all__ = [
-    "FOLDER",
-    "MIGRATIONS",
-    "Content",
-    "CurrentVersion",
-    "File",
-    "FileModel",
-    "Form",
-    "Migration",
-    "Source",
-    "canonical_text",
-    "completed",
-    "current_version",
-    "form_of_version",
-    "sha256_of",
-    "sha256_of_text",
-]
-
-
 # Versions -----------------------------------------------------------------------------------------------------------
 
 

@@ -9,8 +9,6 @@ from pydantic import Field, model_validator
 from pipeplan.files.base import CurrentVersion, File, FileModel, Source, current_version
 from pipeplan.workload.elements import MAX_DEVICES, Bytes, Count, DeviceCount, Items, Name, Nanoseconds, PositiveNs
 
-__all__ = ["Cluster", "DeviceKind", "LinkLevel", "MeasuredCurve"]
-
 Operation = Literal["send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 
 

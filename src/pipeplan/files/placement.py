@@ -10,8 +10,6 @@ from pipeplan.files.base import CurrentVersion, File, FileModel, current_version
 from pipeplan.workload.elements import Count, DeviceCount, Index, Items, Name, mesh_of
 from pipeplan.workload.mesh import SAMPLES
 
-__all__ = ["PlacedStage", "Placement", "configuration_problem"]
-
 
 def configuration_problem(configurations: tuple[str, ...], num_blocks: int, shards: int, samples: int) -> str | None:
     """What is wrong with how a stage splits its blocks, if anything; ``samples`` are those of a replica at a time."""

@@ -36,8 +36,6 @@ from pipeplan.workload.kinds import Role
 from pipeplan.workload.samples import Slots
 from pipeplan.workload.workload import Workload
 
-__all__ = ["Plan", "Predicted", "Provenance"]
-
 ActionText = Annotated[str, StringConstraints(pattern=ACTION_PATTERN)]
 TimeSum = Annotated[int, Field(ge=0, le=2**62)]
 

@@ -10,8 +10,6 @@ from pipeplan.files.base import CurrentVersion, File, FileModel, Source, current
 from pipeplan.files.placement import Placement
 from pipeplan.workload.elements import Bytes, Count, Index, Items, Name, Nanoseconds
 
-__all__ = ["Block", "CostRow", "Edge", "Profile"]
-
 Dimension = Annotated[int, Field(ge=1, le=1_000_000_000)]  # vocabularies go above a million
 
 

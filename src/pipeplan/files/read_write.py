@@ -35,20 +35,6 @@ from pipeplan.files.plan import Plan
 from pipeplan.files.profile import Profile
 from pipeplan.workload.elements import Element
 
-__all__ = [
-    "FORMATS",
-    "layout",
-    "parse",
-    "read_bytes",
-    "read_cluster",
-    "read_placement",
-    "read_plan",
-    "read_profile",
-    "to_json",
-    "write_file",
-    "write_text",
-]
-
 
 def to_json(model: FileModel) -> str:
     """The text of a file: keys in declared order, one list element or short list a line, newline at the end."""

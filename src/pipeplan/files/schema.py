@@ -17,8 +17,6 @@ from pipeplan.files import base
 from pipeplan.files.base import File, Form, current_version
 from pipeplan.files.read_write import FORMATS, layout, write_text
 
-__all__ = ["form_files", "form_of", "main", "schema_files"]
-
 
 def schema_files() -> dict[str, str]:
     """The text of each schema by its file's name."""

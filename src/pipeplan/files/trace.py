@@ -21,17 +21,6 @@ from pipeplan.files.read_write import read_bytes
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Index
 
-__all__ = [
-    "MEASURED_PROCESS_ID",
-    "MeasuredTrace",
-    "TimedText",
-    "Trace",
-    "TraceEvent",
-    "read_trace",
-    "trace_json",
-]
-
-
 Process = Literal["predicted", "measured"]
 TraceEvent = dict[str, object]
 """One event of the format: a plain dictionary, ready for JSON."""

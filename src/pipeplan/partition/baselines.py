@@ -46,9 +46,6 @@ from pipeplan.partition.chain.costs import Array, ChainCosts, Place, StageTimes
 from pipeplan.partition.chain.kernel import Programme
 from pipeplan.partition.problem import Partition, PartitionProblem, Way
 
-__all__ = ["dapple", "downsets", "latency", "num_to_split", "pipedream", "piper", "sliced"]
-
-
 Mask = NDArray[np.bool_]
 
 

@@ -10,8 +10,6 @@ from pipeplan.costs.communication import all_reduce_time, transfer_time
 from pipeplan.errors import InfeasibleError
 from pipeplan.files import Cluster
 
-__all__ = ["GroupLinks", "GroupMemory", "LinkTime", "Traffic", "link_time"]
-
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:

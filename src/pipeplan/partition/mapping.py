@@ -25,9 +25,6 @@ from pipeplan.partition.cluster_links import GroupLinks, GroupMemory, LinkTime, 
 if TYPE_CHECKING:
     import networkx as nx
 
-__all__ = ["LayoutSearch", "mapped"]
-
-
 Devices = tuple[int, ...]
 
 Way = Callable[[Sequence[int], Sequence[int]], list[Devices]]

@@ -22,9 +22,6 @@ from pipeplan.sharding.graph import CostGraph, Strategy, undominated
 from pipeplan.sharding.table import IntArray
 from pipeplan.sharding.tracking import Tracked, track
 
-__all__ = ["BlockSplits", "GroupSplits", "RunFrontiers", "RunPoint"]
-
-
 _WEIGHTINGS = 24
 """Weightings of memory against time at most by which runs are bounded."""
 

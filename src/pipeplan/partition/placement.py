@@ -19,8 +19,6 @@ from pipeplan.partition.chain.rebalance import Allowed, evenest, least_short, le
 from pipeplan.partition.problem import Pricing
 from pipeplan.units import format_bytes
 
-__all__ = ["STRATEGIES", "Cut", "can_spread", "follows", "in_topological_order", "place"]
-
 Positions = list[list[int]]
 """[route][stage] the position that runs it: positions are devices, or groups of devices that are replicas."""
 

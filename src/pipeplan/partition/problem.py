@@ -26,8 +26,6 @@ from pipeplan.files import Edge, PlacedStage, Placement, Profile
 from pipeplan.partition.chain.costs import ChainCosts, Repeat
 from pipeplan.partition.series_parallel import topological_order
 
-__all__ = ["Costs", "Partition", "PartitionProblem", "Pricing", "Way", "free", "together"]
-
 AllReduce = Callable[[int, int], int]
 """(bytes, replicas) -> ns; not less for more bytes."""
 

@@ -23,8 +23,6 @@ from typing import Literal
 
 from pipeplan.errors import UsageError
 
-__all__ = ["Part", "SeriesParallel", "decompose", "in_line", "topological_order"]
-
 Kind = Literal["block", "series", "parallel"]
 
 

@@ -34,8 +34,6 @@ from pipeplan.partition.per_block_sharding import BlockSplits, GroupSplits, RunF
 from pipeplan.partition.problem import Way
 from pipeplan.time_limit import checkpoint
 
-__all__ = ["ChainCut", "StageFrontiers"]
-
 
 @dataclass(frozen=True, slots=True)
 class SplitStage:

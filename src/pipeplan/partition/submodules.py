@@ -15,8 +15,6 @@ from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import PlacedStage, Placement, Profile
 from pipeplan.partition.placement import STRATEGIES, Cut, in_topological_order, place
 
-__all__ = ["Submodule", "place_submodules"]
-
 
 @dataclass(frozen=True, slots=True)
 class Submodule:

@@ -26,8 +26,6 @@ from pipeplan.workload.steady_state.repetend import find_repetend
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts
 from pipeplan.workload.workload import Workload
 
-__all__ = ["Result", "assemble", "planned"]
-
 
 def assemble(
     graph: TaskGraph,

@@ -21,17 +21,6 @@ from pipeplan.partition.problem import Partition, PartitionProblem, free
 from pipeplan.planning.request import SUBMODULES, Batch, Request, submodules_of
 from pipeplan.time_limit import Limit, TimeUpError
 
-__all__ = [
-    "CandidateOrError",
-    "Choice",
-    "PlacementCandidate",
-    "candidates",
-    "graphs",
-    "grid",
-    "open_sizes",
-    "placed",
-]
-
 MOST_PUBLISHED = {"PipeDream": 4_000, "DAPPLE": 500, "Piper": 500}
 """Blocks times devices up to which published planners are asked; beyond that they take too long."""
 

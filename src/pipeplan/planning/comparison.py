@@ -22,9 +22,6 @@ from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 
-__all__ = ["OURS", "Comparison", "ComparisonRow", "NotThere", "compare", "compare_on"]
-
-
 OURS = "pipeplan"
 """The name of the search's own row."""
 

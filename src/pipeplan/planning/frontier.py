@@ -32,8 +32,6 @@ from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import format_bytes, named_devices
 from pipeplan.workload.elements import Stage
 
-__all__ = ["frontier_request", "search_frontier"]
-
 
 def frontier_request(
     profile: Profile,

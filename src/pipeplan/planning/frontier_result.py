@@ -13,20 +13,6 @@ from pipeplan.sharding.cost_model import CostModel
 from pipeplan.sharding.graph import Strategy
 from pipeplan.units import format_bytes, format_ns, named_devices
 
-__all__ = [
-    "FrontierPoint",
-    "FrontierResult",
-    "Mode",
-    "device_notes",
-    "grain_notes",
-    "remedies",
-    "repeated_share",
-    "request_notes",
-    "share_notes",
-    "sharing_notes",
-]
-
-
 Mode = Literal["all", "min-time", "min-devices", "profile"]
 """All points; all, and choose the quickest; those on fewest devices; or the quickest for each number of devices."""
 

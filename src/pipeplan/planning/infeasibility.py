@@ -21,8 +21,6 @@ from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import format_bytes
 from pipeplan.workload.memory import peak_memory
 
-__all__ = ["rounded_up", "shortage"]
-
 _SECONDS = 1.0
 """For one schedule of a scheduler that was asked for and is not among those that are known at once."""
 

@@ -34,9 +34,6 @@ from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices
 from pipeplan.workload.memory import peak_memory
 
-__all__ = ["PlanFrontier", "chains", "plan_frontier"]
-
-
 STEP = 0.92
 """Each memory limit is at most this part of what the partition before took: frontiers of thousands help nobody."""
 

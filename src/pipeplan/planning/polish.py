@@ -20,8 +20,6 @@ from pipeplan.workload.slices import in_parts
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
-__all__ = ["ease_recomputation", "expect_parts", "slice_forwards"]
-
 
 def ease_recomputation(request: Request, trial: Trial, budget: Budget, progress: Progress | None) -> None:
     """Let stages keep their activations one after another, as far as the same orders still fit: longest first.

@@ -15,8 +15,6 @@ from pipeplan.partition.placement import follows
 from pipeplan.schedule.rules import Rules, SubmoduleRules
 from pipeplan.schedule.rules.values import evaluate
 
-__all__ = ["SUBMODULES", "Batch", "Request", "Splitting", "choose_placement", "resolve_batch", "submodules_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:

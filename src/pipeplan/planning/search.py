@@ -31,8 +31,6 @@ from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget, load_solver
 from pipeplan.schedule.state import Progress, SearchStep
 from pipeplan.workload.workload import Workload
 
-__all__ = ["most_telling", "search_plan"]
-
 
 def search_plan(request: Request, *, progress: Progress | None = None, steps: Sequence[SearchStep] = STEPS) -> Result:
     """Search the best plan of a placement, a strategy, or with ``auto`` of all of them, for a mini-batch.

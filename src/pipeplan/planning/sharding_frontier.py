@@ -32,8 +32,6 @@ from pipeplan.sharding.tracking import Tracked, track
 from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.task_graph import TaskGraph, task_graph
 
-__all__ = ["SplitPoint", "Splits", "most_frequent", "plan_of_strategy", "split_frontier", "split_stages"]
-
 
 @dataclass(frozen=True, slots=True)
 class SplitPoint:

@@ -13,20 +13,6 @@ from typing import TypeVar
 from pipeplan.schedule.state import ScheduleStep, SearchStep
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
 
-__all__ = [
-    "STEPS",
-    "BackwardWays",
-    "EaseRecomputation",
-    "ExplainShortage",
-    "LookAtCandidates",
-    "SearchCandidates",
-    "SliceForwards",
-    "named",
-    "schedule_steps",
-    "table",
-    "without",
-]
-
 
 @dataclass(frozen=True)
 class LookAtCandidates(SearchStep):

@@ -26,8 +26,6 @@ from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.one_microbatch import device_groups
 from pipeplan.workload.workload import Workload
 
-__all__ = ["Trial", "iteration_of", "may_move", "on_cluster", "workloads"]
-
 
 def may_move(request: Request, candidate: PlacementCandidate) -> bool:
     """Whether other devices may be nearer: not where the placement was given, or all are equally near.

@@ -31,9 +31,6 @@ from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.state import Progress
 from pipeplan.time_limit import Limit
 
-__all__ = ["Tuning", "Workers", "tune"]
-
-
 Item = TypeVar("Item")
 Found = TypeVar("Found")
 Work = Callable[[Request, Item, Callable[[], bool]], Found]

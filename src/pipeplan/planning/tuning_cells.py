@@ -30,9 +30,6 @@ from pipeplan.workload.one_microbatch import OneMicrobatch, device_groups
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
 
-__all__ = ["Cache", "Cell", "CellRows", "TuningRow", "cell_of", "rows_of", "schedule_of", "settled_cell"]
-
-
 _HEADER = {"kind": "tuning", "schema_version": 1}
 
 Known = TypeVar("Known")

@@ -14,9 +14,6 @@ from pipeplan.planning.frontier_result import FrontierPoint, FrontierResult
 from pipeplan.reporting.tables import console_for, new_table
 from pipeplan.units import format_bytes, format_ns, named_devices
 
-__all__ = ["UnitScale", "frontier_svg", "print_frontier"]
-
-
 _MOST_ROWS = 24
 _WIDTH, _HEIGHT = 72, 16
 _DOT, _KNEE, _SIGNS = "o", "X", "123456789abcdefghijklmn"

@@ -20,18 +20,6 @@ from pipeplan.simulator.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.kinds import is_instruction
 
-__all__ = [
-    "console_for",
-    "counted",
-    "new_table",
-    "print_blocks",
-    "print_comparison",
-    "print_inspection",
-    "print_measured",
-    "print_ranking",
-    "shown_rows",
-]
-
 _PLAIN_WIDTH = 120
 
 

@@ -31,9 +31,6 @@ from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import MEMORY_KINDS, Role, in_order, role_of
 
-__all__ = ["bottleneck", "print_simulation", "print_stages", "report"]
-
-
 _MAX_STAGES = 32
 _MAX_BLOCKS = 4
 

@@ -17,22 +17,6 @@ from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Dependency, Hop
 from pipeplan.workload.kinds import Role, in_order, is_instruction, role_of
 
-__all__ = [
-    "TimelineCell",
-    "TimelineWindow",
-    "device_row",
-    "kind_name",
-    "odd_stages",
-    "predicted_trace",
-    "repetend_time_range",
-    "run_trace",
-    "runs_by_device",
-    "timeline_svg",
-    "trace_text",
-    "windows",
-]
-
-
 _ROLE_NAMES = {
     Role.FORWARD: "forward",
     Role.BACKWARD: "backward",

@@ -21,8 +21,6 @@ from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.one_microbatch import OneMicrobatch
 
-__all__ = ["CLASSIC", "Classic"]
-
 Condition = Callable[[OneMicrobatch], str | None]
 """None, or why a schedule has no meaning for a placement."""
 

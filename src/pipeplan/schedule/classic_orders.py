@@ -21,19 +21,6 @@ from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
-__all__ = [
-    "Orderer",
-    "as_given",
-    "automatic",
-    "by_rules",
-    "by_rules_in_units",
-    "dualpipe_v",
-    "makespan",
-    "repeated_block",
-    "scripted",
-    "zero_bubble_v",
-]
-
 Orders = list[list[int]]
 Orderer = Callable[[OneMicrobatch, TaskGraph], Orders]
 """Makes the orders of the devices."""

@@ -20,9 +20,6 @@ from pipeplan.workload.memory import MemoryState, num_that_fit
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph
 
-__all__ = ["Policy", "PolicySearch", "in_flight_limits", "list_schedule", "policies"]
-
-
 _NEVER = 2**62
 
 

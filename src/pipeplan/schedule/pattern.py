@@ -13,16 +13,6 @@ from pipeplan.workload.steady_state.rate import CutOrders, Entry, repeated, task
 from pipeplan.workload.steady_state.repetend import extend
 from pipeplan.workload.task_graph import Orders, earliest_starts, task_graph
 
-__all__ = [
-    "Pattern",
-    "compose",
-    "microbatch_by_microbatch",
-    "middle_repetition",
-    "one_after_another",
-    "pattern_of",
-    "sequential_time",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Pattern:

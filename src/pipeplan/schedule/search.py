@@ -25,8 +25,6 @@ from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
-__all__ = ["SEARCHING", "Progress", "Schedule", "first_look", "search_schedule", "timed"]
-
 SEARCHING = ("auto", "repetend")
 """Schedulers that make more of more time; the others make one schedule."""
 

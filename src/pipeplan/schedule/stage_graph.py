@@ -27,18 +27,6 @@ from pipeplan.workload.memory import capacities, fits, num_that_fit
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts
 from pipeplan.workload.workload import Workload
 
-__all__ = [
-    "NEVER",
-    "Rule",
-    "Stages",
-    "TrialRun",
-    "best_kfkb_orders",
-    "greedy_orders",
-    "kfkb_orders",
-    "least_ks",
-]
-
-
 NEVER = 2**62
 """More than any time in ns, or any number of samples."""
 

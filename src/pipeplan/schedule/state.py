@@ -18,18 +18,6 @@ from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
-__all__ = [
-    "Candidate",
-    "Progress",
-    "Schedule",
-    "ScheduleStep",
-    "SearchState",
-    "SearchStep",
-    "fitting",
-    "origin_of",
-    "scheduler_words",
-]
-
 Progress = Callable[[str, int, int, float], None]
 """Called with what is being done, the best makespan and the bound (ns), and seconds since the search began."""
 

@@ -30,8 +30,6 @@ from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.steady_state.rate import CutOrders
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
 
-__all__ = ["CHEAP_TASKS", "MOST_ADOPTED", "STEPS"]
-
 CHEAP_TASKS = 5000
 """Up to this many actions the classic schedules take milliseconds and are tried in any case."""
 

@@ -26,8 +26,6 @@ from pipeplan.sharding.operators import Rule, Splits, Splittable, factorizations
 from pipeplan.sharding.table import Table
 from pipeplan.sharding.tracking import track
 
-__all__ = ["BaselinePoint", "data_parallel", "fastest", "one_mesh_for_all", "split_everything"]
-
 
 @dataclass(frozen=True, slots=True)
 class BaselinePoint:

@@ -30,24 +30,6 @@ from pipeplan.sharding.graph import Expression, in_order
 from pipeplan.sharding.table import FloatArray, IntArray, PointLimit, Table, Weights, spread, weighed
 from pipeplan.time_limit import checkpoint
 
-__all__ = [
-    "Bounds",
-    "Corner",
-    "Gap",
-    "Solved",
-    "Weighing",
-    "bounds_of",
-    "corner_of",
-    "ends_of",
-    "hull_of",
-    "inside",
-    "level",
-    "optimum",
-    "solved",
-    "weighing",
-]
-
-
 _SPREAD_SUMS = 1 << 20
 """Sums that are worth a thread of their own."""
 

@@ -40,8 +40,6 @@ from pipeplan.sharding.table import IntArray, Table, table
 from pipeplan.sharding.whole_blocks import row_for
 from pipeplan.time_limit import checkpoint
 
-__all__ = ["CostModel", "CostOptions", "TensorNeed", "cost_model"]
-
 BoolArray = npt.NDArray[np.bool_]
 
 VARIANTS = ("before", "after", "both")

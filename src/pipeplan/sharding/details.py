@@ -19,8 +19,6 @@ from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, Strategy
 from pipeplan.sharding.layouts import Layout, Move, Tensor
 from pipeplan.sharding.operators import Configuration, Numbers, OperatorScale, Splittable
 
-__all__ = ["Details", "SplitBlocks", "StageModels", "details_of", "split_blocks"]
-
 
 @dataclass(frozen=True, slots=True)
 class OperatorDetail:

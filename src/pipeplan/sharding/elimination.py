@@ -24,8 +24,6 @@ from pipeplan.sharding.table import (
 )
 from pipeplan.time_limit import checkpoint
 
-__all__ = ["ReducedPart", "Reducing", "Strategies", "Whole"]
-
 
 @dataclass(slots=True)
 class Reduced:

@@ -16,8 +16,6 @@ from pipeplan.sharding import operator_kinds as ops
 from pipeplan.sharding.operators import Axis, Splittable
 from pipeplan.sharding.whole_blocks import WholeBlock, WordTable, shards_axis, single_operator
 
-__all__ = ["Link", "OperatorGraph", "OperatorNode", "expand"]
-
 
 @dataclass(frozen=True, slots=True)
 class OperatorNode:

@@ -39,18 +39,6 @@ from pipeplan.sharding.table import (
     union,
 )
 
-__all__ = [
-    "CostEdge",
-    "CostGraph",
-    "CostNode",
-    "Expression",
-    "Strategy",
-    "Writer",
-    "contract",
-    "in_order",
-    "undominated",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class CostNode:

@@ -37,20 +37,6 @@ import numpy.typing as npt
 from pipeplan.costs.communication import BusiestPair, Combining, Exchange, busiest_pair, time_of_groups
 from pipeplan.files import Cluster
 
-__all__ = [
-    "ANY",
-    "DIMENSIONS",
-    "Layout",
-    "MeshSplit",
-    "Move",
-    "Resharding",
-    "Tensor",
-    "all_layouts",
-    "groups_along",
-    "moves_between_all",
-]
-
-
 ANY = 0
 """Size of a dimension of which is not known what divides it: whoever takes it says so."""
 

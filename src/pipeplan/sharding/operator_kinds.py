@@ -11,26 +11,6 @@ from pipeplan.costs.operators import Operator
 from pipeplan.sharding.layouts import ANY, Tensor
 from pipeplan.sharding.operators import IMAGE, InnerExchange, Numbers, Splittable, tokens
 
-__all__ = [
-    "Activation",
-    "Add",
-    "Attention",
-    "AveragePool",
-    "BatchNorm",
-    "Concatenation",
-    "Convolution",
-    "CrossAttention",
-    "Data",
-    "Embedding",
-    "FirstPlace",
-    "Loss",
-    "MaxPool",
-    "Norm",
-    "Product",
-    "Recurrent",
-    "Relu",
-]
-
 _FLOAT32 = 4
 _INT64 = 8
 

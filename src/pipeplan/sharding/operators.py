@@ -27,30 +27,6 @@ from pipeplan.costs.devices import DevicePreset, Kernel
 from pipeplan.costs.operators import Operator
 from pipeplan.sharding.layouts import ANY, Layout, MeshSplit, Resharding, Tensor, groups_along
 
-__all__ = [
-    "IMAGE",
-    "MOST_DIMENSIONS",
-    "Axis",
-    "Configuration",
-    "InnerExchange",
-    "Map",
-    "Numbers",
-    "OperatorScale",
-    "Rule",
-    "Splits",
-    "Splittable",
-    "Taken",
-    "Times",
-    "configurations",
-    "factorizations",
-    "mesh_name",
-    "recomputed",
-    "splits_of",
-    "tokens",
-    "ways_to_split",
-]
-
-
 Map = tuple[str | None, str | None, str | None]
 """Which axis of the operator each dimension of a tensor is: samples, places, features; None where it is whole."""
 

@@ -24,28 +24,6 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "CellPairs",
-    "FloatArray",
-    "IntArray",
-    "PointLimit",
-    "Points",
-    "Table",
-    "Wanted",
-    "Weights",
-    "gather",
-    "made",
-    "paired",
-    "product",
-    "reduce_points",
-    "select",
-    "spread",
-    "table",
-    "union",
-    "weighed",
-]
-
-
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 Weights = tuple[float, float]

@@ -52,8 +52,6 @@ from pipeplan.sharding.table import (
 )
 from pipeplan.time_limit import checkpoint
 
-__all__ = ["Tracked", "knee", "track"]
-
 
 @dataclass(frozen=True, slots=True)
 class PartFrontier:

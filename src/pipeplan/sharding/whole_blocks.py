@@ -19,9 +19,6 @@ from pipeplan.sharding import operator_kinds as ops
 from pipeplan.sharding.layouts import ANY, Tensor
 from pipeplan.sharding.operators import Axis, InnerExchange, Map, Numbers, Splittable, Times
 
-__all__ = ["WholeBlock", "WordTable", "row_for", "shards_axis", "single_operator"]
-
-
 _SCALED = (
     "forward_ns",
     "backward_ns",

@@ -22,8 +22,6 @@ from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import in_order
 from pipeplan.workload.task_graph import earliest_starts
 
-__all__ = ["DeviceTimes", "KindTimes", "MeasuredComparison", "compared"]
-
 _Span = tuple[int, int]
 
 

@@ -13,8 +13,6 @@ from typing import Literal
 from pipeplan.workload.task_graph import Orders, TaskGraph
 from pipeplan.workload.workload import Workload
 
-__all__ = ["CriticalStep", "Rates", "Reason", "critical_path", "in_flight", "iteration_time", "rates"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rates:

@@ -14,8 +14,6 @@ from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage
 from pipeplan.workload.kinds import Role, is_instruction
 from pipeplan.workload.workload import Workload
 
-__all__ = ["recosted", "relinked"]
-
 _Variant = bool
 """Whether backward is split."""
 _Message = tuple[int, str, int]  # source stage, payload, target stage

@@ -22,9 +22,6 @@ from pipeplan.workload.steady_state.repetend import extend
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
-__all__ = ["Simulation", "orders_of", "simulate"]
-
-
 _Name = tuple[str, str]
 """What stands before and after the micro-batch in a SEND."""
 

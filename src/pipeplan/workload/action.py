@@ -22,15 +22,6 @@ from functools import lru_cache
 
 from pipeplan.workload.kinds import RECV, SEND, Resource, Role, kind_of, role_of
 
-__all__ = [
-    "ACTION_PATTERN",
-    "KIND_PATTERN",
-    "NUMBER_PATTERN",
-    "Action",
-    "is_instruction_word",
-    "operation_of",
-]
-
 KIND_PATTERN = "([FBIW]|[A-Z]{3,24})"
 """A compute kind, or an instruction's word; ``SEND`` and ``RECV`` are taken."""
 

@@ -15,15 +15,6 @@ from fractions import Fraction
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.workload import Hold, Workload
 
-__all__ = [
-    "Recurrence",
-    "memory_recurrences",
-    "period_bound",
-    "strong_makespan_bound",
-    "weak_makespan_bound",
-    "work_bound",
-]
-
 
 def work_bound(workload: Workload) -> int:
     """Least period in ns by work alone: that of the busiest device or link per micro-batch (Tessel's GetLowerBound)."""

@@ -20,35 +20,6 @@ from pipeplan.workload.kinds import STATE_KINDS, MemoryBytes, Role, is_instructi
 from pipeplan.workload.mesh import SHARDS, Mesh
 from pipeplan.workload.samples import Slots
 
-__all__ = [
-    "MAX_DEVICES",
-    "Attribute",
-    "Bytes",
-    "Count",
-    "Dependency",
-    "Device",
-    "DeviceCount",
-    "DeviceMemory",
-    "Element",
-    "FirstProblemOnly",
-    "Hop",
-    "Index",
-    "Items",
-    "Kind",
-    "Matching",
-    "Meaning",
-    "Name",
-    "Nanoseconds",
-    "Operation",
-    "OperationId",
-    "PositiveNs",
-    "Repetend",
-    "Stage",
-    "mesh_of",
-    "slots_of",
-]
-
-
 MAX_COUNT = 1_000_000
 MAX_DEVICES = 65_536
 

@@ -12,8 +12,6 @@ from heapq import heappop, heappush
 
 from pipeplan.workload.task_graph import Orders, TaskGraph, stuck_error
 
-__all__ = ["Engine", "with_links"]
-
 
 class Engine(ABC):
     """One run of a task graph in time; a subclass is a chooser.

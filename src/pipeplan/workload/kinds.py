@@ -12,31 +12,6 @@ from enum import Enum
 from operator import add
 from typing import Any
 
-__all__ = [
-    "ACTIVATIONS",
-    "BACKWARD_ROLES",
-    "COMPUTE_KINDS",
-    "GRADIENTS",
-    "KINDS",
-    "MEMORY_KINDS",
-    "OPTIMIZER",
-    "PARAMETERS",
-    "RECV",
-    "SEND",
-    "STATE_KINDS",
-    "WORKSPACE",
-    "Kind",
-    "MemoryBytes",
-    "MemoryKind",
-    "Resource",
-    "Role",
-    "in_order",
-    "is_instruction",
-    "kind_of",
-    "payload_of",
-    "role_of",
-]
-
 
 class Role(Enum):
     """What an action is for. Compare with ``is``: members are single objects, and loops compare them often."""

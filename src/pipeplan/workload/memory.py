@@ -20,8 +20,6 @@ from pipeplan.workload.samples import Slots
 from pipeplan.workload.task_graph import Orders, TaskGraph
 from pipeplan.workload.workload import Hold, Workload
 
-__all__ = ["MemoryState", "Overflow", "capacities", "fits", "memory_levels", "num_that_fit", "overflow", "peak_memory"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Place:

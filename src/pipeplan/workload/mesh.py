@@ -11,8 +11,6 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-__all__ = ["COPIES", "PLACES", "SAMPLES", "SHARDS", "Mesh", "MeshAxis"]
-
 SAMPLES = "samples"
 """The axis along which devices share the samples."""
 

@@ -34,8 +34,6 @@ from pipeplan.workload.samples import Slots
 from pipeplan.workload.task_graph import Orders
 from pipeplan.workload.workload import Workload
 
-__all__ = ["OneMicrobatch", "Reduction", "device_groups"]
-
 
 @dataclass(frozen=True)
 class OneMicrobatch:

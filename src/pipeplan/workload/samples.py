@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Group", "Slots", "carried", "replica_samples"]
-
 Range = tuple[int, int]
 """First sample, and the one after the last."""
 

@@ -14,8 +14,6 @@ from pipeplan.workload.engine import with_links
 from pipeplan.workload.task_graph import Orders, TaskGraph, task_graph
 from pipeplan.workload.workload import Workload
 
-__all__ = ["has_parts", "in_parts", "parts_are_before", "parts_before", "whole", "with_parts", "without_parts"]
-
 
 def has_parts(workload: Workload) -> bool:
     """Whether some forward runs in parts."""

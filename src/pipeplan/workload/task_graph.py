@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pipeplan.errors import InvalidPlanError
 from pipeplan.workload.workload import Workload
 
-__all__ = ["Orders", "TaskGraph", "earliest_starts", "stuck_error", "task_graph"]
-
 Orders = Sequence[Sequence[int]]
 
 

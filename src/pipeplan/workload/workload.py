@@ -21,8 +21,6 @@ from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage
 from pipeplan.workload.kinds import ACTIVATIONS, MemoryBytes, MemoryKind, is_instruction, payload_of
 from pipeplan.workload.samples import Slots
 
-__all__ = ["Effect", "Hold", "Transfer", "Workload"]
-
 
 @dataclass(frozen=True, slots=True)
 class Transfer:

@@ -27,9 +27,6 @@ from pipeplan.partition.chain.costs import Array, ChainCosts, Fitting, StageTime
 from pipeplan.partition.chain.kernel import ShortestStages, least_split
 from pipeplan.partition.problem import Partition, PartitionProblem, Way
 
-__all__ = ["Cuts", "Planned", "Step", "Timeline", "autopipe", "measured", "plan_chain", "steps_in_order", "timeline"]
-
-
 Step = tuple[str, int, int]
 """("F" or "B", stage, micro-batch)."""
 

@@ -15,21 +15,6 @@ from numpy.typing import NDArray
 
 from pipeplan.costs import UNLIMITED, StageCost, state_of_total
 
-__all__ = [
-    "Array",
-    "Chain",
-    "ChainCosts",
-    "Fitting",
-    "FloatArray",
-    "Held",
-    "Place",
-    "Range",
-    "Repeat",
-    "StageTimes",
-    "over_all",
-]
-
-
 Range = tuple[int, int]
 """Blocks begin..end-1 of the chain."""
 

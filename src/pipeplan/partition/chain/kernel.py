@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 from pipeplan.costs import UNLIMITED
 from pipeplan.partition.chain.costs import Array
 
-__all__ = ["Cost", "Fits", "Programme", "ShortestStages", "balanced_split", "least_split", "shortest_first"]
-
 Values = NDArray[Any]
 """Integers of 64 bits, or of any size where these are too short; floats only where costs are floats."""
 

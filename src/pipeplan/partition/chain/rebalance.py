@@ -32,9 +32,6 @@ from pipeplan.costs import UNLIMITED
 from pipeplan.partition.chain.costs import Array, Chain, Held, Range
 from pipeplan.partition.chain.kernel import Cost, Fits, balanced_split, least_split
 
-__all__ = ["Allowed", "evenest", "least_short", "levelled", "run_time", "shortest_run"]
-
-
 PER_DEVICE = 4
 """Micro-batches for each device in a run: as many as where nobody says how many there are."""
 

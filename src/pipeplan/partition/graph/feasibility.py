@@ -25,9 +25,6 @@ from pipeplan.partition.graph.shapes import NEVER, Group, PartBounds, Shape
 from pipeplan.partition.problem import Way
 from pipeplan.time_limit import checkpoint
 
-__all__ = ["Entry", "EntryTrace", "Feasibility", "Solution"]
-
-
 _CHUNK = 256
 
 

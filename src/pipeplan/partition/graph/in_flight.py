@@ -27,8 +27,6 @@ from numpy.typing import NDArray
 from pipeplan.partition.problem import Way
 from pipeplan.workload.kinds import Role
 
-__all__ = ["KFKB", "Integers", "Need", "Needs", "flows", "kfkb_word", "samples_in_flight"]
-
 
 @dataclass(frozen=True, slots=True)
 class KFKB:

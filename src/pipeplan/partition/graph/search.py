@@ -14,9 +14,6 @@ from pipeplan.partition.problem import Costs, Partition, PartitionProblem, Way, 
 from pipeplan.partition.series_parallel import Part, SeriesParallel, decompose, in_line, topological_order
 from pipeplan.units import format_bytes, named_devices
 
-__all__ = ["GraphPartition", "graphpipe"]
-
-
 Staged = tuple[tuple[str, ...], Way]
 """Blocks of a stage and how it runs."""
 

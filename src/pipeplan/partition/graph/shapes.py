@@ -28,8 +28,6 @@ from pipeplan.partition.graph.in_flight import Integers, Needs
 from pipeplan.partition.problem import Costs, PartitionProblem, Way, together
 from pipeplan.partition.series_parallel import Part
 
-__all__ = ["NEVER", "Group", "PartBounds", "Shape", "Shapes", "grouped"]
-
 
 def grouped(tree: Part, weights: Mapping[str, int], grain: int) -> Part:
     """The tree with neighbours in a series, and parallel blocks, taken together while they weigh at most ``grain``."""

@@ -27,8 +27,6 @@ from pipeplan.runtime.executor.rank_program import Program, ProgramStep
 from pipeplan.runtime.executor.tensors import TensorSpec
 from pipeplan.runtime.launch.status import Cause, cause_of
 
-__all__ = ["Buffers", "Channels", "Ranks", "TransferError", "groups_of"]
-
 Ranks = tuple[int, ...]
 
 

@@ -27,8 +27,6 @@ from pipeplan.workload.action import is_instruction_word
 from pipeplan.workload.elements import Attribute
 from pipeplan.workload.kinds import is_instruction
 
-__all__ = ["Context", "CustomFunction", "CustomOpRunner", "custom_ops_of", "register"]
-
 
 @dataclass(frozen=True, slots=True)
 class HeldOutput:

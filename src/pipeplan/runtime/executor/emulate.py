@@ -39,8 +39,6 @@ from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunOptions,
 from pipeplan.runtime.launch.status import Phase, Progress, lost_others
 from pipeplan.workload.elements import Hop
 
-__all__ = ["emulate", "emulate_job"]
-
 _CPU = torch.device("cpu")
 _WORD_BYTES = 8
 _LEAST_BYTES = 1024

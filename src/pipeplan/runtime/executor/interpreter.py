@@ -22,8 +22,6 @@ from pipeplan.runtime.executor.tensors import Made, Produced, Received, Taking, 
 from pipeplan.runtime.launch.status import Cause, Phase, Progress, RankError
 from pipeplan.runtime.parallel.device import Clock, Span
 
-__all__ = ["Executor"]
-
 _Taken = tuple[Numbers, tuple[str, ...], Taking]
 """Samples, blocks, and where their tensors are."""
 

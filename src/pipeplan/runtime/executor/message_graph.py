@@ -20,17 +20,6 @@ from pipeplan.workload.elements import Dependency, Hop, Stage, slots_of
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role, is_instruction, role_of
 from pipeplan.workload.samples import replica_samples
 
-__all__ = [
-    "Hops",
-    "Message",
-    "MessageGraph",
-    "Numbers",
-    "SampleOwnership",
-    "hops_of",
-    "model_messages",
-    "planned_messages",
-]
-
 _Pair = tuple[int, int]
 _Names = tuple[str, ...]
 _Following = Mapping[str, Sequence[Dependency]]

@@ -24,8 +24,6 @@ from pipeplan.runtime.parallel.device import Clock, Mark, Span, offset_ns
 from pipeplan.runtime.parallel.sharding import WHOLE, Shards
 from pipeplan.runtime.parallel.share import Share
 
-__all__ = ["AllRanks", "ProcessGroups", "RankGroup", "TimedAction", "extent", "iteration_of", "require_alike"]
-
 
 class GroupError(TransferError):
     """An exchange failed: a rank is gone, or did not come in time. Which one the transport does not say."""

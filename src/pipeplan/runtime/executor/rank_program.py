@@ -27,8 +27,6 @@ from pipeplan.workload.elements import Attribute, Stage
 from pipeplan.workload.kinds import Role, is_instruction
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh, MeshAxis
 
-__all__ = ["CustomOpPart", "Program", "ProgramStep", "StagePart", "planned_programs", "programs_of"]
-
 Rows = tuple[Message, Numbers]
 """What a message carries of these samples."""
 

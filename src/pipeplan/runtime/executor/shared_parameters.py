@@ -26,8 +26,6 @@ from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.sharding import ParameterPart
 from pipeplan.runtime.parallel.share import Share
 
-__all__ = ["SharedParameters", "require_equal_copies"]
-
 Holder = tuple[str, str]
 """A block and the name of its parameter."""
 

@@ -27,8 +27,6 @@ from pipeplan.runtime.parallel.device import Autocast, precise
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, warn_if_nothing_waits
 from pipeplan.workload.kinds import Role
 
-__all__ = ["MiniBatch", "StageError", "StageRunner", "stage_errors"]
-
 _ANYWHERE = torch.empty(0)  # where a block is that takes nothing and has no parameters
 
 _Root = tuple[GradientEdge, Tensor]

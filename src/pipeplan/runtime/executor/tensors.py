@@ -24,18 +24,6 @@ from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.workload.kinds import Role, role_of
 from pipeplan.workload.mesh import PLACES, SAMPLES, MeshAxis
 
-__all__ = [
-    "WHOLE",
-    "Made",
-    "Produced",
-    "Received",
-    "StageLayouts",
-    "Taking",
-    "TensorLayout",
-    "TensorSlots",
-    "TensorSpec",
-]
-
 Shape = tuple[int, ...]
 
 Received = Mapping[Numbers, Sequence[tuple[str, Tensor]]]

@@ -10,8 +10,6 @@ import sys
 import threading
 from typing import Any
 
-__all__ = ["main", "take_identity"]
-
 _LIFELINE = 0  # standard input: ends with the parent
 _PR_SET_PDEATHSIG = 1
 

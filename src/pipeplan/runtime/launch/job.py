@@ -15,8 +15,6 @@ from pydantic import TypeAdapter
 from pipeplan.files import Plan, parse
 from pipeplan.runtime.launch.status import Progress
 
-__all__ = ["OnStep", "RankContext", "Report", "RunOptions", "RunResult", "StepResult", "run_job"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:

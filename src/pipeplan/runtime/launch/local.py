@@ -32,8 +32,6 @@ from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import OnStep, Report, RunOptions, RunResult, StepResult
 from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, telling, verdict
 
-__all__ = ["RANK", "Listener", "run_local", "start_timeout_ns", "watch_local"]
-
 RANK = (sys.executable, "-m", "pipeplan.runtime.launch.__main__")
 """The command of a rank."""
 

@@ -21,21 +21,6 @@ from pathlib import Path
 from pipeplan.errors import ExecutionError, PipeplanError, UsageError
 from pipeplan.units import format_ns
 
-__all__ = [
-    "Board",
-    "Cause",
-    "Failure",
-    "Phase",
-    "Progress",
-    "RankError",
-    "cause_of",
-    "culprit",
-    "lost_others",
-    "telling",
-    "verdict",
-]
-
-
 _FIELDS = 6  # phase, step, counter, peer, since_ns, process
 _CELL_BYTES = 8
 _READ_TRIES = 16

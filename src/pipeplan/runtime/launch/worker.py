@@ -28,8 +28,6 @@ from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunOptions,
 from pipeplan.runtime.launch.local import Listener, start_timeout_ns
 from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, Progress, RankError, lost_others, verdict
 
-__all__ = ["Started", "be_rank", "run_under_torchrun", "under_torchrun"]
-
 Result = TypeVar("Result")
 Work = Callable[[Report, RankContext], None]
 

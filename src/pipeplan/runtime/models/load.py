@@ -21,8 +21,6 @@ from pipeplan.runtime.models.sequential import is_plain, sequential_model
 from pipeplan.runtime.models.spec import Grain, Model
 from pipeplan.runtime.models.zoo import ZOO, zoo_model
 
-__all__ = ["found_at", "load_model", "made_by", "reference_model"]
-
 _CONFIGURATION = re.compile(r"\w+Config\s*(\(.*\))?\s*", re.DOTALL)
 
 

@@ -21,8 +21,6 @@ from pipeplan.runtime.parallel.sharding import Cut, Shards, Split
 from pipeplan.runtime.parallel.split_layers import HIDDEN, Tile, WordEmbedding
 from pipeplan.runtime.parallel.weight_grads import is_plain_embedding
 
-__all__ = ["is_plain", "sequential_model"]
-
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Of an output and targets: the sum over predictions."""
 

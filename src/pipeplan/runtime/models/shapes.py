@@ -15,8 +15,6 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.parallel.device import Autocast
 
-__all__ = ["ShapedBlock", "output_shapes", "outputs_of", "shaped_blocks"]
-
 _Call = Callable[[nn.Module, Sequence[Tensor]], object]
 
 

@@ -17,8 +17,6 @@ from pipeplan.runtime.parallel.share import Share
 from pipeplan.runtime.parallel.weight_grads import defer_weight_gradients
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh
 
-__all__ = ["Batch", "BlockSpec", "Collective", "Grain", "Model", "Output", "Texts", "placed", "tied_groups"]
-
 Grain = Literal["layer", "half", "operator"]
 """What a block is of a model that is captured: a layer, half of one, or an operator."""
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Generator, Tensor
 
-__all__ = ["batch_like", "next_tokens", "stacked", "token_batch"]
-
 _STRIDES = 8
 
 

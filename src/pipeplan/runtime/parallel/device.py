@@ -16,8 +16,6 @@ from torch import Tensor
 
 from pipeplan.errors import UsageError
 
-__all__ = ["Autocast", "Clock", "Mark", "Span", "gathered", "offset_ns", "precise", "rank_device"]
-
 Mark = int | torch.cuda.Event
 """A moment: nanoseconds of the host's clock, or an event that has still to be resolved."""
 

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 
-__all__ = ["WHOLE", "Cut", "ParameterPart", "Shards", "Slice", "Split", "share_of"]
-
 
 def range_of(total: int, count: int, index: int) -> tuple[int, int]:
     """One of ``count`` shares of ``total`` rows: first, and the one after the last. Shares differ by one at most."""

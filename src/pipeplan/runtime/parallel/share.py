@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from pipeplan.workload.mesh import SHARDS, Mesh
 
-__all__ = ["Share"]
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class Share:

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
 from pipeplan.runtime.parallel.weight_grads import embedding, linear
 
-__all__ = ["FEATURES", "HIDDEN", "RowLinear", "Tile", "WordEmbedding", "cross_entropy", "hidden_of"]
-
 HIDDEN = "hidden"
 """The axis along which an embedding's width is split: each device makes its part of every sample."""
 

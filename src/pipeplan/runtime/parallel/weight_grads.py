@@ -20,19 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = [
-    "DeferredEmbedding",
-    "DeferredLinear",
-    "WeightGradQueue",
-    "addmm",
-    "defer_weight_gradients",
-    "embedding",
-    "is_plain_embedding",
-    "linear",
-    "warn_if_few_can_wait",
-    "warn_if_nothing_waits",
-]
-
 
 class WeightGradQueue:
     """Collects the weight gradients of the backward that runs while it, and no other, is active."""

@@ -28,8 +28,6 @@ from pipeplan.runtime.profiling.instruments import (
 )
 from pipeplan.workload.elements import Bytes, Count, Items, Name, Nanoseconds
 
-__all__ = ["TIMES", "Bench", "KeptRow", "RowKey"]
-
 Time = Literal["forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns"]
 TIMES: tuple[Time, ...] = ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns")
 

@@ -23,23 +23,6 @@ from pipeplan.runtime.models.shapes import ShapedBlock, shaped_blocks
 from pipeplan.runtime.models.spec import BlockSpec, Collective, Model
 from pipeplan.workload.kinds import OPTIMIZER
 
-__all__ = [
-    "STATE_NOTES",
-    "BlockGraph",
-    "BlockNode",
-    "Kind",
-    "ModelShare",
-    "block_graph_of",
-    "costs_of",
-    "dtype_of",
-    "kinds_of",
-    "on_threads",
-    "priced_by",
-    "profile_of",
-    "splits_of",
-    "unsplit_of",
-]
-
 Kind = tuple[int, str]
 """Shards and id of the block that is measured for all like it."""
 

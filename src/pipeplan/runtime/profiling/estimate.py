@@ -42,8 +42,6 @@ from pipeplan.runtime.profiling.build_profile import (
 from pipeplan.runtime.profiling.instruments import Meter, Usage
 from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, UnfinishedProfile
 
-__all__ = ["estimate_model", "work_of_blocks"]
-
 _attention_flops: Any = sdpa_flop_count
 _attention_backward_flops: Any = sdpa_backward_flop_count
 _CPU = torch.device("cpu")

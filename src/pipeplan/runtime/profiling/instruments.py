@@ -21,20 +21,6 @@ from torch import Tensor
 
 from pipeplan.errors import ExecutionError, InfeasibleError
 
-__all__ = [
-    "Meter",
-    "Usage",
-    "blamed",
-    "drift_of",
-    "meter_for",
-    "num_outliers",
-    "saved_tensors",
-    "spread_of",
-    "steady",
-    "storages",
-    "timed",
-]
-
 T = TypeVar("T")
 
 _FEW = 6

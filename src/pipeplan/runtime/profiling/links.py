@@ -31,8 +31,6 @@ from pipeplan.runtime.launch.status import Phase, Progress, lost_others
 from pipeplan.runtime.launch.worker import Started, under_torchrun
 from pipeplan.runtime.parallel.device import Clock, gathered, rank_device
 
-__all__ = ["LinkOptions", "LinkPoint", "measure_job", "measure_links", "measure_local", "tasks_of"]
-
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 """What can be measured, in the order it is: ``send`` first, since latency and bandwidth come from it."""
 

@@ -35,8 +35,6 @@ from pipeplan.runtime.profiling.build_profile import (
 from pipeplan.runtime.profiling.instruments import drift_of, num_outliers, steady
 from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, RunCounts, UnfinishedProfile
 
-__all__ = ["profile_model"]
-
 _DRIFT = 0.1
 """A second half of the runs that is slower or faster by more than this is noted."""
 

@@ -23,8 +23,6 @@ from pipeplan.runtime.profiling.build_profile import BlockNode, Kind, ModelShare
 from pipeplan.runtime.profiling.instruments import Meter, blamed, meter_for
 from pipeplan.workload.elements import Items
 
-__all__ = ["Benches", "Progress", "RunCounter", "RunCounts", "UnfinishedProfile"]
-
 Progress = Callable[[int, int, str], None]
 """Called before each run with the runs done, all runs, and what runs now."""
 

@@ -40,8 +40,6 @@ from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder, metada
 from pipeplan.runtime.training.compatibility import require_identity
 from pipeplan.runtime.training.optimizer import Updater
 
-__all__ = ["Checkpoints", "OwnedParameter", "TrainingState"]
-
 _REST = "rest.pt"
 _PARAMETERS, _OPTIMIZER, _BUFFERS = "parameters/", "optimizer/", "buffers/"
 

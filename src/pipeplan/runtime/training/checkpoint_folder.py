@@ -22,8 +22,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from pipeplan.errors import UsageError
 
-__all__ = ["CheckpointFolder", "metadata_of", "rest_of", "undamaged"]
-
 _WHOLE = re.compile(r"step-(\d{8,})")
 _HIDDEN = ".step-*"
 

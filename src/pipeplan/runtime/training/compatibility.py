@@ -30,15 +30,6 @@ from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import Role, role_of
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, Mesh
 
-__all__ = [
-    "identity_of",
-    "other_sizes",
-    "require_agreement",
-    "require_identity",
-    "require_splittable",
-    "warn_of_other_sizes",
-]
-
 _SAMPLES = 2  # some losses compare samples with each other
 
 

@@ -24,8 +24,6 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.models.load import made_by
 from pipeplan.runtime.models.spec import Model, Texts
 
-__all__ = ["Dataset", "builtin_text", "fingerprint", "with_data"]
-
 _ONES = """
     nought one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
     eighteen nineteen

@@ -21,8 +21,6 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.models.load import made_by
 from pipeplan.runtime.training.options import LR_SCHEDULES, OPTIMIZERS, TrainOptions
 
-__all__ = ["Updater", "clip_gradients", "factor_at"]
-
 
 class Updater:
     """A rank's optimizer and learning-rate schedule; without parameters both are None. Raises UsageError."""

@@ -12,8 +12,6 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import RunOptions, RunResult
 
-__all__ = ["LR_SCHEDULES", "OPTIMIZERS", "RunOutcome", "TrainOptions"]
-
 OPTIMIZERS = {"adamw": "torch.optim:AdamW", "adam": "torch.optim:Adam", "sgd": "torch.optim:SGD"}
 """Optimizers by name."""
 

@@ -46,8 +46,6 @@ from pipeplan.runtime.training.data import with_data
 from pipeplan.runtime.training.optimizer import Updater, clip_gradients
 from pipeplan.runtime.training.options import TrainOptions
 
-__all__ = ["Trainer", "autocast_of", "train_job", "travelling"]
-
 
 def train_job(job: Report, context: RankContext) -> None:
     """The job of a rank that trains."""

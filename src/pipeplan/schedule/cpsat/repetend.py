@@ -30,8 +30,6 @@ from pipeplan.workload.one_microbatch import OneMicrobatch
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-__all__ = ["LeastPeriod", "least_period", "shortest_way_through", "solve_pattern"]
-
 _FARTHEST = 1_000
 """Micro-batches apart beyond which it tells a pattern nothing that one comes after another; times that far overflow."""
 

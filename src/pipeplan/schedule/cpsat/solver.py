@@ -14,17 +14,6 @@ from pipeplan.time_limit import Limit
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-__all__ = [
-    "SECONDS_PER_LOOK",
-    "SECONDS_PER_POLICY",
-    "SECONDS_PER_RULES",
-    "SECONDS_PER_SWEEP",
-    "Answer",
-    "Budget",
-    "load_solver",
-    "solve",
-]
-
 _POLL_SECONDS = 0.05
 
 _DETERMINISTIC_PER_SECOND = 0.2

@@ -27,8 +27,6 @@ from pipeplan.workload.task_graph import Orders, TaskGraph
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-__all__ = ["Ramps", "Rescheduled", "SlidingWindows", "WholeHorizon", "reschedule"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rescheduled:

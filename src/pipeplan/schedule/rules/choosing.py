@@ -18,8 +18,6 @@ from pipeplan.schedule.rules.settings import DeviceSettings, Resolved, Traversal
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role, role_of
 from pipeplan.workload.task_graph import TaskGraph
 
-__all__ = ["Chooser", "Obstacle"]
-
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:

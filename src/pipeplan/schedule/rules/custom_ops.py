@@ -22,8 +22,6 @@ from pipeplan.workload.kinds import Role, is_instruction
 from pipeplan.workload.samples import Slots
 from pipeplan.workload.workload import Workload
 
-__all__ = ["with_instruction", "with_instructions"]
-
 
 def with_instructions(workload: Workload, instructions: Iterable[CustomOp], cluster: Cluster | None = None) -> Workload:
     """The workload with these instructions, one after the other; later ones may stand after or before earlier ones.

@@ -28,8 +28,6 @@ from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.memory import MemoryState
 from pipeplan.workload.task_graph import TaskGraph
 
-__all__ = ["schedule_by_rules", "stuck_error", "unseparated"]
-
 _PATIENCE = 100
 """Steps without any action after which user functions that still refuse everything are taken to refuse it for good."""
 
@@ -107,20 +105,25 @@ class RulesRun(Engine):
     # what user functions see (language.State)
 
     def steps(self, device: int) -> int:
+        """Actions that a device has started."""
         return len(self.orders[device])
 
     def step_of(self, kind: str, stage: int, microbatch: int) -> int | None:
+        """When an action started; None if it has not."""
         x = self._chooser.operation(kind, stage)
         task = -1 if x is None else self.graph.offsets[x] + microbatch
         return self._begun[task] if x is not None and task < self.graph.offsets[x + 1] else None
 
     def in_flight(self, stage: int) -> int:
+        """Micro-batches of a stage between the starts of their forward and backward."""
         return self._in_flight[stage]
 
     def stages_on(self, device: int) -> Sequence[int]:
+        """The stages of a device, in order."""
         return [number for number, stage in enumerate(self.graph.workload.stages) if device in stage.devices]
 
     def ready(self, device: int, kind: str) -> Sequence[ReadyAction]:
+        """The next ready action of one kind of each of the device's stages."""
         return self._chooser.ready(device, kind)
 
     # the run
@@ -216,6 +219,7 @@ class RulesRun(Engine):
             self.start(task)
 
     def start(self, task: int) -> None:
+        """Start it, and note what that means for limits, memory and those who watch them."""
         super().start(task)
         x = self._operation_of[task]
         self._left -= 1

@@ -52,30 +52,6 @@ from pipeplan.units import parse_bytes, parse_ns
 from pipeplan.workload.action import is_instruction_word
 from pipeplan.workload.elements import Attribute
 
-__all__ = [
-    "Check",
-    "CustomOp",
-    "DeviceRules",
-    "Direction",
-    "First",
-    "Ready",
-    "ReadyAction",
-    "Rules",
-    "Settings",
-    "StageOrder",
-    "StageTraversal",
-    "State",
-    "SubmoduleRules",
-    "TypeOrder",
-    "TypeTraversal",
-    "named_rules",
-    "naming",
-    "parse_rules",
-    "read_rules",
-    "shipped_rules",
-    "to_toml",
-]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadyAction:

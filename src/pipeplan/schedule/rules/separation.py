@@ -27,8 +27,6 @@ from pipeplan.workload.memory import MemoryState, capacities, memory_levels
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
-__all__ = ["Joined", "Timed", "refill", "separate", "separated"]
-
 
 def separate(graph: TaskGraph, orders: Orders, *, tries: int | None = None) -> list[list[int]]:
     """The orders of the devices with weight gradients moved into bubbles; never longer than ``orders``.

@@ -14,8 +14,6 @@ from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.workload import Workload
 
-__all__ = ["DeviceSettings", "Resolved", "Traversal"]
-
 
 @dataclass(frozen=True, slots=True)
 class Traversal:

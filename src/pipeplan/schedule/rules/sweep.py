@@ -28,8 +28,6 @@ from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph, task_graph
 from pipeplan.workload.workload import Workload
 
-__all__ = ["Swept", "built_in_rules", "run_rules", "schedule_of_rules", "sweep", "sweeping"]
-
 
 def schedule_of_rules(workload: Workload, rules: Rules | None, budget: Budget) -> Schedule:
     """The schedule that rules make of a workload; without rules the shortest of those of the built-in ones.

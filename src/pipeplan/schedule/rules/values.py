@@ -28,25 +28,6 @@ from pydantic.fields import FieldInfo
 
 from pipeplan.errors import UsageError
 
-__all__ = [
-    "BY_NAME",
-    "NAMES",
-    "CountFromOne",
-    "CountFromZero",
-    "Limit",
-    "Number",
-    "Stated",
-    "TableError",
-    "evaluate",
-    "fields_of",
-    "in_units",
-    "says",
-    "shown",
-    "told",
-    "usage_errors",
-]
-
-
 BY_NAME = ConfigDict(populate_by_name=True)
 """Python names fields as they are; files have their alias, where there is one."""
 

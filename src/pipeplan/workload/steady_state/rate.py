@@ -20,20 +20,6 @@ from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.workload.task_graph import Orders
 from pipeplan.workload.workload import Workload
 
-__all__ = [
-    "CutOrders",
-    "Entry",
-    "link_begins",
-    "repeated",
-    "repetend_rate",
-    "require_cut",
-    "require_equal_sizes",
-    "steady_bubble_rate",
-    "steady_state",
-    "tasks_of_copy",
-]
-
-
 Entry = tuple[int, int]
 """An action or message as (item, micro-batch), where all micro-batches have one size."""
 

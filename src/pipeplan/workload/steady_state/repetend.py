@@ -28,9 +28,6 @@ from pipeplan.workload.steady_state.rate import (
 from pipeplan.workload.task_graph import Orders, TaskGraph
 from pipeplan.workload.workload import Workload
 
-__all__ = ["extend", "find_repetend"]
-
-
 _SWEPT_UNROLL = 8
 """Unrolls up to this are looked for at every moment of a run, larger ones where a sample of moments shows them."""
 

@@ -15,8 +15,6 @@ from pipeplan.runtime.models.capture.functionalize import DTYPE, LEAST, WIDER, M
 from pipeplan.runtime.models.capture.grouping import OpGroup, name_of, needed_by, taken_by
 from pipeplan.runtime.parallel.weight_grads import addmm, embedding, linear
 
-__all__ = ["BlockWriter", "Recipe"]
-
 _INITIAL_STD = 0.02
 
 

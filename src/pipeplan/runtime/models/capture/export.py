@@ -34,8 +34,6 @@ from pipeplan.runtime.models.capture.functionalize import (
     name_of_target,
 )
 
-__all__ = ["trace"]
-
 _SAMPLES = (2, 3)
 """Samples of the two exports; coprime, so that multiples of one are not multiples of the other."""
 

@@ -17,21 +17,6 @@ from torch.fx.node import map_aggregate
 
 from pipeplan.errors import UsageError
 
-__all__ = [
-    "DEVICE",
-    "DTYPE",
-    "LEAST",
-    "WIDER",
-    "CapturedGraph",
-    "Changes",
-    "Marker",
-    "OpNode",
-    "SampleCount",
-    "is_in_place",
-    "leaves_of",
-    "name_of_target",
-]
-
 _aten = torch.ops.aten
 
 

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from pipeplan.runtime.models.capture.functionalize import CapturedGraph, OpNode, name_of_target
 from pipeplan.runtime.models.spec import Grain
 
-__all__ = ["HEAVY", "VIEWS", "OpGroup", "group_operations", "joined_path", "name_of", "needed_by", "taken_by"]
-
 HEAVY = {
     "linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "scaled_dot_product_attention", "embedding",
     "embedding_bag", "conv1d", "conv2d", "conv3d", "convolution", "cross_entropy_loss", "lstm", "gru", "_grouped_mm",

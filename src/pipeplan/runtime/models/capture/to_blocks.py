@@ -24,8 +24,6 @@ from pipeplan.runtime.models.shapes import outputs_of
 from pipeplan.runtime.models.spec import Batch, BlockSpec, Grain, Model, Output, tied_groups
 from pipeplan.runtime.models.synthetic_batches import batch_like
 
-__all__ = ["capture", "parameters_of", "replay"]
-
 
 def capture(
     module: nn.Module,

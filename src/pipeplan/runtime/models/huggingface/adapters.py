@@ -19,23 +19,6 @@ from pipeplan.runtime.models.spec import Texts
 from pipeplan.runtime.models.synthetic_batches import next_tokens, stacked, token_batch
 from pipeplan.runtime.parallel.device import precise
 
-__all__ = [
-    "ATTENTION",
-    "Captions",
-    "Contents",
-    "Maker",
-    "Pairs",
-    "Translation",
-    "WordsModel",
-    "batch_of",
-    "causal",
-    "masked",
-    "paired",
-    "register_functions",
-    "texts_of",
-    "translated",
-]
-
 _IGNORED = -100
 _MASKED_EVERY = 7  # BERT masks 15 % of the words
 

@@ -33,8 +33,6 @@ from pipeplan.runtime.models.huggingface.families import (
 )
 from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Grain, Model, Texts
 
-__all__ = ["LoadedModel", "collectives_of", "load", "load_configuration"]
-
 Description = tuple[str, dict[str, Any], bool]
 """A family's ``model_type`` or class name, its keyword arguments, and whether unknown ones are mistakes."""
 

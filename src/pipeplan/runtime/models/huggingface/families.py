@@ -32,19 +32,6 @@ from pipeplan.runtime.models.huggingface.adapters import (
 )
 from pipeplan.runtime.parallel.sharding import Cut
 
-__all__ = [
-    "COLUMNS",
-    "FAMILIES",
-    "ROWS",
-    "WORDS",
-    "ModelFamily",
-    "family_of",
-    "require_divisible",
-    "share_of",
-    "split_weights",
-    "widths_of",
-]
-
 _LONGEST = 1024
 _MASKED_LONGEST = 512
 _CAPTION_LONGEST = 77  # words of CLIP's and Flava's texts

@@ -38,8 +38,6 @@ from pipeplan.runtime.models.zoo.layers import (
 from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
 from pipeplan.runtime.parallel.split_layers import WordEmbedding, hidden_of
 
-__all__ = ["TranslationSize"]
-
 _START = 0
 """The word before the decoder's first."""
 

@@ -32,9 +32,6 @@ from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
 from pipeplan.runtime.parallel.split_layers import FEATURES, Tile, WordEmbedding, hidden_of
 from pipeplan.workload.mesh import PLACES
 
-__all__ = ["GPTSize", "norm_by_operator", "operators_of_head", "operators_of_layers", "words"]
-
-
 Module = TypeVar("Module", bound=nn.Module)
 
 _EPSILON = 1e-5

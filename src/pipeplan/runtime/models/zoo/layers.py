@@ -24,29 +24,6 @@ from pipeplan.runtime.parallel.device import precise
 from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
 from pipeplan.runtime.parallel.split_layers import HIDDEN, RowLinear, Tile, cross_entropy
 
-__all__ = [
-    "WORDS",
-    "ClassHead",
-    "FeedForward",
-    "LayerStack",
-    "SelfAttention",
-    "ZooSize",
-    "columns",
-    "exchanged",
-    "halves",
-    "layers",
-    "linear",
-    "loss_exchange",
-    "num_targets",
-    "positions_of",
-    "replicated",
-    "row_linear",
-    "small",
-    "summed_loss",
-    "word_embedding",
-    "word_head",
-]
-
 WORDS = Cut(even=False)
 """Of a table, or an output layer, with a row for each word or class."""
 

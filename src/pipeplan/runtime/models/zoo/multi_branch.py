@@ -37,8 +37,6 @@ from pipeplan.runtime.parallel.device import precise
 from pipeplan.runtime.parallel.sharding import WHOLE, Shards, Split
 from pipeplan.runtime.parallel.split_layers import HIDDEN, Tile, WordEmbedding, hidden_of
 
-__all__ = ["CaptionsSize", "MultiModalSize", "RecommendationSize", "ResponseSize"]
-
 
 @dataclass(frozen=True, slots=True)
 class MultiModalSize(ZooSize):
