@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from pipeplan.cli.example_verb import example_command as command
 from pipeplan.cli.main import main
 from pipeplan.examples import MODELS, SHAPES
-from pipeplan.files import Profile, parse, read_profile
+from pipeplan.files import Profile, parse, read_profile, to_json
 from support.paths import ROOT
 
 MS = 1_000_000
@@ -46,7 +46,7 @@ def test_defaults_are_tessels_example(kind: str) -> None:
 
 def test_the_shipped_profiles_come_from_the_defaults() -> None:
     result = run("shape-nn", "--devices", "4")
-    assert result.stdout == (ROOT / "profiles" / "tessel-nn.json").read_text(encoding="utf-8")
+    assert result.stdout == to_json(read_profile(str(ROOT / "profiles" / "tessel-nn.json")))
 
 
 def test_every_flag_reaches_the_file(tmp_path: Path) -> None:

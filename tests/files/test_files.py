@@ -99,7 +99,7 @@ def remove(path: str) -> Callable[[Data], None]:
 
 PROFILE_DAMAGES = [
     (put("kind", "recipe"), "kind: Input should be 'profile', got 'recipe'"),
-    (put("schema_version", 2), "schema_version: Input should be 1, got 2"),
+    (put("schema_version", 99), "schema_version: Input should be 1"),
     (remove("name"), "name: Field required"),
     (put("nme", "x"), "nme: Extra inputs are not permitted, got 'x'"),
     (

@@ -1,7 +1,7 @@
 """Versions of files: earlier ones are read, keep their fingerprints, and are refused as clearly as today's.
 
-There is only version 1 of every kind. What comes is tried with versions made up here: profiles whose version 2 renames
-a key of blocks and adds another, and version 2 of every kind with one key more.
+What comes is tried with versions made up here, after those there are: profiles whose next version renames a key of
+blocks and adds another, and a next version of every kind with one key more.
 """
 
 from __future__ import annotations
@@ -54,8 +54,16 @@ ROOT = TESTS.parent
 RECORDED: list[dict[str, Any]] = json.loads((TESTS / "golden" / "fingerprints_1.json").read_text(encoding="utf-8"))
 """Files of version 1 with the fingerprints they had before there were versions."""
 
+VERSIONS = Path(base.__file__).parent / base.FOLDER
 CLUSTERS = ROOT / "src/pipeplan/catalog/clusters"
 SHIPPED = [*sorted((ROOT / "profiles").glob("*.json")), *sorted(CLUSTERS.glob("*.json"))]
+
+
+LAST = {kind: current_version(kind) for kind in FORMATS}
+"""The current version of every kind."""
+
+NEXT = LAST["profile"] + 1
+"""The version of profiles that is made up here."""
 
 
 # Forms and fingerprints ----------------------------------------------------------------------------------------
@@ -71,10 +79,10 @@ def test_fingerprints_stay(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_forms_give_the_text_that_models_write(path: Path) -> None:
-    content = json.loads(path.read_bytes())
-    kind = content["kind"]
-    current = form_of_version(kind, current_version(kind))
-    assert canonical_text(completed(content, current)) == parse(path.read_bytes(), FORMATS[kind]).model_dump_json()
+    kind = json.loads(path.read_bytes())["kind"]
+    read = parse(path.read_bytes(), FORMATS[kind])
+    current = form_of_version(kind, LAST[kind])
+    assert canonical_text(completed(json.loads(to_json(read)), current)) == read.model_dump_json()
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -110,12 +118,11 @@ def rewritten(rng: random.Random, content: Any, form: base.Form) -> Any:
 
 def test_every_version_has_its_form() -> None:
     assert set(FORMATS) >= {kind for kind, _ in MIGRATIONS}
-    folder = Path(base.__file__).parent / base.FOLDER
     expected = {f"{kind}.{version}.json" for kind in FORMATS for version in range(1, current_version(kind) + 1)}
-    assert {path.name for path in folder.iterdir()} == expected
+    assert {path.name for path in VERSIONS.iterdir()} == expected
 
 
-# Version 2 of profiles, made up --------------------------------------------------------------------------------
+# The next version of profiles, made up --------------------------------------------------------------------------------
 
 
 def _blocks_have_a_family(profile: Content) -> Content:
@@ -132,9 +139,9 @@ Block2 = create_model("Block2", __base__=FileModel, **_FIELDS, trainable=(bool, 
 
 
 def use(monkeypatch: pytest.MonkeyPatch, folder: Path, models: dict[str, type[File]]) -> None:
-    """Let these be the formats, and keep their forms in a folder that has those of version 1."""
+    """Let these be the formats, and keep their forms in a folder that has those of the versions there are."""
     if not (folder / "versions").exists():
-        shutil.copytree(Path(base.__file__).parent / base.FOLDER, folder / "versions")
+        shutil.copytree(VERSIONS, folder / "versions")
     monkeypatch.setattr(base, "FOLDER", str(folder / "versions"))
     for kind, model in models.items():
         monkeypatch.setitem(FORMATS, kind, model)
@@ -145,8 +152,8 @@ def use(monkeypatch: pytest.MonkeyPatch, folder: Path, models: dict[str, type[Fi
 
 @pytest.fixture
 def second(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Profile]:
-    """Profiles are at version 2."""
-    monkeypatch.setitem(MIGRATIONS, ("profile", 1), _blocks_have_a_family)
+    """Profiles are at the next version."""
+    monkeypatch.setitem(MIGRATIONS, ("profile", NEXT - 1), _blocks_have_a_family)
 
     class Profile2(Profile):
         schema_version: Annotated[int, CurrentVersion("profile")] = current_version("profile")
@@ -158,6 +165,9 @@ def second(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Profile]:
 
 OLD = RECORDED[0]
 """A profile of version 1, and below the plan that was made from it then."""
+
+AT_LAST = json.loads(to_json(parse(json.dumps(OLD["file"]), Profile)))
+"""The same, written again in the current version."""
 
 
 def old_plan() -> Plan:
@@ -205,7 +215,7 @@ def test_old_files_become_new_ones(second: type[Profile]) -> None:
     read = parse(json.dumps(OLD["file"]), second)
     assert [(block.family, block.trainable) for block in read.blocks] == [("block", True)] * 2  # type: ignore[attr-defined]  # fields of Block2
     text = to_json(read)
-    assert json.loads(text)["schema_version"] == 2
+    assert json.loads(text)["schema_version"] == NEXT
     again = parse(text, second)
     assert to_json(again) == text
     assert sha256_of(again) != sha256_of(read) == OLD["sha256"]
@@ -214,12 +224,12 @@ def test_old_files_become_new_ones(second: type[Profile]) -> None:
 
 
 def test_reading_changes_no_content(second: type[Profile]) -> None:
-    own = completed(RECORDED[2]["file"], form_of_version("profile", 1))
-    before = copy.deepcopy(own)
-    for (kind, version), migration in MIGRATIONS.items():
-        if (kind, version) == ("profile", 1):
-            migration(own)
-    assert own == before
+    content = completed(RECORDED[2]["file"], form_of_version("profile", 1))
+    for version in range(1, NEXT):
+        before = copy.deepcopy(content)
+        migrated = MIGRATIONS["profile", version](content) | {"schema_version": version + 1}
+        assert content == before
+        content = completed(migrated, form_of_version("profile", version + 1))
 
 
 def test_a_third_version_builds_on_the_second(
@@ -228,13 +238,13 @@ def test_a_third_version_builds_on_the_second(
     """Each migration gets everything there is at its version: here what the one before it left out."""
 
     def blocks_are_named(profile: Content) -> Content:
-        assert profile["schema_version"] == 2
+        assert profile["schema_version"] == NEXT
         return profile | {"title": f"{profile['name']} of {len(profile['edges'])}"}
 
     monkeypatch.setitem(
-        MIGRATIONS, ("profile", 1), lambda content: {**_blocks_have_a_family(content), "edges": content["edges"]}
+        MIGRATIONS, ("profile", NEXT - 1), lambda content: {**_blocks_have_a_family(content), "edges": content["edges"]}
     )
-    monkeypatch.setitem(MIGRATIONS, ("profile", 2), blocks_are_named)
+    monkeypatch.setitem(MIGRATIONS, ("profile", NEXT), blocks_are_named)
 
     class Profile3(second):  # type: ignore[misc, valid-type]  # a class made at run time
         schema_version: Annotated[int, CurrentVersion("profile")] = current_version("profile")
@@ -249,17 +259,17 @@ def test_a_third_version_builds_on_the_second(
 
 
 def parse_at_second(second: type[Profile]) -> Profile:
-    """The recorded profile, made anew at version 2."""
-    content = _blocks_have_a_family(OLD["file"])
-    return second.model_validate_json(json.dumps(content | {"schema_version": 2}))
+    """The recorded profile, made anew at the next version."""
+    content = _blocks_have_a_family(AT_LAST)
+    return second.model_validate_json(json.dumps(content | {"schema_version": NEXT}))
 
 
 @pytest.fixture
 def one_key_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every kind is at version 2, with a key that has a default."""
+    """Every kind is at its next version, with a key that has a default."""
     models: dict[str, type[File]] = {}
     for kind, model in FORMATS.items():
-        monkeypatch.setitem(MIGRATIONS, (kind, 1), lambda content: content)
+        monkeypatch.setitem(MIGRATIONS, (kind, LAST[kind]), lambda content: content)
         version = (Annotated[int, CurrentVersion(kind)], current_version(kind))
         models[kind] = create_model(model.__name__, __base__=model, schema_version=version, added=(int, 7))  # type: ignore[call-overload]  # fields by name
     use(monkeypatch, tmp_path, models)
@@ -268,39 +278,43 @@ def one_key_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("one_key_more")
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_files_keep_their_fingerprints(path: Path) -> None:
-    kind = json.loads(path.read_bytes())["kind"]
+    content = json.loads(path.read_bytes())
+    kind = content["kind"]
     read = parse(path.read_bytes(), FORMATS[kind])
     assert read.added == 7  # type: ignore[attr-defined]  # a field made at run time
-    content = json.loads(read.model_dump_json(exclude={"added"})) | {"schema_version": 1}
-    assert sha256_of(read) == base.sha256_of_text(canonical_text(completed(content, form_of_version(kind, 1))))
+    own = completed(content, form_of_version(kind, content["schema_version"]))
+    assert sha256_of(read) == base.sha256_of_text(canonical_text(own))
 
 
 @pytest.mark.usefixtures("one_key_more")
 @pytest.mark.parametrize("row", RECORDED, ids=lambda row: row["sha256"][:8])
 def test_recorded_files_keep_their_fingerprints(row: dict[str, Any]) -> None:
-    read = parse(json.dumps(row["file"]), FORMATS[row["file"]["kind"]])
-    assert (read.schema_version, read.added) == (2, 7)  # type: ignore[attr-defined]  # a field made at run time
+    kind = row["file"]["kind"]
+    read = parse(json.dumps(row["file"]), FORMATS[kind])
+    assert (read.schema_version, read.added) == (LAST[kind] + 1, 7)  # type: ignore[attr-defined]  # a field made at run time
     assert sha256_of(read) == row["sha256"]
 
 
 # What is refused -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [2, 0, -1, True, "1", 1.0, None, [1], 10**30])
+@pytest.mark.parametrize("given", [NEXT, 0, -1, True, "1", 1.0, None, [1], 10**30])
 def test_versions_that_are_not_known(given: object) -> None:
     with pytest.raises(FileError) as caught:
         parse(json.dumps(OLD["file"] | {"schema_version": given, "unknown": 1}), Profile, "x.json")
-    newer = type(given) is int and given > 1
+    newer = type(given) is int and given >= NEXT
     remedy = "read it with the newer pipeplan that wrote it" if newer else "say which version the file follows"
+    known = "1" if NEXT == 2 else f"1 to {NEXT - 1}"
     assert str(caught.value) == (
         "x.json: not a valid profile file (docs/schema/profile.schema.json describes it):\n"
-        f"  schema_version: Input should be 1, got {given!r}; {remedy}"
+        f"  schema_version: Input should be {known}, got {given!r}; {remedy}"
     )
 
 
 def test_versions_beyond_those_that_are_known(second: type[Profile]) -> None:
-    with pytest.raises(FileError, match="schema_version: Input should be 1 to 2, got 3; read it with the newer"):
-        parse(json.dumps(OLD["file"] | {"schema_version": 3}), second)
+    text = f"schema_version: Input should be 1 to {NEXT}, got {NEXT + 1}; read it with the newer"
+    with pytest.raises(FileError, match=text):
+        parse(json.dumps(OLD["file"] | {"schema_version": NEXT + 1}), second)
 
 
 def test_a_file_without_a_version_is_of_the_first(second: type[Profile]) -> None:
@@ -396,20 +410,20 @@ def test_a_form_is_fixed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
     (tmp_path / "schema").mkdir()
     for arguments in ([], ["--check"]):
         assert schema.main([*arguments, str(tmp_path / "schema")]) == 1
-        assert "profile.1.json is fixed, and the model differs: add a migration" in capsys.readouterr().err
+        assert f"profile.{NEXT - 1}.json is fixed, and the model differs: add a migration" in capsys.readouterr().err
     assert list((tmp_path / "schema").iterdir()) == []
     assert sorted((ROOT / "docs" / "schema").iterdir()) == before
 
 
 def test_a_new_version_gets_its_form_and_schema(second: type[Profile], tmp_path: Path) -> None:
     names = {path.name for path in (tmp_path / "versions").iterdir()}
-    assert names == {f"{kind}.1.json" for kind in FORMATS} | {"profile.2.json"}
+    assert names == {path.name for path in VERSIONS.iterdir()} | {f"profile.{NEXT}.json"}
     assert schema.main(["--check", str(tmp_path / "schema")]) == 0
-    assert schema.form_of(second.model_json_schema()) == form_of_version("profile", 2)
+    assert schema.form_of(second.model_json_schema()) == form_of_version("profile", NEXT)
 
 
 def test_chains_of_helpers_are_the_recorded_ones() -> None:
     """The plan of these tests is the recorded profile's, which says in other words that it is made up."""
     recorded = parse(json.dumps(OLD["file"]), Profile)
     profile = chain_profile(2, split=(12, 9), lag=7, weight_grad_bytes=1500)
-    assert recorded == profile.model_copy(update={"source": recorded.source})
+    assert recorded.read_as("") == profile.model_copy(update={"source": recorded.source})
