@@ -34,7 +34,7 @@ from autopipe_plans import (
 )
 from tables import machine, markdown, note
 
-from pipeplan.costs import StageCost, training_state
+from pipeplan.costs import StageCost
 from pipeplan.errors import InfeasibleError
 from pipeplan.partition.baselines import dapple, num_to_split, piper, sliced
 from pipeplan.partition.chain import Cuts, plan_chain, timeline
@@ -42,6 +42,7 @@ from pipeplan.partition.chain import autopipe as plan_depths
 from pipeplan.partition.chain.autopipe import Step
 from pipeplan.partition.chain.costs import ChainCosts
 from pipeplan.partition.problem import PartitionProblem, Pricing, Way
+from pipeplan.workload.kinds import training_state
 
 TABLE_2 = (
     (5, 7, 6, 6),

@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from tables import machine, markdown, note
 
-from pipeplan.costs import StageCost, block_state, build_workload, training_state
+from pipeplan.costs import StageCost, block_state, build_workload
 from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.costs.devices import device_preset
@@ -40,6 +40,7 @@ from pipeplan.partition.problem import Costs, Partition, PartitionProblem, Prici
 from pipeplan.partition.series_parallel import decompose
 from pipeplan.schedule.stage_graph import kfkb_orders
 from pipeplan.workload.engine import with_links
+from pipeplan.workload.kinds import training_state
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 
 DEVICES = (4, 8, 16, 32)

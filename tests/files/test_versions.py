@@ -135,7 +135,15 @@ def _blocks_have_a_family(profile: Content) -> Content:
 
 _FIELDS: dict[str, Any] = {name: (field.annotation, field) for name, field in Block.model_fields.items()}
 _FIELDS["family"] = _FIELDS.pop("operator")
-Block2 = create_model("Block2", __base__=FileModel, **_FIELDS, trainable=(bool, ...))
+
+
+class _Kept(FileModel):
+    """What a block keeps does not follow from the keys that change here."""
+
+    state = Block.state
+
+
+Block2 = create_model("Block2", __base__=_Kept, **_FIELDS, trainable=(bool, ...))
 
 
 def use(monkeypatch: pytest.MonkeyPatch, folder: Path, models: dict[str, type[File]]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from builders.chains import chain_workload
 from builders.orders import one_f_one_b
 from builders.plans import plan_of
-from pipeplan.costs import StageCost, stage_costs, training_state
+from pipeplan.costs import StageCost, stage_costs
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Block, CostRow, Edge, Profile, Source
 from pipeplan.partition.baselines import num_to_split, sliced
@@ -23,6 +23,7 @@ from pipeplan.partition.chain.costs import Array, ChainCosts, StageTimes
 from pipeplan.partition.chain.kernel import ShortestStages
 from pipeplan.partition.problem import PartitionProblem, Pricing, Way, free
 from pipeplan.simulator.simulation import simulate
+from pipeplan.workload.kinds import training_state
 from pipeplan.workload.workload import Workload
 from references.replay import replay
 

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from builders import profiles
-from pipeplan.costs import StageCost, training_state
+from pipeplan.costs import StageCost
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Block, CostRow, Placement, Profile, Source
 from pipeplan.partition import STRATEGIES, balanced_split, place
@@ -20,6 +20,7 @@ from pipeplan.partition.chain import rebalance
 from pipeplan.partition.chain.costs import Chain, Held
 from pipeplan.partition.chain.kernel import least_split
 from pipeplan.partition.chain.rebalance import least_short, levelled, shortest_run
+from pipeplan.workload.kinds import training_state
 from references.split import slow_split
 
 TIMES = st.sampled_from([0, 1, 1, 2, 3, 5, 8, 30])

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pipeplan.costs import StageCost, training_state
+from pipeplan.costs import StageCost
 from pipeplan.files import PlacedStage, Placement
 from pipeplan.partition.graph.in_flight import KFKB, flows, kfkb_word
 from pipeplan.partition.problem import Costs
-from pipeplan.workload.kinds import Role
+from pipeplan.workload.kinds import Role, training_state
 
 Edges = Sequence[tuple[str, str]]
 

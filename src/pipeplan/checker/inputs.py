@@ -12,16 +12,7 @@ from pipeplan.costs.communication import all_reduce_time
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, sha256_of
 from pipeplan.workload.elements import Dependency, Hop, Operation, Stage
-from pipeplan.workload.kinds import (
-    BACKWARD_ROLES,
-    GRADIENTS,
-    OPTIMIZER,
-    PARAMETERS,
-    STATE_KINDS,
-    MemoryBytes,
-    Role,
-    is_instruction,
-)
+from pipeplan.workload.kinds import BACKWARD_ROLES, STATE_KINDS, MemoryBytes, Role, is_instruction
 
 _EdgesByPair = dict[tuple[str, str], list[Edge]]
 
@@ -137,12 +128,9 @@ def _of_configuration(block: Block, configuration: str | None) -> Block:
 
 
 def _check_stage(number: int, stage: Stage, profile: Profile, findings: Findings) -> None:
-    """Each shard holds its part of the parameters, rounded up; gradients are as large as parameters."""
-    by_id = {block.id: block for block in profile.blocks}
-    blocks = [by_id[id_] for id_ in stage.blocks]
-    parameters = sum(-(-block.parameter_bytes // stage.shards) for block in blocks)
-    optimizer = sum(-(-block.optimizer_bytes // stage.shards) for block in blocks)
-    expected = MemoryBytes({PARAMETERS: parameters, GRADIENTS: parameters, OPTIMIZER: optimizer})
+    """Each shard holds its part of what training keeps of every block, rounded up."""
+    blocks = (block for block in profile.blocks if block.id in set(stage.blocks))
+    expected = sum((block.state.share(stage.shards) for block in blocks), MemoryBytes())
     _compare(f"stages[{number}]", stage, expected.keyed(STATE_KINDS), findings)
 
 
@@ -256,12 +244,11 @@ def _expected(plan: Plan, profile: Profile) -> _EdgesByPair:
     sent: set[tuple[object, ...]] = set()  # a tensor goes to a stage once
     for route, edge in itertools.product(sorted({route for route, _ in stage_of}), profile.edges):
         source, target = stage_of[route, edge.source], stage_of[route, edge.target]
-        if source == target or not {source, target} <= forward.keys() & back.keys():  # the latter is refused elsewhere
-            continue
-        pairs = [(forward[source], forward[target])]
-        if edge.gradient:
-            pairs.append((back[target], back[source]))
-        for pair in pairs:
+        ways = [(forward, source, target), *([(back, target, source)] if edge.gradient else [])]
+        for ids, sender, receiver in ways if source != target else ():
+            if not {sender, receiver} <= ids.keys():  # which is refused elsewhere
+                continue
+            pair = ids[sender], ids[receiver]
             if edge.tensor is None or (pair, edge.source, edge.tensor) not in sent:
                 found[pair].append(edge)
                 sent.add((pair, edge.source, edge.tensor))

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter
 from pipeplan.catalog import names, read_table
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow
-from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS, STATE_KINDS, MemoryBytes
+from pipeplan.workload.kinds import GRADIENTS, PARAMETERS, STATE_KINDS, MemoryBytes, training_state
 
 
 def block_costs(
@@ -128,11 +128,6 @@ def state_recipe(name: str) -> StateRecipe:
     return TypeAdapter(StateRecipe).validate_python(read_table("recipes", name))
 
 
-def training_state(parameter_bytes: int, optimizer_bytes: int = 0) -> MemoryBytes:
-    """What is kept of parameters throughout training, by what a profile says of them: gradients take the same."""
-    return MemoryBytes({PARAMETERS: parameter_bytes, GRADIENTS: parameter_bytes, OPTIMIZER: optimizer_bytes})
-
-
 _PER_PARAMETER_BYTE = training_state(1).total
 
 
@@ -143,7 +138,7 @@ def state_of_total(total_bytes: int, parameter_bytes: int) -> MemoryBytes:
 
 def block_state(block: Block, shards: int = 1) -> MemoryBytes:
     """What each of ``shards`` devices that split a block keeps of it throughout training."""
-    return training_state(block.parameter_bytes, block.optimizer_bytes).share(shards)
+    return block.state.share(shards)
 
 
 UNLIMITED = 1 << 60

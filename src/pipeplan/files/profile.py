@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from pipeplan.files.base import CurrentVersion, File, FileModel, Source, current_version
 from pipeplan.files.placement import Placement
 from pipeplan.workload.elements import Bytes, Count, Index, Items, Name, Nanoseconds
+from pipeplan.workload.kinds import MemoryBytes, training_state
 
 Dimension = Annotated[int, Field(ge=1, le=1_000_000_000)]  # vocabularies go above a million
 
@@ -75,6 +76,11 @@ class Block(FileModel):
     shared: Annotated[bool, Field(description="spread over all devices by placements that know shared blocks")] = False
     tied: Annotated[Name | None, Field(description="group of blocks that share one parameter")] = None
     costs: Annotated[Items[CostRow], Field(min_length=1)]
+
+    @property
+    def state(self) -> MemoryBytes:
+        """What training keeps of it, unsplit: gradients take what parameters take."""
+        return training_state(self.parameter_bytes, self.optimizer_bytes)
 
     @model_validator(mode="after")
     def _rows_are_unique(self) -> Block:

@@ -18,7 +18,7 @@ from pipeplan.schedule.classic_orders import (
     zero_bubble_v,
 )
 from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders
-from pipeplan.workload.kinds import Role
+from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.one_microbatch import OneMicrobatch
 
 Condition = Callable[[OneMicrobatch], str | None]
@@ -27,14 +27,18 @@ Condition = Callable[[OneMicrobatch], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Classic:
-    """A classic schedule: where it applies, and its orders.
+    """A classic schedule: on which placements it has a meaning, and its orders.
 
     ``automatic`` ones try many orders and take their time.
     """
 
-    applies: Condition
+    placed: Condition
     orders: Orderer
     automatic: bool = False
+
+    def applies(self, problem: OneMicrobatch) -> str | None:
+        """None, or why it has no meaning here: all of them are of training."""
+        return self.placed(problem) if any(role in BACKWARD_ROLES for role in problem.roles) else "it needs backwards"
 
 
 def always(problem: OneMicrobatch) -> None:

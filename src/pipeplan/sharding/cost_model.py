@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeplan.costs import training_state
 from pipeplan.costs.devices import PRESETS, DevicePreset, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, Profile
@@ -39,6 +38,7 @@ from pipeplan.sharding.operators import (
 from pipeplan.sharding.table import IntArray, Table, table
 from pipeplan.sharding.whole_blocks import row_for
 from pipeplan.time_limit import checkpoint
+from pipeplan.workload.kinds import training_state
 
 BoolArray = npt.NDArray[np.bool_]
 

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from pipeplan.costs import StageCost, state_of_total, training_state
+from pipeplan.costs import StageCost, state_of_total
 from pipeplan.costs.operators import Operator
 from pipeplan.errors import UsageError
 from pipeplan.sharding.cost_model import CostModel, TensorNeed
@@ -18,6 +18,7 @@ from pipeplan.sharding.expansion import Link, OperatorGraph, OperatorNode
 from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, Strategy
 from pipeplan.sharding.layouts import Layout, Move, Tensor
 from pipeplan.sharding.operators import Configuration, Numbers, OperatorScale, Splittable
+from pipeplan.workload.kinds import training_state
 
 
 @dataclass(frozen=True, slots=True)

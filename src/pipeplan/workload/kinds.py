@@ -202,3 +202,8 @@ class MemoryBytes(Mapping[MemoryKind, int]):
         found = cls.__new__(cls)
         found._sizes = tuple(sizes)
         return found
+
+
+def training_state(parameter_bytes: int, optimizer_bytes: int = 0) -> MemoryBytes:
+    """What is kept of parameters throughout training, by what a profile says of them: gradients take the same."""
+    return MemoryBytes({PARAMETERS: parameter_bytes, GRADIENTS: parameter_bytes, OPTIMIZER: optimizer_bytes})
