@@ -15,8 +15,9 @@ from pipeplan.costs.devices import PRESETS, DevicePreset, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS
 from pipeplan.examples.models import family_of
+from pipeplan.files import Block
 from pipeplan.schedule.rules.language import named_rules, shipped_rules
-from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS
+from pipeplan.workload.kinds import OPTIMIZER, PARAMETERS
 
 ROOT = Path(catalog.__file__).parent
 READERS = {"clusters", "devices", "models", "recipes", "rules"}
@@ -58,7 +59,7 @@ def test_recipes_are_read(name: str) -> None:
     tensors = sum(map(len, recipe.tensors.values()))
     assert recipe.state(10, 40).total == 40 * tensors, "all formats take as much in float32"
     assert recipe.state(10, 20).total <= 40 * tensors
-    assert recipe.state(10, 20)[PARAMETERS] == recipe.state(10, 20)[GRADIENTS] == 20
+    assert Block.kept(20, recipe.state(10, 20))["parameter_bytes"] == recipe.state(10, 20)[PARAMETERS] == 20
     assert recipe.source
 
 

@@ -94,9 +94,7 @@ _FLOAT32_BYTES = 4
 @dataclass(frozen=True, slots=True)
 class StateRecipe:
     """What training keeps for every parameter: tensors of its shape by kind of memory, each in the parameter's ``own``
-    format or in float32.
-
-    Gradients have the parameter's own in every recipe, since a profile says that they take what parameters take.
+    format or in float32. What of it a profile can say, ``Block.kept`` knows.
     """
 
     title: str
@@ -107,8 +105,8 @@ class StateRecipe:
 
     def __post_init__(self) -> None:
         unknown = self.tensors.keys() - {kind.name for kind in STATE_KINDS}
-        if unknown or self.tensors[PARAMETERS.name] != ("own",) or self.tensors[GRADIENTS.name] != ("own",):
-            raise ValueError(f"recipe {self.title!r}: unknown kinds {sorted(unknown)}, or gradients unlike parameters")
+        if unknown or self.tensors[PARAMETERS.name] != ("own",):
+            raise ValueError(f"recipe {self.title!r}: unknown kinds {sorted(unknown)}, or parameters not their own")
 
     def state(self, parameters: int, parameter_bytes: int) -> MemoryBytes:
         """Bytes by kind for a number of parameters that take ``parameter_bytes`` in all."""

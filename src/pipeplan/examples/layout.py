@@ -24,7 +24,7 @@ from pipeplan.examples.parts import (
     whole,
 )
 from pipeplan.files import Block, Edge
-from pipeplan.workload.kinds import OPTIMIZER, PARAMETERS
+from pipeplan.workload.kinds import PARAMETERS
 
 RECIPE = "mixed-precision-adam"
 """What training holds of every parameter, a recipe of the catalog."""
@@ -69,8 +69,7 @@ class ModelLayout:
             id=id_,
             operator=operator,
             dimensions=dimensions,
-            parameter_bytes=state[PARAMETERS],
-            optimizer_bytes=state[OPTIMIZER],
+            **Block.kept(state[PARAMETERS], state),
             shared=shared,
             tied=tied,
             costs=tuple(

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from pipeplan.files.base import CurrentVersion, File, FileModel, Source, current_version
 from pipeplan.files.placement import Placement
 from pipeplan.workload.elements import Bytes, Count, Index, Items, Name, Nanoseconds
-from pipeplan.workload.kinds import MemoryBytes, training_state
+from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS, MemoryBytes, training_state
 
 Dimension = Annotated[int, Field(ge=1, le=1_000_000_000)]  # vocabularies go above a million
 
@@ -76,6 +76,17 @@ class Block(FileModel):
     shared: Annotated[bool, Field(description="spread over all devices by placements that know shared blocks")] = False
     tied: Annotated[Name | None, Field(description="group of blocks that share one parameter")] = None
     costs: Annotated[Items[CostRow], Field(min_length=1)]
+
+    @staticmethod
+    def kept(parameter_bytes: int, state: MemoryBytes) -> dict[str, int]:
+        """The keys by which a block says what training keeps of it: of ``state`` what is trained, of all else nothing.
+
+        Raises:
+            ValueError: its gradients are unlike its parameters, which a profile cannot say.
+        """
+        if state[GRADIENTS] != state[PARAMETERS]:
+            raise ValueError(f"gradients of {state[GRADIENTS]} bytes for parameters of {state[PARAMETERS]}")
+        return {"parameter_bytes": parameter_bytes, "optimizer_bytes": state[OPTIMIZER]}
 
     @property
     def state(self) -> MemoryBytes:

@@ -21,7 +21,6 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Source
 from pipeplan.runtime.models.shapes import ShapedBlock, shaped_blocks
 from pipeplan.runtime.models.spec import BlockSpec, Collective, Model
-from pipeplan.workload.kinds import OPTIMIZER
 
 Kind = tuple[int, str]
 """Shards and id of the block that is measured for all like it."""
@@ -305,8 +304,7 @@ def _block(block: BlockNode, costs: Sequence[CostRow]) -> Block:
         id=block.spec.id,
         operator=block.spec.operator,
         dimensions=dict(block.spec.dimensions),
-        parameter_bytes=block.parameter_bytes,
-        optimizer_bytes=state_recipe(_RECIPE).state(block.trainable, block.trainable_bytes)[OPTIMIZER],
+        **Block.kept(block.parameter_bytes, state_recipe(_RECIPE).state(block.trainable, block.trainable_bytes)),
         tied=block.tied,
         shared=block.spec.shared,
         costs=tuple(costs),
