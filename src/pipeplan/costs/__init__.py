@@ -4,7 +4,7 @@ Here: a profile and a placement become a workload. Not here: measuring (runtime.
 clusters (catalog), what follows from costs in time (workload).
 """
 
-from pipeplan.costs.blocks import UNLIMITED, StageCost, block_costs, block_state, state_of_total
+from pipeplan.costs.blocks import UNLIMITED, StageCost, block_costs, state_of_total
 from pipeplan.costs.communication import transfer_time
 from pipeplan.costs.stages import build_workload, can_split, gradient_sync, group_costs, stage_costs
 
@@ -12,7 +12,6 @@ __all__ = [
     "UNLIMITED",
     "StageCost",
     "block_costs",
-    "block_state",
     "build_workload",
     "can_split",
     "gradient_sync",

@@ -134,11 +134,6 @@ def state_of_total(total_bytes: int, parameter_bytes: int) -> MemoryBytes:
     return training_state(parameter_bytes, total_bytes - parameter_bytes * _PER_PARAMETER_BYTE)
 
 
-def block_state(block: Block, shards: int = 1) -> MemoryBytes:
-    """What each of ``shards`` devices that split a block keeps of it throughout training."""
-    return block.state.share(shards)
-
-
 UNLIMITED = 1 << 60
 """More micro-batches than there can be, and more ns."""
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from pipeplan.costs.blocks import block_state
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.units import format_ns
 
@@ -86,7 +85,7 @@ def operator_shares(profile: Profile, size: int) -> list[OperatorShare]:
     found: dict[str, list[int]] = {}
     for block in profile.blocks:
         row = _row(block, size)
-        taken = (1, _work_ns(row), block_state(block).total, row.activation_bytes)
+        taken = (1, _work_ns(row), block.state.total, row.activation_bytes)
         found[block.operator] = [a + b for a, b in zip(found.get(block.operator, [0] * 4), taken, strict=True)]
     totals = [max(1, sum(column)) for column in zip(*found.values(), strict=True)]
     shares = [

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from pipeplan.costs.blocks import StageCost, block_costs, block_state
+from pipeplan.costs.blocks import StageCost, block_costs
 from pipeplan.costs.communication import all_reduce_time, transfer_time
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, Edge, PlacedStage, Placement, Profile
@@ -81,7 +81,7 @@ def _summed(
         ),
         weight_grad_bytes=sum(row.weight_grad_bytes for row in rows),
         workspace_bytes=max(row.workspace_bytes for row in rows),
-        state=sum((block_state(block, shards) for block in chosen), MemoryBytes()),
+        state=sum((block.state.share(shards) for block in chosen), MemoryBytes()),
     )
 
 
