@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from pipeplan.errors import InvalidPlanError
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, slots_of
 from pipeplan.workload.kinds import ACTIVATIONS, MemoryBytes, MemoryKind, is_instruction, payload_of
@@ -236,7 +237,8 @@ class Workload:
     def holds(self) -> tuple[Hold, ...]:
         """What each stage takes, with where it is given back; of what a stage holds, the oldest is given back first.
 
-        One micro-batch of a stage takes in F (and I) and gives back in B, or in I and W.
+        One micro-batch of a stage takes in F (and I) and gives back in B, or in I and W. What none gives back is
+        in no hold. Raises InvalidPlanError where an operation gives back more than is held.
         """
         found: list[Hold] = []
         for stage in range(len(self.stages)):
@@ -248,6 +250,8 @@ class Workload:
                     open_.append([x, operation.acquire_bytes])
                 left = operation.release_bytes
                 while left:
+                    if not open_:
+                        raise InvalidPlanError(f"{operation.id} gives back {left} bytes more than stage {stage} holds")
                     given = min(left, open_[0][1])
                     found.append(Hold(ACTIVATIONS, given, open_[0][0], (x,)))
                     left -= given
@@ -259,9 +263,8 @@ class Workload:
     @cached_property
     def effects(self) -> tuple[Effect, ...]:
         """[item] what each of its actions does to the memory of its devices; nothing where it is a transfer."""
-        acquire, release = [0] * len(self.operations), [0] * len(self.operations)
+        acquire, release = [operation.acquire_bytes for operation in self.operations], [0] * len(self.operations)
         for hold in self.holds:
-            acquire[hold.source] += hold.size
             if len(hold.targets) == 1:
                 release[hold.target] += hold.size
         workspace = [operation.workspace_bytes for operation in self.operations]
