@@ -85,6 +85,13 @@ SMALLEST = [min(each, key=lambda name: int(ROWS[name][0].replace(",", ""))) for 
 """Those with the fewest parameters, which the page has."""
 
 
+INPUTS = {
+    **dict.fromkeys(("gpt", "bert", "vgg", "wide-resnet", "lstm", "mmt", "candle-uno"), 1),
+    **dict.fromkeys(("encoder-decoder", "clip", "flava", "dlrm"), 2),
+}
+"""{family: blocks without a source}, of each branch where it has several."""
+
+
 def parameters(profile: Profile) -> int:
     """From the file alone: bytes of 16-bit numbers, a tied table once."""
     tables = {block.tied: block.dimensions for block in profile.blocks if block.tied}
@@ -199,10 +206,14 @@ def test_graphs_are_whole_and_end_in_one_block(name: str) -> None:
     assert nx.is_weakly_connected(graph)
     assert [node for node in graph if graph.out_degree(node) == 0] == [profile.blocks[-1].id]
     assert all(edge.bytes_per_sample > 0 for edge in profile.edges)
-    roots = sum(graph.in_degree(node) == 0 for node in graph)
-    branches = {"mmt": 4, "dlrm": 14, "candle-uno": 7, "dlrm-8": 8, "candle-uno-8": 8}
-    twofold = ("clip", "mt5", "flava", "mmt-2", "transformer")
-    assert roots == branches.get(name, 2 if any(word in name for word in twofold) else 1)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name].family in INPUTS])
+def test_graphs_begin_with_their_inputs(name: str) -> None:
+    profile, size = model(name, microbatch_sizes=[1]), MODELS[name]
+    targets = {edge.target for edge in profile.edges}
+    begins = sum(block.id not in targets for block in profile.blocks)
+    assert begins == INPUTS[size.family] * size.dimensions.get("branches", 1)
 
 
 def test_encoder_output_travels_with_the_decoder() -> None:
