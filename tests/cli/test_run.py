@@ -22,6 +22,7 @@ from pipeplan.errors import FileError, InvalidPlanError, UsageError
 from pipeplan.files import Plan, write_file
 from pipeplan.runtime.launch.job import RunResult, StepResult
 from pipeplan.runtime.training.options import TrainOptions
+from support.marks import slow_but
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
@@ -194,7 +195,7 @@ def test_local_prints_one_object(local: tuple[dict[str, Any], str, Path]) -> Non
 
 
 @needs_torch
-@pytest.mark.parametrize("blocking", [[], ["--blocking"]])
+@slow_but("blocking", [[], ["--blocking"]], lambda blocking: not blocking)
 def test_emulates_without_a_model(blocking: list[str], tmp_path: Path) -> None:
     shared = shared_workload(2, 2, lag=1000)
     path, trace = written(plan_of(shared, gpipe_orders(shared)), tmp_path), tmp_path / "trace.json"
@@ -231,6 +232,7 @@ def test_trace_has_every_action_predicted_and_measured(tiny: str, local: tuple[d
             assert [name for _, name in ran] == [text for text in program if "_" not in text]
 
 
+@pytest.mark.slow
 @needs_torch
 def test_torchrun_trains_as_local_does(tiny: str, local: tuple[dict[str, Any], str, Path]) -> None:
     """Losses to the printed digit; only rank 0 prints."""

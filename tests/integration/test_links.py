@@ -37,6 +37,7 @@ from pipeplan.workload.steady_state.rate import CutOrders
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
+from support.marks import slow_but
 
 
 def over_links(workload: Workload, occupancy: int, latency: int = 0) -> Workload:
@@ -215,7 +216,7 @@ def test_classic_schedules_over_busy_links_are_valid(name: str) -> None:
             assert simulate(plan).rates.makespan_ns == plan.predicted.makespan_ns
 
 
-@pytest.mark.parametrize(("name", "most"), [("circular", 2825), ("zbv", 2770)])
+@slow_but("name, most", [("circular", 2825), ("zbv", 2770)], lambda case: case[0] == "zbv")
 def test_search_hides_what_first_come_first_served_shows(name: str, most: int) -> None:
     """Two chunks per device, messages of 60 for actions of 50: schedules that do not know links need 3240 and more."""
     workload = slow_shape(name, 4, 8, 60)

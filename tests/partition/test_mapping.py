@@ -190,7 +190,7 @@ def test_is_nearly_always_as_good_as_every_assignment(count: int) -> None:
     assert max(losses, default=0) <= 0.25
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.integers(1_000, 10**9), st.integers(8, 24))
 def test_what_holds_for_all(seed: int, most_devices: int) -> None:
     question = random_question(seed, most_devices=most_devices)

@@ -245,6 +245,7 @@ def test_svg_escapes_names_and_drops_what_xml_does_not_allow() -> None:
     assert not list(root.iter(f"{SVG}script"))
 
 
+@pytest.mark.slow
 def test_svg_of_32768_bars_is_a_few_mebibytes() -> None:
     simulation = simulate(large_plan())
     text = timeline_svg(simulation)

@@ -17,6 +17,7 @@ from pipeplan.schedule.search import search_schedule
 from pipeplan.workload.bounds import strong_makespan_bound, work_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
+from support.marks import slow_but
 
 MS = 1_000_000
 
@@ -60,7 +61,7 @@ class TestFig11BubbleRateAgainstSpan:
 class TestFig12BubbleRateAgainstMemory:
     """VI-C: with memory 1 per forward block, more memory means fewer bubbles, down to none."""
 
-    @pytest.mark.parametrize("name", ["v", "x", "m", "nn", "k"])
+    @slow_but("name", ["v", "x", "m", "nn", "k"], lambda name: name not in ("nn", "x"))
     def test_falls_to_zero(self, name: str) -> None:
         least = 2 if name == "k" else 1  # a micro-batch of K holds a chain block and the shared one
         problems = [problem_of(name, memory=memory) for memory in range(least, 8)]

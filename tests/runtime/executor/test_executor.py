@@ -26,6 +26,7 @@ from runtime_support.plans import (
     placed_plan,
     reports_of,
 )
+from support.marks import asked_for, slow_but
 
 BRANCH_CUTS = [("a",), ("left",), ("right", "right2"), ("join",), ("side", "end")]
 BRANCH_DEVICES = {"apart": [0, 1, 2, 3, 1], "two on a device": [0, 1, 0, 2, 2], "one device": [0, 0, 0, 0, 0]}
@@ -71,12 +72,12 @@ def refused() -> dict[str, Case]:
 
 
 @pytest.fixture(scope="module")
-def reports() -> Reports:
+def reports(request: pytest.FixtureRequest) -> Reports:
     """[case][rank] what 4 real processes report, started once for all cases."""
-    return reports_of({**cases(), **refused()})
+    return reports_of({**asked_for(request, cases()), **refused()})
 
 
-@pytest.mark.parametrize("name", list(cases()))
+@slow_but("name", cases(), lambda name: not name.startswith("branches") and name != "recompute full")
 def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
     plan, options = cases()[name]
     model = runtime_models.branches() if options.model == "branches" else load_model(options.model)

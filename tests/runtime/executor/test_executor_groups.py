@@ -14,6 +14,7 @@ from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import Model
 from pipeplan.simulator.simulation import simulate
 from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, placed_plan, reports_of
+from support.marks import asked_for, slow_but
 
 BRANCHES, CHAIN, TINY = "runtime_support.models:branches", "runtime_support.models:chain", "gpt2-tiny"
 CUTS = {
@@ -65,6 +66,9 @@ def cases() -> dict[str, Case]:
     return found
 
 
+FULL = ("down and up full", "two, one, two replicas full")
+
+
 def stages_of(model: str, groups: list[Group]) -> list[PlacedStage]:
     """The model's blocks, cut, on these groups."""
     return [
@@ -85,19 +89,19 @@ def down_and_up() -> list[PlacedStage]:
 
 
 @pytest.fixture(scope="module")
-def reports() -> Reports:
+def reports(request: pytest.FixtureRequest) -> Reports:
     """[case][rank] what 4 real processes report, started once for all cases."""
-    return reports_of(cases())
+    return reports_of(asked_for(request, cases()))
 
 
-@pytest.mark.parametrize("name", list(cases()))
+@slow_but("name", cases(), lambda name: name.endswith("split") or name in FULL)
 def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
     _, options = cases()[name]
     model: Model = load_model(options.model)
     assert_as_unsplit(model, options, reports[name])
 
 
-@pytest.mark.parametrize("name", list(cases()))
+@slow_but("name", cases(), lambda name: name.endswith("split") or name in FULL)
 def test_check_accepts_it_and_its_trace_has_all_of_the_programs(name: str) -> None:
     plan, _ = cases()[name]
     check(plan).require(name)

@@ -24,6 +24,7 @@ from pipeplan.runtime.training.options import TrainOptions
 from runtime_support import models as runtime_models
 from runtime_support.faults import MARK, left_over
 from runtime_support.plans import model_plan, placed_plan
+from support.marks import slow_but
 
 TRAIN = "pipeplan.runtime.training.trainer:train_job"
 SECOND = 10**9
@@ -98,8 +99,8 @@ def test_a_stopped_rank(mark: str) -> None:
     assert "raise --timeout (now 2s)" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("model", "timeout_s", "told"),
+@slow_but(
+    "model, timeout_s, told",
     [
         (
             "share_killed",
@@ -109,6 +110,7 @@ def test_a_stopped_rank(mark: str) -> None:
         ("share_raising", NO_END, r"^rank 1 failed in 0F1 \(step 1, .*\): block 'b0': ValueError: boom$"),
         ("share_stopped", 2, r"^rank 1 hangs in 0F1 \(step 1, .*raise --timeout \(now 2s\)$"),
     ],
+    lambda case: case[0] == "share_raising",
 )
 def test_a_rank_that_others_wait_for_inside_a_split_block(model: str, timeout_s: float, told: str, mark: str) -> None:
     error = failure_of(model, 3, timeout_s, split_plan())

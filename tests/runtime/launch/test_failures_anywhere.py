@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pipeplan.files import PlacedStage, Plan
 from pipeplan.runtime.training.options import TrainOptions
 from runtime_support import models as runtime_models
@@ -57,6 +59,7 @@ def test_ends_with_one_message_and_no_process_left(name: str) -> None:
     assert ending.checkpoint_loads, "there is one behind every step, whole whatever happens"
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_does_not_hold_up_torchrun() -> None:
     """It could not take the signal that torchrun ends it with."""
     fault = Fault("stopped", 0, step=1, counter=counter_of(split_chain(), 0, "W"))

@@ -164,6 +164,7 @@ def test_a_given_cluster_keeps_its_figures_and_gets_the_curves_in_place_of_its_o
     assert found.source.notes.startswith(paper.source.notes)
 
 
+@pytest.mark.slow
 def test_two_hosts_give_two_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(link_rank.PLAY, "two-hosts")
     found, _, kept = measured(4, replace(FEW, operations=("send", "all_reduce"), largest_bytes=4096))
@@ -240,6 +241,7 @@ def test_torchrun_writes_on_rank_0(tmp_path: Path) -> None:
     assert [curve.operation for curve in found.measured] == ["send", "all_reduce"]
 
 
+@pytest.mark.slow
 def test_torchrun_names_the_rank_and_keeps_the_sends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(link_rank.PLAY, "raises")
     ended = torchrun(tmp_path / "cluster.json")

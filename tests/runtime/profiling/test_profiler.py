@@ -25,6 +25,7 @@ from pipeplan.runtime.profiling import instruments
 from pipeplan.runtime.profiling.build_profile import block_graph_of
 from pipeplan.runtime.profiling.instruments import meter_for, saved_tensors, storages
 from pipeplan.runtime.profiling.measure import profile_model
+from pipeplan.workload.kinds import PARAMETERS
 from support.paths import ROOT
 
 WIDTH = 8
@@ -308,7 +309,7 @@ def test_stages_add_up() -> None:
     stage = stage_costs(apart, ["b", "c", "d"], 16)
     assert stage.activation_bytes == row_of(whole, "b", 16).activation_bytes
     assert stage.weight_grad_bytes == row_of(whole, "b", 16).weight_grad_bytes
-    assert stage.parameter_bytes == whole.blocks[1].parameter_bytes
+    assert stage.state[PARAMETERS] == whole.blocks[1].parameter_bytes
 
 
 class Scratch(nn.Module):

@@ -76,7 +76,7 @@ def operators_as(*turns: str) -> Plan:
     return placed_plan(model, [stage], num_microbatches=3, microbatch_size=4)
 
 
-SLOW = ("and the other way round", "whole, then split over three", "branches")
+SLOW = ("tiles, then other tiles, then stages", "and the other way round", "whole, then split over three", "branches")
 """Of the pairs."""
 
 
