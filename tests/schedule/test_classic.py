@@ -6,6 +6,7 @@ time from a device's first action to its last that counts, as the zero-bubble pa
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from pipeplan.workload.memory import fits, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 from support.marks import slow_but
+from support.paths import ROOT
 
 
 def problem_of(
@@ -124,30 +126,36 @@ def most_in_flight(problem: OneMicrobatch, order: list[int]) -> int:
     return most
 
 
-WHERE = {
-    "gpipe": [*SHAPES, "v split", "circular split", "zbv split", "x split", "waves", "waves split"],
-    "1f1b": ["v", "v split"],
-    "zb-h1": ["v split"],
-    "zb-h2": ["v split"],
-    "zb-1p": ["v split"],
-    "zb-2p": ["v split"],
-    "zb-auto": ["v split"],
-    "interleaved-1f1b": ["circular", "circular split"],
-    "interleaved-zb": ["circular split"],
-    "looped-bfs": ["circular", "circular split"],
-    "zb-v": ["zbv split"],
-    "v-half": ["zbv split"],
-    "v-min": ["zbv split"],
-    "dualpipe-v": ["zbv", "zbv split"],
-    "hanayo": ["zbv", "zbv split", "waves", "waves split"],
-    "1f1b+": ["m", "mllm", "nn"],
-    "chimera": ["x", "x split"],
-    "kfkb": ["v", "v split"],
-    "greedy": [*SHAPES, "v split", "circular split", "zbv split", "x split", "waves", "waves split"],
-}
-"""The cases each is for: a shape of the literature, or two waves (four chunks); whole backward or split."""
+CASES = [*SHAPES, "v split", "circular split", "zbv split", "x split", "waves", "waves split"]
+"""A shape of the literature, or two waves (four chunks); whole backward or split."""
 
-CASES = WHERE["gpipe"]
+STAGES = {
+    "any": [*SHAPES, "waves"],
+    "one per device": ["v"],
+    "C in turn": ["circular"],
+    "two, down and up": ["zbv"],
+    "2 per wave, down and up": ["zbv", "waves"],
+    "two chains, both ways": ["x"],
+    "a chain, and stages on all devices": ["m", "mllm", "nn"],
+    "a graph, one per device, sizes of their own": ["v"],
+    "a graph, any placement, sizes of their own": [*SHAPES, "waves"],
+}
+"""The cases, without backward, of what the table says under "stages"."""
+
+BACKWARD = {"either": ("", " split"), "split": (" split",), "whole": ("",)}
+
+
+def documented() -> dict[str, list[str]]:
+    """{schedule: the cases it is for}, as the table of docs/algorithms/schedules.md says."""
+    page = (ROOT / "docs" / "algorithms" / "schedules.md").read_text(encoding="utf-8")
+    found = {}
+    for names, stages, backward in re.findall(r"^\| (`.*?) \| (.*?) \| (either|split|whole) \|", page, re.MULTILINE):
+        wanted = {f"{stage}{ending}" for stage in STAGES[stages] for ending in BACKWARD[backward]}
+        found |= {name: [case for case in CASES if case in wanted] for name in re.findall("`(.*?)`", names)}
+    return found
+
+
+WHERE = documented()
 
 
 def case(name: str, num_devices: int = 4, num_microbatches: int = 8) -> OneMicrobatch:
@@ -159,7 +167,7 @@ def case(name: str, num_devices: int = 4, num_microbatches: int = 8) -> OneMicro
 
 class TestEveryClassic:
     def test_each_applies_where_it_should(self) -> None:
-        """And a reason where it does not."""
+        """Where the page's table says; and a reason where it does not."""
         assert set(WHERE) == set(CLASSIC)
         for scheduler, names in WHERE.items():
             reasons = {name: CLASSIC[scheduler].applies(case(name)) for name in CASES}
