@@ -23,8 +23,8 @@ from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.examples import model
 from pipeplan.files import Plan, Profile
-from pipeplan.partition import place
 from pipeplan.partition.chain.costs import Chain
+from pipeplan.partition.placement import place
 from pipeplan.planning import Batch, PlacementCandidate, Request, tune
 from pipeplan.planning.build_plan import planned
 from pipeplan.planning.trials import Trial, iteration_of

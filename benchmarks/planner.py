@@ -14,7 +14,7 @@ from pathlib import Path
 from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import read_profile
-from pipeplan.partition import STRATEGIES
+from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning import Batch, Request, Result, search_plan
 
 PROFILES = Path(__file__).parents[1] / "profiles"

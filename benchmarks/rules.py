@@ -26,7 +26,7 @@ from tables import machine, markdown, note
 from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import Edge, Placement, Profile
-from pipeplan.partition import place
+from pipeplan.partition.placement import place
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules.sweep import Swept, built_in_rules, sweep
 from pipeplan.schedule.search import search_schedule

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pipeplan.files import read_profile as read_profile
     from pipeplan.files import write_file as write_file
     from pipeplan.files import write_text as write_text
-    from pipeplan.partition import STRATEGIES as STRATEGIES
+    from pipeplan.partition.strategies import STRATEGIES as STRATEGIES
     from pipeplan.planning import Comparison as Comparison
     from pipeplan.planning import FrontierResult as FrontierResult
     from pipeplan.planning import Mode as Mode
@@ -58,7 +58,7 @@ _PARTS = {
         *("Cluster", "Plan", "Profile"),
         *("read_cluster", "read_plan", "read_profile", "write_file", "write_text"),
     ),
-    "pipeplan.partition": ("STRATEGIES",),
+    "pipeplan.partition.strategies": ("STRATEGIES",),
     "pipeplan.planning": ("Request", "Splitting", "frontier_request"),
     "pipeplan.planning.frontier_result": ("request_notes",),
     "pipeplan.runtime.profiling.links": ("LinkOptions",),

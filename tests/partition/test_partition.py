@@ -14,12 +14,13 @@ from builders import profiles
 from pipeplan.costs import StageCost
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Block, CostRow, Placement, Profile, Source
-from pipeplan.partition import STRATEGIES, balanced_split, place
 from pipeplan.partition.chain import kernel as chain_kernel
 from pipeplan.partition.chain import rebalance
 from pipeplan.partition.chain.costs import Chain, Held
-from pipeplan.partition.chain.kernel import least_split
+from pipeplan.partition.chain.kernel import balanced_split, least_split
 from pipeplan.partition.chain.rebalance import least_short, levelled, shortest_run
+from pipeplan.partition.placement import place
+from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.workload.kinds import training_state
 from references.split import slow_split
 

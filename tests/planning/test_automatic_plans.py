@@ -9,7 +9,7 @@ from builders.requests import request_of
 from pipeplan.checker import check
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Block, Cluster, CostRow, DeviceKind, Edge, LinkLevel, Plan, Profile, Source, parse, to_json
-from pipeplan.partition import STRATEGIES
+from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning import Batch, search_plan
 from pipeplan.simulator.simulation import simulate
 

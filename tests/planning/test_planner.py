@@ -14,7 +14,7 @@ from pipeplan.costs import clusters as testbeds
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import shape
 from pipeplan.files import Block, Cluster, Profile, read_profile
-from pipeplan.partition import STRATEGIES
+from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning import Batch, Result, search_plan
 from pipeplan.units import parse_bytes
 from support.paths import ROOT

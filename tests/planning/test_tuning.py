@@ -13,7 +13,8 @@ from pipeplan.costs import build_workload
 from pipeplan.costs import clusters as testbeds
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import read_profile
-from pipeplan.partition import STRATEGIES, place
+from pipeplan.partition.placement import place
+from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning import Batch, Request, Tuning, tune
 from pipeplan.planning.candidates import grid
 from pipeplan.planning.tuning_cells import cell_of, rows_of

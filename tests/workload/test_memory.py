@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from random import Random
 
 import networkx as nx
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from builders.chains import chain_workload
 from builders.drawn import placed, placed_chains, workloads
 from builders.orders import random_orders
 from pipeplan.checker.facts import Facts, Findings
 from pipeplan.checker.programs import Programs
 from pipeplan.checker.timeline import check_memory
+from pipeplan.errors import InvalidPlanError
 from pipeplan.planning.build_plan import assemble
 from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes, MemoryKind
 from pipeplan.workload.memory import MemoryState, memory_levels, peak_memory
@@ -44,6 +48,23 @@ def checked(facts: Facts, orders: Orders) -> tuple[int, ...]:
     entry = {first[x] + number: (x, number) for x, count in enumerate(facts.counts) for number in range(count)}
     compute = [[entry[task] for task in order] for order in orders]
     return check_memory(facts, Programs(compute, compute, [{} for _ in orders]), Findings())
+
+
+def test_what_gives_back_more_than_is_held_is_said() -> None:
+    workload = chain_workload(2, 3)
+    operations = tuple(
+        replace(each, release_bytes=each.release_bytes + 7) if each.id == "1B" else each for each in workload.operations
+    )
+    with pytest.raises(InvalidPlanError, match=r"^1B gives back 7 bytes more than stage 1 has taken.*release_bytes"):
+        peak_memory(task_graph(replace(workload, operations=operations)), [[], []])
+
+
+def test_what_is_never_given_back_stays_held() -> None:
+    workload = chain_workload(2, 3)
+    kept = tuple(replace(each, acquire_bytes=5, release_bytes=0) for each in workload.operations)
+    graph = task_graph(replace(workload, operations=kept))
+    orders = [[task for task in range(graph.num_tasks) if device in graph.devices_of(task)] for device in range(2)]
+    assert [memory.activation_bytes for memory in peak_memory(graph, orders)] == [5 * 2 * 3] * 2
 
 
 @settings(max_examples=200)

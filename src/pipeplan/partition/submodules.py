@@ -13,7 +13,8 @@ from fnmatch import fnmatchcase
 from pipeplan.costs import group_costs
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import PlacedStage, Placement, Profile
-from pipeplan.partition.placement import STRATEGIES, Cut, in_topological_order, place
+from pipeplan.partition.placement import Cut, in_topological_order, place
+from pipeplan.partition.strategies import STRATEGIES
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,13 @@ from pipeplan.costs import StageCost
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Block, Placement, Profile
-from pipeplan.partition import STRATEGIES, can_spread, place, place_submodules
 from pipeplan.partition.baselines import dapple, pipedream, piper
 from pipeplan.partition.chain import autopipe
 from pipeplan.partition.graph import graphpipe
-from pipeplan.partition.placement import Cut
+from pipeplan.partition.placement import Cut, can_spread, place
 from pipeplan.partition.problem import Partition, PartitionProblem, free
+from pipeplan.partition.strategies import STRATEGIES
+from pipeplan.partition.submodules import place_submodules
 from pipeplan.planning.request import SUBMODULES, Batch, Request, submodules_of
 from pipeplan.time_limit import Limit, TimeUpError
 

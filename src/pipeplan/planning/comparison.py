@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from pipeplan.errors import InfeasibleError, InvalidPlanError, SearchTimeoutError, UsageError
 from pipeplan.files import Placement
-from pipeplan.partition import STRATEGIES
+from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Request

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeplan.partition.placement import STRATEGIES
+from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.schedule.classic_orders import (
     Orderer,
     as_given,

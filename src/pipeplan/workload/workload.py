@@ -251,7 +251,10 @@ class Workload:
                 left = operation.release_bytes
                 while left:
                     if not open_:
-                        raise InvalidPlanError(f"{operation.id} gives back {left} bytes more than stage {stage} holds")
+                        raise InvalidPlanError(
+                            f"{operation.id} gives back {left} bytes more than stage {stage} "
+                            "has taken by then; lower its release_bytes, or raise acquire_bytes before it"
+                        )
                     given = min(left, open_[0][1])
                     found.append(Hold(ACTIVATIONS, given, open_[0][0], (x,)))
                     left -= given

@@ -83,7 +83,7 @@ def fields_of(stated: Any) -> dict[str, FieldInfo]:
 
 def usage_errors(cls: _Class) -> _Class:
     """A class whose constructor raises UsageError where its arguments are wrong."""
-    plain, names = cls.__init__, list(fields_of(cls))  # type: ignore[misc]  # the class's own
+    plain, names = cls.__init__, list(fields_of(cls))  # type: ignore[misc]  # only of this class, not of subclasses
 
     @wraps(plain)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -92,7 +92,7 @@ def usage_errors(cls: _Class) -> _Class:
         except ValidationError as error:
             raise UsageError(told(error)) from None
 
-    cls.__init__ = init  # type: ignore[misc]  # calls the one it replaces
+    cls.__init__ = init  # type: ignore[misc]  # a constructor with the same arguments
     return cls
 
 

@@ -9,6 +9,7 @@ between blocks, are whole on every device.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +36,7 @@ _LOSS_NUMBERS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class ZooSize:
+class ZooSize(ABC):
     """Dimensions of a model of the zoo; each family adds its own, and makes a model of them."""
 
     @property
@@ -47,9 +48,9 @@ class ZooSize:
         """The whole model, which can be cut into models of which every block is one device's share."""
         return replace(self._model(name, WHOLE), sharded=lambda count: self._model(name, Shards(count)))
 
+    @abstractmethod
     def _model(self, name: str, shards: Shards) -> Model:
         """The model, or one device's share of it."""
-        raise NotImplementedError
 
 
 def columns(name: str, *, parts: int = 1, biased: bool = True) -> dict[str, Cut]:
