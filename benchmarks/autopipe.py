@@ -37,9 +37,8 @@ from tables import machine, markdown, note
 from pipeplan.costs import StageCost
 from pipeplan.errors import InfeasibleError
 from pipeplan.partition.baselines import dapple, num_to_split, piper, sliced
-from pipeplan.partition.chain import Cuts, plan_chain, timeline
-from pipeplan.partition.chain import autopipe as plan_depths
-from pipeplan.partition.chain.autopipe import Step
+from pipeplan.partition.chain.autopipe import Cuts, Step, plan_chain, timeline
+from pipeplan.partition.chain.autopipe import autopipe as plan_depths
 from pipeplan.partition.chain.costs import ChainCosts
 from pipeplan.partition.problem import PartitionProblem, Pricing, Way
 from pipeplan.workload.kinds import training_state

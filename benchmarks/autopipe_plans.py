@@ -21,9 +21,8 @@ from pipeplan.costs.devices import device_preset
 from pipeplan.examples import model
 from pipeplan.files import Cluster
 from pipeplan.partition.baselines import dapple, latency, piper
-from pipeplan.partition.chain import Cuts, plan_chain
-from pipeplan.partition.chain import autopipe as plan_depths
-from pipeplan.partition.chain.autopipe import Step
+from pipeplan.partition.chain.autopipe import Cuts, Step, plan_chain
+from pipeplan.partition.chain.autopipe import autopipe as plan_depths
 from pipeplan.partition.chain.costs import ChainCosts, StageTimes
 from pipeplan.partition.problem import Partition, PartitionProblem, Pricing, Way, together
 

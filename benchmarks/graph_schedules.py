@@ -24,7 +24,7 @@ from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.examples import model
 from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Source
-from pipeplan.partition.graph import graphpipe
+from pipeplan.partition.graph.search import graphpipe
 from pipeplan.partition.problem import PartitionProblem
 from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders, kfkb_orders
 from pipeplan.workload.engine import with_links

@@ -70,7 +70,10 @@ def lines_of_code(module: Module) -> int:
 
 
 def imports_of(module: Module, names: set[str]) -> set[str]:
-    """The modules of the package that a module imports, wherever in it the import stands."""
+    """The modules of the package that a module imports, wherever in it the import stands, and packages that this runs.
+
+    To import a module is to import the packages it lies in, other than those that the importing module lies in, too.
+    """
     package = module.name if module.is_package else module.name.rpartition(".")[0]
     found: set[str] = set()
     for node in ast.walk(module.tree):
@@ -82,7 +85,14 @@ def imports_of(module: Module, names: set[str]) -> set[str]:
             for alias in node.names:
                 inner = f"{origin}.{alias.name}"
                 found.add(inner if inner in names else origin)
-    return (found & names) - {module.name}
+    packages = {outer for name in found & names for outer in outer_packages(name)}
+    return (found & names) - {module.name} | packages - {module.name, *outer_packages(module.name)}
+
+
+def outer_packages(name: str) -> set[str]:
+    """The packages that a module lies in."""
+    parts = name.split(".")
+    return {".".join(parts[:depth]) for depth in range(1, len(parts))}
 
 
 def cycles(edges: Iterable[tuple[str, str]]) -> list[list[str]]:

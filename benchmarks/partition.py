@@ -34,7 +34,7 @@ from pipeplan.examples.models import family_of
 from pipeplan.examples.parts import Stack
 from pipeplan.files import Cluster, Edge, PlacedStage, Placement, Profile, Source
 from pipeplan.partition.baselines import pipedream, piper
-from pipeplan.partition.graph import graphpipe
+from pipeplan.partition.graph.search import graphpipe
 from pipeplan.partition.graph.shapes import grouped
 from pipeplan.partition.problem import Costs, Partition, PartitionProblem, Pricing, Way, together
 from pipeplan.partition.series_parallel import decompose

@@ -13,6 +13,7 @@ from pkgutil import resolve_name
 from types import CodeType, FrameType
 from typing import Any
 
+import networkx
 import pytest
 
 from builders.profiles import profile_of
@@ -149,6 +150,34 @@ def test_imports_follow_the_picture() -> None:
         name for module in modules() if module.startswith(f"{RUNTIME}.executor.") for name in imports_of(module)
     }
     assert {name for name in executor if name.startswith(f"{RUNTIME}.models")} == {SPEC}
+
+
+def packages_of(module: str) -> set[str]:
+    """The packages that a module lies in."""
+    parts = module.split(".")
+    return {".".join(parts[:depth]) for depth in range(1, len(parts))}
+
+
+def test_no_module_is_needed_for_its_own_import() -> None:
+    """Imports inside functions count, and so do the packages around a module, which its import runs."""
+    edges = []
+    for module in modules():
+        for name in imports_of(module) & set(modules()):
+            around = packages_of(name) - packages_of(module) - {module}
+            edges += [(module, other) for other in {name, *around}]
+    groups = networkx.strongly_connected_components(networkx.DiGraph(edges))
+    assert [sorted(group) for group in groups if len(group) > 1] == []
+
+
+def test_a_class_is_defined_in_one_module() -> None:
+    """A leading underscore not counted: a word has one meaning."""
+    where: dict[str, set[str]] = {}
+    for module, path in modules().items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name.lstrip("_"), set()).add(module)
+    assert len(where) > 400
+    assert {name: found for name, found in where.items() if len(found) > 1} == {}
 
 
 def test_the_heavy_ones_are_where_the_page_says() -> None:

@@ -17,9 +17,8 @@ from pipeplan.costs import StageCost, stage_costs
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Block, CostRow, Edge, Profile, Source
 from pipeplan.partition.baselines import num_to_split, sliced
-from pipeplan.partition.chain import Cuts, Fitting, autopipe, plan_chain, timeline
-from pipeplan.partition.chain.autopipe import measured
-from pipeplan.partition.chain.costs import Array, ChainCosts, StageTimes
+from pipeplan.partition.chain.autopipe import Cuts, autopipe, measured, plan_chain, timeline
+from pipeplan.partition.chain.costs import Array, ChainCosts, Fitting, StageTimes
 from pipeplan.partition.chain.kernel import ShortestStages
 from pipeplan.partition.problem import PartitionProblem, Pricing, Way, free
 from pipeplan.simulator.simulation import simulate

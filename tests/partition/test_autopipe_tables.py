@@ -18,9 +18,8 @@ from pipeplan.costs.devices import device_preset
 from pipeplan.examples import model
 from pipeplan.files import PlacedStage
 from pipeplan.partition.baselines import dapple, num_to_split, sliced
-from pipeplan.partition.chain import Cuts, Fitting, autopipe, plan_chain, timeline
-from pipeplan.partition.chain.autopipe import Step
-from pipeplan.partition.chain.costs import ChainCosts, StageTimes
+from pipeplan.partition.chain.autopipe import Cuts, Step, autopipe, plan_chain, timeline
+from pipeplan.partition.chain.costs import ChainCosts, Fitting, StageTimes
 from pipeplan.partition.problem import PartitionProblem
 
 DEVICE = "rtx3090-24gb"

@@ -12,8 +12,8 @@ from pipeplan.errors import InfeasibleError
 from pipeplan.examples import model
 from pipeplan.files import Block, CostRow, Edge, Placement, Profile, Source
 from pipeplan.partition.baselines import pipedream, piper
-from pipeplan.partition.graph import GraphPartition, graphpipe
 from pipeplan.partition.graph.in_flight import KFKB, samples_in_flight
+from pipeplan.partition.graph.search import GraphPartition, graphpipe
 from pipeplan.partition.problem import Costs, Partition, PartitionProblem, Pricing, Way
 from pipeplan.partition.series_parallel import topological_order
 from pipeplan.schedule.stage_graph import kfkb_orders

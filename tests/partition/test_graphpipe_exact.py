@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeplan.errors import InfeasibleError
-from pipeplan.partition.graph import GraphPartition, graphpipe, in_flight
+from pipeplan.partition.graph import in_flight
 from pipeplan.partition.graph import shapes as shapes_module
 from pipeplan.partition.graph.in_flight import KFKB, samples_in_flight
+from pipeplan.partition.graph.search import GraphPartition, graphpipe
 from pipeplan.partition.problem import Costs, PartitionProblem, Pricing, Way, together
 from pipeplan.partition.series_parallel import Part, decompose, in_line, topological_order
 from references.stage_validity import StageGraph, costs_of, problems_of

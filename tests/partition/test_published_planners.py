@@ -16,7 +16,7 @@ from builders import profiles
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import CostRow, PlacedStage, Profile
 from pipeplan.partition.baselines import dapple, downsets, latency, pipedream, piper
-from pipeplan.partition.chain import timeline
+from pipeplan.partition.chain.autopipe import timeline
 from pipeplan.partition.chain.costs import StageTimes
 from pipeplan.partition.problem import Partition, PartitionProblem, Way
 

@@ -13,8 +13,8 @@ from pipeplan.costs.communication import all_reduce_time
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Block, Placement, Profile
 from pipeplan.partition.baselines import dapple, pipedream, piper
-from pipeplan.partition.chain import autopipe
-from pipeplan.partition.graph import graphpipe
+from pipeplan.partition.chain.autopipe import autopipe
+from pipeplan.partition.graph.search import graphpipe
 from pipeplan.partition.placement import Cut, can_spread, place
 from pipeplan.partition.problem import Partition, PartitionProblem, free
 from pipeplan.partition.strategies import STRATEGIES

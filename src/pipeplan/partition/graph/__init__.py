@@ -3,7 +3,3 @@
 Here: the search over series-parallel parts, its bounds and its memory. Not here: chains (chain), schedules of stage
 graphs (schedule.stage_graph).
 """
-
-from pipeplan.partition.graph.search import GraphPartition, graphpipe
-
-__all__ = ["GraphPartition", "graphpipe"]
