@@ -52,6 +52,8 @@ def warm_left_over() -> list[int]:
 def _start_server() -> None:
     _SERVER.set_forkserver_preload(list(PRELOADED))
     with mock.patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="ERROR"):  # torch reads it once
+        for name in [name for name in os.environ if name.startswith("PIPEPLAN_TEST_")]:
+            del os.environ[name]  # it outlives the test that starts it
         forkserver.ensure_running()
 
 
