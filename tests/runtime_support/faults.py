@@ -120,9 +120,7 @@ def left_over(word: str) -> list[int]:
     return [pid for pid in found if pid != os.getpid()] + warm_left_over()
 
 
-def run_with(
-    fault: Fault, plan: Plan, options: TrainOptions, *, torchrun: bool = False, warm: bool = False
-) -> Ending:
+def run_with(fault: Fault, plan: Plan, options: TrainOptions, *, torchrun: bool = False, warm: bool = False) -> Ending:
     """Run a plan with a fault in it, with a timeout of 2 s, clipped gradients, and a checkpoint behind every step.
 
     Under torchrun only faults in actions are known by their messages.
