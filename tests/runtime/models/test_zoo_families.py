@@ -24,8 +24,8 @@ from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.shapes import ShapedBlock, output_shapes, shaped_blocks
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.models.zoo import ZOO
+from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.sharding import Shards
-from pipeplan.runtime.parallel.share import Share
 from pipeplan.runtime.profiling.estimate import estimate_model
 from pipeplan.runtime.training.options import TrainOptions
 from runtime_support.plans import Unsplit, placed_plan

@@ -20,9 +20,9 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.executor.channels import Ranks, TransferError, groups_of
 from pipeplan.runtime.launch.status import Phase, Progress, cause_of, lost_others
 from pipeplan.runtime.models.spec import placed
+from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.device import Clock, Mark, Span, offset_ns
 from pipeplan.runtime.parallel.sharding import WHOLE, Shards
-from pipeplan.runtime.parallel.share import Share
 
 
 class GroupError(TransferError):

@@ -21,7 +21,7 @@ from pipeplan.runtime.executor.message_graph import (
     model_messages,
     planned_messages,
 )
-from pipeplan.runtime.parallel.share import Share
+from pipeplan.runtime.parallel import Share
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Attribute, Stage
 from pipeplan.workload.kinds import Role, is_instruction

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from pipeplan.errors import UsageError
 from pipeplan.runtime.executor.channels import Ranks, groups_of
 from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.sharding import ParameterPart
-from pipeplan.runtime.parallel.share import Share
 
 Holder = tuple[str, str]
 """A block and the name of its parameter."""

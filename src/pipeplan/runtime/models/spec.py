@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
+from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.sharding import WHOLE, ParameterPart, Shards, Slice, Split, share_of
-from pipeplan.runtime.parallel.share import Share
 from pipeplan.runtime.parallel.weight_grads import defer_weight_gradients
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh
 

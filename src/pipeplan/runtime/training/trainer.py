@@ -31,8 +31,8 @@ from pipeplan.runtime.launch.status import Phase, Progress, lost_others
 from pipeplan.runtime.models.load import found_at, load_model
 from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.device import Autocast, rank_device
-from pipeplan.runtime.parallel.share import Share
 from pipeplan.runtime.parallel.weight_grads import warn_if_few_can_wait
 from pipeplan.runtime.training.checkpoint import Checkpoints, OwnedParameter, TrainingState
 from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
