@@ -21,8 +21,7 @@ from pipeplan.runtime.models.capture.grouping import (
     taken_by,
 )
 from pipeplan.runtime.models.shapes import outputs_of
-from pipeplan.runtime.models.spec import Batch, BlockSpec, Grain, Model, Output, tied_groups
-from pipeplan.runtime.models.synthetic_batches import batch_like
+from pipeplan.runtime.models.spec import Batch, BlockSpec, Grain, Model, Output, batch_like, tied_groups
 
 
 def capture(

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeplan.runtime.models.spec import Texts
-from pipeplan.runtime.models.synthetic_batches import next_tokens, stacked, token_batch
+from pipeplan.runtime.models.spec import Texts, next_tokens, stacked, token_batch
 from pipeplan.runtime.parallel.device import precise
 
 _IGNORED = -100

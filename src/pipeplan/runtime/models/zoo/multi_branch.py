@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from pipeplan.runtime.models.spec import BlockSpec, Model
-from pipeplan.runtime.models.synthetic_batches import stacked
+from pipeplan.runtime.models.spec import BlockSpec, Model, stacked
 from pipeplan.runtime.models.zoo.gpt import GPTSize, words
 from pipeplan.runtime.models.zoo.layers import (
     WORDS,
