@@ -34,8 +34,7 @@ from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.device import Autocast, rank_device
 from pipeplan.runtime.parallel.weight_grads import warn_if_few_can_wait
-from pipeplan.runtime.training.checkpoint import Checkpoints, OwnedParameter, TrainingState
-from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
+from pipeplan.runtime.training.checkpoint import CheckpointFolder, Checkpoints, OwnedParameter, TrainingState
 from pipeplan.runtime.training.compatibility import (
     identity_of,
     require_agreement,
