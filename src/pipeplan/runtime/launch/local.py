@@ -29,7 +29,7 @@ from pydantic import TypeAdapter
 
 from pipeplan.errors import ExecutionError, PipeplanError
 from pipeplan.files import Plan
-from pipeplan.runtime.launch.job import OnStep, Report, RunOptions, RunResult, StepResult
+from pipeplan.runtime.launch.job import OnStep, Report, RunOptions, RunResult, StepResult, job_of
 from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, telling, verdict
 
 RANK = (sys.executable, "-m", "pipeplan.runtime.launch.__main__")
@@ -74,8 +74,7 @@ def run_local(work: str, plan: Plan, options: RunOptions, on_step: OnStep) -> Ru
         ExecutionError: a rank failed, died or hung; the text names rank and action.
     """
     listener = Listener(on_step)
-    job = {"plan": plan.model_dump_json(), "options": options.as_json()}
-    watch_local(work, plan.programs, job, options.timeout_ns, listener)
+    watch_local(work, plan.programs, job_of(plan, options), options.timeout_ns, listener)
     assert listener.result is not None, "rank 0 ends well only after it has reported its result"
     return listener.result
 

@@ -153,12 +153,12 @@ class Board:
 
 
 class Progress:
-    """One rank's pen for the :class:`Board`: the texts of its ``program``, and the ``step`` it works on."""
+    """One rank's pen for the :class:`Board`: the texts of all ranks' ``programs``, and the ``step`` it works on."""
 
-    def __init__(self, board: Board, rank: int, program: Sequence[str] = ()) -> None:
+    def __init__(self, board: Board, rank: int, programs: Sequence[Sequence[str]] | None = None) -> None:
         self.board = board
         self.rank = rank
-        self.program = program
+        self.programs = programs or [()] * board.num_ranks
         self.step = 0
         board.sign(rank)
         self.begin(Phase.STARTING)
@@ -169,7 +169,7 @@ class Progress:
 
     def describe(self) -> str:
         """Where the rank is, in words."""
-        return self.board.read(self.rank).describe(self.program)
+        return self.board.read(self.rank).describe(self.programs[self.rank])
 
 
 def _state(process: int) -> str:

@@ -7,7 +7,6 @@ import json
 import os
 import statistics
 import tempfile
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeplan.errors import ExecutionError, InfeasibleError
+from pipeplan.runtime.parallel.device import Clock
 
 T = TypeVar("T")
 
@@ -31,18 +31,12 @@ _FAR = 3.0
 
 def timed(work: Callable[[], T], device: torch.device) -> tuple[T, int]:
     """What some work returns, and how long it takes in ns: by the processor's clock, or by events on the device."""
-    if device.type == "cuda":
-        event: Callable[..., torch.cuda.Event] = torch.cuda.Event
-        start, end = event(enable_timing=True), event(enable_timing=True)
-        torch.cuda.synchronize(device)
-        start.record()
-        result = work()
-        end.record()
-        end.synchronize()
-        return result, round(start.elapsed_time(end) * 1e6)
-    begin = time.perf_counter_ns()
+    clock = Clock(device)
+    began = clock.anchor()
     result = work()
-    return result, time.perf_counter_ns() - begin
+    end = clock.mark()
+    clock.anchor()  # waits until the stream has passed the mark
+    return result, clock.resolve(end, began) - began[1]
 
 
 def spread_of(values: Sequence[int]) -> float:
