@@ -60,7 +60,10 @@ _MAX_UNFINISHED_SENDS = 8
 
 
 class TransferError(RuntimeError):
-    """A transfer failed: ``cause`` is TIMEOUT or LOST, ``peer`` the rank at the other end."""
+    """A transfer failed: ``cause`` is TIMEOUT or LOST, ``peer`` the rank at the other end.
+
+    Of ranks that run an action together the transport does not say which is gone or late: -1.
+    """
 
     def __init__(self, cause: Cause, peer: int, message: str) -> None:
         self.cause = cause
@@ -70,7 +73,7 @@ class TransferError(RuntimeError):
     @property
     def who(self) -> str:
         """The other end."""
-        return f"rank {self.peer}"
+        return f"rank {self.peer}" if self.peer >= 0 else "a rank that shares the action"
 
 
 @dataclass(slots=True)

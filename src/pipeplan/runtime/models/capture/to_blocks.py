@@ -20,7 +20,6 @@ from pipeplan.runtime.models.capture.grouping import (
     name_of,
     taken_by,
 )
-from pipeplan.runtime.models.shapes import outputs_of
 from pipeplan.runtime.models.spec import Batch, BlockSpec, Grain, Model, Output, batch_like, tied_groups
 
 
@@ -110,17 +109,6 @@ def _blocks(
         )
         for id_, operator, group, recipe in zip(ids, operators, groups, recipes, strict=True)
     )
-
-
-def replay(model: Model, modules: Mapping[str, nn.Module], batch: Batch) -> Tensor:
-    """Run all blocks of a model in one piece; returns what the last gives."""
-    values: dict[str, tuple[Tensor, ...]] = {}
-    for block in model.blocks:
-        taken = [values[source][index] for source, index in block.inputs]
-        made = outputs_of(modules[block.id](*taken, *(batch[key] for key in block.samples)))
-        assert made is not None, f"block {block.id!r} returned no tensor"
-        values[block.id] = made
-    return values[model.blocks[-1].id][-1]
 
 
 def parameters_of(block: BlockSpec) -> Mapping[str, str]:

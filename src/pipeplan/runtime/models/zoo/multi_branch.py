@@ -102,13 +102,12 @@ class RecommendationSize(ZooSize):
         return Model(name, blocks, partial(stacked, self._sample), num_targets)
 
     def _table(self, index: int, shards: Shards) -> BlockSpec:
-        begin, end = shards.range(self.vocabulary)
         return BlockSpec(
             f"sparse{index}.embedding",
             "embedding",
             partial(EmbeddingRows, self.vocabulary, self.width, shards),
             samples=(f"sparse{index}",),
-            dimensions={"lookups": self.lookups, "hidden": self.width, "vocabulary": end - begin},
+            dimensions={"lookups": self.lookups, "hidden": self.width, "vocabulary": shards.own(self.vocabulary)},
             collectives=exchanged(shards, ("all_reduce", "F", self.lookups * self.width)),
             split=Split(partial(EmbeddingRows, self.vocabulary, self.width), {"table.weight": WORDS}),
         )
@@ -229,7 +228,6 @@ class CaptionsSize(ZooSize):
         return Model(name, blocks, partial(stacked, self._sample), num_targets)
 
     def _pool(self, source: str, shards: Shards) -> BlockSpec:
-        begin, end = shards.range(self.hidden)
         build = partial(ClassHead, self.cross, self.hidden, biased=True, first=True)
         return BlockSpec(
             "cross.pool",
@@ -238,7 +236,7 @@ class CaptionsSize(ZooSize):
             (source,),
             ("targets",),
             loss=True,
-            dimensions=self.cross.sizes | {"outputs": end - begin},
+            dimensions=self.cross.sizes | {"outputs": shards.own(self.hidden)},
             shared=True,
             collectives=exchanged(shards, loss_exchange(shards, 1), ("all_reduce", "I", self.hidden)),
             split=Split(build, {"output.weight": WORDS, "output.bias": WORDS}),
