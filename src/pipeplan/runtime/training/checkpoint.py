@@ -41,13 +41,14 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.executor.process_groups import AllRanks
 from pipeplan.runtime.launch.status import Cause, Phase, Progress, RankError, lost_others
 from pipeplan.runtime.parallel.sharding import ParameterPart
 from pipeplan.runtime.training.compatibility import require_identity
-from pipeplan.runtime.training.optimizer import Updater
 
 _REST = "rest.pt"
 _PARAMETERS, _OPTIMIZER, _BUFFERS = "parameters/", "optimizer/", "buffers/"
@@ -55,11 +56,15 @@ _PARAMETERS, _OPTIMIZER, _BUFFERS = "parameters/", "optimizer/", "buffers/"
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """What one rank trains; ``buffers`` are by ``BLOCK.NAME``, ``identity`` is what the training is."""
+    """What one rank trains; ``buffers`` are by ``BLOCK.NAME``, ``identity`` is what the training is.
+
+    A rank without parameters has neither optimizer nor schedule.
+    """
 
     parameters: Sequence[OwnedParameter]
     buffers: Mapping[str, Tensor]
-    updater: Updater
+    optimizer: Optimizer | None
+    schedule: LRScheduler | None
     identity: Mapping[str, object]
 
 
@@ -132,17 +137,17 @@ class Checkpoints:
 
     def _optimizer_states(self) -> list[dict[str, Any]]:
         """What the optimizer keeps of each parameter."""
-        optimizer = self._held.updater.optimizer
+        optimizer = self._held.optimizer
         states = {} if optimizer is None else optimizer.state
         return [states.get(owned.parameter, {}) for owned in self._held.parameters]
 
     def _schedule(self) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
         """What every rank's optimizer is set to, and where its schedule is; None on a rank that has none."""
-        updater = self._held.updater
-        if updater.optimizer is None or updater.schedule is None:
+        optimizer, schedule = self._held.optimizer, self._held.schedule
+        if optimizer is None or schedule is None:
             return None
-        groups = updater.optimizer.state_dict()["param_groups"]
-        return [{k: v for k, v in group.items() if k != "params"} for group in groups], updater.schedule.state_dict()
+        groups = optimizer.state_dict()["param_groups"]
+        return [{k: v for k, v in group.items() if k != "params"} for group in groups], schedule.state_dict()
 
     def _write_rest(self, step: int, gathered: list[tuple[Any, dict[str, dict[str, Any]]]]) -> None:
         schedule = next((each for each, _ in gathered if each is not None), None)
@@ -196,7 +201,7 @@ class Checkpoints:
 
     def _restore(self, path: Path, rest: Mapping[str, Any], states: Sequence[Mapping[str, Tensor]]) -> None:
         """Put optimizer and schedule where they were; torch's optimizers move states to their parameters' device."""
-        optimizer, schedule = self._held.updater.optimizer, self._held.updater.schedule
+        optimizer, schedule = self._held.optimizer, self._held.schedule
         if optimizer is None or schedule is None:
             return
         groups, of_schedule = rest["schedule"]
