@@ -5,6 +5,9 @@ gradients add by themselves. Between ranks every holder has a copy; after a step
 summed, each rank's once, and all make the same update. Equal shares of split blocks are copies of each other, too.
 Where a parameter is split in one stage and whole, or split otherwise, in another, gradients are assembled into whole
 ones, summed over all ranks, and each takes its part.
+
+torch's DistributedDataParallel sums, too, but over one set of ranks for a whole module, and in hooks, which weight
+gradients that wait for W do not call.
 """
 
 from __future__ import annotations

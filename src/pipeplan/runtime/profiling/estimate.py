@@ -252,15 +252,11 @@ def _kernel(
 ) -> Kernel:
     """An operator's FLOPs, the bytes it reads and writes, and whether matrix units do it."""
     read = given[1:] + outputs if func._overloadpacket is _aten.embedding else given  # rows, not the whole table
-    moved = sum(_shown_bytes(tensor) for tensor in (*read, *outputs))
+    moved = sum(tensor.nbytes for tensor in (*read, *outputs))
     count = _FLOPS.get(func._overloadpacket)
     if count is not None:
         return Kernel(int(count(*args, **kwargs, out_val=made)), moved, matrix=True)
     return Kernel(max((tensor.numel() for tensor in outputs), default=0), moved)
-
-
-def _shown_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _cpu_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any = None, **more: Any) -> int:

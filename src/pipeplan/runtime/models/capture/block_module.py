@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from pipeplan.runtime.models.capture.functionalize import DTYPE, LEAST, WIDER, Marker, OpNode, SampleCount, leaves_of
-from pipeplan.runtime.models.capture.grouping import OpGroup, name_of, needed_by, taken_by
+from pipeplan.runtime.models.capture.grouping import OpGroup, needed_by, taken_by
 from pipeplan.runtime.parallel.weight_grads import addmm, embedding, linear
 
 _INITIAL_STD = 0.02
@@ -278,7 +278,7 @@ def _least(dtype: torch.dtype) -> float:
 
 def _deferring(op: OpNode) -> Callable[..., Tensor] | None:
     """The function that can put off the weight gradient of a call, if there is one for it."""
-    name, arguments = name_of(op), op.arguments
+    name, arguments = op.operator, op.arguments
     if name == "linear" and _is_parameter(arguments[1]):
         return linear
     if name == "addmm" and _is_parameter(arguments[2]) and _is_parameter(arguments[0]) and not op.keywords:

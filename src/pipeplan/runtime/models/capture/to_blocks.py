@@ -17,7 +17,6 @@ from pipeplan.runtime.models.capture.grouping import (
     OpGroup,
     group_operations,
     joined_path,
-    name_of,
     taken_by,
 )
 from pipeplan.runtime.models.spec import Batch, BlockSpec, Grain, Model, Output, batch_like, tied_groups
@@ -129,7 +128,7 @@ def operator_of(group: OpGroup, crossing: Sequence[OpNode], grain: Grain) -> str
 
 
 def _operator_of(group: OpGroup, crossing: Sequence[OpNode]) -> str:
-    names = [name_of(op) for op in group.operations]
+    names = [op.operator for op in group.operations]
     if _LOSSES & set(names):
         return "head" if _PRODUCTS & set(names) else "loss"
     if _attends(names):
@@ -153,7 +152,7 @@ def _attends_to_another(group: OpGroup, crossing: Sequence[OpNode]) -> bool:
     """Whether queries and keys are made in the block of different tensors."""
     own = set(group.operations)
     for op in group.operations:
-        if name_of(op) in _SCORES and all(source in own for source in op.sources[:2]) and len(op.sources) > 1:
+        if op.operator in _SCORES and all(source in own for source in op.sources[:2]) and len(op.sources) > 1:
             query, key = (_origins(source, own, set(crossing)) for source in op.sources[:2])
             return bool(query and key) and not query & key
     return False
@@ -200,7 +199,7 @@ def dimensions_of(group: OpGroup, operator: str) -> dict[str, int]:
 
 
 def _shown_by(op: OpNode, operator: str) -> dict[str, int]:
-    name = name_of(op)
+    name = op.operator
     weight = next((source for source in op.sources if source.kind == "parameter" and len(source.shape) == 2), None)
     if name == "scaled_dot_product_attention":
         return {"heads": op.sources[0].shape[1]}
@@ -220,7 +219,7 @@ def _shown_by(op: OpNode, operator: str) -> dict[str, int]:
 def _sequence(group: OpGroup) -> dict[str, int]:
     """The second of three dimensions, where tensors of a block have three."""
     for op in group.operations:
-        if isinstance(op.value, Tensor) and op.per_sample == 1 and len(op.shape) == 3 and name_of(op) in HEAVY:
+        if isinstance(op.value, Tensor) and op.per_sample == 1 and len(op.shape) == 3 and op.operator in HEAVY:
             return {"sequence": op.shape[1]}
     for op in group.operations:
         if op.per_sample == 1 and len(op.shape) == 3:
@@ -262,7 +261,7 @@ def _modules_and_operators(groups: Sequence[OpGroup]) -> list[str]:
 
 def _work_of(group: OpGroup) -> str:
     """Name of the operator that computes, or else of the first."""
-    names = [name_of(op) for op in group.operations]
+    names = [op.operator for op in group.operations]
     return next((name for name in names if name not in VIEWS), names[0])
 
 
