@@ -29,7 +29,7 @@ def compare(job: Mapping[str, Any], context: RankContext) -> None:
         kind = TrainOptions if "model" in case["options"] else RunOptions
         options = kind(**case["options"])
         plan = parse(case["plan"], Plan)
-        context.progress.programs = plan.programs
+        context.progress.board.programs = plan.programs
         context.report({"event": "case", "name": name, **run_case(name, plan, options, context)})
         dist.barrier()
 

@@ -207,7 +207,8 @@ class _Rank:
             )
             for index, part in program.stages.items()
         }
-        progress = Progress(_board(), 0, [program.texts])
+        progress = Progress(_board(), 0)
+        progress.board.programs = [program.texts]
         channels = MailChannels(program, specs, mail)
         self._mail = mail
         self._executor = Executor(program, stages, channels, specs, progress, Clock(CPU))

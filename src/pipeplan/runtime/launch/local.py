@@ -148,6 +148,7 @@ class _Ranks:
         size = Board.size(len(self.programs))
         self.shared = self._unnamed_file(b"\0" * size)
         self.board = Board(self.shared.fileno(), len(self.programs))
+        self.board.programs = self.programs
         for rank in range(len(self.programs)):
             self.board.write(rank, Phase.STARTING, 0, -1, -1)
         return self
@@ -257,7 +258,7 @@ class _Ranks:
         cause = telling(self.failures)
         if cause is not None:
             sys.stderr.write(cause.details)
-        return verdict(self.failures, self._deaths(), self.board, self.programs, self.timeout_ns)
+        return verdict(self.failures, self._deaths(), self.board, self.timeout_ns)
 
     def _notice_hangs(self) -> None:
         """Note what no rank's own timeout notices: an action that does not end, a stopped process."""
@@ -279,4 +280,4 @@ class _Ranks:
             except subprocess.TimeoutExpired:
                 raise ExecutionError(f"rank {rank} did not exit after its last step") from None
             if status or rank not in self.done:
-                raise verdict([], {rank: status}, self.board, self.programs, self.timeout_ns)
+                raise verdict([], {rank: status}, self.board, self.timeout_ns)

@@ -179,7 +179,7 @@ def _say_once(failure: Failure, store: Store, progress: Progress, timeout_ns: in
     with contextlib.suppress(RuntimeError):  # the store is gone: better said twice than not at all
         if store.add("pipeplan/failures", 1) > 1:
             return
-    said = verdict([failure], {}, progress.board, progress.programs, timeout_ns)
+    said = verdict([failure], {}, progress.board, timeout_ns)
     sys.stderr.write(f"{failure.details}pipeplan: {said}\n")
     progress.board.wake()
 

@@ -171,7 +171,8 @@ class Model:
             for block, parameter in others:
                 if block == id_:
                     holder = module if first == id_ else _seeded(self.block(first), seed)
-                    _copy_parameter(holder, first_parameter, module, parameter)
+                    with torch.no_grad():
+                        module.get_parameter(parameter).copy_(holder.get_parameter(first_parameter))
         return module
 
     def parameter_shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
@@ -287,11 +288,6 @@ def _seeded(block: BlockSpec, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(digest[:7], "big"))
         return block.build()
-
-
-def _copy_parameter(source: nn.Module, source_name: str, target: nn.Module, target_name: str) -> None:
-    with torch.no_grad():
-        target.get_parameter(target_name).copy_(source.get_parameter(source_name))
 
 
 def tied_groups(named: Iterable[tuple[str, str, Tensor]]) -> tuple[tuple[tuple[str, str], ...], ...]:

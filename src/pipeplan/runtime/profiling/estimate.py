@@ -39,8 +39,6 @@ from pipeplan.runtime.profiling.build_profile import (
 from pipeplan.runtime.profiling.instruments import Meter, Usage
 from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, UnfinishedProfile
 
-_attention_flops: Any = sdpa_flop_count
-_attention_backward_flops: Any = sdpa_backward_flop_count
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
 _NOTES = " ".join(
@@ -259,23 +257,21 @@ def _kernel(
     return Kernel(max((tensor.numel() for tensor in outputs), default=0), moved)
 
 
-def _cpu_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any = None, **more: Any) -> int:
-    """FLOPs of fused attention on the CPU, which torch's counter misses before 2.15; a causal mask leaves half."""
-    causal = more.get("is_causal", rest[1] if len(rest) > 1 else False)
-    flops = int(_attention_flops(query.shape, key.shape, value.shape))
-    return flops // 2 if causal else flops
+def _of_attention(flops: Any, num_tensors: int, causal_at: int) -> Any:
+    """Counts FLOPs of fused attention on the CPU, which torch misses before 2.15; a causal mask leaves half.
 
+    The first ``num_tensors`` arguments count; number ``causal_at`` is whether there is such a mask.
+    """
 
-def _cpu_attention_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any = None, **more: Any
-) -> int:
-    causal = more.get("is_causal", rest[3] if len(rest) > 3 else False)
-    flops = int(_attention_backward_flops(gradient.shape, query.shape, key.shape, value.shape))
-    return flops // 2 if causal else flops
+    def count(*arguments: Any, out_val: Any = None, **more: Any) -> int:
+        causal = more.get("is_causal", any(arguments[causal_at : causal_at + 1]))
+        return int(flops(*(each.shape for each in arguments[:num_tensors]))) // (2 if causal else 1)
+
+    return count
 
 
 _FLOPS: dict[Any, Any] = {
     **flop_registry,
-    _aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _of_attention(sdpa_flop_count, 3, 4),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _of_attention(sdpa_backward_flop_count, 4, 7),
 }

@@ -292,7 +292,7 @@ class _Measuring:
             hosts = gathered(socket.gethostname())
         base = self.given or _bare(hosts, device, self.options)
         tasks = tasks_of(base, len(hosts), self.options)
-        self.progress.programs = [tuple(map(str, tasks))] * len(hosts)
+        self.progress.board.programs = [tuple(map(str, tasks))] * len(hosts)
         groups = self._connect(tasks)
         last_send = max((index for index, task in enumerate(tasks) if task.operation == "send"), default=-1)
         for _, numbered in groupby(enumerate(tasks), key=lambda entry: entry[1].key):

@@ -126,7 +126,9 @@ class Trainer:
                 warn_of_other_sizes(plan, programs, model, specs, dtype)
             self.all_ranks = AllRanks(self.device, progress, timeout)
             self.groups.connect(options.transport, timeout)
-            self.shared = self._share(timeout)
+            self.shared = SharedParameters(
+                model, self.program.holders, self.modules, self.rank, options.transport, timeout
+            )
             require_equal_copies(self.all_ranks.gather(self.shared.copies()))
             channels = Channels(self.program, specs, self.device, options.transport, timeout)
         self.stages = {index: self._stage(index) for index in self.program.stages}
@@ -255,10 +257,6 @@ class Trainer:
             for name, tensor in module.state_dict().items()
             if name not in dict(module.named_parameters(remove_duplicate=False))
         }
-
-    def _share(self, timeout: timedelta) -> SharedParameters:
-        transport = self.options.transport
-        return SharedParameters(self.model, self.program.holders, self.modules, self.rank, transport, timeout)
 
     def _stage(self, index: int) -> StageRunner:
         part = self.program.stages[index]

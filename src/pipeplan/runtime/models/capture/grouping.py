@@ -93,7 +93,7 @@ def group_operations(trace: CapturedGraph, module: nn.Module, grain: Grain) -> t
     Returns the groups, and the free operations; with single operators those that only show a tensor are free, too.
     """
     free = _free_operations(trace)
-    needed = _needed(trace.output)
+    needed = made_from(trace.output)
     if grain == "operator":
         free |= {op for op in needed if op.operator in _SHOWN and op is not trace.output}
     kept = [op for op in trace.operations if op.kind == "call" and op in needed and op not in free]
@@ -129,11 +129,12 @@ def taken_by(group: OpGroup, free: set[OpNode]) -> list[OpNode]:
     return list(dict.fromkeys(s for op in wanted for s in op.sources if s.kind == "call" and s not in known))
 
 
-def _needed(output: OpNode) -> set[OpNode]:
+def made_from(output: OpNode, among: Collection[OpNode] | None = None) -> set[OpNode]:
+    """An operation and those that it needs, directly or not; only such as are ``among`` these, if given."""
     found, waiting = {output}, [output]
     while waiting:
         for source in waiting.pop().sources:
-            if source not in found:
+            if source not in found and (among is None or source in among):
                 found.add(source)
                 waiting.append(source)
     return found
@@ -300,19 +301,14 @@ def _without_commons(groups: Sequence[OpGroup], free: set[OpNode]) -> list[OpGro
             if known and not op.per_sample and not op.misplaced:
                 common[op] = None
         shared = [op for op in common if takers[op] > (op in inside)]
-        apart = replace(group, in_layer=False, operations=_made_from(shared, common))
+        needed = {each for op in shared for each in made_from(op)}
+        apart = replace(group, in_layer=False, operations=tuple(op for op in common if op in needed))
         rest = tuple(op for op in group.operations if op not in set(apart.operations))
         if apart.is_heavy and rest:
             found += [apart, replace(group, operations=rest)]
         else:
             found.append(group)
     return found
-
-
-def _made_from(wanted: Sequence[OpNode], among: Collection[OpNode]) -> tuple[OpNode, ...]:
-    """Some operations and all before them that they need."""
-    needed = {each for op in wanted for each in _needed(op)}
-    return tuple(op for op in among if op in needed)
 
 
 def _single(operations: Sequence[OpNode]) -> list[OpGroup]:

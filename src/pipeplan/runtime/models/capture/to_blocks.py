@@ -17,6 +17,7 @@ from pipeplan.runtime.models.capture.grouping import (
     OpGroup,
     group_operations,
     joined_path,
+    made_from,
     taken_by,
 )
 from pipeplan.runtime.models.spec import Batch, BlockSpec, Grain, Model, Output, batch_like, tied_groups
@@ -164,15 +165,8 @@ _SCORES = {"scaled_dot_product_attention", "matmul", "bmm", "baddbmm", "einsum"}
 
 def _origins(op: OpNode, own: set[OpNode], crossing: set[OpNode]) -> set[OpNode]:
     """What of other blocks, or of the batch, it is made of."""
-    found, seen, waiting = set[OpNode](), {op}, [op]
-    while waiting:
-        for source in waiting.pop().sources:
-            if source in crossing or source.kind == "input":
-                found.add(source)
-            elif source in own and source not in seen:
-                seen.add(source)
-                waiting.append(source)
-    return found
+    sources = (source for each in made_from(op, own) for source in each.sources)
+    return {source for source in sources if source in crossing or source.kind == "input"}
 
 
 def _light(names: Sequence[str]) -> str:

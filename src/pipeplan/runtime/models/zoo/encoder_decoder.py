@@ -57,11 +57,6 @@ class TranslationSize(ZooSize):
     shared: bool
 
     @property
-    def longest(self) -> int:
-        """The longest text."""
-        return self.sequence
-
-    @property
     def stack(self) -> LayerStack:
         """The layers of the encoder."""
         return LayerStack(self.layers, self.hidden, self.heads, self.sequence, biased=self.biased)

@@ -244,11 +244,6 @@ class GPTSize(ZooSize):
     by_operator: bool = False
 
     @property
-    def longest(self) -> int:
-        """The longest sequence."""
-        return self.positions
-
-    @property
     def stack(self) -> LayerStack:
         """Its layers."""
         return LayerStack(self.layers, self.hidden, self.heads, self.sequence, causal=True)

@@ -41,8 +41,9 @@ class ZooSize(ABC):
 
     @property
     def longest(self) -> int:
-        """The longest sequence it takes; 0 where samples are no sequences."""
-        return 0
+        """The longest sequence it takes: as it has positions, or else its own; 0 where samples are no sequences."""
+        found: int = getattr(self, "positions", getattr(self, "sequence", 0))
+        return found
 
     def model(self, name: str) -> Model:
         """The whole model, which can be cut into models of which every block is one device's share."""

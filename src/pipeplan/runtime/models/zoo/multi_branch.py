@@ -49,11 +49,6 @@ class MultiModalSize(ZooSize):
     sequence: int
 
     @property
-    def longest(self) -> int:
-        """The longest sequence."""
-        return self.sequence
-
-    @property
     def stack(self) -> LayerStack:
         """The layers of a branch."""
         return LayerStack(self.layers, self.hidden, self.heads, self.sequence)
@@ -195,11 +190,6 @@ class CaptionsSize(ZooSize):
     sequence: int
     tokens: int
     patch: int
-
-    @property
-    def longest(self) -> int:
-        """The longest text."""
-        return self.positions
 
     @property
     def text(self) -> GPTSize:
