@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.executor.channels import Ranks, TransferError, groups_of
-from pipeplan.runtime.launch.status import Phase, Progress, cause_of, lost_others
+from pipeplan.runtime.executor.channels import Ranks, groups_of, transfer_errors
+from pipeplan.runtime.launch.status import Phase, Progress, lost_others
 from pipeplan.runtime.models.spec import placed
 from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.device import Clock, Mark, Span, gathered, offset_ns
@@ -136,11 +136,8 @@ class RankGroup:
         assert self.group is not None, "groups are made before the first step"
         before = self._progress.board.read(self._rank)
         self._progress.begin(Phase.WAITING, before.counter, self._next if peer is None else peer)
-        try:
+        with transfer_errors(-1):
             yield
-        except RuntimeError as error:
-            cause, text = cause_of(error)
-            raise TransferError(cause, -1, text) from error
         self._progress.begin(Phase.RUNNING, before.counter)
 
 

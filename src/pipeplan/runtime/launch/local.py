@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import IO
 
 from pydantic import TypeAdapter
@@ -153,7 +152,7 @@ class _Ranks:
             self.board.write(rank, Phase.STARTING, 0, -1, -1)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         for rank in self.ranks:
             rank.kill()
         self.stack.close()

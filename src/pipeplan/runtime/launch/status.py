@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from pathlib import Path
@@ -226,13 +226,18 @@ def cause_of(error: RuntimeError) -> tuple[Cause, str]:
 
 
 @contextlib.contextmanager
-def lost_others(progress: Progress) -> Iterator[None]:
-    """Turn what a collective of all ranks raises into an error that names rank and place."""
+def transport_errors(as_error: Callable[[Cause, str], ExecutionError | RuntimeError]) -> Iterator[None]:
+    """Turn what a transport raises into an error of its cause and text (:func:`cause_of`)."""
     try:
         yield
     except RuntimeError as error:
-        cause, text = cause_of(error)
-        raise RankError(cause, f"rank {progress.rank} lost the others {progress.describe()}: {text}") from error
+        raise as_error(*cause_of(error)) from error
+
+
+def lost_others(progress: Progress) -> contextlib.AbstractContextManager[None]:
+    """Turn what a collective of all ranks raises into an error that names rank and place."""
+    lost = f"rank {progress.rank} lost the others"
+    return transport_errors(lambda cause, text: RankError(cause, f"{lost} {progress.describe()}: {text}"))
 
 
 def verdict(failures: Sequence[Failure], deaths: Mapping[int, int], board: Board, timeout_ns: int) -> PipeplanError:

@@ -8,11 +8,10 @@ import os
 import statistics
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -139,9 +138,7 @@ class Meter(Protocol):
         """Begin to count."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Stop counting."""
         return
 
@@ -152,6 +149,9 @@ class Meter(Protocol):
 def meter_for(device: torch.device) -> Meter:
     """A meter of the allocator of a device."""
     return _CudaMeter(device) if device.type == "cuda" else _CpuMeter()
+
+
+_ON_CPU = 0
 
 
 class _CpuMeter:
@@ -173,11 +173,9 @@ class _CpuMeter:
         self._profiler.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._profiler.__exit__(kind, error, trace)
-        if error is None:
+    def __exit__(self, *error: Any) -> None:
+        self._profiler.__exit__(*error)
+        if error[1] is None:
             self.usage = self._read()
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
@@ -189,17 +187,13 @@ class _CpuMeter:
             path = Path(folder) / "trace.json"
             self._profiler.export_chrome_trace(str(path))
             events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        changes = [(e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]" and _is_cpu(e["args"])]
-        changes.sort(key=lambda change: change[0])
+        memory = [event for event in events if event["name"] == "[memory]" and event["args"]["Device Type"] == _ON_CPU]
+        changes = sorted(((event["ts"], event["args"]["Bytes"]) for event in memory), key=lambda change: change[0])
         return {
             event["name"].removeprefix(self._PREFIX): _between(changes, event["ts"], event["ts"] + event["dur"])
             for event in events
             if event["name"].startswith(self._PREFIX)
         }
-
-
-def _is_cpu(event: Mapping[str, Any]) -> bool:
-    return bool(event["Device Type"] == 0)
 
 
 def _between(changes: Iterable[tuple[float, int]], begin: float, end: float) -> Usage:
