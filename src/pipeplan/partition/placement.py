@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pipeplan.costs import StageCost
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import PlacedStage, Placement, Profile
+from pipeplan.graphs import before_and_after, connected_parts, topological_order
 from pipeplan.partition.chain.costs import Array, Chain
 from pipeplan.partition.chain.rebalance import Allowed, evenest, least_short, levelled
 from pipeplan.partition.problem import Pricing
@@ -123,11 +124,9 @@ def follows(profile: Profile, stages: Sequence[PlacedStage], strategy: str, chun
 
 def _connected(profile: Profile) -> dict[str, int]:
     """{block: number of the connected part of the model that it belongs to}"""
-    import networkx as nx
-
-    graph = nx.Graph([(edge.source, edge.target) for edge in profile.edges])
-    graph.add_nodes_from(block.id for block in profile.blocks)
-    return {block: number for number, part in enumerate(nx.connected_components(graph)) for block in part}
+    edges = ((edge.source, edge.target) for edge in profile.edges)
+    parts = connected_parts([block.id for block in profile.blocks], edges)
+    return {block: number for number, part in enumerate(parts) for block in part}
 
 
 def can_spread(profile: Profile, shards: int) -> bool:
@@ -202,14 +201,12 @@ def _missing(chain: Chain, begins: Sequence[int], routes: Positions, limits: Seq
 
 def _not_around(profile: Profile, order: Sequence[str], shared: Sequence[str]) -> Allowed:
     """(begins, ends) -> whether a stage of these blocks has none before and after a shared block: it could not run."""
-    import networkx as nx
-
-    graph = nx.DiGraph([(edge.source, edge.target) for edge in profile.edges])
+    edges = [(edge.source, edge.target) for edge in profile.edges]
     place_of = {block: index for index, block in enumerate(order)}
     around = [
         [
-            np.array(sorted(place_of[other] for other in some(graph, block) if other in place_of), dtype=np.int64)
-            for some in (nx.ancestors, nx.descendants)
+            np.array(sorted(place_of[other] for other in some if other in place_of), dtype=np.int64)
+            for some in before_and_after(block, edges)
         ]
         for block in shared
     ]
@@ -228,19 +225,16 @@ def _not_around(profile: Profile, order: Sequence[str], shared: Sequence[str]) -
 
 def in_topological_order(profile: Profile, stages: Sequence[PlacedStage]) -> list[PlacedStage]:
     """The stages such that every edge points forward."""
-    import networkx as nx
-
     stage_of = {(stage.route, block): index for index, stage in enumerate(stages) for block in stage.blocks}
     first = {block: index for index, block in enumerate(profile.topological_order())}
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(len(stages)))
     routes = {stage.route for stage in stages}
     crossing = (
         (stage_of[route, edge.source], stage_of[route, edge.target]) for edge in profile.edges for route in routes
     )
-    graph.add_edges_from((source, target) for source, target in crossing if source != target)
-    order = nx.lexicographical_topological_sort(
-        graph, key=lambda stage: (stages[stage].route, first[stages[stage].blocks[0]])
+    order = topological_order(
+        range(len(stages)),
+        [(source, target) for source, target in crossing if source != target],
+        key=lambda stage: (stages[stage].route, first[stages[stage].blocks[0]]),
     )
     return [stages[index] for index in order]
 

@@ -76,7 +76,7 @@ def slice_forwards(request: Request, trial: Trial, step: SliceForwards, *, final
         if wanted is not None:
             raise UsageError(f"--slices {wanted} does not apply: {reason}")
         return
-    most = min(1 + max(_places(whole.workload)), whole.workload.num_microbatches)
+    most = min(1 + max(whole.workload.stage_depths), whole.workload.num_microbatches)
     for count in [wanted] if wanted is not None else range(1, most + 1):
         try:
             schedule = _retimed(request, trial, _parted(trial, whole.workload, count), "+slices")
@@ -90,9 +90,8 @@ def slice_forwards(request: Request, trial: Trial, step: SliceForwards, *, final
 
 def _parted(trial: Trial, workload: Workload, count: int) -> Placement:
     """The trial's placement with ``count`` micro-batches in parts."""
-    places = _places(workload)
-    depth = 1 + max(places)
-    parts = {index: {"num_parted": min(count, depth - place)} for index, place in enumerate(places)}
+    depth = 1 + max(workload.stage_depths)
+    parts = {index: {"num_parted": min(count, depth - place)} for index, place in enumerate(workload.stage_depths)}
     return _changed(trial.candidate.placement, parts)
 
 
@@ -116,7 +115,7 @@ def _retimed(request: Request, trial: Trial, placement: Placement, mark: str) ->
     if not fits(graph, orders):
         return None
     starts = earliest_starts(graph, orders)
-    makespan = max(map(sum, zip(starts, graph.durations, strict=True)))
+    makespan = graph.makespan(starts)
     return replace(
         base,
         workload=workload,
@@ -145,13 +144,3 @@ def _reason_against_parts(workload: Workload) -> str | None:
     if any(stage.microbatch_size % (2 * stage.replicas) for stage in workload.stages):
         return f"micro-batches of {workload.microbatch_size} samples cannot be halved on every replica"
     return None
-
-
-def _places(workload: Workload) -> list[int]:
-    """[stage] how many stages come before it, on the longest way."""
-    places = [0] * len(workload.stages)
-    for dependency in sorted(workload.dependencies, key=lambda each: each.source_stage):
-        source, target = dependency.source_stage, dependency.target_stage
-        if dependency.source_role is dependency.target_role is Role.FORWARD:
-            places[target] = max(places[target], places[source] + 1)
-    return places

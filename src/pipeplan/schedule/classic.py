@@ -18,7 +18,7 @@ from pipeplan.schedule.classic_orders import (
     zero_bubble_v,
 )
 from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders
-from pipeplan.workload.kinds import BACKWARD_ROLES, Role
+from pipeplan.workload.kinds import BACKWARD_ROLES
 from pipeplan.workload.one_microbatch import OneMicrobatch
 
 Condition = Callable[[OneMicrobatch], str | None]
@@ -52,12 +52,7 @@ def all_of(*conditions: Condition) -> Condition:
 
 def chains(problem: OneMicrobatch) -> list[list[int]]:
     """The stages in the order in which forwards follow each other, one list per first stage."""
-    dependencies = problem.workload.dependencies
-    following = {
-        each.source_stage: each.target_stage
-        for each in dependencies
-        if each.source_role is each.target_role is Role.FORWARD
-    }
+    following = dict(problem.workload.stage_edges)
     found = []
     for first in sorted(set(range(len(problem.workload.stages))) - set(following.values())):
         chain = [first]

@@ -14,11 +14,11 @@ from itertools import islice, product
 from pipeplan.schedule.list_scheduling import in_flight_limits, list_schedule, policies
 from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.language import named_rules
+from pipeplan.schedule.stage_graph import makespan
 from pipeplan.workload import task_graph as timing
-from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
+from pipeplan.workload.task_graph import TaskGraph, task_graph
 from pipeplan.workload.workload import Workload
 
 Orders = list[list[int]]
@@ -115,11 +115,6 @@ def scripted(write: Callable[[Script, int, OneMicrobatch], object]) -> Orderer:
         return [script.finish() for script in scripts]
 
     return orders
-
-
-def makespan(graph: TaskGraph, orders: Orders) -> int:
-    """Length of the orders in ns when every action starts as soon as it can."""
-    return max(map(sum, zip(earliest_starts(graph, with_links(graph, orders)), graph.durations, strict=True)))
 
 
 def by_rules(name: str) -> Orderer:

@@ -110,7 +110,7 @@ def timed(problem: OneMicrobatch, given: TaskGraph, orders: Orders, scheduler: s
     if found is None:
         return None
     complete, starts = found
-    makespan = max(map(sum, zip(starts, given.durations, strict=True)))
+    makespan = given.makespan(starts)
     bound = min(makespan, weak_makespan_bound(given.workload))
     return Schedule(given.workload, given, complete, starts, makespan, bound, scheduler)
 
@@ -123,7 +123,7 @@ def _restored(problem: OneMicrobatch, found: Schedule) -> Schedule:
     graph = task_graph(workload)
     orders = with_links(graph, problem.reduction.from_reduced(found.orders))
     starts = earliest_starts(graph, orders)
-    makespan = max(map(sum, zip(starts, graph.durations, strict=True)))
+    makespan = graph.makespan(starts)
     return replace(found, workload=workload, graph=graph, orders=orders, starts=starts, makespan_ns=makespan)
 
 

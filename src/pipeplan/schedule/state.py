@@ -179,9 +179,8 @@ class SearchState:
         if timed is None:
             return None
         orders, starts = timed
-        makespan = max(start + duration for start, duration in zip(starts, self.graph.durations, strict=True))
         most = max(memory.peak_bytes for memory in peak_memory(self.graph, orders))
-        return Candidate(orders, starts, makespan, most, scheduler, frozen)
+        return Candidate(orders, starts, self.graph.makespan(starts), most, scheduler, frozen)
 
     def offer(self, candidate: Candidate | None) -> bool:
         """Keep the candidate where it is better than what is known; whether it was anywhere."""

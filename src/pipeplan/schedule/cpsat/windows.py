@@ -67,7 +67,7 @@ def reschedule(
     for all schedules that keep the rest as it is: for every schedule, if the window is everything. ``on_solution``
     hears (makespan, bound) in ns.
     """
-    makespan = max(start + duration for start, duration in zip(starts, graph.durations, strict=True))
+    makespan = graph.makespan(starts)
     window = _cut(problem, graph, orders, starts, begin_ns, makespan if end_ns is None else end_ns)
     if not window.tasks or window.passing >= makespan:
         return Rescheduled(None, None, True)

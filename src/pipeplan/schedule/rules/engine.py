@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
+from pipeplan.graphs import find_cycle, in_circle
 from pipeplan.schedule.rules.choosing import Chooser, Obstacle
 from pipeplan.schedule.rules.language import ReadyAction, Rules, naming
 from pipeplan.schedule.rules.separation import Joined, separate
@@ -364,16 +365,8 @@ def _unmet(graph: TaskGraph, waiting: Sequence[int], begun: Sequence[int | None]
 
 def _circle(graph: TaskGraph, unmet: Mapping[int, list[int]]) -> str | None:
     """Actions that wait for each other, each for the next; None if none do."""
-    import networkx as nx  # which takes time, and is for errors alone
-
-    waits: nx.DiGraph[int] = nx.DiGraph((task, source) for task, sources in unmet.items() for source in sources)
-    try:
-        edges = nx.find_cycle(waits)
-    except nx.NetworkXNoCycle:
-        return None
-    names = [graph.label(edge[0]) for edge in edges]
-    shown = names if len(names) <= 2 * _NAMED else [*names[:_NAMED], "...", *names[-_NAMED:]]
-    return " -> ".join([*shown, names[0]])
+    cycle = find_cycle((task, source) for task, sources in unmet.items() for source in sources)
+    return None if cycle is None else in_circle([graph.label(task) for task in cycle])
 
 
 _REMEDIES = {
