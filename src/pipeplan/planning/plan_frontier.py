@@ -24,7 +24,7 @@ from pipeplan.files import Plan
 from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.partition.stage_frontier import StageFrontiers
 from pipeplan.planning.build_plan import planned
-from pipeplan.planning.candidates import PlacementCandidate, graphs, open_sizes
+from pipeplan.planning.candidates import PlacementCandidate, StageGraphs, open_sizes
 from pipeplan.planning.infeasibility import rounded_up
 from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import Splits, split_frontier, split_stages
@@ -117,7 +117,7 @@ def stage_graphs(request: Request, memories: Sequence[int]) -> Iterator[Partitio
             limits.append(memory)
     for limit in limits:
         asked = replace(request, memory_bytes=limit)
-        for found in graphs(replace(asked, time_limit=request.time_limit / _GRAPHS)):
+        for found in StageGraphs().candidates(replace(asked, time_limit=request.time_limit / _GRAPHS)):
             yield PartitionTrial(asked, found, open=True)
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pipeplan.errors import PipeplanError, UsageError
 from pipeplan.files import PlacedStage, Placement
 from pipeplan.planning.request import Request
-from pipeplan.planning.steps import SliceForwards
-from pipeplan.planning.trials import Trial, iteration_of, workloads
+from pipeplan.planning.trials import PlanSearch, PlanStep, Trial, iteration_of, workloads
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.state import Progress, Schedule
 from pipeplan.workload.bounds import weak_makespan_bound
@@ -21,13 +20,28 @@ from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
 
-def ease_recomputation(request: Request, trial: Trial, budget: Budget, progress: Progress | None) -> None:
+@dataclass(frozen=True)
+class EaseRecomputation(PlanStep):
+    """Stages of the best ``finalists`` that need not recompute after all."""
+
+    finalists: int = 3
+    name = "ease recomputation"
+    when = "the best {finalists} plans; recomputation is open; orders still fit"
+
+    def applies(self, search: PlanSearch) -> bool:
+        return search.request.recompute is None
+
+    def run(self, search: PlanSearch) -> None:
+        for trial in search.finalists[: self.finalists]:
+            _ease(search.request, trial, search.budget, search.progress)
+
+
+def _ease(request: Request, trial: Trial, budget: Budget, progress: Progress | None) -> None:
     """Let stages keep their activations one after another, as far as the same orders still fit: longest first.
 
     What known schedules, and a search in the time that is left, make of the eased stages counts too.
     """
-    if request.recompute is not None or trial.best is None:
-        return
+    assert trial.best is not None  # it is a finalist
     stages = trial.best.workload.stages
     time_of = {operation.stage: operation.duration_ns for operation in trial.best.workload.operations}
     eased = False
@@ -47,29 +61,58 @@ def ease_recomputation(request: Request, trial: Trial, budget: Budget, progress:
                 trial.search(request, budget, budget.remaining, progress)
 
 
-def expect_parts(request: Request, trial: Trial, step: SliceForwards) -> None:
-    """Lower the trial's bound to what forwards in parts may make of it, where they are open and quick to try."""
+@dataclass(frozen=True)
+class SliceForwards(PlanStep):
+    """Leading forwards in two parts: of the best ``finalists``, and of candidates with few actions times stages.
+
+    Those take but some tenths of a second, so they are tried at once.
+    """
+
+    finalists: int = 3
+    few: int = 30_000
+    name = "slice forwards"
+    when = "the best {finalists} plans, and candidates of at most {few} actions x stages; one stage per device"
+
+    def run(self, search: PlanSearch) -> None:
+        for trial in search.finalists[: self.finalists]:
+            slice_forwards(search.request, trial)
+
+    def expect(self, request: Request, trial: Trial) -> None:
+        """Lower the bound of a new trial to what forwards in parts may make of it, if they are to be tried at once."""
+        if self._quick(trial.ways[0]):
+            _expect_parts(request, trial)
+
+    def at_once(self, request: Request, trial: Trial) -> None:
+        """Slice what was found of a trial, where that is open and quick."""
+        trial.parted = None
+        if request.num_parted is None and trial.best is not None and self._quick(trial.best.workload):
+            slice_forwards(request, trial)
+
+    def _quick(self, workload: Workload) -> bool:
+        return len(workload.stages) * sum(map(len, workload.slots)) <= self.few
+
+
+def _expect_parts(request: Request, trial: Trial) -> None:
     workload = trial.ways[0]
-    if not _quick(workload, step) or request.num_parted is not None or _reason_against_parts(workload) is not None:
+    if request.num_parted is not None or _reason_against_parts(workload) is not None:
         return
     candidate = replace(trial.candidate, placement=_parted(trial, workload, workload.num_microbatches))
     with contextlib.suppress(UsageError):  # no costs for half the samples
         trial.parted_bound = min(map(weak_makespan_bound, workloads(request, candidate)))
 
 
-def slice_forwards(request: Request, trial: Trial, step: SliceForwards, *, finally_: bool = True) -> None:
+def slice_forwards(request: Request, trial: Trial) -> None:
     """Run leading forwards of the trial's best schedule in parts: of as many micro-batches as asked for, or as helps.
 
     Micro-batch m of those in parts is so on all stages but the last m: there its forward is no warmup any more. On the
-    last of the others its parts are sent together. It is for one stage per device and one size of micro-batch. Before
-    the trial is the best ``finally_``, it is tried only where it is quick.
+    last of the others its parts are sent together. It is for one stage per device and one size of micro-batch.
 
     Raises:
         UsageError: a number is asked for that the placement or the profile does not allow.
     """
     trial.parted = None
     wanted, whole = request.num_parted, trial.best
-    if wanted == 0 or whole is None or not (finally_ or (wanted is None and _quick(whole.workload, step))):
+    if wanted == 0 or whole is None:
         return
     reason = _reason_against_parts(whole.workload)
     if reason is not None:
@@ -93,11 +136,6 @@ def _parted(trial: Trial, workload: Workload, count: int) -> Placement:
     depth = 1 + max(workload.stage_depths)
     parts = {index: {"num_parted": min(count, depth - place)} for index, place in enumerate(workload.stage_depths)}
     return _changed(trial.candidate.placement, parts)
-
-
-def _quick(workload: Workload, step: SliceForwards) -> bool:
-    """Whether forwards in parts take but some tenths of a second to try."""
-    return len(workload.stages) * sum(map(len, workload.slots)) <= step.few
 
 
 def _retimed(request: Request, trial: Trial, placement: Placement, mark: str) -> Schedule | None:

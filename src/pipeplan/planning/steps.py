@@ -7,77 +7,108 @@ be left out: ``search_plan(request, steps=without({"windows"}))``.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
-from pipeplan.schedule.state import ScheduleStep, SearchStep
+from pipeplan.errors import PipeplanError
+from pipeplan.files import Placement
+from pipeplan.planning.candidates import PlacementCandidate, PublishedPlanners, StageGraphs
+from pipeplan.planning.infeasibility import ExplainShortage
+from pipeplan.planning.polish import EaseRecomputation, SliceForwards
+from pipeplan.planning.trials import BackwardWays, PlanSearch, PlanStep, Trial, on_cluster
+from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK
+from pipeplan.schedule.search import FirstLook
+from pipeplan.schedule.state import SearchStep, named
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
 
 
 @dataclass(frozen=True)
-class LookAtCandidates(SearchStep):
-    """Known schedules of placements as they come; with less than ``least`` of the limit left no more are looked at."""
+class LookAtCandidates(PlanStep):
+    """Known schedules of placements as they come; with less than ``least`` of the limit left no more are looked at.
+
+    ``chains_between`` are as in :func:`pipeplan.planning.candidates.candidates`.
+    """
 
     share: float = 0.5
     least: float = 0.1
+    chains_between: int = 8
     name = "look at candidates"
     when = "always, in turn with the search; once there is a plan, only with {least} of the limit left"
     of = "what is left"
     needed = True
+    in_turn = True
+
+    def run(self, search: PlanSearch) -> None:
+        budget = search.budget
+        until = budget.used + self.share * budget.remaining
+        while search.best is None or (budget.used < until and not budget.interrupted):
+            candidate = search.take()
+            if search.all_seen:
+                return
+            if candidate is not None:
+                self._try(search, candidate)
+        search.all_seen = budget.remaining <= self.least * budget.seconds
+
+    def _try(self, search: PlanSearch, candidate: PlacementCandidate) -> None:
+        """Known schedules alone, unless the candidate cannot be better, or must be searched in any case."""
+        request, slicing = search.request, named(search.steps, SliceForwards)
+        try:
+            if search.best is not None and search.hopeless(Trial.of(replace(request, cluster=None), candidate)):
+                return  # wherever its devices are
+            trial = Trial.of(request, on_cluster(request, candidate) or candidate, search.steps)
+            if slicing is not None:
+                slicing.expect(request, trial)
+        except PipeplanError as error:
+            search.failures.append(error)
+            return
+        search.trials.append(trial)
+        searched = isinstance(request.placement, Placement) or request.scheduler != "auto"
+        if searched or search.hopeless(trial):
+            return
+        trial.look()
+        if slicing is not None:
+            slicing.at_once(request, trial)
+        search.budget.charge(SECONDS_PER_LOOK * sum(len(slots) for workload in trial.ways for slots in workload.slots))
+        search.report(trial)
 
 
 @dataclass(frozen=True)
-class SearchCandidates(SearchStep):
-    """Search the most promising candidates: in each round (how many, their part of the time that is left)."""
+class SearchCandidates(PlanStep):
+    """Search the most promising candidates: in each round (how many, their part of the time that is left).
+
+    As long as there may be more candidates, the first round alone.
+    """
 
     rounds: tuple[tuple[int, float], ...] = ((8, 0.4), (3, 0.5), (1, 1.0))
     name = "search candidates"
     when = "always, in turn with the looking; those that may become the best"
     needed = True
+    in_turn = True
 
+    def run(self, search: PlanSearch) -> None:
+        for most, part in self.rounds if search.all_seen else self.rounds[:1]:
+            live = search.live[:most]
+            seconds = search.budget.remaining * (part if len(live) > 1 else 1.0)
+            for trial in live:
+                if search.best is None or not (search.hopeless(trial) or search.budget.expired):
+                    self._search(search, trial, seconds / len(live))
 
-@dataclass(frozen=True)
-class BackwardWays(SearchStep):
-    """Each way of running backward gets a short look, then the better one the rest of the candidate's time."""
-
-    share: float = 0.15
-    name = "both ways of backward"
-    when = "--split-backward is open, and the profile has costs for both"
-    of = "the candidate's time, each"
-    needed = True
-
-
-@dataclass(frozen=True)
-class EaseRecomputation(SearchStep):
-    """Stages of the best ``finalists`` that need not recompute after all."""
-
-    finalists: int = 3
-    name = "ease recomputation"
-    when = "the best {finalists} plans; recomputation is open; orders still fit"
-
-
-@dataclass(frozen=True)
-class SliceForwards(SearchStep):
-    """Leading forwards in two parts: of the best ``finalists``, and of candidates with few actions times stages."""
-
-    finalists: int = 3
-    few: int = 30_000
-    name = "slice forwards"
-    when = "the best {finalists} plans, and candidates of at most {few} actions x stages; one stage per device"
-
-
-@dataclass(frozen=True)
-class ExplainShortage(SearchStep):
-    """What would do where nothing fits, looked for in at least ``seconds``; memory is found to ``precision``."""
-
-    seconds: float = 1.0
-    precision: float = 1.01
-    name = "explain what does not fit"
-    when = "nothing fits into memory"
+    def _search(self, search: PlanSearch, trial: Trial, seconds: float) -> None:
+        slicing = named(search.steps, SliceForwards)
+        try:
+            trial.search(search.request, search.budget, seconds, search.progress)
+            if slicing is not None:
+                slicing.at_once(search.request, trial)
+        except PipeplanError as error:
+            search.failures.append(error)
+            if trial.best is None:
+                search.trials.remove(trial)
 
 
 STEPS: tuple[SearchStep, ...] = (
     LookAtCandidates(),
+    StageGraphs(),
+    PublishedPlanners(),
+    FirstLook(),
     SearchCandidates(),
     BackwardWays(),
     *SCHEDULE_STEPS,
@@ -85,18 +116,6 @@ STEPS: tuple[SearchStep, ...] = (
     SliceForwards(),
     ExplainShortage(),
 )
-
-AnyStep = TypeVar("AnyStep", bound=SearchStep)
-
-
-def named(steps: Sequence[SearchStep], kind: type[AnyStep]) -> AnyStep | None:
-    """The step of a kind; None where it is switched off."""
-    return next((step for step in steps if isinstance(step, kind)), None)
-
-
-def schedule_steps(steps: Sequence[SearchStep]) -> tuple[ScheduleStep, ...]:
-    """The steps of the search for a schedule."""
-    return tuple(step for step in steps if isinstance(step, ScheduleStep))
 
 
 def without(names: Collection[str], steps: Sequence[SearchStep] = STEPS) -> tuple[SearchStep, ...]:

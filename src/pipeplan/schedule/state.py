@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from pipeplan.errors import InvalidPlanError
 from pipeplan.schedule.cpsat.solver import Budget
@@ -98,6 +98,14 @@ class ScheduleStep(SearchStep, ABC):
     @abstractmethod
     def run(self, state: SearchState) -> None:
         """Improve what is known."""
+
+
+AnyStep = TypeVar("AnyStep", bound=SearchStep)
+
+
+def named(steps: Sequence[SearchStep], kind: type[AnyStep]) -> AnyStep | None:
+    """The step of a kind; None where it is switched off."""
+    return next((step for step in steps if isinstance(step, kind)), None)
 
 
 @dataclass(slots=True)
