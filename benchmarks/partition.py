@@ -29,9 +29,8 @@ from pipeplan.costs.communication import all_reduce_time
 from pipeplan.costs.devices import device_preset
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import model
-from pipeplan.examples.layout import ModelLayout
+from pipeplan.examples.layout import ModelLayout, Stack
 from pipeplan.examples.models import family_of
-from pipeplan.examples.parts import Stack
 from pipeplan.files import Cluster, Edge, PlacedStage, Placement, Profile, Source
 from pipeplan.partition.baselines import pipedream, piper
 from pipeplan.partition.graph.search import graphpipe

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pipeplan.planning import Splitting as Splitting
     from pipeplan.planning import Tuning as Tuning
     from pipeplan.planning import frontier_request as frontier_request
-    from pipeplan.planning.frontier_result import request_notes as request_notes
+    from pipeplan.planning.frontier import request_notes as request_notes
     from pipeplan.runtime.launch.job import RunOptions as RunOptions
     from pipeplan.runtime.launch.job import StepResult as StepResult
     from pipeplan.runtime.models.load import load_model as load_model
@@ -60,7 +60,7 @@ _PARTS = {
     ),
     "pipeplan.partition.strategies": ("STRATEGIES",),
     "pipeplan.planning": ("Request", "Splitting", "frontier_request"),
-    "pipeplan.planning.frontier_result": ("request_notes",),
+    "pipeplan.planning.frontier": ("request_notes",),
     "pipeplan.runtime.profiling.links": ("LinkOptions",),
     "pipeplan.runtime.models.load": ("load_model",),
     "pipeplan.runtime.launch.job": ("RunOptions",),
@@ -83,7 +83,7 @@ def __getattr__(name: str) -> object:
 
 
 def search(request: Request, *, progress: Progress | None = None) -> Result:
-    """The best plan; see :func:`pipeplan.planning.search.search_plan`.
+    """The best plan; see :func:`pipeplan.planning.steps.search_plan`.
 
     Raises:
         InfeasibleError: nothing fits.

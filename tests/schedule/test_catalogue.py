@@ -19,8 +19,7 @@ from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import CostRow, Profile
-from pipeplan.partition.placement import place
-from pipeplan.partition.submodules import place_submodules
+from pipeplan.partition.placement import place, place_submodules
 from pipeplan.planning import Batch, choose_placement, search_plan
 from pipeplan.planning.request import submodules_of
 from pipeplan.schedule.list_scheduling import Policy, list_schedule

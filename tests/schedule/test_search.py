@@ -9,7 +9,7 @@ from builders.shapes import shape_workload
 from builders.towers import towers
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.partition.submodules import place_submodules
+from pipeplan.partition.placement import place_submodules
 from pipeplan.planning import Batch, choose_placement, resolve_batch, search_plan
 from pipeplan.planning.request import SUBMODULES, submodules_of
 from pipeplan.schedule import steps

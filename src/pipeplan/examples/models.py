@@ -19,9 +19,10 @@ from pipeplan.costs.communication import prices_in
 from pipeplan.costs.devices import device_preset
 from pipeplan.costs.operators import Operator, activation, linear, norm, sequence_of
 from pipeplan.errors import UsageError
-from pipeplan.examples.layout import RECIPE, ModelLayout
-from pipeplan.examples.parts import (
+from pipeplan.examples.layout import (
+    RECIPE,
     WIDTH,
+    ModelLayout,
     Part,
     Stack,
     bottleneck,

@@ -7,10 +7,9 @@ schedules, partitions and splits, which have rooms of their own; tables of resul
 from pipeplan.planning.build_plan import Result, assemble
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.comparison import Comparison, compare
-from pipeplan.planning.frontier import frontier_request, search_frontier
-from pipeplan.planning.frontier_result import FrontierResult, Mode
+from pipeplan.planning.frontier import FrontierResult, Mode, frontier_request, search_frontier
 from pipeplan.planning.request import Batch, Request, Splitting, choose_placement, resolve_batch
-from pipeplan.planning.search import search_plan
+from pipeplan.planning.steps import search_plan
 from pipeplan.planning.trials import workloads
 from pipeplan.planning.tuning import Tuning, tune
 

@@ -16,10 +16,9 @@ from pipeplan.files import Block, Placement, Profile
 from pipeplan.partition.baselines import dapple, pipedream, piper
 from pipeplan.partition.chain.autopipe import autopipe
 from pipeplan.partition.graph.search import graphpipe
-from pipeplan.partition.placement import Cut, can_spread, place
+from pipeplan.partition.placement import Cut, can_spread, place, place_submodules
 from pipeplan.partition.problem import Partition, PartitionProblem, free
 from pipeplan.partition.strategies import STRATEGIES
-from pipeplan.partition.submodules import place_submodules
 from pipeplan.planning.request import SUBMODULES, Batch, Request, submodules_of
 from pipeplan.schedule.state import SearchStep
 from pipeplan.time_limit import Limit, TimeUpError

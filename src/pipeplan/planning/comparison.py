@@ -11,7 +11,7 @@ from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Request
-from pipeplan.planning.search import search_plan
+from pipeplan.planning.steps import search_plan
 from pipeplan.planning.trials import workloads
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.state import Progress

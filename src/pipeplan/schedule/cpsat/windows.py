@@ -247,7 +247,7 @@ class _WindowModel:
 
 
 @dataclass(frozen=True)
-class _Windows(ScheduleStep):
+class _Rescheduling(ScheduleStep):
     """Reschedule windows of about so many actions (``sizes``), each for ``seconds``, growing while nothing helps.
 
     CP-SAT decides in about a second what may change in the largest of them, and less.
@@ -270,7 +270,7 @@ class _Windows(ScheduleStep):
 
 
 @dataclass(frozen=True)
-class Ramps(_Windows):
+class Ramps(_Rescheduling):
     """Reschedule what runs before and after the frozen repetition: warmup and cooldown, as Tessel's IV-C."""
 
     share: float = 1 / 8
@@ -325,7 +325,7 @@ class WholeHorizon(ScheduleStep):
 
 
 @dataclass(frozen=True)
-class SlidingWindows(_Windows):
+class SlidingWindows(_Rescheduling):
     """Reschedule windows that slide over the whole schedule, from its two ends first."""
 
     name = "windows"
