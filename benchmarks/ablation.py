@@ -31,8 +31,8 @@ from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.errors import PipeplanError
 from pipeplan.examples import shape
 from pipeplan.files import read_profile
-from pipeplan.planning import Batch, Request, search_plan
-from pipeplan.planning.steps import STEPS, without
+from pipeplan.planning.request import Batch, Request
+from pipeplan.planning.steps import STEPS, search_plan, without
 from pipeplan.schedule.cpsat.solver import Budget, load_solver
 from pipeplan.schedule.search import search_schedule
 from pipeplan.schedule.state import ScheduleStep, SearchState, SearchStep

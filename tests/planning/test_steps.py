@@ -10,8 +10,8 @@ import pytest
 from builders.requests import request_of
 from builders.shapes import shape_workload
 from pipeplan.examples import shape
-from pipeplan.planning import Batch, search_plan
-from pipeplan.planning.steps import STEPS, table, without
+from pipeplan.planning.request import Batch
+from pipeplan.planning.steps import STEPS, search_plan, table, without
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import search_schedule
 from pipeplan.schedule.state import ScheduleStep, named

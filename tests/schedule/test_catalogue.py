@@ -20,8 +20,8 @@ from pipeplan.errors import UsageError
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import CostRow, Profile
 from pipeplan.partition.placement import place, place_submodules
-from pipeplan.planning import Batch, choose_placement, search_plan
-from pipeplan.planning.request import submodules_of
+from pipeplan.planning.request import Batch, choose_placement, submodules_of
+from pipeplan.planning.steps import search_plan
 from pipeplan.schedule.list_scheduling import Policy, list_schedule
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.engine import schedule_by_rules

@@ -165,7 +165,7 @@ def frontier_command(
     interrupt_on_sigterm()
     found = _api.frontier(request, mode=mode, point=point)
     if svg is not None:
-        _write(svg, frontier_svg(found))
+        _api.write_text(frontier_svg(found), svg)
     if as_json:
         click.echo(json.dumps(found.figures()))
     elif output != "-":
@@ -197,11 +197,3 @@ def _refuse_idle(ctx: click.Context, plans: bool) -> None:
     for parameter, flag in _ONLY_SPLITS.items() if plans else ():
         if ctx.get_parameter_source(parameter) is ParameterSource.COMMANDLINE:
             raise UsageError(f"{flag} is of no use with --plans; leave out {flag} or --plans")
-
-
-def _write(path: str, text: str) -> None:
-    if path == "-":
-        click.echo(text, nl=False)
-    else:
-        with click.open_file(path, "w", encoding="utf-8", atomic=True) as file:
-            file.write(text)

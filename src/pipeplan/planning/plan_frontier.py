@@ -207,32 +207,22 @@ def plan_frontier(request: Request, *, quickest: bool = False) -> PlanFrontier:
         InfeasibleError: nothing fits; it says what would, as far as there was time to find out.
     """
     found = _searched(request, request.time_limit, quickest)
-    if not found.search.best:
+    if not found.best:
         raise _why(request, found)
-    search = found.search
     untried = _counted(found.partitions, _COUNTING * request.time_limit) if found.interrupted else 0
-    points = sorted(search.best, key=lambda point: point.figures)
-    seconds, counts = search.limit.elapsed, {point.num_devices for point in points}
-    failures = {count: error for count, error in search.failures.items() if count not in counts}
-    how = search.num_tried, seconds, found.interrupted, untried, tuple(search.rough)
+    points = sorted(found.best, key=lambda point: point.figures)
+    seconds, counts = found.limit.elapsed, {point.num_devices for point in points}
+    failures = {count: error for count, error in found.failures.items() if count not in counts}
+    how = found.num_tried, seconds, found.interrupted, untried, tuple(found.rough)
     return PlanFrontier(tuple(points), *how, failures)
 
 
-@dataclass(frozen=True, slots=True)
-class _Searched:
-    """What was found, whether there was more to try, and the partitions of the chain that are left."""
-
-    search: _FrontierSearch
-    interrupted: bool
-    partitions: Iterator[PartitionTrial]
-
-
-def _searched(request: Request, seconds: float, quickest: bool) -> _Searched:
+def _searched(request: Request, seconds: float, quickest: bool) -> _FrontierSearch:
     """Try everything in turn, until the time is up."""
-    search = _FrontierSearch(Limit(seconds))
     requests = request.by_devices
     splits = GroupSplits(request.profile, request.cluster)
     partitions = in_turn([chains(asked, splits, quickest=quickest) for asked in requests])
+    search = _FrontierSearch(Limit(seconds), partitions)
     share = (_CHAINS, _SPLIT) if quickest else (1.0, 1.0)
     try:
         for asked in requests:
@@ -242,24 +232,24 @@ def _searched(request: Request, seconds: float, quickest: bool) -> _Searched:
         others = [stage_graphs(each, search.memories(each.num_devices)) for each in requests]
         joined = search.try_all(in_turn(others), share[1])
         split = search.try_all(in_turn([_split(splits, points) for points in search.by_devices(requests)]))
-        interrupted = not (search.try_all(partitions) and split and joined)
+        search.interrupted = not (search.try_all(partitions) and split and joined)
     except (KeyboardInterrupt, TimeUpError):
-        interrupted = True
-    return _Searched(search, interrupted, partitions)
+        search.interrupted = True
+    return search
 
 
-def _why(request: Request, found: _Searched) -> PipeplanError:
+def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
     """Why there is nothing; where memory is short, with what the same search finds on every number of devices."""
-    limit, search = request.least_memory, found.search
-    error = next(iter(search.failures.values()), InfeasibleError("no plan fits; raise --memory or --devices"))
+    limit = request.least_memory
+    error = next(iter(found.failures.values()), InfeasibleError("no plan fits; raise --memory or --devices"))
     if limit is None or found.interrupted:
         return error
     free = replace(request, memory_bytes=MAX_BYTES)
-    able = _searched(free, max(_EXPLAINING, search.left()), quickest=False)
-    if not able.search.best:
+    able = _searched(free, max(_EXPLAINING, found.left()), quickest=False)
+    if not able.best:
         return error
     least: dict[int, int] = {}
-    for count, memory, _ in sorted(tried.figures for tried in able.search.best):
+    for count, memory, _ in sorted(tried.figures for tried in able.best):
         least.setdefault(count, memory)
     *enough, last = [f"{named_devices(count)} of {format_bytes(rounded_up(each))}" for count, each in least.items()]
     enough = [", ".join(enough), last] if enough else [last]
@@ -273,9 +263,11 @@ def _why(request: Request, found: _Searched) -> PipeplanError:
 
 @dataclass(slots=True)
 class _FrontierSearch:
-    """What has been found until the time is up."""
+    """What has been found until the time is up; whether there was more to try, and the ``partitions`` that are left."""
 
     limit: Limit
+    partitions: Iterator[PartitionTrial]
+    interrupted: bool = False
     best: list[PlanPoint] = field(default_factory=list)
     failures: dict[int, PipeplanError] = field(default_factory=dict)
     num_tried: int = 0

@@ -241,7 +241,7 @@ class CostModel:
             possible[..., 0] &= ~moved | (not need.taken)
             possible[..., 1] &= ~moved | (not need.alone)
         whole = np.ceil(np.where(possible, time, 0)).astype(np.int64)
-        held = self.options.in_flight * _held(tensor, given, taken, moved, need)
+        held = self.options.in_flight * held_bytes(tensor, given, taken, moved, need)
         return table(held, whole, possible, copies=len(VARIANTS))
 
     def _numbers(self, layouts: Sequence[Layout]) -> IntArray:
@@ -281,10 +281,13 @@ class CostModel:
         return TensorNeed(source.operation.keeps_output and first, self._taken(link), self._kept(source))
 
 
-def _held(
+def held_bytes(
     tensor: Tensor, given: Sequence[Layout], taken: Sequence[Layout], moved: BoolArray, need: TensorNeed
 ) -> IntArray:
-    """Bytes that a tensor holds beyond what its giver keeps, of each variant: before, after, both, [Ks, Kt, 3]."""
+    """Bytes that a tensor holds beyond what its giver keeps, of each variant: before, after, both, [Ks, Kt, 3].
+
+    ``moved`` [Ks, Kt]: whether the layouts differ.
+    """
     before = np.array([tensor.local_bytes(each) for each in given], np.int64)[:, None] * (need.held and not need.kept)
     after = np.array([tensor.local_bytes(each) for each in taken], np.int64)[None, :] * need.held
     own = np.where(moved | (not need.kept), after, 0)  # the same layout as what is kept anyway costs nothing more
