@@ -335,7 +335,9 @@ def place_submodules(
         except (InfeasibleError, UsageError) as error:
             where = f"of submodule {submodule.blocks!r}, whose device 0 is device {first * replicas}"
             raise type(error)(f"{error} ({where})") from None
-        stages += [_moved(stage, first * replicas) for stage in placed.stages]
+        for stage in placed.stages:
+            devices = tuple(first * replicas + device for device in stage.devices)
+            stages.append(stage.model_copy(update={"devices": devices}))
     if rest:
         stages.append(_after_all(profile, rest, stages, replicas))
     return Placement(
@@ -420,10 +422,6 @@ def _profile_of(profile: Profile, part: Sequence[str]) -> Profile:
         blocks=tuple(block for block in profile.blocks if block.id in inside),
         edges=tuple(edge for edge in profile.edges if {edge.source, edge.target} <= inside),
     )
-
-
-def _moved(stage: PlacedStage, first: int) -> PlacedStage:
-    return stage.model_copy(update={"devices": tuple(first + device for device in stage.devices)})
 
 
 def _after_all(profile: Profile, rest: Sequence[str], stages: Sequence[PlacedStage], replicas: int) -> PlacedStage:

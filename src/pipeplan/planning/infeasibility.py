@@ -157,7 +157,9 @@ class _Least:
 
     def _lower_devices(self, fit: _FitOf) -> None:
         """Doubling until a number does, then halving the distance."""
-        low, most = self._request.num_devices, _most_devices(self._request)
+        low = self._request.num_devices
+        # enough, if any number is: every block alone, and its samples on as many replicas as there are
+        most = max(len(self._request.profile.blocks) * max(self._request.sizes), low)
         if self.devices is None:
             while low < most and not self._fewer_devices(fit, min(2 * low, most)):
                 low = min(2 * low, most)
@@ -216,11 +218,6 @@ class _Least:
 def _points(request: Request) -> list[Choice | PlacementCandidate]:
     """What there is without stages as a graph, to be placed so that little memory does."""
     return [point for point in grid(request) if not isinstance(point, UsageError)]
-
-
-def _most_devices(request: Request) -> int:
-    """So many are enough, if any number is: every block alone, and its samples on as many replicas as there are."""
-    return max(len(request.profile.blocks) * max(request.sizes), request.num_devices)
 
 
 def rounded_up(size: int) -> int:

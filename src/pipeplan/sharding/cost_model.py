@@ -382,16 +382,12 @@ def _scales(profile: Profile, operators: OperatorGraph, preset: DevicePreset) ->
 def _block_scales(block: Block, nodes: Sequence[OperatorNode], preset: DevicePreset) -> Iterable[OperatorScale]:
     """Its operators in proportion: times so that they add up to its row's, bytes to its parameters'."""
     forward, backward = _measured_over_computed(block, nodes, preset)
-    counts = [_parameters(node.operation) for node in nodes]
+    counts = [node.operation.parameters if node.operation.kind != "block" else 1 for node in nodes]
     total = max(1, sum(counts))
     for count in counts:
         parameters = block.parameter_bytes * count // total
         state = training_state(parameters, block.optimizer_bytes * count // total)
         yield OperatorScale(forward, backward, parameters, state.total)
-
-
-def _parameters(operation: Splittable) -> int:
-    return operation.parameters if operation.kind != "block" else 1
 
 
 def _measured_over_computed(block: Block, nodes: Sequence[OperatorNode], preset: DevicePreset) -> tuple[float, float]:

@@ -218,7 +218,8 @@ class StageModels:
         before: dict[Link, Link] = {}
         after: dict[str, Link] = {}
         for number, link in enumerate(inner):
-            outside = _outside(f"{OUTSIDE}, before {number}", model.tensor(link), nodes[0].operation.width)
+            ends = _OtherStages((), nodes[0].operation.width, passed=model.tensor(link))
+            outside = OperatorNode(f"{OUTSIDE}, before {number}", OUTSIDE, ends)
             before[link] = replace(link, source=outside.name)
             nodes.append(outside)
             if link.source not in after:
@@ -272,7 +273,3 @@ class StageModels:
     def edges(self) -> dict[Link, CostEdge]:
         """Tensors with their costs; those that are alike share their tables."""
         return dict(zip(self.whole.operators.links, self.whole.graph.edges, strict=True))
-
-
-def _outside(name: str, tensor: Tensor, width: int) -> OperatorNode:
-    return OperatorNode(name, OUTSIDE, _OtherStages((), width, passed=tensor))

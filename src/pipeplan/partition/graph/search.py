@@ -25,7 +25,7 @@ import numpy as np
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.partition.graph.in_flight import Integers, Need
 from pipeplan.partition.graph.shapes import NEVER, Group, PartBounds, Shape, Shapes
-from pipeplan.partition.problem import Costs, Partition, PartitionProblem, Way, together
+from pipeplan.partition.problem import Partition, PartitionProblem, Way, together
 from pipeplan.partition.series_parallel import Part, SeriesParallel, decompose, in_line, topological_order
 from pipeplan.time_limit import checkpoint
 from pipeplan.units import format_bytes, named_devices
@@ -441,12 +441,8 @@ def _read(shapes: Shapes, solution: Solution) -> tuple[int, list[Staged]]:
     """A solution's bottleneck and stages, in topological order."""
     problem = shapes.problem
     stages = list(_stages(shapes, shapes.tree, solution.trace))
-    times = [problem.time_of(_load(problem, blocks), choice) for blocks, choice in stages]
-    return max(times), stages
-
-
-def _load(problem: PartitionProblem, blocks: Sequence[str]) -> Costs:
-    return together(problem.costs[name] for name in blocks)
+    loads = [together(problem.costs[name] for name in blocks) for blocks, _ in stages]
+    return max(problem.time_of(load, choice) for load, (_, choice) in zip(loads, stages, strict=True)), stages
 
 
 def _stages(shapes: Shapes, part: Part, trace: EntryTrace | None) -> Iterator[Staged]:

@@ -326,7 +326,9 @@ def stuck_error(
     obstacles = {task: found for task in stuck if waiting[task] == 0 and (found := obstacle(task)) is not None}
     lines = list(_lines(graph, stuck, unmet, obstacles))
     head = f"stuck with {len(stuck)} of {graph.num_actions} actions left"
-    if (circle := _circle(graph, unmet)) is not None:
+    cycle = find_cycle((task, source) for task, sources in unmet.items() for source in sources)
+    if cycle is not None:
+        circle = in_circle([graph.label(task) for task in cycle])
         return UsageError(f"{head}: {circle} wait for each other in a circle; take one of these dependencies out")
     never = [task for task in stuck if waiting[task] > 0 and not unmet[task]]
     if never:
@@ -361,12 +363,6 @@ def _unmet(graph: TaskGraph, waiting: Sequence[int], begun: Sequence[int | None]
             for target, _ in graph.successors[source]:
                 unmet[target].append(source)
     return unmet
-
-
-def _circle(graph: TaskGraph, unmet: Mapping[int, list[int]]) -> str | None:
-    """Actions that wait for each other, each for the next; None if none do."""
-    cycle = find_cycle((task, source) for task, sources in unmet.items() for source in sources)
-    return None if cycle is None else in_circle([graph.label(task) for task in cycle])
 
 
 _REMEDIES = {
