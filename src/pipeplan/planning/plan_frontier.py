@@ -44,8 +44,9 @@ class _Constants:
     partitions under a limit, with 1, 2, 3 ... stages, ``scheduled`` are scheduled: those that should be quickest. One
     stage graph may take its part of the time, were ``graphs`` to share it.
 
-    After a part ``one_stage`` strategies of one stage are tracked ``rough`` near alone; after ``chains`` partitions of the chain make way for what else there is, after ``split`` split stages.
-    What would do where nothing fits gets ``explaining`` seconds at least, counting what was not tried ``counting``.
+    After a part ``one_stage`` strategies of one stage are only tracked to within ``rough`` of the frontier; after
+    ``chains`` partitions of the chain make way for what else there is, after ``split`` split stages. What would do
+    where nothing fits gets ``explaining`` seconds at least, counting what was not tried ``counting``.
     """
 
     step: float = 0.92
