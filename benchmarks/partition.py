@@ -12,7 +12,7 @@ import argparse
 import multiprocessing
 import multiprocessing.connection
 import resource
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
