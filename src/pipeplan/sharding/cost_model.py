@@ -23,7 +23,7 @@ from pipeplan.files import Block, Cluster, Profile
 from pipeplan.sharding.expansion import Link, OperatorGraph, OperatorNode, expand
 from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode
 from pipeplan.sharding.layouts import Layout, Resharding, Tensor
-from pipeplan.sharding.operator_kinds import Data
+from pipeplan.sharding.operator_kinds import Data, row_for
 from pipeplan.sharding.operators import (
     MOST_DIMENSIONS,
     Axis,
@@ -36,7 +36,6 @@ from pipeplan.sharding.operators import (
     recomputed,
 )
 from pipeplan.sharding.table import IntArray, Table, table
-from pipeplan.sharding.whole_blocks import row_for
 from pipeplan.time_limit import checkpoint
 from pipeplan.workload.kinds import training_state
 
