@@ -226,9 +226,9 @@ class LookAtCandidates(PlanStep):
 
     def _try(self, search: PlanSearch, candidate: PlacementCandidate) -> None:
         """Known schedules alone, unless the candidate cannot be better, or must be searched in any case."""
-        request, slicing = search.request, named(search.steps, SliceForwards)
+        request, slicing, best = search.request, named(search.steps, SliceForwards), search.best
         try:
-            if search.best is not None and search.hopeless(Trial.of(replace(request, cluster=None), candidate)):
+            if best is not None and Trial.of(replace(request, cluster=None), candidate).hopeless(best):
                 return  # wherever its devices are
             trial = Trial.of(request, on_cluster(request, candidate) or candidate, search.steps)
             if slicing is not None:
@@ -238,7 +238,7 @@ class LookAtCandidates(PlanStep):
             return
         search.trials.append(trial)
         searched = isinstance(request.placement, Placement) or request.scheduler != "auto"
-        if searched or search.hopeless(trial):
+        if searched or trial.hopeless(best):
             return
         trial.look()
         if slicing is not None:
@@ -265,7 +265,8 @@ class SearchCandidates(PlanStep):
             live = search.live[:most]
             seconds = search.budget.remaining * (part if len(live) > 1 else 1.0)
             for trial in live:
-                if search.best is None or not (search.hopeless(trial) or search.budget.expired):
+                best = search.best
+                if best is None or not (trial.hopeless(best) or search.budget.expired):
                     self._search(search, trial, seconds / len(live))
 
     def _search(self, search: PlanSearch, trial: Trial, seconds: float) -> None:

@@ -150,6 +150,10 @@ class Trial:
         found = self.parted or self.best
         return None if found is None else iteration_of(found)
 
+    def hopeless(self, best: Trial | None) -> bool:
+        """Whether no schedule can have a shorter iteration than the best trial."""
+        return best is not None and best.value_ns is not None and self.bound_ns >= best.value_ns
+
     def begin_again(self, request: Request) -> None:
         """The candidate has changed and its best schedule is one of the changed workload: take that one for a way."""
         assert self.best is not None
@@ -324,13 +328,9 @@ class PlanSearch:
     @property
     def live(self) -> list[Trial]:
         """Trials that may become the best, the most promising first."""
-        live = [trial for trial in self.trials if not self.hopeless(trial)]
-        return sorted(live, key=lambda trial: (trial.best is None, (trial.value_ns or 0) + trial.bound_ns))
-
-    def hopeless(self, trial: Trial) -> bool:
-        """Whether a trial cannot give a shorter iteration than the best known."""
         best = self.best
-        return best is not None and best.value_ns is not None and trial.bound_ns >= best.value_ns
+        live = [trial for trial in self.trials if not trial.hopeless(best)]
+        return sorted(live, key=lambda trial: (trial.best is None, (trial.value_ns or 0) + trial.bound_ns))
 
     def take(self) -> PlacementCandidate | None:
         """The next candidate; None where there is none, it was seen before, or that were all."""
