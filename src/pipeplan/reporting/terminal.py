@@ -90,11 +90,8 @@ def _stage_table(plan: Plan) -> Table:
         )
         for index, (stage, work, way) in enumerate(zip(plan.stages, _stage_work(plan), ways, strict=True))
     ]
-    if len(rows) > _MAX_STAGES:
-        half = _MAX_STAGES // 2
-        rows = [*rows[:half], ("...",) * len(rows[0]), *rows[-half:]]
-    for row in rows:
-        table.add_row(*row)
+    for index in shown_rows(len(rows), _MAX_STAGES):
+        table.add_row(*(("...",) * len(rows[0]) if index is None else rows[index]))
     return table
 
 

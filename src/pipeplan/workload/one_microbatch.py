@@ -26,6 +26,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.graphs import connected_parts
 from pipeplan.units import format_bytes
 from pipeplan.workload.elements import Dependency, Device, Hop, Stage
 from pipeplan.workload.kinds import MemoryBytes, Role
@@ -124,7 +125,7 @@ class OneMicrobatch:
     @cached_property
     def order(self) -> tuple[int, ...]:
         """The operations, each after everything it waits for."""
-        return tuple(sorted(range(self.num_operations), key=self.workload.rank))
+        return self.workload.items_in_order
 
     @cached_property
     def on_device(self) -> tuple[tuple[int, ...], ...]:
@@ -168,14 +169,10 @@ class OneMicrobatch:
     @cached_property
     def one_last_forward(self) -> bool:
         """Whether each connected part of a micro-batch's graph has one forward that no other one follows."""
-        import networkx  # a third of a second, which replaying a plan need not wait for
-
         waits = [(source, target) for source, target, _ in self.workload.lags]
         forwards = {x for x, role in enumerate(self.roles) if role is Role.FORWARD}
         last = forwards - {source for source, target in waits if target in forwards}
-        graph = networkx.Graph(waits)
-        graph.add_nodes_from(last)
-        return all(len(part & last) <= 1 for part in networkx.connected_components(graph))
+        return all(len(part & last) <= 1 for part in connected_parts(last, waits))
 
     def path(self, source: int, target: int) -> int:
         """Longest path from the start of one operation to the end of another in a micro-batch; -1 without one."""

@@ -17,9 +17,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pipeplan.errors import InvalidPlanError
+from pipeplan.graphs import longest_paths
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, slots_of
-from pipeplan.workload.kinds import ACTIVATIONS, MemoryBytes, MemoryKind, is_instruction, payload_of
+from pipeplan.workload.kinds import ACTIVATIONS, MemoryBytes, MemoryKind, Role, is_instruction, payload_of
 from pipeplan.workload.samples import Slots
 
 
@@ -221,6 +222,22 @@ class Workload:
         return not self.needs and all(slots == whole for slots in self.slots)
 
     @cached_property
+    def stage_edges(self) -> tuple[tuple[int, int], ...]:
+        """(stage, stage) of forwards that wait for forwards."""
+        return tuple(
+            (each.source_stage, each.target_stage)
+            for each in self.dependencies
+            if each.source_role is each.target_role is Role.FORWARD
+        )
+
+    @cached_property
+    def stage_depths(self) -> tuple[int, ...]:
+        """[stage] how many stages come before it, on the longest way."""
+        stages = range(len(self.stages))
+        depths = longest_paths(stages, ((source, target, 1) for source, target in self.stage_edges))
+        return tuple(depths.values())
+
+    @cached_property
     def needs(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """{(source, target)} of dependencies that count: for each action of the target, how many of the source's."""
         return {(source, target): each.needs for source, target, each in self._ends if each.needs is not None}
@@ -320,12 +337,15 @@ class Workload:
 
         A dependency that counts is on the path if every action of its target waits for one of its source.
         """
-        heads = [0] * len(self.durations)
-        for source, target, lag in self._ordered_edges:
-            if min(self.needs.get((source, target), (1,))) > 0:
-                lag = self.part_lags.get((source, target), lag)
-                heads[target] = max(heads[target], heads[source] + self.least_durations[source] + lag)
-        return tuple(heads)
+        paths = longest_paths(
+            self.items_in_order,
+            (
+                (source, target, self.least_durations[source] + self.part_lags.get((source, target), lag))
+                for source, target, lag in self.edges
+                if min(self.needs.get((source, target), (1,))) > 0
+            ),
+        )
+        return tuple(paths[item] for item in range(len(paths)))
 
     @cached_property
     def tails(self) -> tuple[int, ...]:
@@ -333,18 +353,20 @@ class Workload:
 
         A dependency that counts is on the path if some action of its target waits for all of its source.
         """
-        tails = [0] * len(self.durations)
-        for source, target, lag in reversed(self._ordered_edges):
-            all_needed = len(self.slots[source])
-            if max(self.needs.get((source, target), (all_needed,))) >= all_needed:
-                lag = self.part_lags.get((source, target), lag)
-                tails[source] = max(tails[source], lag + self.least_durations[target] + tails[target])
-        return tuple(tails)
+        paths = longest_paths(
+            self.items_in_order[::-1],
+            (
+                (target, source, self.least_durations[target] + self.part_lags.get((source, target), lag))
+                for source, target, lag in self.edges
+                if max(self.needs.get((source, target), (len(self.slots[source]),))) >= len(self.slots[source])
+            ),
+        )
+        return tuple(paths[item] for item in range(len(paths)))
 
     @cached_property
-    def _ordered_edges(self) -> tuple[tuple[int, int, int], ...]:
-        """The edges, those into an item before those out of it."""
-        return tuple(sorted(self.edges, key=lambda edge: self.rank(edge[0])))
+    def items_in_order(self) -> tuple[int, ...]:
+        """The items, each after everything it waits for."""
+        return tuple(sorted(range(len(self.durations)), key=self.rank))
 
     def _free_hops(self, dependency: Dependency) -> list[Hop]:
         """Messages that never wait for their link."""

@@ -18,7 +18,8 @@ from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS
 from pipeplan.examples import model as paper_model
 from pipeplan.files import PlacedStage
-from pipeplan.planning import Batch, search_plan
+from pipeplan.planning.request import Batch
+from pipeplan.planning.steps import search_plan
 from pipeplan.runtime.executor.rank_program import programs_of
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.shapes import ShapedBlock, output_shapes, shaped_blocks

@@ -18,7 +18,8 @@ from pipeplan.costs.devices import device_preset
 from pipeplan.errors import ExecutionError, UsageError
 from pipeplan.examples import model as paper_model
 from pipeplan.files import Profile, read_profile
-from pipeplan.planning import Batch, search_plan
+from pipeplan.planning.request import Batch
+from pipeplan.planning.steps import search_plan
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.profiling.build_profile import splits_of
