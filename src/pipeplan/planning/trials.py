@@ -23,6 +23,7 @@ from pipeplan.schedule.search import SEARCHING, first_look, search_schedule
 from pipeplan.schedule.state import Progress, Schedule, SearchStep
 from pipeplan.simulator.metrics import iteration_time, rates
 from pipeplan.workload.bounds import weak_makespan_bound
+from pipeplan.workload.kinds import GRADIENTS
 from pipeplan.workload.one_microbatch import device_groups
 from pipeplan.workload.workload import Workload
 
@@ -65,7 +66,7 @@ def on_cluster(request: Request, candidate: PlacementCandidate) -> PlacementCand
     sync = [0] * len(sizes)
     for stage in workload.stages:
         if stage.replicas > 1:
-            sync[group_of[stage.devices[0]]] += stage.gradient_bytes
+            sync[group_of[stage.devices[0]]] += stage.state[GRADIENTS]
     static = [workload.static_bytes(group_of.index(group)) for group in range(len(sizes))]
     try:
         found = mapped(

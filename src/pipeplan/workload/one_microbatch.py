@@ -32,7 +32,7 @@ from pipeplan.workload.kinds import MemoryBytes, Role
 from pipeplan.workload.memory import capacities
 from pipeplan.workload.samples import Slots
 from pipeplan.workload.task_graph import Orders
-from pipeplan.workload.workload import Workload
+from pipeplan.workload.workload import Hold, Workload
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,10 @@ class OneMicrobatch:
     def workspace(self) -> tuple[int, ...]:
         """[operation] bytes held while it runs."""
         return tuple(effect.workspace for effect in self.workload.effects)
+
+    def holds_on(self, device: int) -> list[Hold]:
+        """What a device holds until one action has ended; what waits for several, or for none, searches leave out."""
+        return [hold for hold in self.workload.holds if device in self.devices[hold.source] and len(hold.targets) == 1]
 
     @property
     def microbatches_per_round(self) -> int:
@@ -200,7 +204,7 @@ class OneMicrobatch:
         While an operation runs, everything is held that was taken by what it depends on and is given back by what
         depends on it.
         """
-        here = [hold for hold in self.workload.holds if device in self.devices[hold.source]]
+        here = self.holds_on(device)
         return max(
             (
                 self.workspace[x]
