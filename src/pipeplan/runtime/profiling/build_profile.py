@@ -302,10 +302,8 @@ def profile_of(model: Model, graph: BlockGraph, costs: Mapping[str, Sequence[Cos
 def _block(block: BlockNode, costs: Sequence[CostRow]) -> Block:
     return Block(
         id=block.spec.id,
-        operator=block.spec.operator,
-        dimensions=dict(block.spec.dimensions),
+        **block.spec.described,
         **Block.kept(block.parameter_bytes, state_recipe(_RECIPE).state(block.trainable, block.trainable_bytes)),
         tied=block.tied,
-        shared=block.spec.shared,
         costs=tuple(costs),
     )
