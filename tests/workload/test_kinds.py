@@ -186,8 +186,8 @@ listed = "MEMORY_KINDS = ("
 source = Path(spec.origin).read_text()
 assert source.count(listed) == 1
 exec(source.replace(listed, '''
-MASTER = MemoryKind("master weights", "master_bytes", Held.ALWAYS)
-PROMPTS = MemoryKind("prompts", "prompt_bytes", Held.MICROBATCH)
+MASTER = MemoryKind("master weights", "master_bytes", Lifetime.ALWAYS)
+PROMPTS = MemoryKind("prompts", "prompt_bytes", Lifetime.MICROBATCH)
 MEMORY_KINDS = (PROMPTS, MASTER, '''), kinds.__dict__)
 
 from dataclasses import replace

@@ -109,7 +109,7 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(set(names), key=lambda name: ((*COMPUTE_KINDS, name).index(name), name))
 
 
-class Held(Enum):
+class Lifetime(Enum):
     """How long memory is held, and where a plan says how much."""
 
     ALWAYS = "always"
@@ -134,20 +134,20 @@ class MemoryKind:
 
     name: str
     key: str
-    held: Held
+    lifetime: Lifetime
 
 
-PARAMETERS = MemoryKind("parameters", "parameter_bytes", Held.ALWAYS)
-GRADIENTS = MemoryKind("gradients", "gradient_bytes", Held.ALWAYS)
-OPTIMIZER = MemoryKind("optimizer", "optimizer_bytes", Held.ALWAYS)
-ACTIVATIONS = MemoryKind("activations", "activation_bytes", Held.RETURNED)
-WORKSPACE = MemoryKind("workspace", "workspace_bytes", Held.RUNNING)
+PARAMETERS = MemoryKind("parameters", "parameter_bytes", Lifetime.ALWAYS)
+GRADIENTS = MemoryKind("gradients", "gradient_bytes", Lifetime.ALWAYS)
+OPTIMIZER = MemoryKind("optimizer", "optimizer_bytes", Lifetime.ALWAYS)
+ACTIVATIONS = MemoryKind("activations", "activation_bytes", Lifetime.RETURNED)
+WORKSPACE = MemoryKind("workspace", "workspace_bytes", Lifetime.RUNNING)
 
 MEMORY_KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORKSPACE)
 """Every kind of memory, in the order of tables and files; keys of plans follow, in a new version of the format."""
 
-STATE_KINDS = tuple(kind for kind in MEMORY_KINDS if kind.held is Held.ALWAYS)
-KEPT_KINDS = tuple(kind for kind in MEMORY_KINDS if kind.held is Held.MICROBATCH)
+STATE_KINDS = tuple(kind for kind in MEMORY_KINDS if kind.lifetime is Lifetime.ALWAYS)
+KEPT_KINDS = tuple(kind for kind in MEMORY_KINDS if kind.lifetime is Lifetime.MICROBATCH)
 
 _PLACES = {kind: place for place, kind in enumerate(MEMORY_KINDS)}
 
