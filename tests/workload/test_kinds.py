@@ -231,6 +231,6 @@ def test_bytes_by_kind_add_up() -> None:
     adapter = TypeAdapter(MemoryBytes)
     assert adapter.validate_json(adapter.dump_json(held)) == held
     with pytest.raises(ValidationError):
-        adapter.validate_json('{"cache_bytes": 1}')
+        adapter.validate_json('{"unheard_bytes": 1}')
     with pytest.raises(KeyError):
         MemoryBytes({replace(PARAMETERS, name="master weights"): 1})
