@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.language import Rules
 from pipeplan.schedule.stage_graph import Rule, Stages, TrialRun
 from pipeplan.workload.action import Action, operation_of
-from pipeplan.workload.elements import DeviceMemory, Operation, Stage
+from pipeplan.workload.elements import Dependency, DeviceMemory, Operation, Stage
 from pipeplan.workload.kinds import (
     ACTIVATIONS,
     COMPUTE_KINDS,
@@ -35,8 +36,9 @@ from pipeplan.workload.kinds import (
     payload_of,
     role_of,
 )
+from pipeplan.workload.memory import followed, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from pipeplan.workload.task_graph import task_graph
+from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
 ALLOWED = {
@@ -144,6 +146,36 @@ def test_a_kind_added_to_the_list_is_known_everywhere(letter: str, monkeypatch: 
     assert in_order(["NOVEL", "B"]) == ["B", "NOVEL"]
     assert OneMicrobatch.of(named).roles == OneMicrobatch.of(given).roles
     assert orders_of(named) == before
+
+
+def test_a_kind_on_the_network_runs_beside_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it gathers is held until it ends, while the device computes; a device has one network."""
+    plain = chain_workload(2, 4, forward=10, backward=20, activation_bytes=100)
+    gather = Operation(kind="GATHER", stage=0, duration_ns=25, acquire_bytes=7, release_bytes=7)
+    wait = Dependency(source="0F", target="0GATHER")
+    own = (plain.operations[0], gather, *plain.operations[1:])
+    given = replace(plain, operations=own, dependencies=(*plain.dependencies, wait))
+
+    ends = {}
+    for resource in (Resource.COMPUTE, Resource.NETWORK):
+        monkeypatch.setitem(KINDS, "GATHER", Kind("GATHER", Role.CUSTOM, resource, "GATHER"))
+        graph, problem = task_graph(replace(given)), OneMicrobatch.of(replace(given))
+        orders = list_schedule(problem, graph, next(policies()))
+        assert orders is not None
+        starts = earliest_starts(graph, orders)
+        ends[resource] = max(start + duration for start, duration in zip(starts, graph.durations, strict=True))
+        gathers = range(graph.offsets[1], graph.offsets[2])
+        assert all(starts[task] >= starts[task - 4] + 10 for task in gathers)
+        assert all(after - before >= 25 for before, after in pairwise(sorted(starts[task] for task in gathers)))
+    assert len(orders) == 3
+    assert sorted(orders[2]) == list(gathers)
+    beside = [other for other in orders[0] for task in gathers if starts[task] <= starts[other] < starts[task] + 25]
+    assert beside, "the device computes while its network is busy"
+    assert ends[Resource.NETWORK] < ends[Resource.COMPUTE]
+    state, memory = followed(graph, starts), peak_memory(graph, orders)
+    assert state.held == [0, 0, 0]
+    assert [each.peak_bytes for each in memory] == state.peak[:2]
+    assert memory[0].parts == MemoryBytes({ACTIVATIONS: 407})
 
 
 def renamed(workload: Workload, letter: str, name: str) -> Workload:

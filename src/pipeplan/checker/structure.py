@@ -9,7 +9,7 @@ from pipeplan.checker.facts import Findings, deliveries_of, goes_with, period_of
 from pipeplan.files import Plan
 from pipeplan.files.placement import configuration_problem
 from pipeplan.workload.elements import Dependency, Operation
-from pipeplan.workload.kinds import BACKWARD_ROLES, PASSES, Role, in_order
+from pipeplan.workload.kinds import BACKWARD_ROLES, COMPUTE_KINDS, PASSES, Role, in_order, role_of
 
 _FEEDS = {Role.FORWARD: (Role.FORWARD,), Role.BACKWARD: BACKWARD_ROLES, Role.INPUT_GRAD: BACKWARD_ROLES}
 """Role -> the roles of other stages that hand something to it."""
@@ -38,12 +38,18 @@ def _check_kinds(plan: Plan, stage: int, operations: dict[str, Operation], findi
     has = ", ".join(operations) or "none"
     roles = tuple(operations[kind].role for kind in in_order(operations))
     if plan.stages[stage].blocks:
-        right, text = roles in PASSES, "a stage runs F and B, or F, I and W"
+        right, text = roles in PASSES, f"a stage runs {', or '.join(map(_named, PASSES))}"
     else:
         right, text = roles == (Role.CUSTOM,), "a stage without blocks runs one instruction"
     if not right:
         findings.add("stages", f"stages[{stage}]", f"has operations {has}; {text}")
     return right
+
+
+def _named(roles: tuple[Role, ...]) -> str:
+    """The kinds that play these roles, as text: ``F, I and W``."""
+    *others, last = (kind for role in roles for kind in COMPUTE_KINDS if role_of(kind) is role)
+    return " and ".join([", ".join(others), last]) if others else last
 
 
 def _check_dependencies(plan: Plan, findings: Findings) -> None:

@@ -35,9 +35,10 @@ BACKWARD_ROLES = (Role.BACKWARD, Role.INPUT_GRAD)
 
 
 class Resource(Enum):
-    """What an action occupies while it runs: the compute of its devices, or a link."""
+    """What an action occupies while it runs: the compute of its devices, their network beside it, or a link."""
 
     COMPUTE = "compute"
+    NETWORK = "network"
     LINK = "link"
 
 

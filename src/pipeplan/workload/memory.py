@@ -54,11 +54,11 @@ class MemoryState:
         self.at_peak = [MemoryBytes()] * len(self.held)
         self.peak_task: list[int | None] = [None] * len(self.held)
         self._capacity = capacities(workload) if capacity is None else capacity
-        self._graph, self._operation_of, self._resources = graph, graph.operation_of, workload.resources
+        self._graph, self._operation_of, self._holders = graph, graph.operation_of, workload.holders
         self._effects = workload.effects
         self._begins_of = [_begins(slots, workload.mini_batch) for slots in workload.slots]
         self._begins = [begins[0] for begins in self._begins_of]
-        self._places: list[list[_Place]] = [[] for _ in workload.resources]  # [operation] on its limited devices
+        self._places: list[list[_Place]] = [[] for _ in workload.holders]  # [operation] on its limited devices
         self._by_kind: list[Counter[MemoryKind]] = [Counter() for _ in self.held]
         self._targets_left: dict[tuple[int, int], int] = {}  # {(hold, micro-batch): targets that have not ended}
         for device, limit in enumerate(self._capacity[: len(workload.devices)]):
@@ -111,7 +111,7 @@ class MemoryState:
         """An action runs; what it gives back is free before its devices start anything else."""
         x = self._operation_of[task]
         change = self.acquired(task) - self._effects[x].release
-        for device in self._resources[x]:
+        for device in self._holders[x]:
             self.held[device] += change
         begins = self._begins_of[x][task + 1 - self._graph.offsets[x]]
         if self._begins[x] < begins:
@@ -123,10 +123,10 @@ class MemoryState:
         number = task - self._graph.offsets[x]
         for kind, size in self._taken[x].items():
             self._change(
-                self._resources[x], kind, _part_of(size, number) if number < self._effects[x].num_parts else size
+                self._holders[x], kind, _part_of(size, number) if number < self._effects[x].num_parts else size
             )
-        self._change(self._resources[x], WORKSPACE, self._effects[x].workspace)
-        for device in self._resources[x]:
+        self._change(self._holders[x], WORKSPACE, self._effects[x].workspace)
+        for device in self._holders[x]:
             if self.held[device] > self.peak[device]:
                 self.peak[device], self.peak_task[device] = self.held[device], task
                 self.at_peak[device] = MemoryBytes(self._by_kind[device])
@@ -134,12 +134,12 @@ class MemoryState:
     def end(self, task: int) -> None:
         """An action has ended, and gives back its workspace and what it is the last target of."""
         x = self._operation_of[task]
-        self._change(self._resources[x], WORKSPACE, -self._effects[x].workspace)
+        self._change(self._holders[x], WORKSPACE, -self._effects[x].workspace)
         for number, hold in self._given[x]:
             place = number, task - self._graph.offsets[x]
             self._targets_left[place] = self._targets_left.get(place, len(hold.targets)) - 1
             if not self._targets_left[place]:
-                self._change(self._resources[hold.source], hold.kind, -hold.size)
+                self._change(self._holders[hold.source], hold.kind, -hold.size)
 
     def _change(self, devices: Sequence[int], kind: MemoryKind, size: int) -> None:
         for device in devices:
@@ -149,7 +149,7 @@ class MemoryState:
     @cached_property
     def _taken(self) -> list[Counter[MemoryKind]]:
         """[operation] {kind: bytes} that it takes at its start, beside its workspace."""
-        taken: list[Counter[MemoryKind]] = [Counter() for _ in self._resources]
+        taken: list[Counter[MemoryKind]] = [Counter() for _ in self._holders]
         for hold in self._graph.workload.holds:
             taken[hold.source][hold.kind] += hold.size
         return taken
@@ -157,7 +157,7 @@ class MemoryState:
     @cached_property
     def _given(self) -> list[list[tuple[int, Hold]]]:
         """[operation] the holds, with their numbers, of which it is a target."""
-        given: list[list[tuple[int, Hold]]] = [[] for _ in self._resources]
+        given: list[list[tuple[int, Hold]]] = [[] for _ in self._holders]
         for number, hold in enumerate(self._graph.workload.holds):
             for x in hold.targets:
                 given[x].append((number, hold))
@@ -166,7 +166,7 @@ class MemoryState:
     def _add_places(self, device: int, capacity: int) -> None:
         """Note a limited device for each of its operations."""
         workload = self._graph.workload
-        there = [x for x, operation in enumerate(workload.operations) if device in self._resources[x]]
+        there = [x for x, operation in enumerate(workload.operations) if device in self._holders[x]]
         for route in sorted({workload.stages[workload.operations[x].stage].route for x in there}):
             mine = [x for x in there if workload.stages[workload.operations[x].stage].route == route]
             others = tuple(x for x in mine if workload.operations[x].role is not Role.WEIGHT_GRAD)

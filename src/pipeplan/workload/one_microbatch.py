@@ -58,7 +58,9 @@ class OneMicrobatch:
         """
         reduction = Reduction.of(workload)
         workload = workload if reduction is None else reduction.reduced
-        problem = cls(workload, (*capacities(workload), *[None] * len(workload.links)), reduction)
+        problem = cls(
+            workload, (*capacities(workload), *[None] * (workload.num_resources - len(workload.devices))), reduction
+        )
         rank = workload.rank
         assert all(rank(source) < rank(target) for source, target, _ in problem.edges)
         if require_room:
@@ -97,7 +99,11 @@ class OneMicrobatch:
 
     def holds_on(self, device: int) -> list[Hold]:
         """What a device holds until one action has ended; what waits for several, or for none, searches leave out."""
-        return [hold for hold in self.workload.holds if device in self.devices[hold.source] and len(hold.targets) == 1]
+        return [
+            hold
+            for hold in self.workload.holds
+            if device in self.workload.holders[hold.source] and len(hold.targets) == 1
+        ]
 
     @property
     def microbatches_per_round(self) -> int:

@@ -21,7 +21,16 @@ from typing import NamedTuple
 from pipeplan.errors import InvalidPlanError
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, slots_of
-from pipeplan.workload.kinds import ACTIVATIONS, KEPT_KINDS, MemoryBytes, MemoryKind, is_instruction, payload_of
+from pipeplan.workload.kinds import (
+    ACTIVATIONS,
+    KEPT_KINDS,
+    MemoryBytes,
+    MemoryKind,
+    Resource,
+    is_instruction,
+    kind_of,
+    payload_of,
+)
 from pipeplan.workload.samples import Slots
 
 
@@ -160,8 +169,17 @@ class Workload:
 
     @cached_property
     def num_resources(self) -> int:
-        """Devices, and links on which messages may have to wait."""
-        return len(self.devices) + len(self.links)
+        """Devices, links on which messages may have to wait, and networks of devices."""
+        return len(self.devices) + len(self.links) + len(self.networks)
+
+    @cached_property
+    def networks(self) -> tuple[int, ...]:
+        """Devices on whose network operations run, beside their compute; ascending. They are resources after the links.
+
+        Schedulers and replays know them; programs of plans do not yet.
+        """
+        there = [each for each in self.operations if kind_of(each.kind).resource is Resource.NETWORK]
+        return tuple(sorted({device for each in there for device in self.stages[each.stage].devices}))
 
     @cached_property
     def durations(self) -> tuple[int, ...]:
@@ -177,7 +195,19 @@ class Workload:
 
     @cached_property
     def resources(self) -> tuple[tuple[int, ...], ...]:
-        """[item] its devices, or the number of its link after the devices."""
+        """[item] what it occupies: its devices, or their networks, or the number of its link after the devices."""
+        if not self.networks:
+            return self.holders
+        number = {device: len(self.devices) + len(self.links) + index for index, device in enumerate(self.networks)}
+        compute = tuple(
+            devices if kind_of(each.kind).resource is Resource.COMPUTE else tuple(number[device] for device in devices)
+            for each, devices in zip(self.operations, self.holders, strict=False)
+        )
+        return compute + self.holders[len(compute) :]
+
+    @cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """[item] whose memory it takes: its devices', or that of its link, which has none."""
         compute = tuple(self.stages[operation.stage].devices for operation in self.operations)
         return compute + tuple((len(self.devices) + transfer.link,) for transfer in self.transfers)
 
@@ -291,8 +321,8 @@ class Workload:
     @cached_property
     def order_tells_memory(self) -> bool:
         """Whether what a device holds follows from its order: all it holds is activations that it gives back itself."""
-        return all(
-            hold.kind is ACTIVATIONS and all(self.resources[x] == self.resources[hold.source] for x in hold.targets)
+        return not self.networks and all(
+            hold.kind is ACTIVATIONS and all(self.holders[x] == self.holders[hold.source] for x in hold.targets)
             for hold in self.holds
         )
 
